@@ -18,27 +18,6 @@ FOLDER = os.path.join(sys.prefix, "debian")
 BIN = os.path.join(FOLDER, "usr", "bin")
 LIBRARIES = os.path.join(FOLDER, "libraries")
 
-# Each rank says which it is, and what its weights are in the end. It began with other ones.
-PROGRAM = """\
-import sys
-import numpy as np
-import compat
-
-configuration = compat.configure_gpu(gpus="cpu")
-import keras
-
-keras.utils.set_random_seed(1 + max(compat.rank(), 0))
-model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(5, "tanh"), keras.layers.Dense(1)])
-x = np.random.RandomState(0).rand(33, 6).astype("float32")
-x, y = compat.shard((x, x.sum(axis=1, keepdims=True)), 10)
-compat.parallelize(model)
-model.compile(keras.optimizers.SGD(0.1), "mse")
-model.fit(x, y, batch_size=compat.local_batch_size(10), epochs=2, shuffle=False, verbose=0)
-weights = np.concatenate([np.ravel(weight) for weight in model.get_weights()])
-np.save("{}/{}-of-{}".format(sys.argv[1], compat.rank(), compat.size()), weights)
-sys.stdout.write("{}\\n".format(configuration.place))
-"""
-
 PLACE = "import compat; print('{} {} {}'.format(compat.rank(), compat.size(), compat.local_rank()))"
 
 
@@ -150,19 +129,21 @@ def run(command, environ, timeout=300):
 
 
 class Launchers:
-    """Two ranks of a backend under launchers. Subclasses name the backend.
+    """Two ranks of a backend under launchers. Subclasses name the backend and have a program.
 
-    What a launcher tells is read alike for all backends; torchrun also has a store of torch's own.
+    Each rank says which it is, and saves its weights in the end. It began with other ones. What a
+    launcher tells is read alike for all backends; torchrun also has a store of torch's own.
     """
 
     backend = ""
+    program = ""
 
     alone = None  # the weights of one process, once they are known
 
     @pytest.fixture
     def script(self, tmp_path):
         path = tmp_path / "train.py"
-        path.write_text(PROGRAM)
+        path.write_text(self.program)
         return path
 
     @pytest.fixture
@@ -198,9 +179,6 @@ class Launchers:
         import numpy as np
 
         return np.load(str(folder / "{}-of-{}.npy".format(rank, size)))
-
-    def test_srun(self, check, slurm):
-        check([os.path.join(BIN, "srun"), "--ntasks=2"], "srun", slurm)
 
     def test_torchrun(self, check):
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]

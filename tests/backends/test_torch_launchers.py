@@ -5,18 +5,48 @@ import sys
 
 import pytest
 
+from compat.testing import slow
+
 from . import launchers
 from .launchers import MPICH, PLACE, Launchers, environment, run, slurm  # noqa: F401  # a fixture
+
+PROGRAM = """\
+import sys
+import numpy as np
+import compat
+
+configuration = compat.configure_gpu(gpus="cpu", backend="torch")
+import torch
+
+torch.manual_seed(1 + max(compat.rank(), 0))
+layers = torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)
+model = compat.parallelize(torch.nn.Sequential(*layers))
+x = np.random.RandomState(0).rand(33, 6).astype("float32")
+x, y = map(torch.tensor, compat.shard((x, x.sum(axis=1, keepdims=True)), 10))
+sgd, rows = torch.optim.SGD(model.parameters(), 0.1), compat.local_batch_size(10)
+for start in range(0, len(x), rows):
+    sgd.zero_grad()
+    (model(x[start : start + rows]) - y[start : start + rows]).square().mean().backward()
+    sgd.step()
+weights = np.concatenate([weight.detach().numpy().ravel() for weight in model.parameters()])
+np.save("{}/{}-of-{}".format(sys.argv[1], compat.rank(), compat.size()), weights)
+sys.stdout.write("{}\\n".format(configuration.place))
+"""
 
 
 @pytest.mark.row("launchers: srun, mpirun, mpiexec, torchrun, PyTorchJob")
 class TestTorchLaunchers(Launchers):
     backend = "torch"
+    program = PROGRAM
+
+    def test_srun(self, check, slurm):  # noqa: F811
+        check([launchers.BIN + "/srun", "--ntasks=2"], "srun", slurm)
 
     def test_mpirun(self, check):
         launcher = [launchers.BIN + "/mpirun.openmpi", "--allow-run-as-root", "--oversubscribe"]
         check(launcher + ["-n", "2"], "mpirun", launchers.OPEN_MPI)
 
+    @slow  # torchrun sets these, too
     def test_pytorchjob(self, check):
         """MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE alone."""
         told = {
@@ -102,7 +132,9 @@ torch.distributed.init_process_group("gloo", "file://" + sys.argv[2] + "2", rank
 """
 
 
-@pytest.mark.parametrize("more", ["", AGAIN], ids=["destroyed", "made again"])
+@pytest.mark.parametrize(
+    "more", ["", pytest.param(AGAIN, marks=slow)], ids=["destroyed", "made again"]
+)
 def test_the_process_group_that_a_script_has_made_counts(tmp_path, more):
     """No launcher's variable is set: without the group each process would train alone.
 
