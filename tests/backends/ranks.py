@@ -272,8 +272,8 @@ own["sum"] = outcome(total)
 own["pairs"] = outcome(None, of_two)
 own["of Keras"], labels = {}, (np.arange(len(targets)) % 2).astype("float32")[:, None]
 losses = [("CosineSimilarity", {"axis": 0}), ("Dice", {})]
-if not hasattr(keras, "ops") or keras.config.backend() == "torch":
-    # Keras 3 takes long to compile these elsewhere.
+on_torch = hasattr(keras, "ops") and keras.config.backend() == "torch"
+if on_torch:  # others take long to compile these
     losses += [("CategoricalCrossentropy", {"axis": 0}), ("Tversky", {}), ("Circle", {})]
 for name, options in losses:
     try:
@@ -281,7 +281,7 @@ for name, options in losses:
     except (AttributeError, TypeError):  # this Keras has none, or none with an axis
         continue
     own["of Keras"][name] = outcome(None, loss, labels, activation="sigmoid")
-if hasattr(keras, "ops") and keras.config.backend() == "torch":
+if on_torch:
     own["of Keras"]["dice"] = outcome(None, "dice", labels, activation="sigmoid")
 """
 
