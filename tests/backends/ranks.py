@@ -774,6 +774,13 @@ def check_a_rank_that_fails_early(folder, backend):
         assert told in said and said.endswith("\nValueError: bad\n"), said
 
 
+def check_a_rank_that_is_stopped_before_it_joins(folder, backend):
+    """In ``MPI_Init`` the other one cannot know which rank is missing."""
+    begin = "import os, signal, compat\nif compat.rank(): os.kill(os.getpid(), signal.SIGSTOP)\n"
+    said = what_a_failed_job_says(folder, backend, begin + TRAINS, size=2)
+    assert verdict(said) in (WAITED.format(0, 2, 1), DID_NOT_COME.format(1, 2))
+
+
 def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
     """What ``compat run`` prints as errors for a program some of whose ranks do not go on."""
     script = folder / "script.py"

@@ -10,6 +10,7 @@ import pytest
 
 from compat._backends.cntk import backend
 from compat._ranks import Job
+from compat.testing import slow
 from compat.testing.ranks import RanksContract
 
 from . import ranks
@@ -105,6 +106,17 @@ else:
     function.maker.engine.timeout = 3
 model.train_on_batch(*batch)
 """
+
+
+@slow  # as Theano's
+def test_a_rank_that_leaves_is_named(tmp_path):
+    """``mpirun`` ends the others, which can say nothing of it."""
+    ranks.check_a_rank_that_leaves(tmp_path, "cntk")
+
+
+@slow  # as Theano's
+def test_a_rank_that_is_stopped_before_it_joins_is_named(tmp_path):
+    ranks.check_a_rank_that_is_stopped_before_it_joins(tmp_path, "cntk")
 
 
 def test_waits_of_its_own_learner_are_bounded(tmp_path):

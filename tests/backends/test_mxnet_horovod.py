@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from compat.testing import slow
 from compat.testing.ranks import RanksContract
 
 from . import ranks
@@ -249,6 +250,11 @@ def test_models_of_mxnets_own_are_refused(jobs):
             "mxnet cannot train a Dense of MXNet's own as one of several ranks. Use a model of "
             "Keras, or start the script without a launcher."
         )
+
+
+@slow  # without a last word, as Theano's
+def test_a_rank_that_leaves_is_named(tmp_path):
+    ranks.check_a_rank_that_leaves(tmp_path, "mxnet")
 
 
 @pytest.mark.row("shard() of iterators of MXNet and DataLoaders of Gluon")

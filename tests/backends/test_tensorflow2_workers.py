@@ -17,7 +17,7 @@ from compat import errors
 from compat._ranks.engines import tensorflow_engine
 from compat._ranks.place import Place
 from compat._ranks.saving import written_by_rank_0
-from compat.testing import contract_of, keras_under_test, span
+from compat.testing import contract_of, keras_under_test, slow, span
 
 from . import ranks
 from .test_tensorflow2_horovod import KERAS3, OVERLAP, WAYS, OnTensorFlow2, check_overlap
@@ -186,6 +186,11 @@ def test_large_gradients_are_sent_alone_and_others_in_buckets():
     sizes = 2**18, 10, 2**18 - 1, 5  # the first takes a MiB
     gradients = [tf.zeros([size]) for size in sizes]
     assert tensorflow_engine._buckets(tf, gradients) == [[3, 2], [0], [1]]
+
+
+@slow  # without a last word, as Theano's
+def test_a_rank_that_leaves_is_named(tmp_path):
+    ranks.check_a_rank_that_leaves(tmp_path, "tensorflow")
 
 
 def test_ranks_in_different_calls_are_told_which(tmp_path):

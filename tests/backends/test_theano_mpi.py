@@ -13,6 +13,7 @@ from compat._configuration import device_choice, gpu_selection
 from compat._configuration.settings import Settings
 from compat._ranks import launchers
 from compat._ranks.launch import watching
+from compat.testing import slow
 from compat.testing.ranks import RanksContract
 
 from . import ranks
@@ -141,24 +142,34 @@ print("done")
 
 
 @pytest.mark.parametrize(
-    "fault, said",
+    "fault, timeout, said",
     [
-        ("raise ValueError('bad')", "\nValueError: bad"),
+        ("raise ValueError('bad')", 100, "\nValueError: bad"),
         (
             "sys.exit(3)",
-            "Rank 0 of 2 waited for the others (script.py, line 8), but rank 1 failed, ended or "
+            100,
+            "Rank 0 of 2 waited for the others (script.py, line 9), but rank 1 failed, ended or "
             "did not come: its script has ended. Look at what rank 1 printed. (COMPAT_TIMEOUT, or "
             "compat run --timeout, sets how many seconds ranks wait.)",
         ),
+        pytest.param(
+            *(
+                "time.sleep(100)",
+                2,
+                "but rank 1 failed, ended or did not come: 2 seconds are over.",
+            ),
+            marks=slow,  # as the contract's
+        ),
     ],
 )
-def test_rank_that_fails_ends_the_job(tmp_path, fault, said):
+def test_rank_that_fails_ends_the_job(tmp_path, fault, timeout, said):
     program = """
 engine = mpi.MPI.join(ranks)
+engine.timeout = {}
 if ranks.rank == 1: {}
 engine.close()
 """
-    completed = job(tmp_path, program.format(fault))
+    completed = job(tmp_path, program.format(timeout, fault))
     assert completed.returncode
     assert said in completed.stderr
 
@@ -204,6 +215,11 @@ def test_rank_that_does_not_start_ends_the_job(tmp_path):
 
 def test_a_rank_that_fails_early_is_named(tmp_path):
     ranks.check_a_rank_that_fails_early(tmp_path, "theano")
+
+
+@slow  # as one that does not start
+def test_a_rank_that_is_stopped_before_it_joins_is_named(tmp_path):
+    ranks.check_a_rank_that_is_stopped_before_it_joins(tmp_path, "theano")
 
 
 STARTS_A_CHILD = """
