@@ -77,8 +77,22 @@ if IS_TENSORFLOW_20:
     # Models without Keras are not verified there: test_tensorflow2_parts.py sees the warning.
     collect_ignore.append("test_tensorflow2_native_verification.py")
 
-if not any(detection.installed_version(b).startswith("2.15.") for b in INSTALLED):
+TENSORFLOW2 = next(
+    (detection.installed_version(b) for b in INSTALLED if b.name == "tensorflow2"), ""
+)
+if not TENSORFLOW2.startswith("2.15."):
     collect_ignore.append("test_tensorflow2_pages.py")  # the documentation shows that version
+if not TENSORFLOW2.startswith(("2.3.", "2.15.")):  # the last one with a wrapper, and the whole row
+    collect_ignore.append("test_tensorflow2_unwrap.py")
+KERAS = os.environ.get("COMPAT_TEST_KERAS", "keras")
+if KERAS == "keras" and (packages.version("keras") or "").startswith("3."):
+    # No Keras is in them, or it has no graph mode; the rows of tf.keras and tf_keras test them.
+    collect_ignore += ["test_tensorflow2_graph_walk.py", "test_tensorflow2_graphs.py"]
+    collect_ignore.append("test_tensorflow2_native_verification.py")
+else:
+    collect_ignore.append("test_tensorflow2_row_table.py")  # the newest TensorFlow proves it
+if sys.version_info >= (3, 12):  # with the TensorFlow and Keras of a row on an older Python
+    collect_ignore += ["test_tensorflow2_compiled.py", "test_tensorflow2_reductions.py"]
 
 if packages.version("transformers") is None and "TOX_ENV_NAME" not in os.environ:
     collect_ignore.append("test_torch_transformers.py")  # tox.ini has it, and no extra
@@ -104,8 +118,7 @@ def modules_are_no_garbage():
 def record_versions(record_testsuite_property, pytestconfig):
     """What tests/support_table.py reads from the results."""
     frameworks = [(b.name, b.framework, detection.installed_version(b)) for b in INSTALLED]
-    keras = os.environ.get("COMPAT_TEST_KERAS", "keras")
-    version = packages.version("keras-mxnet")
+    keras, version = KERAS, packages.version("keras-mxnet")
     if version is not None:
         keras = "keras-mxnet"
     elif keras == "keras" or frameworks[0][0] != "tensorflow1":

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import compat
 from compat._backends.tensorflow2.op_placement import executed, products, short
-from compat.testing import DEVICES, in_span, keras_under_test
+from compat.testing import DEVICES, keras_under_test, slow, span
 
 from .messages import told
 from .test_tensorflow2 import KERAS3, ROWS, TARGETS, train_in_a_new_graph
@@ -64,8 +64,12 @@ def channels_first(layers):
     return [layers.Reshape((2, 1, 1, 4)), last, layers.Flatten()]
 
 
-def of_a_layer(kind):
-    return lambda layers: [kind()]
+def tanh(layers):
+    return [Tanh()]
+
+
+def product(layers):
+    return [Product()]
 
 
 def trained(layers, is_parallel):
@@ -76,7 +80,8 @@ def trained(layers, is_parallel):
     if is_parallel:
         compat.parallelize(model)
     model.compile(keras.optimizers.SGD(0.001), "mse")
-    model.fit(ROWS, TARGETS, batch_size=16, epochs=2, shuffle=False, verbose=0)
+    for _ in range(2):
+        model.train_on_batch(ROWS[:16], TARGETS[:16])
     return model
 
 
@@ -86,22 +91,23 @@ def calls(nodes):
 
 
 # Keras before 3 does not compile the last, which then fails on CPUs.
-SPLIT = [grouped, of_a_layer(Tanh)] + [channels_first] * KERAS3
+SPLIT = [grouped, pytest.param(tanh, marks=span)]
+SPLIT += [pytest.param(channels_first, marks=slow)] * KERAS3
 
 
-@pytest.mark.parametrize("layers", in_span(SPLIT, [grouped]))
+@pytest.mark.parametrize("layers", SPLIT)
 def test_what_xla_compiles_is_split(layers):
     """Keras has it compile a convolution in groups."""
     plain, model = (trained(layers, is_parallel) for is_parallel in (False, True))
     same([plain.get_weights(), model.get_weights()])
-    nodes = executed(lambda: train_in_a_new_graph(model, ROWS, TARGETS))
+    nodes = executed(lambda: train_in_a_new_graph(model, ROWS[:16], TARGETS[:16]))
     assert sorted(products(nodes)) == ["/cpu:0", "/cpu:1", "/cpu:2"]
     assert min(calls(nodes)[device] for device in ("/cpu:0", "/cpu:1", "/cpu:2")) >= 2
 
 
 def test_threads_may_call_it_at_once():
     """As a server does; none of them runs it whole."""
-    model = trained(grouped, False)
+    model = trained(tanh, False)
     expected = model(tf.constant(ROWS)).numpy()
     compat.parallelize(model)
     with warnings.catch_warnings():
@@ -129,9 +135,9 @@ def runs_whole():
 
 def test_what_xla_compiles_with_variables_runs_whole():
     """A variable of another device is an error of TensorFlow's there."""
-    plain = trained(of_a_layer(Product), False)
+    plain = trained(product, False)
     with runs_whole():
-        model = trained(of_a_layer(Product), True)
+        model = trained(product, True)
     same([plain.get_weights(), model.get_weights()])
 
 

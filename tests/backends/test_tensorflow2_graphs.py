@@ -12,10 +12,8 @@ import pytest
 
 from compat.testing import span
 
-from .test_tensorflow2 import KERAS3
-
 SCRIPT = """
-import collections, tempfile, os
+import collections
 import numpy as np
 import compat
 report = compat.configure_gpu(simulate=3)
@@ -31,9 +29,8 @@ Y = np.random.RandomState(2).normal(size=(45, 4)).astype("float32")
 
 def build():
     inputs = layers.Input((8,))
-    hidden = layers.Dropout(0.0)(layers.Dense(6, activation="tanh")(inputs))
-    hidden = layers.Reshape((3, 2))(hidden)
-    hidden = layers.SimpleRNN(3)(hidden)
+    hidden = layers.Dense(4, activation="tanh")(inputs)
+    hidden = layers.SimpleRNN(3)(layers.Reshape((2, 2))(hidden))
     model = keras.models.Model(inputs, layers.Dense(4)(hidden))
     random = np.random.RandomState(0)
     model.set_weights([random.normal(size=w.shape) for w in model.get_weights()])
@@ -45,8 +42,7 @@ for parallel in (False, True):
     model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
     if parallel:
         assert compat.parallelize(model) is model
-    for rows in (45, 2):
-        model.fit(X[:rows], Y[:rows], batch_size=16, epochs=1, shuffle=False, verbose=0)
+    model.fit(X, Y, batch_size=16, epochs=1, shuffle=False, verbose=0)
     models.append(model)
 print(max(abs(a - b).max() for a, b in zip(*(m.get_weights() for m in models))) < 2e-6)
 print(abs(models[0].predict(X) - models[1].predict(X)).max() < 2e-6)
@@ -66,11 +62,6 @@ for graph in metadata.partition_graphs:
             counts[node.device[-5:]]["gradients" in node.name] += 1
 print(sorted(counts), all(min(c) >= 2 and c == counts["CPU:0"] for c in counts.values()))
 
-path = os.path.join(tempfile.mkdtemp(), "model.h5")
-function.run_options = function.run_metadata = function._callable_fn = None
-model.save(path)
-loaded = keras.models.load_model(path)
-print(abs(loaded.predict(X) - model.predict(X)).max() < 1e-6)
 compat.parallelize(model, gpus=1)
 print("_compat_functions" in vars(model))
 """
@@ -78,7 +69,7 @@ print("_compat_functions" in vars(model))
 
 @pytest.mark.row("TensorFlow 2 in v1 mode")
 @span
-def graph_model_runs_on_every_device():
+def test_model_of_a_graph_runs_on_every_device():
     printed = subprocess.check_output(
         [sys.executable, "-W", "ignore", "-c", SCRIPT],
         env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
@@ -90,13 +81,8 @@ def graph_model_runs_on_every_device():
         "True",
         "True",
         "['CPU:0', 'CPU:1', 'CPU:2'] True",
-        "True",
         "False",
     ]
-
-
-if not KERAS3:  # which has no graph mode
-    test_model_of_a_graph_runs_on_every_device = graph_model_runs_on_every_device
 
 
 def test_graph_mode_with_second_control_flow_is_refused():

@@ -121,7 +121,7 @@ def step_of(model, rate=0.1):
     "build, eagerly",
     in_span(
         [(Plain, False), (Decorated, True), (Holder, True), (function, False)],
-        [(Decorated, True), (function, False)],
+        [(function, False)],
     ),
 )
 def test_native_model_trains_to_the_numbers_of_one_device(keras, build, eagerly):
@@ -131,11 +131,11 @@ def test_native_model_trains_to_the_numbers_of_one_device(keras, build, eagerly)
         if parallel:
             assert compat.parallelize(model) is model
         step = step_of(model) if eagerly else tf.function(step_of(model))
-        losses = [float(step(tf.constant(ROWS[:n]), tf.constant(TARGETS[:n]))) for n in (45, 44, 2)]
+        losses = [float(step(tf.constant(ROWS[:n]), tf.constant(TARGETS[:n]))) for n in (44, 2)]
         results.append(losses + [variable.numpy() for variable in parts_of(model)[1]])
     for expected, found in zip(*results):
         np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
-    assert results[1][5] == 3
+    assert results[1][4] == 2
 
 
 @pytest.mark.row("tf.Module and tf.function")
@@ -150,10 +150,7 @@ def test_native_model_runs_on_every_device(keras, build):
 
 
 @pytest.mark.row("tf.Module and tf.function")
-@pytest.mark.parametrize(
-    "build, eagerly",
-    in_span([(Plain, True), (Plain, False), (function, True)], [(Plain, False)]),
-)
+@pytest.mark.parametrize("build, eagerly", [(Plain, True), (Plain, False), (function, True)])
 def test_report_says_what_each_device_did(keras, build, eagerly):
     """Eagerly, and in a graph, which counts by itself whenever it runs."""
     model = compat.parallelize(build())
@@ -252,7 +249,6 @@ def test_native_model_keeps_its_face(keras, build, tmp_path):
 
 
 @pytest.mark.row("tf.Module and tf.function")
-@span
 def test_layers_and_variables_are_no_models(keras):
     for other in (keras.layers.Dense(3), tf.Variable(1.0), tf.constant(1.0)):
         with pytest.raises(compat.CompatError):
@@ -336,7 +332,6 @@ def test_recurrent_loop_runs_where_it_was_placed(keras):
 
 
 @pytest.mark.row("device()")
-@span
 def test_layers_run_on_the_device_of_the_innermost_context(keras):
     layers = keras.layers
     inputs = layers.Input((8,))
@@ -407,7 +402,7 @@ def mirrored_pair(keras):
 def test_mirrored_even_batches_train_to_the_numbers_of_one_device(keras):
     models = mirrored_pair(keras)
     for model in models:
-        model.fit(ROWS, TARGETS, batch_size=15, epochs=2, shuffle=False, verbose=0)
+        model.fit(ROWS, TARGETS, batch_size=15, shuffle=False, verbose=0)
     assert largest_difference(*(model.get_weights() for model in models)) < 1e-6
     # TensorFlow 2.0's has another name.
     strategy = getattr(models[1], "distribute_strategy", None) or models[1]._distribution_strategy

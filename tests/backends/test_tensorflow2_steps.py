@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import compat
 from compat._backends.tensorflow2.op_placement import executed
-from compat.testing import DEVICES, initialise, keras_under_test, span
+from compat.testing import DEVICES, initialise, keras_under_test, slow, span
 
 from .messages import refusal, told
 from .test_tensorflow2 import KERAS3, ROWS, TARGETS, TRAIN_STEP, weights_of
@@ -103,19 +103,19 @@ class Autoencoder(keras_.Model):
         return {"loss": self.tracker.result()}
 
 
-def fitted(model, parallel, batch_size=16):
+def fitted(model, parallel):
     if parallel:
         assert compat.parallelize(model) is model
     options = {} if not KERAS3 else {"jit_compile": False}
     sgd = keras_.optimizers.SGD
     model.compile(d_optimizer=sgd(RATE), g_optimizer=sgd(RATE), **options)
-    return model.fit(ROWS, TARGETS, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
+    return model.fit(ROWS, TARGETS, batch_size=16, shuffle=False, verbose=0)
 
 
 if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
 
     @pytest.mark.row("subclassed models")
-    @pytest.mark.parametrize("build", [Adversarial, Autoencoder])
+    @pytest.mark.parametrize("build", [Adversarial, pytest.param(Autoencoder, marks=slow)])
     def test_steps_that_call_parts_train_to_the_numbers_of_one_device(keras, build):
         results = []
         for parallel in (False, True):
@@ -129,7 +129,7 @@ if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
 
     def test_parts_called_by_a_step_run_on_every_device(keras):
         model = Autoencoder()
-        found = products(executed(lambda: fitted(model, True, batch_size=45)))
+        found = products(executed(lambda: fitted(model, True)))
         assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"}
         assert len(set(found.values())) == 1 and all(found["/cpu:1"]), found
         compat.parallelize(model, gpus=1)
@@ -151,7 +151,7 @@ if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
             apply(self.optimizer, tape, loss, model)
             return {"loss": loss}
 
-    @pytest.mark.parametrize("verify", [0, 1])
+    @pytest.mark.parametrize("verify", [0, pytest.param(1, marks=slow)])
     def test_a_step_that_reaches_no_replica_says_so(keras, verify, monkeypatch):
         monkeypatch.setattr(
             compat._runtime.process.process.configuration.settings, "verify", verify
@@ -160,7 +160,7 @@ if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
         model = compat.parallelize(Hidden(lambda: [part]))
         model.compile(keras.optimizers.SGD(RATE))
         with told() as texts:
-            model.fit(ROWS, TARGETS, batch_size=16, epochs=2, verbose=0)
+            model.fit(ROWS, TARGETS, batch_size=16, verbose=0)
         assert texts == [
             "The first step of training {!r} ran on one device: its train_step() calls neither "
             "the model nor a model within it (model.shown). Write compat.parallelize(part) for "

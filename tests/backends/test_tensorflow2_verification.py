@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import compat
 from compat._configuration import registry
-from compat.testing import DEVICES, initialise, keras_under_test, largest_difference
+from compat.testing import DEVICES, initialise, keras_under_test, largest_difference, slow
 
 from . import graph_cases, verification_cases
 from .test_tensorflow2 import KERAS3
@@ -139,6 +139,7 @@ def test_an_optional_input_that_is_not_given():
     verification_cases.check_an_optional_input_that_is_not_given(keras_, backend)
 
 
+@slow  # the rows of graphs have the same
 def test_prediction_in_the_learning_phase_of_training():
     graph_cases.check_prediction_in_the_learning_phase_of_training(keras_, backend)
 
