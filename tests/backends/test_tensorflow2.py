@@ -36,6 +36,7 @@ from compat.testing import (
     in_span,
     initialise,
     keras_under_test,
+    slow,
     span,
 )
 from compat.testing.automatic import compiled_on_all_devices
@@ -450,12 +451,14 @@ def weights_of(model):
 # In TensorFlow 2.0 a gradient function in a loop or a branch fails, and says so.
 GRADIENTS = [penalty, twice, function_within] + ([loop, branch] if TRAIN_STEP else [])
 # Eagerly, loops and branches are Python's.
-WAYS = [(each, False) for each in GRADIENTS] + [(each, True) for each in GRADIENTS[:3]]
+WAYS = [(each, False) for each in GRADIENTS if each is not twice] + [(penalty, True)]
+MORE = [(twice, False), (twice, True), (function_within, True)]
 
 
 @pytest.mark.parametrize(
     "gradients, eagerly",
-    in_span(WAYS, [(loop if TRAIN_STEP else function_within, False)]),
+    in_span(WAYS, [(loop if TRAIN_STEP else function_within, False)])
+    + [pytest.param(*each, marks=slow) for each in MORE],
 )
 def test_gradients_of_ones_own(keras, gradients, eagerly):
     layers = keras.layers

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat.testing import DEVICES, in_span, initialise, keras_under_test, slow, span
+from compat.testing import DEVICES, initialise, keras_under_test, slow, span
 from compat.testing.spans import contract_of
 
 from .messages import told
@@ -111,11 +111,6 @@ LOSSES = {
 }
 
 
-def of_this_keras(cases, chosen):
-    """The names of cases: how values depend on rows is found alike for Keras 3, which has a few."""
-    return chosen if KERAS3 else sorted(cases)
-
-
 @contextlib.contextmanager
 def is_divided():
     """Within, no model says that it runs whole."""
@@ -130,11 +125,13 @@ def is_divided():
 def test_losses_have_the_value_of_one_device(keras, eagerly, pytestconfig):
     names = ["masked", "of products"]
     if not eagerly and contract_of(pytestconfig) != "span":
-        names = of_this_keras(LOSSES, ["keras mean", "masked, safe"])
+        # How values depend on rows is found alike for Keras 3.
+        names = ["keras mean", "masked, safe"] if KERAS3 else sorted(LOSSES)
     with is_divided():
         same(trained(lambda: adding(*map(LOSSES.get, names)), eagerly=eagerly))
 
 
+@slow  # as test_native_model_sums_count_as_on_one_device() has them
 def test_fewer_rows_than_devices_add_nothing_twice(keras):
     losses = LOSSES["sum"], LOSSES["masked, safe"]
     same(trained(lambda: adding(*losses), ROWS[:2], TARGETS[:2]))
@@ -179,7 +176,9 @@ WHY = {
 }
 
 
-@pytest.mark.parametrize("name", of_this_keras(WHOLE, ["variance"]))
+@pytest.mark.parametrize(
+    "name", ["variance"] + [pytest.param(name, marks=slow) for name in WHOLE if name != "variance"]
+)
 def test_losses_of_the_whole_batch_run_whole(keras, name):
     with runs_whole():
         same(trained(lambda: adding(WHOLE[name])))
@@ -587,7 +586,11 @@ OWN_GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("name", in_span(of_this_keras(OWN_GRADIENTS, ["all"]), ["all"]))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("all", marks=span), pytest.param("in a loop", marks=slow)]
+    + ["each row", pytest.param("in a function", marks=slow)] * (not KERAS3),
+)
 def test_own_gradients_that_mix_rows_run_whole(keras, name):
     function, mixes = OWN_GRADIENTS[name]
     layers = keras.layers
@@ -610,7 +613,7 @@ def test_one_other_device_computes_whatever_the_model_does(keras):
     for gpus in (1, [1]):
         model = compat.parallelize(initialise(adding(WHOLE["variance"])), gpus=gpus)
         model.compile(keras_.optimizers.SGD(0.01), "mse")
-        model.fit(ROWS, TARGETS, batch_size=16, shuffle=False, verbose=0)
+        model.train_on_batch(ROWS[:16], TARGETS[:16])
         results.append(model.get_weights())
     same(results)
 

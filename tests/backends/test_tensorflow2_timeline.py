@@ -88,8 +88,8 @@ def recurrent():
 
 def convolutional():
     return [
-        layers.Input((6, 6, 3)),
-        layers.Conv2D(4, 3, activation="relu"),
+        layers.Input((16, 16, 3)),
+        layers.Conv2D(8, 3, activation="relu"),
         layers.BatchNormalization(),
         layers.Flatten(),
         layers.Dense(1),
@@ -109,7 +109,7 @@ if hasattr(context.context(), "list_function_names"):  # not 2.3, which records 
         read, planes = timeline._planes, []
         monkeypatch.setattr(timeline, "_planes", lambda path: planes.extend(read(path)) or planes)
         with _api.configured_backend().profiled() as operations:
-            model.fit(inputs, targets, batch_size=12, epochs=2, verbose=0)
+            model.fit(inputs, targets, batch_size=12, epochs=3, verbose=0)
         shown = {(each.start, each.name): each.device for each in operations}
         (host,) = [each for each in planes if each.name == "/host:CPU"]
         senders = devices_that_sent(host)
