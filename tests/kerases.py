@@ -21,7 +21,13 @@ def configure(backend, floatx=None, verify=0):
         version = packages.version("keras") or ""
         few = backend.name in ("mxnet", "torch", "jax") or version.startswith(("2.0.", "2.1."))
         floatx = "float32" if few else "float64"
-    return compat.configure_gpu(simulate=SIMULATED, floatx=floatx, verify=verify)
+    devices = compat.configure_gpu(simulate=SIMULATED, floatx=floatx, verify=verify)
+    if backend.name == "theano":
+        # It draws from 15,360 streams, each of which takes a call of Python without a compiler.
+        from theano.sandbox.rng_mrg import MRG_RandomStreams
+
+        MRG_RandomStreams.n_streams = lambda self, size: 60
+    return devices
 
 
 def is_keras_3(keras):

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from compat.testing import slow
 from compat.testing.ranks import RanksContract
 
 from . import ranks
@@ -21,6 +22,11 @@ class TestJAXRanks(RanksContract):
 )
 def test_a_rank_0_that_is_stopped_is_named(tmp_path, program):
     ranks.check_stopped_rank_0(tmp_path, "jax", program)
+
+
+@slow  # as Theano's
+def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
+    ranks.check_evaluation_on_one_rank(tmp_path, "jax")
 
 
 def test_ranks_in_different_calls_are_told_which(tmp_path):

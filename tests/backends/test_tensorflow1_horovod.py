@@ -191,3 +191,8 @@ FEWER = [("-n 8", "-n 2"), ("machines 4", "machines 2"), (",node3:1,node4:1", ""
 def test_page_of_one_gpu_to_many(tmp_path, sections, commands, changes):
     """With two ranks, and machines, where the page has more."""
     assert pages.run("docs/scaling.md", tmp_path, os.environ, sections, changes) == commands
+
+
+@slow  # as Theano's
+def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
+    ranks.check_evaluation_on_one_rank(tmp_path, "tensorflow")

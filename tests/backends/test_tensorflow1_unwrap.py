@@ -4,4 +4,4 @@ from .unwrapping import Unwrapping
 
 
 class TestUnwrap(Unwrapping):
-    pass
+    damaged = 40  # by the same code as on TensorFlow 2

@@ -193,6 +193,16 @@ def test_a_rank_that_leaves_is_named(tmp_path):
     ranks.check_a_rank_that_leaves(tmp_path, "tensorflow")
 
 
+@slow  # as Theano's
+def test_a_job_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path):
+    ranks.check_restarts(TestTensorFlow2Workers(), tmp_path)
+
+
+@slow  # as Theano's
+def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
+    ranks.check_evaluation_on_one_rank(tmp_path, "tensorflow")
+
+
 def test_ranks_in_different_calls_are_told_which(tmp_path):
     ranks.check_different_calls(tmp_path, "tensorflow")
 

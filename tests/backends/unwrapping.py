@@ -26,7 +26,6 @@ from compat.testing import (
     initialise,
     keras_under_test,
     largest_difference,
-    slow,
 )
 from compat.testing.automatic import compiled_on_all_devices
 from compat.testing.terminals import terminal
@@ -155,6 +154,9 @@ def refused(capsys, path, *options):
 
 
 class Unwrapping:
+    #: How many damaged files are tried.
+    damaged = 300
+
     @pytest.fixture
     def keras(self):
         compat.configure_gpu(simulate=DEVICES)
@@ -354,15 +356,14 @@ class Unwrapping:
             "command compat unwrap."
         )
 
-    @pytest.mark.parametrize("cases", [40, pytest.param(400, marks=slow)])
-    def test_damaged_files_are_refused_in_words(self, keras, path, tmp_path, monkeypatch, cases):
+    def test_damaged_files_are_refused_in_words(self, keras, path, tmp_path, monkeypatch):
         """In less than a second and 2,000 characters, whatever the damage."""
         wrapped, _ = self.trained(keras, branched(keras), make_parallel, monkeypatch, "sgd")
         wrapped.save(path)
         weights = str(tmp_path / "weights.h5")
         wrapped = self.wrapped(keras, sequential(keras), make_parallel, monkeypatch)
         wrapped.save_weights(weights)
-        command = [sys.executable, damaged_files.__file__, str(cases), path, weights]
+        command = [sys.executable, damaged_files.__file__, str(self.damaged), path, weights]
         assert subprocess.check_output(command, universal_newlines=True) == "\n"
 
     def test_no_file_is_lost(self, keras, path, capsys, monkeypatch):
