@@ -83,6 +83,7 @@ class TestTensorFlow1(ParallelContract):
     product_in_timelines = "MatMul: "
     # One product a step in place of eight, which take long to build: the examples have these, where
     # they are the default.
+    plain_adam_is_random = True
     lstm_options = {"implementation": 2}
 
     @pytest.fixture(autouse=True)

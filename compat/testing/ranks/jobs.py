@@ -47,7 +47,7 @@ class Jobs(OfBackend):
     #: Whether the engine may abort a process whose peer has left, as Horovod 0.28 sometimes does.
     may_abort = False
     #: Seconds that ranks wait for each other in the tests of faults.
-    timeout = 8
+    timeout = 20
     #: How much longer than that a fault may take to end a job, starting Python included.
     patience = 100
 
