@@ -80,10 +80,10 @@ HAS_SUBCLASSED_MODELS = not _keras.wraps_a_model(keras_under_test().models.Seque
 class TestTensorFlow1(ParallelContract):
     backend = "tensorflow1"
     in_sessions = True  # Keras runs in sessions
+    plain_adam_is_random = True
     product_in_timelines = "MatMul: "
     # One product a step in place of eight, which take long to build: the examples have these, where
     # they are the default.
-    plain_adam_is_random = True
     lstm_options = {"implementation": 2}
 
     @pytest.fixture(autouse=True)
