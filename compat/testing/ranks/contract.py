@@ -51,7 +51,7 @@ class RanksContract(Jobs):
 
     def calls(self, size):
         """What a job of so many ranks calls; three leave out what does not depend on machines."""
-        calls = [("train", [self.trials_of(size)])]
+        calls = [("train", [self.trials_of(size)])]  # type: list
         for name in self.going_on:
             if size > 1:
                 calls.append((name, self.stage(*STAGES[size])))

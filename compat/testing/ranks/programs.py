@@ -293,7 +293,7 @@ def batches(keras, folder, processes):
 
     arrays, facts = {}, {}
     rows = np.arange(ROWS)
-    trials = [("sequence", Items(rows, 7), {}), ("generator", draw(3), {})]
+    trials = [("sequence", Items(rows, 7), {}), ("generator", draw(3), {})]  # type: list
     if not in_fit:  # Keras 2 has computed them in a thread
         trials.append(("threads", Items(rows), {"workers": 2}))
     if processes:
