@@ -23,8 +23,8 @@ for TensorFlow 2 in v1 mode. Needs pytest and numpy.
 
 Every test is the whole contract. ``-m span`` runs the span contract, a part that takes about a
 minute and sees what differs between versions of one backend; ``-m "not slow"`` leaves out what
-takes long and is tested in fewer cases besides. Register both markers in your pytest's
-configuration.
+takes long and is tested in fewer cases besides, and ``any_backend`` is on what is the same on all
+backends. Register the three markers in your pytest's configuration.
 """
 
 from .._verification import largest_difference
@@ -44,7 +44,7 @@ from .models import (
 )
 from .native import NativeContract, NativeModels
 from .parallel import ParallelContract
-from .spans import contract_of, in_span, slow, span
+from .spans import any_backend, contract_of, in_span, slow, span
 
 __all__ = [
     "BATCHES",
@@ -59,6 +59,7 @@ __all__ = [
     "NativeContract",
     "NativeModels",
     "ParallelContract",
+    "any_backend",
     "contract_of",
     "in_span",
     "initialise",

@@ -23,7 +23,7 @@ from .._runtime.process import process
 from .contract import BackendContract
 from .models import CASES, DEVICES, clear_session, initialise, optimizer
 from .ranks.unchanged import UNCHANGED
-from .spans import slow, span
+from .spans import any_backend, slow, span
 
 
 @contextlib.contextmanager
@@ -97,6 +97,7 @@ class AutomaticContract(BackendContract):
         assert "divided over" not in completed.stderr
         assert len(devices.split(", ")) == DEVICES
 
+    @any_backend
     def test_a_model_compiled_again_or_loaded_runs_on_all_devices(self, keras, automatic, tmp_path):
         model = self.compiled(keras, "dense")
         model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
@@ -117,6 +118,7 @@ class AutomaticContract(BackendContract):
         self.close([expected], [unpickled.predict(inputs)])
         self.check_on_all_devices(unpickled)
 
+    @any_backend
     def test_copies_train_as_those_of_a_plain_model(self, keras, configuration):
         """So does the model itself. Not every Keras supports every kind of copy."""
         inputs, targets = CASES["dense"].data(13)
@@ -155,6 +157,7 @@ class AutomaticContract(BackendContract):
             gc.collect()
             assert reference() is None
 
+    @any_backend
     @pytest.mark.parametrize("first", [pytest.param("compat", marks=slow), "the other one"])
     def test_another_library_wraps_the_same_methods(self, keras, configuration, monkeypatch, first):
         """As one that logs experiments does, for as long as a script has it do so."""
@@ -190,6 +193,7 @@ class AutomaticContract(BackendContract):
         assert not called
         self.check_on_all_devices(model)
 
+    @any_backend
     def test_a_tracer_sees_what_runs_and_changes_nothing(self, keras, configuration):
         """As that of a debugger, or of what measures coverage."""
         inputs, targets = CASES["dense"].data(13)
@@ -220,6 +224,7 @@ class AutomaticContract(BackendContract):
         found = [str(each.message) for each in warned if each.category is compat.CompatWarning]
         assert found == [text.format(model.name, because)]
 
+    @any_backend
     @pytest.mark.parametrize("raised", [compat.UnsupportedError, KeyError])
     def test_what_cannot_be_prepared_is_left_alone(
         self, keras, automatic, configuration, monkeypatch, raised
@@ -250,6 +255,7 @@ class AutomaticContract(BackendContract):
                 with pytest.raises(raised, match="the reason"):
                     model.compile("sgd", "mse")
 
+    @any_backend
     def test_a_variable_set_too_late_is_told(self, keras, automatic, monkeypatch):
         before = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")

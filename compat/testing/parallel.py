@@ -12,7 +12,7 @@ from .models import CASES, DEVICES, SHARDS, fit_in_order, keras_under_test, opti
 from .reporting import ReportContract
 from .saving import SavingContract
 from .several import SeveralDevicesContract
-from .spans import in_span, slow, span
+from .spans import any_backend, in_span, slow, span
 from .training import TrainingContract
 from .verification import VerificationContract
 
@@ -43,6 +43,7 @@ class ParallelContract(
     def weights(self, model):
         return model.get_weights()
 
+    @any_backend
     def test_test_command_compares_step_by_step(self):
         """And says where weights differ, or where one device did all the work."""
         status, out = self.command(
@@ -72,6 +73,7 @@ class ParallelContract(
         assert "\nNOT on all devices: " in alone
         assert re.search(rf": [01] of {DEVICES} worked.\n$", alone), out
 
+    @any_backend
     def test_twins_of_the_pytest_plugin(self, keras, configuration):
         inputs, targets = CASES["dense"].data(61)
         twins = Twins(lambda: self.compiled(keras, "dense"))

@@ -10,7 +10,7 @@ import compat
 from .._rows import split_rows
 from .contract import BackendContract
 from .models import DEVICES, fit_in_order
-from .spans import span
+from .spans import any_backend, span
 
 
 class ReportContract(BackendContract):
@@ -49,6 +49,7 @@ class ReportContract(BackendContract):
         assert found["all_worked"] and found["verdict"] == report.verdict
         assert [each["rows"] for each in found["devices"]] == [2 * rows for rows in trained]
 
+    @any_backend
     def test_report_says_which_device_got_no_rows(self, keras, configuration, counted_anew):
         model, inputs, targets = self.parallel_and_data(keras, "dense", 2)
         model.train_on_batch(inputs, targets)

@@ -11,6 +11,7 @@ from .._verification.verification import given_moved
 from ..backend import Verification
 from .contract import Contract
 from .models import CASES, DEVICES
+from .spans import any_backend
 
 
 class TrainedModels:
@@ -125,6 +126,7 @@ class SeveralDevicesContract(TrainedModels, Contract):
         self.train(model, inputs, targets)  # it can be trained on
         assert largest_difference(start, self.weights(model)) > 1e-4
 
+    @any_backend
     def test_how_far_inputs_amplify_rounding_is_seen(self, configuration, monkeypatch):
         """Verified steps are done with inputs that are off by rounding where that is asked for."""
         verify, moves = Verification.verify, {}

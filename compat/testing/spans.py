@@ -6,6 +6,8 @@ import pytest
 span = pytest.mark.span
 #: Marks tests that take long, and whose subject other tests cover in fewer cases.
 slow = pytest.mark.slow
+#: Marks tests of what is the same on all backends, so that one with each Keras may run them.
+any_backend = pytest.mark.any_backend
 
 
 def contract_of(config):

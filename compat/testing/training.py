@@ -13,7 +13,7 @@ import compat
 from .._verification import largest_difference
 from .contract import BackendContract
 from .models import CASES, DEVICES, SPAN_TRIALS, TRIALS, UNEVEN, batches_of, fit_in_order, optimizer
-from .spans import in_span, slow, span
+from .spans import any_backend, in_span, slow, span
 
 # Three batches of 16 rows, which three devices do not share evenly. A partial one would be compiled
 # by itself, and is tried elsewhere.
@@ -168,6 +168,7 @@ class TrainingContract(BackendContract):
             fit(batches(), steps_per_epoch=3, epochs=2, verbose=0)
         self.close(plain.get_weights(), parallel.get_weights())
 
+    @any_backend
     def test_a_fit_that_is_interrupted_can_be_run_again(self, keras):
         """By the signal of Ctrl-C and of a notebook's button, wherever in a step that finds it."""
         inputs, targets = CASES["dense"].data(SAMPLES)

@@ -12,7 +12,7 @@ from .._configuration.settings import Every
 from .._verification import largest_difference
 from .contract import BackendContract
 from .models import CASES, clear_session, fit_in_order, initialise, optimizer, optimizers_of
-from .spans import contract_of, slow, span
+from .spans import any_backend, contract_of, slow, span
 from .terminals import terminal
 
 #: Names of optimizers: the one that keeps most besides a value for each weight, and others that
@@ -50,6 +50,7 @@ class VerificationContract(BackendContract):
         assert 0 < record.largest[0] < 1e-3  # the same work in another order
         self.close(models[0].get_weights(), models[1].get_weights())
 
+    @any_backend
     def test_a_step_that_takes_long_is_shown_on_a_terminal(self, keras, monkeypatch):
         """And leaves Keras' own progress bar as it is."""
         model, inputs, targets = self.parallel_and_data(keras, "dense", 16)
@@ -105,6 +106,7 @@ class VerificationContract(BackendContract):
             trained.append(model.get_weights() + [np.random.uniform(size=1)])
         assert (largest_difference(*trained) == 0) == self.random_numbers_come_back
 
+    @any_backend
     @pytest.mark.parametrize("switch", [pytest.param("frozen", marks=slow), "called", "wrapped"])
     def test_statistics_of_replicas_are_no_difference(self, keras, switch):
         """However batch normalization was switched; a warning says what is not compared."""
@@ -128,6 +130,7 @@ class VerificationContract(BackendContract):
         assert record.steps["train"] == 1
         assert record.steps["predict"] == record.steps["evaluate"] == (switch == "called")
 
+    @any_backend
     @pytest.mark.parametrize("rate", [0.0, pytest.param(0.5, marks=slow)])
     def test_a_loss_that_is_rounding_is_no_difference(self, keras, rate):
         """What a model fits already, with dropout and without."""
@@ -139,6 +142,7 @@ class VerificationContract(BackendContract):
         model.train_on_batch(inputs, model.predict(inputs, verbose=0))
         assert record.steps["train"] == 1
 
+    @any_backend
     def test_one_step_in_so_many_is_verified(self, keras):
         """Also where the first one was right."""
         model, inputs, targets = self.parallel_and_data(keras, "dense", 64)
@@ -146,6 +150,7 @@ class VerificationContract(BackendContract):
         model.fit(inputs, targets, batch_size=16, epochs=2, verbose=0)
         assert record.steps["train"] == 3  # of 8
 
+    @any_backend
     def test_a_step_that_cannot_be_compared_is_taken_all_the_same(self, keras):
         """Its weights and slots are those of a step that nobody looked at."""
         inputs, targets = CASES["dense"].data(45)

@@ -13,7 +13,7 @@ import sys
 import pytest
 
 from compat._configuration import detection, packages, registry
-from compat.testing import contract_of
+from compat.testing import contract_of, slow
 
 
 def _installed():
@@ -96,6 +96,21 @@ if sys.version_info >= (3, 12):  # with the TensorFlow and Keras of a row on an 
 
 if packages.version("transformers") is None and "TOX_ENV_NAME" not in os.environ:
     collect_ignore.append("test_torch_transformers.py")  # tox.ini has it, and no extra
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """What is the same on all backends is slow but on one with each Keras, where it takes least.
+
+    That is MXNet for Keras 2, TensorFlow 2 for tf.keras and torch for Keras 3.
+    """
+    kept = {"mxnet", "torch"}
+    if os.environ.get("COMPAT_TEST_KERAS") == "tensorflow.keras":
+        kept.add("tensorflow2")
+    if kept.isdisjoint(backend.name for backend in INSTALLED):
+        for item in items:
+            if item.get_closest_marker("any_backend"):
+                item.add_marker(slow)
 
 
 @pytest.fixture(autouse=True)

@@ -85,6 +85,7 @@ keras.config.set_floatx("float32")
 PRECISIONS += ranks.NEAR_OVERFLOW
 
 
+@slow  # as torch trains
 def test_trains_in_every_precision(jobs):
     """With those of the contract."""
     ((one,), (alone,)), (both, said) = (job["precisions"] for job in jobs)

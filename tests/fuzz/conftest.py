@@ -13,7 +13,7 @@ from compat.testing import keras_under_test
 from compat.testing.models import clear_session
 
 #: Programs of a run of CI where nothing is said: as many as fit in some seconds of CPU.
-COUNTS = {"tensorflow1": 2, "tensorflow2": 2, "jax": 2, "theano": 4, "mxnet": 20, "torch": 10}
+COUNTS = {"tensorflow1": 1, "tensorflow2": 1, "jax": 2, "theano": 4, "mxnet": 20, "torch": 10}
 
 
 def pytest_addoption(parser):

@@ -3,8 +3,8 @@
     COMPAT_TEST_SLOW=1 python -m pytest tests/idioms -k "loss and negatives"
 
 docs/idioms.md has the verdicts, as support_table.py writes them from the results of this test. A
-difference without a warning, or an error that is not compat's, is never accepted. The two Keras
-on TensorFlow 2 share the idioms: each is run with one that can run it, and is slow with the other.
+difference without a warning, or an error that is not compat's, is never accepted. Environments
+whose tests take long share the idioms: each is run in one that can run it, and is slow in others.
 """
 
 import os
@@ -31,14 +31,18 @@ OUTSIDE = ("K.function with an optimizer's updates",)
 ENVIRONMENT = os.environ.get("TOX_ENV_NAME")
 VERDICTS = support_table.verdicts()
 EXPECTED = VERDICTS.get(ENVIRONMENT)
-#: Environments that share the idioms: both Keras on one engine.
-SHARING = ("py311-tensorflow", "py311-keras3")
+#: Environments that share the idioms.
+SHARING = (
+    ("py37-tensorflow1-keras224", "py37-theano"),
+    ("py311-tensorflow", "py311-keras3", "py311-jax"),
+)
 
 
 def idioms():
     """Parameters of the test: all idioms, and whether another environment's turn makes one slow."""
+    (sharing,) = [each for each in SHARING if ENVIRONMENT in each] or [()]
     for place, name in enumerate(IDIOMS):
-        able = [each for each in SHARING if VERDICTS[each].get(name, NOT_HERE) != NOT_HERE]
+        able = [each for each in sharing if VERDICTS[each].get(name, NOT_HERE) != NOT_HERE]
         others = ENVIRONMENT in able and able[place % len(able)] != ENVIRONMENT
         yield pytest.param(name, marks=[slow] * others)
 
