@@ -5,20 +5,28 @@ Theano compiles nothing, as in its own tests; of ``many_models.py`` one candidat
 
 import json
 import os
+import re
 import shlex
 import subprocess
 
 import pytest
 
-from compat.testing import span
+from compat.testing import slow, span
 
 from .conftest import BENCHMARKS, ROOT, benchmarks_run
 
 TIMEOUT = 300
 
 
+def commands():
+    """Parameters of the test. What measures no training against a peer is slow."""
+    others = "scaling|import_time|many_models|bytes_across"
+    for command in BENCHMARKS:
+        yield pytest.param(command, marks=[slow] if re.search(others, command) else [])
+
+
 @span
-@pytest.mark.parametrize("command", BENCHMARKS)
+@pytest.mark.parametrize("command", commands())
 def test_a_step_is_measured(command):
     done = subprocess.run(
         shlex.split(

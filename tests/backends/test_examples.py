@@ -43,7 +43,7 @@ LEFT_OUT = {"theano": ("cnn",) + LOOPS, "tensorflow1": ("seq2seq",)}.get(BACKEND
 QUICK = {
     "theano": ("mlp", "vae"),
     "tensorflow1": VERIFIED,
-    "tensorflow2": VERIFIED + ("vae", "lstm_text") * (KERAS != "keras"),
+    "tensorflow2": VERIFIED,
     "jax": VERIFIED,
 }.get(BACKEND.name, tuple(TITLES))
 #: What also runs without its lines of compat, in the whole contract, on an old backend and a new

@@ -10,6 +10,8 @@ import sys
 import pages
 from sources import ROOT
 
+from compat.testing import slow
+
 MODEL = """
 import tensorflow as tf
 from tensorflow import keras
@@ -65,6 +67,7 @@ def test_the_readme_without_the_call(tmp_path):
     assert "sequential" in report and "on /cpu:0, /cpu:1" in report, report
 
 
+@slow  # its section on torch is tested there
 def test_quick_start(tmp_path):
     count = pages.run("docs/quickstart.md", tmp_path, pages.ENVIRON, ["The script", "TensorFlow"])
     assert count == 3

@@ -13,7 +13,7 @@ from compat import _api
 from compat._backends.tensorflow2 import timeline
 from compat._backends.tensorflow2.op_placement import short
 from compat._runtime.operation_times import Operation
-from compat.testing import DEVICES, initialise, keras_under_test, span
+from compat.testing import DEVICES, initialise, keras_under_test, slow, span
 
 keras_ = keras_under_test()
 layers = keras_.layers
@@ -98,7 +98,10 @@ def convolutional():
 
 if hasattr(context.context(), "list_function_names"):  # not 2.3, which records no callers
 
-    @pytest.mark.parametrize("parts, traced_before", [(recurrent, False), (convolutional, True)])
+    @pytest.mark.parametrize(
+        "parts, traced_before",
+        [pytest.param(recurrent, False, marks=slow), (convolutional, True)],
+    )
     def test_every_kernel_is_shown_where_it_ran(keras, monkeypatch, parts, traced_before):
         """TensorFlow's own word is in the keys of what one device sends to another."""
         model = compat.parallelize(initialise(keras.models.Sequential(parts())))

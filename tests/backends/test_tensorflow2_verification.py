@@ -62,6 +62,7 @@ def test_variables_of_a_loss_are_put_back():
     assert largest_difference(*found) == 0
 
 
+@slow
 def test_a_batch_is_repeated_by_one_dataset_and_traced_no_more(monkeypatch):
     """Each further dataset would trace a function that has the batches at hand.
 

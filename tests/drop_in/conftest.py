@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from backends.conftest import TESTED, record_versions  # noqa: F401
+from backends.conftest import TESTED, pytest_collection_modifyitems, record_versions  # noqa: F401
 
 import compat
 from compat.testing import BackendContract, ParallelContract, keras_under_test

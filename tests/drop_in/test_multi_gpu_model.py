@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat.testing import CASES, initialise, largest_difference, optimizer, span
+from compat.testing import CASES, any_backend, initialise, largest_difference, optimizer, span
 
 pytestmark = pytest.mark.row("multi_gpu_model and make_parallel")
 
@@ -79,6 +79,7 @@ def test_which_devices_train(keras, configuration, contract):
     assert contract.devices_of(parallel, *data(14)) == devices
 
 
+@any_backend
 def test_multi_input_and_multi_output(keras, contract):
     case = CASES["multi"]
     plain, template = (initialise(case.build(keras)) for _ in range(2))
@@ -184,6 +185,7 @@ def test_the_template_is_a_layer_of_the_parallel_model(keras):
     assert parallel.get_layer("dense_model").get_layer("hidden") is template.layers[-2]
 
 
+@any_backend
 def test_template_and_parallel_model_compiled_separately(keras, contract):
     """Each trains the same weights; the template stays on one device."""
     inputs, targets = data(14)
@@ -200,6 +202,7 @@ def test_template_and_parallel_model_compiled_separately(keras, contract):
     assert len(contract.devices_of(parallel, inputs, targets)) == 3
 
 
+@any_backend
 def test_saving_the_template(keras, contract, tmp_path):
     template = dense(keras)
     parallel = compiled(keras, compat.multi_gpu_model(template, gpus=2))
@@ -215,6 +218,7 @@ def test_saving_the_template(keras, contract, tmp_path):
     assert largest_difference(other.get_weights(), parallel.get_weights()) == 0
 
 
+@any_backend
 def test_one_template_wrapped_twice(keras, configuration, contract):
     template, plain, (inputs, targets) = dense(keras), compiled(keras, dense(keras)), data(14)
     wide = compiled(keras, compat.multi_gpu_model(template, gpus=[0, 1, 2]))
