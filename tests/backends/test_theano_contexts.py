@@ -123,7 +123,7 @@ class TestContexts:
         assert compat.configure_gpu(theano_flags=FLAGS) is configuration
 
     def test_trains_to_the_numbers_of_one_device(self, keras):
-        batches = [BATCHES[0], BATCHES[2]]  # each size is compiled anew
+        batches = BATCHES  # each size is compiled anew
         self.contract.test_trains_to_the_numbers_of_one_device(keras, batches, "dense", "sgd")
 
     def test_evaluates_and_predicts_what_one_device_does(self, keras):
