@@ -35,6 +35,7 @@ if sys.version_info < (3, 8):
     collect_ignore += ["test_pins.py", "test_tox_command.py"]
     # compat's own; the contracts of backends and of ranks use the same with Python 3.6.
     collect_ignore += ["test_hosts.py", "test_launch_output.py", "test_progress.py"]
+    collect_ignore += ["test_plugin.py", "test_pytest_plugin.py"]
 elif sys.version_info >= (3, 13):
     # Likewise, and py36-core has them.
     collect_ignore += ["test_plugin_ranks.py", "test_report.py", "test_timeline.py"]

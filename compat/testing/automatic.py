@@ -106,7 +106,6 @@ class AutomaticContract(BackendContract):
         for each in (model, keras.models.load_model(path)):
             self.check_on_all_devices(each)
 
-    @span
     def test_an_unpickled_model_runs_on_all_devices(self, keras, automatic):
         """Of each Keras whose own models can be pickled."""
         try:

@@ -64,6 +64,7 @@ class SeveralDevicesContract(TrainedModels, Contract):
         # No device runs more than its replica: nothing was computed undivided.
         assert len(set(placement.values())) == 1, placement
 
+    @any_backend
     def test_moves_to_other_devices_and_back_to_one(self, configuration):
         inputs, targets = self.data(14)
         plain, model = self.plain(), self.parallel()

@@ -12,8 +12,18 @@ import compat
 
 from .._verification import largest_difference
 from .contract import BackendContract
-from .models import CASES, DEVICES, SPAN_TRIALS, TRIALS, UNEVEN, batches_of, fit_in_order, optimizer
-from .spans import any_backend, in_span, slow, span
+from .models import (
+    CASES,
+    DEVICES,
+    RECURRENT,
+    SPAN_TRIALS,
+    TRIALS,
+    UNEVEN,
+    batches_of,
+    fit_in_order,
+    optimizer,
+)
+from .spans import any_backend, in_span, slow
 
 # Three batches of 16 rows, which three devices do not share evenly. A partial one would be compiled
 # by itself, and is tried elsewhere.
@@ -28,7 +38,10 @@ class TrainingContract(BackendContract):
 
     # The same numbers -------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("name, optimizer_name", in_span(TRIALS, SPAN_TRIALS))
+    @pytest.mark.parametrize(
+        "name, optimizer_name",
+        in_span(TRIALS, SPAN_TRIALS) + [pytest.param(*RECURRENT, marks=any_backend)],
+    )
     def test_trains_to_the_numbers_of_one_device(self, keras, batches, name, optimizer_name):
         plain, parallel = self.both(keras, name, optimizer_name)
         start = plain.get_weights()
@@ -46,7 +59,7 @@ class TrainingContract(BackendContract):
             self.close(plain.get_weights(), parallel.get_weights())
             np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.parametrize("name", in_span(["dense", "multi"], ["dense"]))
+    @pytest.mark.parametrize("name", ["dense", "multi"])
     def test_evaluates_and_predicts_what_one_device_does(self, keras, batches, name):
         plain, parallel = self.both(keras, name)
         for batch, samples in batches_of("multi", batches):
@@ -77,7 +90,6 @@ class TrainingContract(BackendContract):
         data = CASES["dense"].data(SAMPLES)
         self.train_both(keras, lambda: self.build(keras, "dense"), loss, *data, **options)
 
-    @span
     def test_sample_weights(self, keras):
         weights = np.random.RandomState(3).uniform(size=SAMPLES).astype("float32")
         weights[::4] = 0
@@ -125,7 +137,6 @@ class TrainingContract(BackendContract):
         targets = random.normal(size=(SAMPLES, 6, 2)).astype("float32")
         self.train_both(keras, build, "mse", inputs, targets)
 
-    @span
     def test_batchnorm_makes_one_moving_average_update(self, keras):
         """The moving mean is one device's; the variance is the mean of the replicas' variances."""
         inputs, targets = CASES["dense"].data(61)

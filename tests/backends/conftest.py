@@ -102,11 +102,9 @@ if packages.version("transformers") is None and "TOX_ENV_NAME" not in os.environ
 def pytest_collection_modifyitems(items):
     """What is the same on all backends is slow but on one with each Keras, where it takes least.
 
-    That is MXNet for Keras 2, TensorFlow 2 for tf.keras and torch for Keras 3.
+    That is MXNet for Keras 2 and torch for Keras 3.
     """
     kept = {"mxnet", "torch"}
-    if os.environ.get("COMPAT_TEST_KERAS") == "tensorflow.keras":
-        kept.add("tensorflow2")
     if kept.isdisjoint(backend.name for backend in INSTALLED):
         for item in items:
             if item.get_closest_marker("any_backend"):

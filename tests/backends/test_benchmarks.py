@@ -19,8 +19,8 @@ TIMEOUT = 300
 
 
 def commands():
-    """Parameters of the test. What measures no training against a peer is slow."""
-    others = "scaling|import_time|many_models|bytes_across"
+    """Parameters of the test. All are slow but what measures torch against a peer."""
+    others = "scaling|import_time|many_models|bytes_across|_(?!torch)\\w+[.]py"
     for command in BENCHMARKS:
         yield pytest.param(command, marks=[slow] if re.search(others, command) else [])
 

@@ -29,10 +29,12 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "jax")
 
 
+@slow
 def test_ranks_in_different_calls_are_told_which(tmp_path):
     ranks.check_different_calls(tmp_path, "jax")
 
 
+@slow
 def test_a_rank_that_never_comes_is_named(tmp_path):
     """JAX itself aborts the others, as if they were at fault."""
     said = ranks.what_a_failed_job_says(tmp_path, "jax", NEVER_COMES).splitlines()

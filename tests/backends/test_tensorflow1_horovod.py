@@ -130,7 +130,6 @@ def jobs(tmp_path_factory, request):
 
 
 @long
-@span
 def test_metrics_and_losses_are_those_of_all_rows(jobs):
     if STATELESS:
         (warning,) = jobs[1]["stateful"][1][0]["stateful"]
@@ -148,7 +147,6 @@ def test_losses_and_ranks_that_cannot_be_right_are_told(jobs):
 
 
 @long
-@span
 def test_any_optimizer_and_generators_train_to_the_same_numbers(jobs):
     said = ranks.check_same(jobs, "ways")
     assert said[0] == said[1]

@@ -4,4 +4,4 @@ from .unwrapping import Unwrapping
 
 
 class TestUnwrap(Unwrapping):
-    damaged = 40  # by the same code as on TensorFlow 2
+    damaged = 10  # by the same code as on TensorFlow 2

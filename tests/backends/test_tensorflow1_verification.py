@@ -86,6 +86,7 @@ def test_state_that_an_optimizer_does_not_list(keras, make):
     graph_cases.check_state_that_an_optimizer_does_not_list(keras, backend, make)
 
 
+@slow
 def test_a_function_that_a_trial_has_made_anew(keras):
     """Its optimizer's state is in other variables than before."""
     layers = keras.layers
@@ -106,11 +107,13 @@ def test_a_function_that_a_trial_has_made_anew(keras):
     assert largest_difference(*trained) == 0
 
 
+@slow
 def test_prediction_in_the_learning_phase_of_training(keras):
     told = graph_cases.check_prediction_in_the_learning_phase_of_training(keras, backend)
     assert len(told) == 2
 
 
+@slow
 def test_a_metric_with_state_is_compared_from_where_it_was(keras):
     """In inference, where a step with dropout is compared; the counts grow with each run."""
     K = keras.backend

@@ -304,7 +304,6 @@ def test_subclassed_model_with_dictionaries_and_a_scalar_output(keras):
 
 
 @pytest.mark.row("subclassed models")
-@span
 def test_subclassed_model_within_another_trains_to_the_numbers_of_one_device(keras):
     layers = keras.layers
 
@@ -581,6 +580,7 @@ def saved(model, path):
     return {node.device for node in list(graph.node) + nodes}
 
 
+@slow
 def test_saved_model_names_no_device(keras, tmp_path):
     plain, model = pair(lambda: regularized(keras))
     for each in (plain, model):

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import compat
 from compat._backends.tensorflow2.op_placement import executed, products, short
-from compat.testing import DEVICES, keras_under_test, slow, span
+from compat.testing import DEVICES, keras_under_test, slow
 
 from .messages import told
 from .test_tensorflow2 import KERAS3, ROWS, TARGETS, train_in_a_new_graph
@@ -91,7 +91,7 @@ def calls(nodes):
 
 
 # Keras before 3 does not compile the last, which then fails on CPUs.
-SPLIT = [grouped, pytest.param(tanh, marks=span)]
+SPLIT = [grouped, pytest.param(tanh, marks=slow)]
 SPLIT += [pytest.param(channels_first, marks=slow)] * KERAS3
 
 

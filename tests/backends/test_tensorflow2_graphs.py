@@ -10,8 +10,6 @@ import textwrap
 
 import pytest
 
-from compat.testing import span
-
 SCRIPT = """
 import collections
 import numpy as np
@@ -68,7 +66,6 @@ print("_compat_functions" in vars(model))
 
 
 @pytest.mark.row("TensorFlow 2 in v1 mode")
-@span
 def test_model_of_a_graph_runs_on_every_device():
     printed = subprocess.check_output(
         [sys.executable, "-W", "ignore", "-c", SCRIPT],

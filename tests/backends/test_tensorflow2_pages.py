@@ -59,6 +59,7 @@ def test_the_readme_and_forms_of_parallelize(tmp_path):
     assert (tmp_path / "model.h5").exists()
 
 
+@slow
 def test_the_readme_without_the_call(tmp_path):
     automatic = pages.fragment("README.md", "compat.configure_gpu(gpus=2, parallelize=True)")
     program = "import compat\n" + automatic + MODEL
@@ -73,6 +74,7 @@ def test_quick_start(tmp_path):
     assert count == 3
 
 
+@slow
 def test_moving_from_mirrored_strategy(tmp_path):
     count = pages.run(
         "docs/migration-from-others.md", tmp_path, pages.ENVIRON, ["MirroredStrategy"]

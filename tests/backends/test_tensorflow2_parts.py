@@ -14,7 +14,15 @@ import tensorflow as tf
 import compat
 from compat._backends.tensorflow2.op_placement import BACKWARD, PRODUCTS, executed, short
 from compat._rows import split_rows
-from compat.testing import DEVICES, in_span, initialise, keras_under_test, largest_difference, span
+from compat.testing import (
+    DEVICES,
+    in_span,
+    initialise,
+    keras_under_test,
+    largest_difference,
+    slow,
+    span,
+)
 
 from .messages import told
 from .test_tensorflow2 import (
@@ -179,6 +187,7 @@ def test_in_a_function_for_xla_nothing_is_counted(keras):
     assert compat.report().as_dict() == before
 
 
+@slow
 def test_what_counts_is_saved_and_runs_elsewhere(keras, tmp_path):
     """It captures nothing, and makes in each process what it needs."""
     held = tf.Module()
@@ -294,8 +303,8 @@ def placed(keras):
     return models
 
 
+@slow
 @pytest.mark.row("device()")
-@span
 def test_shared_lstm_on_two_devices_trains_to_the_same_numbers(placed):
     for found, expected in zip(*(model.get_weights() for model in placed)):
         np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
@@ -315,6 +324,7 @@ def test_shared_lstm_runs_forward_and_backward_where_it_was_placed(placed):
     assert merges == {"/cpu:0"}
 
 
+@slow
 @pytest.mark.row("device()")
 def test_recurrent_loop_runs_where_it_was_placed(keras):
     if not TRAIN_STEP:
@@ -359,6 +369,7 @@ def test_placed_model_is_saved_as_a_plain_one(keras, placed, tmp_path):
     assert not any("call" in vars(layer) for layer in loaded.layers if layer.name == "shared")
 
 
+@slow
 @pytest.mark.row("device()")
 def test_replicas_run_parts_placed_before_and_say_so(keras):
     model, plain = shared_lstm(keras, True), shared_lstm(keras, False)

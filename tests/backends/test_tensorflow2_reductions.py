@@ -120,7 +120,8 @@ def is_divided():
 
 
 @pytest.mark.parametrize(
-    "eagerly", [pytest.param(False, marks=span), pytest.param(True, marks=slow)]
+    "eagerly",
+    [pytest.param(False, marks=span if KERAS3 else slow), pytest.param(True, marks=slow)],
 )
 def test_losses_have_the_value_of_one_device(keras, eagerly, pytestconfig):
     names = ["masked", "of products"]
@@ -521,6 +522,7 @@ class Embedding(keras_.Model):
 
 if TRAIN_STEP and not KERAS3:  # which take no such batches
 
+    @slow
     def test_ragged_batches_train_and_predict_as_on_one_device(keras):
         def build():
             model = Embedding()
@@ -540,6 +542,7 @@ if TRAIN_STEP and not KERAS3:  # which take no such batches
 # What the trace shows besides -----------------------------------------------------------------
 
 
+@slow
 def test_normalization_is_divided(keras):
     """tf.keras computes that of layers by that of fused batches, where each row is a channel."""
     layers = keras.layers
@@ -588,7 +591,7 @@ OWN_GRADIENTS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param("all", marks=span), pytest.param("in a loop", marks=slow)]
+    ["all", pytest.param("in a loop", marks=slow)]
     + ["each row", pytest.param("in a function", marks=slow)] * (not KERAS3),
 )
 def test_own_gradients_that_mix_rows_run_whole(keras, name):

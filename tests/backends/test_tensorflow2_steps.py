@@ -115,7 +115,9 @@ def fitted(model, parallel):
 if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
 
     @pytest.mark.row("subclassed models")
-    @pytest.mark.parametrize("build", [Adversarial, pytest.param(Autoencoder, marks=slow)])
+    @pytest.mark.parametrize(
+        "build", [pytest.param(each, marks=slow) for each in (Adversarial, Autoencoder)]
+    )
     def test_steps_that_call_parts_train_to_the_numbers_of_one_device(keras, build):
         results = []
         for parallel in (False, True):

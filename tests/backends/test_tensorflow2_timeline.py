@@ -100,7 +100,7 @@ if hasattr(context.context(), "list_function_names"):  # not 2.3, which records 
 
     @pytest.mark.parametrize(
         "parts, traced_before",
-        [pytest.param(recurrent, False, marks=slow), (convolutional, True)],
+        [pytest.param(*each, marks=slow) for each in ((recurrent, False), (convolutional, True))],
     )
     def test_every_kernel_is_shown_where_it_ran(keras, monkeypatch, parts, traced_before):
         """TensorFlow's own word is in the keys of what one device sends to another."""

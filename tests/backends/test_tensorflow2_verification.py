@@ -39,6 +39,7 @@ def dense():
     return keras_.models.Sequential([keras_.layers.Dense(2, input_shape=(4,))])
 
 
+@slow
 def test_variables_of_a_loss_are_put_back():
     """They belong neither to the model nor to its optimizer."""
     found = []
@@ -102,6 +103,7 @@ class Counting(keras_.Model if KERAS3 else keras_.models.Model):
         return {"loss": loss}
 
 
+@slow
 @pytest.mark.skipif(
     KERAS3 or not hasattr(keras_.Model, "train_step"),
     reason="Keras 3 takes none of them, TensorFlow 2.0 trains them by loops that are not verified",
@@ -149,6 +151,7 @@ def test_the_users_error_is_the_one_that_is_raised():
     verification_cases.check_the_users_error_is_the_one_that_is_raised(keras_, backend)
 
 
+@slow
 def test_a_model_of_words():
     """Its lookup is split, and verified: no type of number is made of texts."""
     layers, words = keras_.layers, tf.constant([["a"], ["b"], ["c"], ["z"], ["b"], ["c"], ["b"]])
@@ -173,6 +176,7 @@ def test_a_model_of_words():
     assert largest_difference(*found) < 1e-6
 
 
+@slow
 def test_quantized_tables():
     verification_cases.check_quantized_tables(keras_)
 

@@ -122,9 +122,9 @@ said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory, request):
     """All after a first model, which was built by a function."""
-    programs = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
-    ranks_alone = ["alone"]
+    programs, ranks_alone = {}, ["alone"]
     if contract_of(request.config) == "whole":
+        programs.update(metrics=ranks.METRICS, losses="REDUCTIONS = True\n" + ranks.LOSSES)
         ranks_alone += ["own_losses", "drift", "overlap"]
         programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT, overlap=OVERLAP)
     if KERAS3:
@@ -143,7 +143,6 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(jobs)
     assert said[0] == said[1]
 
 
-@span
 def test_metrics_and_losses_are_those_of_all_rows(jobs):
     ranks.check_metrics(jobs)
     ranks.check_losses(jobs)
@@ -203,6 +202,7 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "tensorflow")
 
 
+@slow
 def test_ranks_in_different_calls_are_told_which(tmp_path):
     ranks.check_different_calls(tmp_path, "tensorflow")
 
@@ -251,7 +251,6 @@ refusal(lambda: compat.parallelize(build))
 """
 
 
-@span
 def test_a_model_that_was_built_before_is_refused():
     job = alone(REFUSED)
     assert job.returncode == 0, job.stderr
@@ -279,6 +278,7 @@ def test_a_model_that_was_built_before_is_refused():
     assert said[4:] == [late]
 
 
+@slow
 def test_a_worker_waits_for_the_others_so_long():
     began = time.monotonic()
     job = alone("compat.parallelize(lambda: keras.Sequential())", COMPAT_TIMEOUT="3")

@@ -192,6 +192,7 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "theano")
 
 
+@slow
 def test_a_rank_that_leaves_is_named(tmp_path):
     """``mpirun`` ends the others, which can say nothing of it."""
     ranks.check_a_rank_that_leaves(tmp_path, "theano")
@@ -213,6 +214,7 @@ def test_rank_that_does_not_start_ends_the_job(tmp_path):
     )
 
 
+@slow
 def test_a_rank_that_fails_early_is_named(tmp_path):
     ranks.check_a_rank_that_fails_early(tmp_path, "theano")
 

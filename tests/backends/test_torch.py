@@ -306,6 +306,7 @@ def test_a_metal_gpu_is_declined_before_keras_is_imported(machine_of):
 # Configuring, a process each ------------------------------------------------------------------
 
 
+@slow
 def test_a_cpu_build_goes_on_with_the_cpu_and_says_so(run):
     out = run(
         """

@@ -133,7 +133,9 @@ torch.distributed.init_process_group("gloo", "file://" + sys.argv[2] + "2", rank
 
 
 @pytest.mark.parametrize(
-    "more", ["", pytest.param(AGAIN, marks=slow)], ids=["destroyed", "made again"]
+    "more",
+    [pytest.param(each, marks=slow) for each in ("", AGAIN)],
+    ids=["destroyed", "made again"],
 )
 def test_the_process_group_that_a_script_has_made_counts(tmp_path, more):
     """No launcher's variable is set: without the group each process would train alone.

@@ -33,6 +33,7 @@ class OnTorch(RanksContract):
     backend = "torch"
 
 
+@slow
 def test_moving_from_horovod(tmp_path):
     """Two ranks end as one process that has their batches and their learning rates."""
     program = pages.fragment(

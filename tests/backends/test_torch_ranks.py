@@ -142,6 +142,7 @@ print("TOLD", told(fits))
 """
 
 
+@slow
 def test_data_that_cannot_be_split_are_told(tmp_path):
     script = tmp_path / "script.py"
     script.write_text("import compat\n" + TOLD + SPLIT)

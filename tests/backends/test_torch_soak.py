@@ -14,6 +14,7 @@ import soak
 del sys.path[0]
 
 
+@slow
 @pytest.mark.parametrize(
     "number, fault",
     [(0, "network"), pytest.param(1, "disk", marks=slow), pytest.param(2, "kill", marks=slow)],

@@ -26,6 +26,8 @@ from compat.testing import (
     initialise,
     keras_under_test,
     largest_difference,
+    slow,
+    span,
 )
 from compat.testing.automatic import compiled_on_all_devices
 from compat.testing.terminals import terminal
@@ -183,10 +185,9 @@ class Unwrapping:
 
     @pytest.mark.parametrize(
         "build, wrapper",
-        in_span(
-            [(branched, WRAPPERS[0])] + [(sequential, each) for each in WRAPPERS],
-            [(sequential, WRAPPERS[0])],
-        ),
+        [pytest.param(sequential, WRAPPERS[0], marks=span)]
+        + [pytest.param(sequential, each, marks=slow) for each in WRAPPERS[1:]]
+        + [pytest.param(branched, WRAPPERS[0], marks=slow)],
     )
     def test_a_whole_model(self, keras, path, capsys, monkeypatch, wrapper, build):
         model = build(keras)

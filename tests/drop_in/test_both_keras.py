@@ -6,7 +6,7 @@ import numpy as np
 import pages
 
 import compat
-from compat.testing import ParallelContract
+from compat.testing import ParallelContract, any_backend
 
 
 def batches():
@@ -17,6 +17,7 @@ def batches():
         yield x, (x[:, :1] > 0).astype("float32")
 
 
+@any_backend
 def test_forms_that_every_keras_takes(keras, contract, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = pages.fragment("docs/migration.md", "from keras.layers import BatchNormalization")

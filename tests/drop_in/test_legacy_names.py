@@ -7,7 +7,7 @@ import os
 import pytest
 
 import compat
-from compat.testing import ParallelContract, span
+from compat.testing import ParallelContract
 
 pytestmark = pytest.mark.row("install_legacy_names()")
 
@@ -61,7 +61,6 @@ session = K.get_session()
 """
 
 
-@span
 def test_an_old_script(keras, contract):
     """The names stay; no other test looks for them."""
     names = compat.install_legacy_names()

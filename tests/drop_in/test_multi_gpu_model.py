@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat.testing import CASES, any_backend, initialise, largest_difference, optimizer, span
+from compat.testing import CASES, any_backend, initialise, largest_difference, optimizer
 
 pytestmark = pytest.mark.row("multi_gpu_model and make_parallel")
 
@@ -37,6 +37,7 @@ def fit(model, inputs, targets, batch=16, epochs=2):
 # As Keras' tests ------------------------------------------------------------------------------
 
 
+@any_backend
 def test_simple_model(keras, contract):
     plain, template = compiled(keras, dense(keras)), dense(keras)
     parallel = compat.multi_gpu_model(template)
@@ -72,7 +73,6 @@ def test_which_devices_are_asked_for(keras, configuration, contract, monkeypatch
     assert asked == [configuration.devices[i] for i in ids]
 
 
-@span
 def test_which_devices_train(keras, configuration, contract):
     parallel = compiled(keras, compat.multi_gpu_model(dense(keras), gpus=(7, 3)))
     devices = [configuration.devices[i] for i in (3, 7)]
@@ -90,6 +90,7 @@ def test_multi_input_and_multi_output(keras, contract):
     assert largest_difference(plain.get_weights(), template.get_weights()) <= contract.tolerance
 
 
+@any_backend
 @pytest.mark.parametrize(
     "gpus, name",
     [(1, "gpus"), (-1, "gpus"), ([0], "len(gpus)")],
@@ -103,6 +104,7 @@ def test_fewer_than_two(keras, gpus, name):
     )
 
 
+@any_backend
 @pytest.mark.parametrize("gpus", [10, [0, 2, 4, 6, 8]])
 def test_invalid_devices(keras, gpus):
     with pytest.raises(ValueError) as caught:
@@ -118,6 +120,7 @@ def test_invalid_devices(keras, gpus):
     )
 
 
+@any_backend
 @pytest.mark.parametrize("gpus", ["2", 2.0])
 def test_what_is_no_number(keras, gpus):
     with pytest.raises(ValueError, match="is not understood. Use a number, 1 or more"):
@@ -139,7 +142,6 @@ def test_no_model_with_symbolic_inputs(keras):
         )
 
 
-@span
 def test_serialization(keras, contract, tmp_path):
     """Saving the parallel model could not pickle; now it loads in plain Keras, and again on 3."""
     template, (inputs, targets) = dense(keras), data(13)
@@ -159,7 +161,6 @@ def test_serialization(keras, contract, tmp_path):
     assert largest_difference(parallel.get_weights(), loaded.get_weights()) <= contract.tolerance
 
 
-@span
 def test_siamese_names(keras):
     layers = keras.layers
     nested = keras.models.Sequential([layers.Dense(4, input_shape=(3,)), layers.Dense(1)])
@@ -176,7 +177,6 @@ def test_siamese_names(keras):
 # As old scripts -------------------------------------------------------------------------------
 
 
-@span
 def test_the_template_is_a_layer_of_the_parallel_model(keras):
     template = dense(keras)
     parallel = compat.multi_gpu_model(template, gpus=2, cpu_merge=False)
@@ -232,6 +232,7 @@ def test_one_template_wrapped_twice(keras, configuration, contract):
     assert contract.devices_of(wide, inputs, targets) == sorted(names[:3])
 
 
+@any_backend
 def test_make_parallel(keras, contract):
     """62 rows on four devices: none is dropped."""
     plain, template = compiled(keras, dense(keras)), dense(keras)
@@ -243,6 +244,7 @@ def test_make_parallel(keras, contract):
     assert len(contract.devices_of(parallel, *data())) == 4
 
 
+@any_backend
 def test_make_parallel_on_more_than_there_are(keras, contract):
     with pytest.warns(compat.CompatWarning, match="gpus=9 was asked for, but these are"):
         parallel = compiled(keras, compat.make_parallel(dense(keras), 9))
@@ -252,7 +254,6 @@ def test_make_parallel_on_more_than_there_are(keras, contract):
             compat.make_parallel(dense(keras), wrong)
 
 
-@span
 @pytest.mark.parametrize("wrap", [compat.multi_gpu_model, compat.make_parallel])
 def test_unwrap_gives_the_template(keras, wrap):
     template = dense(keras)

@@ -9,11 +9,11 @@ from backends.conftest import INSTALLED, record_versions  # noqa: F401
 from comparing import ALONE, SPLIT, WHOLE
 from operations import Operations
 
-from compat.testing import keras_under_test
+from compat.testing import keras_under_test, slow
 from compat.testing.models import clear_session
 
-#: Programs of a run of CI where nothing is said: as many as fit in some seconds of CPU.
-COUNTS = {"tensorflow1": 1, "tensorflow2": 1, "jax": 2, "theano": 4, "mxnet": 20, "torch": 10}
+#: Programs of a run where nothing is said; none: one, which is slow.
+COUNTS = {"tensorflow1": 0, "tensorflow2": 0, "jax": 2, "theano": 2, "mxnet": 20, "torch": 10}
 
 
 def pytest_addoption(parser):
@@ -49,9 +49,12 @@ def keras(configuration):
 def pytest_generate_tests(metafunc):
     if "seed" in metafunc.fixturenames:
         first, count = (metafunc.config.getoption(n) for n in ("seed", "count"))
+        marks = []
         if count is None:
             count = COUNTS[INSTALLED[0].name]
-        metafunc.parametrize("seed", range(first, first + count))
+            marks = [] if count else [slow]
+        seeds = range(first, first + max(count, 1))
+        metafunc.parametrize("seed", [pytest.param(seed, marks=marks) for seed in seeds])
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -3,8 +3,9 @@
     COMPAT_TEST_SLOW=1 python -m pytest tests/idioms -k "loss and negatives"
 
 docs/idioms.md has the verdicts, as support_table.py writes them from the results of this test. A
-difference without a warning, or an error that is not compat's, is never accepted. Environments
-whose tests take long share the idioms: each is run in one that can run it, and is slow in others.
+difference without a warning, or an error that is not compat's, is never accepted. MXNet and torch,
+where they take least, run all. Other environments share them: an idiom is slow in an environment
+but where it is that one's turn.
 """
 
 import os
@@ -31,11 +32,12 @@ OUTSIDE = ("K.function with an optimizer's updates",)
 ENVIRONMENT = os.environ.get("TOX_ENV_NAME")
 VERDICTS = support_table.verdicts()
 EXPECTED = VERDICTS.get(ENVIRONMENT)
-#: Environments that share the idioms.
+#: Environments that share the idioms, and of these those that run all.
 SHARING = (
-    ("py37-tensorflow1-keras224", "py37-theano"),
-    ("py311-tensorflow", "py311-keras3", "py311-jax"),
+    ("py37-tensorflow1-keras224", "py37-theano", "py37-mxnet"),
+    ("py311-tensorflow", "py311-keras3", "py311-jax", "py311-torch"),
 )
+QUICK = ("py37-mxnet", "py311-torch")
 
 
 def idioms():
@@ -43,8 +45,8 @@ def idioms():
     (sharing,) = [each for each in SHARING if ENVIRONMENT in each] or [()]
     for place, name in enumerate(IDIOMS):
         able = [each for each in sharing if VERDICTS[each].get(name, NOT_HERE) != NOT_HERE]
-        others = ENVIRONMENT in able and able[place % len(able)] != ENVIRONMENT
-        yield pytest.param(name, marks=[slow] * others)
+        turn = ENVIRONMENT in QUICK or not able or able[place % len(able)] == ENVIRONMENT
+        yield pytest.param(name, marks=[] if turn else [slow])
 
 
 def found(name, keras):
