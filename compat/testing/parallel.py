@@ -12,7 +12,7 @@ from .models import CASES, DEVICES, SHARDS, fit_in_order, keras_under_test, opti
 from .reporting import ReportContract
 from .saving import SavingContract
 from .several import SeveralDevicesContract
-from .spans import any_backend, in_span, slow, span
+from .spans import any_backend, slow, span
 from .training import TrainingContract
 from .verification import VerificationContract
 
@@ -87,7 +87,7 @@ class ParallelContract(
 
     @pytest.mark.parametrize(
         "name",
-        in_span(["conv", "simplernn"], ["simplernn"])
+        [pytest.param("simplernn", marks=span), pytest.param("conv", marks=any_backend)]
         + [pytest.param(name, marks=slow) for name in ("dense", "lstm", "multi")],
     )
     def test_forward_and_backward_run_on_every_device(self, keras, configuration, name):
@@ -118,6 +118,7 @@ class ParallelContract(
         model.summary(print_fn=lambda line, **_: lines.append(line))
         return lines
 
+    @any_backend
     def test_function_that_builds_the_model(self, keras):
         model = compat.parallelize(lambda: self.build(keras, "dense"))
         model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)

@@ -79,6 +79,7 @@ class SeveralDevicesContract(TrainedModels, Contract):
                 # The step that was recorded has trained, too.
                 self.train(plain, inputs, targets)
 
+    @any_backend
     def test_trained_before(self, configuration):
         """What the optimizer keeps stays as it is."""
         plain, model = self.plain(), self.plain()

@@ -15,7 +15,7 @@ from .contract import BackendContract
 from .models import (
     CASES,
     DEVICES,
-    RECURRENT,
+    MORE_TRIALS,
     SPAN_TRIALS,
     TRIALS,
     UNEVEN,
@@ -40,7 +40,8 @@ class TrainingContract(BackendContract):
 
     @pytest.mark.parametrize(
         "name, optimizer_name",
-        in_span(TRIALS, SPAN_TRIALS) + [pytest.param(*RECURRENT, marks=any_backend)],
+        in_span(TRIALS, SPAN_TRIALS)
+        + [pytest.param(*each, marks=any_backend) for each in MORE_TRIALS],
     )
     def test_trains_to_the_numbers_of_one_device(self, keras, batches, name, optimizer_name):
         plain, parallel = self.both(keras, name, optimizer_name)
@@ -59,7 +60,7 @@ class TrainingContract(BackendContract):
             self.close(plain.get_weights(), parallel.get_weights())
             np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.parametrize("name", ["dense", "multi"])
+    @pytest.mark.parametrize("name", ["dense", pytest.param("multi", marks=any_backend)])
     def test_evaluates_and_predicts_what_one_device_does(self, keras, batches, name):
         plain, parallel = self.both(keras, name)
         for batch, samples in batches_of("multi", batches):
@@ -109,6 +110,7 @@ class TrainingContract(BackendContract):
 
         self.train_dense(keras, contrastive)
 
+    @any_backend
     def test_siamese_outputs_of_one_shared_layer(self, keras):
         def build():
             layers = keras.layers
@@ -165,6 +167,7 @@ class TrainingContract(BackendContract):
         np.testing.assert_allclose(*losses, rtol=1e-4, atol=1e-6)
         self.close(*[model.get_weights() for model in models])
 
+    @any_backend
     def test_generator(self, keras):
         inputs, targets = CASES["dense"].data(SAMPLES)
 

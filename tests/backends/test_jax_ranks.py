@@ -17,6 +17,7 @@ class TestJAXRanks(RanksContract):
     policies = ("mixed_float16",)
 
 
+@slow  # as torch's
 @pytest.mark.parametrize(
     "program", [ranks.STOPPED, ranks.STOPPED_AT_START], ids=["trains", "starts"]
 )

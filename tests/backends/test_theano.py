@@ -17,7 +17,7 @@ from compat._configuration import detection, packages, registry
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
-from compat.testing import CASES, DEVICES, ParallelContract, span
+from compat.testing import CASES, DEVICES, ParallelContract, slow, span
 from compat.testing.terminals import terminal
 
 from .messages import refusal
@@ -408,6 +408,7 @@ def plugged(machine, gpus):
     return os.environ["PATH"] + os.pathsep + path
 
 
+@slow
 def test_gpus_that_do_not_come_up_are_a_warning(theano_process, machine):
     """Theano itself logs an error and says that its device is cuda0."""
     shown = theano_process(
@@ -448,6 +449,7 @@ def test_gpus_that_do_not_come_up_are_a_warning(theano_process, machine):
     assert set(shown["where"]) <= {"-c", "<string>"}  # the caller's line
 
 
+@slow
 def test_a_gpu_in_the_flags_is_not_given_up_in_silence(theano_process, machine):
     shown = theano_process(
         """
@@ -585,6 +587,7 @@ def test_compiled_functions_do_the_same(theano_process):
     assert set(shown["in_python"]) <= {"Dot22"}  # which is in C where there is a BLAS
 
 
+@slow
 def test_optimized_functions_do_the_same(theano_process):
     """With all of Theano's optimizations, as users have it: operations overwrite their inputs."""
     program = """

@@ -18,7 +18,7 @@ from compat._backends.theano import theano_flags, theanorc
 from compat._configuration import registry
 from compat._configuration.device_choice import Devices
 from compat._configuration.settings import Memory, Settings
-from compat.testing import span
+from compat.testing import slow
 
 from . import messages
 
@@ -299,7 +299,7 @@ def test_theano_reports_what_compat_reads_and_writes(tmp_path):
         assert answer and answer[0] in refusals, (answer, environ)
 
 
-@span
+@slow
 def test_imported_theano_reports_it_too(tmp_path):
     """A sample of the same with nothing but `import theano`, of each kind of claim."""
     sample = []

@@ -9,7 +9,7 @@ from compat._backends.theano.context_device import is_random
 from compat._configuration import registry
 from compat._rows import Sharded
 from compat._runtime.process import process
-from compat.testing import in_span, initialise, keras_under_test, span
+from compat.testing import initialise, keras_under_test, slow, span
 
 from . import graph_cases, test_theano
 from .messages import told
@@ -107,7 +107,9 @@ def all_others(layers):
     ]
 
 
-@pytest.mark.parametrize("stacks", in_span([all_others, recurrent], [all_others]))
+@pytest.mark.parametrize(
+    "stacks", [pytest.param(all_others, marks=span), pytest.param(recurrent, marks=slow)]
+)
 def test_layers_of_keras_compute_row_by_row(keras, stacks):
     """None of them is taken for an operation across rows, which would leave devices idle."""
     layers = keras.layers
@@ -309,5 +311,6 @@ def test_state_that_an_optimizer_does_not_list(keras):
     )
 
 
+@slow
 def test_prediction_in_the_learning_phase_of_training(keras):
     graph_cases.check_prediction_in_the_learning_phase_of_training(keras, registry.find("theano"))

@@ -4,8 +4,8 @@
 
 docs/idioms.md has the verdicts, as support_table.py writes them from the results of this test. A
 difference without a warning, or an error that is not compat's, is never accepted. MXNet and torch,
-where they take least, run all. Other environments share them: an idiom is slow in an environment
-but where it is that one's turn.
+where they take least, run all. An idiom that these cannot run is tested in the environment that
+takes the next least, and is slow in others.
 """
 
 import os
@@ -32,21 +32,20 @@ OUTSIDE = ("K.function with an optimizer's updates",)
 ENVIRONMENT = os.environ.get("TOX_ENV_NAME")
 VERDICTS = support_table.verdicts()
 EXPECTED = VERDICTS.get(ENVIRONMENT)
-#: Environments that share the idioms, and of these those that run all.
-SHARING = (
-    ("py37-tensorflow1-keras224", "py37-theano", "py37-mxnet"),
-    ("py311-tensorflow", "py311-keras3", "py311-jax", "py311-torch"),
+#: The environments with Keras 2 and with Keras 3, those first that take the least time.
+BY_TIME = (
+    ("py37-mxnet", "py37-theano", "py37-tensorflow1-keras224"),
+    ("py311-torch", "py311-jax", "py311-tensorflow", "py311-keras3"),
 )
-QUICK = ("py37-mxnet", "py311-torch")
 
 
 def idioms():
-    """Parameters of the test: all idioms, and whether another environment's turn makes one slow."""
-    (sharing,) = [each for each in SHARING if ENVIRONMENT in each] or [()]
-    for place, name in enumerate(IDIOMS):
-        able = [each for each in sharing if VERDICTS[each].get(name, NOT_HERE) != NOT_HERE]
-        turn = ENVIRONMENT in QUICK or not able or able[place % len(able)] == ENVIRONMENT
-        yield pytest.param(name, marks=[] if turn else [slow])
+    """Parameters of the test: all idioms; those that a faster environment can run are slow."""
+    (environments,) = [each for each in BY_TIME if ENVIRONMENT in each] or [()]
+    for name in IDIOMS:
+        able = [each for each in environments if VERDICTS[each].get(name, NOT_HERE) != NOT_HERE]
+        faster = able[: able.index(ENVIRONMENT)] if ENVIRONMENT in able else []
+        yield pytest.param(name, marks=[slow] if faster else [])
 
 
 def found(name, keras):

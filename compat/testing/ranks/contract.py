@@ -265,7 +265,7 @@ class RanksContract(Jobs):
 
     # Faults -----------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("job", failing(slowly=["raise", "short"]), ids=name_of)
+    @pytest.mark.parametrize("job", failing(slowly=["raise", "short", "sleep"]), ids=name_of)
     def test_fault_ends_the_job_and_names_the_rank(self, failed, job):
         self.check_failed(failed, job)
 
