@@ -675,14 +675,16 @@ def _found(process, target, rank):
     return found
 
 
-# What is said if that process gets a signal. While Python starts, SIGINT is any other error.
+# What is said if that process gets a signal. While Python starts, SIGINT is any other error, after
+# which Python 3.6 may abort.
 LAUNCHER = r"compat run: (the launcher|rank \d of {size}) "
 VERDICTS = {
     "compat run": r"compat run: (interrupted\.|told to end by {name};)",
     "launcher": LAUNCHER,
     "machine's process": LAUNCHER,
     "rank's process": r"Rank {rank} was the first to end,|compat run: rank {rank} of {size} ",
-    "script": r"rank {rank} of {size} (was killed by signal {number}|failed with exit status 1);",
+    "script": r"rank {rank} of {size} (was killed by signal ({number}|6)|"
+    "failed with exit status 1);",
 }
 
 
@@ -724,6 +726,8 @@ def _signalled(folder, size, signals):
         verdict, statuses = r"\A\Z", [0]
     elif target != "compat run":
         statuses += [1, 128 + signal.SIGTERM]
+        if number == signal.SIGINT:
+            statuses.append(128 + signal.SIGABRT)
     elif number == signal.SIGKILL:
         verdict, statuses = "", [-number]
     left = []
