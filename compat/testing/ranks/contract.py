@@ -35,8 +35,6 @@ class RanksContract(Jobs):
     last_faults = {2: "exit", 3: "kill"}
     #: Functions that train epochs, and go on from the file of the epoch before.
     going_on = ("go_on",)
-    #: Functions besides these whose results the span contract does not compare.
-    whole_only = ("mixed", "unchanged")
     #: How many of the numbers of a batch are compared, of its loss and its metric.
     compared_of_batches = 2
     #: How often ranks exchange something at most, by the calls of their engine: in a fit() of four
@@ -70,11 +68,8 @@ class RanksContract(Jobs):
         return calls
 
     def calls_in_span(self, size):
-        train, *others = self.calls(size)
-        left_out = self.whole_only + self.going_on
-        return [(train[0], [self.trials_of(2)])] + [
-            call for call in others if call[0] not in left_out
-        ]
+        (train, _), *others = self.calls(size)
+        return [(train, [self.trials_of(2)])] + [call for call in others if call[0] == "train_on"]
 
     def stage(self, first, last):
         """What ``programs.go_on`` is called with. The last of ``trials`` has the most state."""
@@ -125,7 +120,6 @@ class RanksContract(Jobs):
 
     @pytest.mark.row("shard() of a Sequence or PyDataset")
     @pytest.mark.row("shard() of a generator")
-    @span
     def test_what_comes_in_batches_trains_to_the_numbers_of_one_process(self, results):
         """Computed in threads and in processes; the generator gives ranks a tiny batch more."""
         (one, _), *_ = results(1, "batches")
@@ -148,11 +142,9 @@ class RanksContract(Jobs):
             assert facts["begin"] == facts["epoch"] == text
 
     @pytest.mark.row("compat.barrier()")
-    @span
     def test_a_barrier_waits_for_all_ranks(self, results):
         assert all(facts["waited"] for _, facts in results(2, "batches"))
 
-    @span
     def test_moving_mean_is_that_of_one_process(self, results):
         """Of the inputs; a moving variance is the mean of the ranks' variances."""
         name = "weight-2"  # after gamma and beta of the first layer
@@ -225,7 +217,6 @@ class RanksContract(Jobs):
 
     # Nothing more than needed -----------------------------------------------------------------
 
-    @span
     def test_ranks_exchange_once_before_and_once_after_the_steps(self, results):
         """And the gradients of eight small layers at once."""
         for _, facts in results(2, "exchange"):
