@@ -150,6 +150,7 @@ def jobs(tmp_path_factory):
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "jax", ranks_alone)
 
 
+@slow
 def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
     ranks.check_metrics(jobs)
     ranks.check_losses(jobs)

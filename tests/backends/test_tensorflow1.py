@@ -131,6 +131,7 @@ class TestTensorFlow1(ParallelContract):
         assert not unordered_reads(model)
         assert gpus == 1 or (record.steps["train"] == 1 and not record.failure)
 
+    @slow
     def test_nadam_reads_its_schedule_before_it_is_set(self, keras):
         model = keras.models.Sequential([keras.layers.Dense(3, input_shape=(4,))])
         compat.parallelize(model).compile(keras.optimizers.Nadam(), "mse")
@@ -168,6 +169,7 @@ class TestTensorFlow1(ParallelContract):
         device = configuration.devices[1]
         self.check_left_alone(model, "parts of it were placed on {} by device().".format(device))
 
+    @slow
     def test_compile_keeps_what_one_device_needs(self, keras):
         """A Sequential of a Keras before 2.2 makes its inner model anew then."""
         model = keras.models.Sequential([keras.layers.Dense(3, input_shape=(4,))])
@@ -186,6 +188,7 @@ class TestTensorFlow1(ParallelContract):
         model.compile(optimizer(keras, "adam"), "mse")
         assert not unordered_reads(model)
 
+    @slow
     def test_each_next_model_is_built_as_the_first(self, keras, monkeypatch):
         """In the graph that all models of a process share, and as often as plain Keras runs it.
 
@@ -483,6 +486,7 @@ class TestTensorFlow1(ParallelContract):
 
     # Parts of a model on devices of their own --------------------------------------------------
 
+    @slow
     @pytest.mark.row("device()")
     def test_siamese_model_of_keras_faq(self, keras, configuration, siamese):
         """One layer encodes two sequences on two devices; merged and classified on a third."""
@@ -518,6 +522,7 @@ class TestTensorFlow1(ParallelContract):
         assert placement[devices[1]] == placement[devices[2]]
         assert placement[devices[0]] == (1, 2)
 
+    @slow
     @pytest.mark.row("device()")
     def test_parallelized_it_runs_whole_on_each_device(self, keras, configuration, siamese):
         inputs, targets = siamese_steps()

@@ -74,6 +74,7 @@ def grouping(keras):
     return Groups(Groups(keras.optimizers.Adam()))
 
 
+@slow
 @pytest.mark.parametrize(
     "make",
     [

@@ -10,6 +10,8 @@ import textwrap
 
 import pytest
 
+from compat.testing import slow
+
 SCRIPT = """
 import collections
 import numpy as np
@@ -82,6 +84,7 @@ def test_model_of_a_graph_runs_on_every_device():
     ]
 
 
+@slow
 def test_graph_mode_with_second_control_flow_is_refused():
     """disable_eager_execution() alone leaves TensorFlow 2's loops in the graph."""
     script = """

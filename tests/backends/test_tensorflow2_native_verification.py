@@ -10,7 +10,7 @@ import compat
 from compat import _verification
 from compat._configuration import registry
 from compat._rows import split_rows
-from compat.testing import DEVICES
+from compat.testing import DEVICES, slow
 
 from .messages import told
 from .test_tensorflow2 import ROWS, TARGETS
@@ -39,7 +39,9 @@ def verified(model, steps=1):
     return verification.record
 
 
-@pytest.mark.parametrize("build", [Decorated, Holder, function])
+@pytest.mark.parametrize(
+    "build", [Decorated] + [pytest.param(build, marks=slow) for build in (Holder, function)]
+)
 def test_first_calls_are_verified_and_change_nothing(build):
     """Weights and state after three uneven batches, two verified, are as without."""
     results = []
@@ -128,6 +130,7 @@ class Noisy(Plain):
         return (rows @ self.first + self.noise.normal([6])) @ self.last
 
 
+@slow
 def test_randomness_is_no_alarm():
     """Outputs are compared in inference; where that cannot be had, a warning says so."""
     rows, targets = tf.constant(ROWS[:14]), tf.constant(TARGETS[:14])

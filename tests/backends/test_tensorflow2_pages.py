@@ -45,6 +45,7 @@ def run(program, folder, **environ):
     return completed.stdout
 
 
+@slow
 def test_the_readme_and_forms_of_parallelize(tmp_path):
     """The README's first block, where its dots are the model and the data, and what goes on."""
     program = pages.fragment("README.md", "import compat").replace("\n...\n", MODEL)

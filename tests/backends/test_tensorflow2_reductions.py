@@ -272,6 +272,7 @@ class Module(tf.Module):
         return outputs, tf.reduce_sum(outputs), tf.reduce_mean(outputs, axis=0)
 
 
+@slow
 def test_native_model_sums_count_as_on_one_device(keras):
     results = []
     for is_parallel in (False, True):
@@ -592,7 +593,7 @@ OWN_GRADIENTS = {
 @pytest.mark.parametrize(
     "name",
     ["all", pytest.param("in a loop", marks=slow)]
-    + ["each row", pytest.param("in a function", marks=slow)] * (not KERAS3),
+    + [pytest.param(name, marks=slow) for name in ("each row", "in a function")] * (not KERAS3),
 )
 def test_own_gradients_that_mix_rows_run_whole(keras, name):
     function, mixes = OWN_GRADIENTS[name]

@@ -153,6 +153,7 @@ if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
             apply(self.optimizer, tape, loss, model)
             return {"loss": loss}
 
+    @slow
     @pytest.mark.parametrize("verify", [0, pytest.param(1, marks=slow)])
     def test_a_step_that_reaches_no_replica_says_so(keras, verify, monkeypatch):
         monkeypatch.setattr(

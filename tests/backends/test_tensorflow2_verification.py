@@ -116,6 +116,7 @@ def test_an_optimizer_of_tensorflow_1():
     assert largest_difference(*found) == 0
 
 
+@slow
 def test_numbers_that_a_step_counts_in_python():
     found = []
     for steps in (0, 2):
@@ -147,6 +148,7 @@ def test_prediction_in_the_learning_phase_of_training():
     graph_cases.check_prediction_in_the_learning_phase_of_training(keras_, backend)
 
 
+@slow
 def test_the_users_error_is_the_one_that_is_raised():
     verification_cases.check_the_users_error_is_the_one_that_is_raised(keras_, backend)
 

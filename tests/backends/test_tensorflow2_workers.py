@@ -324,6 +324,7 @@ def test_callbacks_of_keras_that_write_are_rank_0s(tmp_path):
     assert restore.given is given[2] and others == given[3:]
 
 
+@slow
 def test_a_master_its_worker_and_an_evaluator(tmp_path):
     """A cluster as AI Platform and TFJob write it; the evaluator is no rank, and never saves."""
     with contextlib.ExitStack() as stack:

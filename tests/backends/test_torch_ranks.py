@@ -90,6 +90,7 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "torch")
 
 
+@slow
 def test_ranks_in_different_calls_are_told_which(tmp_path):
     ranks.check_different_calls(tmp_path, "torch", ranks.DOES_A_STEP)
 
@@ -1209,6 +1210,7 @@ compat.parallelize(torch.nn.Linear(2, 1))
 """
 
 
+@slow
 def test_ranks_that_never_come_are_named(tmp_path):
     said = ranks.what_a_failed_job_says(tmp_path, "torch", NEVER_COME, timeout=5)
     told = (

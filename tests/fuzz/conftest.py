@@ -5,7 +5,11 @@ import os
 
 import kerases
 import pytest
-from backends.conftest import INSTALLED, record_versions  # noqa: F401
+from backends.conftest import (  # noqa: F401
+    INSTALLED,
+    pytest_collection_modifyitems,
+    record_versions,
+)
 from comparing import ALONE, SPLIT, WHOLE
 from operations import Operations
 

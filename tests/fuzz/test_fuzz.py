@@ -17,6 +17,7 @@ from models import SUBJECTS, Program
 from parts import lacks
 
 import compat
+from compat.testing import any_backend
 
 
 @pytest.mark.row("random models")
@@ -55,6 +56,7 @@ def test_every_part_is_drawn():
         assert part in text, part
 
 
+@any_backend
 def test_operations_are_the_frameworks(keras, operations, monkeypatch):
     """Most of those that are drawn compute across rows; the text is what the layer computes."""
     assert len(operations.all) > 100
@@ -108,6 +110,7 @@ def test_errors_on_several_devices_alone(error, kind):
     assert comparing.verdict(run, 1e-9).kind == kind
 
 
+@any_backend
 def test_other_numbers_on_several_devices(keras, monkeypatch):
     def parallelize(model, gpus):
         method = model.fit
