@@ -38,7 +38,7 @@ class InNumpy:
 
     def __init__(self, weights):
         self.weights = weights
-        self.velocities = [np.zeros_like(weight) for weight in weights]
+        self.velocity = np.zeros_like(weights[0])
 
     def get_weights(self):
         return self.weights
@@ -46,18 +46,13 @@ class InNumpy:
     def set_weights(self, weights):
         self.weights = weights
 
-    def outputs(self, inputs):
-        hidden = inputs @ self.weights[0]
-        return hidden, hidden @ self.weights[1]
-
     def step(self, inputs, targets):
         """One of SGD with momentum; the loss before it."""
-        hidden, outputs = self.outputs(inputs)
-        back = 2 * (outputs - targets) / targets.size
-        gradients = [inputs.T @ back @ self.weights[1].T, hidden.T @ back]
-        self.velocities = [0.9 * v - 0.05 * g for v, g in zip(self.velocities, gradients)]
-        self.weights = [weight + v for weight, v in zip(self.weights, self.velocities)]
-        return np.mean((outputs - targets) ** 2)
+        wrong = self.predict(inputs) - targets
+        gradient = inputs.T @ (2 * wrong / targets.size)
+        self.velocity = 0.9 * self.velocity - 0.05 * gradient
+        self.weights = [self.weights[0] + self.velocity]
+        return np.mean(wrong**2)
 
     def fit(self, inputs, targets, batch_size, **options):
         batches = [slice(i, i + batch_size) for i in range(0, len(inputs), batch_size)]
@@ -69,7 +64,7 @@ class InNumpy:
         return np.mean((self.predict(inputs) - targets) ** 2)
 
     def predict(self, inputs, **options):
-        return self.outputs(inputs)[1]
+        return inputs @ self.weights[0]
 
 
 class OnContexts(test_theano.TestTheano):
@@ -79,10 +74,10 @@ class OnContexts(test_theano.TestTheano):
 
     def compiled(self, keras, name, optimizer_name="sgd", parallel=False):
         if self.model is None:
-            # Of few different operations; random weights would be the GPUs' work, too.
-            layers, few = keras.layers, {"kernel_initializer": "zeros", "use_bias": False}
-            both = [layers.Dense(6, input_shape=(8,), **few), layers.Dense(4, **few)]
-            model = keras.models.Sequential(both, name=name)
+            # Of few operations; random weights would be the GPUs' work, too.
+            few = {"kernel_initializer": "zeros", "use_bias": False}
+            layer = keras.layers.Dense(4, input_shape=(8,), **few)
+            model = keras.models.Sequential([layer], name=name)
             self.model = self.ready(keras, model)
         weights = initialise(self.model).get_weights()
         if not parallel:
