@@ -67,6 +67,7 @@ class AutomaticContract(BackendContract):
         assert generator.name not in configuration.parallelized
         assert "{} on {}".format(both.name, ", ".join(configuration.devices)) in str(configuration)
 
+    @any_backend
     def test_compiled_models_train_to_the_numbers_of_one_device(self, keras, automatic):
         noise, real = (np.random.RandomState(n).normal(size=(13, 4)) for n in range(2))
         ones = np.ones((13, 1))

@@ -148,6 +148,7 @@ class TestTensorFlow1(ParallelContract):
         self.check_left_alone(model, because)
         model.train_on_batch(None, np.ones((6, 3)))
 
+    @slow
     def test_tensors_are_fed_in_place_of_arrays(self, keras):
         """Keras 2.2 and 2.3 run them first; their rows are TensorFlow's numbers."""
         if not counts_without_order(keras) or not HAS_SUBCLASSED_MODELS:
@@ -306,6 +307,7 @@ class TestTensorFlow1(ParallelContract):
             }
             assert "replica_{}".format(index) in str(sorted(here))
 
+    @slow
     def test_moving_variance_is_the_mean_of_the_replicas(self, keras):
         """After one step from the same start: each replica's rows as a batch of their own."""
         inputs, _ = CASES["dense"].data(13)

@@ -425,6 +425,7 @@ def test_mirrored_even_batches_train_to_the_numbers_of_one_device(keras):
     assert {short(value.device) for value in values} == {"/cpu:0", "/cpu:1", "/cpu:2"}
 
 
+@slow
 @pytest.mark.row('strategy="mirrored"')
 def test_mirrored_uneven_batches_are_tensorflows_own_limit(keras):
     """The reason for replicas of compat's own: here each replica counts alike, or TensorFlow fails.

@@ -34,7 +34,8 @@ os.environ.setdefault("THEANO_FLAGS", ",".join([IN_PYTHON, RECORDING]))
 
 # Whether the order of sys.modules tells who imported a module.
 ORDERED = sys.version_info < (3, 8)
-COMPILED = os.path.expanduser("~/.theano")  # what is compiled once is used by every process here
+# What is compiled once is used by every process here, and by other checkouts under tox.
+COMPILED = os.environ.get("COMPAT_TEST_COMPILED", os.path.expanduser("~/.theano"))
 MISSING = (
     "theano did not bring up {}: the package pygpu is missing, or older than 0.7.\n"
     "Install libgpuarray and pygpu 0.7, or choose the CPU: gpus=0."

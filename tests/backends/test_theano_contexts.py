@@ -20,7 +20,8 @@ OTHERS = ["dev{}->{}".format(number, gpu) for number, gpu in enumerate(CONTEXTS)
 FLAGS = {"device": CONTEXTS[0], "contexts": ";".join(OTHERS)}
 # GPUs have no implementations in Python. With all optimizations there is less to compile.
 os.environ["THEANO_FLAGS"] = os.environ["THEANO_FLAGS"].replace(
-    test_theano.IN_PYTHON, test_theano.COMPILING
+    test_theano.IN_PYTHON,
+    "{},base_compiledir={}".format(test_theano.COMPILING, test_theano.COMPILED),
 )
 os.environ["CUDA_LAUNCH_BLOCKING"] = "1"  # without it Theano does not profile
 os.environ["POCL_EXTRA_BUILD_FLAGS"] = "-cl-opt-disable"  # kernels compile in a quarter of the time

@@ -39,6 +39,10 @@ class TestTorchLaunchers(Launchers):
     backend = "torch"
     program = PROGRAM
 
+    @slow  # as JAX's
+    def test_torchrun(self, check):
+        super().test_torchrun(check)
+
     def test_srun(self, check, slurm):  # noqa: F811
         check([launchers.BIN + "/srun", "--ntasks=2"], "srun", slurm)
 
@@ -79,6 +83,7 @@ class TestTorchLaunchers(Launchers):
         }
         check(MPICH, "mpiexec", variables)
 
+    @slow
     def test_mpiexec_of_mpich_without_a_rendezvous_is_refused(self, script, tmp_path):
         environ = environment("torch", LD_LIBRARY_PATH=launchers.LIBRARIES)
         command = MPICH + [sys.executable, str(script), str(tmp_path)]
