@@ -66,6 +66,10 @@ class Jobs(OfBackend):
         """Those that the span contract needs."""
         return self.calls(size)
 
+    def calls_of(self, config, size):
+        """Those of the contract that this run of pytest tests."""
+        return self.calls(size) if contract_of(config) == "whole" else self.calls_in_span(size)
+
     def call_of_fault(self, fault):
         """What ranks do of which one has a fault."""
         raise NotImplementedError
@@ -130,7 +134,7 @@ class Jobs(OfBackend):
         def trained(size):
             if whole and size != 2:
                 trained(2 if size == 3 else 3)  # from whose files this one goes on
-            calls = self.calls(size) if whole else self.calls_in_span(size)
+            calls = self.calls_of(request.config, size)
             options = {"two_machines": size == 3, "before": self.before}
             last, fault = calls[-1][0], self.last_faults.get(size)
             if fault:
@@ -162,8 +166,8 @@ class Jobs(OfBackend):
         assert difference <= (tolerance or self.tolerance), (keys, difference)
 
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
-    def test_all_ranks_end_with_the_same_bits(self, results, size):
-        called = [name for name, _ in self.calls(size)]
+    def test_all_ranks_end_with_the_same_bits(self, results, pytestconfig, size):
+        called = [call[0] for call in self.calls_of(pytestconfig, size)]
         for name in set(self.functions).intersection(called):
             (chief, _), *others = results(size, name)
             for arrays, _ in others:
