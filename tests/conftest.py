@@ -34,8 +34,8 @@ if sys.version_info < (3, 8):
     # What `compat pins` and `compat tox` print and write is the same on any Python, too.
     collect_ignore += ["test_pins.py", "test_tox_command.py"]
     # compat's own; the contracts of backends and of ranks use the same with Python 3.6.
-    collect_ignore += ["test_hosts.py", "test_launch_output.py", "test_progress.py"]
-    collect_ignore += ["test_plugin.py", "test_pytest_plugin.py"]
+    collect_ignore += ["test_hosts.py", "test_launch.py", "test_launch_output.py"]
+    collect_ignore += ["test_plugin.py", "test_progress.py", "test_pytest_plugin.py"]
 elif sys.version_info >= (3, 13):
     # Likewise, and py36-core has them.
     collect_ignore += ["test_plugin_ranks.py", "test_report.py", "test_timeline.py"]

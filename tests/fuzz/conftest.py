@@ -17,7 +17,7 @@ from compat.testing import keras_under_test, slow
 from compat.testing.models import clear_session
 
 #: Programs of a run where nothing is said; none: one, which is slow.
-COUNTS = {"tensorflow1": 0, "tensorflow2": 0, "jax": 2, "theano": 2, "mxnet": 20, "torch": 10}
+COUNTS = {"tensorflow1": 0, "tensorflow2": 0, "jax": 2, "theano": 0, "mxnet": 20, "torch": 10}
 
 
 def pytest_addoption(parser):
