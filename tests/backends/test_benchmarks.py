@@ -19,9 +19,8 @@ TIMEOUT = 300
 
 def commands():
     """Parameters of the test. All are slow but ranks of torch against a peer."""
-    quick = "ranks_torch"
     for command in BENCHMARKS:
-        yield pytest.param(command, marks=[] if quick in command else [slow])
+        yield pytest.param(command, marks=[] if "ranks_torch" in command else [slow])
 
 
 @span

@@ -154,7 +154,7 @@ if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
             return {"loss": loss}
 
     @slow
-    @pytest.mark.parametrize("verify", [0, pytest.param(1, marks=slow)])
+    @pytest.mark.parametrize("verify", [0, 1])
     def test_a_step_that_reaches_no_replica_says_so(keras, verify, monkeypatch):
         monkeypatch.setattr(
             compat._runtime.process.process.configuration.settings, "verify", verify
