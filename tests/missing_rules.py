@@ -11,7 +11,7 @@ PAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", "missing
 
 
 def check(title, found):
-    """Compare the section of this title with a ``compat.testing.rows.Found``, or write it.
+    """Compare the section of this title with a ``row_proof.Found``, or write it.
 
     What is missing for inputs that are sums or extremes over the rows is not listed: nothing needs
     it.

@@ -17,10 +17,10 @@ import numpy.random  # noqa: F401  (here, since the fixture site hides site-pack
 import pytest
 from conftest import ROOT, Toy, refusal
 from outcomes import ended
+from terminals import terminal
 
 import compat
 from compat import __main__, _verification
-from compat.testing.terminals import terminal
 
 pytestmark = pytest.mark.usefixtures("process")
 

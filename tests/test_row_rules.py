@@ -7,10 +7,10 @@ from functools import partial
 import missing_rules
 import numpy as np
 import pytest
+import row_proof
 
 from compat import _rows
 from compat._rows import Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from compat.testing import rows
 
 RANDOM = np.random.RandomState(0)
 
@@ -208,7 +208,7 @@ CASES = list(cases())
 def proved(place):
     """What the proof of a case finds. It is made once, for two tests."""
     name, inputs, operation, rule = CASES[place]
-    return rows.prove(
+    return row_proof.prove(
         name,
         inputs,
         lambda given: [np.asarray(operation(*given))],
@@ -226,7 +226,7 @@ def test_rules_say_as_much_as_is_true_of_rows():
 
     Of sums and means over the rows more is missing, which backends do not need.
     """
-    found = rows.Found()
+    found = row_proof.Found()
     for each in map(proved, range(len(CASES))):
         found.missing += each.missing
         found.claimed += each.claimed
@@ -235,7 +235,7 @@ def test_rules_say_as_much_as_is_true_of_rows():
 
 
 def test_the_proof_finds_a_wrong_rule():
-    found = rows.prove("mean", [array(3, 4)], lambda x: [x[0].mean(0)], lambda given: given)
+    found = row_proof.prove("mean", [array(3, 4)], lambda x: [x[0].mean(0)], lambda given: given)
     assert any("was said to be Sharded" in text for text in found.wrong)
 
 

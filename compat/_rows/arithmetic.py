@@ -2,7 +2,7 @@
 
 A rule is a function of ``Value``s, the placements and shapes of an operation's inputs, and of the
 operation's attributes. It returns the placement of the result. A backend has a table from its own
-operations to rules; ``compat.testing.rows`` proves each line of it by computing.
+operations to rules; ``tests/row_proof.py`` proves each line of it by computing.
 
 A rule may always say ``Mixed``: that is slower, never wrong. So it does where it is not sure.
 """

@@ -2,13 +2,10 @@
 
 import contextlib
 import copy
-import functools
 import gc
-import os
 import pickle
 import re
 import subprocess
-import sys
 import weakref
 
 import numpy as np
@@ -23,7 +20,7 @@ from .._runtime.process import process
 from .contract import BackendContract
 from .models import CASES, DEVICES, clear_session, initialise, optimizer
 from .ranks.unchanged import UNCHANGED
-from .spans import any_backend, slow, span
+from .spans import any_backend, span
 
 
 @contextlib.contextmanager
@@ -156,116 +153,6 @@ class AutomaticContract(BackendContract):
             clear_session(keras)
             gc.collect()
             assert reference() is None
-
-    @any_backend
-    @pytest.mark.parametrize("first", [pytest.param("compat", marks=slow), "the other one"])
-    def test_another_library_wraps_the_same_methods(self, keras, configuration, monkeypatch, first):
-        """As one that logs experiments does, for as long as a script has it do so."""
-        inputs, targets = CASES["dense"].data(61)
-        kind, called = keras.models.Model, set()
-
-        def logged(name, method):
-            @functools.wraps(method)
-            def wrapper(*args, **kwargs):
-                called.add(name)
-                return method(*args, **kwargs)
-
-            return wrapper
-
-        with contextlib.ExitStack() as automatic:
-            if first == "compat":
-                automatic.enter_context(compiled_on_all_devices(self.instance()))
-            with monkeypatch.context() as other:
-                for name in ("compile", "fit", "predict"):
-                    other.setattr(kind, name, logged(name, getattr(kind, name)))
-                if first != "compat":
-                    automatic.enter_context(compiled_on_all_devices(self.instance()))
-                rows = keras.layers.Input(shape=(8,))
-                classes = keras.layers.Dense(4, activation="softmax")(rows)
-                model = self.ready(keras, kind(rows, classes), parallel=False)
-                model.fit(inputs, targets, batch_size=61, verbose=0)
-                model.predict(inputs, verbose=0)
-                assert called == {"compile", "fit", "predict"}
-                if first != "compat":
-                    automatic.close()
-        called.clear()
-        model.fit(inputs, targets, batch_size=61, verbose=0)
-        assert not called
-        self.check_on_all_devices(model)
-
-    @any_backend
-    def test_a_tracer_sees_what_runs_and_changes_nothing(self, keras, configuration):
-        """As that of a debugger, or of what measures coverage."""
-        inputs, targets = CASES["dense"].data(13)
-        expected = self.compiled(keras, "dense").train_on_batch(inputs, targets)
-        folder, lines, before = os.path.dirname(compat.__file__), set(), sys.gettrace()
-
-        def trace(frame, event, argument):
-            if not frame.f_code.co_filename.startswith(folder):
-                return None
-            lines.add((frame.f_code.co_filename, frame.f_lineno))
-            return trace
-
-        with compiled_on_all_devices(self.instance()):
-            sys.settrace(trace)
-            try:
-                model = self.compiled(keras, "dense")
-                found = model.train_on_batch(inputs, targets)
-            finally:
-                sys.settrace(before)
-        self.close([expected], [found])
-        assert any("_backends" in name for name, _ in lines)
-
-    def check_left_alone(self, model, because, **arguments):
-        """Compile a model whose devices the script has chosen, and find that it was told."""
-        with pytest.warns(compat.CompatWarning) as warned:
-            model.compile("sgd", "mse", **arguments)
-        text = "parallelize=True leaves the model {!r} as it is, because {}"
-        found = [str(each.message) for each in warned if each.category is compat.CompatWarning]
-        assert found == [text.format(model.name, because)]
-
-    @any_backend
-    @pytest.mark.parametrize("raised", [compat.UnsupportedError, KeyError])
-    def test_what_cannot_be_prepared_is_left_alone(
-        self, keras, automatic, configuration, monkeypatch, raised
-    ):
-        """Also where it fails halfway; under ``strict=True``, and on ranks, that is an error."""
-        backend, asked = self.instance(), []
-        parallelize = backend.parallelize
-
-        def fails(model, devices):
-            asked.append(list(devices))
-            model = parallelize(model, devices)
-            if len(devices) > 1:
-                raise raised("the reason")
-            return model
-
-        monkeypatch.setattr(backend, "parallelize", fails)
-        inputs, targets = CASES["dense"].data(61)
-        model = initialise(CASES["dense"].build(keras))
-        because = "it cannot run on several devices: the reason"
-        if raised is KeyError:
-            because = "preparing it failed: KeyError: 'the reason'"
-        self.check_left_alone(model, because)
-        assert asked == [configuration.devices, configuration.devices[:1]]
-        model.train_on_batch(inputs, targets)
-        for owner, name in ((configuration.settings, "strict"), (configuration, "place")):
-            with monkeypatch.context() as patched:
-                patched.setattr(owner, name, True)
-                with pytest.raises(raised, match="the reason"):
-                    model.compile("sgd", "mse")
-
-    @any_backend
-    def test_a_variable_set_too_late_is_told(self, keras, automatic, monkeypatch):
-        before = os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-        with pytest.warns(compat.CompatWarning) as warned:
-            self.compiled(keras, "dense")
-        text = (
-            "CUDA_VISIBLE_DEVICES=7 was set after configure_gpu() had chosen the devices (then it "
-            f"was {before}), which stay as they are. Set it before, or leave it out."
-        )
-        assert text in [str(warning.message) for warning in warned]
 
 
 def adversaries(keras, by_hand=False):

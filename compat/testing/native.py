@@ -9,7 +9,6 @@ from .._verification import largest_difference
 from .models import DEVICES, SHARDS
 from .several import SeveralDevicesContract, TrainedModels
 from .spans import in_span, span
-from .terminals import terminal
 
 
 class NativeModels(TrainedModels):
@@ -109,10 +108,3 @@ class NativeContract(NativeModels, SeveralDevicesContract):
         assert not record.incomparable
         assert record.largest[0] < 1e-3  # the same work in another order
         self.close(self.weights(models[0]), self.weights(models[1]))
-
-    def test_a_step_that_takes_long_is_shown_on_a_terminal(self, configuration, monkeypatch):
-        model = self.parallel()
-        record = self.verified(model)
-        with terminal(monkeypatch) as printed:
-            self.fit(model, 16, 16)
-        assert printed == [f"verifying a training step of model {record.model!r}", ""]

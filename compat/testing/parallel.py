@@ -1,12 +1,9 @@
 """What a backend must pass besides that runs a Keras model on several devices in one process."""
 
-import re
-
 import pytest
 
 import compat
 
-from .._commands.pytest_plugin.twins import Twins
 from .automatic import AutomaticContract
 from .models import CASES, DEVICES, SHARDS, fit_in_order, keras_under_test, optimizer
 from .reporting import ReportContract
@@ -42,46 +39,6 @@ class ParallelContract(
 
     def weights(self, model):
         return model.get_weights()
-
-    @any_backend
-    def test_test_command_compares_step_by_step(self):
-        """And says where weights differ, or where one device did all the work."""
-        status, out = self.command(
-            self.prelude + "import sys\n"
-            "from compat._configuration import registry; from compat import __main__\n"
-            "from compat._commands import selftest\n"
-            f"command = ['test', '--devices', '{DEVICES}', '--simulate']\n"
-            f"kind = type(registry.find({self.instance().name!r}))\n"
-            "parallelize, tolerance = kind.parallelize, selftest.TOLERANCE\n"
-            "selftest.BATCHES, selftest.TOLERANCE = (13, 2), -1.0\n"
-            "kind.parallelize = lambda self, model, devices: model\n"
-            "assert __main__.main(command) == 1\n"
-            "kind.parallelize, selftest.TOLERANCE = parallelize, tolerance\n"
-            "sys.exit(__main__.main(command))\n"
-        )
-        assert status == 0, out
-        alone, same = re.split("^backend ", out, flags=re.MULTILINE)[1:]
-        for report in (alone, same):
-            assert f"{DEVICES} simulated on the CPU" in report
-            steps = [line.split()[:2] for line in report.splitlines() if line.startswith("   ")]
-            assert [step for step in steps if step in [["1", "13"], ["2", "2"]]] == steps[-2:]
-        assert "\nThe same: no weight ever differs by more than 1e-05.\n" in same
-        ran = re.findall(r"^  \S+: (\d+) \+ (\d+)$", same, re.MULTILINE)
-        # Of one row for each device XLA makes no products.
-        assert len(ran) == DEVICES and len(set(ran)) == 1 and "0" not in ran[0], ran
-        assert "\nNOT the same: a weight differs by more than -1.\n" in alone
-        assert "\nNOT on all devices: " in alone
-        assert re.search(rf": [01] of {DEVICES} worked.\n$", alone), out
-
-    @any_backend
-    def test_twins_of_the_pytest_plugin(self, keras, configuration):
-        inputs, targets = CASES["dense"].data(61)
-        twins = Twins(lambda: self.compiled(keras, "dense"))
-        twins.fit(inputs, targets, batch_size=61)
-        assert sorted(twins.worked) == sorted(configuration.devices)
-        with pytest.raises(pytest.fail.Exception) as caught:
-            twins.train(lambda m: m.train_on_batch(inputs, targets[:: 1 if m is twins.one else -1]))
-        assert re.search(r"\n  weight .*hidden\S*kernel.*: differs by ", str(caught.value))
 
     # Really on three devices ------------------------------------------------------------------
 

@@ -8,12 +8,10 @@ import pytest
 
 import compat
 
-from .._configuration.settings import Every
 from .._verification import largest_difference
 from .contract import BackendContract
 from .models import CASES, clear_session, fit_in_order, initialise, optimizer, optimizers_of
 from .spans import any_backend, contract_of, slow, span
-from .terminals import terminal
 
 #: Names of optimizers: the one that keeps most besides a value for each weight, and others that
 #: are least like it.
@@ -49,19 +47,6 @@ class VerificationContract(BackendContract):
         assert not record.incomparable
         assert 0 < record.largest[0] < 1e-3  # the same work in another order
         self.close(models[0].get_weights(), models[1].get_weights())
-
-    @any_backend
-    def test_a_step_that_takes_long_is_shown_on_a_terminal(self, keras, monkeypatch):
-        """And leaves Keras' own progress bar as it is."""
-        model, inputs, targets = self.parallel_and_data(keras, "dense", 16)
-        self.verified(model)
-        with terminal(monkeypatch) as printed:
-            model.fit(inputs, targets, batch_size=16, epochs=1, validation_data=(inputs, targets))
-        kinds = "training", "test"
-        lines = [f"verifying a {kind} step of model {model.name!r}" for kind in kinds]
-        assert [line for line in printed[:-1] if line.startswith("verifying")] == lines
-        bar = printed[-1]
-        assert " - loss: " in bar and " - val_loss: " in bar and "compat: " not in bar
 
     @pytest.mark.parametrize(
         "which",
@@ -141,14 +126,6 @@ class VerificationContract(BackendContract):
         record = self.verified(self.ready(keras, model, optimizer_name="adam"))
         model.train_on_batch(inputs, model.predict(inputs, verbose=0))
         assert record.steps["train"] == 1
-
-    @any_backend
-    def test_one_step_in_so_many_is_verified(self, keras):
-        """Also where the first one was right."""
-        model, inputs, targets = self.parallel_and_data(keras, "dense", 64)
-        record = self.verified(model, Every(3))
-        model.fit(inputs, targets, batch_size=16, epochs=2, verbose=0)
-        assert record.steps["train"] == 3  # of 8
 
     @any_backend
     def test_a_step_that_cannot_be_compared_is_taken_all_the_same(self, keras):

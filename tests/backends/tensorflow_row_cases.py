@@ -8,12 +8,12 @@ import itertools
 
 import missing_rules
 import numpy as np
+import row_proof
 import tensorflow as tf
 
 from compat._backends.tensorflow1 import row_operations
 from compat._backends.tensorflow1.graph import v1_names
 from compat._rows import REPLICATED, Partial, Sharded, Value
-from compat.testing import rows
 
 v1 = v1_names(tf)
 raw = tf.raw_ops
@@ -70,7 +70,7 @@ def value_of(tensor, placement):
 
 
 def prove(case, found):
-    """Add to ``found`` what ``compat.testing.rows`` finds of one case; its operations' types."""
+    """Add to ``found`` what ``row_proof`` finds of one case; its operations' types."""
     running = Graph(case, [(None,) * each.ndim for each in case.inputs])
     session = v1.Session(graph=running.graph, config=UNOPTIMIZED)
     graphs = {}
@@ -85,7 +85,7 @@ def prove(case, found):
         return graphs[key].placements(given)
 
     with session:
-        rows.prove(
+        row_proof.prove(
             case.name,
             case.inputs,
             lambda given: session.run(running.results, dict(zip(running.inputs, given))),
@@ -98,7 +98,7 @@ def prove(case, found):
 
 def check():
     """The proof of the whole table, as a test of each TensorFlow has it."""
-    found, types = rows.Found(), set(NOT_COMPUTED)
+    found, types = row_proof.Found(), set(NOT_COMPUTED)
     for case in cases():
         types |= prove(case, found)
     assert not found.wrong, "\n".join(found.wrong)
@@ -119,7 +119,7 @@ def cases():
         if name in NEEDING_SQUARES:  # TensorFlow 1.15 dies of a part of a matrix
             choices = [[REPLICATED, Sharded(0)]] * len(inputs)
         elif len(inputs) > 1:
-            choices = [[p for p in rows.placements_of(x) if p not in LEFT_OUT] for x in inputs]
+            choices = [[p for p in row_proof.placements_of(x) if p not in LEFT_OUT] for x in inputs]
         yield Case(name, inputs, function, choices)
 
 

@@ -22,7 +22,6 @@ from compat._configuration.settings import Memory, Settings
 from compat.testing import (
     CASES,
     DEVICES,
-    ParallelContract,
     in_span,
     initialise,
     keras_under_test,
@@ -30,6 +29,7 @@ from compat.testing import (
 from compat.testing.models import fit_in_order
 
 from . import verification_cases
+from .shared_parts import KerasParts
 from .verification_cases import verified
 
 
@@ -38,7 +38,7 @@ def executed(model, inputs, targets):
     return op_placement.executed(jax, lambda: model.train_on_batch(inputs, targets))
 
 
-class TestJAX(ParallelContract):
+class TestJAX(KerasParts):
     product_in_timelines = "dot"
     backend = "jax"
     across_rows = "right"

@@ -17,7 +17,6 @@ from compat._configuration.settings import Settings, parse_memory
 from compat._ranks import Job
 from compat.testing import (
     CASES,
-    ParallelContract,
     in_span,
     initialise,
     largest_difference,
@@ -28,6 +27,7 @@ from compat.testing.models import fit_in_order
 
 from .interruptions import interrupted
 from .messages import refusal
+from .shared_parts import KerasParts
 from .test_mxnet_gluon import running_statistics
 
 
@@ -42,7 +42,7 @@ def mxnet_error():
     return MXNetError
 
 
-class TestMXNet(ParallelContract):
+class TestMXNet(KerasParts):
     product_in_timelines = "dot"
     backend = "mxnet"
     random_numbers_come_back = False  # nothing can read or set their state

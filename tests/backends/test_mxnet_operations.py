@@ -6,10 +6,11 @@ import json
 import missing_rules
 import numpy as np
 import pytest
+import row_proof
 
+from compat import _rows
 from compat._backends.mxnet import row_operations, symbol_executors, symbol_graph
 from compat._rows import Partial
-from compat.testing import rows
 
 RANDOM = np.random.RandomState(0)
 
@@ -318,7 +319,7 @@ class Node:
             return []  # they do not fit each other
         untold = set(self.graph.untold)
         return [
-            rows.Unknown() if head in untold else self.graph.placements[head]
+            _rows.Unknown() if head in untold else self.graph.placements[head]
             for head in self.graph.heads
         ]
 
@@ -329,28 +330,28 @@ def run(mx, found, op, attributes, given):
     node = Node(mx, op, attributes, inputs)
     choices = []
     for place, each in enumerate(node.inputs):
-        several = rows.placements_of(each)
+        several = row_proof.placements_of(each)
         if len(inputs) > 1:
             several = [p for p in several if p not in (Partial("min"), Partial("max"))]
         if len(inputs) > 2:
             several = [p for p in several if p != Partial("mean")]
         if len(inputs) > 3:
             several = [p for p in several if not isinstance(p, Partial)]
-        choices.append(several if place < weights[0] else [rows.REPLICATED])
+        choices.append(several if place < weights[0] else [_rows.REPLICATED])
     name = "{}{} of {}".format(op, attributes, [x.shape for x in inputs])
     if op not in UNCHECKED:
-        return rows.prove(name, node.inputs, node.compute, node.claim, choices, found)
+        return row_proof.prove(name, node.inputs, node.compute, node.claim, choices, found)
     for given in itertools.product(*choices):
-        if not all(isinstance(each, (rows.Mixed, rows.Unknown)) for each in node.claim(given)):
+        if not all(isinstance(each, (_rows.Mixed, _rows.Unknown)) for each in node.claim(given)):
             one = [[placement] for placement in given]
-            rows.prove(name, node.inputs, node.compute, node.claim, one, found)
+            row_proof.prove(name, node.inputs, node.compute, node.claim, one, found)
     return found
 
 
 def test_every_line_of_the_table_is_proved(mx):
     """Wrong ones: none. Missing ones, which are slower and never wrong, are listed."""
     available = known_operations(mx)
-    found = rows.Found()
+    found = row_proof.Found()
     refused = []
     for case in CASES:
         try:

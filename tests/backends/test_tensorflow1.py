@@ -22,7 +22,6 @@ from compat._backends.tensorflow1.step_counter import OrderedCounting
 from compat.testing import (
     CASES,
     DEVICES,
-    ParallelContract,
     in_span,
     initialise,
     keras_under_test,
@@ -31,6 +30,8 @@ from compat.testing import (
     slow,
     span,
 )
+
+from .shared_parts import KerasParts
 
 v1 = v1_names(tf)
 
@@ -77,7 +78,7 @@ def unordered_reads(model):
 HAS_SUBCLASSED_MODELS = not _keras.wraps_a_model(keras_under_test().models.Sequential())
 
 
-class TestTensorFlow1(ParallelContract):
+class TestTensorFlow1(KerasParts):
     backend = "tensorflow1"
     in_sessions = True  # Keras runs in sessions
     plain_adam_is_random = True

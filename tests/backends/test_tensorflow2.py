@@ -32,7 +32,6 @@ from compat._runtime import by_path
 from compat.testing import (
     CASES,
     DEVICES,
-    ParallelContract,
     in_span,
     initialise,
     keras_under_test,
@@ -42,6 +41,7 @@ from compat.testing import (
 from compat.testing.automatic import compiled_on_all_devices
 
 from .messages import refusal, told
+from .shared_parts import KerasParts
 
 
 def train_in_a_new_graph(model, inputs, targets):
@@ -62,7 +62,7 @@ COPIES = Model.__reduce__ is not object.__reduce__
 XLA = "jit_compile" in inspect.signature(Model.compile).parameters
 
 
-class TestTensorFlow2(ParallelContract):
+class TestTensorFlow2(KerasParts):
     backend = "tensorflow2"
     quick = {"run_eagerly": True}  # type: dict
     product_in_timelines = "MatMul: "

@@ -5,13 +5,13 @@ adds is left out.
 """
 
 import numpy as np
+import row_proof
 import tensorflow as tf
 
 from compat import _rows
 from compat._backends.tensorflow2 import functions, graph_walk, table_lookups
 from compat._backends.tensorflow2.call_trace import key_of
 from compat._rows import Mixed, Partial, Sharded
-from compat.testing import rows
 
 START = np.zeros(4, "float32")
 
@@ -133,10 +133,10 @@ def test_no_walk_claims_what_is_not_true():
     x = np.random.RandomState(0).uniform(0.2, 0.9, (3, 4)).astype("float32")
     cases = {name: lambda v, x, f=function: f(x) for name, function in VALUES.items()}
     cases.update(CHANGES)
-    found, claimed = rows.Found(), {}
+    found, claimed = row_proof.Found(), {}
     for name, function in cases.items():
         walked = Walked(function)
-        rows.prove(name, [x], walked.compute, walked.claim, found=found)
+        row_proof.prove(name, [x], walked.compute, walked.claim, found=found)
         claimed[name] = walked.claim([Sharded(0)])
     assert not found.wrong
     assert found.claimed > 100

@@ -9,6 +9,7 @@ import textwrap
 
 import numpy as np
 import pytest
+from terminals import terminal
 
 import compat
 from compat._backends.theano import flag_problems, theano_flags
@@ -17,10 +18,10 @@ from compat._configuration import detection, packages, registry
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
-from compat.testing import CASES, DEVICES, ParallelContract, slow, span
-from compat.testing.terminals import terminal
+from compat.testing import CASES, DEVICES, slow, span
 
 from .messages import refusal
+from .shared_parts import KerasParts
 
 # Keras takes TensorFlow, and Theano compiles with all its optimizations, where nothing is said.
 os.environ.setdefault("KERAS_BACKEND", "theano")
@@ -144,7 +145,7 @@ def few_streams(monkeypatch):
 
 
 @pytest.mark.row("Theano on several devices in one process")
-class TestTheano(ParallelContract):
+class TestTheano(KerasParts):
     backend = "theano"
     across_rows = "found"  # right, and a warning says what it costs
 

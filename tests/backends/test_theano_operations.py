@@ -2,9 +2,9 @@
 
 import missing_rules
 import numpy as np
+import row_proof
 
 from compat._rows import Sharded
-from compat.testing import rows
 
 from . import test_theano
 
@@ -264,7 +264,7 @@ def prove(name, inputs, function, found):
         for variable, array, placement in zip(given, inputs, placements):
             axis = getattr(placement, "axis", None)
             sizes[variable] = [
-                [n * size // rows.ROWS if place == axis else size for n in ROWS]
+                [n * size // row_proof.ROWS if place == axis else size for n in ROWS]
                 for place, size in enumerate(np.shape(array))
             ]
         followed = VariableRows(dict(zip(given, placements)), Sizes(sizes)).follow(outputs)
@@ -272,7 +272,7 @@ def prove(name, inputs, function, found):
         with_rows.extend(each for each in claims if isinstance(each, Sharded))
         return claims
 
-    rows.prove(name, inputs, computed, claim, found=found)
+    row_proof.prove(name, inputs, computed, claim, found=found)
     return bool(with_rows)
 
 
@@ -280,7 +280,7 @@ def test_the_table_claims_nothing_but_the_truth(monkeypatch):
     from compat._backends.theano.row_operations import TABLE
 
     test_theano.few_streams(monkeypatch)
-    found, with_rows, names = rows.Found(), set(), set()
+    found, with_rows, names = row_proof.Found(), set(), set()
     for name, inputs, function in cases():
         names.add(name)
         if prove(name, inputs, function, found):

@@ -22,8 +22,9 @@ from compat._configuration import registry
 from compat._configuration.device_choice import choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
-from compat.testing import CASES, DEVICES, ParallelContract, largest_difference, slow
+from compat.testing import CASES, DEVICES, largest_difference, slow
 
+from .shared_parts import KerasParts
 from .verification_cases import verified
 
 
@@ -49,7 +50,7 @@ COMPILED = (
 )
 
 
-class TestTorch(ParallelContract):
+class TestTorch(KerasParts):
     product_in_timelines = "matmul"
     backend = "torch"
     extension = ".keras"

@@ -5,8 +5,9 @@ import weakref
 import pytest
 import torch
 
-from compat.testing import NativeContract, NativeModels
+from compat.testing import NativeModels
 
+from .shared_parts import NativeParts
 from .test_torch import placement, shard_sizes
 
 pytestmark = pytest.mark.row("torch nn.Module")
@@ -42,7 +43,7 @@ class Modules(NativeModels):
         return [weight.detach().numpy().copy() for weight in model.parameters()]
 
 
-class TestTorchModules(Modules, NativeContract):
+class TestTorchModules(Modules, NativeParts):
     def placement(self, model, inputs, targets):
         return placement(lambda: self.train(model, inputs, targets))
 

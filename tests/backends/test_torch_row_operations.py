@@ -6,10 +6,10 @@ import itertools
 import operator
 
 import missing_rules
+import row_proof
 import torch
 
 from compat import _rows
-from compat.testing import rows
 
 #: Needs a GPU.
 UNPROVED = {"cuda"}
@@ -343,7 +343,7 @@ class Case:
         self.split = functools.lru_cache(None)(self._split)
 
     def _split(self, place, placement):
-        return rows.split(self.inputs[place], placement)
+        return row_proof.split(self.inputs[place], placement)
 
     def followed(self, values, placements, count):
         """The results, tagged."""
@@ -359,7 +359,7 @@ class Case:
                 tag(tensor, placement)
             elif isinstance(placement, _rows.Partial):
                 tag(tensor, Total(placement.how, tensor, count, True))
-        with Watch(self.torch.nn.Module(), count, rows.ROWS, self.tried), self.torch.no_grad():
+        with Watch(self.torch.nn.Module(), count, row_proof.ROWS, self.tried), self.torch.no_grad():
             return list(tensors_in([self.function(*given)]))
 
     def computed(self, values):
@@ -375,7 +375,7 @@ class Case:
 
     def placements(self):
         """All placements of the inputs; of several one alone is a total, or all of one kind."""
-        choices = [rows.placements_of(self.inputs[place]) for place in self.tensors]
+        choices = [row_proof.placements_of(self.inputs[place]) for place in self.tensors]
         for given in itertools.product(*choices):
             totals = [each for each in given if isinstance(each, _rows.Partial)]
             if len(totals) < 2 or len(totals) == len(given) and len(set(totals)) == 1:
@@ -389,7 +389,7 @@ class Case:
 
     def prove(self, name, found):
         for given in self.placements():
-            said = [_tag(each) for each in self.followed(self.inputs, given, rows.ROWS)]
+            said = [_tag(each) for each in self.followed(self.inputs, given, row_proof.ROWS)]
             parts = self.parts(given)
             try:
                 computed = list(zip(*map(self.computed, parts)))
@@ -409,7 +409,7 @@ class Case:
         elif isinstance(claim, _rows.Placement):
             if true is None:
                 pass  # it fails on a part, which shows
-            elif any(rows.agree(claim, each) for each in true):
+            elif any(row_proof.agree(claim, each) for each in true):
                 found.claimed += 1
             else:
                 found.wrong.append("{} was said to be {}, and is {}".format(text, claim, true))
@@ -448,7 +448,7 @@ def test_each_line_says_nothing_but_the_truth(monkeypatch):
     """And each is asked by a case in which it claims something."""
     from compat._backends.torch import row_operations
 
-    claiming, found = set(), rows.Found()
+    claiming, found = set(), row_proof.Found()
 
     def noting(name, line):
         def noted(call):

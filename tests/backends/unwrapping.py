@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 import tensorflow as tf
+from terminals import terminal
 
 import compat
 from compat import __main__, _api
@@ -30,7 +31,6 @@ from compat.testing import (
     span,
 )
 from compat.testing.automatic import compiled_on_all_devices
-from compat.testing.terminals import terminal
 
 from . import damaged_files
 

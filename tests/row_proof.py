@@ -8,7 +8,9 @@ is slower and never wrong. (After torch's ``torch/distributed/tensor/_ops/strate
 
 import itertools
 
-from .._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, trial
+import numpy as np
+
+from compat._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, trial
 
 #: The length of a dimension along which inputs are split.
 ROWS = sum(trial.SIZES)
@@ -90,8 +92,6 @@ def placements_of(array):
 
 def split(array, placement):
     """The parts of an array that two devices have by a placement."""
-    import numpy as np
-
     if isinstance(placement, Sharded):
         return trial.cut(array, placement)
     if isinstance(placement, Partial):
