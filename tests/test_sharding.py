@@ -113,6 +113,26 @@ class Table:
         return Table(self.values[rows], self.index[rows])
 
 
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("batch_size", [7, 20, 61])
+def test_parts_of_arrays_make_up_the_batches_of_one_process(as_rank, size, batch_size):
+    """Rank by rank: the k-th batches of all ranks are the k-th batch of one process."""
+    rows = np.arange(135 - 135 % batch_size + size)  # a last batch of one row for each rank
+    batches = [[] for _ in range(0, len(rows), batch_size)]
+    for number in range(size):
+        as_rank(number, size)
+        (x, again), y = compat.shard(((rows, rows[:, None]), {"y": -rows}), batch_size)
+        np.testing.assert_array_equal(x, again[:, 0])
+        np.testing.assert_array_equal(x, -y["y"])
+        local = compat.local_batch_size(batch_size)
+        for place, batch in enumerate(batches):
+            batch.extend(x[place * local : (place + 1) * local])
+        assert len(x) <= len(batches) * local
+    expected = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
+    for batch, one in zip(batches, expected):
+        np.testing.assert_array_equal(batch, one)
+
+
 @pytest.mark.parametrize("batch_size", [None, 5])
 def test_rows_of_tables_keep_their_index(as_rank, batch_size):
     as_rank(1)

@@ -11,13 +11,13 @@ import pytest
 from compat._backends.cntk import backend
 from compat._ranks import Job
 from compat.testing import slow
-from compat.testing.ranks import RanksContract
 
 from . import ranks
+from .exchanges import RankedParts
 
 
 @pytest.mark.row("ranks: MPI")
-class TestCNTKRanks(RanksContract):
+class TestCNTKRanks(RankedParts):
     backend = "cntk"
     exchanges = (12, 4)  # two of MPI's each; CNTK's own learner exchanges gradients besides
     # Keras 2.3 on CNTK tells metrics, such as the losses of several outputs, before it counts the

@@ -5,13 +5,13 @@ import re
 import pytest
 
 from compat.testing import slow
-from compat.testing.ranks import RanksContract
 
 from . import ranks
+from .exchanges import RankedParts
 
 
 @pytest.mark.row("ranks: jax.distributed")
-class TestJAXRanks(RanksContract):
+class TestJAXRanks(RankedParts):
     backend = "jax"
     extension = ".keras"
     policies = ("mixed_float16",)

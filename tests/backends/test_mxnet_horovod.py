@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 
 from compat.testing import slow
-from compat.testing.ranks import RanksContract
 
 from . import ranks
+from .exchanges import RankedParts
 
 
 @pytest.mark.row("ranks: Horovod")
-class TestMXNetHorovod(RanksContract):
+class TestMXNetHorovod(RankedParts):
     may_abort = True
     backend = "mxnet"
 

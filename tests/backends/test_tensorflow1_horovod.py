@@ -6,11 +6,11 @@ import pages
 import pytest
 
 from compat.testing import contract_of, keras_under_test, slow, span
-from compat.testing.ranks import RanksContract
 from compat.testing.ranks.faults import name_of
 from compat.testing.ranks.jobs import failing
 
 from . import ranks
+from .exchanges import RankedParts
 
 # The plain Adam of these, in one process, does not repeat: see test_tensorflow1.py.
 KERAS = keras_under_test().__name__ == "keras"
@@ -19,7 +19,7 @@ STATELESS = not hasattr(keras_under_test().metrics, "AUC")
 
 
 @pytest.mark.row("ranks: Horovod")
-class TestTensorFlow1Horovod(RanksContract):
+class TestTensorFlow1Horovod(RankedParts):
     may_abort = True
     backend = "tensorflow1"
     processes = True
@@ -27,7 +27,7 @@ class TestTensorFlow1Horovod(RanksContract):
     # or of 13.
     compared = 4
     if KERAS:
-        trials = tuple(trial for trial in RanksContract.trials if "adam" not in trial)
+        trials = tuple(trial for trial in RankedParts.trials if "adam" not in trial)
 
     # TensorFlow 2's engine is the same.
     @pytest.mark.parametrize("job", failing(slowly=["raise", "short", "sleep"]), ids=name_of)

@@ -3,14 +3,14 @@
 import pytest
 
 from compat.testing import keras_under_test, slow
-from compat.testing.ranks import RanksContract
 
 from . import ranks
+from .exchanges import RankedParts
 
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
 
 
-class OnTensorFlow2(RanksContract):
+class OnTensorFlow2(RankedParts):
     """What is the same on both engines."""
 
     backend = "tensorflow2"

@@ -14,9 +14,9 @@ from compat._configuration.settings import Settings
 from compat._ranks import launchers
 from compat._ranks.launch import watching
 from compat.testing import slow
-from compat.testing.ranks import RanksContract
 
 from . import ranks
+from .exchanges import RankedParts
 
 # As in test_theano.py: implementations in Python, which are not compiled for each rank.
 os.environ.setdefault("KERAS_BACKEND", "theano")
@@ -27,7 +27,7 @@ os.environ.setdefault(
 
 
 @pytest.mark.row("ranks: MPI")
-class TestTheanoRanks(RanksContract):
+class TestTheanoRanks(RankedParts):
     backend = "theano"
     exchanges = (20, 6)  # each is two of MPI's: what ranks come for, and what they exchange
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from compat.testing import slow
-from compat.testing.ranks import RanksContract
 
 from . import ranks
+from .exchanges import RankedParts
 
 
 @pytest.mark.row("ranks: torch.distributed")
-class TestTorchRanks(RanksContract):
+class TestTorchRanks(RankedParts):
     backend = "torch"
     exchanges = (6, 2)
     extension = ".keras"

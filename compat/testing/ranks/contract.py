@@ -7,13 +7,10 @@ import re
 import numpy as np
 import pytest
 
-import compat
-
-from ..._ranks.launchers import LAUNCHERS
 from ..spans import in_span, span
 from .faults import name_of
 from .jobs import SIZES, Jobs, failing
-from .programs import POLICIES, ROWS, SCRIPT, STAGES
+from .programs import POLICIES, SCRIPT, STAGES
 from .unchanged import UNCHANGED
 
 
@@ -37,9 +34,6 @@ class RanksContract(Jobs):
     going_on = ("go_on",)
     #: How many of the numbers of a batch are compared, of its loss and its metric.
     compared_of_batches = 2
-    #: How often ranks exchange something at most, by the calls of their engine: in a fit() of four
-    #: steps that is not the first, and in train_on_batch().
-    exchanges = (10, 3)
 
     def script(self):
         return SCRIPT
@@ -63,8 +57,6 @@ class RanksContract(Jobs):
             calls += [("mixed", [self.policies])] if self.policies else []
         if size == 1:
             calls.append(("unchanged", []))
-        if size == 2:
-            calls.append(("exchange", []))  # after all others, since it changes the engine
         return calls
 
     def calls_in_span(self, size):
@@ -77,29 +69,6 @@ class RanksContract(Jobs):
 
     def call_of_fault(self, fault):
         return "fail", [fault, self.extension]
-
-    # The same data ----------------------------------------------------------------------------
-
-    @span
-    @pytest.mark.parametrize("size", SIZES)
-    @pytest.mark.parametrize("batch_size", [7, 20, 61])
-    def test_shards_are_parts_of_the_same_batches(self, monkeypatch, size, batch_size):
-        """Rank by rank, the k-th batches of all ranks make up the k-th batch of one process."""
-        rows = np.arange(ROWS - ROWS % batch_size + size)  # a last batch of one row per rank
-        batches = [[] for _ in range(0, len(rows), batch_size)]  # type: list
-        for rank in range(size):
-            for name, value in zip(LAUNCHERS[0][1].split(), (rank, size, rank, size)):
-                monkeypatch.setenv(name, str(value))
-            (x, again), y = compat.shard(((rows, rows[:, None]), {"y": -rows}), batch_size)
-            np.testing.assert_array_equal(x, again[:, 0])
-            np.testing.assert_array_equal(x, -y["y"])
-            local = compat.local_batch_size(batch_size)
-            for place, batch in enumerate(batches):
-                batch.extend(x[place * local : (place + 1) * local])
-            assert len(x) <= len(batches) * local
-        expected = [rows[start : start + batch_size] for start in range(0, len(rows), batch_size)]
-        for batch, one in zip(batches, expected):
-            np.testing.assert_array_equal(batch, one)
 
     # The same numbers -------------------------------------------------------------------------
 
@@ -214,14 +183,6 @@ class RanksContract(Jobs):
         left = [name for name in os.listdir(folder) if name.startswith(".")]
         assert not left
         assert os.path.exists(os.path.join(folder, "checkpoint" + self.extension))
-
-    # Nothing more than needed -----------------------------------------------------------------
-
-    def test_ranks_exchange_once_before_and_once_after_the_steps(self, results):
-        """And the gradients of eight small layers at once."""
-        for _, facts in results(2, "exchange"):
-            fit, batch = self.exchanges
-            assert facts["third"] <= fit and facts["batch"] <= batch, facts
 
     # No edit at all ---------------------------------------------------------------------------
 

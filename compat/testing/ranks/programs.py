@@ -14,9 +14,8 @@ import numpy as np
 
 import compat
 
-from ..._runtime.process import process
 from ..models import fit_in_order, initialise, keras_under_test, optimizer
-from . import exchanges, stopping
+from . import stopping
 from .cases import CASES
 from .faults import FAULTS, FAULTY
 from .graphs import new_graph
@@ -31,14 +30,15 @@ SCRIPT = "import sys\nfrom compat.testing.ranks import programs\nprograms.main(*
 STAGES = {2: (0, 1), 3: (1, 2)}
 
 
-def main(folder, functions):
+def main(folder, functions, **others):
     """Run some of the functions below, and leave their arrays and their facts in the folder.
 
     Arguments:
         functions: their names and what each is called with, as JSON.
+        others: functions to run besides, by their names.
     """
     compat.configure_gpu(gpus="cpu")
-    call(globals(), functions, keras_under_test(), folder, new_graph)
+    call(dict(globals(), **others), functions, keras_under_test(), folder, new_graph)
 
 
 def call(found, functions, first, folder, before=lambda: None):
@@ -318,29 +318,6 @@ def batches(keras, folder, processes):
     compat.barrier()
     facts["waited"] = os.path.exists(path)
     return arrays, facts
-
-
-def exchange(keras, folder):
-    """Train a model of many small layers, and count how often the ranks exchange something."""
-    counted = exchanges.counted(next(iter(process.engines.values())))
-
-    def build():
-        layers = [keras.layers.Dense(4, input_shape=(8,))]
-        layers += [keras.layers.Dense(4) for _ in range(7)]
-        return initialise(keras.models.Sequential(layers))
-
-    model = compat.parallelize(build)
-    model.compile(optimizer(keras, "sgd"), "mse", metrics=["mae"])
-    inputs, targets = compat.shard(CASES["dense"].data(4 * BATCH), BATCH)
-    rows = compat.local_batch_size(BATCH)
-    facts = {}
-    for name in "first", "second", "third":
-        counted.clear()
-        fit_in_order(model, inputs, targets, rows, 1)
-        facts[name] = sum(counted.values())
-    counted.clear()
-    model.train_on_batch(inputs[:rows], targets[:rows])
-    return {}, dict(facts, batch=sum(counted.values()))
 
 
 # How far weights may be from one process's, whose matrix products sum up in that type, too.

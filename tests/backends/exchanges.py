@@ -1,9 +1,71 @@
-"""How often ranks exchange something: calls of what their engine calls to do so, counted."""
+"""How often the ranks of compat's own engines exchange something, besides the contract of ranks."""
 
 import collections
 import functools
 import importlib
+import os
 import sys
+
+import compat
+from compat._runtime.process import process
+from compat.testing import CASES, initialise, optimizer
+from compat.testing.models import fit_in_order
+from compat.testing.ranks import RanksContract
+from compat.testing.ranks.programs import BATCH
+
+SCRIPT = """\
+import sys
+from compat.testing.ranks import programs
+sys.path.append({!r})
+import exchanges
+programs.main(*sys.argv[1:], exchange=exchanges.exchange)
+"""
+
+
+class RankedParts(RanksContract):
+    """Subclass this in place of ``RanksContract``."""
+
+    #: How often ranks exchange something at most, by the calls of their engine: in a fit() of four
+    #: steps that is not the first, and in train_on_batch().
+    exchanges = (10, 3)
+
+    def script(self):
+        return SCRIPT.format(os.path.dirname(os.path.abspath(__file__)))
+
+    def calls(self, size):
+        calls = super().calls(size)
+        # After all others, since it changes the engine.
+        return calls + [("exchange", [])] if size == 2 else calls
+
+    def test_ranks_exchange_once_before_and_once_after_the_steps(self, results):
+        """And the gradients of eight small layers at once."""
+        for _, facts in results(2, "exchange"):
+            fit, batch = self.exchanges
+            assert facts["third"] <= fit and facts["batch"] <= batch, facts
+
+
+def exchange(keras, folder):
+    """Train a model of many small layers, and count how often the ranks exchange something."""
+    found = counted(next(iter(process.engines.values())))
+
+    def build():
+        layers = [keras.layers.Dense(4, input_shape=(8,))]
+        layers += [keras.layers.Dense(4) for _ in range(7)]
+        return initialise(keras.models.Sequential(layers))
+
+    model = compat.parallelize(build)
+    model.compile(optimizer(keras, "sgd"), "mse", metrics=["mae"])
+    inputs, targets = compat.shard(CASES["dense"].data(4 * BATCH), BATCH)
+    rows = compat.local_batch_size(BATCH)
+    facts = {}
+    for name in "first", "second", "third":
+        found.clear()
+        fit_in_order(model, inputs, targets, rows, 1)
+        facts[name] = sum(found.values())
+    found.clear()
+    model.train_on_batch(inputs[:rows], targets[:rows])
+    return {}, dict(facts, batch=sum(found.values()))
+
 
 #: By the engine's class, where the calls are: "module:attribute", or an attribute of the engine.
 _CALLS = {
