@@ -10,8 +10,7 @@ from typing import Any, Iterator, Mapping, Optional, Tuple
 from .. import errors
 from .._configuration.numeric import whole_number
 from . import clusters, launchers
-from .addresses import host_of, is_loopback, with_port
-from .place import Place
+from .place import Place, host_of, is_loopback, with_port
 
 # Where nothing tells a port, one of these is used: they lie above Linux's ephemeral ports.
 _FIRST_PORT, _PORTS = 61440, 4096

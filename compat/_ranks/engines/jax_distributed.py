@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import errors
 from .. import engines, rendezvous
-from ..addresses import with_port
+from ..place import with_port
 from . import calls
 
 # How often a rank that waits looks whether another one has gone, in seconds.
