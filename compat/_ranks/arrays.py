@@ -92,7 +92,7 @@ def rows_of(data, ranges):
 
 def flat(arrays, dtype):
     """All numbers of numpy arrays, one after the other."""
-    return np.concatenate([np.ravel(array).astype(dtype) for array in arrays])
+    return np.concatenate([np.zeros(0, dtype)] + [np.ravel(a).astype(dtype) for a in arrays])
 
 
 def like(arrays, numbers):

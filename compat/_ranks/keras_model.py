@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import _keras, errors
 from .._runtime import work
-from . import agreement, checksum, datasets, metrics, ranked_method, results, saving, splitting
+from . import agreement, checksum, datasets, metrics, ranked_method, saving, splitting
 from .ranked_method import RankedMethod
 from .weights import Start, WeightComparison
 from .weights import same_start as same_start
@@ -38,25 +38,6 @@ def count(model: Any, rows: int, training: bool) -> None:
     fit = RankedFit.of(model)
     if fit is not None:
         fit.seen[training].update(rows=rows, batches=1)
-
-
-def split_fits(model):
-    """Give each rank its part of what ``fit()`` of this model is given from now on."""
-    RankedFit.of(model).splits = True
-
-
-def stepped(model):
-    """Note that all ranks have done a step. Called by engines that do not compare weights."""
-    RankedFit.of(model).comparison.stepped(model)
-
-
-def in_step(model):
-    """Note that the ranks evaluate in step from now on: with equally many batches."""
-    RankedFit.of(model).in_step = True
-
-
-def is_in_step(model):
-    return RankedFit.of(model).in_step
 
 
 def _by_name(function, args, kwargs):
@@ -85,7 +66,7 @@ class RankedFit(RankedMethod):
         self.comparison = WeightComparison(engine)
         # Of Keras 2: whether a model's losses are divided by what other ranks know.
         self.divides = None  # type: Any
-        self.results = results.Results(engine)
+        self.results = metrics.Results(engine)
 
     def __call__(self, model, *args, **kwargs):
         return self.run(model, self.plain(model), args, kwargs)

@@ -16,6 +16,13 @@ from .place import Place, host_of, is_loopback, with_port
 _FIRST_PORT, _PORTS = 61440, 4096
 # SageMaker's containers leave it to their processes.
 _SAGEMAKER_PORT = 7777
+# What names a job on its machines, and no other, of the launchers that tell.
+_JOBS = {
+    "srun": ["SLURM_JOB_ID", "SLURM_STEP_ID"],
+    "mpirun": ["PMIX_NAMESPACE"],
+    "PALS": ["PALS_APID"],
+    "mpirun_rsh": ["MPIRUN_ID"],
+}
 
 
 def find(place: Place, environ: Mapping[str, str]) -> Optional[Tuple[str, int]]:
@@ -87,24 +94,11 @@ def _candidates(place: Place, environ: Mapping[str, str]) -> Iterator[Tuple[str,
         yield place.launcher, clusters.tf_addresses(cluster)[0]
     if place.launcher == "SageMaker":
         yield "SM_HOSTS", with_port(clusters.sagemaker_hosts(environ)[0], _SAGEMAKER_PORT)
-    job = _job(place, environ)
-    if job:
-        host = "127.0.0.1" if place.on_one_machine else _first_host(place, environ)
-        if host:
-            derived = _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _PORTS
-            yield place.launcher, with_port(host, derived)
-
-
-def _job(place, environ):
-    """What names this job on its machines, and no other, as far as the launcher tells; or ""."""
-    names = {
-        "srun": ["SLURM_JOB_ID", "SLURM_STEP_ID"],
-        "mpirun": ["PMIX_NAMESPACE"],
-        "PALS": ["PALS_APID"],
-        "mpirun_rsh": ["MPIRUN_ID"],
-    }.get(place.launcher, [])
-    values = [environ.get(name, "") for name in names]
-    return ".".join(values) if all(values) else ""
+    job = [environ.get(name, "") for name in _JOBS.get(place.launcher, [""])]
+    host = "127.0.0.1" if place.on_one_machine else _first_host(place, environ)
+    if all(job) and host:
+        derived = _FIRST_PORT + zlib.crc32(os.fsencode(".".join(job))) % _PORTS
+        yield place.launcher, with_port(host, derived)
 
 
 def _first_host(place, environ):

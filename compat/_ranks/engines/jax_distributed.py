@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -120,8 +119,17 @@ class JaxDistributed(engines.Engine):
         return line.partition("] ")[2] or line  # "Gloo ... failed: [...pair.cc:547] Conn..."
 
     def absent(self):
+        """Tell the others that this rank gives up, and return those that do not as well."""
         self.inside = None
-        return self.give_up()
+        self.mark("gave up")
+        until = time.monotonic() + _GIVE_UP
+        absent = self.others
+        while absent and time.monotonic() < until:
+            time.sleep(_LOOK)
+            marked = self.marked("gave up")
+            absent = [0] if marked is None else [r for r in self.others if r not in marked]
+        self.gave_up = True
+        return absent
 
     def watch(self):
         """End this process where it waits for a rank that has ended, or too long.
@@ -137,11 +145,9 @@ class JaxDistributed(engines.Engine):
             ended = self.marked("ended") or []
             if (ended or time.monotonic() > until) and self.inside is inside:
                 problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
-                lost = self.give_up()
+                lost = self.absent()
                 error = errors.rank_lost(self.place, what, ended or lost, problem)
-                engines.print_for_main_thread(error)  # which is in JAX's hands
-                self.end()
-                os._exit(1)
+                engines.end_process(error, self.end)
 
     def mark(self, what):
         def tell():
@@ -165,18 +171,6 @@ class JaxDistributed(engines.Engine):
             return [rank for rank in self.others if rank in marked]
 
         return engines.answer(ask, _ANSWER, None)
-
-    def give_up(self):
-        """Tell the others, and return those that do not give up as well."""
-        self.mark("gave up")
-        until = time.monotonic() + _GIVE_UP
-        absent = self.others
-        while absent and time.monotonic() < until:
-            time.sleep(_LOOK)
-            marked = self.marked("gave up")
-            absent = [0] if marked is None else [r for r in self.others if r not in marked]
-        self.gave_up = True
-        return absent
 
     def end(self):
         """At the end of the program. Rank 0 is the last to go.
