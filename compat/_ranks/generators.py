@@ -27,6 +27,8 @@ def shard(place, iterator, batch_size=None):
 class PartOfIterator(agreement.Part):
     """This rank's rows of each batch. Threads may share it where they may share the iterator."""
 
+    changes = True
+
     def __init__(self, place, iterator, batch_size):
         self.name = type(iterator).__name__
         self.place = place
@@ -69,7 +71,7 @@ class PartOfIterator(agreement.Part):
             return batches
         generator = (batch for batch in batches)
         if batches is self:
-            agreement.note(generator, self)
+            agreement.of_generators[generator] = self
         return generator
 
     def whole(self):

@@ -117,7 +117,7 @@ class RankedFit(RankedMethod):
         # Of an epoch, on all ranks; 0: they do not know that they are as many.
         self.batches = batches[0] if checksum.same(batches) else 0
         # Whether ranks still have to compare the first batches, or to agree on how many there are.
-        self.asks = not self.batches or any(self.agreement.parts)
+        self.asks = not self.batches or any(part.name for part in self.agreement.parts)
         if self.divides is not None:
             self.in_step = any(divide) and all(validate)
         if any(divide) and any(validate) and not self.in_step:

@@ -20,7 +20,7 @@ def shard(place, iterator, batch_size=None):
     if iterator.batch_size:
         place.rows_of_batch(iterator.batch_size)
     base = next(kind for kind in reversed(type(iterator).__mro__) if kind.__name__ == "DataIter")
-    return agreement.kind_of_part(PartOfDataIter, base)(place, iterator)
+    return PartOfDataIter.make(base, place, iterator)
 
 
 class PartOfDataIter(agreement.PartOfObject):

@@ -50,8 +50,8 @@ def _number_of_items(sequence):
 
 
 def _restored(place, sequence, batch_size, left_out):
-    kind = agreement.kind_of_part(PartOfSequence, _base(type(sequence)))
-    return kind(place, sequence, batch_size, left_out)
+    base = _base(type(sequence))
+    return PartOfSequence.make(base, place, sequence, batch_size, left_out)
 
 
 class PartOfSequence(agreement.PartOfObject):
@@ -59,6 +59,8 @@ class PartOfSequence(agreement.PartOfObject):
 
     What it does not have itself is the whole sequence's: a class's own attributes, for example.
     """
+
+    changes = True
 
     def __init__(self, place, sequence, batch_size, left_out):
         import numpy
