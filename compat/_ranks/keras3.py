@@ -88,19 +88,14 @@ def check_loss_eagerly(model, data):
         UnsupportedError: as ``check_loss``.
     """
     keras = _keras.keras_of(model)
-    read, write = _keras.reader_and_writer(model)
-    trackers = list(model.metrics_variables)
-    values = [value.copy() for value in read(trackers)]
 
     def loss_of(data):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         outputs = model(x, training=False)
         return float(model._compute_loss(x, y, outputs, weights, training=False))
 
-    try:
+    with _keras.kept(model, model.metrics_variables):
         check_loss(model, data, loss_of)
-    finally:
-        write(list(zip(trackers, values)))
 
 
 def may_mix_rows(model):

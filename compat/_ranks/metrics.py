@@ -131,17 +131,13 @@ class Results:
             sums: of so many numbers for each moment.
             others: the names of metrics that do not add up.
         """
-        read, write = _keras.reader_and_writer(model)
-        of_metrics = variables(model)
-        mine = read(of_metrics)
-        found = []
-        try:
+        _, write = _keras.reader_and_writer(model)
+        of_metrics, found = variables(model), []
+        with _keras.kept(model, of_metrics) as mine:  # what is seen from now on counts once
             for start in range(0, len(sums), max(count, 1)):
                 added = arrays.like(mine, np.asarray(sums[start : start + count]))
                 write(list(zip(of_metrics, added)))
                 found.append(self.computed(model))
-        finally:
-            write(list(zip(of_metrics, mine)))  # what is seen from now on counts once
 
         def adds_up(name):
             return not any(name == other or name.endswith("_" + other) for other in others)

@@ -87,11 +87,7 @@ class TensorFlowEngine(engines.Engine):
                 results[place].set_shape(tensors[place].shape)
         for place, tensor in enumerate(tensors):
             if isinstance(tensor, tf.IndexedSlices):
-                weighted = tf.IndexedSlices(
-                    tensor.values * tf.cast(share, tensor.values.dtype),
-                    tensor.indices,
-                    tensor.dense_shape,
-                )
+                weighted = tf.math.scalar_mul(tf.cast(share, tensor.values.dtype), tensor)
                 results[place] = self.concatenate(weighted, "{}_{}".format(name, place), before)
                 before = [results[place]]
         return [
