@@ -41,8 +41,7 @@ def parts_of(data):
     """The arrays in a structure."""
     if isinstance(data, (tuple, list, dict)):
         for part in data.values() if isinstance(data, dict) else data:
-            for array in parts_of(part):
-                yield array
+            yield from parts_of(part)
     elif data is not None:
         yield data
 

@@ -126,6 +126,7 @@ def resolve(engine, names, arrays, write, when, causes=_CAUSES):
             f"{engine.place.size} has {len(names)}: {', '.join(names)}. Build the same model on "
             "every rank."
         )
+    names = engine.broadcast(names)  # Keras numbers layers by what else a rank has made
     differ = {}  # index of a variable -> ranks
     for index, rows in enumerate(engine.gather_each([_pieces(checksum(a)) for a in arrays])):
         ranks = [rank for rank, row in enumerate(rows) if row != rows[0]]

@@ -62,8 +62,8 @@ class Reductions:
         with patching.replaced(module, **ours):
             yield
 
-    # Each is called as Keras' own function, ``plain``. That takes the mask for a weight, and divides
-    # by nothing, where the reduction is "sum".
+    # Each is called as Keras' own function, ``plain``. Where the reduction is "sum", that takes the
+    # mask for a weight, and divides by nothing.
 
     def mask_of_keras_3(self, plain, sample_weight, mask, dtype, reduction):
         if mask is None or reduction not in ("mean", "sum_over_batch_size"):

@@ -123,14 +123,11 @@ class WeightComparison:
         read, write = _keras.reader_and_writer(model)
         variables = self.variables(model)
         names = [getattr(variable, "path", None) or variable.name for variable in variables]
-        sent = self.engine.broadcast(names)  # Keras numbers layers by what else a rank has made
-        checksum.resolve(
-            self.engine,
-            sent if len(sent) == len(names) else names,
-            read(variables),
-            lambda place, value: write([(variables[place], value)]),
-            when,
-        )
+
+        def write_one(place, value):
+            write([(variables[place], value)])
+
+        checksum.resolve(self.engine, names, read(variables), write_one, when)
 
     def variables(self, model):
         own = set(map(id, _own(model)))

@@ -107,6 +107,7 @@ class TensorFlowEngine(engines.Engine):
 
     def sum_numbers_in_graph(self, numbers):
         """The sum over all ranks of a float64 tensor of one axis: what ``sum`` does, in a graph."""
+        return self.sum_in_graph(numbers, "numbers", [])
 
     def share_in_graph(self, rows, count):
         """This rank's share of the step that all ranks begin, as a float64 tensor.
