@@ -71,7 +71,7 @@ class PartOfObject(StandIn, Part):
 
     @classmethod
     def make(cls, base, *arguments):
-        """An instance that is one of a framework's class, too."""
+        """An instance that is one of a framework's class, too: ``base``."""
         return type("RankPart", (cls, base), {})(*arguments)
 
     def whole(self):

@@ -107,10 +107,7 @@ def _rows(place, dataset, batch_size):
     tf = sys.modules["tensorflow"]
     count = _cardinality(dataset)
     if count == _UNKNOWN:
-        parts = _parts(place, dataset.batch(batch_size))
-        if hasattr(parts, "unbatch"):
-            return parts.unbatch()
-        return parts.apply(tf.data.experimental.unbatch())
+        return _parts(place, dataset.batch(batch_size)).unbatch()
     is_finite = count != _INFINITE
     if not is_finite:
         count = sys.maxsize // batch_size * batch_size

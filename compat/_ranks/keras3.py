@@ -21,26 +21,26 @@ def averaged(model, by_users=False):
         for variable in layer._non_trainable_variables
         if "float" in str(variable.dtype)
     }
-    own = {id(variable) for variable in _states(model)} if found else ()
+    own = _states(model) if found else ()
     return [variable for key, variable in found.items() if key not in own]
 
 
 def same(model):
     """The variables that are the same on all ranks. Seeds and metrics are no weights."""
-    own = {id(variable) for variable in _states(model)}
+    own = _states(model)
     return [variable for variable in model.weights if id(variable) not in own]
 
 
 def _states(model):
-    """Those that have a row for each row of the batch: the states of stateful RNNs."""
+    """The ids of those that have a row for each row of the batch: the states of stateful RNNs."""
     keras = _keras.keras_of(model)
-    return [
-        state
+    return {
+        id(state)
         for layer in _keras.all_layers(model)
         if isinstance(layer, keras.layers.RNN) and layer.stateful
         for state in keras.tree.flatten(layer.states)
         if state is not None
-    ]
+    }
 
 
 def warn_of_mean(variable):

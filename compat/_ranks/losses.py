@@ -17,13 +17,12 @@ from .. import errors
 from .._runtime import patching
 
 # How far the mean over two parts of a batch may be from the whole, relative to the loss.
-_ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}
-_ROUNDING_OF_FLOATS = 1e-3
+_ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}  # others: 1e-3
 
 
 def rounding(dtype):
     """How far apart what is computed in this type may be by rounding, relative to its size."""
-    return _ROUNDING.get(dtype, _ROUNDING_OF_FLOATS)
+    return _ROUNDING.get(dtype, 1e-3)
 
 
 class Reductions:

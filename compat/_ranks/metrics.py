@@ -104,7 +104,13 @@ class Results:
             values = _numbers(states)
             sums = self.engine.sum(values + weighted(told[1]))
         others, names, all_names = dict(told[0]), told[1], told[2]
-        self.warn(others)
+        for name in sorted(set(others) - self.warned):
+            self.warned.add(name)
+            errors.warn(
+                f"Metric {name!r} is the mean of the ranks' values, weighted by their rows, and "
+                f"not what one process computes: {others[name]}. For that have update_state() add "
+                "to its variables with assign_add(), or a function return one value for each row."
+            )
         found = self.of_sums(model, sums[: len(values)], head[0], others)
         found += [{}] * (len(states) - len(found))
         sums = sums[len(values) :]
@@ -113,16 +119,6 @@ class Results:
             for name, weight, total in zip(names, sums[::2], sums[1::2])
         }
         return [row[len(head) :] for row in rows], found, means, all_names
-
-    def warn(self, others):
-        """Warn of metrics that do not add up, of each once."""
-        for name in sorted(set(others) - self.warned):
-            self.warned.add(name)
-            errors.warn(
-                f"Metric {name!r} is the mean of the ranks' values, weighted by their rows, and "
-                f"not what one process computes: {others[name]}. For that have update_state() add "
-                "to its variables with assign_add(), or a function return one value for each row."
-            )
 
     def of_sums(self, model, sums, count, others):
         """What the metrics make of the sums of all ranks' state, at each moment, by name.

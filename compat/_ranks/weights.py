@@ -130,12 +130,9 @@ class WeightComparison:
         checksum.resolve(self.engine, names, read(variables), write_one, when)
 
     def variables(self, model):
-        own = set(map(id, _own(model)))
+        # Each rank has its own metrics, whole numbers, and states of stateful RNNs.
+        numbers = [weight for weight in model.weights if "int" in str(weight.dtype)]
+        own = metrics.variables(model) + numbers + _keras.states(model, "dtype")
+        ids = set(map(id, own))
         variables = _variables(model) + self.engine.state_besides(model)
-        return [v for v in variables if id(v) not in own]
-
-
-def _own(model):
-    """Variables that are each rank's: metrics, whole numbers, and the states of stateful RNNs."""
-    numbers = [weight for weight in model.weights if "int" in str(weight.dtype)]
-    return metrics.variables(model) + numbers + _keras.states(model, "dtype")
+        return [variable for variable in variables if id(variable) not in ids]

@@ -41,9 +41,8 @@ class JaxDistributed(engines.Engine):
         addresses = {"coordinator_address": with_port(host, port)}
         if place.rank == 0:
             # JAX would listen at all addresses, and share the port with another job's service.
-            listening = rendezvous.listen(place, host, port)
-            bound = listening.getsockname()[0]
-            listening.close()
+            with rendezvous.listen(place, host, port) as listening:
+                bound = listening.getsockname()[0]
             addresses["coordinator_bind_address"] = with_port(bound, port)
         for name, value in (
             # Else JAX ends a rank by a signal when another one fails, and lets none end alone.
@@ -70,11 +69,8 @@ class JaxDistributed(engines.Engine):
             raise errors.rank_lost(place, "to start", [], str(error).split("\n")[0]) from error
         self.check_size(jax.process_count())
         self.store = jax._src.distributed.global_state.client
-        firsts = [
-            next(device for device in jax.devices() if device.process_index == rank)
-            for rank in range(place.size)
-        ]
-        mesh = jax.sharding.Mesh(np.array(firsts), ("ranks",))
+        firsts = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = jax.sharding.Mesh(np.array([firsts[r] for r in range(place.size)]), ("ranks",))
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ranks"))
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self.total = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=whole)
