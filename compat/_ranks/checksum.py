@@ -8,8 +8,6 @@ metrics, the states of stateful RNNs, which belong to its rows) is no variable t
 import hashlib
 import struct
 
-import numpy as np
-
 from .. import errors
 from .._runtime.process import process
 
@@ -49,6 +47,8 @@ def checksum(array):
     Most of it is a sum of words, as fast as memory is read; which word stands where counts but
     for words a multiple of 1021 places apart.
     """
+    import numpy as np
+
     array = np.asarray(array, order="C")
     data = array.reshape(-1).view("uint8")
     block = _COLUMNS * _WORD
@@ -62,6 +62,8 @@ def checksum(array):
 
 def numbers(arrays):
     """The checksum of all arrays, as numbers that every engine gathers exactly."""
+    import numpy as np
+
     arrays = [np.asarray(array, order="C") for array in arrays]
     kinds = [(array.dtype.str, array.shape) for array in arrays]
     small = [array.reshape(-1).view("uint8") for array in arrays if array.nbytes < _SMALL]
@@ -157,6 +159,8 @@ def same(rows):
 
 def _distance(mine, chief):
     """The largest difference, relative to the largest number."""
+    import numpy as np
+
     mine, chief = np.asarray(mine), np.asarray(chief)
     if mine.shape != chief.shape or mine.dtype != chief.dtype or mine.dtype.kind in "iub":
         return 0.0 if np.array_equal(mine, chief) and mine.dtype == chief.dtype else np.inf
