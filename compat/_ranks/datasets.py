@@ -78,9 +78,8 @@ def _part(place, dataset, batch_size):
 
 
 def _cardinality(dataset):
-    tf = sys.modules["tensorflow"]
     try:
-        return int(tf.data.experimental.cardinality(dataset))
+        return int(sys.modules["tensorflow"].data.experimental.cardinality(dataset))
     except (TypeError, ValueError):  # in a graph
         return _UNKNOWN
 

@@ -76,8 +76,6 @@ class PartOfIterator(agreement.Part):
 
     def whole(self):
         """What it was made of, with the batch that has been looked at."""
-        if not self.ahead:
-            return self.iterator
         return self.as_given(itertools.chain(self.ahead, self.iterator))
 
     # What ranks compare -----------------------------------------------------------------------

@@ -105,18 +105,13 @@ def may_mix_rows(model):
     given = _keras.keras_of(model).tree.flatten(getattr(model._compile_loss, "_user_loss", None))
     if any(map(losses.may_mix_rows, [loss for loss in given if loss is not None])):
         return True
-    # A layer of the user's may add any.
-    layers = [layer for layer in _keras.all_layers(model) if layer is not model]
-    kinds = [type(layer) for layer in layers] + [type(model)]
-    return any(
-        not kind.__module__.startswith("keras.") and _calls(kind, "add_loss") for kind in kinds
-    )
+    return any(map(_adds_losses, {type(layer) for layer in _keras.all_layers(model)}))
 
 
-def _calls(kind, name):
-    """Whether methods of a class, or of its parents that are not Keras', name a method."""
+def _adds_losses(kind):
+    """Whether methods of a class, or of its parents that are not Keras', may add any loss."""
     return any(
-        name in getattr(getattr(function, "__code__", None), "co_names", ())
+        "add_loss" in getattr(getattr(function, "__code__", None), "co_names", ())
         for parent in kind.__mro__
         if not parent.__module__.startswith("keras.")
         for function in vars(parent).values()

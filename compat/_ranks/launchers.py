@@ -70,11 +70,8 @@ def launched(environ):
 def _jax(environ):
     """The variables of ``jax.distributed.initialize()``."""
     names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"
-    return from_rank_and_size("JAX's variables", names, environ, jax_address(environ))
-
-
-def jax_address(environ):
-    return environ.get("JAX_COORDINATOR_ADDRESS", "").strip()
+    where = environ.get("JAX_COORDINATOR_ADDRESS", "")
+    return from_rank_and_size("JAX's variables", names, environ, where)
 
 
 def _keras(environ):

@@ -204,7 +204,7 @@ def _sets_state(metric):
     """Whether the state of a metric of the user's own may be something else than a sum."""
     hidden = set(_NOT_OF_ROWS)
     for kind in type(metric).__mro__:
-        if kind.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow", "tensorflow_core"):
+        if not _keras.is_users(kind):
             break  # all of Keras' own add up
         for name, function in vars(kind).items():
             function = getattr(function, "python_function", function)  # under tf.function
@@ -272,9 +272,7 @@ def _names_in(code):
 def _is_of_batches(metric, read, rows, batches):
     """Whether a function of the user's own gives one number for a whole batch."""
     function, count = getattr(metric, "_fn", None), getattr(metric, "count", None)
-    if function is None or count is None or rows <= batches:
-        return None
-    if getattr(function, "__module__", "").split(".")[0] in ("keras", "tf_keras", "tensorflow"):
+    if function is None or count is None or rows <= batches or not _keras.is_users(function):
         return None
     (seen,) = read([count])
     return "it is one number for each batch" if abs(float(seen) - batches) < 0.5 else None

@@ -109,7 +109,7 @@ def from_rank_and_size(launcher, names, environ, where):
     rank, size = (number(name, environ) for name in names)
     if rank is None or size is None:
         return None
-    here = is_loopback(host_of(where)) and "KUBERNETES_SERVICE_HOST" not in environ
+    here = is_loopback(host_of(where.strip())) and "KUBERNETES_SERVICE_HOST" not in environ
     local = (rank, size) if here else (0, 1)
     return from_values(launcher, names, (rank, size) + local)
 

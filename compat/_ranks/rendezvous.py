@@ -84,7 +84,7 @@ def _candidates(place: Place, environ: Mapping[str, str]) -> Iterator[Tuple[str,
         if torchrun_keeps_store(environ) and whole_number(port) is not None:
             port = str(int(port) + 1)  # torchrun itself listens at MASTER_PORT
         yield "MASTER_ADDR and MASTER_PORT", with_port(environ["MASTER_ADDR"].strip(), port)
-    yield "JAX_COORDINATOR_ADDRESS", launchers.jax_address(environ)
+    yield "JAX_COORDINATOR_ADDRESS", environ.get("JAX_COORDINATOR_ADDRESS", "").strip()
     if "COORDINATOR_ADDRESS" in environ and "COORDINATOR_PORT" in environ:
         host, port = (environ["COORDINATOR_" + name].strip() for name in ("ADDRESS", "PORT"))
         yield "COORDINATOR_ADDRESS and COORDINATOR_PORT", with_port(host, port)

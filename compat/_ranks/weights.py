@@ -60,7 +60,7 @@ def _variables(model):
         maker._make_train_function()  # before that Keras 2's optimizers have no state
         # The second is what keeps the state of one of TensorFlow's own, in Keras 2.
         own = getattr(optimizer, "optimizer", None)
-        state = optimizer.weights if own is None else own.variables()
+        state = optimizer.weights if own is None else own.variables
     elif optimizer is not None and maker is not None:
         # The second is what tf.keras' legacy optimizers have.
         make = getattr(optimizer, "build", None) or optimizer._create_all_weights
@@ -70,7 +70,7 @@ def _variables(model):
     state = list(state() if callable(state) else state)
     # What a LossScaleOptimizer of tf.keras has besides.
     scale = getattr(optimizer, "_loss_scale", None)
-    if scale is not None and hasattr(scale, "current_loss_scale"):
+    if hasattr(scale, "current_loss_scale"):
         state += [scale.current_loss_scale, scale.counter]
     return list(model.weights) + state
 
