@@ -70,7 +70,7 @@ def _variables(model):
     state = list(state() if callable(state) else state)
     # What a LossScaleOptimizer of tf.keras has besides.
     scale = getattr(optimizer, "_loss_scale", None)
-    if hasattr(scale, "current_loss_scale"):
+    if scale is not None and hasattr(scale, "current_loss_scale"):
         state += [scale.current_loss_scale, scale.counter]
     return list(model.weights) + state
 
