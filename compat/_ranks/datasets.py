@@ -118,8 +118,8 @@ def _rows(place, dataset, batch_size):
         dataset, first, end = dataset.take(whole), 0, 0
 
     def is_mine(row, element):
-        at = row % batch_size
-        return tf.where(row < whole, (start <= at) & (at < stop), (first <= at) & (at < end))
+        at, is_whole = row % batch_size, row < whole
+        return (is_whole & (start <= at) & (at < stop)) | (~is_whole & (first <= at) & (at < end))
 
     shown = dataset.enumerate().filter(is_mine).map(lambda row, element: element)
     rows = whole // batch_size * (stop - start) + end - first
