@@ -25,7 +25,6 @@ OWN = {
     "._configuration.numeric",
     "._runtime.process",
     "._ranks",
-    "._ranks.addresses",
     "._ranks.place",
     "._configuration.registry",
     "._configuration.settings",

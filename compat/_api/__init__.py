@@ -164,7 +164,7 @@ def _parallelize_compiled(model, gpus=None):
     if _ranks.own_place() is not None:
         from .._ranks import keras_model  # imports numpy
 
-        keras_model.split_fits(model)
+        keras_model.RankedFit.of(model).splits = True
 
 
 def note_by_hand(model: "Any") -> "Any":

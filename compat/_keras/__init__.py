@@ -239,6 +239,20 @@ def reader_and_writer(model):
     return read_eagerly if is_eager else read_values, write
 
 
+@contextlib.contextmanager
+def kept(model, variables):
+    """Within, these variables of a model may change; afterwards they are as they were.
+
+    Yields their values.
+    """
+    read, write = reader_and_writer(model)
+    values = [value.copy() for value in read(variables)]  # what is read may be the memory itself
+    try:
+        yield values
+    finally:
+        write(list(zip(variables, values)))
+
+
 def _read_eagerly(tensorflow, variables):
     """The values of variables as arrays. To ask each of them takes up to four times as long."""
     arrays = []

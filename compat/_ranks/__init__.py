@@ -11,8 +11,7 @@ import sys
 
 from .. import errors
 from .._configuration.numeric import whole_number
-from .addresses import is_loopback
-from .place import Place, is_to_be_alone
+from .place import Place, is_loopback, stays_alone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def _place_in_group():
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
     rank, size = distributed.get_rank(), distributed.get_world_size()
-    if size < 2 or is_to_be_alone(os.environ):
+    if size < 2 or stays_alone(os.environ):
         return None
     here = whole_number(os.environ.get("LOCAL_RANK", "")) or 0
     return Place(rank, size, here, here + 1, "torch.distributed", False)

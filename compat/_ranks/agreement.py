@@ -7,7 +7,6 @@ checksums behind, and the main thread compares them when ``fit()`` begins and wh
 (``Agreement``), or when it begins to iterate over a loader (``compare``).
 """
 
-import functools
 import threading
 import types
 import weakref
@@ -18,11 +17,13 @@ from .._runtime.process import process
 _LARGEST = 2**24  # of the numbers that engines gather
 
 # Keras 3 takes generators of Python's own type only, which have no attributes.
-_of_generators = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary
+of_generators = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary
 
 
 class Part:
     """What ``shard()`` returns for a source of batches, as far as ranks compare it.
+
+    An instance of this very class stands for what is no part.
 
     Attributes:
         name: of what it is a part, for errors.
@@ -30,7 +31,7 @@ class Part:
     """
 
     name = ""
-    changes = True
+    changes = False
 
     def position(self):
         """How far this rank has come, in numbers of which each has a checksum."""
@@ -50,9 +51,6 @@ class Part:
         """The checksum of the next batch, or 0 where there is none."""
         return 0
 
-    def whole(self):
-        """What it is a part of, from where ``peek()`` has looked."""
-
 
 class StandIn:
     """What has all attributes that it lacks from ``_whole``, in whose place it stands."""
@@ -64,32 +62,27 @@ class StandIn:
 
 
 class PartOfObject(StandIn, Part):
-    """A ``Part`` that frameworks take for an object of their own class, by ``kind_of_part``."""
+    """A ``Part``. ``make`` has frameworks take it for an object of their own class."""
 
     def __init__(self, place, whole):
         self.name = type(whole).__name__
         self._place = place
         self._whole = whole
 
+    @classmethod
+    def make(cls, base, *arguments):
+        """An instance that is one of a framework's class, too: ``base``."""
+        return type("RankPart", (cls, base), {})(*arguments)
+
     def whole(self):
+        """What it is a part of, from where ``peek()`` has looked."""
         return self._whole
-
-
-@functools.lru_cache(None)
-def kind_of_part(kind, base):
-    """A subclass of ``PartOfObject`` that is one of a framework's class, too."""
-    return type("RankPart", (kind, base), {})
-
-
-def note(generator, part):
-    """Note whose part a generator is."""
-    _of_generators[generator] = part
 
 
 def part_in(data):
     """What ``shard()`` has returned, or None for anything else."""
     if isinstance(data, types.GeneratorType):
-        return _of_generators.get(data)
+        return of_generators.get(data)
     return data if isinstance(data, Part) else None
 
 
@@ -102,13 +95,13 @@ class Agreement:
 
     def __init__(self, engine, sources):
         self.engine = engine
-        self.parts = [part_in(source) for source in sources]
+        self.parts = [Part() if part is None else part for part in map(part_in, sources)]
 
     def positions(self):
         """How far this rank has come in each source, from 1 on; 0: there is no part of it."""
-        for part in filter(None, self.parts):
+        for part in self.parts:
             part.begin()
-        return [0 if part is None else part.position() + 1 for part in self.parts]
+        return [part.position() + 1 if part.name else 0 for part in self.parts]
 
     def advance(self, positions):
         """Come as far as the farthest rank, by the positions of all.
@@ -120,10 +113,10 @@ class Agreement:
             The checksums of the next batches, which ranks have to ``compare``.
         """
         for place, of_ranks in enumerate(zip(*positions)):
-            part = self.parts[place] = self.parts[place] if all(of_ranks) else None
-            if part is not None:  # one rank may validate alone
-                part.advance(max(of_ranks) - 1)
-        return [0 if part is None else part.peek() % _LARGEST for part in self.parts]
+            if not all(of_ranks):  # one rank may validate alone
+                self.parts[place] = Part()
+            self.parts[place].advance(max(of_ranks) - 1)
+        return [part.peek() % _LARGEST for part in self.parts]
 
     def compare(self, checksums):
         """Compare the next batches, by the checksums of all ranks.
@@ -132,12 +125,11 @@ class Agreement:
             RankError: they differ.
         """
         for part, of_ranks in zip(self.parts, zip(*checksums)):
-            if part is not None:
-                _compare(self.engine, part.name, of_ranks)
+            _compare(self.engine, part.name, of_ranks)
 
     def position(self):
         """How far this rank has come in the training data."""
-        return self.parts[0].position() if self.parts[0] else 0
+        return self.parts[0].position()
 
     def epoch_ended(self, positions):
         """Compare what all ranks have trained on, by how far each has come.
@@ -146,7 +138,7 @@ class Agreement:
             RankError: it differs.
         """
         part = self.parts[0]
-        if part is not None and part.changes:
+        if part.changes:
             compare(self.engine, part.name, part.checksum_at(min(positions)))
 
 

@@ -41,8 +41,7 @@ def parts_of(data):
     """The arrays in a structure."""
     if isinstance(data, (tuple, list, dict)):
         for part in data.values() if isinstance(data, dict) else data:
-            for array in parts_of(part):
-                yield array
+            yield from parts_of(part)
     elif data is not None:
         yield data
 
@@ -92,17 +91,14 @@ def rows_of(data, ranges):
 
 def flat(arrays, dtype):
     """All numbers of numpy arrays, one after the other."""
-    return np.concatenate([np.ravel(array).astype(dtype) for array in arrays])
+    return np.concatenate([np.zeros(0, dtype)] + [np.ravel(a).astype(dtype) for a in arrays])
 
 
 def like(arrays, numbers):
     """The opposite: numpy arrays of the shapes and types of these."""
-    parts, start = [], 0
-    for array in arrays:
-        part = numbers[start : start + array.size]
-        parts.append(part.reshape(array.shape).astype(array.dtype, copy=False))
-        start += array.size
-    return parts
+    ends = np.cumsum([array.size for array in arrays])
+    parts = zip(arrays, np.split(numbers, ends[:-1]))
+    return [part.reshape(array.shape).astype(array.dtype, copy=False) for array, part in parts]
 
 
 # Batches --------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ metrics, the states of stateful RNNs, which belong to its rows) is no variable t
 """
 
 import hashlib
+import struct
 
 from .. import errors
 from .._runtime.process import process
@@ -23,8 +24,6 @@ _COLUMNS = 1021
 _WORD = 8  # bytes
 # Arrays of fewer bytes are put together: to begin with each takes longer than to add it up.
 _SMALL = 2**20
-# A number of 16 bits is exact in float32, in which some engines sum.
-_PIECES, _BITS = 4, 16
 # Ranks whose processors differ may round differently. More than this, relative to the largest
 # number of a variable, is no rounding.
 _ROUNDING = 1e-4
@@ -43,14 +42,14 @@ def is_due(steps):
 
 
 def checksum(array):
-    """64 bits of the type, the shape and the bytes of an array.
+    """A checksum of the type, the shape and the bytes of an array, as such numbers.
 
     Most of it is a sum of words, as fast as memory is read; which word stands where counts but
     for words a multiple of 1021 places apart.
     """
     import numpy as np
 
-    array = np.ascontiguousarray(array)
+    array = np.asarray(array, order="C")
     data = array.reshape(-1).view("uint8")
     block = _COLUMNS * _WORD
     folded = data[: data.size // block * block].view("uint64").reshape(-1, _COLUMNS)
@@ -65,26 +64,22 @@ def numbers(arrays):
     """The checksum of all arrays, as numbers that every engine gathers exactly."""
     import numpy as np
 
-    arrays = [np.asarray(array) for array in arrays]
-    small = [np.zeros(0, "uint8")]
-    parts = []
-    for array in arrays:
-        if array.nbytes < _SMALL:
-            small.append(np.ascontiguousarray(array).reshape(-1).view("uint8"))
-        else:
-            parts.append(checksum(array))
-    parts.append(checksum(np.concatenate(small)))
-    return of_text(repr([(array.dtype.str, array.shape) for array in arrays] + parts))
+    arrays = [np.asarray(array, order="C") for array in arrays]
+    kinds = [(array.dtype.str, array.shape) for array in arrays]
+    small = [array.reshape(-1).view("uint8") for array in arrays if array.nbytes < _SMALL]
+    parts = [np.concatenate([np.zeros(0, "uint8")] + small)]
+    parts += [array for array in arrays if array.nbytes >= _SMALL]
+    return of_text(repr(kinds + list(map(checksum, parts))))
 
 
 def of_text(text):
     """The same of a text."""
-    return _pieces(_digest(text.encode()))
+    return _digest(text.encode())
 
 
 def _digest(content):
-    result = hashlib.blake2b(content, digest_size=_PIECES * _BITS // 8)
-    return int.from_bytes(result.digest(), "big")
+    """64 bits, as numbers of 16: these are exact in float32, in which some engines sum."""
+    return list(struct.unpack(">4H", hashlib.blake2b(content, digest_size=8).digest()))
 
 
 def verify(
@@ -126,8 +121,9 @@ def resolve(engine, names, arrays, write, when, causes=_CAUSES):
             f"{engine.place.size} has {len(names)}: {', '.join(names)}. Build the same model on "
             "every rank."
         )
+    names = engine.broadcast(names)  # Keras numbers layers by what else a rank has made
     differ = {}  # index of a variable -> ranks
-    for index, rows in enumerate(engine.gather_each([_pieces(checksum(a)) for a in arrays])):
+    for index, rows in enumerate(engine.gather_each(list(map(checksum, arrays)))):
         ranks = [rank for rank, row in enumerate(rows) if row != rows[0]]
         if ranks:
             differ[index] = ranks
@@ -154,10 +150,6 @@ def resolve(engine, names, arrays, write, when, causes=_CAUSES):
                 errors.numbered_ranks(differ[first]), _and_others(names, differ, first), when
             )
         )
-
-
-def _pieces(value):
-    return [value >> shift & (1 << _BITS) - 1 for shift in range(0, _PIECES * _BITS, _BITS)]
 
 
 def same(rows):

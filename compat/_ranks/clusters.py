@@ -7,7 +7,7 @@ containers the same by ``CLUSTER_SPEC``, SageMaker its hosts by ``SM_HOSTS``.
 import functools
 
 from .. import errors
-from .place import Place, from_addresses, is_to_be_alone, not_a_rank
+from .place import Place, from_addresses, not_a_rank, stays_alone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def evaluator(environ: "Mapping[str, str]") -> "Optional[Place]":
 
     It is none of the ranks: its number is -1. None: this is another process.
     """
-    if is_to_be_alone(environ) or _read(TF_CONFIG, environ, _kind) != "evaluator":
+    if stays_alone(environ) or _read(TF_CONFIG, environ, _kind) != "evaluator":
         return None
     return Place(-1, 1, 0, 1, TF_CONFIG)
 

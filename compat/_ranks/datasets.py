@@ -18,7 +18,6 @@ class Seeds(agreement.Part):
     """By what a dataset was shuffled before ``shard()``. TensorFlow's global seed is among it."""
 
     name = "Dataset"
-    changes = False
 
     def __init__(self, seeds):
         self.seeds = seeds
@@ -39,8 +38,14 @@ def takes(data):
 
 def shard(place, dataset, batch_size):
     """This rank's part of a dataset. Ranks compare how it is shuffled when ``fit()`` begins."""
+    seeds = _seeds(dataset)
+    if not all(map(any, seeds)):
+        errors.warn(
+            "shard() was given a dataset that is shuffled without a seed: each rank shuffles it "
+            "in another order, so that they train on some rows several times and on others "
+            "never. Call shuffle() after shard(), or give it the same seed on all ranks."
+        )
     part = _part(place, dataset, batch_size)
-    seeds = [_seeds(each) for each in _chain(dataset) if _is_shuffle(each)]
     if seeds:
         _shuffled[next(_chain(part))] = Seeds(seeds)
     return part
@@ -54,12 +59,6 @@ def _part(place, dataset, batch_size):
         batch_size: rows of a batch of all ranks, or None: that of a dataset of batches; elements
             that are rows, or that may be, are dealt out then.
     """
-    if any(_is_shuffle(each) and not any(_seeds(each)) for each in _chain(dataset)):
-        errors.warn(
-            "shard() was given a dataset that is shuffled without a seed: each rank shuffles it "
-            "in another order, so that they train on some rows several times and on others "
-            "never. Call shuffle() after shard(), or give it the same seed on all ranks."
-        )
     try:
         batched = batch_size_of(dataset)
     except errors.InvalidArgumentError:
@@ -79,9 +78,8 @@ def _part(place, dataset, batch_size):
 
 
 def _cardinality(dataset):
-    tf = sys.modules["tensorflow"]
     try:
-        return int(tf.data.experimental.cardinality(dataset))
+        return int(sys.modules["tensorflow"].data.experimental.cardinality(dataset))
     except (TypeError, ValueError):  # in a graph
         return _UNKNOWN
 
@@ -108,28 +106,24 @@ def _rows(place, dataset, batch_size):
     tf = sys.modules["tensorflow"]
     count = _cardinality(dataset)
     if count == _UNKNOWN:
-        parts = _parts(place, dataset.batch(batch_size))
-        if hasattr(parts, "unbatch"):
-            return parts.unbatch()
-        return parts.apply(tf.data.experimental.unbatch())
-    start, stop = place.part_of(batch_size)
-    last = 0 if count == _INFINITE else count % batch_size
+        return _parts(place, dataset.batch(batch_size)).unbatch()
+    is_finite = count != _INFINITE
+    if not is_finite:
+        count = sys.maxsize // batch_size * batch_size
+    last = count % batch_size
     whole = count - last  # rows of batches that are whole
+    start, stop = place.part_of(batch_size)
     first, end = place.part_of(last)
-    if count != _INFINITE and arrays.left_out(place, count, batch_size):
+    if arrays.left_out(place, count, batch_size):
         dataset, first, end = dataset.take(whole), 0, 0
 
     def is_mine(row, element):
-        place_in_batch = row % batch_size
-        mine = (place_in_batch >= start) & (place_in_batch < stop)
-        if end:
-            in_last = (row >= whole + first) & (row < whole + end)
-            return tf.where(row >= whole, in_last, mine)
-        return mine
+        at, is_whole = row % batch_size, row < whole
+        return (is_whole & (start <= at) & (at < stop)) | (~is_whole & (first <= at) & (at < end))
 
     shown = dataset.enumerate().filter(is_mine).map(lambda row, element: element)
-    rows = sum(stop - start for _ in range(whole // batch_size)) + end - first
-    if count != _INFINITE and hasattr(tf.data.experimental, "assert_cardinality"):
+    rows = whole // batch_size * (stop - start) + end - first
+    if is_finite and hasattr(tf.data.experimental, "assert_cardinality"):
         shown = shown.apply(tf.data.experimental.assert_cardinality(rows))
     return shown
 
@@ -223,11 +217,11 @@ def batch_size_of(dataset):
     return None
 
 
-def _is_shuffle(dataset):
-    return "shuffle" in type(dataset).__name__.lower() and hasattr(dataset, "_seed")
-
-
 def _seeds(dataset):
-    """The two numbers that TensorFlow makes of its global seed and of the shuffle's own."""
+    """Of each shuffle the two numbers that TensorFlow makes of its global seed and of its own."""
     tf = sys.modules["tensorflow"]
-    return [tf.get_static_value(seed) for seed in (dataset._seed, dataset._seed2)]
+    return [
+        [tf.get_static_value(seed) for seed in (each._seed, each._seed2)]
+        for each in _chain(dataset)
+        if "shuffle" in type(each).__name__.lower() and hasattr(each, "_seed")
+    ]

@@ -27,6 +27,8 @@ def shard(place, iterator, batch_size=None):
 class PartOfIterator(agreement.Part):
     """This rank's rows of each batch. Threads may share it where they may share the iterator."""
 
+    changes = True
+
     def __init__(self, place, iterator, batch_size):
         self.name = type(iterator).__name__
         self.place = place
@@ -69,13 +71,11 @@ class PartOfIterator(agreement.Part):
             return batches
         generator = (batch for batch in batches)
         if batches is self:
-            agreement.note(generator, self)
+            agreement.of_generators[generator] = self
         return generator
 
     def whole(self):
         """What it was made of, with the batch that has been looked at."""
-        if not self.ahead:
-            return self.iterator
         return self.as_given(itertools.chain(self.ahead, self.iterator))
 
     # What ranks compare -----------------------------------------------------------------------

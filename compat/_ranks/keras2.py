@@ -119,7 +119,7 @@ class RankedKeras2Function:
         result = self.maker.run(self, inputs)
         self.started = True
         if self.maker.training:
-            keras_model.stepped(self.model)
+            RankedFit.of(self.model).comparison.stepped(self.model)
         return self.divisors.of_all_ranks(result)
 
 
@@ -129,7 +129,7 @@ class MakeTestFunction(MakeFunction):
     training = False
 
     def run(self, function, inputs):
-        if keras_model.is_in_step(function.model):
+        if RankedFit.of(function.model).in_step:
             _, inputs = self.share(function, inputs)
         else:
             count(function.model, rows_of(inputs), False)

@@ -21,26 +21,26 @@ def averaged(model, by_users=False):
         for variable in layer._non_trainable_variables
         if "float" in str(variable.dtype)
     }
-    own = {id(variable) for variable in _states(model)} if found else ()
+    own = _states(model) if found else ()
     return [variable for key, variable in found.items() if key not in own]
 
 
 def same(model):
     """The variables that are the same on all ranks. Seeds and metrics are no weights."""
-    own = {id(variable) for variable in _states(model)}
+    own = _states(model)
     return [variable for variable in model.weights if id(variable) not in own]
 
 
 def _states(model):
-    """Those that have a row for each row of the batch: the states of stateful RNNs."""
+    """The ids of those that have a row for each row of the batch: the states of stateful RNNs."""
     keras = _keras.keras_of(model)
-    return [
-        state
+    return {
+        id(state)
         for layer in _keras.all_layers(model)
         if isinstance(layer, keras.layers.RNN) and layer.stateful
         for state in keras.tree.flatten(layer.states)
         if state is not None
-    ]
+    }
 
 
 def warn_of_mean(variable):
@@ -88,19 +88,14 @@ def check_loss_eagerly(model, data):
         UnsupportedError: as ``check_loss``.
     """
     keras = _keras.keras_of(model)
-    read, write = _keras.reader_and_writer(model)
-    trackers = list(model.metrics_variables)
-    values = [value.copy() for value in read(trackers)]
 
     def loss_of(data):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         outputs = model(x, training=False)
         return float(model._compute_loss(x, y, outputs, weights, training=False))
 
-    try:
+    with _keras.kept(model, model.metrics_variables):
         check_loss(model, data, loss_of)
-    finally:
-        write(list(zip(trackers, values)))
 
 
 def may_mix_rows(model):
@@ -110,18 +105,13 @@ def may_mix_rows(model):
     given = _keras.keras_of(model).tree.flatten(getattr(model._compile_loss, "_user_loss", None))
     if any(map(losses.may_mix_rows, [loss for loss in given if loss is not None])):
         return True
-    # A layer of the user's may add any.
-    layers = [layer for layer in _keras.all_layers(model) if layer is not model]
-    kinds = [type(layer) for layer in layers] + [type(model)]
-    return any(
-        not kind.__module__.startswith("keras.") and _calls(kind, "add_loss") for kind in kinds
-    )
+    return any(map(_adds_losses, {type(layer) for layer in _keras.all_layers(model)}))
 
 
-def _calls(kind, name):
-    """Whether methods of a class, or of its parents that are not Keras', name a method."""
+def _adds_losses(kind):
+    """Whether methods of a class, or of its parents that are not Keras', may add any loss."""
     return any(
-        name in getattr(getattr(function, "__code__", None), "co_names", ())
+        "add_loss" in getattr(getattr(function, "__code__", None), "co_names", ())
         for parent in kind.__mro__
         if not parent.__module__.startswith("keras.")
         for function in vars(parent).values()

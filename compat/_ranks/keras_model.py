@@ -7,12 +7,11 @@ saves does so on rank 0 alone. How gradients are averaged is each backend's.
 
 import collections
 import inspect
-import itertools
 from typing import Any
 
 from .. import _keras, errors
 from .._runtime import work
-from . import agreement, checksum, datasets, metrics, ranked_method, results, saving, splitting
+from . import agreement, checksum, datasets, metrics, ranked_method, saving, splitting
 from .ranked_method import RankedMethod
 from .weights import Start, WeightComparison
 from .weights import same_start as same_start
@@ -40,33 +39,13 @@ def count(model: Any, rows: int, training: bool) -> None:
         fit.seen[training].update(rows=rows, batches=1)
 
 
-def split_fits(model):
-    """Give each rank its part of what ``fit()`` of this model is given from now on."""
-    RankedFit.of(model).splits = True
-
-
-def stepped(model):
-    """Note that all ranks have done a step. Called by engines that do not compare weights."""
-    RankedFit.of(model).comparison.stepped(model)
-
-
-def in_step(model):
-    """Note that the ranks evaluate in step from now on: with equally many batches."""
-    RankedFit.of(model).in_step = True
-
-
-def is_in_step(model):
-    return RankedFit.of(model).in_step
-
-
 def _by_name(function, args, kwargs):
     """The arguments of a call by name; by position as they are, where some have no name.
 
     By name Keras 2 takes all of them, by position no more than its old versions did.
     """
     parameters = inspect.signature(function).parameters.values()
-    named = itertools.takewhile(lambda each: each.kind is each.POSITIONAL_OR_KEYWORD, parameters)
-    names = [each.name for each in named]
+    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
     return (args, kwargs) if len(args) > len(names) else ((), dict(zip(names, args), **kwargs))
 
 
@@ -85,7 +64,7 @@ class RankedFit(RankedMethod):
         self.comparison = WeightComparison(engine)
         # Of Keras 2: whether a model's losses are divided by what other ranks know.
         self.divides = None  # type: Any
-        self.results = results.Results(engine)
+        self.results = metrics.Results(engine)
 
     def __call__(self, model, *args, **kwargs):
         return self.run(model, self.plain(model), args, kwargs)
@@ -136,7 +115,7 @@ class RankedFit(RankedMethod):
         # Of an epoch, on all ranks; 0: they do not know that they are as many.
         self.batches = batches[0] if checksum.same(batches) else 0
         # Whether ranks still have to compare the first batches, or to agree on how many there are.
-        self.asks = not self.batches or any(self.agreement.parts)
+        self.asks = not self.batches or any(part.name for part in self.agreement.parts)
         if self.divides is not None:
             self.in_step = any(divide) and all(validate)
         if any(divide) and any(validate) and not self.in_step:

@@ -10,15 +10,7 @@ tests/test_launchers.py has the environment that each launcher documents.
 from .. import errors
 from .._configuration.numeric import whole_number
 from . import clusters
-from .place import (
-    from_addresses,
-    from_numbers,
-    from_rank_and_size,
-    from_variables,
-    is_to_be_alone,
-    not_a_rank,
-    number,
-)
+from .place import from_addresses, from_rank_and_size, from_values, not_a_rank, number, stays_alone
 
 _FOUR = "{0}_RANK {0}_SIZE {0}_LOCAL_RANK {0}_LOCAL_SIZE"
 #: Launchers, and their variables for the rank, the number of ranks, and the same two among the
@@ -54,12 +46,12 @@ def launched(environ):
         RankError: the launcher's variables contradict each other, or tell of several processes
             and not which of them this is.
     """
-    if is_to_be_alone(environ):
+    if stays_alone(environ):
         return None
     for launcher, names in LAUNCHERS:
         four = names.split()
-        place = from_variables(launcher, four, [environ.get(name) for name in four])
-        if place is not None:
+        if all(name in environ for name in four):
+            place = from_values(launcher, four, [environ[name].strip() for name in four])
             return place if place.size > 1 else None
     # A scheduler comes after what may have been started within one of its tasks.
     in_cluster = clusters.worker, clusters.sagemaker
@@ -78,11 +70,8 @@ def launched(environ):
 def _jax(environ):
     """The variables of ``jax.distributed.initialize()``."""
     names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"
-    return from_rank_and_size("JAX's variables", names, environ, jax_address(environ))
-
-
-def jax_address(environ):
-    return environ.get("JAX_COORDINATOR_ADDRESS", "").strip()
+    where = environ.get("JAX_COORDINATOR_ADDRESS", "")
+    return from_rank_and_size("JAX's variables", names, environ, where)
 
 
 def _keras(environ):
@@ -117,7 +106,7 @@ def _srun(environ):
     local_rank = number("SLURM_LOCALID", environ) or 0
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
     local_size = _tasks_on_node(tasks, number("SLURM_NODEID", environ) or 0) or local_rank + 1
-    return from_numbers("srun", names, (rank, size, local_rank, local_size))
+    return from_values("srun", names, (rank, size, local_rank, local_size))
 
 
 def _tasks_on_node(text, node):
@@ -158,7 +147,7 @@ def _torch_alike(environ):
     if rank is None:
         return None
     names.append("LOCAL_RANK")
-    return from_numbers("RANK", names, (rank, size, local_rank, local_rank + 1), False)
+    return from_values("RANK", names, (rank, size, local_rank, local_rank + 1), False)
 
 
 def _refuse_unknown_place(environ):

@@ -158,8 +158,7 @@ class PartOfBatches(agreement.StandIn):
         import numpy
 
         agreement.compare(engine, self.kind, arrays.checksum([numpy.array(b) for b in first]))
-        for batch in itertools.chain(first, batches):
-            yield batch
+        yield from itertools.chain(first, batches)
 
 
 def _generator(engine):

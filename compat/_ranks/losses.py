@@ -17,13 +17,12 @@ from .. import errors
 from .._runtime import patching
 
 # How far the mean over two parts of a batch may be from the whole, relative to the loss.
-_ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}
-_ROUNDING_OF_FLOATS = 1e-3
+_ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}  # others: 1e-3
 
 
 def rounding(dtype):
     """How far apart what is computed in this type may be by rounding, relative to its size."""
-    return _ROUNDING.get(dtype, _ROUNDING_OF_FLOATS)
+    return _ROUNDING.get(dtype, 1e-3)
 
 
 class Reductions:
@@ -46,72 +45,53 @@ class Reductions:
         if keras is None:  # one whose losses are functions of the user's, and of a graph
             yield
             return
-        patches = {}  # type: dict
         module = sys.modules[keras.losses.Loss.__module__]
+        ours = {}  # type: dict
         if hasattr(module, "reduce_values"):
-            patches = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce_of_keras_3}
+            self.ops = module.ops
+            ours = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce}
         else:
-            module = module.losses_utils
-            patches = {
-                "apply_valid_mask": self.mask_of_tf_keras,  # since 2.12; before, masks are weights
-                "compute_weighted_loss": self.reduce_of_tf_keras,
-            }
+            module, self.ops = module.losses_utils, sys.modules["tensorflow"]
+            ours = {"apply_valid_mask": self.mask_of_tf_keras, "compute_weighted_loss": self.reduce}
         ours = {
-            name: functools.partial(patch, module, getattr(module, name))
-            for name, patch in patches.items()
-            if hasattr(module, name)
+            name: functools.partial(function, getattr(module, name))
+            for name, function in ours.items()
+            if hasattr(module, name)  # before tf.keras 2.12 masks are weights
         }
         with patching.replaced(module, **ours):
             yield
 
-    # Each is called as Keras' own function in the module, ``plain``.
+    # Each is called as Keras' own function, ``plain``. Where the reduction is "sum", that takes the
+    # mask for a weight, and divides by nothing.
 
-    def mask_of_keras_3(self, module, plain, sample_weight, mask, dtype, reduction):
+    def mask_of_keras_3(self, plain, sample_weight, mask, dtype, reduction):
         if mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return plain(sample_weight, mask, dtype, reduction)
-        ops = module.ops
+        ops = self.ops
         mask = ops.cast(mask, dtype)
-        size = 1
-        for length in ops.shape(mask):
-            size = size * length
-        size, valid = self.total([ops.cast(size, dtype), ops.sum(mask)])
+        size, valid = self.total([ops.cast(ops.size(mask), dtype), ops.sum(mask)])
         scale = ops.divide_no_nan(ops.cast(size, dtype), ops.cast(valid, dtype))
-        # This reduction takes the mask for a weight, and divides by nothing.
         return plain(sample_weight, mask * scale, dtype, "sum")
 
-    def reduce_of_keras_3(
-        self, module, plain, values, sample_weight=None, reduction="sum_over_batch_size"
-    ):
-        if reduction in (None, "none") and len(values.shape):
-            raise _not_reduced()
-        loss = plain(values, sample_weight, reduction)
-        if reduction == "mean_with_sample_weight" and sample_weight is not None:
-            mine = module.ops.sum(sample_weight)
-            (total,) = self.total([mine])
-            mine, total, share = [
-                module.ops.cast(value, loss.dtype) for value in (mine, total, self.share())
-            ]
-            loss = loss * (mine / (total * share))
-        if reduction == "sum" and len(values.shape):
-            loss = loss / module.ops.cast(self.share(), loss.dtype)
-        return loss
-
-    def mask_of_tf_keras(self, module, plain, losses, sw, mask, reduction):
+    def mask_of_tf_keras(self, plain, losses, sw, mask, reduction):
         if mask is None or reduction not in ("auto", "sum_over_batch_size"):
             return plain(losses, sw, mask, reduction)
-        tf = sys.modules["tensorflow"]
+        tf = self.ops
         mask = tf.cast(mask, losses.dtype)
         size, valid = self.total([tf.size(mask), tf.reduce_sum(mask)])
-        return module.apply_mask(losses, sw, mask * tf.cast(size / valid, losses.dtype))
+        return plain(losses, sw, mask * tf.cast(size / valid, losses.dtype), "sum")
 
-    def reduce_of_tf_keras(
-        self, module, plain, losses, sample_weight=None, reduction="auto", **options
-    ):
-        if reduction == "none" and len(losses.shape):
+    def reduce(self, plain, values, sample_weight=None, reduction="sum_over_batch_size", **options):
+        if reduction in (None, "none") and len(values.shape):
             raise _not_reduced()
-        loss = plain(losses, sample_weight, reduction, **options)
-        if reduction == "sum" and len(losses.shape):
-            loss = loss / sys.modules["tensorflow"].cast(self.share(), loss.dtype)
+        loss = plain(values, sample_weight, reduction, **options)
+        cast = functools.partial(self.ops.cast, dtype=loss.dtype)
+        if reduction == "mean_with_sample_weight" and sample_weight is not None:
+            mine = self.ops.sum(sample_weight)
+            (total,) = self.total([mine])
+            loss = loss * (cast(mine) / (cast(total) * cast(self.share())))
+        if reduction == "sum" and len(values.shape):
+            loss = loss / cast(self.share())
         return loss
 
 

@@ -1,4 +1,6 @@
-"""Metrics over all ranks' rows: computed from the sums of the ranks' state, not from their values.
+"""What fit() and evaluate() of a Keras model give, of all ranks' rows.
+
+Metrics are computed from the sums of the ranks' state, not from their values.
 
 A mean of the ranks' areas under a curve is not the area under the curve of all rows. But what
 Keras' metrics keep of the batches that they have seen (totals, counts, histograms, confusion
@@ -14,9 +16,9 @@ import types
 
 import numpy as np
 
-from .. import _keras
+from .. import _keras, errors
 from .._runtime import patching
-from . import arrays
+from . import arrays, checksum
 
 # Methods of a metric that see no rows, so that they may set its state as they like.
 _NOT_OF_ROWS = ("__init__", "build", "reset_state", "reset_states", "result", "get_config")
@@ -46,45 +48,101 @@ def _variables_of(metric):
     return getattr(metric, "variables", None) or getattr(metric, "weights", ())
 
 
-def numbers(states):
-    """What ``state()`` gave, of several moments, as one list of numbers that ranks sum up."""
-    seen = [value for values in states for value in values]
-    return arrays.flat(seen, "float64").tolist() if seen else []
+class Results:
+    """The results of one model. All ranks ask for them at once."""
 
+    def __init__(self, engine):
+        self.engine = engine
+        self.made = None  # in a graph: the metrics, and the function that computes their results
+        self.warned = set()  # type: set  # of metrics
+        self.expected = 0  # numbers at most that all ranks have summed up for one
 
-def of_sums(model, sums, count, results):
-    """The results of the model's metrics, of so many moments, over all ranks' rows.
+    def over_ranks(self, model, seen, states, logs, training, more=()):
+        """In one exchange, where the ranks have results of the same names, as most have.
 
-    Arguments:
-        sums: of all ranks' ``numbers()``.
-        results: as ``MetricResults``'.
+        Arguments:
+            seen: how many rows and batches this rank has seen, by whether it was in training.
+            states: what ``state()`` gave at several moments, or None where this rank has seen no
+                rows.
+            logs: this rank's results by name.
+            training: a function that tells of a name whether that is of the training.
+            more: whole numbers to gather on the way.
 
-    Returns:
-        A dictionary for each of the moments.
-    """
-    if not len(sums):
-        return [{} for _ in range(count)]
-    read, write = _keras.reader_and_writer(model)
-    of_metrics = variables(model)
-    mine = read(of_metrics)
-    found = []
-    try:
-        for added in np.split(np.asarray(sums), count):
-            write(list(zip(of_metrics, arrays.like(mine, added))))
-            found.append(results(model))
-    finally:
-        write(list(zip(of_metrics, mine)))  # what is seen from now on counts once
-    return found
+        Returns:
+            All ranks' ``more``; for each state the results of those metrics that add up, by name;
+            the means of all results that are numbers; and the names of all results, as rank 0 has
+            them.
+        """
+        others = {}  # type: dict
+        for each in seen.values():
+            others.update(not_added(model, each["rows"], each["batches"]))
+        names = [name for name, value in logs.items() if not getattr(value, "shape", ())]
+        told = [sorted(others.items()), names, list(logs)]
+        values = _numbers([state for state in states if state is not None])
 
+        def weighted(names):
+            rows = [seen[training(name)]["rows"] if name in logs else 0 for name in names]
+            pairs = [(row, row * float(logs.get(name, 0))) for row, name in zip(rows, names)]
+            return [float(number) for pair in pairs for number in pair]
 
-class MetricResults:
-    """What a model's metrics make of their state, by name. In a graph, that is made once."""
+        head = [len(_numbers(states[:1])) % checksum.LARGEST, *checksum.of_text(repr(told))]
+        rows, sums = self.engine.gather_and_sum(
+            head + list(more), values + weighted(names), self.expected
+        )
+        if sums is not None:
+            self.expected = max(self.expected, len(sums))
+        if sums is None or not checksum.same([row[: len(head)] for row in rows]):
+            counts = [count for count, *_ in rows]
+            if not checksum.same(counts):
+                raise errors.RankError(
+                    "The ranks' metrics have different numbers of values: {}, by rank. Compile the "
+                    "model with the same metrics on every rank, and call evaluate() on all of "
+                    "them.".format(", ".join(map(str, counts)))
+                )
+            told = self.engine.broadcast(told)
+            states = [[0 * v for v in states[0]] if s is None else s for s in states]
+            values = _numbers(states)
+            sums = self.engine.sum(values + weighted(told[1]))
+        others, names, all_names = dict(told[0]), told[1], told[2]
+        for name in sorted(set(others) - self.warned):
+            self.warned.add(name)
+            errors.warn(
+                f"Metric {name!r} is the mean of the ranks' values, weighted by their rows, and "
+                f"not what one process computes: {others[name]}. For that have update_state() add "
+                "to its variables with assign_add(), or a function return one value for each row."
+            )
+        found = self.of_sums(model, sums[: len(values)], head[0], others)
+        found += [{}] * (len(states) - len(found))
+        sums = sums[len(values) :]
+        means = {
+            name: float(total / weight) if weight else logs.get(name)
+            for name, weight, total in zip(names, sums[::2], sums[1::2])
+        }
+        return [row[len(head) :] for row in rows], found, means, all_names
 
-    def __init__(self):
-        self.made = None  # the metrics, and the function of the graph
+    def of_sums(self, model, sums, count, others):
+        """What the metrics make of the sums of all ranks' state, at each moment, by name.
 
-    def __call__(self, model):
-        metrics = of(model)
+        Arguments:
+            sums: of so many numbers for each moment.
+            others: the names of metrics that do not add up.
+        """
+        _, write = _keras.reader_and_writer(model)
+        of_metrics, found = variables(model), []
+        with _keras.kept(model, of_metrics) as mine:  # what is seen from now on counts once
+            for start in range(0, len(sums), max(count, 1)):
+                added = arrays.like(mine, np.asarray(sums[start : start + count]))
+                write(list(zip(of_metrics, added)))
+                found.append(self.computed(model))
+
+        def adds_up(name):
+            return not any(name == other or name.endswith("_" + other) for other in others)
+
+        return [{name: v for name, v in each.items() if adds_up(name)} for each in found]
+
+    def computed(self, model):
+        """What the metrics make of their state, by name. In a graph, that is made once."""
+        metrics, found = of(model), {}
         if hasattr(model, "_get_training_eval_metrics"):
             if self.made is None or self.made[0] != metrics:
                 # What functions that Keras makes later put out; result() replaces it by a tensor
@@ -95,12 +153,16 @@ class MetricResults:
                     tensors = [metric.result() for metric in metrics]
                 self.made = metrics, _keras.keras_of(model).backend.function([], tensors)
             return {m.name: _number(v) for m, v in zip(metrics, self.made[1]([]))}
-        found = {}
         for metric in metrics:
             result = metric.result()
             found.update(result if isinstance(result, dict) else {metric.name: result})
         read, _ = _keras.reader_and_writer(model)
         return dict(zip(found, map(_number, read(list(found.values())))))
+
+
+def _numbers(states):
+    """What ``state()`` gave, of several moments, as one list of numbers that ranks sum up."""
+    return arrays.flat([value for state in states for value in state], "float64").tolist()
 
 
 def _number(value):
@@ -142,7 +204,7 @@ def _sets_state(metric):
     """Whether the state of a metric of the user's own may be something else than a sum."""
     hidden = set(_NOT_OF_ROWS)
     for kind in type(metric).__mro__:
-        if kind.__module__.split(".")[0] in ("keras", "tf_keras", "tensorflow", "tensorflow_core"):
+        if not _keras.is_users(kind):
             break  # all of Keras' own add up
         for name, function in vars(kind).items():
             function = getattr(function, "python_function", function)  # under tf.function
@@ -210,9 +272,7 @@ def _names_in(code):
 def _is_of_batches(metric, read, rows, batches):
     """Whether a function of the user's own gives one number for a whole batch."""
     function, count = getattr(metric, "_fn", None), getattr(metric, "count", None)
-    if function is None or count is None or rows <= batches:
-        return None
-    if getattr(function, "__module__", "").split(".")[0] in ("keras", "tf_keras", "tensorflow"):
+    if function is None or count is None or rows <= batches or not _keras.is_users(function):
         return None
     (seen,) = read([count])
     return "it is one number for each batch" if abs(float(seen) - batches) < 0.5 else None

@@ -20,7 +20,12 @@ def shard(place, iterator, batch_size=None):
     if iterator.batch_size:
         place.rows_of_batch(iterator.batch_size)
     base = next(kind for kind in reversed(type(iterator).__mro__) if kind.__name__ == "DataIter")
-    return agreement.kind_of_part(PartOfDataIter, base)(place, iterator)
+    return PartOfDataIter.make(base, place, iterator)
+
+
+def _getter(name):
+    """A method of a ``DataIter`` that gives this of the current batch."""
+    return lambda self: getattr(self._current, name)
 
 
 class PartOfDataIter(agreement.PartOfObject):
@@ -71,17 +76,7 @@ class PartOfDataIter(agreement.PartOfObject):
             return False
         return True
 
-    def getdata(self):
-        return self._current.data
-
-    def getlabel(self):
-        return self._current.label
-
-    def getindex(self):
-        return self._current.index
-
-    def getpad(self):
-        return self._current.pad
+    getdata, getlabel, getindex, getpad = map(_getter, ("data", "label", "index", "pad"))
 
     def _part(self, whole):
         data = whole.provide_data or self._whole.provide_data

@@ -2,7 +2,6 @@
 
 from .. import errors
 from .._configuration.numeric import whole_number
-from .addresses import host_of, is_loopback
 
 
 class Place:
@@ -54,34 +53,28 @@ class Place:
         return stop - start
 
 
-def is_to_be_alone(environ):
+def stays_alone(environ):
     """Whether the user says so, whatever the environment has besides: ``COMPAT_ALONE=1``."""
     return environ.get("COMPAT_ALONE", "").strip() not in ("", "0")
 
 
-def from_variables(launcher, names, values):
-    """The place that the values of four variables are, or None where one of them is not set."""
-    if None in values:
-        return None
-    texts = [value.strip() for value in values]
-    numbers = [whole_number(text) for text in texts]
-    if None in numbers:
-        raise _invalid_ranks(launcher, names, texts)
-    return from_numbers(launcher, names, numbers)
-
-
-def from_numbers(launcher, names, numbers, on_one_machine=None):
-    """The place of these rank, size, local rank and local size.
+def from_values(launcher, names, values, on_one_machine=None):
+    """The place of this rank, size, local rank and local size, which may be texts.
 
     Arguments:
         names: of the variables that tell the first of them.
 
     Raises:
-        RankError: they contradict each other.
+        RankError: they are no numbers, or contradict each other.
     """
+    numbers = [whole_number(str(value)) for value in values]
     rank, size, local_rank, local_size = numbers
-    if not (rank < size and local_rank < local_size <= size):
-        raise _invalid_ranks(launcher, names, numbers)
+    if None in numbers or not (rank < size and local_rank < local_size <= size):
+        raise errors.RankError(
+            "The environment of {} contradicts itself: {}. Ranks count from 0 and are fewer than "
+            "the size. Start the script with its launcher again, or set COMPAT_ALONE=1 to train "
+            "alone.".format(launcher, ", ".join(map("{}={}".format, names, values)))
+        )
     return Place(rank, size, local_rank, local_size, launcher, on_one_machine)
 
 
@@ -92,10 +85,8 @@ def number(name, environ):
         RankError: it is something else.
     """
     text = environ.get(name, "").strip()
-    if not text:
-        return None
     found = whole_number(text)
-    if found is None:
+    if text and found is None:
         raise not_a_rank(name, text)
     return found
 
@@ -118,18 +109,9 @@ def from_rank_and_size(launcher, names, environ, where):
     rank, size = (number(name, environ) for name in names)
     if rank is None or size is None:
         return None
-    here = is_loopback(host_of(where)) and "KUBERNETES_SERVICE_HOST" not in environ
+    here = is_loopback(host_of(where.strip())) and "KUBERNETES_SERVICE_HOST" not in environ
     local = (rank, size) if here else (0, 1)
-    return from_numbers(launcher, names, (rank, size) + local)
-
-
-def _invalid_ranks(launcher, names, values):
-    pairs = ", ".join("{}={}".format(*pair) for pair in zip(names, values))
-    return errors.RankError(
-        "The environment of {} contradicts itself: {}. Ranks count from 0 and are fewer than "
-        "the size. Start the script with its launcher again, or set COMPAT_ALONE=1 to train "
-        "alone.".format(launcher, pairs)
-    )
+    return from_values(launcher, names, (rank, size) + local)
 
 
 def not_a_rank(name, text):
@@ -138,3 +120,22 @@ def not_a_rank(name, text):
         "COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and COMPAT_LOCAL_SIZE instead, or "
         "COMPAT_ALONE=1 to train alone.".format(name, text)
     )
+
+
+# Addresses of hosts and ports, as texts -------------------------------------------------------
+
+
+def with_port(host, port):
+    """``host:port``, or ``[IPv6]:port``."""
+    return "[{}]:{}".format(host, port) if ":" in host else "{}:{}".format(host, port)
+
+
+def host_of(address):
+    """The host of ``host``, ``host:port`` or ``[IPv6]:port``."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.rpartition(":")[0] if address.count(":") == 1 else address
+
+
+def is_loopback(host):
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -10,13 +10,19 @@ from typing import Any, Iterator, Mapping, Optional, Tuple
 from .. import errors
 from .._configuration.numeric import whole_number
 from . import clusters, launchers
-from .addresses import host_of, is_loopback, with_port
-from .place import Place
+from .place import Place, host_of, is_loopback, with_port
 
 # Where nothing tells a port, one of these is used: they lie above Linux's ephemeral ports.
 _FIRST_PORT, _PORTS = 61440, 4096
 # SageMaker's containers leave it to their processes.
 _SAGEMAKER_PORT = 7777
+# What names a job on its machines, and no other, of the launchers that tell.
+_JOBS = {
+    "srun": ["SLURM_JOB_ID", "SLURM_STEP_ID"],
+    "mpirun": ["PMIX_NAMESPACE"],
+    "PALS": ["PALS_APID"],
+    "mpirun_rsh": ["MPIRUN_ID"],
+}
 
 
 def find(place: Place, environ: Mapping[str, str]) -> Optional[Tuple[str, int]]:
@@ -78,7 +84,7 @@ def _candidates(place: Place, environ: Mapping[str, str]) -> Iterator[Tuple[str,
         if torchrun_keeps_store(environ) and whole_number(port) is not None:
             port = str(int(port) + 1)  # torchrun itself listens at MASTER_PORT
         yield "MASTER_ADDR and MASTER_PORT", with_port(environ["MASTER_ADDR"].strip(), port)
-    yield "JAX_COORDINATOR_ADDRESS", launchers.jax_address(environ)
+    yield "JAX_COORDINATOR_ADDRESS", environ.get("JAX_COORDINATOR_ADDRESS", "").strip()
     if "COORDINATOR_ADDRESS" in environ and "COORDINATOR_PORT" in environ:
         host, port = (environ["COORDINATOR_" + name].strip() for name in ("ADDRESS", "PORT"))
         yield "COORDINATOR_ADDRESS and COORDINATOR_PORT", with_port(host, port)
@@ -88,24 +94,11 @@ def _candidates(place: Place, environ: Mapping[str, str]) -> Iterator[Tuple[str,
         yield place.launcher, clusters.tf_addresses(cluster)[0]
     if place.launcher == "SageMaker":
         yield "SM_HOSTS", with_port(clusters.sagemaker_hosts(environ)[0], _SAGEMAKER_PORT)
-    job = _job(place, environ)
-    if job:
-        host = "127.0.0.1" if place.on_one_machine else _first_host(place, environ)
-        if host:
-            derived = _FIRST_PORT + zlib.crc32(os.fsencode(job)) % _PORTS
-            yield place.launcher, with_port(host, derived)
-
-
-def _job(place, environ):
-    """What names this job on its machines, and no other, as far as the launcher tells; or ""."""
-    names = {
-        "srun": ["SLURM_JOB_ID", "SLURM_STEP_ID"],
-        "mpirun": ["PMIX_NAMESPACE"],
-        "PALS": ["PALS_APID"],
-        "mpirun_rsh": ["MPIRUN_ID"],
-    }.get(place.launcher, [])
-    values = [environ.get(name, "") for name in names]
-    return ".".join(values) if all(values) else ""
+    job = [environ.get(name, "") for name in _JOBS.get(place.launcher, [""])]
+    host = "127.0.0.1" if place.on_one_machine else _first_host(place, environ)
+    if all(job) and host:
+        derived = _FIRST_PORT + zlib.crc32(os.fsencode(".".join(job))) % _PORTS
+        yield place.launcher, with_port(host, derived)
 
 
 def _first_host(place, environ):

@@ -50,8 +50,8 @@ def _number_of_items(sequence):
 
 
 def _restored(place, sequence, batch_size, left_out):
-    kind = agreement.kind_of_part(PartOfSequence, _base(type(sequence)))
-    return kind(place, sequence, batch_size, left_out)
+    base = _base(type(sequence))
+    return PartOfSequence.make(base, place, sequence, batch_size, left_out)
 
 
 class PartOfSequence(agreement.PartOfObject):
@@ -59,6 +59,8 @@ class PartOfSequence(agreement.PartOfObject):
 
     What it does not have itself is the whole sequence's: a class's own attributes, for example.
     """
+
+    changes = True
 
     def __init__(self, place, sequence, batch_size, left_out):
         import numpy
@@ -123,22 +125,18 @@ class PartOfSequence(agreement.PartOfObject):
 
     # What ranks compare -----------------------------------------------------------------------
 
-    def _records(self):
-        """The checksums of first items by the numbers of epochs."""
-        return {epoch: checksum for epoch, checksum in self._shared.tolist() if epoch}
-
     def position(self):
         """The last epoch whose first item was computed."""
-        return max(self._records() or [0])
+        return int(self._shared[:, 0].max())
 
     def begin(self):
         self._ended = False
 
     def checksum_at(self, position):
-        return self._records().get(position, 0)
+        return dict(self._shared.tolist()).get(position, 0)
 
     def peek(self):
-        if not self.num_batches and self.num_batches is not None:
+        if self.num_batches == 0:
             return 0
         if 0 not in self._kept:
             self._kept[0] = self._whole[0]

@@ -60,7 +60,7 @@ def _variables(model):
         maker._make_train_function()  # before that Keras 2's optimizers have no state
         # The second is what keeps the state of one of TensorFlow's own, in Keras 2.
         own = getattr(optimizer, "optimizer", None)
-        state = optimizer.weights if own is None else own.variables()
+        state = optimizer.weights if own is None else own.variables
     elif optimizer is not None and maker is not None:
         # The second is what tf.keras' legacy optimizers have.
         make = getattr(optimizer, "build", None) or optimizer._create_all_weights
@@ -123,22 +123,16 @@ class WeightComparison:
         read, write = _keras.reader_and_writer(model)
         variables = self.variables(model)
         names = [getattr(variable, "path", None) or variable.name for variable in variables]
-        sent = self.engine.broadcast(names)  # Keras numbers layers by what else a rank has made
-        checksum.resolve(
-            self.engine,
-            sent if len(sent) == len(names) else names,
-            read(variables),
-            lambda place, value: write([(variables[place], value)]),
-            when,
-        )
+
+        def write_one(place, value):
+            write([(variables[place], value)])
+
+        checksum.resolve(self.engine, names, read(variables), write_one, when)
 
     def variables(self, model):
-        own = set(map(id, _own(model)))
+        # Each rank has its own metrics, whole numbers, and states of stateful RNNs.
+        numbers = [weight for weight in model.weights if "int" in str(weight.dtype)]
+        own = metrics.variables(model) + numbers + _keras.states(model, "dtype")
+        ids = set(map(id, own))
         variables = _variables(model) + self.engine.state_besides(model)
-        return [v for v in variables if id(v) not in own]
-
-
-def _own(model):
-    """Variables that are each rank's: metrics, whole numbers, and the states of stateful RNNs."""
-    numbers = [weight for weight in model.weights if "int" in str(weight.dtype)]
-    return metrics.variables(model) + numbers + _keras.states(model, "dtype")
+        return [variable for variable in variables if id(variable) not in ids]

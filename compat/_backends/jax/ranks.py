@@ -62,7 +62,7 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
             keras_model.count(model, rows, False)
 
             def share():
-                keras_model.in_step(model)
+                keras_model.RankedFit.of(model).in_step = True
                 return self.engine.share(rows)
 
             return reduced(state, data, share)

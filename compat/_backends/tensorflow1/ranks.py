@@ -70,7 +70,7 @@ class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFuncti
         self.begun = False  # this step's rows are counted
 
     def begin(self, function, inputs):
-        if keras_model.is_in_step(function.model):
+        if keras_model.RankedFit.of(function.model).in_step:
             _, inputs = self.share(function, inputs)
             self.begun = True
         return inputs

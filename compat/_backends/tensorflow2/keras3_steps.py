@@ -84,7 +84,7 @@ class TestStep(ranked_steps.RankedTestStep):
         weigh = RankedKeras3Step.weigh(self, share)
 
         def weigh_in_step(loss):
-            return weigh(loss) if keras_model.is_in_step(model) else loss
+            return weigh(loss) if keras_model.RankedFit.of(model).in_step else loss
 
         return _computing(super().computing(model, rows, share), model, rows, weigh_in_step)
 

@@ -19,7 +19,6 @@ def may_mix_rows(model):
 def check(model, data):
     """Check that the model's loss of a batch is the mean over its rows: see ``losses.check``."""
     keras = _keras.keras_of(model)
-    read, write = _keras.reader_and_writer(model)
     rows = len(tf.nest.flatten(data)[0])
 
     def loss_of(part):
@@ -32,9 +31,6 @@ def check(model, data):
         return float(loss)
 
     trackers = [variable for metric in model.metrics for variable in metric.variables]
-    values = read(trackers)
-    try:
+    with _keras.kept(model, trackers):
         dtype = getattr(model, "compute_dtype", None) or "float32"
         losses.check(model.name, keras, rows, loss_of, dtype)
-    finally:
-        write(list(zip(trackers, values)))

@@ -50,7 +50,7 @@ class RankedFunction(WaitingFunction):
         if step.first_batch is not None:
             step.check_loss(self.model, step.first_batch)
             step.first_batch = None
-        keras_model.stepped(self.model)
+        keras_model.RankedFit.of(self.model).comparison.stepped(self.model)
         return result
 
 
@@ -288,7 +288,7 @@ class RankedTestStep(keras_model.RankedMethod):
         @functools.lru_cache(None)
         def share():
             """Called where a loss is no mean over rows: then all ranks evaluate in step."""
-            keras_model.in_step(model)
+            keras_model.RankedFit.of(model).in_step = True
             return self.engine.called(lambda rows: self.engine.share(int(rows)), [rows], tf.float64)
 
         with self.engine.noting(), self.computing(model, rows, share):

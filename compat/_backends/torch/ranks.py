@@ -196,7 +196,7 @@ class RankedTrainStep(keras_model.RankedMethod):
             if self.training:
                 exchange.agreed = True
             else:
-                keras_model.in_step(model)
+                keras_model.RankedFit.of(model).in_step = True
             return mine
 
         def total(values):

@@ -4,6 +4,7 @@ Here is what all engines have in common; each is a subclass beside its backend.
 """
 
 import contextlib
+import itertools
 import os
 import pickle
 import sys
@@ -90,17 +91,12 @@ class Engine:
 
     def gather(self, numbers: Sequence[int]) -> List[List[int]]:
         """Each rank's list of whole numbers up to 2**24, of one length, in the order of ranks."""
-        row = [flag * number for flag in self.flags(True) for number in numbers]
-        sums, count = [int(total) for total in self.sum(row)], len(numbers)
-        return [sums[i * count : (i + 1) * count] for i in range(self.place.size)]
+        return self._gather_and_sum(numbers, [])[0]
 
     def gather_each(self, lists: Sequence[Sequence[int]]) -> List[List[List[int]]]:
         """As ``gather``, of several lists at once: what that gives for each of them."""
-        rows, start, found = self.gather([number for each in lists for number in each]), 0, []
-        for each in lists:
-            found.append([row[start : start + len(each)] for row in rows])
-            start += len(each)
-        return found
+        rows = list(map(iter, self.gather([number for each in lists for number in each])))
+        return [[list(itertools.islice(row, len(each))) for row in rows] for each in lists]
 
     def gather_and_sum(
         self, numbers: Sequence[int], values: Sequence[float], expected: int
@@ -115,18 +111,22 @@ class Engine:
             What ``gather`` gives, and the sums; None in their place where the ranks have different
             numbers of values.
         """
-        mine = [len(values)] + list(numbers)
-        front = [flag * number for flag in self.flags(True) for number in mine]
-        sums = self.sum(front + (list(values) + [0.0] * expected)[:expected])
-        starts = range(0, len(front), len(mine))
-        rows = [list(map(int, sums[start : start + len(mine)])) for start in starts]
+        padded = (list(values) + [0.0] * expected)[:expected]
+        rows, sums = self._gather_and_sum([len(values), *numbers], padded)
         if len({count for count, *_ in rows}) > 1:
-            found = None
+            sums = None
         elif len(values) > expected:
-            found = self.sum(values)
+            sums = self.sum(values)
         else:
-            found = sums[len(front) : len(front) + len(values)]
-        return [numbers for _, *numbers in rows], found
+            sums = sums[: len(values)]
+        return [numbers for _, *numbers in rows], sums
+
+    def _gather_and_sum(self, numbers, values):
+        """As ``gather_and_sum``, of as many values on all ranks."""
+        row = [flag * number for flag in self.flags(True) for number in numbers]
+        sums, count = self.sum(row + values), len(numbers)
+        starts = [rank * count for rank in range(self.place.size)]
+        return [list(map(int, sums[start : start + count])) for start in starts], sums[len(row) :]
 
     def broadcast(self, value: Any) -> Any:
         """What rank 0 passes: numbers, texts, arrays and lists of them."""
@@ -197,6 +197,7 @@ class Engine:
             raise errors.rank_lost(self.place, what, self.absent(), problem) from error
         finally:
             self.inside = outer
+            self.resume()
 
     @contextlib.contextmanager
     def watched(
@@ -215,25 +216,24 @@ class Engine:
             absent: returns the ranks that are known to be missing; called after these seconds.
         """
         limit = self.timeout if seconds is None else seconds
-        ended = threading.Event()
 
-        def watch():
-            if not ended.wait(limit):
-                problem = "{:g} seconds are over".format(limit)
-                print_for_main_thread(errors.rank_lost(self.place, what, absent(), problem))
-                os._exit(1)
+        def end():
+            problem = "{:g} seconds are over".format(limit)
+            end_process(errors.rank_lost(self.place, what, absent(), problem))
 
-        threading.Thread(target=watch, daemon=True).start()
+        timer = threading.Timer(limit, end)
+        timer.daemon = True
+        timer.start()
         try:
             yield
         finally:
-            ended.set()
+            timer.cancel()
 
     def arrive(self) -> None:
         """Called where this rank begins to wait for the others in a graph."""
 
     def resume(self) -> None:
-        """Called where that wait has ended, and the step goes on."""
+        """Called where that wait has ended, and the step goes on, or any other wait."""
 
     def share(self, rows: int, numbers: Sequence[float] = ()) -> float:
         """This rank's share of the step that all ranks begin, where it has so many rows.
@@ -320,13 +320,20 @@ def ranks_of(flags: Sequence[float]) -> List[int]:
     return [rank for rank, flag in enumerate(flags) if flag]
 
 
-def print_for_main_thread(error):
-    """Print what the main thread, which waits in a framework's hands, would raise and die of."""
+def end_process(error, last=None):
+    """End with what the main thread, which waits in a framework's hands, would raise and die of.
+
+    Arguments:
+        last: what is called when that is printed.
+    """
     frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore  # it runs
     lines = ["Traceback (most recent call last):\n"] + traceback.format_stack(frame)
     lines += traceback.format_exception_only(type(error), error)
     print(end="", flush=True)  # works, too, where a stream is closed
     print("".join(lines), end="", file=sys.stderr, flush=True)
+    if last is not None:
+        last()
+    os._exit(1)
 
 
 def _batches(steps):

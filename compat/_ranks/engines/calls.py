@@ -7,7 +7,6 @@ that waits in one looks once a second whether the next rank has come to a call i
 """
 
 import contextlib
-import os
 import threading
 import time
 from typing import Any
@@ -23,10 +22,10 @@ _PATIENCE = 4.0
 
 def different_calls(ranks):
     """The error that names pairs of a rank and what it waits for, in a phrase."""
+    waits = "; ".join("rank {} {}".format(*each) for each in sorted(ranks))
     return errors.RankError(
-        "The ranks wait for different things: "
-        f"{'; '.join('rank {} {}'.format(*each) for each in ranks)}. Each has to make the same "
-        "calls in the same order: fit() and evaluate(), for example, on all of them."
+        f"The ranks wait for different things: {waits}. Each has to make the same calls in the "
+        "same order: fit() and evaluate(), for example, on all of them."
     )
 
 
@@ -56,12 +55,12 @@ class Calls:
             theirs = self.read(self.name(self.count, self.next), engine.timeout)
             if self.count > 2:  # which all have read
                 self.delete(self.name(self.count - 2, engine.place.rank))
-        engine.exchanges, theirs = 0, self.parsed(theirs)[1]
+        engine.exchanges, theirs = 0, theirs.partition(" ")[2]
         if not theirs:
             raise errors.rank_lost(engine.place, what, [self.next], "its script has ended")
         if theirs.split(" (")[0] != what:
             engine.absent()  # the engine has failed
-            raise self.differ(mine, theirs)
+            raise different_calls([(engine.place.rank, mine), (self.next, theirs)])
 
     def end(self):
         """Say that this rank's script has ended."""
@@ -82,14 +81,6 @@ class Calls:
         self.post(self.name(count, self.engine.place.rank), text)
         return what
 
-    def parsed(self, text):
-        exchanges, _, what = text.partition(" ")
-        return int(exchanges), what
-
-    def differ(self, mine, theirs):
-        ranks = sorted([(self.engine.place.rank, mine), (self.next, theirs)])
-        return different_calls(ranks)
-
     def watch(self):
         """End this process where it waits in a step, and the next rank came to a call instead."""
         engine = self.engine
@@ -100,12 +91,11 @@ class Calls:
             if inside is None:
                 continue
             with contextlib.suppress(Exception):  # nothing is there
-                exchanges, theirs = self.parsed(self.read(self.name(count, self.next), 0.01))
+                exchanges, _, theirs = self.read(self.name(count, self.next), 0.01).partition(" ")
                 # Their call's own wait is one of their exchanges. At the first look this rank's may
                 # just be ending, so the second one decides.
-                if theirs and exchanges <= inside[1] and seen is inside:
+                if theirs and int(exchanges) <= inside[1] and seen is inside:
                     mine = self.tell(count, inside[0])
-                    engines.print_for_main_thread(self.differ(mine, theirs))
-                    engine.absent()
-                    os._exit(1)
+                    error = different_calls([(engine.place.rank, mine), (self.next, theirs)])
+                    engines.end_process(error, engine.absent)
                 seen = inside if theirs else None

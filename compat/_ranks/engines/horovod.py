@@ -5,7 +5,6 @@ name, and weights all ranks alike. Here Horovod carries numbers, and no more. Re
 and failing are the same for all frameworks; how numbers get to Horovod is each framework's.
 """
 
-import contextlib
 import importlib
 import math
 import os
@@ -47,15 +46,6 @@ class HorovodEngine(engines.Engine):
         """The sum over all ranks of lists of numbers, as an array of float64."""
 
     # Failures ---------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def waiting(self, what):
-        """As the base class's; no wait goes on afterwards."""
-        try:
-            with super().waiting(what):
-                yield
-        finally:
-            self.resume()
 
     def arrive(self):
         """Note that this rank waits for the others from now on."""

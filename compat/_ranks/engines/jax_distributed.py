@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import os
 import socket
 import threading
 import time
@@ -11,7 +10,7 @@ import numpy as np
 
 from ... import errors
 from .. import engines, rendezvous
-from ..addresses import with_port
+from ..place import with_port
 from . import calls
 
 # How often a rank that waits looks whether another one has gone, in seconds.
@@ -42,9 +41,8 @@ class JaxDistributed(engines.Engine):
         addresses = {"coordinator_address": with_port(host, port)}
         if place.rank == 0:
             # JAX would listen at all addresses, and share the port with another job's service.
-            listening = rendezvous.listen(place, host, port)
-            bound = listening.getsockname()[0]
-            listening.close()
+            with rendezvous.listen(place, host, port) as listening:
+                bound = listening.getsockname()[0]
             addresses["coordinator_bind_address"] = with_port(bound, port)
         for name, value in (
             # Else JAX ends a rank by a signal when another one fails, and lets none end alone.
@@ -71,11 +69,8 @@ class JaxDistributed(engines.Engine):
             raise errors.rank_lost(place, "to start", [], str(error).split("\n")[0]) from error
         self.check_size(jax.process_count())
         self.store = jax._src.distributed.global_state.client
-        firsts = [
-            next(device for device in jax.devices() if device.process_index == rank)
-            for rank in range(place.size)
-        ]
-        mesh = jax.sharding.Mesh(np.array(firsts), ("ranks",))
+        firsts = {device.process_index: device for device in reversed(jax.devices())}
+        mesh = jax.sharding.Mesh(np.array([firsts[r] for r in range(place.size)]), ("ranks",))
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("ranks"))
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         self.total = jax.jit(lambda rows: rows.sum(0, dtype=rows.dtype), out_shardings=whole)
@@ -120,8 +115,17 @@ class JaxDistributed(engines.Engine):
         return line.partition("] ")[2] or line  # "Gloo ... failed: [...pair.cc:547] Conn..."
 
     def absent(self):
+        """Tell the others that this rank gives up, and return those that do not as well."""
         self.inside = None
-        return self.give_up()
+        self.mark("gave up")
+        until = time.monotonic() + _GIVE_UP
+        absent = self.others
+        while absent and time.monotonic() < until:
+            time.sleep(_LOOK)
+            marked = self.marked("gave up")
+            absent = [0] if marked is None else [r for r in self.others if r not in marked]
+        self.gave_up = True
+        return absent
 
     def watch(self):
         """End this process where it waits for a rank that has ended, or too long.
@@ -137,11 +141,9 @@ class JaxDistributed(engines.Engine):
             ended = self.marked("ended") or []
             if (ended or time.monotonic() > until) and self.inside is inside:
                 problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
-                lost = self.give_up()
+                lost = self.absent()
                 error = errors.rank_lost(self.place, what, ended or lost, problem)
-                engines.print_for_main_thread(error)  # which is in JAX's hands
-                self.end()
-                os._exit(1)
+                engines.end_process(error, self.end)
 
     def mark(self, what):
         def tell():
@@ -165,18 +167,6 @@ class JaxDistributed(engines.Engine):
             return [rank for rank in self.others if rank in marked]
 
         return engines.answer(ask, _ANSWER, None)
-
-    def give_up(self):
-        """Tell the others, and return those that do not give up as well."""
-        self.mark("gave up")
-        until = time.monotonic() + _GIVE_UP
-        absent = self.others
-        while absent and time.monotonic() < until:
-            time.sleep(_LOOK)
-            marked = self.marked("gave up")
-            absent = [0] if marked is None else [r for r in self.others if r not in marked]
-        self.gave_up = True
-        return absent
 
     def end(self):
         """At the end of the program. Rank 0 is the last to go.

@@ -41,7 +41,7 @@ class MPI(engines.Engine):
 
     def __init__(self, place):
         super().__init__(place)
-        self.mpi = self._import()
+        self.mpi = _import(place)
         self.done = 0  # calls of the others that have come to their ends
         self.left = {}  # type: dict  # rank that has come to its end -> its ``done``
         self.waiters = set()  # type: set  # ranks that answered that they wait
@@ -49,7 +49,10 @@ class MPI(engines.Engine):
         self.lost = False
         self.process = os.getpid()
         if not self.mpi.Is_initialized():
-            self._initialise()
+            provided = ctypes.c_int()
+            start = ctypes.CDLL(self.mpi.__file__).MPI_Init_thread
+            with self.watched("to start"):  # mpi4py's own call would let no other thread run
+                start(None, None, self.mpi.THREAD_MULTIPLE, ctypes.byref(provided))
         world = self.mpi.COMM_WORLD
         self.check_size(world.Get_size())
         # The framework, or the script, may use the world as well.
@@ -66,17 +69,20 @@ class MPI(engines.Engine):
         """The sum of an array over all ranks, in its place: on all of them the same bits."""
         flat = array.view()
         flat.shape = -1  # no copy, or an error
-        self._agree(what, len(flat))
-        for piece in _pieces(flat, _PIECE // array.itemsize):
-            self._wait(self.comm.Iallreduce(self.mpi.IN_PLACE, piece), what)
+        self._exchange(what, flat, lambda piece: self.comm.Iallreduce(self.mpi.IN_PLACE, piece))
         return array
 
     def broadcast_bytes(self, content):
-        received, what = content.copy(), "for the broadcast from rank 0"  # may be written to
-        self._agree(what, len(received))
-        for piece in _pieces(received, _PIECE):
-            self._wait(self.comm.Ibcast(piece), what)
+        received = content.copy()  # may be written to
+        self._exchange("for the broadcast from rank 0", received, self.comm.Ibcast)
         return received
+
+    def _exchange(self, what, array, begin):
+        """Exchange an array, piece by piece."""
+        self._agree(what, len(array))
+        size = _PIECE // array.itemsize
+        for start in range(0, len(array), size):
+            self._wait(begin(array[start : start + size]), what)
 
     def _agree(self, what, size):
         """Refuse to exchange where ranks come for different things.
@@ -98,26 +104,6 @@ class MPI(engines.Engine):
         raise calls.different_calls(enumerate(waits))
 
     # Joining and leaving ----------------------------------------------------------------------
-
-    def _import(self):
-        if not leave_to_engine():
-            raise errors.NotInstalledError(
-                "{} needs mpi4py, which is not installed here, to train with the others. "
-                "Install it for the MPI of the launcher: pip install mpi4py, which compiles "
-                "it where there is no wheel (on Debian and Ubuntu that needs apt-get "
-                "install libopenmpi-dev openmpi-bin).".format(str(self.place).capitalize())
-            )
-        try:
-            from mpi4py import MPI as mpi
-        except ImportError as error:  # linked with an MPI that is not there
-            raise errors.broken_install("mpi4py", error) from error
-        return mpi
-
-    def _initialise(self):
-        provided = ctypes.c_int()
-        library = ctypes.CDLL(self.mpi.__file__)
-        with self.watched("to start"):  # mpi4py's own call would let no other thread run
-            library.MPI_Init_thread(None, None, self.mpi.THREAD_MULTIPLE, ctypes.byref(provided))
 
     def _of_our_own(self, world):
         comm, request = world.Idup()
@@ -209,8 +195,19 @@ class MPI(engines.Engine):
                 self.waiters.add(sender)
 
 
-def _pieces(values, size):
-    return [values[start : start + size] for start in range(0, len(values), size)]
+def _import(place):
+    if not leave_to_engine():
+        raise errors.NotInstalledError(
+            "{} needs mpi4py, which is not installed here, to train with the others. "
+            "Install it for the MPI of the launcher: pip install mpi4py, which compiles "
+            "it where there is no wheel (on Debian and Ubuntu that needs apt-get "
+            "install libopenmpi-dev openmpi-bin).".format(str(place).capitalize())
+        )
+    try:
+        from mpi4py import MPI as mpi
+    except ImportError as error:  # linked with an MPI that is not there
+        raise errors.broken_install("mpi4py", error) from error
+    return mpi
 
 
 def leave_to_engine():

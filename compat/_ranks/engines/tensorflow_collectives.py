@@ -32,11 +32,6 @@ _EXIT_TIMEOUT = 3.0
 _EXITS = 2.0
 
 
-def _at_once(tensor):
-    """The name of what is summed up by itself, in graphs and outside."""
-    return "at once " + tensor.dtype.name
-
-
 class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     """The strategy's cluster. It has to be joined before TensorFlow starts."""
 
@@ -90,8 +85,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     def _sum(self, array):
         """The sum of an array over all ranks, on the host, at once."""
         with self.tf.init_scope(), self.tf.device(_HOST):
-            tensor = self.tf.convert_to_tensor(array)
-            return self.reduce(tensor, _HOST, _at_once(tensor)).numpy()
+            return self.sum_numbers_in_graph(self.tf.convert_to_tensor(array)).numpy()
 
     def broadcast_bytes(self, content):
         words = np.zeros(-(-content.size // 4), "int32")  # what all sum operations take
@@ -125,7 +119,8 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         }
 
     def sum_numbers_in_graph(self, numbers):
-        return self.reduce(numbers, _HOST, _at_once(numbers))
+        # By a name that what is summed up outside of graphs has, too.
+        return self.reduce(numbers, _HOST, "at once " + numbers.dtype.name)
 
     def sum_in_graph(self, tensor, name, before):
         with self.tf.control_dependencies(before):  # one after the other, on all ranks

@@ -87,11 +87,7 @@ class TensorFlowEngine(engines.Engine):
                 results[place].set_shape(tensors[place].shape)
         for place, tensor in enumerate(tensors):
             if isinstance(tensor, tf.IndexedSlices):
-                weighted = tf.IndexedSlices(
-                    tensor.values * tf.cast(share, tensor.values.dtype),
-                    tensor.indices,
-                    tensor.dense_shape,
-                )
+                weighted = tf.math.scalar_mul(tf.cast(share, tensor.values.dtype), tensor)
                 results[place] = self.concatenate(weighted, "{}_{}".format(name, place), before)
                 before = [results[place]]
         return [
@@ -111,6 +107,7 @@ class TensorFlowEngine(engines.Engine):
 
     def sum_numbers_in_graph(self, numbers):
         """The sum over all ranks of a float64 tensor of one axis: what ``sum`` does, in a graph."""
+        return self.sum_in_graph(numbers, "numbers", [])
 
     def share_in_graph(self, rows, count):
         """This rank's share of the step that all ranks begin, as a float64 tensor.

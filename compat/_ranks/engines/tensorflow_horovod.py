@@ -6,8 +6,6 @@ itself in a small graph of the engine's own.
 
 from . import horovod, tensorflow_engine
 
-_NUMBERS = "horovod_numbers"  # the same in all graphs
-
 
 class TensorFlowHorovod(tensorflow_engine.TensorFlowEngine, horovod.HorovodEngine):
     framework = "tensorflow"
@@ -21,7 +19,7 @@ class TensorFlowHorovod(tensorflow_engine.TensorFlowEngine, horovod.HorovodEngin
         graph = tf.Graph()
         with graph.as_default(), tf.device("/cpu:0"):
             self.numbers = tf.placeholder(tf.float64, [None])
-            self.summed = self._sum(self.numbers, _NUMBERS)
+            self.summed = self.sum_numbers_in_graph(self.numbers)
             self.bytes = tf.placeholder(tf.uint8, [None])
             self.sent = self.horovod.broadcast(self.bytes, 0, name="horovod_broadcast")
         # Threads of its own: a user's graph may hold all others while it waits for this one.
@@ -48,17 +46,11 @@ class TensorFlowHorovod(tensorflow_engine.TensorFlowEngine, horovod.HorovodEngin
 
     # In the user's graphs ---------------------------------------------------------------------
 
-    def sum_numbers_in_graph(self, numbers):
-        return self._sum(numbers, _NUMBERS)
-
-    def _sum(self, tensor, name):
+    def sum_in_graph(self, tensor, name, before):
         # The scopes of functions, one in the other, may differ between ranks.
         return self.horovod.allreduce(
-            tensor, op=self.horovod.Sum, name=name, ignore_name_scope=True
+            tensor, op=self.horovod.Sum, name="horovod_" + name, ignore_name_scope=True
         )
-
-    def sum_in_graph(self, tensor, name, before):
-        return self._sum(tensor, "horovod_" + name)
 
     def mean(self, tensors, share, name):
         tf = self.tf
