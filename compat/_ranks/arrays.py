@@ -96,7 +96,7 @@ def flat(arrays, dtype):
 
 
 def like(arrays, numbers):
-    """The opposite: numpy arrays of the shapes and types of these."""
+    """The opposite: arrays of the shapes and types of these. Also of JAX's."""
     parts, start = [], 0
     for array in arrays:
         part = numbers[start : start + array.size]

@@ -64,7 +64,7 @@ class Means:
 
     def add(self, variables):
         """Make an operation that computes their means, after all others."""
-        from theano.compile.ops import as_op
+        from .graph_variables import computed_by  # imports theano
 
         if not variables:  # nothing is to be trained
             return
@@ -79,12 +79,9 @@ class Means:
             flat *= self.maker.step_share
             return arrays.like(values, self.maker.engine.sum_array(flat))
 
-        operation = as_op(
-            [variable.type for variable in self.last + values],
-            [variable.type for variable in values],
-            lambda node, shapes: shapes[before:],
-        )(mean)
-        operation.do_constant_folding = lambda node: False  # the other ranks may not
-        means = operation.make_node(*(self.last + values)).outputs
+        def shapes(node, shapes):
+            return shapes[before:]
+
+        means = computed_by(mean, self.last + values, values, shapes)
         self.of.update(zip(variables, means))
         self.last = means[:1]

@@ -1,6 +1,8 @@
 """A function of a Keras model, run on several devices: forward, backward and what runs once."""
 
-import collections
+import functools
+import operator
+import weakref
 
 import numpy as np
 import theano
@@ -11,7 +13,7 @@ from ..._rows import split_rows
 from ..._runtime import progress, work
 from . import graph_cuts
 from .device_body import Body, copied
-from .graph_variables import depending_on, gradients_of
+from .graph_variables import computed_by, gradients_of, value_like
 
 #: What Theano raises where the sizes of a part of a batch do not fit each other.
 _ERRORS = (ValueError, IndexError, AssertionError)
@@ -32,10 +34,10 @@ class ReplicatedFunction:
     def __init__(self, owner, inputs, outputs, updates, gradients, options):
         self.owner = owner
         self.inputs = list(inputs)
-        self.updates = list(collections.OrderedDict(reversed(list(updates))).items())
+        self.updates = dict(reversed(list(updates)))  # of a variable's the first, as K.function
         self.outputs = [
             # Keras 2.3 wants its metrics' results as they are after the updates.
-            theano.clone(each, dict(self.updates)) if hasattr(each, "_is_metric") else each
+            theano.clone(each, self.updates) if hasattr(each, "_is_metric") else each
             for each in outputs
         ]
         self.loss, self.weights = gradients or (None, [])
@@ -45,6 +47,7 @@ class ReplicatedFunction:
         self.cuts = []  # type: Any
         self.forward = []  # type: Any  # a Theano function for each device
         self.backward = []  # type: Any
+        self.batch = None  # type: Any  # what `_go_back` takes of the one that runs
 
     def __call__(self, inputs):
         rows, devices = inputs[0].shape[0], self.owner.devices
@@ -63,22 +66,16 @@ class ReplicatedFunction:
             self._run_whole()
             return self(inputs)
         count, sizes = len(self.cuts), split_rows.sizes(rows, len(devices))
-        shards = [shard + values[count:] for shard, values in zip(shards, computed)]
         # For each cut what the devices have computed.
-        computed = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
-        whole = [cut.merge(parts, sizes) for cut, parts in zip(self.cuts, computed)]
-        of_head = self.head(*(list(inputs) + whole)) if self.head else []
-        values = dict(zip(self._cut_variables() + self.wanted, whole + of_head))
-        if self.loss is not None:
-            gradients = dict(zip(self.differentiated, map(np.asarray, of_head[len(self.wanted) :])))
-            self._add_gradients(gradients, computed, shards, sizes)
-            self.update(*(list(inputs) + whole + [gradients[weight] for weight, _ in self.weights]))
-        for variable, new in self.assigned:
-            variable.set_value(np.asarray(values[new], dtype=variable.dtype))
+        parts = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
+        self.batch = [s + values[count:] for s, values in zip(shards, computed)], parts, sizes
+        whole = [cut.merge(each, sizes) for cut, each in zip(self.cuts, parts)]
+        results = self.head(*(list(inputs) + whole))
+        self.batch = None
         names = [device.name for device in devices]
         split = sizes if self.cuts else work.undivided(names, rows)  # the head computes all
         work.count(names, split, self.loss is not None)
-        return [np.asarray(values[output]) for output in self.outputs]
+        return list(map(np.asarray, results))
 
     def _given_to_body(self, given, rows):
         """A body's inputs: ``rows``, a slice or numbers, of what has rows."""
@@ -97,23 +94,13 @@ class ReplicatedFunction:
         """Have the first device compute all rows. What is an error there, too, is the user's."""
         self._run(self.forward[:1], [self._given_to_body(given, slice(None))])
 
-    def _add_gradients(self, gradients, computed, shards, sizes):
-        """Add those of all devices' bodies to the gradients that the head has of each weight.
-
-        Arguments:
-            gradients: the head's, by weight or cut.
-            computed: for each cut, what the devices have computed.
-            shards: for each device, what its backward function gets besides the gradients.
-        """
-        upstream = [
-            cut.split(gradients[cut], parts, sizes)
-            for cut, parts in zip(self.cuts, computed)
-            if cut in self.cuts_back
-        ]
-        given = [shard + list(parts) for shard, parts in zip(shards, zip(*upstream))]
-        for result in self._run(self.backward, given):
-            for weight, value in zip(self.body_weights, map(np.asarray, result)):
-                gradients[weight] = gradients[weight] + value if weight in gradients else value
+    def _go_back(self, *gradients):
+        """The gradients of the bodies' weights, summed up, for those of the whole batch at cuts."""
+        shards, parts, sizes = self.batch
+        at_cut = zip(self.cuts_back, gradients)
+        split = [cut.split(each, parts[self.cuts.index(cut)], sizes) for cut, each in at_cut]
+        found = self._run(self.backward, [s + list(g) for s, g in zip(shards, zip(*split))])
+        return [np.asarray(functools.reduce(operator.add, map(np.asarray, e))) for e in zip(*found)]
 
     # Making -----------------------------------------------------------------------------------
 
@@ -125,12 +112,9 @@ class ReplicatedFunction:
         shapes = tuple(shape[1:] for shape in fed)
         while not self.is_made or self.cuts and self.tried.get(shapes, 0) < min(rows, _ENOUGH):
             with progress.shown(f"compiling model {self.owner.model.name!r} for Theano"):
-                finish = None if self.is_made else self._make(given)
-                is_right = not self.cuts or self._is_right(given, rows)
-                if is_right and finish is not None:
-                    finish()
-                    is_right = self._is_right_back(given, rows)
-            self.is_made = is_right
+                if not self.is_made:
+                    self._make(given)
+                self.is_made = self._is_right(given, rows) and self._is_right_back(given, rows)
             self.tried[shapes] = rows
 
     def _run_whole(self):
@@ -139,34 +123,48 @@ class ReplicatedFunction:
         self.is_made, self.tried = False, {}
 
     def _make(self, given):
-        """Find where the graph is cut, and compile what the devices compute of their rows.
-
-        Returns:
-            A function that compiles the rest.
-        """
+        """Find where the graph is cut, and compile what devices compute of rows, and the rest."""
         self._find_cuts(given)
-        placeholders, values, updates = self._head_graphs()
         self.used = [
             variable
             for variable in graph.inputs(self._cut_variables())
             if isinstance(variable, theano.compile.SharedVariable) and variable not in given
         ]
-        cuts = tuple(self._cut_variables())
-        made = None if self.cuts_back else self.owner.forward.get(cuts)
-        bodies = self._bodies() if made is None else {}
-        self.forward = self._functions(bodies, Body.forward) if made is None else made
-        if not self.cuts_back:
-            self.owner.forward[cuts] = self.forward
+        at_cut = {cut.variable: cut.variable.type() for cut in self.cuts}
+        gradients = self._gradients(at_cut)
+        replaced = {own: value_like(own, gradients[weight]) for weight, own in self.weights}
+        replaced.update(at_cut)
+        values = theano.clone(self.outputs + list(self.updates.values()), replaced)
+        count = len(self.outputs)
+        self.head = self._compile(
+            self.inputs + list(at_cut.values()),
+            values[:count],
+            updates=list(zip(self.updates, values[count:])),
+        )
 
-        def finish():
-            given = self.inputs + placeholders
-            self.backward = self._functions(bodies, Body.backward) if self.cuts_back else []
-            self.head = self._compile(given, values) if values else None
-            if self.loss is not None:
-                given = given + [gradient for _, gradient in self.weights]
-                self.update = self._compile(given, [], updates=updates)
+    def _gradients(self, at_cut):
+        """Those of the loss with respect to the weights, of which the bodies compute a part.
 
-        return finish
+        Arguments:
+            at_cut: by variables at cuts, what stands for them in the head.
+        """
+        weights, gradients = dict(self.weights), {}
+        if self.loss is not None:
+            floats = [given for given in at_cut.values() if "float" in given.dtype]
+            gradients = gradients_of(theano.clone(self.loss, at_cut), list(weights) + floats)
+        self.cuts_back = [cut for cut in self.cuts if at_cut[cut.variable] in gradients]
+        self._make_bodies()
+        if self.cuts_back:
+            go_back = weakref.WeakMethod(self._go_back)  # Theano's profiles keep operations
+
+            def of_bodies(*upstream):
+                return go_back()(*upstream)
+
+            upstream = [gradients[at_cut[cut.variable]] for cut in self.cuts_back]
+            own = [weights[weight] for weight in self.body_weights]
+            for weight, value in zip(self.body_weights, computed_by(of_bodies, upstream, own)):
+                gradients[weight] = gradients[weight] + value if weight in gradients else value
+        return gradients
 
     def _cut_variables(self):
         return [cut.variable for cut in self.cuts]
@@ -183,7 +181,7 @@ class ReplicatedFunction:
         if across is None:
             given = {v: given[v] for v in self.body_inputs}
             of_model = graph_cuts.ModelGraph(outputs, self.sharded, given, not owner.doubt)
-            wanted = self.outputs + [new for _, new in self.updates]
+            wanted = self.outputs + list(self.updates.values())
             self.cuts = of_model.cuts(wanted)
             across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
@@ -199,7 +197,7 @@ class ReplicatedFunction:
         return part, self._run(self.forward[:1], [part])[0]
 
     def _is_right(self, given, rows):
-        """Whether a trial, in inference, finds at the cut what was thought.
+        """Whether a trial, in inference, finds at the cuts what was thought.
 
         Otherwise what no rule knows is doubted from now on; where all is known, the model is.
         """
@@ -208,6 +206,8 @@ class ReplicatedFunction:
             values = self._in_inference(given, rows, chosen)[1]
             return list(map(np.asarray, values[: len(self.cuts)]))
 
+        if not self.cuts:
+            return True
         owner, device = self.owner, self.owner.devices[0]
         device.take_weights()
         with device.randomness_kept():
@@ -254,43 +254,6 @@ class ReplicatedFunction:
             self.owner.across = across
         return is_right
 
-    def _head_graphs(self):
-        """What runs once.
-
-        Returns:
-            The variables that stand for the values at the cuts; the head's results, which are the
-            variables ``wanted`` and then the gradients of what is ``differentiated``; and the
-            updates, which take the gradients of the weights besides.
-        """
-        placeholders = [cut.variable.type() for cut in self.cuts]
-        at_cut = dict(zip(self._cut_variables(), placeholders))
-        news = [new for _, new in self.updates]
-        batch = depending_on(self.inputs + self._cut_variables(), news)
-        later = depending_on([gradient for _, gradient in self.weights], news)
-        # What depends on the gradients, or on no batch, is the optimizer's.
-        optimizers = [
-            (variable, new)
-            for variable, new in self.updates
-            if self.loss is not None and (new in later or new not in batch)
-        ]
-        self.assigned = [update for update in self.updates if update not in optimizers]
-        wanted = dict.fromkeys(self.outputs + [new for _, new in self.assigned])
-        self.wanted = [variable for variable in wanted if variable not in at_cut]
-        loss = [] if self.loss is None else [self.loss]
-        whole = self.wanted + [new for _, new in optimizers] + loss
-        cloned = dict(zip(whole, theano.clone(whole, at_cut)))
-        gradients = {}
-        if loss:
-            asked = {weight: weight for weight, _ in self.weights}
-            floats = zip(self.cuts, placeholders)
-            asked.update((cut, given) for cut, given in floats if "float" in given.dtype)
-            found = gradients_of(cloned[self.loss], list(asked.values()))
-            gradients = {each: found[v] for each, v in asked.items() if v in found}
-        self.differentiated = list(gradients)  # cuts and weights
-        self.cuts_back = [cut for cut in self.cuts if cut in gradients]
-        results = [cloned[variable] for variable in self.wanted] + list(gradients.values())
-        return placeholders, results, [(variable, cloned[new]) for variable, new in optimizers]
-
     def _compile(self, inputs, outputs, **options):
         # As K.function has it.
         options = dict(self.options, allow_input_downcast=True, on_unused_input="ignore", **options)
@@ -298,21 +261,26 @@ class ReplicatedFunction:
 
     # The devices' functions ---------------------------------------------------------------------
 
-    def _bodies(self):
-        """Their graphs. On one processor all are copies of the first's."""
-        found, devices = {}, self.owner.devices
-        given = self.body_inputs, self.sharded, self._cut_variables(), self.used
+    def _make_bodies(self):
+        """Compile them: forward and, of the cuts that have a gradient, backward."""
+        cuts, bodies = self._cut_variables(), {}
         back = [self.cuts.index(cut) for cut in self.cuts_back]
         weights = [weight for weight, _ in self.weights if weight in self.used]
-        for number, device in enumerate(devices):
+        self.forward = None if back else self.owner.forward.get(tuple(cuts))
+        for number, device in enumerate(self.owner.devices if self.forward is None else ()):
             for variable in self.used:
                 device.adopt(variable, number)
-            if number == 0 or device.target != devices[0].target:
+            # On one processor all are copies of the first's.
+            if number == 0 or device.target != self.owner.devices[0].target:
                 with device.current():
-                    body = Body(device, self._compile, *given)
+                    given = self.body_inputs, self.sharded, cuts, self.used
+                    body = bodies[device] = Body(device, self._compile, *given)
                     self.body_weights = body.differentiate(back, weights) if back else []
-                found[device] = body
-        return found
+        if self.forward is None:
+            self.forward = self._functions(bodies, Body.forward)
+        if not back:
+            self.owner.forward[tuple(cuts)] = self.forward
+        self.backward = self._functions(bodies, Body.backward) if back else []
 
     def _functions(self, bodies, make):
         """A function for each device: that of its body, or a copy of the first one's."""

@@ -22,7 +22,7 @@ class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
 
     def written(self, function, model):
         if hasattr(function, "updates"):  # of replicas
-            written = [variable for variable, _ in function.updates]
+            written = list(function.updates)
             for device in function.owner.devices:
                 # Its generators go on by themselves.
                 states = [own for keras, own in device.variables.items() if is_random(keras)]
