@@ -1,8 +1,7 @@
 """Theano, under Keras 2.0 to 2.3: its flags before the import, ``theano.config`` after it.
 
-What a flag is and where it is set: ``theano_flags.py``, ``theanorc.py``; which ones say what was
-asked: ``asked_flags.py``. How a model runs on several of Theano's contexts:
-``device_replicas.py``.
+What a flag is, where it is set and which ones say what was asked: ``theano_flags.py``,
+``theanorc.py``. How a model runs on several of Theano's contexts: ``device_replicas.py``.
 """
 
 import logging
@@ -14,7 +13,7 @@ import types
 from ... import _keras, _ranks, errors
 from ..._configuration import detection
 from ...backend import Backend
-from . import asked_flags, flag_problems, gpu_startup, theano_flags, theanorc
+from . import flag_problems, gpu_startup, theano_flags, theanorc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ class Theano(Backend):
 
     def _flags(self, settings, environ, ids):
         gpuarray = flag_problems.has_gpuarray(detection.installed_version(self))
-        return asked_flags.flags_for(settings, environ, ids, gpuarray)
+        return theano_flags.asked(settings, environ, ids, gpuarray)
 
     def _apply(self, theano, flags, known, settings):
         """Make ``theano.config`` say what the flags say.
@@ -158,7 +157,7 @@ class Theano(Backend):
                 value = known[name].filter(text) if known[name].filter else text
             except ValueError as error:
                 asked = settings.options.get("theano_flags")
-                raise asked_flags.theano_flags_invalid(asked, error) from error
+                raise theano_flags.invalid(asked, error) from error
             if known[name].__get__(True, None) != value:
                 changes[name] = value
         late = [name for name in changes if not known[name].allow_override]
@@ -187,12 +186,8 @@ class Theano(Backend):
     def devices(self) -> "List[str]":
         """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
         device (``"cpu:0"``): functions and weights of its own, on the one CPU."""
-        theano = self.import_framework()
-        active = gpu_startup.active_contexts(theano)
-        asked = gpu_startup.contexts_of_flags(theano.config)
-        up = dict.fromkeys(gpu for context, gpu in asked if context in active)
         simulated = [f"cpu:{number}" for number in range(self.kept.get("simulated", 0))]
-        return list(up) or simulated or ["cpu"]
+        return list(gpu_startup.active_gpus(self.import_framework())) or simulated or ["cpu"]
 
     # Parallelizing ----------------------------------------------------------------------------
 
@@ -215,8 +210,7 @@ class Theano(Backend):
                 batch and under ``strict=True``: what runs on the first device alone.
         """
         several = [] if list(devices) == self.devices()[:1] else devices
-        asked = gpu_startup.contexts_of_flags(self.import_framework().config)
-        contexts = {gpu: context for context, gpu in reversed(asked)}
+        contexts = gpu_startup.active_gpus(self.import_framework())
         from . import device_replicas  # imports theano
 
         device_replicas.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])

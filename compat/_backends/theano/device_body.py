@@ -4,14 +4,9 @@ from collections import OrderedDict
 
 import theano
 
+from ..._runtime.patching import replaced
 from .context_device import is_random
-from .graph_variables import (
-    depending_on,
-    gradients_of,
-    nearest,
-    placeholder_like,
-    value_like,
-)
+from .graph_variables import depending_on, gradients_of, nearest, placeholder_like, value_like
 
 _FLOATS = "float16", "float32", "float64"
 
@@ -103,16 +98,12 @@ def copied(function, swap):
     gives the copied graph no DestroyHandler. Gradients of recurrent layers read what had been
     overwritten.
     """
-    maker = function.maker
-    of_theano, held = type(maker), [given.variable for given in maker.inputs]
+    maker_of = type(function.maker)
+    make, held = maker_of.__init__, [given.variable for given in function.maker.inputs]
 
-    class Maker(of_theano):
-        def __init__(self, *args, **options):
-            options["fgraph"].attach_feature(theano.gof.DestroyHandler())
-            super(Maker, self).__init__(*args, **options)
+    def make_in_order(maker, *args, **options):
+        options["fgraph"].attach_feature(theano.gof.DestroyHandler())
+        make(maker, *args, **options)
 
-    maker.__class__ = Maker
-    try:
+    with replaced(maker_of, __init__=make_in_order):
         return function.copy(swap={old: new for old, new in swap.items() if old in held})
-    finally:
-        maker.__class__ = of_theano

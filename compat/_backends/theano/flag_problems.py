@@ -25,7 +25,7 @@ def found(environ, version):
         said, known = theano_flags.Flags(environ), defined(version)
         for name, value in said.spelled_as(known):
             problems.append(_wrong(name.strip(), value.strip(), known, version))
-        problems.append(_not_up(said.get("device") or "cpu", environ, version))
+        problems.append(_not_up(said.get("device") or "cpu", environ))
         problems.append(_overruled((said.get("floatX") or "").strip(), environ))
     except errors.CompatError as error:
         problems.append(str(error))
@@ -73,9 +73,9 @@ def _closest(name, known):
     return spelling.closest(name, known)
 
 
-def _not_up(device, environ, version):
+def _not_up(device, environ):
     """Why the device of the flags cannot be brought up, as a sentence, or None."""
-    if not (has_gpuarray(version) and device.startswith(_DEVICES)):
+    if not device.startswith(_DEVICES):
         return None
     if importlib.util.find_spec("pygpu") is None:
         return (
@@ -85,10 +85,9 @@ def _not_up(device, environ, version):
         )
     everything = device_choice.choose(gpu_selection.parse_gpus(None), None, environ)
     if device.startswith("cuda") and not everything.gpus and not everything.shortage:
-        to_say_so = _overruling("device", "cpu")
         return (
             f"device={device}: no GPU is visible, and Theano goes on with the CPU. To say so: "
-            + to_say_so
+            + _overruling("device", "cpu")
         )
     return None
 
@@ -101,7 +100,7 @@ def _wrong(name, value, known, version):
     """
     if known and name not in known:
         return _no_flag(name, value, known, version)
-    choices, gpuarray, lower = known.get(name), has_gpuarray(version), value.lower()
+    choices, lower = known.get(name), value.lower()
     if choices and value not in choices:
         why, right = f"Theano takes {' or '.join(choices)}. For example", choices[0]
     elif name == "floatX" and value not in _FLOATX:
@@ -113,10 +112,10 @@ def _wrong(name, value, known, version):
         right = str(lower in ("yes", "on", "true"))
     elif name not in ("device", "init_gpu_device"):
         return None
-    elif value.startswith("gpu" if gpuarray else "cuda"):
-        right = "cuda" + (value[3:] or "0") if gpuarray else "gpu" + (value[4:] or "0")
+    elif value.startswith("gpu"):  # as before Theano 0.9
+        right = "cuda" + (value[3:] or "0")
         why = f"this version of Theano calls it {right}"
-    elif gpuarray and value not in ("cpu", "") and not value.startswith(_DEVICES):
+    elif value not in ("cpu", "") and not value.startswith(_DEVICES):
         why, right = "Theano takes cpu, cuda0 or opencl0:0. For example", "cpu"
     else:
         return None

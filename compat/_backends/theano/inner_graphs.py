@@ -4,7 +4,6 @@ from theano.scan_module.scan_utils import scan_args
 
 from ... import _rows
 from ..._rows import REPLICATED, Mixed, Replicated, Sharded, Unknown
-from ..._rows.values import shared
 
 
 def branched(node, values, rows):
@@ -23,18 +22,17 @@ def inlined(node, values, rows):
 
 
 def looped(node, values, rows):
-    """``scan``: rows along another dimension than that of the steps, or a step for each row."""
+    """``scan``: rows along another dimension than that of the steps. A step for each is tried."""
     loop = scan_args(node.inputs, node.outputs, node.op.inputs, node.op.outputs, node.op.info)
     of = dict(zip(node.inputs, [value.placement for value in values]))
     if loop.outer_in_mit_mot:
         return Unknown("a loop's gradient")
-    states, each_row = loop.outer_in_mit_sot + loop.outer_in_sit_sot, None
+    states = loop.outer_in_mit_sot + loop.outer_in_sit_sot
     if any(_is_first(of[v]) for v in loop.outer_in_seqs):
-        each_row = _over_rows(loop, of, rows)
-        if each_row is None:
-            return Mixed()
-        of.update((v, REPLICATED) for v in loop.outer_in_seqs)  # as one step sees them
-    elif not isinstance(of[loop.n_steps], Replicated) or any(_is_first(of[v]) for v in states):
+        others = [of[v] for v in loop.outer_in_non_seqs]
+        alone = not states + loop.cond and all(isinstance(each, Replicated) for each in others)
+        return Unknown("a step for each row") if alone else Mixed()
+    if not isinstance(of[loop.n_steps], Replicated) or any(_is_first(of[v]) for v in states):
         return Mixed()
     held, inside = _in_each_step(loop, of, states, rows)
     if any(not isinstance(inside.value(v).placement, Replicated) for v in loop.cond):
@@ -45,20 +43,7 @@ def looped(node, values, rows):
         steps = None if loop.cond else loop.n_steps
         rows.sizes.set(outer, [steps] + inside.sizes.dimensions(v))
     found = held + [inside.value(v).placement for v in loop.inner_out_nit_sot]
-    found = [each_row or _moved(each, 1) for each in found]
-    return found + [REPLICATED] * len(loop.outer_out_shared)
-
-
-def _over_rows(loop, of, rows):
-    """The placement of a step for each row, which hands nothing on to the next one; or None."""
-    along, steps = loop.outer_in_seqs, rows.sizes.numbers(loop.n_steps)
-    if loop.cond or loop.outer_in_sit_sot or loop.outer_in_mit_sot or steps is None:
-        return None
-    if not all(isinstance(of[v], Replicated) for v in loop.outer_in_non_seqs):
-        return None
-    if not all(_is_first(of[v]) and rows.sizes.dimensions(v)[0] == steps for v in along):
-        return None
-    return shared([of[v] for v in along])
+    return [_moved(each, 1) for each in found] + [REPLICATED] * len(loop.outer_out_shared)
 
 
 def _in_each_step(loop, of, states, rows):

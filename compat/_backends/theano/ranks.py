@@ -27,17 +27,31 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
         """Within, gradients, and the model's state after a step, are means over all ranks."""
         from keras import backend as K
 
-        differentiate, make = K.gradients, K.function
-        means = Means(self)
-        state = _state(model)
+        from .graph_variables import computed_by  # imports theano
+
+        differentiate, make, state = K.gradients, K.function, _state(model)
+        means = {}  # by what they are means of
+        last = K.constant(0.0)  # of the operation before, which ranks must not run after
+
+        def mean(_, *values):
+            kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
+            flat = arrays.flat(values, kind)
+            flat *= self.step_share
+            return arrays.like(values, self.engine.sum_array(flat))
 
         def gradients(loss, variables):
+            nonlocal last
             found = differentiate(loss, variables)
-            means.add(found + [new for new in state if new not in means.of])
-            return [means.of[gradient] for gradient in found]
+            asked = list(dict.fromkeys(found + [new for new in state if new not in means]))
+            if asked:  # else nothing is to be trained
+                values = [variable.transfer("cpu") for variable in asked]
+                made = computed_by(mean, [last] + values, values, lambda node, shapes: shapes[1:])
+                means.update(zip(asked, made))
+                last = made[0]
+            return [means[gradient] for gradient in found]
 
         def function(inputs, outputs, updates=(), **options):
-            updates = [(variable, means.of.get(new, new)) for variable, new in updates]
+            updates = [(variable, means.get(new, new)) for variable, new in updates]
             return make(inputs, outputs, updates, **options)
 
         with replaced(K, gradients=gradients, function=function):
@@ -52,36 +66,3 @@ def _state(model):
         for variable, new in model.updates
         if variable not in of_rows and "float" in variable.dtype and "float" in new.dtype
     ]
-
-
-class Means:
-    """Means over all ranks of variables of a graph: ``of`` has them by the variables."""
-
-    def __init__(self, maker):
-        self.maker = maker
-        self.of = {}  # type: dict
-        self.last = []  # type: list  # of the operation before, which ranks must not run after
-
-    def add(self, variables):
-        """Make an operation that computes their means, after all others."""
-        from .graph_variables import computed_by  # imports theano
-
-        if not variables:  # nothing is to be trained
-            return
-        variables = list(dict.fromkeys(variables))
-        values = [variable.transfer("cpu") for variable in variables]
-        before = len(self.last)
-
-        def mean(*values):
-            values = values[before:]
-            kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
-            flat = arrays.flat(values, kind)
-            flat *= self.maker.step_share
-            return arrays.like(values, self.maker.engine.sum_array(flat))
-
-        def shapes(node, shapes):
-            return shapes[before:]
-
-        means = computed_by(mean, self.last + values, values, shapes)
-        self.of.update(zip(variables, means))
-        self.last = means[:1]

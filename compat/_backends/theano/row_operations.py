@@ -27,15 +27,8 @@ def _plain(values):
     return _rows.without_rows([value.placement for value in values])
 
 
-def _of_first(rule):
-    """Of operations whose other inputs have to be the same for all devices."""
-
-    def applied(node, values, rows):
-        if all(isinstance(value.placement, Replicated) for value in values[1:]):
-            return rule(node, values, rows)
-        return Mixed()
-
-    return applied
+def _are_replicated(values):
+    return all(isinstance(value.placement, Replicated) for value in values)
 
 
 def unknown(node, values, rows):
@@ -95,11 +88,11 @@ def _along(node, values, rows):
     return Mixed() if node.op.axis is None else _rows.along(values[0], node.op.axis)
 
 
-@_of_first
 def _along_second(node, values, rows):
     """Along an axis that is the second input."""
     axis = rows.sizes.constant(node.inputs[1])
-    return Mixed() if axis is None else _rows.along(values[0], axis)
+    known = axis is not None and _are_replicated(values[1:])
+    return _rows.along(values[0], axis) if known else Mixed()
 
 
 def _along_last(values):
@@ -181,7 +174,7 @@ def _assigned(node, values, rows):
 
 
 def _looked_up_by_several(node, values, rows):
-    """By one tensor of numbers, or by one in each row: ``x[T.arange(n), numbers]``."""
+    """By one tensor of numbers. What several look up is tried."""
     tensors = {axis: v for axis, v in enumerate(values[1:]) if v.rank is not None}
     whole = all(
         getattr(each, "data", None) == slice(None)
@@ -191,24 +184,12 @@ def _looked_up_by_several(node, values, rows):
     if whole and len(tensors) == 1:
         ((axis, numbers),) = tensors.items()
         return _rows.gathered([values[0], numbers], axis)
-    if whole and list(tensors) == list(range(len(tensors))) and values[0].placement == Sharded(0):
-        together = [Value(Sharded(0), [None])] + list(tensors.values())[1:]
-        if _is_each_row(node.inputs[1], node.inputs[0], rows):
-            return _rows.pointwise(together)
     return unknown(node, values, rows)
 
 
-def _is_each_row(numbers, data, rows):
-    """Whether these are the numbers 0, 1, 2, ... of the rows of ``data``."""
-    if numbers.owner is None or type(numbers.owner.op).__name__ != "ARange":
-        return False
-    asked, sizes = map(rows.sizes.numbers, numbers.owner.inputs), rows.sizes.dimensions(data)[0]
-    return sizes is not None and list(asked) == [[0] * len(ROWS), sizes, [1] * len(ROWS)]
-
-
-@_of_first
 def _repeated(node, values, rows):
-    return _rows.repeated(values[0], node.op.axis, rows.sizes.constant(node.inputs[1]))
+    found = _rows.repeated(values[0], node.op.axis, rows.sizes.constant(node.inputs[1]))
+    return found if _are_replicated(values[1:]) else Mixed()
 
 
 def _diagonal(node, values, rows):
@@ -225,7 +206,7 @@ def _by_row(axes, node, values, rows):
 def _pooled(node, values, rows):
     """Along the last dimensions; of gradients, several inputs have one shape."""
     several = [value for value in values if value.rank == values[0].rank]
-    if any(not isinstance(v.placement, Replicated) for v in values if v not in several):
+    if not _are_replicated([value for value in values if value not in several]):
         return Mixed()
     found = _rows.by_row(several, [values[0].axis or 0] * len(several))
     return _rows.resized(Value(found, values[0].shape), list(range(-node.op.ndim, 0)))

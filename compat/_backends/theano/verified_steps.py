@@ -16,27 +16,18 @@ PRODUCTS = (
 class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
     """The method by which Keras makes the function of a step."""
 
-    def __init__(self, verification, kind):
-        super().__init__(verification, kind)
-        self.states = set()  # of generators of random numbers
-
     def written(self, function, model):
-        if hasattr(function, "updates"):  # of replicas
-            written = list(function.updates)
-            for device in function.owner.devices:
-                # Its generators go on by themselves.
-                states = [own for keras, own in device.variables.items() if is_random(keras)]
-                self.states.update(states)
-                written += states
+        if hasattr(function, "updates"):  # of replicas, whose generators go on by themselves
+            own = [device.variables.values() for device in function.owner.devices]
+            written = list(function.updates) + [v for each in own for v in filter(is_random, each)]
         else:
             inputs = function.function.maker.expanded_inputs
             written = [i.variable for i in inputs if i.update is not None]
-            self.states.update(filter(is_random, written))
         written = [v for v in written if hasattr(v, "broadcastable")]  # no RandomState
         return sorted(written, key=lambda variable: int(variable.auto_name.partition("_")[2]))
 
     def is_random(self, variable):
-        return variable in self.states
+        return is_random(variable)
 
     def operations(self, step):
         """From the functions that Theano compiled for each device, and that this step calls."""
