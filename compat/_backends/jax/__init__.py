@@ -192,9 +192,12 @@ class JAX(Backend):
 
 def _devices(jax):
     """JAX's devices, by Keras' names for them."""
-    from . import sharding  # imports jax
+    return {device_name(device): device for device in jax.local_devices()}
 
-    return {sharding.device_name(device): device for device in jax.local_devices()}
+
+def device_name(device):
+    """A device of JAX's, as compat names it."""
+    return f"{device.platform}:{device.id}"
 
 
 def _gpus(jax):

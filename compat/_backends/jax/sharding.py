@@ -15,6 +15,7 @@ from ... import _keras, errors
 from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
+from . import device_name
 
 
 def check_distribution(model):
@@ -37,12 +38,10 @@ def install(model, devices):
     sharded = ShardedCall(devices)
     sharded.install(model)
     CountedSteps(devices).install(model)
-    if not steps.has_own_steps(model):
-        return
     for part in steps.called_models(model):
         if ShardedCall.of(part) is None:
             ShardedCall(devices, belongs_to=sharded).install(part)
-    for step in _STEPS:
+    for step in _STEPS if steps.has_own_steps(model) else ():
         step(devices).install(model)
 
 
@@ -245,11 +244,6 @@ def _put(value, sharding):
     if mask is not None:
         masking.set_keras_mask(result, mask)
     return result
-
-
-def device_name(device):
-    """A device of JAX's, as compat names it."""
-    return f"{device.platform}:{device.id}"
 
 
 def _is_staged(value):

@@ -64,13 +64,11 @@ class Theano(Backend):
     def environ(
         self, settings: "Settings", environ: "Mapping[str, str]"
     ) -> "Dict[str, Optional[str]]":
-        variables = dict(settings.devices.environ(environ))
         flags = self._flags(settings, environ, range(len(settings.devices.gpus)))
         before = environ.get("THEANO_FLAGS", "")
         merged = theano_flags.merge_flags(before, flags)
-        if merged != before:
-            variables["THEANO_FLAGS"] = merged
-        return variables
+        changed = {} if merged == before else {"THEANO_FLAGS": merged}
+        return dict(settings.devices.environ(environ), **changed)
 
     def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
         """A GPU named in a flag or a file, where none is used, nor was declined."""
@@ -138,8 +136,7 @@ class Theano(Backend):
         return f"{path} written" + (f", as it was: {backup}" if backup else "")
 
     def _flags(self, settings, environ, ids):
-        gpuarray = flag_problems.has_gpuarray(detection.installed_version(self))
-        return theano_flags.asked(settings, environ, ids, gpuarray)
+        return theano_flags.asked(settings, environ, ids, detection.installed_version(self))
 
     def _apply(self, theano, flags, known, settings):
         """Make ``theano.config`` say what the flags say.

@@ -24,7 +24,7 @@ def found(environ, version):
         problems += [_ignored(name, value) for name, value in entries]
         said, known = theano_flags.Flags(environ), defined(version)
         for name, value in said.spelled_as(known):
-            problems.append(_wrong(name.strip(), value.strip(), known, version))
+            problems.append(_wrong(name, value, known, version))
         problems.append(_not_up(said.get("device") or "cpu", environ))
         problems.append(_overruled((said.get("floatX") or "").strip(), environ))
     except errors.CompatError as error:
@@ -42,15 +42,10 @@ def misspelled(said, known, version):
         known: the names of those that the imported Theano has.
     """
     return [
-        _no_flag(name.strip(), value, known, version)
+        _no_flag(name, value, known, version)
         for name, value in said.spelled_as(known)
-        if name.strip() not in known and _closest(name.strip(), known)
+        if name not in known and _closest(name, known)
     ]
-
-
-def has_gpuarray(version):
-    """Whether Theano of this version has the GPU back-end that came with 0.9."""
-    return packages.release(version or "1.0") >= (0, 9)
 
 
 def defined(version):

@@ -11,8 +11,7 @@ from theano.gof import graph
 from ... import _keras, _rows
 from ..._rows import split_rows
 from ..._runtime import progress, work
-from . import graph_cuts
-from .device_body import Body, copied
+from . import device_body, graph_cuts
 from .graph_variables import computed_by, gradients_of, value_like
 
 #: What Theano raises where the sizes of a part of a batch do not fit each other.
@@ -57,7 +56,7 @@ class ReplicatedFunction:
         self._prepare(given, rows)
         bounds = [split_rows.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
         shards = [self._given_to_body(given, slice(*each)) for each in bounds]
-        for device, _ in zip(devices, self.forward):
+        for device in devices[: len(self.forward)]:
             device.take_weights()
         try:
             computed = self._run(self.forward, shards)
@@ -263,34 +262,23 @@ class ReplicatedFunction:
 
     def _make_bodies(self):
         """Compile them: forward and, of the cuts that have a gradient, backward."""
-        cuts, bodies = self._cut_variables(), {}
+        cuts, devices = self._cut_variables(), self.owner.devices
         back = [self.cuts.index(cut) for cut in self.cuts_back]
         weights = [weight for weight, _ in self.weights if weight in self.used]
-        self.forward = None if back else self.owner.forward.get(tuple(cuts))
-        for number, device in enumerate(self.owner.devices if self.forward is None else ()):
+        made = [] if back else self.owner.forward.get(tuple(cuts), [])
+        for number, device in enumerate(devices if cuts and not made else ()):
             for variable in self.used:
                 device.adopt(variable, number)
-            # On one processor all are copies of the first's.
-            if number == 0 or device.target != self.owner.devices[0].target:
+            if number == 0 or device.target != devices[0].target:
+                given = self.body_inputs, self.sharded, cuts, self.used, back, weights
                 with device.current():
-                    given = self.body_inputs, self.sharded, cuts, self.used
-                    body = bodies[device] = Body(device, self._compile, *given)
-                    self.body_weights = body.differentiate(back, weights) if back else []
-        if self.forward is None:
-            self.forward = self._functions(bodies, Body.forward)
+                    functions, weights = device_body.compiled(device, self._compile, *given)
+                made.append(functions)
+            else:  # on one processor all are copies of the first's
+                swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
+                made.append([device_body.copied(function, swap) for function in made[0]])
         if not back:
-            self.owner.forward[tuple(cuts)] = self.forward
-        self.backward = self._functions(bodies, Body.backward) if back else []
-
-    def _functions(self, bodies, make):
-        """A function for each device: that of its body, or a copy of the first one's."""
-        functions = []  # type: Any
-        first = self.owner.devices[0]
-        for device in self.owner.devices:
-            if device in bodies:
-                with device.current():
-                    functions.append(make(bodies[device]))
-            else:
-                swap = {first.variables[v]: device.variables[v] for v in self.used}
-                functions.append(copied(functions[0], swap))
-        return functions
+            self.owner.forward[tuple(cuts)] = made
+        self.body_weights = weights
+        self.forward = [forward for forward, *_ in made]
+        self.backward = [backward for _, *rest in made for backward in rest]

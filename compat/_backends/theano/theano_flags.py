@@ -14,17 +14,14 @@ import shlex
 import sys
 
 from ... import errors
+from ..._configuration import packages
 from ..._ranks import launchers
 from ..._runtime.safe_files import plain
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 # THEANO_FLAGS ---------------------------------------------------------------------------------
 
 
-def split_flags(text: str) -> "List[Tuple[str, Optional[str]]]":
+def split_flags(text):
     """Name and value of each entry of a ``THEANO_FLAGS`` text; no value where there is no ``=``.
 
     Commas separate; a backslash or quotes take them, and each other, literally; ``#`` begins a
@@ -47,14 +44,14 @@ def split_flags(text: str) -> "List[Tuple[str, Optional[str]]]":
     return [(name, value if equals else None) for name, equals, value in pairs]
 
 
-def parse_flags(text: str) -> "Dict[str, str]":
+def parse_flags(text):
     """The flags that Theano takes from a ``THEANO_FLAGS`` text: of duplicates the last."""
     return {name: value for name, value in split_flags(text) if value is not None}
 
 
-def merge_flags(text: str, flags: "Mapping[str, str]") -> str:
+def merge_flags(text, flags):
     """A ``THEANO_FLAGS`` text that says what ``text`` said, and ``flags`` where both speak."""
-    merged: "Dict[str, Optional[str]]" = {}
+    merged = {}  # type: dict
     for name, value in split_flags(text) + list(flags.items()):
         if value is not None or name not in merged:
             merged[name] = value
@@ -70,7 +67,7 @@ def _escaped(entry):
 # Files ----------------------------------------------------------------------------------------
 
 
-def files(environ: "Mapping[str, str]") -> "List[str]":
+def files(environ):
     """The files that Theano reads, present or not; what a later one says wins.
 
     Raises:
@@ -103,7 +100,7 @@ class Flags:
         ConfigurationFileError: a file cannot be read.
     """
 
-    def __init__(self, environ: "Mapping[str, str]") -> None:
+    def __init__(self, environ):
         self._flags = parse_flags(environ.get("THEANO_FLAGS", ""))
         home = _expanduser("~", environ)
         defaults = {name: environ.get(name, "") for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP")}
@@ -111,7 +108,7 @@ class Flags:
         self._parser = configparser.ConfigParser(defaults)
         self.files = [path for path in files(environ) if read_into(path, self._parser)]
 
-    def get(self, name: str) -> "Optional[str]":
+    def get(self, name):
         """The text that Theano would take as this flag's value, or None for its default."""
         if name in self._flags:
             return self._flags[name]
@@ -121,7 +118,7 @@ class Flags:
         except configparser.InterpolationError:  # such as compiledir_format's %(platform)s
             return self._parser.get(section, option, raw=True)
 
-    def spelled_as(self, defined: "Iterable[str]") -> "Iterator[Tuple[str, str]]":
+    def spelled_as(self, defined):
         """The flags' names and values; names in files, where case does not matter, as Theano's.
 
         The files' first. Without what a file has under [DEFAULT], which stands in each of its
@@ -134,11 +131,12 @@ class Flags:
                 defined_as = names.get(name.lower())
                 if name in self._flags or not defined_as and option in self._parser.defaults():
                     continue
-                yield defined_as or name, self._parser.get(section, option, raw=True)
-        yield from self._flags.items()
+                yield defined_as or name, self._parser.get(section, option, raw=True).strip()
+        for name, value in self._flags.items():
+            yield name.strip(), value.strip()
 
 
-def defined(path: str) -> "Dict[str, Optional[List[str]]]":
+def defined(path):
     """The flags that Theano's ``configdefaults.py`` defines, and what each takes: None: see there.
 
     Read from the file, since importing it configures Theano and may bring up a GPU.
@@ -147,13 +145,13 @@ def defined(path: str) -> "Dict[str, Optional[List[str]]]":
 
     with open(path, encoding="utf-8") as file:
         tree = ast.parse(file.read())
-    flags = {}  # type: Dict[str, Optional[List[str]]]
+    flags = {}  # type: dict
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "AddConfigVar":
             with contextlib.suppress(ValueError):  # not written out
                 name = ast.literal_eval(node.args[0])
                 flags[name] = None
-                parameter: "Any" = node.args[2]
+                parameter = node.args[2]  # type: Any
                 # convert= makes other spellings of a value one of them.
                 spelled = "convert" in [keyword.arg for keyword in parameter.keywords]
                 if getattr(parameter.func, "id", None) == "EnumStr" and not spelled:
@@ -210,8 +208,13 @@ def readable(path):
 # What is asked, in Theano's words -------------------------------------------------------------
 
 
-def asked(settings, environ, ids, has_gpuarray):
-    """The flags that say what was asked, with Theano's numbers of the GPUs."""
+def asked(settings, environ, ids, version):
+    """The flags that say what was asked, with Theano's numbers of the GPUs.
+
+    Arguments:
+        version: Theano's, or None. The GPU back-end of today came with 0.9.
+    """
+    has_gpuarray = packages.release(version or "1.0") >= (0, 9)
     options = _checked(settings.options.get("theano_flags", {}))
     said = Flags(environ)
     names = ["{}{}".format("cuda" if has_gpuarray else "gpu", i) for i in ids]
