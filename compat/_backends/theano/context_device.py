@@ -76,7 +76,6 @@ class Device:
             value = independent_state(value, number)
         if hasattr(variable, "broadcastable"):
             options = {"target": self.place, "broadcastable": variable.broadcastable}
-        value = value if isinstance(value, np.random.RandomState) else np.asarray(value)
         with self.current():
             own = self.variables[variable] = theano.shared(value, variable.name, **options)
         own.is_state = is_random(variable)

@@ -14,9 +14,7 @@ from ..._runtime.patching import replaced
 
 
 class MakeTheanoTrainFunction(keras2.MakeFunction):
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.step_share = 0.0  # of the step that runs
+    step_share = 0.0  # of the step that runs
 
     def run(self, function, inputs):
         self.step_share, inputs = self.share(function, inputs)
@@ -29,7 +27,13 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
 
         from .graph_variables import computed_by  # imports theano
 
-        differentiate, make, state = K.gradients, K.function, _state(model)
+        differentiate, make = K.gradients, K.function
+        of_rows = _keras.states(model, "get_value")
+        state = [  # the values that a step gives to moving averages and the like
+            new
+            for variable, new in model.updates
+            if variable not in of_rows and "float" in variable.dtype and "float" in new.dtype
+        ]
         means = {}  # by what they are means of
         last = K.constant(0.0)  # of the operation before, which ranks must not run after
 
@@ -56,13 +60,3 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
 
         with replaced(K, gradients=gradients, function=function):
             yield
-
-
-def _state(model):
-    """The values that a step gives to moving averages, and the like; no row of the batch's."""
-    of_rows = _keras.states(model, "get_value")
-    return [
-        new
-        for variable, new in model.updates
-        if variable not in of_rows and "float" in variable.dtype and "float" in new.dtype
-    ]

@@ -44,8 +44,6 @@ class ReplicatedFunction:
         self.is_made = False
         self.tried = {}  # type: Any  # with how many rows, for each shape of them
         self.cuts = []  # type: Any
-        self.forward = []  # type: Any  # a Theano function for each device
-        self.backward = []  # type: Any
         self.batch = None  # type: Any  # what `_go_back` takes of the one that runs
 
     def __call__(self, inputs):
@@ -124,12 +122,12 @@ class ReplicatedFunction:
     def _make(self, given):
         """Find where the graph is cut, and compile what devices compute of rows, and the rest."""
         self._find_cuts(given)
+        at_cut = {cut.variable: cut.variable.type() for cut in self.cuts}
         self.used = [
             variable
-            for variable in graph.inputs(self._cut_variables())
+            for variable in graph.inputs(list(at_cut))
             if isinstance(variable, theano.compile.SharedVariable) and variable not in given
         ]
-        at_cut = {cut.variable: cut.variable.type() for cut in self.cuts}
         gradients = self._gradients(at_cut)
         replaced = {own: value_like(own, gradients[weight]) for weight, own in self.weights}
         replaced.update(at_cut)
@@ -152,7 +150,7 @@ class ReplicatedFunction:
             floats = [given for given in at_cut.values() if "float" in given.dtype]
             gradients = gradients_of(theano.clone(self.loss, at_cut), list(weights) + floats)
         self.cuts_back = [cut for cut in self.cuts if at_cut[cut.variable] in gradients]
-        self._make_bodies()
+        self._make_bodies(list(at_cut))
         if self.cuts_back:
             go_back = weakref.WeakMethod(self._go_back)  # Theano's profiles keep operations
 
@@ -165,9 +163,6 @@ class ReplicatedFunction:
                 gradients[weight] = gradients[weight] + value if weight in gradients else value
         return gradients
 
-    def _cut_variables(self):
-        return [cut.variable for cut in self.cuts]
-
     def _find_cuts(self, given):
         """Find where the head begins: the variables nearest to it that the body computes."""
         owner, outputs = self.owner, self.owner.model.outputs
@@ -178,7 +173,6 @@ class ReplicatedFunction:
         self.body_inputs = self.sharded + others
         self.cuts, across, reach = [], owner.across, "The model"
         if across is None:
-            given = {v: given[v] for v in self.body_inputs}
             of_model = graph_cuts.ModelGraph(outputs, self.sharded, given, not owner.doubt)
             wanted = self.outputs + list(self.updates.values())
             self.cuts = of_model.cuts(wanted)
@@ -187,39 +181,34 @@ class ReplicatedFunction:
             owner.runs_whole(across, reach)
 
     def _in_inference(self, given, rows, chosen):
-        """What the first device gets for some rows of the batch, and what it computes of them."""
+        """What the first device computes of some rows of the batch: the values at the cuts.
+
+        And what it would go back from, besides gradients.
+        """
         from keras import backend as K
 
-        phase = K.learning_phase()
+        phase, count = K.learning_phase(), len(self.cuts)
         given = {v: 0 if v is phase else value for v, value in given.items()}
         part = self._given_to_body(given, [row % rows for row in chosen])
-        return part, self._run(self.forward[:1], [part])[0]
+        (values,) = self._run(self.forward[:1], [part])
+        return list(map(np.asarray, values[:count])), part + values[count:]
 
     def _is_right(self, given, rows):
         """Whether a trial, in inference, finds at the cuts what was thought.
 
         Otherwise what no rule knows is doubted from now on; where all is known, the model is.
         """
-
-        def compute(chosen):
-            values = self._in_inference(given, rows, chosen)[1]
-            return list(map(np.asarray, values[: len(self.cuts)]))
-
         if not self.cuts:
             return True
         owner, device = self.owner, self.owner.devices[0]
         device.take_weights()
         with device.randomness_kept():
             try:
-                found = _rows.trial.tried(compute)
+                found = _rows.trial.tried(lambda chosen: self._in_inference(given, rows, chosen)[0])
             except Exception:
                 self._compute_on_one(given)
                 found = [None] * len(self.cuts)
-        wrong = [
-            result
-            for cut, result in zip(self.cuts, found)
-            if not cut.is_right(result) and not graph_cuts.is_normalized(cut)
-        ]
+        wrong = [result for cut, result in zip(self.cuts, found) if not cut.is_right(result)]
         if not wrong:
             return True
         untold = all(result is None or isinstance(result, _rows.Unknown) for result in wrong)
@@ -238,10 +227,9 @@ class ReplicatedFunction:
         places = [self.cuts.index(cut) for cut in self.cuts_back]
 
         def compute(chosen):
-            part, values = self._in_inference(given, rows, chosen)
-            upstream = [np.asarray(values[place]) + np.float32(0.5) for place in places]
-            part = part + values[len(self.cuts) :] + upstream
-            return list(map(np.asarray, self._run(self.backward[:1], [part])[0]))
+            at_cut, handed_over = self._in_inference(given, rows, chosen)
+            upstream = [at_cut[place] + np.float32(0.5) for place in places]
+            return list(map(np.asarray, self._run(self.backward[:1], [handed_over + upstream])[0]))
 
         try:
             with self.owner.devices[0].randomness_kept():
@@ -260,9 +248,9 @@ class ReplicatedFunction:
 
     # The devices' functions ---------------------------------------------------------------------
 
-    def _make_bodies(self):
+    def _make_bodies(self, cuts):
         """Compile them: forward and, of the cuts that have a gradient, backward."""
-        cuts, devices = self._cut_variables(), self.owner.devices
+        devices = self.owner.devices
         back = [self.cuts.index(cut) for cut in self.cuts_back]
         weights = [weight for weight, _ in self.weights if weight in self.used]
         made = [] if back else self.owner.forward.get(tuple(cuts), [])

@@ -44,11 +44,6 @@ def split_flags(text):
     return [(name, value if equals else None) for name, equals, value in pairs]
 
 
-def parse_flags(text):
-    """The flags that Theano takes from a ``THEANO_FLAGS`` text: of duplicates the last."""
-    return {name: value for name, value in split_flags(text) if value is not None}
-
-
 def merge_flags(text, flags):
     """A ``THEANO_FLAGS`` text that says what ``text`` said, and ``flags`` where both speak."""
     merged = {}  # type: dict
@@ -101,7 +96,8 @@ class Flags:
     """
 
     def __init__(self, environ):
-        self._flags = parse_flags(environ.get("THEANO_FLAGS", ""))
+        entries = split_flags(environ.get("THEANO_FLAGS", ""))  # of duplicates the last counts
+        self._flags = {name: value for name, value in entries if value is not None}
         home = _expanduser("~", environ)
         defaults = {name: environ.get(name, "") for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP")}
         defaults.update(USER=environ.get("USER", os.path.split(home)[-1]), PID=str(os.getpid()))
@@ -136,29 +132,6 @@ class Flags:
             yield name.strip(), value.strip()
 
 
-def defined(path):
-    """The flags that Theano's ``configdefaults.py`` defines, and what each takes: None: see there.
-
-    Read from the file, since importing it configures Theano and may bring up a GPU.
-    """
-    import ast  # here for start-up time
-
-    with open(path, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    flags = {}  # type: dict
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "AddConfigVar":
-            with contextlib.suppress(ValueError):  # not written out
-                name = ast.literal_eval(node.args[0])
-                flags[name] = None
-                parameter = node.args[2]  # type: Any
-                # convert= makes other spellings of a value one of them.
-                spelled = "convert" in [keyword.arg for keyword in parameter.keywords]
-                if getattr(parameter.func, "id", None) == "EnumStr" and not spelled:
-                    flags[name] = [ast.literal_eval(argument) for argument in parameter.args]
-    return flags
-
-
 def section_and_option(name):
     """The section and option of a flag in a file."""
     section, _, option = name.rpartition(".")
@@ -188,20 +161,16 @@ def read_into(path, parser):
 def readable(path):
     try:
         yield
-    except (configparser.Error, UnicodeError, OSError) as error:
-        problem = str(error).replace("\n", " ").rstrip(".")
-        remedy = (
-            "Theano cannot be imported with it. Fix the file: each option stands once, as "
-            "`name = value`, under a section such as [global]."
-        )
-        if isinstance(error, OSError):
-            problem = "it is not a regular file"
-            remedy = (
-                "Theano would wait for what it says when it is imported. Put a file there, "
-                "or name one in THEANORC."
-            )
+    except OSError as error:
         raise errors.ConfigurationFileError(
-            f"{path} cannot be read: {problem}. {remedy}"
+            f"{path} cannot be read: it is not a regular file. Theano would wait for what it says "
+            "when it is imported. Put a file there, or name one in THEANORC."
+        ) from error
+    except (configparser.Error, UnicodeError) as error:
+        problem = str(error).replace("\n", " ").rstrip(".")
+        raise errors.ConfigurationFileError(
+            f"{path} cannot be read: {problem}. Theano cannot be imported with it. Fix the file: "
+            "each option stands once, as `name = value`, under a section such as [global]."
         ) from error
 
 
