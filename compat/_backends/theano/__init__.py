@@ -152,8 +152,7 @@ class Theano(Backend):
                     raise ValueError(f"Theano {theano.__version__} has no flag {name}")
                 value = known[name].filter(text) if known[name].filter else text
             except ValueError as error:
-                asked = settings.options.get("theano_flags")
-                raise theano_flags.invalid(asked, error) from error
+                raise theano_flags.invalid(settings.options.get("theano_flags"), error) from error
             if known[name].__get__(True, None) != value:
                 changes[name] = value
         late = [name for name in changes if not known[name].allow_override]

@@ -75,14 +75,14 @@ class ReplicatedTheanoFunctions:
         self.forward = {}  # type: dict
         self._warned = False
         for name in self.METHODS:
-            vars(model)[name] = functools.partial(self._make, name, getattr(model, name))
+            vars(model)[name] = functools.partial(self._make, getattr(model, name))
         vars(model)["_compat_functions"] = self
 
     def uninstall(self):
         for name in self.METHODS + ["_compat_functions"]:
             del vars(self.model)[name]
 
-    def _make(self, name, make):
+    def _make(self, make):
         """Keras' method, for which ``K.function`` makes a replicated one, of gradients to come."""
         from keras import backend as K
 
@@ -100,8 +100,7 @@ class ReplicatedTheanoFunctions:
         def function(inputs, outputs, updates=(), **options):
             return ReplicatedFunction(self, inputs, outputs, updates, asked, options)
 
-        ours = {"function": function, "gradients": gradients}
-        with replaced(K, **(ours if "train" in name else {"function": function})):
+        with replaced(K, function=function, gradients=gradients):
             make()
 
     def runs_whole(self, across, reach=_rows.FROM_THERE_ON):

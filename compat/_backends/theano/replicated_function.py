@@ -94,8 +94,8 @@ class ReplicatedFunction:
     def _go_back(self, *gradients):
         """The gradients of the bodies' weights, summed up, for those of the whole batch at cuts."""
         shards, parts, sizes = self.batch
-        at_cut = zip(self.cuts_back, gradients)
-        split = [cut.split(each, parts[self.cuts.index(cut)], sizes) for cut, each in at_cut]
+        at_cut = zip(self.back, gradients)
+        split = [self.cuts[place].split(each, parts[place], sizes) for place, each in at_cut]
         found = self._run(self.backward, [s + list(g) for s, g in zip(shards, zip(*split))])
         return [np.asarray(functools.reduce(operator.add, map(np.asarray, e))) for e in zip(*found)]
 
@@ -149,15 +149,16 @@ class ReplicatedFunction:
         if self.loss is not None:
             floats = [given for given in at_cut.values() if "float" in given.dtype]
             gradients = gradients_of(theano.clone(self.loss, at_cut), list(weights) + floats)
-        self.cuts_back = [cut for cut in self.cuts if at_cut[cut.variable] in gradients]
+        # The places of the cuts from which it goes back.
+        self.back = [place for place, v in enumerate(at_cut.values()) if v in gradients]
         self._make_bodies(list(at_cut))
-        if self.cuts_back:
+        if self.back:
             go_back = weakref.WeakMethod(self._go_back)  # Theano's profiles keep operations
 
             def of_bodies(*upstream):
                 return go_back()(*upstream)
 
-            upstream = [gradients[at_cut[cut.variable]] for cut in self.cuts_back]
+            upstream = [gradients[v] for v in at_cut.values() if v in gradients]
             own = [weights[weight] for weight in self.body_weights]
             for weight, value in zip(self.body_weights, computed_by(of_bodies, upstream, own)):
                 gradients[weight] = gradients[weight] + value if weight in gradients else value
@@ -174,8 +175,7 @@ class ReplicatedFunction:
         self.cuts, across, reach = [], owner.across, "The model"
         if across is None:
             of_model = graph_cuts.ModelGraph(outputs, self.sharded, given, not owner.doubt)
-            wanted = self.outputs + list(self.updates.values())
-            self.cuts = of_model.cuts(wanted)
+            self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
             across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
             owner.runs_whole(across, reach)
@@ -221,14 +221,13 @@ class ReplicatedFunction:
 
     def _is_right_back(self, given, rows):
         """Whether gradients of the user's own are those of the whole batch, by a trial as well."""
-        across = graph_cuts.own_gradient(self.cuts_back)
+        across = graph_cuts.own_gradient([self.cuts[place] for place in self.back])
         if across is None:
             return True
-        places = [self.cuts.index(cut) for cut in self.cuts_back]
 
         def compute(chosen):
             at_cut, handed_over = self._in_inference(given, rows, chosen)
-            upstream = [at_cut[place] + np.float32(0.5) for place in places]
+            upstream = [at_cut[place] + np.float32(0.5) for place in self.back]
             return list(map(np.asarray, self._run(self.backward[:1], [handed_over + upstream])[0]))
 
         try:
@@ -250,8 +249,7 @@ class ReplicatedFunction:
 
     def _make_bodies(self, cuts):
         """Compile them: forward and, of the cuts that have a gradient, backward."""
-        devices = self.owner.devices
-        back = [self.cuts.index(cut) for cut in self.cuts_back]
+        devices, back = self.owner.devices, self.back
         weights = [weight for weight, _ in self.weights if weight in self.used]
         made = [] if back else self.owner.forward.get(tuple(cuts), [])
         for number, device in enumerate(devices if cuts and not made else ()):

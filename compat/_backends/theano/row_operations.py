@@ -173,17 +173,12 @@ def _assigned(node, values, rows):
     return target if isinstance(both, Sharded) and both.axis == part.axis else Mixed()
 
 
-def _looked_up_by_several(node, values, rows):
+def _looked_up(node, values, rows):
     """By one tensor of numbers. What several look up is tried."""
-    tensors = {axis: v for axis, v in enumerate(values[1:]) if v.rank is not None}
-    whole = all(
-        getattr(each, "data", None) == slice(None)
-        for axis, each in enumerate(node.inputs[1:])
-        if axis not in tensors
-    )
-    if whole and len(tensors) == 1:
-        ((axis, numbers),) = tensors.items()
-        return _rows.gathered([values[0], numbers], axis)
+    tensors = [axis for axis, value in enumerate(values[1:]) if value.rank is not None]
+    others = [v for v, value in zip(node.inputs[1:], values[1:]) if value.rank is None]
+    if len(tensors) == 1 and all(getattr(v, "data", None) == slice(None) for v in others):
+        return _rows.gathered([values[0], values[1 + tensors[0]]], tensors[0])
     return unknown(node, values, rows)
 
 
@@ -341,7 +336,7 @@ _KINDS = [
     (_sliced, "Subtensor"),
     (_assigned, "IncSubtensor"),
     (_all(lambda values: _rows.gathered(values, 0)), "AdvancedSubtensor1"),
-    (_looked_up_by_several, "AdvancedSubtensor"),
+    (_looked_up, "AdvancedSubtensor"),
     (_repeated, "RepeatOp"),
     (_diagonal, "ExtractDiag"),
     (partial(_by_row, [0, None, 0]), "CrossentropySoftmaxArgmax1HotWithBias"),

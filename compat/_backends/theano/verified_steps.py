@@ -37,7 +37,7 @@ class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
         made(step.inputs)
         devices = [device.name for device in made.owner.devices]
         return {
-            name: (len(products(forward)), len(of_gradients(backward, len(made.cuts_back))))
+            name: (len(products(forward)), len(of_gradients(backward, len(made.back))))
             for name, forward, backward in zip(devices, made.forward, made.backward)
         }
 
