@@ -15,7 +15,6 @@ from ... import _keras, errors
 from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import device_name
 
 
 def check_distribution(model):
@@ -244,6 +243,11 @@ def _put(value, sharding):
     if mask is not None:
         masking.set_keras_mask(result, mask)
     return result
+
+
+def device_name(device):
+    """A device of JAX's, as compat names it."""
+    return f"{device.platform}:{device.id}"
 
 
 def _is_staged(value):

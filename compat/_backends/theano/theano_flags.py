@@ -161,16 +161,20 @@ def read_into(path, parser):
 def readable(path):
     try:
         yield
-    except OSError as error:
-        raise errors.ConfigurationFileError(
-            f"{path} cannot be read: it is not a regular file. Theano would wait for what it says "
-            "when it is imported. Put a file there, or name one in THEANORC."
-        ) from error
-    except (configparser.Error, UnicodeError) as error:
+    except (configparser.Error, UnicodeError, OSError) as error:
         problem = str(error).replace("\n", " ").rstrip(".")
+        remedy = (
+            "Theano cannot be imported with it. Fix the file: each option stands once, as "
+            "`name = value`, under a section such as [global]."
+        )
+        if isinstance(error, OSError):
+            problem = "it is not a regular file"
+            remedy = (
+                "Theano would wait for what it says when it is imported. Put a file there, "
+                "or name one in THEANORC."
+            )
         raise errors.ConfigurationFileError(
-            f"{path} cannot be read: {problem}. Theano cannot be imported with it. Fix the file: "
-            "each option stands once, as `name = value`, under a section such as [global]."
+            f"{path} cannot be read: {problem}. {remedy}"
         ) from error
 
 
