@@ -95,10 +95,13 @@ def flat(arrays, dtype):
 
 
 def like(arrays, numbers):
-    """The opposite: numpy arrays of the shapes and types of these."""
-    ends = np.cumsum([array.size for array in arrays])
-    parts = zip(arrays, np.split(numbers, ends[:-1]))
-    return [part.reshape(array.shape).astype(array.dtype, copy=False) for array, part in parts]
+    """The opposite: arrays of the shapes and types of these. Also of JAX's."""
+    parts, start = [], 0
+    for array in arrays:
+        part = numbers[start : start + array.size]
+        parts.append(part.reshape(array.shape).astype(array.dtype, copy=False))
+        start += array.size
+    return parts
 
 
 # Batches --------------------------------------------------------------------------------------

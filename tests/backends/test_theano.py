@@ -114,7 +114,7 @@ def ran(model):
     """For each device, how many products of layers ran there so far, and of their gradients."""
     if not getattr(model.train_function, "forward", None):  # not made yet
         return {}
-    given = len(model.train_function.cuts_back)
+    given = len(model.train_function.back)
     return {
         device: np.array(
             [runs(forward, products(forward)), runs(backward, of_gradients(backward, given))]

@@ -45,8 +45,8 @@ def operations(program):
             return []
         operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
         shapes = [shape] + [computation[operand][0] for operand in operands]
-        dimensions = [re.search(r"\[([\d,]*)\]", each).group(1).split(",") for each in shapes]
-        sizes = [[int(size) for size in each if size] for each in dimensions]
+        dimensions = [re.search(r"\[([\d,]*)\]", each).group(1) for each in shapes]
+        sizes = [list(map(int, re.findall(r"\d+", each))) for each in dimensions]
         source = re.search(r'op_name="([^"]*)"', rest)
         return [ProgramOperation(source.group(1) if source else "", sizes)]
 

@@ -4,16 +4,14 @@ A step is two programs of this process, with the sum of the gradients between: t
 program that spans processes would have to be the same on all ranks, and batches need not be.
 """
 
-import contextlib
-import threading
-import types
 from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 from ... import _keras, errors
-from ..._ranks import checksum, keras3, keras_model, losses
+from ..._ranks import arrays, checksum, keras3, keras_model, losses
 from ..._ranks.engines.jax_distributed import JaxDistributed
 from ..._runtime import patching
 
@@ -155,8 +153,8 @@ class RankedJAXStep:
         share = self.engine.share(rows)
         if not self.count:
             self.check_loss(state, data)
-        logs, buckets, trainable, others = self.compute(state, data, lambda: share)
-        means = {dtype: self.engine.sum_array(bucket) for dtype, bucket in buckets.items()}
+        logs, parts, trainable, others = self.compute(state, data, lambda: share)
+        means = self.engine.sum_array(parts) if parts.size else parts
         trainable, others = self.update(trainable, others, means)
         self.count += 1
         non_trainable, optimizer, metrics = others
@@ -164,34 +162,52 @@ class RankedJAXStep:
         return logs, self.verified(state) if checksum.is_due(self.count) else state
 
     def gradients(self, state, data, share):
-        """Keras' own step up to the update: this rank's part of gradients and averages."""
+        """Keras' own step up to the update: this rank's part of gradients and averages.
+
+        A ``LossScaleOptimizer`` scales the loss of this rank's share of the rows, so that gradients
+        overflow where those of one process would.
+        """
         trainable, before, _, _ = state
-        with _captured(self.model, share) as captured:
-            logs, (trainable, non_trainable, optimizer, metrics) = self.model.train_step(
+        optimizer, given, scaled = self.model.optimizer, [], []
+        scale_loss = optimizer.scale_loss
+
+        def capture(variables, gradients, trainable):
+            given.append(gradients)
+            return trainable, variables
+
+        def scale_share(loss):
+            scaled.append(True)
+            return scale_loss(loss) * jnp.asarray(share(), loss.dtype)
+
+        ours = {"stateless_apply": capture}
+        if hasattr(optimizer, "inner_optimizer"):
+            ours["scale_loss"] = scale_share
+        with patching.replaced(optimizer, **ours):
+            logs, (trainable, non_trainable, variables, metrics) = self.model.train_step(
                 state, data
             )
-        calls = len(captured.gradients)
-        if calls != 1:
+        if len(given) != 1:
             raise errors.unsupported(
                 "jax",
                 "train model {!r} as one of several ranks: its train_step calls "
-                "optimizer.stateless_apply {} times".format(self.model.name, calls),
+                "optimizer.stateless_apply {} times".format(self.model.name, len(given)),
                 "Have it do so once.",
             )
-        scale = 1.0 if captured.scaled else share()
-        parts = [gradient * scale for gradient in captured.gradients[0]]
+        scale = 1.0 if scaled else share()
+        parts = [gradient * scale for gradient in given[0]]
         parts += [(non_trainable[place] - before[place]) * share() for place in self.averaged]
-        non_trainable = [
-            before[place] if place in self.averaged else value
-            for place, value in enumerate(non_trainable)
-        ]
-        return logs, _flat(parts), trainable, (non_trainable, optimizer, metrics)
+        non_trainable = list(non_trainable)
+        for place in self.averaged:
+            non_trainable[place] = before[place]
+        dtype = "float64" if any(part.dtype == "float64" for part in parts) else "float32"
+        flat, _ = ravel_pytree([part.astype(dtype) for part in parts])
+        return logs, flat, trainable, (non_trainable, variables, metrics)
 
-    def updated(self, trainable, others, buckets):
+    def updated(self, trainable, others, means):
         """Keras' own update, with the gradients of all ranks."""
         non_trainable, optimizer, metrics = others
         targets = list(trainable) + [non_trainable[place] for place in self.averaged]
-        parts = _shaped(buckets, targets)
+        parts = arrays.like(targets, means)
         for place, change in zip(self.averaged, parts[len(trainable) :]):
             non_trainable[place] = non_trainable[place] + change
         trainable, optimizer = self.model.optimizer.stateless_apply(
@@ -201,24 +217,19 @@ class RankedJAXStep:
 
     def verified(self, state):
         """The state, compared with the other ranks'. See ``_ranks.checksum.verify``."""
-        model = self.model
-        groups = model.trainable_variables, model.non_trainable_variables, model.optimizer.variables
-        same = set(map(id, keras3.same(model) + list(groups[2])))
-        state = [list(part) for part in state]
-        places = [
-            (part, place, variable.path)
-            for part, variables in zip(state, groups)
-            for place, variable in enumerate(variables)
-            if id(variable) in same
-        ]
+        model, (values, tree) = self.model, jax.tree.flatten(state)
+        slots = list(model.optimizer.variables)
+        same = set(map(id, keras3.same(model) + slots))
+        variables = enumerate(model.trainable_variables + model.non_trainable_variables + slots)
+        paths = {place: variable.path for place, variable in variables if id(variable) in same}
+        places = list(paths)
 
         def write(number, value):
-            part, place, _ = places[number]
-            part[place] = jnp.asarray(value)
+            values[places[number]] = jnp.asarray(value)
 
-        names, arrays = [name for *_, name in places], [part[place] for part, place, _ in places]
-        checksum.verify(self.engine, names, arrays, write, self.count)
-        return tuple(state)
+        now = [values[place] for place in places]
+        checksum.verify(self.engine, list(paths.values()), now, write, self.count)
+        return jax.tree.unflatten(tree, values)
 
     def check_loss(self, state, data):
         trainable, non_trainable, _, metrics = state
@@ -234,65 +245,6 @@ class RankedJAXStep:
         keras3.check_loss(self.model, data, loss_of)
 
 
-def _summed(dtype):
-    """The type of number in which arrays of a type are summed up."""
-    return "float64" if dtype == "float64" else "float32"
-
-
-def _flat(parts):
-    """All numbers in a row, by the type in which they are summed up."""
-    buckets = {}
-    for part in parts:
-        dtype = _summed(part.dtype)
-        buckets.setdefault(dtype, []).append(jnp.ravel(part).astype(dtype))
-    return {dtype: jnp.concatenate(bucket) for dtype, bucket in buckets.items()}
-
-
-def _shaped(buckets, targets):
-    """The opposite, as arrays like the targets."""
-    starts, parts = dict.fromkeys(buckets, 0), []
-    for target in targets:
-        dtype = _summed(target.dtype)
-        start, end = starts[dtype], starts[dtype] + target.size
-        parts.append(buckets[dtype][start:end].reshape(target.shape).astype(target.dtype))
-        starts[dtype] = end
-    return parts
-
-
-_step = threading.local()
-
-
-@contextlib.contextmanager
-def _captured(model, share):
-    """Within, the optimizer updates nothing; yields what it would have done.
-
-    ``gradients`` are the lists that it was given, ``scaled`` is whether the loss was multiplied by
-    the share. A ``LossScaleOptimizer`` scales the loss of this rank's share of the rows, so that
-    gradients overflow where those of one process would.
-    """
-    captured = types.SimpleNamespace(gradients=[], scaled=False)
-    optimizer = model.optimizer
-    scale_loss = optimizer.scale_loss
-
-    def capture(variables, given, trainable):
-        captured.gradients.append(given)
-        return trainable, variables
-
-    def scale_share(loss):
-        captured.scaled = True
-        return scale_loss(loss) * jnp.asarray(share(), loss.dtype)
-
-    ours = {"stateless_apply": capture}
-    if hasattr(optimizer, "inner_optimizer"):
-        ours["scale_loss"] = scale_share
-    _step.running = True
-    try:
-        with patching.replaced(optimizer, **ours):
-            yield captured
-    finally:
-        _step.running = False
-
-
 class RankedStatelessCall(keras_model.RankedMethod):
     """``stateless_call``, refused where a loop of the user's own trains with it: it would do so
     alone, since no part of it is the model's."""
@@ -300,7 +252,8 @@ class RankedStatelessCall(keras_model.RankedMethod):
     method = "stateless_call"
 
     def __call__(self, model, *args, **kwargs):
-        if kwargs.get("training") and not getattr(_step, "running", False):
+        in_step = patching.find(getattr(model, "optimizer", None), "stateless_apply")
+        if kwargs.get("training") and in_step is None:
             raise errors.unsupported(
                 "jax",
                 "train model {!r} in a loop of the script's own in {}: gradients of such a "

@@ -37,12 +37,10 @@ def install(model, devices):
     sharded = ShardedCall(devices)
     sharded.install(model)
     CountedSteps(devices).install(model)
-    if not steps.has_own_steps(model):
-        return
     for part in steps.called_models(model):
         if ShardedCall.of(part) is None:
             ShardedCall(devices, belongs_to=sharded).install(part)
-    for step in _STEPS:
+    for step in _STEPS if steps.has_own_steps(model) else ():
         step(devices).install(model)
 
 
@@ -112,7 +110,6 @@ class ShardedCall(patching.InstanceMethod):
         self.names = [device_name(device) for device in devices]
         # The numbers of rows of batches that have been split, now or in a program.
         self.split = set() if belongs_to is None else belongs_to.split
-        self.in_step = False  # of Keras' loops, which counts
         mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
         self.whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -147,8 +144,7 @@ class ShardedCall(patching.InstanceMethod):
         rows = batch.shape[0]
         if not isinstance(batch, jax.core.Tracer):
             self.place(model)
-            if not (self.belongs_to or self).in_step:
-                self.count(rows, self.divides(rows), False)
+            self.count(rows, self.divides(rows), False)
         args, kwargs = self.shard((args, kwargs), rows, tree)
         with split_rows.undivided():
             outputs = call(*args, **kwargs)
@@ -198,11 +194,8 @@ class CountedSteps(patching.InstanceMethod):
         training = getattr(step_function, "__name__", "") == "train_step"
 
         def step(state, data):
-            sharded.in_step = True
-            try:
+            with work.uncounted():  # what it calls eagerly
                 results = step_function(state, data)
-            finally:
-                sharded.in_step = False
             leaves = _keras.keras_of(model).tree.flatten(data)
             batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
             if batch is not None and not split_rows.runs_undivided():

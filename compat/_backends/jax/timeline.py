@@ -24,8 +24,15 @@ def recorded():
     import jax
 
     events = []  # type: list
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each call of a Python function
     with tempfile.TemporaryDirectory() as folder:
-        _start(jax, folder)
+        try:
+            jax.profiler.start_trace(folder, profiler_options=options)
+        except RuntimeError as error:
+            if "one profile" not in str(error).lower():
+                raise
+            raise errors.profiler_runs("jax") from error
         try:
             yield events
             jax.effects_barrier()
@@ -38,17 +45,6 @@ def recorded():
                         for e in line.events:
                             span = e.start_ns / 1e3, e.duration_ns / 1e3
                             events.append((plane.name, line.name, e.name, span, dict(e.stats)))
-
-
-def _start(jax, folder):
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # each call of a Python function
-    try:
-        jax.profiler.start_trace(folder, profiler_options=options)
-    except RuntimeError as error:
-        if "one profile" not in str(error).lower():
-            raise
-        raise errors.profiler_runs("jax") from error
 
 
 def _operations(events, devices):

@@ -44,20 +44,17 @@ class _JAXStep(keras_steps.KerasStep):
             groups.append(("slot", getattr(model.optimizer, "variables", ())))
         if self.kind != "predict":
             groups.append(("metric state", model.metrics_variables))
-        # As in Keras' state.
-        self.labels = [[self.label_of(word, each) for each in group] for word, group in groups]
+        # In the order of Keras' state.
+        self.labels = [self.label_of(word, each) for word, group in groups for each in group]
+        leaves, self.tree = jax.tree.flatten(state)
+        self.values = dict(zip(self.labels, map(np.asarray, leaves)))
         # Of values that lie elsewhere JAX would compile a program of their own.
-        self.shardings = self._by_label(state, lambda value: value.sharding)
-        self.values = self._by_label(state, np.asarray)
+        self.shardings = dict(zip(self.labels, [leaf.sharding for leaf in leaves]))
         first = next(iterator)
         self.batches = [first] + list(itertools.islice(iterator, model.steps_per_execution - 1))
 
     def as_array(self, value):
         return np.asarray(value)
-
-    def _by_label(self, state, function):
-        pairs = [pair for group in zip(self.labels, state) for pair in zip(*group)]
-        return {label: function(value) for label, value in pairs}
 
     def read(self):
         return dict(self.values)
@@ -83,15 +80,15 @@ class _JAXStep(keras_steps.KerasStep):
         Arguments:
             shardings: on which devices each is, by label; the others are on JAX's default device.
         """
-
-        def placed(label):
-            return jax.device_put(np.array(self.values[label]), shardings.get(label))
-
-        return tuple([placed(label) for label in each] for each in self.labels)
+        placed = [
+            jax.device_put(np.array(self.values[label]), shardings.get(label))
+            for label in self.labels
+        ]
+        return jax.tree.unflatten(self.tree, placed)
 
     def _run(self, function, shardings):
         results, after = function(self._state(shardings), iter(self.batches))
-        self.values = self._by_label(after, np.asarray)
+        self.values = dict(zip(self.labels, map(np.asarray, jax.tree.leaves(after))))
         return results, after
 
     def on_one_device(self):

@@ -1,20 +1,18 @@
 """Theano, under Keras 2.0 to 2.3: its flags before the import, ``theano.config`` after it.
 
-What a flag is and where it is set: ``theano_flags.py``, ``theanorc.py``; which ones say what was
-asked: ``asked_flags.py``. How a model runs on several of Theano's contexts:
-``device_replicas.py``.
+What a flag is, where it is set and which ones say what was asked: ``theano_flags.py``,
+``theanorc.py``. How a model runs on several of Theano's contexts: ``device_replicas.py``.
 """
 
 import logging
 import os
 import shutil
 import sys
-import types
 
 from ... import _keras, _ranks, errors
 from ..._configuration import detection
 from ...backend import Backend
-from . import asked_flags, flag_problems, gpu_startup, theano_flags, theanorc
+from . import flag_problems, gpu_startup, theano_flags, theanorc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -65,13 +63,11 @@ class Theano(Backend):
     def environ(
         self, settings: "Settings", environ: "Mapping[str, str]"
     ) -> "Dict[str, Optional[str]]":
-        variables = dict(settings.devices.environ(environ))
         flags = self._flags(settings, environ, range(len(settings.devices.gpus)))
         before = environ.get("THEANO_FLAGS", "")
         merged = theano_flags.merge_flags(before, flags)
-        if merged != before:
-            variables["THEANO_FLAGS"] = merged
-        return variables
+        changed = {} if merged == before else {"THEANO_FLAGS": merged}
+        return dict(settings.devices.environ(environ), **changed)
 
     def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
         """A GPU named in a flag or a file, where none is used, nor was declined."""
@@ -139,8 +135,7 @@ class Theano(Backend):
         return f"{path} written" + (f", as it was: {backup}" if backup else "")
 
     def _flags(self, settings, environ, ids):
-        gpuarray = flag_problems.has_gpuarray(detection.installed_version(self))
-        return asked_flags.flags_for(settings, environ, ids, gpuarray)
+        return theano_flags.asked(settings, environ, ids, detection.installed_version(self))
 
     def _apply(self, theano, flags, known, settings):
         """Make ``theano.config`` say what the flags say.
@@ -157,8 +152,7 @@ class Theano(Backend):
                     raise ValueError(f"Theano {theano.__version__} has no flag {name}")
                 value = known[name].filter(text) if known[name].filter else text
             except ValueError as error:
-                asked = settings.options.get("theano_flags")
-                raise asked_flags.theano_flags_invalid(asked, error) from error
+                raise theano_flags.invalid(settings.options.get("theano_flags"), error) from error
             if known[name].__get__(True, None) != value:
                 changes[name] = value
         late = [name for name in changes if not known[name].allow_override]
@@ -187,12 +181,8 @@ class Theano(Backend):
     def devices(self) -> "List[str]":
         """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
         device (``"cpu:0"``): functions and weights of its own, on the one CPU."""
-        theano = self.import_framework()
-        active = gpu_startup.active_contexts(theano)
-        asked = gpu_startup.contexts_of_flags(theano.config)
-        up = dict.fromkeys(gpu for context, gpu in asked if context in active)
         simulated = [f"cpu:{number}" for number in range(self.kept.get("simulated", 0))]
-        return list(up) or simulated or ["cpu"]
+        return list(gpu_startup.active_gpus(self.import_framework())) or simulated or ["cpu"]
 
     # Parallelizing ----------------------------------------------------------------------------
 
@@ -215,8 +205,7 @@ class Theano(Backend):
                 batch and under ``strict=True``: what runs on the first device alone.
         """
         several = [] if list(devices) == self.devices()[:1] else devices
-        asked = gpu_startup.contexts_of_flags(self.import_framework().config)
-        contexts = {gpu: context for context, gpu in reversed(asked)}
+        contexts = gpu_startup.active_gpus(self.import_framework())
         from . import device_replicas  # imports theano
 
         device_replicas.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])
@@ -260,28 +249,22 @@ class Theano(Backend):
                 "g++ is not on PATH: Theano runs everything in Python, slowly. On Debian and "
                 "Ubuntu: apt-get install g++"
             )
-        return found + flag_problems.found(environ, detection.installed_version(self))
+        return found + list(flag_problems.found(environ, detection.installed_version(self)))
 
 
 backend = Theano()
 
 
 def _importer():
-    """The module that imported Theano, or None: the last one begun before it that refers to it.
+    """The module that imported Theano, or None: the last one begun before it that has one of its.
 
     From Python 3.8 on, modules stand in the order in which they were done, which does not tell.
     """
+    theanos = {id(m) for name, m in sys.modules.items() if name.partition(".")[0] == "theano"}
     importer = None
     for name, module in list(sys.modules.items()):  # in the order in which they were begun
-        if name.partition(".")[0] == "theano":
+        if id(module) in theanos:
             return importer if name == "theano" else None
-        if any(map(_is_theanos, list(getattr(module, "__dict__", {}).values()))):
+        if not theanos.isdisjoint(map(id, list(getattr(module, "__dict__", {}).values()))):
             importer = name
     return None
-
-
-def _is_theanos(value):
-    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
-        return False
-    name = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None)
-    return str(name).partition(".")[0] == "theano"

@@ -6,8 +6,9 @@ import numpy as np
 
 
 def is_random(variable):
-    """Whether this is the state of a generator of random numbers."""
-    return getattr(variable, "default_update", None) is not None
+    """Whether this is the state of a generator of random numbers, Keras' or a device's own."""
+    of_device = getattr(variable, "is_state", False)
+    return of_device or getattr(variable, "default_update", None) is not None
 
 
 def independent_state(value, number):
@@ -75,14 +76,14 @@ class Device:
             value = independent_state(value, number)
         if hasattr(variable, "broadcastable"):
             options = {"target": self.place, "broadcastable": variable.broadcastable}
-        value = value if isinstance(value, np.random.RandomState) else np.asarray(value)
         with self.current():
-            self.variables[variable] = theano.shared(value, variable.name, **options)
+            own = self.variables[variable] = theano.shared(value, variable.name, **options)
+        own.is_state = is_random(variable)
 
     @contextlib.contextmanager
     def randomness_kept(self):
         """Afterwards, the generators of random numbers are where they were."""
-        states = [own for keras, own in self.variables.items() if is_random(keras)]
+        states = list(filter(is_random, self.variables.values()))
         before = [state.get_value() for state in states]
         try:
             yield

@@ -3,97 +3,76 @@
 from collections import OrderedDict
 
 import theano
+from theano.tensor import tensor_copy
 
+from ..._runtime.patching import replaced
 from .context_device import is_random
-from .graph_variables import (
-    depending_on,
-    gradients_of,
-    nearest,
-    placeholder_like,
-    value_like,
-)
+from .graph_variables import depending_on, gradients_of, nearest, placeholder_like, value_like
 
 _FLOATS = "float16", "float32", "float64"
 
 
-class Body:
-    """The graph from a device's shard to the values at the cut, of variables of the device's own.
+def compiled(device, compile_function, inputs, sharded, wanted, used, places, weights):
+    """The functions of the body, the graph from a device's shard to the values at the cut.
+
+    Of variables of the device's own. Call it while the device is the current one.
 
     Arguments:
-        device: the device.
         compile_function: makes a function of inputs and outputs.
         inputs: what a body is given, in the words of Keras' graph.
         sharded: those of them that have rows.
         wanted: the variables at the cut.
         used: the shared variables that these depend on.
+        places: of the values at the cut whose gradients will be given.
+        weights: Keras' variables, whose gradients are wanted then.
+
+    Returns:
+        The function that goes forward, of the shard, which returns the values at the cut, and
+        then what it keeps for the one that goes back. If there are ``places``, that one, too, of
+        the shard, what is kept and the gradients at the cut. And the weights that have a gradient.
     """
+    own, randoms = device.variables, list(filter(is_random, used))
+    shard = [placeholder_like(v, device.place if v in sharded else "cpu") for v in inputs]
+    replaced = {v: value_like(v, given) for v, given in zip(inputs, shard)}
+    replaced.update((v, value_like(v, own[v])) for v in used)
+    values = theano.clone(wanted + [v.default_update for v in randoms], replaced)
+    updates = [(own[v], new) for v, new in zip(randoms, values[len(wanted) :])]
+    values = values[: len(wanted)]
 
-    def __init__(self, device, compile_function, inputs, sharded, wanted, used):
-        self.device = device
-        self.compile_function = compile_function
-        places = [device.place if variable in sharded else "cpu" for variable in inputs]
-        self.inputs = list(map(placeholder_like, inputs, places))
-        self.kept = []  # what the forward function hands to the backward one
-        replaced = dict(zip(inputs, self.inputs))
-        replaced.update((variable, device.variables[variable]) for variable in used)
-        randoms = [variable for variable in used if is_random(variable)]
-        cloned = theano.clone(
-            wanted + [variable.default_update for variable in randoms],
-            {variable: value_like(variable, own) for variable, own in replaced.items()},
-        )
-        self.values = cloned[: len(wanted)]
-        states = [device.variables[variable] for variable in randoms]
-        self.updates = list(zip(states, cloned[len(wanted) :]))
-
-    def differentiate(self, places, weights):
-        """Find the gradients of weights, and what the forward pass computes that they need.
-
-        Arguments:
-            places: of the values at the cut whose gradients will be given.
-            weights: Keras' variables.
-
-        Returns:
-            The weights that have a gradient.
-        """
-        at_cut = [self.values[place] for place in places]
-        self.given = [placeholder_like(value, self.device.place) for value in at_cut]
-        # Copies, since one value at the cut may depend on another one.
-        known = [
-            (theano.tensor.tensor_copy(value), value_like(value, given))
-            for value, given in zip(at_cut, self.given)
-        ]
-        own = self.device.variables
-        found = gradients_of(None, [own[weight] for weight in weights], OrderedDict(known))
-        self.gradients = list(found.values())
-        leaves = self.inputs + [state for state, _ in self.updates]
-        forward = depending_on(leaves, self.values).difference(leaves)
-
-        def is_kept(variable):
-            # To hand over a view of another variable would copy it.
-            is_view = bool(getattr(variable.owner.op, "view_map", None))
-            return variable in forward and hasattr(variable, "broadcastable") and not is_view
-
-        self.kept = nearest(self.gradients, is_kept)
-        return [weight for weight in weights if own[weight] in found]
-
-    def forward(self):
-        """The function of the shard that returns the values at the cut, and then what is kept."""
-        return self._compiled(self.inputs, self.values + self.kept, self.updates)
-
-    def backward(self):
-        """The function of the shard, what is kept and the gradients at the cut."""
-        given = [placeholder_like(variable, self._place(variable)) for variable in self.kept]
-        replaced = {kept: value_like(kept, own) for kept, own in zip(self.kept, given)}
-        gradients = theano.clone(self.gradients, replaced)
-        return self._compiled(self.inputs + given + self.given, gradients)
-
-    def _compiled(self, inputs, values, updates=()):
-        values = [value.transfer(self._place(value)) for value in values]
-        return self.compile_function(inputs, values, updates=updates, no_default_updates=True)
-
-    def _place(self, variable):
+    def place_of(variable):
         """What is no float stays in the host's memory."""
-        return self.device.place if variable.type.dtype in _FLOATS else "cpu"
+        return device.place if variable.type.dtype in _FLOATS else "cpu"
+
+    def function(inputs, values, updates=()):
+        values = [value.transfer(place_of(value)) for value in values]
+        return compile_function(inputs, values, updates=updates, no_default_updates=True)
+
+    if not places:
+        return [function(shard, values, updates)], []
+    at_cut = [values[place] for place in places]
+    upstream = [placeholder_like(value, device.place) for value in at_cut]
+    # Copies, since one value at the cut may depend on another one.
+    known = [(tensor_copy(v), value_like(v, given)) for v, given in zip(at_cut, upstream)]
+    found = gradients_of(None, [own[weight] for weight in weights], OrderedDict(known))
+    gradients = list(found.values())
+    kept = _kept(gradients, shard + [state for state, _ in updates], values)
+    given = [placeholder_like(variable, place_of(variable)) for variable in kept]
+    handed_over = {variable: value_like(variable, value) for variable, value in zip(kept, given)}
+    forward = function(shard, values + kept, updates)
+    backward = function(shard + given + upstream, theano.clone(gradients, handed_over))
+    return [forward, backward], [weight for weight in weights if own[weight] in found]
+
+
+def _kept(gradients, leaves, values):
+    """What the way from leaves forward to values computes that gradients need."""
+    forward = depending_on(leaves, values).difference(leaves)
+
+    def is_kept(variable):
+        # To hand over a view of another variable would copy it.
+        is_view = bool(getattr(variable.owner.op, "view_map", None))
+        return variable in forward and hasattr(variable, "broadcastable") and not is_view
+
+    return nearest(gradients, is_kept)
 
 
 def copied(function, swap):
@@ -103,16 +82,12 @@ def copied(function, swap):
     gives the copied graph no DestroyHandler. Gradients of recurrent layers read what had been
     overwritten.
     """
-    maker = function.maker
-    of_theano, held = type(maker), [given.variable for given in maker.inputs]
+    maker_of = type(function.maker)
+    make, held = maker_of.__init__, [given.variable for given in function.maker.inputs]
 
-    class Maker(of_theano):
-        def __init__(self, *args, **options):
-            options["fgraph"].attach_feature(theano.gof.DestroyHandler())
-            super(Maker, self).__init__(*args, **options)
+    def make_in_order(maker, *args, **options):
+        options["fgraph"].attach_feature(theano.gof.DestroyHandler())
+        make(maker, *args, **options)
 
-    maker.__class__ = Maker
-    try:
+    with replaced(maker_of, __init__=make_in_order):
         return function.copy(swap={old: new for old, new in swap.items() if old in held})
-    finally:
-        maker.__class__ = of_theano

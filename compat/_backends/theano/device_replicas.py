@@ -54,7 +54,7 @@ def parallelize(model, devices):
         if current is not None:
             current.uninstall()
         if devices:
-            ReplicatedTheanoFunctions(model, [Device(*device) for device in devices]).install()
+            ReplicatedTheanoFunctions(model, [Device(*device) for device in devices])
 
 
 class ReplicatedTheanoFunctions:
@@ -64,26 +64,25 @@ class ReplicatedTheanoFunctions:
     methods of its own for that, which hand Keras another ``K.function``.
     """
 
+    METHODS = ["_make_" + name for name in _keras.FUNCTIONS]
+
     def __init__(self, model, devices):
         self.model = model
-        self.devices = list(devices)
+        self.devices = devices
         self.across = None  # why the model runs whole, an `Across`
         self.doubt = None  # why what no rule knows is not split, after a trial
         # The devices' functions that compute variables at cuts, which functions have in common.
-        self.forward = {(): []}  # type: dict
+        self.forward = {}  # type: dict
         self._warned = False
-
-    def install(self):
-        vars(self.model)["_compat_functions"] = self
-        for name in ["_make_" + function for function in _keras.FUNCTIONS]:
-            make = getattr(self.model, name)
-            vars(self.model)[name] = functools.partial(self._make, name, make)
+        for name in self.METHODS:
+            vars(model)[name] = functools.partial(self._make, getattr(model, name))
+        vars(model)["_compat_functions"] = self
 
     def uninstall(self):
-        for name in ["_compat_functions"] + ["_make_" + name for name in _keras.FUNCTIONS]:
+        for name in self.METHODS + ["_compat_functions"]:
             del vars(self.model)[name]
 
-    def _make(self, name, make):
+    def _make(self, make):
         """Keras' method, for which ``K.function`` makes a replicated one, of gradients to come."""
         from keras import backend as K
 
@@ -101,8 +100,7 @@ class ReplicatedTheanoFunctions:
         def function(inputs, outputs, updates=(), **options):
             return ReplicatedFunction(self, inputs, outputs, updates, asked, options)
 
-        ours = {"function": function, "gradients": gradients}
-        with replaced(K, **(ours if "train" in name else {"function": function})):
+        with replaced(K, function=function, gradients=gradients):
             make()
 
     def runs_whole(self, across, reach=_rows.FROM_THERE_ON):

@@ -1,5 +1,6 @@
 """What Theano will not take as it was meant: flags of its environment and its files."""
 
+import contextlib
 import importlib.util
 import os
 
@@ -18,18 +19,15 @@ def found(environ, version):
     Arguments:
         version: Theano's, or None.
     """
-    problems = []
     try:
-        entries = theano_flags.split_flags(environ.get("THEANO_FLAGS", ""))
-        problems += [_ignored(name, value) for name, value in entries]
+        yield from _ignored(theano_flags.split_flags(environ.get("THEANO_FLAGS", "")))
         said, known = theano_flags.Flags(environ), defined(version)
         for name, value in said.spelled_as(known):
-            problems.append(_wrong(name.strip(), value.strip(), known, version))
-        problems.append(_not_up(said.get("device") or "cpu", environ, version))
-        problems.append(_overruled((said.get("floatX") or "").strip(), environ))
+            yield from _wrong(name, value, known, version)
+        yield from _not_up(said.get("device") or "cpu", environ)
+        yield from _overruled((said.get("floatX") or "").strip(), environ)
     except errors.CompatError as error:
-        problems.append(str(error))
-    return [problem for problem in problems if problem]
+        yield str(error)
 
 
 def misspelled(said, known, version):
@@ -41,86 +39,92 @@ def misspelled(said, known, version):
         said: the flags, a ``theano_flags.Flags``.
         known: the names of those that the imported Theano has.
     """
-    return [
-        _no_flag(name.strip(), value, known, version)
-        for name, value in said.spelled_as(known)
-        if name.strip() not in known and _closest(name.strip(), known)
-    ]
-
-
-def has_gpuarray(version):
-    """Whether Theano of this version has the GPU back-end that came with 0.9."""
-    return packages.release(version or "1.0") >= (0, 9)
+    unknown = [pair for pair in said.spelled_as(known) if pair[0] not in known]
+    problems = [_no_flag(*pair, known, version) for pair in unknown]
+    return [problem for problem in problems if problem.endswith("?")]
 
 
 def defined(version):
-    """The flags of the installed Theano, and what each takes; none where that is not known."""
+    """The flags of the installed Theano, and the values that each takes, or None: see there.
+
+    Read from its ``configdefaults.py``, since importing that configures Theano and may bring up a
+    GPU. No flags where they are not known.
+    """
+    import ast  # here for start-up time
+
     spec = importlib.util.find_spec("theano")
     if spec is None or not spec.origin or not version or packages.release(version) < (1, 0):
         return {}  # of others some flags are defined elsewhere
-    return theano_flags.defined(os.path.join(os.path.dirname(spec.origin), "configdefaults.py"))
+    path = os.path.join(os.path.dirname(spec.origin), "configdefaults.py")
+    with open(path, encoding="utf-8") as file:
+        tree = ast.parse(file.read())
+    flags = {}  # type: dict
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "AddConfigVar":
+            with contextlib.suppress(ValueError):  # not written out
+                name = ast.literal_eval(node.args[0])
+                flags[name] = None
+                parameter = node.args[2]  # type: Any
+                # convert= makes other spellings of a value one of them.
+                spelled = "convert" in [keyword.arg for keyword in parameter.keywords]
+                if getattr(parameter.func, "id", None) == "EnumStr" and not spelled:
+                    flags[name] = [ast.literal_eval(argument) for argument in parameter.args]
+    return flags
 
 
 def _no_flag(name, value, known, version):
-    meant = _closest(name, known)
+    from ..._configuration import spelling  # here for start-up time
+
+    meant = spelling.closest(name, known)
     text = f"{name}={value}: Theano {version} has no flag {name}, and ignores it."
     return text + (f" Did you mean {meant}?" if meant else "")
 
 
-def _closest(name, known):
-    from ..._configuration import spelling  # here for start-up time
-
-    return spelling.closest(name, known)
-
-
-def _not_up(device, environ, version):
-    """Why the device of the flags cannot be brought up, as a sentence, or None."""
-    if not (has_gpuarray(version) and device.startswith(_DEVICES)):
-        return None
+def _not_up(device, environ):
+    """Why the device of the flags cannot be brought up, if it cannot."""
+    if not device.startswith(_DEVICES):
+        return
     if importlib.util.find_spec("pygpu") is None:
-        return (
+        yield (
             f"device={device}: Theano needs the package pygpu for it, which is not installed, "
             "and goes on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: "
             "conda install pygpu=0.7"
         )
+        return
     everything = device_choice.choose(gpu_selection.parse_gpus(None), None, environ)
     if device.startswith("cuda") and not everything.gpus and not everything.shortage:
-        to_say_so = _overruling("device", "cpu")
-        return (
+        yield (
             f"device={device}: no GPU is visible, and Theano goes on with the CPU. To say so: "
-            + to_say_so
+            + _overruling("device", "cpu")
         )
-    return None
 
 
 def _wrong(name, value, known, version):
-    """Why Theano does not take this value, and what to type for one that it takes; or None.
+    """Why Theano does not take this value, if so, and what to type for one that it takes.
 
     Arguments:
         known: Theano's flags, and the values that each takes, or None.
     """
     if known and name not in known:
-        return _no_flag(name, value, known, version)
-    choices, gpuarray, lower = known.get(name), has_gpuarray(version), value.lower()
+        yield _no_flag(name, value, known, version)
+        return
+    choices, is_device = known.get(name), name in ("device", "init_gpu_device")
+    is_word = value.lower() in ("yes", "no", "on", "off", "true", "false")
     if choices and value not in choices:
         why, right = f"Theano takes {' or '.join(choices)}. For example", choices[0]
     elif name == "floatX" and value not in _FLOATX:
         why, right = "Theano takes float16, float32 or float64. For example", "float32"
-    elif value in _BOOLEANS or name == "dnn.enabled":
-        return None
-    elif lower in ("yes", "no", "on", "off", "true", "false"):
+    elif is_word and value not in _BOOLEANS and name != "dnn.enabled":
         why = f"Theano takes {', '.join(_BOOLEANS)} only for yes or no"
-        right = str(lower in ("yes", "on", "true"))
-    elif name not in ("device", "init_gpu_device"):
-        return None
-    elif value.startswith("gpu" if gpuarray else "cuda"):
-        right = "cuda" + (value[3:] or "0") if gpuarray else "gpu" + (value[4:] or "0")
+        right = str(value.lower() in ("yes", "on", "true"))
+    elif is_device and value.startswith("gpu"):  # as before Theano 0.9
+        right = "cuda" + (value[3:] or "0")
         why = f"this version of Theano calls it {right}"
-    elif gpuarray and value not in ("cpu", "") and not value.startswith(_DEVICES):
+    elif is_device and value not in ("cpu", "", *_BOOLEANS) and not value.startswith(_DEVICES):
         why, right = "Theano takes cpu, cuda0 or opencl0:0. For example", "cpu"
     else:
-        return None
-    return f"{name}={value}: {why}: {_overruling(name, right)}"
+        return
+    yield f"{name}={value}: {why}: {_overruling(name, right)}"
 
 
 def _overruling(name, value):
@@ -128,26 +132,25 @@ def _overruling(name, value):
     return f'export THEANO_FLAGS="$THEANO_FLAGS,{name}={value}"'
 
 
-def _ignored(name, value):
-    """Why Theano ignores this entry of THEANO_FLAGS, as a sentence, or None."""
-    if value is None:
-        return f"THEANO_FLAGS: {name!r} has no value, Theano ignores it."
-    entry, name, value = f"{name}={value}", name.strip(), value.strip()
-    if entry != f"{name}={value}":
-        return (
-            f"THEANO_FLAGS: {entry!r} has a space beside its '=', Theano does not take it for "
-            f"{name}. Write {name}={value}."
-        )
-    return None
+def _ignored(entries):
+    """Why Theano ignores entries of THEANO_FLAGS."""
+    for name, value in entries:
+        if value is None:
+            yield f"THEANO_FLAGS: {name!r} has no value, Theano ignores it."
+        elif name != name.strip() or value != value.strip():
+            entry, name, value = f"{name}={value}", name.strip(), value.strip()
+            yield (
+                f"THEANO_FLAGS: {entry!r} has a space beside its '=', Theano does not take it for "
+                f"{name}. Write {name}={value}."
+            )
 
 
 def _overruled(floatx, environ):
-    """That Keras will not leave ``floatX`` as it is, as a sentence, or None."""
+    """That Keras will not leave ``floatX`` as it is, if so."""
     path = detection.keras_json(environ)
     keras = detection.read_keras_json(path).get("floatx", "float32")
-    if floatx not in _FLOATX or floatx[-2:] == keras[-2:]:  # Theano knows "32", too
-        return None
-    return (
-        f"floatX={floatx}: Keras sets {keras} when it is imported, as {path} says or by default. "
-        "Pass floatx= to configure_gpu(), which sets both."
-    )
+    if floatx in _FLOATX and floatx[-2:] != keras[-2:]:  # Theano knows "32", too
+        yield (
+            f"floatX={floatx}: Keras sets {keras} when it is imported, as {path} says or by "
+            "default. Pass floatx= to configure_gpu(), which sets both."
+        )

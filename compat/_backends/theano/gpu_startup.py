@@ -1,7 +1,6 @@
 """Whether the GPUs that Theano's flags name came up when Theano was imported."""
 
 import logging
-import sys
 
 from ... import errors
 
@@ -16,24 +15,27 @@ class Failure(logging.Handler):
             self.error = record.exc_info[1] or self.error
 
 
-def contexts_of_flags(config):
+def active_gpus(theano):
+    """The GPUs that came up, each with the first of its contexts."""
+    active, found = _active_contexts(theano), {}
+    for context, gpu in _contexts_of_flags(theano.config):
+        if context in active:
+            found.setdefault(gpu, context)
+    return found
+
+
+def _contexts_of_flags(config):
     """Context and GPU, for each that the flags ask for; None is the default context."""
     asked = [(None, config.device)] if config.device != "cpu" else []
-    for entry in filter(None, getattr(config, "contexts", "").split(";")):
+    for entry in filter(None, config.contexts.split(";")):
         name, _, gpu = entry.partition("->")
         asked.append((name.strip(), gpu.strip()))
     return asked
 
 
-def active_contexts(theano):
-    """The contexts whose GPU came up."""
-    if theano.config.device.startswith("gpu"):  # the back-end of Theano 0.8
-        cuda = sys.modules.get("theano.sandbox.cuda")
-        return {None} if getattr(cuda, "cuda_enabled", False) else set()
+def _active_contexts(theano):
     gpuarray = getattr(theano, "gpuarray", None)
-    if gpuarray is None or not gpuarray.pygpu_activated:
-        return set()
-    return set(gpuarray.type.list_contexts())
+    return gpuarray.type.list_contexts() if gpuarray and gpuarray.pygpu_activated else ()
 
 
 def check(theano, failure, settings):
@@ -42,14 +44,13 @@ def check(theano, failure, settings):
     Returns:
         Lines for the report, and warnings.
     """
-    active, asked = active_contexts(theano), contexts_of_flags(theano.config)
-    if active and hasattr(theano, "gpuarray"):
+    asked = _contexts_of_flags(theano.config)
+    for name, gpu in asked if _active_contexts(theano) else ():
         # Theano 1.0.5 says "Mapped name dev0", but registers no second name for one GPU.
         up = theano.gpuarray.init_dev.devmap
-        for name, gpu in asked:
-            if name not in active and gpu in up:
-                theano.gpuarray.type.reg_context(name, up[gpu])
-        active = active_contexts(theano)
+        if name not in _active_contexts(theano) and gpu in up:
+            theano.gpuarray.type.reg_context(name, up[gpu])
+    active = _active_contexts(theano)
     gpus = ", ".join(dict.fromkeys(gpu for context, gpu in asked if context not in active))
     if not gpus:
         return [], []

@@ -43,8 +43,8 @@ class Cut:
         """
         rows = isinstance(found, Sharded) and found.copies == 1
         if isinstance(self.placement, Sharded):
-            random = isinstance(found, Unknown)
-            return random or rows and found.axis == self.placement.axis
+            same = rows and found.axis == self.placement.axis
+            return same or isinstance(found, Unknown) or _is_normalized(self.variable)
         if rows:
             self.placement = found
         return rows
@@ -62,13 +62,9 @@ class ModelGraph:
 
     def __init__(self, outputs, sharded, given, tries=True):
         self.outputs = outputs
-        sizes = {
-            variable: [
-                [n if axis == 0 and variable in sharded else size for n in ROWS]
-                for axis, size in enumerate(np.shape(value))
-            ]
-            for variable, value in given.items()
-        }
+        sizes = {variable: list(np.shape(value)) for variable, value in given.items()}
+        for variable in sharded:
+            sizes[variable][0] = list(ROWS)
         self._rows = VariableRows({variable: Sharded(0) for variable in sharded}, Sizes(sizes))
         self._rows.follow(outputs)
         self._tries = tries
@@ -118,8 +114,8 @@ def own_gradient(cuts):
     return None
 
 
-def is_normalized(cut):
-    """Whether a layer before a cut normalizes by the batch in inference: each device by its own."""
+def _is_normalized(variable):
+    """Whether a layer before it normalizes by the batch in inference: each device by its own."""
     from keras import backend as K
 
     def in_inference(node):
@@ -130,5 +126,4 @@ def is_normalized(cut):
     def normalizes(variable):
         return type(variable.owner.op).__name__ == "AbstractBatchNormTrain"
 
-    sharded = isinstance(cut.placement, Sharded)
-    return sharded and bool(nearest([cut.variable], normalizes, in_inference))
+    return bool(nearest([variable], normalizes, in_inference))

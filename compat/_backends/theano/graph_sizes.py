@@ -23,8 +23,8 @@ class Sizes:
     """Sizes of variables, which are given in the order in which they are computed.
 
     Arguments:
-        given: for variables that are not computed, the sizes of each dimension: a list, a size for
-            each of ``ROWS``; or None where it is not known.
+        given: for variables that are not computed, the size of each dimension, or a list, a size
+            for each of ``ROWS``; or None where it is not known.
         numbers: for such variables their values, one for each of ``ROWS``.
     """
 
@@ -80,7 +80,7 @@ class Sizes:
                 self.set(variable, [None] * variable.ndim if shape is None else shape)
 
     def set(self, variable, shape):
-        """Keep sizes: for each dimension None, a list, or what ``infer_shape`` gives."""
+        """Keep sizes: for each dimension None, a list, a number, or what ``infer_shape`` gives."""
         # Of sparse matrices it is not known whether a size is 1.
         ones = getattr(variable, "broadcastable", (False,) * len(shape))
         sizes = (1 if is_one else size for size, is_one in zip(shape, ones))

@@ -1,6 +1,7 @@
 """Variables of Theano's graphs: what depends on what, and others like them on a device."""
 
 from theano import tensor
+from theano.compile.ops import as_op
 from theano.gof import graph
 
 from ... import errors
@@ -48,6 +49,21 @@ def gradients_of(total, variables, known=None):
         known_grads=known,
     )  # fmt: skip
     return {v: gradient for v, gradient in zip(variables, found) if gradient is not None}
+
+
+def computed_by(function, given, like, shapes_of=None):
+    """Variables that a function of arrays computes whenever the graph is run.
+
+    Arguments:
+        given: the variables whose values the function takes.
+        like: for each array that it returns, a variable of the same type.
+        shapes_of: as ``infer_shape`` of ``as_op``.
+    """
+    given = [variable.transfer("cpu") for variable in given]
+    types = [[variable.type for variable in variables] for variables in (given, like)]
+    operation = as_op(*types, shapes_of)(function)
+    operation.do_constant_folding = lambda node: False
+    return operation.make_node(*given).outputs
 
 
 def placeholder_like(variable, place):

@@ -14,9 +14,7 @@ from ..._runtime.patching import replaced
 
 
 class MakeTheanoTrainFunction(keras2.MakeFunction):
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.step_share = 0.0  # of the step that runs
+    step_share = 0.0  # of the step that runs
 
     def run(self, function, inputs):
         self.step_share, inputs = self.share(function, inputs)
@@ -27,64 +25,38 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
         """Within, gradients, and the model's state after a step, are means over all ranks."""
         from keras import backend as K
 
+        from .graph_variables import computed_by  # imports theano
+
         differentiate, make = K.gradients, K.function
-        means = Means(self)
-        state = _state(model)
+        of_rows = _keras.states(model, "get_value")
+        state = [  # the values that a step gives to moving averages and the like
+            new
+            for variable, new in model.updates
+            if variable not in of_rows and "float" in variable.dtype and "float" in new.dtype
+        ]
+        means = {}  # by what they are means of
+        last = K.constant(0.0)  # of the operation before, which ranks must not run after
+
+        def mean(_, *values):
+            kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
+            flat = arrays.flat(values, kind)
+            flat *= self.step_share
+            return arrays.like(values, self.engine.sum_array(flat))
 
         def gradients(loss, variables):
+            nonlocal last
             found = differentiate(loss, variables)
-            means.add(found + [new for new in state if new not in means.of])
-            return [means.of[gradient] for gradient in found]
+            asked = list(dict.fromkeys(found + [new for new in state if new not in means]))
+            if asked:  # else nothing is to be trained
+                values = [variable.transfer("cpu") for variable in asked]
+                made = computed_by(mean, [last] + values, values, lambda node, shapes: shapes[1:])
+                means.update(zip(asked, made))
+                last = made[0]
+            return [means[gradient] for gradient in found]
 
         def function(inputs, outputs, updates=(), **options):
-            updates = [(variable, means.of.get(new, new)) for variable, new in updates]
+            updates = [(variable, means.get(new, new)) for variable, new in updates]
             return make(inputs, outputs, updates, **options)
 
         with replaced(K, gradients=gradients, function=function):
             yield
-
-
-def _state(model):
-    """The values that a step gives to moving averages, and the like; no row of the batch's."""
-    of_rows = _keras.states(model, "get_value")
-    return [
-        new
-        for variable, new in model.updates
-        if variable not in of_rows and "float" in variable.dtype and "float" in new.dtype
-    ]
-
-
-class Means:
-    """Means over all ranks of variables of a graph: ``of`` has them by the variables."""
-
-    def __init__(self, maker):
-        self.maker = maker
-        self.of = {}  # type: dict
-        self.last = []  # type: list  # of the operation before, which ranks must not run after
-
-    def add(self, variables):
-        """Make an operation that computes their means, after all others."""
-        from theano.compile.ops import as_op
-
-        if not variables:  # nothing is to be trained
-            return
-        variables = list(dict.fromkeys(variables))
-        values = [variable.transfer("cpu") for variable in variables]
-        before = len(self.last)
-
-        def mean(*values):
-            values = values[before:]
-            kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
-            flat = arrays.flat(values, kind)
-            flat *= self.maker.step_share
-            return arrays.like(values, self.maker.engine.sum_array(flat))
-
-        operation = as_op(
-            [variable.type for variable in self.last + values],
-            [variable.type for variable in values],
-            lambda node, shapes: shapes[before:],
-        )(mean)
-        operation.do_constant_folding = lambda node: False  # the other ranks may not
-        means = operation.make_node(*(self.last + values)).outputs
-        self.of.update(zip(variables, means))
-        self.last = means[:1]

@@ -1,6 +1,8 @@
 """A function of a Keras model, run on several devices: forward, backward and what runs once."""
 
-import collections
+import functools
+import operator
+import weakref
 
 import numpy as np
 import theano
@@ -9,9 +11,8 @@ from theano.gof import graph
 from ... import _keras, _rows
 from ..._rows import split_rows
 from ..._runtime import progress, work
-from . import graph_cuts
-from .device_body import Body, copied
-from .graph_variables import depending_on, gradients_of
+from . import device_body, graph_cuts
+from .graph_variables import computed_by, gradients_of, value_like
 
 #: What Theano raises where the sizes of a part of a batch do not fit each other.
 _ERRORS = (ValueError, IndexError, AssertionError)
@@ -32,10 +33,10 @@ class ReplicatedFunction:
     def __init__(self, owner, inputs, outputs, updates, gradients, options):
         self.owner = owner
         self.inputs = list(inputs)
-        self.updates = list(collections.OrderedDict(reversed(list(updates))).items())
+        self.updates = dict(reversed(list(updates)))  # of a variable's the first, as K.function
         self.outputs = [
             # Keras 2.3 wants its metrics' results as they are after the updates.
-            theano.clone(each, dict(self.updates)) if hasattr(each, "_is_metric") else each
+            theano.clone(each, self.updates) if hasattr(each, "_is_metric") else each
             for each in outputs
         ]
         self.loss, self.weights = gradients or (None, [])
@@ -43,8 +44,7 @@ class ReplicatedFunction:
         self.is_made = False
         self.tried = {}  # type: Any  # with how many rows, for each shape of them
         self.cuts = []  # type: Any
-        self.forward = []  # type: Any  # a Theano function for each device
-        self.backward = []  # type: Any
+        self.batch = None  # type: Any  # what `_go_back` takes of the one that runs
 
     def __call__(self, inputs):
         rows, devices = inputs[0].shape[0], self.owner.devices
@@ -54,7 +54,7 @@ class ReplicatedFunction:
         self._prepare(given, rows)
         bounds = [split_rows.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
         shards = [self._given_to_body(given, slice(*each)) for each in bounds]
-        for device, _ in zip(devices, self.forward):
+        for device in devices[: len(self.forward)]:
             device.take_weights()
         try:
             computed = self._run(self.forward, shards)
@@ -63,22 +63,16 @@ class ReplicatedFunction:
             self._run_whole()
             return self(inputs)
         count, sizes = len(self.cuts), split_rows.sizes(rows, len(devices))
-        shards = [shard + values[count:] for shard, values in zip(shards, computed)]
         # For each cut what the devices have computed.
-        computed = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
-        whole = [cut.merge(parts, sizes) for cut, parts in zip(self.cuts, computed)]
-        of_head = self.head(*(list(inputs) + whole)) if self.head else []
-        values = dict(zip(self._cut_variables() + self.wanted, whole + of_head))
-        if self.loss is not None:
-            gradients = dict(zip(self.differentiated, map(np.asarray, of_head[len(self.wanted) :])))
-            self._add_gradients(gradients, computed, shards, sizes)
-            self.update(*(list(inputs) + whole + [gradients[weight] for weight, _ in self.weights]))
-        for variable, new in self.assigned:
-            variable.set_value(np.asarray(values[new], dtype=variable.dtype))
+        parts = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
+        self.batch = [s + values[count:] for s, values in zip(shards, computed)], parts, sizes
+        whole = [cut.merge(each, sizes) for cut, each in zip(self.cuts, parts)]
+        results = self.head(*(list(inputs) + whole))
+        self.batch = None
         names = [device.name for device in devices]
         split = sizes if self.cuts else work.undivided(names, rows)  # the head computes all
         work.count(names, split, self.loss is not None)
-        return [np.asarray(values[output]) for output in self.outputs]
+        return list(map(np.asarray, results))
 
     def _given_to_body(self, given, rows):
         """A body's inputs: ``rows``, a slice or numbers, of what has rows."""
@@ -97,23 +91,13 @@ class ReplicatedFunction:
         """Have the first device compute all rows. What is an error there, too, is the user's."""
         self._run(self.forward[:1], [self._given_to_body(given, slice(None))])
 
-    def _add_gradients(self, gradients, computed, shards, sizes):
-        """Add those of all devices' bodies to the gradients that the head has of each weight.
-
-        Arguments:
-            gradients: the head's, by weight or cut.
-            computed: for each cut, what the devices have computed.
-            shards: for each device, what its backward function gets besides the gradients.
-        """
-        upstream = [
-            cut.split(gradients[cut], parts, sizes)
-            for cut, parts in zip(self.cuts, computed)
-            if cut in self.cuts_back
-        ]
-        given = [shard + list(parts) for shard, parts in zip(shards, zip(*upstream))]
-        for result in self._run(self.backward, given):
-            for weight, value in zip(self.body_weights, map(np.asarray, result)):
-                gradients[weight] = gradients[weight] + value if weight in gradients else value
+    def _go_back(self, *gradients):
+        """The gradients of the bodies' weights, summed up, for those of the whole batch at cuts."""
+        shards, parts, sizes = self.batch
+        at_cut = zip(self.back, gradients)
+        split = [self.cuts[place].split(each, parts[place], sizes) for place, each in at_cut]
+        found = self._run(self.backward, [s + list(g) for s, g in zip(shards, zip(*split))])
+        return [np.asarray(functools.reduce(operator.add, map(np.asarray, e))) for e in zip(*found)]
 
     # Making -----------------------------------------------------------------------------------
 
@@ -125,12 +109,9 @@ class ReplicatedFunction:
         shapes = tuple(shape[1:] for shape in fed)
         while not self.is_made or self.cuts and self.tried.get(shapes, 0) < min(rows, _ENOUGH):
             with progress.shown(f"compiling model {self.owner.model.name!r} for Theano"):
-                finish = None if self.is_made else self._make(given)
-                is_right = not self.cuts or self._is_right(given, rows)
-                if is_right and finish is not None:
-                    finish()
-                    is_right = self._is_right_back(given, rows)
-            self.is_made = is_right
+                if not self.is_made:
+                    self._make(given)
+                self.is_made = self._is_right(given, rows) and self._is_right_back(given, rows)
             self.tried[shapes] = rows
 
     def _run_whole(self):
@@ -139,37 +120,49 @@ class ReplicatedFunction:
         self.is_made, self.tried = False, {}
 
     def _make(self, given):
-        """Find where the graph is cut, and compile what the devices compute of their rows.
-
-        Returns:
-            A function that compiles the rest.
-        """
+        """Find where the graph is cut, and compile what devices compute of rows, and the rest."""
         self._find_cuts(given)
-        placeholders, values, updates = self._head_graphs()
+        at_cut = {cut.variable: cut.variable.type() for cut in self.cuts}
         self.used = [
             variable
-            for variable in graph.inputs(self._cut_variables())
+            for variable in graph.inputs(list(at_cut))
             if isinstance(variable, theano.compile.SharedVariable) and variable not in given
         ]
-        cuts = tuple(self._cut_variables())
-        made = None if self.cuts_back else self.owner.forward.get(cuts)
-        bodies = self._bodies() if made is None else {}
-        self.forward = self._functions(bodies, Body.forward) if made is None else made
-        if not self.cuts_back:
-            self.owner.forward[cuts] = self.forward
+        gradients = self._gradients(at_cut)
+        replaced = {own: value_like(own, gradients[weight]) for weight, own in self.weights}
+        replaced.update(at_cut)
+        values = theano.clone(self.outputs + list(self.updates.values()), replaced)
+        count = len(self.outputs)
+        self.head = self._compile(
+            self.inputs + list(at_cut.values()),
+            values[:count],
+            updates=list(zip(self.updates, values[count:])),
+        )
 
-        def finish():
-            given = self.inputs + placeholders
-            self.backward = self._functions(bodies, Body.backward) if self.cuts_back else []
-            self.head = self._compile(given, values) if values else None
-            if self.loss is not None:
-                given = given + [gradient for _, gradient in self.weights]
-                self.update = self._compile(given, [], updates=updates)
+    def _gradients(self, at_cut):
+        """Those of the loss with respect to the weights, of which the bodies compute a part.
 
-        return finish
+        Arguments:
+            at_cut: by variables at cuts, what stands for them in the head.
+        """
+        weights, gradients = dict(self.weights), {}
+        if self.loss is not None:
+            floats = [given for given in at_cut.values() if "float" in given.dtype]
+            gradients = gradients_of(theano.clone(self.loss, at_cut), list(weights) + floats)
+        # The places of the cuts from which it goes back.
+        self.back = [place for place, v in enumerate(at_cut.values()) if v in gradients]
+        self._make_bodies(list(at_cut))
+        if self.back:
+            go_back = weakref.WeakMethod(self._go_back)  # Theano's profiles keep operations
 
-    def _cut_variables(self):
-        return [cut.variable for cut in self.cuts]
+            def of_bodies(*upstream):
+                return go_back()(*upstream)
+
+            upstream = [gradients[v] for v in at_cut.values() if v in gradients]
+            own = [weights[weight] for weight in self.body_weights]
+            for weight, value in zip(self.body_weights, computed_by(of_bodies, upstream, own)):
+                gradients[weight] = gradients[weight] + value if weight in gradients else value
+        return gradients
 
     def _find_cuts(self, given):
         """Find where the head begins: the variables nearest to it that the body computes."""
@@ -181,46 +174,41 @@ class ReplicatedFunction:
         self.body_inputs = self.sharded + others
         self.cuts, across, reach = [], owner.across, "The model"
         if across is None:
-            given = {v: given[v] for v in self.body_inputs}
             of_model = graph_cuts.ModelGraph(outputs, self.sharded, given, not owner.doubt)
-            wanted = self.outputs + [new for _, new in self.updates]
-            self.cuts = of_model.cuts(wanted)
+            self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
             across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
             owner.runs_whole(across, reach)
 
     def _in_inference(self, given, rows, chosen):
-        """What the first device gets for some rows of the batch, and what it computes of them."""
+        """What the first device computes of some rows of the batch: the values at the cuts.
+
+        And what it would go back from, besides gradients.
+        """
         from keras import backend as K
 
-        phase = K.learning_phase()
+        phase, count = K.learning_phase(), len(self.cuts)
         given = {v: 0 if v is phase else value for v, value in given.items()}
         part = self._given_to_body(given, [row % rows for row in chosen])
-        return part, self._run(self.forward[:1], [part])[0]
+        (values,) = self._run(self.forward[:1], [part])
+        return list(map(np.asarray, values[:count])), part + values[count:]
 
     def _is_right(self, given, rows):
-        """Whether a trial, in inference, finds at the cut what was thought.
+        """Whether a trial, in inference, finds at the cuts what was thought.
 
         Otherwise what no rule knows is doubted from now on; where all is known, the model is.
         """
-
-        def compute(chosen):
-            values = self._in_inference(given, rows, chosen)[1]
-            return list(map(np.asarray, values[: len(self.cuts)]))
-
+        if not self.cuts:
+            return True
         owner, device = self.owner, self.owner.devices[0]
         device.take_weights()
         with device.randomness_kept():
             try:
-                found = _rows.trial.tried(compute)
+                found = _rows.trial.tried(lambda chosen: self._in_inference(given, rows, chosen)[0])
             except Exception:
                 self._compute_on_one(given)
                 found = [None] * len(self.cuts)
-        wrong = [
-            result
-            for cut, result in zip(self.cuts, found)
-            if not cut.is_right(result) and not graph_cuts.is_normalized(cut)
-        ]
+        wrong = [result for cut, result in zip(self.cuts, found) if not cut.is_right(result)]
         if not wrong:
             return True
         untold = all(result is None or isinstance(result, _rows.Unknown) for result in wrong)
@@ -233,16 +221,14 @@ class ReplicatedFunction:
 
     def _is_right_back(self, given, rows):
         """Whether gradients of the user's own are those of the whole batch, by a trial as well."""
-        across = graph_cuts.own_gradient(self.cuts_back)
+        across = graph_cuts.own_gradient([self.cuts[place] for place in self.back])
         if across is None:
             return True
-        places = [self.cuts.index(cut) for cut in self.cuts_back]
 
         def compute(chosen):
-            part, values = self._in_inference(given, rows, chosen)
-            upstream = [np.asarray(values[place]) + np.float32(0.5) for place in places]
-            part = part + values[len(self.cuts) :] + upstream
-            return list(map(np.asarray, self._run(self.backward[:1], [part])[0]))
+            at_cut, handed_over = self._in_inference(given, rows, chosen)
+            upstream = [at_cut[place] + np.float32(0.5) for place in self.back]
+            return list(map(np.asarray, self._run(self.backward[:1], [handed_over + upstream])[0]))
 
         try:
             with self.owner.devices[0].randomness_kept():
@@ -254,43 +240,6 @@ class ReplicatedFunction:
             self.owner.across = across
         return is_right
 
-    def _head_graphs(self):
-        """What runs once.
-
-        Returns:
-            The variables that stand for the values at the cuts; the head's results, which are the
-            variables ``wanted`` and then the gradients of what is ``differentiated``; and the
-            updates, which take the gradients of the weights besides.
-        """
-        placeholders = [cut.variable.type() for cut in self.cuts]
-        at_cut = dict(zip(self._cut_variables(), placeholders))
-        news = [new for _, new in self.updates]
-        batch = depending_on(self.inputs + self._cut_variables(), news)
-        later = depending_on([gradient for _, gradient in self.weights], news)
-        # What depends on the gradients, or on no batch, is the optimizer's.
-        optimizers = [
-            (variable, new)
-            for variable, new in self.updates
-            if self.loss is not None and (new in later or new not in batch)
-        ]
-        self.assigned = [update for update in self.updates if update not in optimizers]
-        wanted = dict.fromkeys(self.outputs + [new for _, new in self.assigned])
-        self.wanted = [variable for variable in wanted if variable not in at_cut]
-        loss = [] if self.loss is None else [self.loss]
-        whole = self.wanted + [new for _, new in optimizers] + loss
-        cloned = dict(zip(whole, theano.clone(whole, at_cut)))
-        gradients = {}
-        if loss:
-            asked = {weight: weight for weight, _ in self.weights}
-            floats = zip(self.cuts, placeholders)
-            asked.update((cut, given) for cut, given in floats if "float" in given.dtype)
-            found = gradients_of(cloned[self.loss], list(asked.values()))
-            gradients = {each: found[v] for each, v in asked.items() if v in found}
-        self.differentiated = list(gradients)  # cuts and weights
-        self.cuts_back = [cut for cut in self.cuts if cut in gradients]
-        results = [cloned[variable] for variable in self.wanted] + list(gradients.values())
-        return placeholders, results, [(variable, cloned[new]) for variable, new in optimizers]
-
     def _compile(self, inputs, outputs, **options):
         # As K.function has it.
         options = dict(self.options, allow_input_downcast=True, on_unused_input="ignore", **options)
@@ -298,31 +247,24 @@ class ReplicatedFunction:
 
     # The devices' functions ---------------------------------------------------------------------
 
-    def _bodies(self):
-        """Their graphs. On one processor all are copies of the first's."""
-        found, devices = {}, self.owner.devices
-        given = self.body_inputs, self.sharded, self._cut_variables(), self.used
-        back = [self.cuts.index(cut) for cut in self.cuts_back]
+    def _make_bodies(self, cuts):
+        """Compile them: forward and, of the cuts that have a gradient, backward."""
+        devices, back = self.owner.devices, self.back
         weights = [weight for weight, _ in self.weights if weight in self.used]
-        for number, device in enumerate(devices):
+        made = [] if back else self.owner.forward.get(tuple(cuts), [])
+        for number, device in enumerate(devices if cuts and not made else ()):
             for variable in self.used:
                 device.adopt(variable, number)
             if number == 0 or device.target != devices[0].target:
+                given = self.body_inputs, self.sharded, cuts, self.used, back, weights
                 with device.current():
-                    body = Body(device, self._compile, *given)
-                    self.body_weights = body.differentiate(back, weights) if back else []
-                found[device] = body
-        return found
-
-    def _functions(self, bodies, make):
-        """A function for each device: that of its body, or a copy of the first one's."""
-        functions = []  # type: Any
-        first = self.owner.devices[0]
-        for device in self.owner.devices:
-            if device in bodies:
-                with device.current():
-                    functions.append(make(bodies[device]))
-            else:
-                swap = {first.variables[v]: device.variables[v] for v in self.used}
-                functions.append(copied(functions[0], swap))
-        return functions
+                    functions, weights = device_body.compiled(device, self._compile, *given)
+                made.append(functions)
+            else:  # on one processor all are copies of the first's
+                swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
+                made.append([device_body.copied(function, swap) for function in made[0]])
+        if not back:
+            self.owner.forward[tuple(cuts)] = made
+        self.body_weights = weights
+        self.forward = [forward for forward, *_ in made]
+        self.backward = [backward for _, *rest in made for backward in rest]

@@ -8,11 +8,11 @@ import os
 import sys
 from functools import partial
 
+from theano.scan_module.scan_utils import scan_args
 from theano.tensor.subtensor import get_idx_list
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from . import inner_graphs
 from .graph_sizes import ROWS
 from .graph_variables import frames_of
 
@@ -27,15 +27,8 @@ def _plain(values):
     return _rows.without_rows([value.placement for value in values])
 
 
-def _of_first(rule):
-    """Of operations whose other inputs have to be the same for all devices."""
-
-    def applied(node, values, rows):
-        if all(isinstance(value.placement, Replicated) for value in values[1:]):
-            return rule(node, values, rows)
-        return Mixed()
-
-    return applied
+def _are_replicated(values):
+    return all(isinstance(value.placement, Replicated) for value in values)
 
 
 def unknown(node, values, rows):
@@ -95,11 +88,11 @@ def _along(node, values, rows):
     return Mixed() if node.op.axis is None else _rows.along(values[0], node.op.axis)
 
 
-@_of_first
 def _along_second(node, values, rows):
     """Along an axis that is the second input."""
     axis = rows.sizes.constant(node.inputs[1])
-    return Mixed() if axis is None else _rows.along(values[0], axis)
+    known = axis is not None and _are_replicated(values[1:])
+    return _rows.along(values[0], axis) if known else Mixed()
 
 
 def _along_last(values):
@@ -180,35 +173,18 @@ def _assigned(node, values, rows):
     return target if isinstance(both, Sharded) and both.axis == part.axis else Mixed()
 
 
-def _looked_up_by_several(node, values, rows):
-    """By one tensor of numbers, or by one in each row: ``x[T.arange(n), numbers]``."""
-    tensors = {axis: v for axis, v in enumerate(values[1:]) if v.rank is not None}
-    whole = all(
-        getattr(each, "data", None) == slice(None)
-        for axis, each in enumerate(node.inputs[1:])
-        if axis not in tensors
-    )
-    if whole and len(tensors) == 1:
-        ((axis, numbers),) = tensors.items()
-        return _rows.gathered([values[0], numbers], axis)
-    if whole and list(tensors) == list(range(len(tensors))) and values[0].placement == Sharded(0):
-        together = [Value(Sharded(0), [None])] + list(tensors.values())[1:]
-        if _is_each_row(node.inputs[1], node.inputs[0], rows):
-            return _rows.pointwise(together)
+def _looked_up(node, values, rows):
+    """By one tensor of numbers. What several look up is tried."""
+    tensors = [axis for axis, value in enumerate(values[1:]) if value.rank is not None]
+    others = [v for v, value in zip(node.inputs[1:], values[1:]) if value.rank is None]
+    if len(tensors) == 1 and all(getattr(v, "data", None) == slice(None) for v in others):
+        return _rows.gathered([values[0], values[1 + tensors[0]]], tensors[0])
     return unknown(node, values, rows)
 
 
-def _is_each_row(numbers, data, rows):
-    """Whether these are the numbers 0, 1, 2, ... of the rows of ``data``."""
-    if numbers.owner is None or type(numbers.owner.op).__name__ != "ARange":
-        return False
-    asked, sizes = map(rows.sizes.numbers, numbers.owner.inputs), rows.sizes.dimensions(data)[0]
-    return sizes is not None and list(asked) == [[0] * len(ROWS), sizes, [1] * len(ROWS)]
-
-
-@_of_first
 def _repeated(node, values, rows):
-    return _rows.repeated(values[0], node.op.axis, rows.sizes.constant(node.inputs[1]))
+    found = _rows.repeated(values[0], node.op.axis, rows.sizes.constant(node.inputs[1]))
+    return found if _are_replicated(values[1:]) else Mixed()
 
 
 def _diagonal(node, values, rows):
@@ -225,7 +201,7 @@ def _by_row(axes, node, values, rows):
 def _pooled(node, values, rows):
     """Along the last dimensions; of gradients, several inputs have one shape."""
     several = [value for value in values if value.rank == values[0].rank]
-    if any(not isinstance(v.placement, Replicated) for v in values if v not in several):
+    if not _are_replicated([value for value in values if value not in several]):
         return Mixed()
     found = _rows.by_row(several, [values[0].axis or 0] * len(several))
     return _rows.resized(Value(found, values[0].shape), list(range(-node.op.ndim, 0)))
@@ -264,6 +240,79 @@ def _shape(node, values, rows):
     return Count() if isinstance(rows.of(node.inputs[0]), Drawn) else _rows.shape_of(values[0])
 
 
+# Branches, and a graph of their own inside -------------------------------------------------------
+
+
+def _branched(node, values, rows):
+    count = node.op.n_outs
+    kinds = [value.placement for value in values]
+    pairs = zip(kinds[1 : 1 + count], kinds[1 + count :])
+    return [_rows.chosen(kinds[0], pair) for pair in pairs]
+
+
+def _inlined(node, values, rows):
+    """``OpFromGraph``."""
+    inputs = zip(node.op.local_inputs, node.inputs, values)
+    pairs = [(inner, outer, value.placement, 0) for inner, outer, value in inputs]
+    inside = rows.inside(pairs, node.op.local_outputs)
+    return [inside.value(each).placement for each in node.op.local_outputs]
+
+
+def _looped(node, values, rows):
+    """``scan``: rows along another dimension than that of the steps. A step for each is tried."""
+    loop = scan_args(node.inputs, node.outputs, node.op.inputs, node.op.outputs, node.op.info)
+    of = dict(zip(node.inputs, [value.placement for value in values]))
+    if loop.outer_in_mit_mot:
+        return Unknown("a loop's gradient")
+    states = loop.outer_in_mit_sot + loop.outer_in_sit_sot
+    if any(_is_first(of[v]) for v in loop.outer_in_seqs):
+        others = [of[v] for v in loop.outer_in_non_seqs]
+        alone = not states + loop.cond and all(isinstance(each, Replicated) for each in others)
+        return Unknown("a step for each row") if alone else Mixed()
+    if not isinstance(of[loop.n_steps], Replicated) or any(_is_first(of[v]) for v in states):
+        return Mixed()
+    held, inside = _in_each_step(loop, of, states, rows)
+    if any(not isinstance(inside.value(v).placement, Replicated) for v in loop.cond):
+        return Mixed()  # the rows tell where it ends
+    for outer, before in zip(loop.outer_out_mit_sot + loop.outer_out_sit_sot, states):
+        rows.sizes.set(outer, rows.sizes.dimensions(before))
+    for outer, v in zip(loop.outer_out_nit_sot, loop.inner_out_nit_sot):
+        steps = None if loop.cond else loop.n_steps
+        rows.sizes.set(outer, [steps] + inside.sizes.dimensions(v))
+    found = held + [inside.value(v).placement for v in loop.inner_out_nit_sot]
+    return [_moved(each, 1) for each in found] + [REPLICATED] * len(loop.outer_out_shared)
+
+
+def _in_each_step(loop, of, states, rows):
+    """What the states are in each step, and the graph of a step, followed until that is so.
+
+    A step sees sequences and states without their first dimension.
+    """
+    same = zip(loop.inner_in_shared + loop.inner_in_non_seqs,
+               loop.outer_in_shared + loop.outer_in_non_seqs)  # fmt: skip
+    pairs = [(inner, outer, of[outer], 0) for inner, outer in same]
+    steps = zip(loop.inner_in_seqs, loop.outer_in_seqs)
+    pairs += [(inner, outer, _moved(of[outer], -1), 1) for inner, outer in steps]
+    taps = loop.inner_in_mit_sot + [[v] for v in loop.inner_in_sit_sot]
+    held, before = [_moved(of[v], -1) for v in states], None
+    while held != before:
+        of_states = [(v, *state, 1) for each, *state in zip(taps, states, held) for v in each]
+        inside, before = rows.inside(pairs + of_states, loop.inner_outputs), held
+        new = map(inside.value, loop.inner_out_mit_sot + loop.inner_out_sit_sot)
+        # What they are before a step, and after it.
+        held = [_rows.chosen(REPLICATED, [was, is_now.placement]) for was, is_now in zip(held, new)]
+    return held, inside
+
+
+def _is_first(placement):
+    return isinstance(placement, Sharded) and placement.axis == 0
+
+
+def _moved(placement, by):
+    has_rows = isinstance(placement, Sharded)
+    return placement.replace(axis=placement.axis + by) if has_rows else placement
+
+
 _KINDS = [
     (_pointwise, "Elemwise ScalarOp AbstractBatchNormInference"),
     (
@@ -287,7 +336,7 @@ _KINDS = [
     (_sliced, "Subtensor"),
     (_assigned, "IncSubtensor"),
     (_all(lambda values: _rows.gathered(values, 0)), "AdvancedSubtensor1"),
-    (_looked_up_by_several, "AdvancedSubtensor"),
+    (_looked_up, "AdvancedSubtensor"),
     (_repeated, "RepeatOp"),
     (_diagonal, "ExtractDiag"),
     (partial(_by_row, [0, None, 0]), "CrossentropySoftmaxArgmax1HotWithBias"),
@@ -299,15 +348,15 @@ _KINDS = [
     (drawn, "RandomFunction mrg_uniform"),
     (_filled, "Alloc AllocEmpty"),
     (_shape, "Shape Shape_i"),
-    (inner_graphs.branched, "IfElse"),
-    (inner_graphs.inlined, "OpFromGraph"),
-    (inner_graphs.looped, "Scan"),
+    (_branched, "IfElse"),
+    (_inlined, "OpFromGraph"),
+    (_looped, "Scan"),
 ]
 #: By the names of the classes of operations, or of their parents.
 TABLE = {name: rule for rule, names in _KINDS for name in names.split()}
 
 #: Those which tell more of what has no rows than ``without_rows``: of sizes, and of each result.
-OF_SIZES = (_filled, _shape, drawn, inner_graphs.branched, inner_graphs.inlined)
+OF_SIZES = (_filled, _shape, drawn, _branched, _inlined)
 
 #: What leaves random numbers what they are.
 ARRANGING = set(

@@ -9,20 +9,19 @@ import configparser
 import contextlib
 import errno
 import os
+import re
 import shlex
 import sys
 
 from ... import errors
+from ..._configuration import packages
+from ..._ranks import launchers
 from ..._runtime.safe_files import plain
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 # THEANO_FLAGS ---------------------------------------------------------------------------------
 
 
-def split_flags(text: str) -> "List[Tuple[str, Optional[str]]]":
+def split_flags(text):
     """Name and value of each entry of a ``THEANO_FLAGS`` text; no value where there is no ``=``.
 
     Commas separate; a backslash or quotes take them, and each other, literally; ``#`` begins a
@@ -45,14 +44,9 @@ def split_flags(text: str) -> "List[Tuple[str, Optional[str]]]":
     return [(name, value if equals else None) for name, equals, value in pairs]
 
 
-def parse_flags(text: str) -> "Dict[str, str]":
-    """The flags that Theano takes from a ``THEANO_FLAGS`` text: of duplicates the last."""
-    return {name: value for name, value in split_flags(text) if value is not None}
-
-
-def merge_flags(text: str, flags: "Mapping[str, str]") -> str:
+def merge_flags(text, flags):
     """A ``THEANO_FLAGS`` text that says what ``text`` said, and ``flags`` where both speak."""
-    merged: "Dict[str, Optional[str]]" = {}
+    merged = {}  # type: dict
     for name, value in split_flags(text) + list(flags.items()):
         if value is not None or name not in merged:
             merged[name] = value
@@ -68,7 +62,7 @@ def _escaped(entry):
 # Files ----------------------------------------------------------------------------------------
 
 
-def files(environ: "Mapping[str, str]") -> "List[str]":
+def files(environ):
     """The files that Theano reads, present or not; what a later one says wins.
 
     Raises:
@@ -101,15 +95,16 @@ class Flags:
         ConfigurationFileError: a file cannot be read.
     """
 
-    def __init__(self, environ: "Mapping[str, str]") -> None:
-        self._flags = parse_flags(environ.get("THEANO_FLAGS", ""))
+    def __init__(self, environ):
+        entries = split_flags(environ.get("THEANO_FLAGS", ""))  # of duplicates the last counts
+        self._flags = {name: value for name, value in entries if value is not None}
         home = _expanduser("~", environ)
         defaults = {name: environ.get(name, "") for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP")}
         defaults.update(USER=environ.get("USER", os.path.split(home)[-1]), PID=str(os.getpid()))
         self._parser = configparser.ConfigParser(defaults)
         self.files = [path for path in files(environ) if read_into(path, self._parser)]
 
-    def get(self, name: str) -> "Optional[str]":
+    def get(self, name):
         """The text that Theano would take as this flag's value, or None for its default."""
         if name in self._flags:
             return self._flags[name]
@@ -119,7 +114,7 @@ class Flags:
         except configparser.InterpolationError:  # such as compiledir_format's %(platform)s
             return self._parser.get(section, option, raw=True)
 
-    def spelled_as(self, defined: "Iterable[str]") -> "Iterator[Tuple[str, str]]":
+    def spelled_as(self, defined):
         """The flags' names and values; names in files, where case does not matter, as Theano's.
 
         The files' first. Without what a file has under [DEFAULT], which stands in each of its
@@ -132,31 +127,9 @@ class Flags:
                 defined_as = names.get(name.lower())
                 if name in self._flags or not defined_as and option in self._parser.defaults():
                     continue
-                yield defined_as or name, self._parser.get(section, option, raw=True)
-        yield from self._flags.items()
-
-
-def defined(path: str) -> "Dict[str, Optional[List[str]]]":
-    """The flags that Theano's ``configdefaults.py`` defines, and what each takes: None: see there.
-
-    Read from the file, since importing it configures Theano and may bring up a GPU.
-    """
-    import ast  # here for start-up time
-
-    with open(path, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    flags = {}  # type: Dict[str, Optional[List[str]]]
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "AddConfigVar":
-            with contextlib.suppress(ValueError):  # not written out
-                name = ast.literal_eval(node.args[0])
-                flags[name] = None
-                parameter: "Any" = node.args[2]
-                # convert= makes other spellings of a value one of them.
-                spelled = "convert" in [keyword.arg for keyword in parameter.keywords]
-                if getattr(parameter.func, "id", None) == "EnumStr" and not spelled:
-                    flags[name] = [ast.literal_eval(argument) for argument in parameter.args]
-    return flags
+                yield defined_as or name, self._parser.get(section, option, raw=True).strip()
+        for name, value in self._flags.items():
+            yield name.strip(), value.strip()
 
 
 def section_and_option(name):
@@ -203,3 +176,71 @@ def readable(path):
         raise errors.ConfigurationFileError(
             f"{path} cannot be read: {problem}. {remedy}"
         ) from error
+
+
+# What is asked, in Theano's words -------------------------------------------------------------
+
+
+def asked(settings, environ, ids, version):
+    """The flags that say what was asked, with Theano's numbers of the GPUs.
+
+    Arguments:
+        version: Theano's, or None. The GPU back-end of today came with 0.9.
+    """
+    has_gpuarray = packages.release(version or "1.0") >= (0, 9)
+    options = _checked(settings.options.get("theano_flags", {}))
+    said = Flags(environ)
+    names = ["{}{}".format("cuda" if has_gpuarray else "gpu", i) for i in ids]
+    # OpenCL's GPUs, of which no command of a driver tells, are kept where the flags name them.
+    named = [said.get(name) or "" for name in ("device", "contexts", "init_gpu_device")]
+    keeps = settings.devices.undecided is not None and "opencl" in " ".join(named)
+    flags = {} if keeps else {"device": names[0] if names else "cpu"}
+    if len(names) > 1 and has_gpuarray:
+        flags["contexts"] = ";".join(map("dev{}->{}".format, range(len(names)), names))
+    for other in ("contexts", "init_gpu_device"):  # both would bring up further GPUs
+        if other not in flags and said.get(other) and not keeps:
+            flags[other] = ""
+    if settings.memory and (names or keeps):
+        name = "gpuarray.preallocate" if has_gpuarray else "lib.cnmem"
+        flags[name] = _megabytes(settings.memory)
+    if settings.floatx:
+        flags["floatX"] = settings.floatx
+    if launchers.launched(environ):
+        # Ranks compile the same at the same time, and by itself Theano waits 5 to 10 seconds
+        # before it looks for its lock again; so long it stays another's, as ever.
+        for name, seconds in (("compile.wait", "1"), ("compile.timeout", "120")):
+            if not said.get(name):
+                flags[name] = seconds
+    flags.update(options)
+    return flags
+
+
+def _checked(flags):
+    """``theano_flags=`` with all values as texts."""
+    if not isinstance(flags, dict):
+        raise invalid(flags, f"it is a {type(flags).__name__}")
+    for name, value in flags.items():
+        if not (isinstance(name, str) and re.match(r"[A-Za-z_]\w*(\.\w+)*\Z", name)):
+            raise invalid(flags, f"{name!r} is no name of a flag")
+        if name == "floatX":
+            raise invalid(flags, "floatX is set by floatx=")
+        text = str(value)
+        if not isinstance(value, (str, bool, int, float)) or text != text.strip() or "\n" in text:
+            raise invalid(
+                flags, f"{value!r} is neither a number, True, False, nor one line of text"
+            )
+    return {name: str(value) for name, value in flags.items()}
+
+
+def _megabytes(memory):
+    """What ``gpuarray.preallocate`` takes: up to 1 a fraction, at most .95; above 1 megabytes."""
+    if memory.size:
+        return f"{max(2, memory.size / 2.0**20):.15g}"
+    return f"{min(memory.fraction or 0, 0.95):g}"
+
+
+def invalid(flags, problem):
+    return errors.InvalidArgumentError(
+        f"theano_flags={flags!r} is not understood: {problem}. Use a dictionary of Theano's flags, "
+        'such as {"optimizer": "fast_compile", "openmp": True}.'
+    )

@@ -13,12 +13,8 @@ from ..._runtime.safe_files import NOFOLLOW, plain, replacement
 from . import theano_flags
 from .theano_flags import read_into, readable, section_and_option
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Mapping, Optional, Sequence
 
-
-def file_to_write(environ: "Mapping[str, str]") -> str:
+def file_to_write(environ):
     """The file whose settings win: the last of those that Theano reads.
 
     Raises:
@@ -41,7 +37,7 @@ def file_to_write(environ: "Mapping[str, str]") -> str:
     return paths[-1]
 
 
-def write(path: str, flags: "Mapping[str, str]", before: "Sequence[str]" = ()) -> "Optional[str]":
+def write(path, flags, before=()):
     """Set these flags in a file, and keep all else in it, its rights and links to it.
 
     A crash at any point leaves the old file or the new one, complete; two processes that write
@@ -90,7 +86,7 @@ def write(path: str, flags: "Mapping[str, str]", before: "Sequence[str]" = ()) -
 # The text of a file ---------------------------------------------------------------------------
 
 
-def set_options(text: str, flags: "Mapping[str, str]") -> str:
+def set_options(text, flags):
     """The text of a ``.theanorc`` with these flags set and all else as it was.
 
     Raises:
@@ -126,14 +122,14 @@ def _with_option(text, section, option, value):
     end = "\r\n" if "\r\n" in text else "\n"
     if lines and not lines[-1].endswith(("\n", "\r")):
         lines[-1] += end
-    # A line says what the text up to it says otherwise than the text before it.
-    said = [_options("".join(lines[:count])).get(section) for count in range(len(lines) + 1)]
-    of_section = [number for number in range(len(lines)) if said[number + 1] != said[number]]
-    same = [
-        number
-        for number in of_section
-        if (said[number] or {}).get(option.lower()) != said[number + 1].get(option.lower())
-    ]
+    said = [_options("".join(lines[:count])) for count in range(len(lines) + 1)]
+
+    def lines_of(part):
+        """The numbers of those up to which the text says otherwise than up to the one before."""
+        return [number for number, then in enumerate(said[1:]) if part(then) != part(said[number])]
+
+    of_section = lines_of(lambda options: options.get(section))
+    same = lines_of(lambda options: options.get(section, {}).get(option.lower()))
     if same:
         first, *rest = same
         old = lines[first].rstrip()

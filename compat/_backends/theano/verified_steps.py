@@ -3,40 +3,31 @@
 from ..._verification import keras2
 from .context_device import is_random
 
-# Which of a compiled function's operations are the products of layers; a loop has its own.
+# Which of a compiled function's operations are the products of layers; a loop has its own. On GPUs
+# their names begin with Gpu.
 PRODUCTS = (
     "Dot", "Dot22", "Dot22Scalar", "Gemm", "Gemv", "CGemv", "Ger", "CGer", "Scan",
     "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs", "AbstractConv2d",
     "AbstractConv2d_gradWeights", "AbstractConv2d_gradInputs",
-    "GpuDot22", "GpuGemm", "GpuGemv", "GpuGer", "GpuCorrMM", "GpuCorrMM_gradWeights",
-    "GpuCorrMM_gradInputs", "GpuDnnConv", "GpuDnnConvGradW", "GpuDnnConvGradI",
+    "DnnConv", "DnnConvGradW", "DnnConvGradI",
 )  # fmt: skip
 
 
 class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
     """The method by which Keras makes the function of a step."""
 
-    def __init__(self, verification, kind):
-        super().__init__(verification, kind)
-        self.states = set()  # of generators of random numbers
-
     def written(self, function, model):
-        if hasattr(function, "updates"):  # of replicas
-            written = [variable for variable, _ in function.updates]
-            for device in function.owner.devices:
-                # Its generators go on by themselves.
-                states = [own for keras, own in device.variables.items() if is_random(keras)]
-                self.states.update(states)
-                written += states
+        if hasattr(function, "updates"):  # of replicas, whose generators go on by themselves
+            own = [device.variables.values() for device in function.owner.devices]
+            written = list(function.updates) + [v for each in own for v in filter(is_random, each)]
         else:
             inputs = function.function.maker.expanded_inputs
             written = [i.variable for i in inputs if i.update is not None]
-            self.states.update(filter(is_random, written))
         written = [v for v in written if hasattr(v, "broadcastable")]  # no RandomState
         return sorted(written, key=lambda variable: int(variable.auto_name.partition("_")[2]))
 
     def is_random(self, variable):
-        return variable in self.states
+        return is_random(variable)
 
     def operations(self, step):
         """From the functions that Theano compiled for each device, and that this step calls."""
@@ -46,14 +37,15 @@ class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
         made(step.inputs)
         devices = [device.name for device in made.owner.devices]
         return {
-            name: (len(products(forward)), len(of_gradients(backward, len(made.cuts_back))))
+            name: (len(products(forward)), len(of_gradients(backward, len(made.back))))
             for name, forward, backward in zip(devices, made.forward, made.backward)
         }
 
 
 def products(function):
     """The nodes of a compiled function's graph that are products of layers."""
-    return [n for n in function.maker.fgraph.apply_nodes if type(n.op).__name__ in PRODUCTS]
+    nodes = function.maker.fgraph.apply_nodes
+    return [node for node in nodes if type(node.op).__name__.replace("Gpu", "") in PRODUCTS]
 
 
 def of_gradients(function, given):
