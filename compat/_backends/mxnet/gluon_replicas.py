@@ -8,9 +8,8 @@ from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
-from . import nested_arrays, own_gradients, symbol_graph
-from .gluon_states import OwnStates, blocks, check_equal, own_attributes, states_of
-from .gluon_trainers import _move, _parameters
+from . import gluon_parameters, nested_arrays, own_gradients, symbol_graph, verified_native
+from .gluon_parameters import blocks, move, own_attributes, parameters_of, states_of
 from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
 from .running_statistics import unite
 from .symbol_executors import clear_errors
@@ -24,7 +23,7 @@ def parallelize(block, contexts):
     else:
         if replicas is not None:
             replicas.remove()
-        _move(block, contexts)
+        move(block, contexts)
 
 
 class BlockReplicas:
@@ -61,7 +60,7 @@ class BlockReplicas:
         self._operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
         self._warned = False
-        self.verified = None  # a VerifiedBlockForward, which runs the first calls
+        self.verification = None  # of the first calls
         methods = {name: getattr(self, name) for name in self.METHODS}
         vars(block).update(methods, _compat_replicas=self)
 
@@ -70,11 +69,11 @@ class BlockReplicas:
         self._unite_statistics()
         self.contexts = contexts
         self.names = [str(context) for context in contexts]
-        _move(self.block, contexts)
+        move(self.block, contexts)
 
     def _prepare(self):
         self._unite_statistics()
-        _move(self.block, self.contexts)  # if it was initialised or given a Trainer since
+        move(self.block, self.contexts)  # if it was initialised or given a Trainer since
 
     def remove(self):
         self._unite_statistics()
@@ -88,15 +87,22 @@ class BlockReplicas:
         if not arrays or not arrays[0].shape or split_rows.runs_undivided():
             # Symbols, too: the block is being exported.
             return type(self.block).forward(self.block, *args)
-        if self.verified is None or self._kinds[self._kind(args)][0] is None:
-            return self.run(args)
-        return self.verified(args)
+        verification = self.verification
+        if verification is not None and self._kinds[self._kind(args)][0] is not None:
+            # Batch normalization and dropout go by this, not by whether gradients are wanted.
+            kind = "train" if mx.autograd.is_training() else "predict"
+            if verification.is_due(kind):
+                return verification.verify(kind, verified_native.BlockCall(self, args))
+        return self.run(args)
 
     def run_undivided(self, args):
         """The block on the first context alone, where no replica is running."""
-        first = self.contexts[0]
         self._prepare()
-        return self._written(first, _mapped(lambda _, array: _on(first, array), args))
+        first, states = self.contexts[0], self._own_states()
+        with states.replica(first):
+            result = self._written(first, _mapped(lambda _, array: _on(first, array), args))
+        states.unite()
+        return result
 
     def _written(self, context, args):
         """The block as it is written, where parts that are parallelized do not split again."""
@@ -139,31 +145,22 @@ class BlockReplicas:
             result = self._run_whole(args)  # what is wrong on one device, too, is the user's
             self._leave_whole(kind, across)
             return result
-        if mx.autograd.is_training():
-            self.note_training(args)
-        work.count(self.names, all_sizes, mx.autograd.is_training())
+        self._note_batch(all_sizes)
         return result
 
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
-        sizes = work.undivided(self.names, next(_arrays(args)).shape[0])
-        self._prepare()
-        states = self._own_states()
-        with states.replica(self.contexts[0]):
-            result = self.run_undivided(args)
-        states.unite()
+        result = self.run_undivided(args)
         if mx.autograd.is_recording():
             with mx.autograd.pause():
-                _leave_without_gradients(_parameters(self.block))
+                gluon_parameters.leave_without_gradients(self.block)
+        self._note_batch(work.undivided(self.names, next(_arrays(args)).shape[0]))
+        return result
+
+    def _note_batch(self, sizes):
         if mx.autograd.is_training():
             self._sizes = sizes
         work.count(self.names, sizes, mx.autograd.is_training())
-        return result
-
-    def note_training(self, args):
-        """Have statistics united before their next use, by the rows of this batch."""
-        rows = next(_arrays(args)).shape[0]
-        self._sizes = split_rows.sizes(rows, len(self.contexts))
 
     def _shard(self, args, context, rows):
         """A replica's part of the arguments, on its context; ``rows`` takes it out of an array."""
@@ -233,7 +230,7 @@ class BlockReplicas:
         # Parts of a block that sets states would set them one after the other.
         is_left = sees_gradients or is_single or self._own_states().parameters
         if mx.autograd.is_recording() and not is_left:
-            parameters, first = _parameters(self.block), self.contexts[0]
+            parameters, first = parameters_of(self.block), self.contexts[0]
             if own_gradients.mix(parameters, args, placements, first, self._on_rows):
                 return _rows.Across(None, why="gradient")
         return placements
@@ -308,7 +305,7 @@ class BlockReplicas:
         return type(self.block)._collect_params_with_prefix(self.block, *args, **kwargs)
 
     def _own_states(self):
-        return OwnStates(states_of(self.block, self._operations)[1])
+        return gluon_parameters.OwnStates(states_of(self.block, self._operations)[1])
 
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.
@@ -322,16 +319,6 @@ class BlockReplicas:
             # Where the first context alone has trained it, what else it has set, too.
             united = means if any(self._sizes[1:]) else means + others
             unite([parameter.list_data() for parameter in united], self._sizes)
-            check_equal(self.block, others)
+            gluon_parameters.check_equal(self.block, others)
         if not mx.autograd.is_recording():
             self._sizes = None
-
-
-def _leave_without_gradients(parameters):
-    """Gradients of 0 on all contexts but the first, new as if a backward pass had written them."""
-    for parameter in parameters:
-        if parameter._data is not None and parameter.grad_req != "null":
-            for array, gradient in zip(parameter.list_data()[1:], parameter.list_grad()[1:]):
-                if parameter.grad_req == "write":
-                    gradient[:] = 0
-                array._fresh_grad = True
