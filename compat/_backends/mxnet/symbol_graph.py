@@ -8,7 +8,6 @@ import numpy as np
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value, trial
 from . import row_operations
-from .operation_rules import SymbolNode
 from .running_statistics import MEANS
 from .symbol_executors import clear_errors, inferred, rows_of, tried
 
@@ -92,7 +91,8 @@ class Graph:
         sources = {self.nodes[source]["name"] for source, _ in self.inputs[number]}
         if node["op"] not in MEANS and not sources.isdisjoint(self.auxiliary):
             return Mixed()  # a state, of which nobody knows how those of devices go together
-        operation = SymbolNode(node["attrs"], values, self._sizes.get(first), self.grows.get(first))
+        sizes, grows = self._sizes.get(first), self.grows.get(first)
+        operation = row_operations.SymbolNode(node["attrs"], values, sizes, grows)
         return row_operations.placements(node["op"], operation)
 
     def _find_sizes(self, entries, given, shapes):
