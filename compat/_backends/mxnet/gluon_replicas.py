@@ -66,10 +66,9 @@ class BlockReplicas:
 
     def move(self, contexts):
         """Go on with other contexts."""
-        self._unite_statistics()
         self.contexts = contexts
         self.names = [str(context) for context in contexts]
-        move(self.block, contexts)
+        self._prepare()
 
     def _prepare(self):
         self._unite_statistics()
@@ -98,16 +97,24 @@ class BlockReplicas:
     def run_undivided(self, args):
         """The block on the first context alone, where no replica is running."""
         self._prepare()
-        first, states = self.contexts[0], self._own_states()
-        with states.replica(first):
-            result = self._written(first, _mapped(lambda _, array: _on(first, array), args))
+        states = self._own_states()
+        with states.replica(self.contexts[0]):
+            result = self._written(self.contexts[0], args, lambda array: array)
         states.unite()
         return result
 
-    def _written(self, context, args):
-        """The block as it is written, where parts that are parallelized do not split again."""
+    def _written(self, context, args, rows):
+        """The block as it is written, on a context, where parts of it do not split again.
+
+        Arguments:
+            rows: takes a replica's part out of an array that is split.
+        """
+
+        def part(place, array):
+            return _on(context, rows(array) if self._split[place] else array)
+
         with split_rows.undivided(), context:
-            return type(self.block).forward(self.block, *args)
+            return type(self.block).forward(self.block, *_mapped(part, args))
 
     def run(self, args):
         """The block on all contexts, or on the first one where it cannot be divided."""
@@ -126,9 +133,8 @@ class BlockReplicas:
         try:
             for i in replicas:
                 context, part = self.contexts[i], slice(*split_rows.run_bounds(rows, count, i))
-                shard = self._shard(args, context, lambda array: array[part])  # noqa: B023
                 with states.replica(context):
-                    results.append(self._written(context, shard))
+                    results.append(self._written(context, args, lambda array: array[part]))  # noqa: B023
             found = states.unite()
             if found is None and not nested_arrays.are_of(placements, results, sizes):
                 found = _rows.Across(None, why="tried")
@@ -162,26 +168,18 @@ class BlockReplicas:
             self._sizes = sizes
         work.count(self.names, sizes, mx.autograd.is_training())
 
-    def _shard(self, args, context, rows):
-        """A replica's part of the arguments, on its context; ``rows`` takes it out of an array."""
-
-        def part(place, array):
-            return _on(context, rows(array) if self._split[place] else array)
-
-        return _mapped(part, args)
-
     # What can be divided ------------------------------------------------------------------------
 
     def _kind(self, args):
         """The kind of these arguments, of which it is decided whether they are divided."""
-        rows, kept, places = next(_arrays(args)).shape[0], True, []
-        _mapped(lambda place, array: places.append((place, array)), args)
-        for place, array in places:
+        rows, kept, places = next(_arrays(args)).shape[0], True, {}  # type: int, bool, dict
+        _mapped(places.__setitem__, args)
+        for place, array in places.items():
             # Arrays with as many rows as the first; what was whole before stays whole.
             has_rows = bool(array.shape) and array.shape[0] == rows
             kept = kept and (has_rows or not self._split.get(place, False))
             self._split.setdefault(place, has_rows)
-        known = tuple((place, self._split[place], array.ndim) for place, array in places)
+        known = tuple((place, self._split[place], array.ndim) for place, array in places.items())
         kind = mx.autograd.is_recording(), kept, known
         # Of a single row a trial tells nothing: it is tried again.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
@@ -243,7 +241,7 @@ class BlockReplicas:
             return nested_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
 
         with self._leaving_no_trace():
-            return self._written(first, self._shard(args, first, chosen))
+            return self._written(first, args, chosen)
 
     def _tried(self, args):
         """The placements of the results, by a trial on the first context, in inference."""
@@ -267,8 +265,7 @@ class BlockReplicas:
         def variable(place, array):
             name = "compat_input" + "_".join(map(str, place))
             shapes[name] = array.shape
-            if self._split[place]:
-                given[name] = _rows.Sharded(0)
+            given[name] = _rows.Sharded(0) if self._split[place] else _rows.REPLICATED
             symbol = mx.sym.var(name)
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
@@ -288,9 +285,8 @@ class BlockReplicas:
         plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
         with contextlib.ExitStack() as stack:
             stack.callback(self._own_states().reset)
-            for part in blocks(self.block):
-                own = {name: value for name, value in plain.items() if name in vars(part)}
-                stack.enter_context(replaced(part, **own))
+            for part in set(blocks(self.block)):  # one may be there twice
+                stack.enter_context(replaced(part, **plain))
             stack.callback(own_attributes(self.block).put_back)
             yield
 

@@ -156,7 +156,7 @@ def _across(module, inputs, context):
     fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
     types = {d.name: d.dtype for d in inputs}
     graph = symbol_graph.Graph([], module.symbol)
-    unknown = graph.follow_and_try(given, shapes, context, fed, given, types, {})
+    unknown = graph.follow_and_try(given, shapes, context=context, fed=fed, types=types, held={})
     if unknown is not None:
         return unknown
     for head, output in zip(graph.heads, module.symbol):

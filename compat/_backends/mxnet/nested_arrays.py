@@ -3,7 +3,7 @@
 import mxnet as mx
 
 from ..._ranks.arrays import parts_of
-from ..._rows import Partial, Replicated, Sharded
+from ..._rows import REPLICATED, Partial, Sharded
 
 
 def _leaves(value, kind):
@@ -39,11 +39,9 @@ def _others(value):
 
 def can_be_merged(placement):
     """Whether the value of the whole batch is put together here from the replicas' values."""
-    if isinstance(placement, Partial):
-        return placement.how in ("sum", "mean") and placement.denominator is None
     if isinstance(placement, Sharded):
-        return placement.even and placement.copies == 1 and placement.per is None
-    return isinstance(placement, Replicated)
+        return placement == Sharded(placement.axis, placement.inner)
+    return placement in (REPLICATED, Partial("sum"), Partial("mean"))
 
 
 def are_of(placements, results, sizes):
@@ -78,7 +76,7 @@ def merged(placements, results, sizes, context):
 
 
 def _merged(placement, parts, sizes, context):
-    if isinstance(placement, Replicated) or len(parts) == 1:
+    if placement == REPLICATED or len(parts) == 1:
         return parts[0]
     if isinstance(placement, Partial):
         total = float(sum(sizes)) if placement.how == "mean" else None

@@ -1,7 +1,8 @@
-"""Gradients of the user's own in Gluon blocks, which may compute across rows on the way back.
+"""Gradients of the user's own, which may compute across rows on the way back.
 
-An ``mx.autograd.Function`` is seen by nobody, so the gradients of three rows together are compared
-with those of two of them and of the third.
+An ``mx.autograd.Function`` in a Gluon block is seen by nobody, and ``Custom`` in a graph may be
+anything. So the gradients of three rows together are compared with those of two of them and of the
+third.
 """
 
 import contextlib
@@ -15,14 +16,14 @@ from .symbol_executors import clear_errors
 
 
 def mix(parameters, args, placements, context, compute):
-    """Whether the gradients of a block mix rows, or cannot be tried.
+    """Whether the gradients of a block, or of an operation, mix rows, or cannot be tried.
 
     Arguments:
         parameters: the block's.
         args: what it is given.
         placements: how its results are put together.
         context: the one for that.
-        compute: takes such arguments and numbers of rows, and returns what the block gives.
+        compute: takes such arguments and numbers of rows, and returns what it gives for them.
     """
     trained = [p for p in parameters if p._data is not None and p.grad_req != "null"]
     found, upstream = [], None  # type: Any, Any

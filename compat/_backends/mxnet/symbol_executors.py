@@ -55,8 +55,10 @@ def bound(symbol, context, shapes, types, held, differentiated=(), sparse=()):
         name: held[name] if name in held else mx.nd.zeros(shape, context, dtype)
         for name, shape, dtype in zip(names, shapes, types)
     }
-    for name, shape in zip(states, state_shapes):
-        held.setdefault(name, mx.nd.zeros(shape, context))
+    auxiliary = {
+        name: held.setdefault(name, mx.nd.zeros(shape, context))
+        for name, shape in zip(states, state_shapes)
+    }
     gradients = {
         name: mx.nd.zeros(
             args[name].shape, context, args[name].dtype, "row_sparse" if name in sparse else None
@@ -64,12 +66,7 @@ def bound(symbol, context, shapes, types, held, differentiated=(), sparse=()):
         for name in differentiated
         if name in args
     }
-    return symbol.bind(
-        context,
-        args,
-        args_grad=gradients,
-        aux_states={name: held[name] for name in states},
-    )
+    return symbol.bind(context, args, args_grad=gradients, aux_states=auxiliary)
 
 
 def tried(symbol, context, fed, given, types, held):

@@ -1,5 +1,6 @@
 """MXNet's graphs, taken apart and put together again, for the MXNet backend."""
 
+import functools
 import json
 
 import mxnet as mx
@@ -8,8 +9,10 @@ import numpy as np
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value, trial
 from . import row_operations
+from .nested_arrays import can_be_merged
+from .own_gradients import mix
 from .running_statistics import MEANS
-from .symbol_executors import clear_errors, inferred, rows_of, tried
+from .symbol_executors import clear_errors, inferred, tried
 
 # Two numbers of rows, far from any width and from one another, so that shapes tell what grows
 # with the batch.
@@ -102,12 +105,15 @@ class Graph:
         for rows in ROWS:
             known = {name: grown(shape, given.get(name), rows) for name, shape in shapes.items()}
             _, sizes, _ = inferred(symbol.infer_shape_partial, symbol, known)
-            found.append(sizes or [()] * len(entries))
+            sizes = sizes or [None] * len(entries)
+            # None: the number of dimensions is not known. ``()`` is a number's shape in MXNet's
+            # numpy mode only.
+            found.append([size if size or mx.util.is_np_shape() else None for size in sizes])
         self._sizes, self.grows, self._used = {}, {}, {}  # type: dict, dict, dict
         self._one_each = set()  # entries with as many elements as rows along what grows
         for entry, one, other in zip(entries, *found):
             self._used.setdefault(entry[0], []).append(entry)
-            if not (_is_ranked(one) and _is_ranked(other) and len(one) == len(other)):
+            if one is None or other is None or len(one) != len(other):
                 self._sizes[entry] = None
                 continue
             pairs = list(zip(one, other))
@@ -128,41 +134,39 @@ class Graph:
             return placement.replace(inner=1)
         return placement
 
-    def follow_and_try(self, given, shapes, *asking):
+    def follow_and_try(self, given, shapes, **asking):
         """Follow the rows, and try what no rule tells, and the outputs, or where they are cut.
 
         Arguments:
-            asking: what ``tried`` takes after the symbol.
+            asking: what ``tried`` takes besides.
 
         Returns:
             Why nothing at all can be divided, or None.
         """
         mixing = {}  # type: dict
+        differing = functools.partial(self._differing, given=given, **asking)
         try:
             while True:
                 self.follow(given, shapes, mixing)
                 asked = self.untold + self.outputs + self.frontier(self.outputs)
-                wrong, why = self._differing(asked, asking), "tried"
+                wrong, why = differing(asked), "tried"
                 if not wrong:
-                    wrong, why = self._mixing_back(), "gradient"
+                    wrong, why = set(filter(self._mixes_back, self.own_gradients())), "gradient"
                 if not wrong:
                     return None
                 if not wrong.intersection(self.untold):  # a rule is, then: which one?
                     inside = self.ancestors(asked)
-                    wrong |= self._differing((e for e in self.placements if e[0] in inside), asking)
+                    wrong |= differing(entry for entry in self.placements if entry[0] in inside)
                 mixing[min(wrong)[0]] = why
         except Exception:  # whatever operations of the user's do, with other numbers of rows
             clear_errors()
             self.placements = {}
             return _rows.Across(None, why="unknown")
 
-    def _differing(self, entries, asking):
-        entries = sorted(
-            entry
-            for entry in set(entries)
-            if isinstance(self.placements[entry], Sharded) and self.nodes[entry[0]]["op"] != "null"
-        )
-        found = tried(self.symbol(entries), *asking) if entries else ()
+    def _differing(self, entries, **asking):
+        computed = {entry for entry in entries if self.nodes[entry[0]]["op"] != "null"}
+        entries = sorted(e for e in computed if isinstance(self.placements[e], Sharded))
+        found = tried(self.symbol(entries), **asking) if entries else ()
         return {
             entry
             for entry, each in zip(entries, found)
@@ -171,46 +175,32 @@ class Graph:
             and (entry in self.untold or not isinstance(each, Unknown))
         }
 
-    def _mixing_back(self):
-        """The entries with rows of which a node's own gradient mixes them, or cannot be tried."""
-        return {
-            (number, 0)
-            for number in self.own_gradients()
-            if not isinstance(self.placements.get((number, 0), Mixed()), Mixed)
-            and self._mixes_back(number)
-        }
+    def _mixes_back(self, result):
+        """Whether the gradient of a node with rows, a function of the user's, mixes them.
 
-    def _mixes_back(self, number):
-        entries = self.inputs[number] + [(number, 0)]
+        Or cannot be tried.
+        """
+        if isinstance(self.placements.get(result, Mixed()), Mixed):
+            return False  # it runs whole
+        number, random, count = result[0], np.random.RandomState(0), len(trial.WHOLE)
         attributes = self.nodes[number]["attrs"].items()
         options = {name: value for name, value in attributes if not name.startswith("__")}
-        axes = [getattr(self.placements[entry], "axis", None) for entry in entries]
-        random, count = np.random.RandomState(0), len(trial.WHOLE)
-        drawn = [
-            random.uniform(0.5, 1.5, [size or count for size in self._sizes[entry] or ()])
-            for entry in entries
+        axes = [getattr(self.placements[entry], "axis", None) for entry in self.inputs[number]]
+        shapes = [
+            [size or count for size in self._sizes[entry] or ()] for entry in self.inputs[number]
         ]
+        drawn = [mx.nd.array(random.uniform(0.5, 1.5, shape)) for shape in shapes]
 
-        def compute(rows):
-            *values, back = [mx.nd.array(rows_of(*pair, rows)) for pair in zip(drawn, axes)]
-            for value in values:
-                value.attach_grad()
-            with mx.autograd.record():
-                results = mx.nd.Custom(*values, **options)
-            first = results[0] if isinstance(results, list) else results
-            # What comes back to an output without rows is a sum over them.
-            first.backward(back if axes[-1] is not None else sum(back * (1 + row) for row in rows))
-            return [value.grad.asnumpy() for value in values]
+        def compute(values, rows):
+            part = [
+                value if axis is None else mx.nd.take(value, mx.nd.array(rows), axis)
+                for value, axis in zip(values, axes)
+            ]
+            results = mx.nd.Custom(*part, **options)
+            return results[0] if isinstance(results, list) else results
 
-        try:
-            found = trial.tried(compute)
-        except Exception:  # whatever an operation of the user's does
-            clear_errors()
-            return True
-        return any(
-            getattr(each, "axis", None) != axis or axis is None and each != Partial("sum")
-            for each, axis in zip(found, axes)
-        )
+        placement = self.placements[result]
+        return not can_be_merged(placement) or mix([], drawn, [placement], mx.cpu(), compute)
 
     def across(self, outputs, with_rows=True):
         """The first operation that mixes rows, if outputs follow from one (with rows), or None.
@@ -296,8 +286,8 @@ class Graph:
         return found
 
     def own_gradients(self):
-        """The nodes whose gradient is a function of the user's."""
-        return [number for number, node in enumerate(self.nodes) if node["op"] == "Custom"]
+        """The first outputs of the nodes whose gradient is a function of the user's."""
+        return [(number, 0) for number, node in enumerate(self.nodes) if node["op"] == "Custom"]
 
     def states(self):
         """The operation that writes each of the auxiliary states, by its name."""
@@ -307,11 +297,6 @@ class Graph:
             for source, _ in entries
             if self.nodes[source]["name"] in self.auxiliary
         }
-
-
-def _is_ranked(shape):
-    """Whether the number of dimensions is known; ``()`` is a number in MXNet's numpy mode only."""
-    return shape is not None and (shape != () or mx.util.is_np_shape())
 
 
 def grown(shape, placement, rows):
