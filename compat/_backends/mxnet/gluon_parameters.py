@@ -6,7 +6,7 @@ import mxnet as mx
 
 from ... import _rows, errors
 from .optimizer_state import set_states
-from .running_statistics import MEANS
+from .symbol_executors import MEANS
 
 
 def parameters_of(block):
@@ -23,10 +23,8 @@ def move(block, contexts):
         is_made = parameter._data is not None or parameter._deferred_init
         if is_made and parameter.list_ctx() != contexts:
             parameter.reset_ctx(contexts)
-    trainers = {id(parameter._trainer): parameter._trainer for parameter in parameters}
-    for trainer in trainers.values():
-        if trainer is not None:
-            _move_trainer(trainer)
+    for trainer in {parameter._trainer for parameter in parameters} - {None}:
+        _move_trainer(trainer)
 
 
 def _move_trainer(trainer):

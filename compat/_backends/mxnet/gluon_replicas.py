@@ -8,11 +8,10 @@ from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
-from . import gluon_parameters, nested_arrays, own_gradients, symbol_graph, verified_native
+from . import gluon_parameters, nested_arrays, symbol_graph, verified_native
 from .gluon_parameters import blocks, move, own_attributes, parameters_of, states_of
 from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
-from .running_statistics import unite
-from .symbol_executors import clear_errors
+from .symbol_executors import clear_errors, unite
 
 
 def parallelize(block, contexts):
@@ -229,7 +228,7 @@ class BlockReplicas:
         is_left = sees_gradients or is_single or self._own_states().parameters
         if mx.autograd.is_recording() and not is_left:
             parameters, first = parameters_of(self.block), self.contexts[0]
-            if own_gradients.mix(parameters, args, placements, first, self._on_rows):
+            if nested_arrays.mixes_back(parameters, args, placements, first, self._on_rows):
                 return _rows.Across(None, why="gradient")
         return placements
 
@@ -270,7 +269,7 @@ class BlockReplicas:
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
         try:
-            with self._leaving_no_trace(), own_gradients.symbols_refused():
+            with self._leaving_no_trace(), nested_arrays.symbols_refused():
                 traced = type(self.block).forward(self.block, *_mapped(variable, args))
             graph = symbol_graph.Graph([], mx.sym.Group(list(_leaves(traced, mx.sym.Symbol))))
             graph.follow(given, shapes)

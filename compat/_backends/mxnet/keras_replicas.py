@@ -8,7 +8,7 @@ from keras.backend import mxnet_backend as K
 
 from ... import _keras
 from ..._runtime.patching import replaced
-from . import running_statistics, symbol_executors
+from . import symbol_executors
 from .group_placement import device_with_replicas, groups_of, place_groups
 from .optimizer_state import take_to, updater_of
 from .phase_executors import Phase, state_names
@@ -19,8 +19,7 @@ def parallelize(model, contexts):
     if len(contexts) > 1 and groups_of(model):
         raise device_with_replicas(model.name)
     if len(contexts) > 1 and _has_size_of_batches(model):
-        size = model.inputs[0].shape[0]
-        problem = f"its batch size is fixed to {size}"
+        problem = f"its batch size is fixed to {model.inputs[0].shape[0]}"
         _keras.warn_not_divided(model, problem, str(contexts[0]))
         contexts = contexts[:1]
     replicas = getattr(model, "_compat_replicas", None)
@@ -249,8 +248,10 @@ class ModelReplicas:
         if self._updater is None:
             self._updater = mx.optimizer.get_updater(self.model.optimizer)
         gradients, updated = {}, {}  # by the number that a plain module gives a weight; by name
+        # A row computed for an empty shard counts for nothing.
+        executors = [body for body, _ in phase.filled] + [phase.head]
         for number, name in enumerate(phase.parameters):
-            parts = [executor.grad_dict.get(name) for executor in phase.executors()]
+            parts = [executor.grad_dict.get(name) for executor in executors]
             parts = [part.as_in_context(self.contexts[0]) for part in parts if part is not None]
             if parts:
                 gradients[number], updated[name] = mx.nd.add_n(*parts), self.arrays[0][name]
@@ -261,24 +262,20 @@ class ModelReplicas:
 
     def _average_auxiliary_states(self, phase):
         """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
-        running_statistics.unite(
+        symbol_executors.unite(
             [[held[name] for held in self.arrays] for name in phase.body.list_auxiliary_states()],
             phase.sizes,
         )
         if phase.head.aux_dict:  # of the whole batch
-            running_statistics.wait_for_updates()
+            symbol_executors.wait_for_updates()
             for held in self.arrays[1:]:
                 _copy(phase.head.aux_dict, held)
 
     def _assign(self, updates):
         """Store new values of variables that layers update: RNN states, a layer's own averages."""
-        for name, value in updates:
-            if name in self.arrays[0]:
-                for held in self.arrays:
-                    value.copyto(held[name])
-                self.model._weights_dirty = True
-            else:
-                value.copyto(self.model._args[name])
+        for held in self.arrays + [self.model._args]:  # the latter has the states
+            _copy(updates, held)
+        self.model._weights_dirty = self.model._weights_dirty or bool(updates)
 
 
 def _copy(arrays, others):

@@ -16,7 +16,7 @@ from ... import _rows, errors
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
-from . import running_statistics, symbol_graph
+from . import symbol_executors, symbol_graph
 
 
 def parallelize(module, contexts):
@@ -99,10 +99,15 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
     def bind_exec(self, *args, **kwargs):
         if self._default_execs is not None:
             self.execs, self.contexts = self._default_execs[:], self._every_context
-        super().bind_exec(*args, **kwargs)
+        self._every_context, count = self.contexts, len(self.contexts)
+
+        def slices(rows, work_load_list):
+            return [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
+
+        with replaced(mx.module.executor_group, _split_input_slice=slices):
+            super().bind_exec(*args, **kwargs)
         self._default_execs = self._default_execs or self.execs
-        self._every_context = self.contexts
-        self.sizes = split_rows.sizes(self.batch_size, len(self.contexts))
+        self.sizes = split_rows.sizes(self.batch_size, count)
 
         def filled(items):
             return list(itertools.compress(items, self.sizes))
@@ -114,15 +119,6 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
     def set_params(self, *args, **kwargs):
         with replaced(self, execs=self._default_execs):  # they share their weights with all
             super().set_params(*args, **kwargs)
-
-    def decide_slices(self, data_shapes):
-        axes = [_axis(desc.layout) for desc in data_shapes]
-        for desc, axis in zip(data_shapes, axes):
-            if axis >= 0:
-                self.batch_size = desc.shape[axis]
-        rows, count = self.batch_size, len(self.contexts)
-        self.slices = [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
-        return axes
 
     def forward(self, data_batch, is_train=None):
         super().forward(data_batch, is_train)
@@ -137,7 +133,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
                 if array is not None and not size and self.grad_req[name] == "write":
                     array[:] = 0
         if len(self.sizes) > 1:  # else it would only wait
-            running_statistics.unite(self.aux_arrays, self.sizes)
+            symbol_executors.unite(self.aux_arrays, self.sizes)
 
 
 # What can be divided ------------------------------------------------------------------------------
@@ -154,9 +150,8 @@ def _across(module, inputs, context):
     random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
     shapes = {d.name: symbol_graph.grown(d.shape, given.get(d.name), count) for d in inputs}
     fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
-    types = {d.name: d.dtype for d in inputs}
     graph = symbol_graph.Graph([], module.symbol)
-    unknown = graph.follow_and_try(given, shapes, context=context, fed=fed, types=types, held={})
+    unknown = graph.follow_and_try(given, fed, context, {d.name: d.dtype for d in inputs}, {})
     if unknown is not None:
         return unknown
     for head, output in zip(graph.heads, module.symbol):

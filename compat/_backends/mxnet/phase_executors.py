@@ -22,7 +22,7 @@ class Phase:
     Attributes:
         bodies: an executor for each replica, on its context.
         head: the executor that runs once, or None where bodies give all there is to give.
-        updates: (variable, new value), after ``forward``.
+        updates: new values by variable, after ``forward``.
         parameters: all weights of the graph, in MXNet's order.
     """
 
@@ -48,9 +48,8 @@ class Phase:
         self.states = sorted(state_names(model) & set(symbol.list_arguments()))
         self.sharded = [tensor.name for tensor in model.inputs] + self.states
         self.parameters = [n for n in symbol.list_arguments() if n not in self.fed]
-        self.trained = [
-            n for n in self.parameters if self.is_train and n not in model._fixed_weights
-        ]
+        fixed = model._fixed_weights if self.is_train else self.parameters
+        self.trained = [n for n in self.parameters if n not in fixed]
         self.sparse = graph.sparse_gradients()
         self.bodies, self.shapes, self.across = [], None, None
         self.is_tried = inputs[0].shape[0] > 1
@@ -63,14 +62,11 @@ class Phase:
     def _follow(self, graph, inputs):
         """Find where the outputs' rows are, and try it; return what mixes them, or None."""
         batch = self._batch(inputs)
-        shapes = {name: array.shape for name, array in batch.items()}
         given = dict.fromkeys(self.fed, _rows.Mixed())
         given.update(dict.fromkeys(self.sharded, _rows.Sharded(0)))
         fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
         fed.update((name, fed[name].asnumpy()) for name in self.states)
-        unknown = graph.follow_and_try(
-            given, shapes, context=self.contexts[0], fed=fed, types={}, held=self.arrays[0]
-        )
+        unknown = graph.follow_and_try(given, fed, self.contexts[0], {}, self.arrays[0])
         return unknown or graph.across(graph.outputs)
 
     def _batch(self, inputs):
@@ -91,10 +87,6 @@ class Phase:
         return self.divides(inputs) and (self.is_tried or inputs[0].shape[0] == 1)
 
     # Executors ----------------------------------------------------------------------------------
-
-    def executors(self):
-        """Those with gradients: a row computed for an empty shard counts for nothing."""
-        return [body for body, _ in self.filled] + [self.head]
 
     def bind(self, inputs):
         """Make executors for inputs of these shapes, unless there are."""
@@ -135,11 +127,14 @@ class Phase:
         batch = self._batch(inputs)
         for body, part in zip(self.bodies, self.computed):
             self._run(body, {name: batch[name][part] for name in self.sharded})
-        values = [self._gather(position) for position in range(len(self.cuts))]
+        values = []  # of the bodies' outputs, all rows, on the first context
+        for _, *shards in zip(self.cuts, *[body.outputs for body, _ in self.filled]):
+            shards = [shard.as_in_context(self.contexts[0]) for shard in shards]
+            values.append(mx.nd.concat(*shards, dim=0) if len(shards) > 1 else shards[0])
         if self.head is not None:
             values += self._run(self.head, dict(batch, **dict(zip(self.cuts, values))))
         values = [values[place] for place in self.places]
-        self.updates = list(zip(self.variables, values[self.results :]))
+        self.updates = dict(zip(self.variables, values[self.results :]))
         if len(self.sizes) > 1:  # else it is verified
             names = [str(context) for context in self.contexts]
             # Without cuts the head computes all.
@@ -150,12 +145,6 @@ class Phase:
     def _run(self, executor, arrays):
         fed = {name: array for name, array in arrays.items() if name in executor.arg_dict}
         return executor.forward(is_train=self.is_train, **fed)
-
-    def _gather(self, position):
-        """The rows of one output of all bodies, on the first context."""
-        outputs = [body.outputs[position] for body, _ in self.filled]
-        shards = [output.as_in_context(self.contexts[0]) for output in outputs]
-        return mx.nd.concat(*shards, dim=0) if len(shards) > 1 else shards[0]
 
     def backward(self):
         """Gradients: the head's at the cut, and from there on each context its shard's."""

@@ -108,15 +108,15 @@ def normalized(op):
 def fully_connected(op):
     if op.get("flatten", True):
         return rowwise(op.values, [0, None, None])
-    return product(op, transposed=(False, True))
+    return product(op, transposed=True)
 
 
-def product(op, transposed=None):
+def product(op, transposed=False):
+    """Of matrices; ``transposed``: whether the second one is where no attribute tells."""
     if op.get("axis", -2) != -2:
         return Unknown("a product of other dimensions")
-    if transposed is None:
-        transposed = op.get("transpose_a", False), op.get("transpose_b", False)
-    found = _rows.product(op.values[:2], *transposed)
+    first, second = op.get("transpose_a", False), op.get("transpose_b", transposed)
+    found = _rows.product(op.values[:2], first, second)
     return _rows.added([Value(found, op.result)] + op.values[2:])
 
 
@@ -294,9 +294,8 @@ for _names, _rule in [
     ("elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _grad_add _npi_add "
      "_npi_subtract", _all(_rows.added)),
     (SHIFTED, lambda op: _rows.added(op.values + [Value(REPLICATED, ())])),
-    ("elemwise_mul broadcast_mul _npi_multiply", _all(_rows.multiplied)),
     ("elemwise_div broadcast_div _npi_true_divide", _all(_rows.divided)),
-    (LINEAR, _all(_rows.multiplied)),
+    (LINEAR + " elemwise_mul broadcast_mul _npi_multiply", _all(_rows.multiplied)),
     # Reductions, and what goes along dimensions
     ("sum _np_sum", partial(reduction, how="sum")),
     ("mean _npi_mean", partial(reduction, how="mean")),
@@ -306,12 +305,11 @@ for _names, _rule in [
      partial(reduction, how="other")),
     ("argmax_channel", partial(reduction, how="other", default=1)),
     ("softmax log_softmax softmin", softmax),
-    ("sort argsort topk LayerNorm", partial(along, default=-1)),
+    ("sort argsort topk LayerNorm _contrib_div_sqrt_dim _sample_multinomial",
+     partial(along, default=-1)),
     ("cumsum _np_cumsum _np_roll _npi_flip", partial(along, default=None)),
-    ("reverse", partial(along, default=0)),
+    ("reverse _shuffle", partial(along, default=0)),
     ("_contrib_box_nms", partial(along, default=[-2, -1])),
-    ("_contrib_div_sqrt_dim", lambda op: _rows.along(op.value, [-1])),
-    ("_shuffle", lambda op: _rows.along(op.value, [0])),
     ("SoftmaxActivation L2Normalization", by_mode),
     # Products
     ("dot _np_dot", dot),
@@ -368,7 +366,6 @@ for _names, _rule in [
      lambda op: _rows.made(Count(op.grows) if op.grows else REPLICATED, len(op.result or ()))),
     ("_random_uniform_like _random_normal_like _random_gamma_like _random_exponential_like "
      "_random_poisson_like _sample_uniform _sample_normal _sample_gamma", _all(_rows.pointwise)),
-    ("_sample_multinomial", lambda op: _rows.along(op.value, [-1])),
     ("_contrib_arange_like",
      lambda op: Mixed() if op.get("axis") in (None, op.value.axis) else REPLICATED),
     ("_contrib_MultiBoxPrior",  # by the size of an image alone

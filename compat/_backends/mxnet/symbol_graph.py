@@ -1,6 +1,5 @@
 """MXNet's graphs, taken apart and put together again, for the MXNet backend."""
 
-import functools
 import json
 
 import mxnet as mx
@@ -9,10 +8,8 @@ import numpy as np
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value, trial
 from . import row_operations
-from .nested_arrays import can_be_merged
-from .own_gradients import mix
-from .running_statistics import MEANS
-from .symbol_executors import clear_errors, inferred, tried
+from .nested_arrays import can_be_merged, mixes_back
+from .symbol_executors import MEANS, clear_errors, inferred, tried
 
 # Two numbers of rows, far from any width and from one another, so that shapes tell what grows
 # with the batch.
@@ -134,7 +131,7 @@ class Graph:
             return placement.replace(inner=1)
         return placement
 
-    def follow_and_try(self, given, shapes, **asking):
+    def follow_and_try(self, given, fed, *asking):
         """Follow the rows, and try what no rule tells, and the outputs, or where they are cut.
 
         Arguments:
@@ -144,29 +141,30 @@ class Graph:
             Why nothing at all can be divided, or None.
         """
         mixing = {}  # type: dict
-        differing = functools.partial(self._differing, given=given, **asking)
+        shapes = {name: array.shape for name, array in fed.items()}
         try:
             while True:
                 self.follow(given, shapes, mixing)
                 asked = self.untold + self.outputs + self.frontier(self.outputs)
-                wrong, why = differing(asked), "tried"
+                wrong, why = self._differing(asked, given, fed, *asking), "tried"
                 if not wrong:
                     wrong, why = set(filter(self._mixes_back, self.own_gradients())), "gradient"
                 if not wrong:
                     return None
                 if not wrong.intersection(self.untold):  # a rule is, then: which one?
                     inside = self.ancestors(asked)
-                    wrong |= differing(entry for entry in self.placements if entry[0] in inside)
+                    every = [entry for entry in self.placements if entry[0] in inside]
+                    wrong |= self._differing(every, given, fed, *asking)
                 mixing[min(wrong)[0]] = why
         except Exception:  # whatever operations of the user's do, with other numbers of rows
             clear_errors()
             self.placements = {}
             return _rows.Across(None, why="unknown")
 
-    def _differing(self, entries, **asking):
+    def _differing(self, entries, *asking):
         computed = {entry for entry in entries if self.nodes[entry[0]]["op"] != "null"}
         entries = sorted(e for e in computed if isinstance(self.placements[e], Sharded))
-        found = tried(self.symbol(entries), **asking) if entries else ()
+        found = tried(self.symbol(entries), *asking) if entries else ()
         return {
             entry
             for entry, each in zip(entries, found)
@@ -200,7 +198,7 @@ class Graph:
             return results[0] if isinstance(results, list) else results
 
         placement = self.placements[result]
-        return not can_be_merged(placement) or mix([], drawn, [placement], mx.cpu(), compute)
+        return not can_be_merged(placement) or mixes_back([], drawn, [placement], mx.cpu(), compute)
 
     def across(self, outputs, with_rows=True):
         """The first operation that mixes rows, if outputs follow from one (with rows), or None.
@@ -244,20 +242,17 @@ class Graph:
         body = self.ancestors(self.frontier(self.outputs))
         cut = self.frontier(self.heads, body)
         names = [f"compat_cut{number}" for number in range(len(cut))]
-        at_cut = {entry: number for number, entry in enumerate(cut)}
-        rest = [entry for entry in self.heads if entry not in at_cut]
+        rest = [entry for entry in self.heads if entry not in cut]
         places = [(cut + rest).index(entry) for entry in self.heads]
         head = None
         if rest:
-            # New variables stand first, so every other node's number grows by their count.
-            def shifted(entry):
-                return (at_cut[entry], 0) if entry in at_cut else (entry[0] + len(cut), entry[1])
-
-            nodes = [{"op": "null", "name": name, "inputs": []} for name in names] + [
-                dict(node, inputs=[shifted(entry) + (0,) for entry in entries])
+            variables = {entry: (len(self.nodes) + number, 0) for number, entry in enumerate(cut)}
+            nodes = [
+                dict(node, inputs=[variables.get(entry, entry) + (0,) for entry in entries])
                 for node, entries in zip(self.nodes, self.inputs)
             ]
-            head = self.symbol([shifted(entry) for entry in rest], nodes)
+            nodes += [{"op": "null", "name": name, "inputs": []} for name in names]
+            head = self.symbol(rest, nodes)
         return self.symbol(cut), head, names, places
 
     def frontier(self, entries, inside=None):

@@ -14,10 +14,10 @@ import numpy as np
 from ... import _verification
 from ..._runtime import work
 from ..._verification import keras_steps
-from . import op_placement, own_gradients
+from . import op_placement
 from .gluon_parameters import own_attributes, parameters_of, states_of
-from .nested_arrays import _arrays, _mapped
-from .running_statistics import wait_for_updates
+from .nested_arrays import _arrays, _mapped, gradients_kept
+from .symbol_executors import wait_for_updates
 
 
 class BlockCall(_verification.Step):
@@ -105,7 +105,7 @@ class BlockCall(_verification.Step):
         random = np.random.RandomState(0)
         upstream = [_like(random.normal(size=array.shape), array) for array in heads]
         after = {label: value for label, value in self.read().items() if label in self.states}
-        with mx.autograd.pause(), own_gradients.gradients_kept(self.weights.values()):
+        with mx.autograd.pause(), gradients_kept(self.weights.values()):
             # In a call under record(train_mode=False) the backward pass is one of inference.
             mx.autograd.backward(heads, upstream, train_mode=self.is_training)
             for parameter in self.weights.values():

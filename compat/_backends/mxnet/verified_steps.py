@@ -1,6 +1,7 @@
 """Verification of keras-mxnet's models: on one device a single replica runs the whole batch."""
 
 import contextlib
+import functools
 
 from ... import _keras
 from ..._verification import keras2, keras_steps
@@ -17,12 +18,7 @@ class VerifiedMXNetStep(keras_steps.Verified):
 
     def make_undivided(self, model):
         replicas = model._compat_replicas
-
-        def undivided(inputs):
-            with replicas.undivided():
-                return replicas.run(_PHASES[self.kind], inputs)
-
-        return undivided
+        return replicas.undivided()(functools.partial(replicas.run, _PHASES[self.kind]))
 
     def step(self, function, args):
         return _MXNetStep(self, function, list(args[0]))
