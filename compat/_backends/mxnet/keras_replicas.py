@@ -59,7 +59,6 @@ class ExportedBuckets(dict):
     """
 
     def __init__(self, model, inputs):
-        super().__init__()
         self.model = model
         pairs = zip(model.inputs, inputs)
         self.shapes = [mx.io.DataDesc(s.name, array.shape, dtype=s.dtype) for s, array in pairs]
@@ -192,14 +191,11 @@ class ModelReplicas:
         results = phase.forward(inputs)
         if kind == "train":
             phase.backward()
-            self.model._weights_dirty = True
-            try:
-                self._update_weights(phase)
-                self._average_auxiliary_states(phase)
-            except BaseException:  # interrupted: replicas may differ, and take what the first has
-                self._sync_weights()
-                self._stale = True
-                raise
+            # If that is interrupted, replicas may differ, and take what the first has.
+            self.model._weights_dirty = self._stale = True
+            self._update_weights(phase)
+            self._average_auxiliary_states(phase)
+            self._stale = False
         self._assign(phase.updates)
         arrays = [array.asnumpy() for array in results]
         return arrays if kind == "predict" else [array.mean() for array in arrays]
@@ -233,9 +229,11 @@ class ModelReplicas:
     def _prepared(self, name, inputs):
         """The phase of that name, with executors for these inputs and current weights."""
         self._hold_arrays()
-        for held in self.arrays if self._stale else ():
-            _copy(self._keras_arrays(), held)
-        self._stale = False
+        if self._stale:
+            self._sync_weights()
+            for held in self.arrays:
+                _copy(self._keras_arrays(), held)
+            self._stale = False
         if self.model.compiled and not isinstance(self.model._module._buckets, ExportedBuckets):
             self.model._module._buckets = ExportedBuckets(self.model, inputs)
         phase = self.phases.get(name)
@@ -273,9 +271,10 @@ class ModelReplicas:
 
     def _assign(self, updates):
         """Store new values of variables that layers update: RNN states, a layer's own averages."""
-        for held in self.arrays + [self.model._args]:  # the latter has the states
-            _copy(updates, held)
-        self.model._weights_dirty = self.model._weights_dirty or bool(updates)
+        if updates:
+            for held in self.arrays + [self.model._args]:  # the latter has the states
+                _copy(updates, held)
+            self.model._weights_dirty = True
 
 
 def _copy(arrays, others):

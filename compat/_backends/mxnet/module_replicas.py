@@ -6,8 +6,8 @@ drift apart, and gradients not summed under ``kvstore=None``. What computes acro
 batch, such as a loss that is divided by their number, runs on the first context, with a warning.
 """
 
-import functools
 import itertools
+from functools import partial
 
 import mxnet as mx
 import numpy as np
@@ -45,11 +45,12 @@ def parallelize(module, contexts):
         )
     module._context = contexts
     module._work_load_list = [1] * len(contexts)
-    for name in _REPLACED:
+    own = {"bind": partial(_bind, module), "init_optimizer": partial(_init_optimizer, module)}
+    own["_compat_contexts"] = contexts
+    for name in own:
         vars(module).pop(name, None)
     if len(contexts) > 1:
-        methods = [functools.partial(method, module) for method in (_bind, _init_optimizer)]
-        vars(module).update(zip(_REPLACED, [contexts] + methods))
+        vars(module).update(own)
     if module.binded:
         if module.params_initialized:
             module.get_params()  # brings them from the executors, which are dropped
@@ -61,12 +62,9 @@ def parallelize(module, contexts):
         )  # fmt: skip
 
 
-_REPLACED = ("_compat_contexts", "bind", "init_optimizer")
-
-
 def _bind(module, data_shapes, label_shapes=None, for_training=True, *args, **kwargs):
     """Splits batches as ``compat`` does, also those of fewer rows than contexts."""
-    bind, contexts = functools.partial(type(module).bind, module), module._compat_contexts
+    bind, contexts = partial(type(module).bind, module), module._compat_contexts
     if module.binded and not kwargs.get("force_rebind"):
         return bind(data_shapes, label_shapes, for_training, *args, **kwargs)
     inputs = [
@@ -99,15 +97,10 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
     def bind_exec(self, *args, **kwargs):
         if self._default_execs is not None:
             self.execs, self.contexts = self._default_execs[:], self._every_context
-        self._every_context, count = self.contexts, len(self.contexts)
-
-        def slices(rows, work_load_list):
-            return [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
-
-        with replaced(mx.module.executor_group, _split_input_slice=slices):
-            super().bind_exec(*args, **kwargs)
+        self._every_context = self.contexts
+        super().bind_exec(*args, **kwargs)
         self._default_execs = self._default_execs or self.execs
-        self.sizes = split_rows.sizes(self.batch_size, count)
+        self.sizes = split_rows.sizes(self.batch_size, len(self.contexts))
 
         def filled(items):
             return list(itertools.compress(items, self.sizes))
@@ -119,6 +112,15 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
     def set_params(self, *args, **kwargs):
         with replaced(self, execs=self._default_execs):  # they share their weights with all
             super().set_params(*args, **kwargs)
+
+    def decide_slices(self, data_shapes):
+        axes = [_axis(desc.layout) for desc in data_shapes]
+        for desc, axis in zip(data_shapes, axes):
+            if axis >= 0:
+                self.batch_size = desc.shape[axis]
+        rows, count = self.batch_size, len(self.contexts)
+        self.slices = [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
+        return axes
 
     def forward(self, data_batch, is_train=None):
         super().forward(data_batch, is_train)

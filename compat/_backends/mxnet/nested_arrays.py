@@ -3,6 +3,7 @@
 import contextlib
 
 import mxnet as mx
+import numpy as np
 
 from ..._ranks.arrays import parts_of
 from ..._rows import REPLICATED, Partial, Sharded, trial
@@ -36,6 +37,12 @@ def _on(context, array):
 def _others(value):
     """What is no array, in its place."""
     return _mapped(lambda place, array: None, value)
+
+
+def like(values, array):
+    """An array of the kind, the type and the context of ``array``."""
+    made = mx.nd.array(values, ctx=array.context, dtype=array.dtype)
+    return made if type(array) is mx.nd.NDArray else made.as_np_ndarray()
 
 
 # The replicas' results as one -------------------------------------------------------------------
@@ -123,7 +130,7 @@ def mixes_back(parameters, args, placements, context, compute):
         compute: takes such arguments and numbers of rows, and returns what it gives for them.
     """
     trained = [p for p in parameters if p._data is not None and p.grad_req != "null"]
-    found, upstream = [], None  # type: Any, Any
+    found, upstream, random = [], None, np.random.RandomState(0)  # type: Any, Any, Any
     with mx.autograd.pause(), gradients_kept(trained):
         given = _mapped(lambda place, array: _marked(array), args)
         gradients = [gradient for parameter in trained for gradient in parameter.list_grad()]
@@ -137,7 +144,7 @@ def mixes_back(parameters, args, placements, context, compute):
                     whole = merged(placements, results, list(map(len, parts)), context)
                     # What is detached would have no gradient; a marked 0 always has one.
                     heads = [a + _marked(a.detach() * 0) for a in _arrays(whole) if _is_float(a)]
-                upstream = upstream or [head.detach() + 0.5 for head in heads]
+                upstream = upstream or [like(random.uniform(0.5, 1.5, h.shape), h) for h in heads]
                 if heads:
                     mx.autograd.backward(heads, upstream, train_mode=False)
                 found.append([gradient.asnumpy() for gradient in gradients])

@@ -64,8 +64,8 @@ class Phase:
         batch = self._batch(inputs)
         given = dict.fromkeys(self.fed, _rows.Mixed())
         given.update(dict.fromkeys(self.sharded, _rows.Sharded(0)))
+        batch.update((name, batch[name].asnumpy()) for name in self.states)
         fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
-        fed.update((name, fed[name].asnumpy()) for name in self.states)
         unknown = graph.follow_and_try(given, fed, self.contexts[0], {}, self.arrays[0])
         return unknown or graph.across(graph.outputs)
 

@@ -198,6 +198,8 @@ class Graph:
             return results[0] if isinstance(results, list) else results
 
         placement = self.placements[result]
+        if placement == REPLICATED:
+            placement = Partial("mean")  # what comes back to it is a sum over the rows
         return not can_be_merged(placement) or mixes_back([], drawn, [placement], mx.cpu(), compute)
 
     def across(self, outputs, with_rows=True):

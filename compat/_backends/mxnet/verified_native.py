@@ -16,7 +16,7 @@ from ..._runtime import work
 from ..._verification import keras_steps
 from . import op_placement
 from .gluon_parameters import own_attributes, parameters_of, states_of
-from .nested_arrays import _arrays, _mapped, gradients_kept
+from .nested_arrays import _arrays, _mapped, gradients_kept, like
 from .symbol_executors import wait_for_updates
 
 
@@ -57,7 +57,7 @@ class BlockCall(_verification.Step):
             for label, value in values.items():
                 if label in self.parameters:
                     for array in self.parameters[label].list_data():
-                        _like(value, array).copyto(array)
+                        like(value, array).copyto(array)
         wait_for_updates()
 
     # Doing it -----------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class BlockCall(_verification.Step):
         if not heads or not self.weights:
             return named
         random = np.random.RandomState(0)
-        upstream = [_like(random.normal(size=array.shape), array) for array in heads]
+        upstream = [like(random.normal(size=array.shape), array) for array in heads]
         after = {label: value for label, value in self.read().items() if label in self.states}
         with mx.autograd.pause(), gradients_kept(self.weights.values()):
             # In a call under record(train_mode=False) the backward pass is one of inference.
@@ -122,9 +122,3 @@ class BlockCall(_verification.Step):
         with mx.autograd.pause(train_mode=False):
             run = self.replicas.run_undivided if undivided else self.replicas.run
             return self._outputs(run(self.args))
-
-
-def _like(values, array):
-    """An array of the kind, the type and the context of ``array``."""
-    made = mx.nd.array(values, ctx=array.context, dtype=array.dtype)
-    return made if type(array) is mx.nd.NDArray else made.as_np_ndarray()
