@@ -181,12 +181,10 @@ class Graph:
         if isinstance(self.placements.get(result, Mixed()), Mixed):
             return False  # it runs whole
         number, random, count = result[0], np.random.RandomState(0), len(trial.WHOLE)
-        attributes = self.nodes[number]["attrs"].items()
+        attributes, inputs = self.nodes[number]["attrs"].items(), self.inputs[number]
         options = {name: value for name, value in attributes if not name.startswith("__")}
-        axes = [getattr(self.placements[entry], "axis", None) for entry in self.inputs[number]]
-        shapes = [
-            [size or count for size in self._sizes[entry] or ()] for entry in self.inputs[number]
-        ]
+        axes = [getattr(self.placements[entry], "axis", None) for entry in inputs]
+        shapes = [[size or count for size in self._sizes[entry] or ()] for entry in inputs]
         drawn = [mx.nd.array(random.uniform(0.5, 1.5, shape)) for shape in shapes]
 
         def compute(values, rows):
