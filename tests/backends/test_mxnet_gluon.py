@@ -481,3 +481,12 @@ def test_is_native(mx):
     backend = registry.load("mxnet")
     assert backend.is_native(dense(mx)) and backend.is_native(mx.gluon.loss.L2Loss())
     assert not backend.is_native(mx.nd.ones(1)) and not backend.is_native(None)
+
+
+def test_a_part_that_is_there_twice(mx):
+    net, shared = mx.gluon.nn.HybridSequential(), mx.gluon.nn.Dense(8)
+    net.add(shared, mx.gluon.nn.Dense(8, activation="tanh"), shared, mx.gluon.nn.Dense(4))
+    initialise(mx, net)
+    inputs = mx.nd.array(data(61)[0])
+    expected = net(inputs).asnumpy()
+    assert difference([expected], [compat.parallelize(net)(inputs).asnumpy()]) < 1e-5

@@ -188,6 +188,7 @@ GRADIENT = (
 BACK = {
     "reversed": (lambda nd, gradient: -gradient, False),
     "of length 1": (lambda nd, gradient: gradient / nd.norm(gradient), True),
+    "centred": (lambda nd, gradient: gradient - nd.mean(gradient, axis=0, keepdims=True), True),
 }
 
 

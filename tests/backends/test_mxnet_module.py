@@ -344,13 +344,18 @@ def test_operations_without_a_rule_are_tried(mx):
 
 
 @pytest.mark.parametrize("mixes", [True, False])
-def test_gradients_of_ones_own(mx, mixes):
+@pytest.mark.parametrize("of", ["rows", "weights"])
+def test_gradients_of_ones_own(mx, of, mixes):
     function = (lambda g: g / mx.nd.norm(g)) if mixes else (lambda g: -0.5 * g)
-    own = custom(mx, "compat_own_%d" % mixes, backward=function)
+    own = custom(mx, "compat_own_%s_%d" % (of, mixes), backward=function)
 
     def run(parallel):
-        x = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="a")
-        module = mx.mod.Module(mx.sym.SoftmaxOutput(own(x), name="softmax"))
+        if of == "rows":
+            x = own(mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="a"))
+        else:
+            weight = own(mx.sym.var("a_weight", shape=(4, 8), dtype="float32"))
+            x = mx.sym.FullyConnected(mx.sym.var("data"), weight, num_hidden=4, name="a")
+        module = mx.mod.Module(mx.sym.SoftmaxOutput(x, name="softmax"))
         with told() as texts:
             if parallel:
                 compat.parallelize(module)

@@ -218,11 +218,10 @@ def _missing_libraries(environ):
 
 
 def _cntk_device_fixed(device, imported):
+    name = imported[0] if imported else "cntk"
     return errors.too_late(
         "cntk",
-        "its default device was fixed when {} was imported, and cannot become {}".format(
-            imported[0] if imported else "cntk", device
-        ),
+        f"its default device was fixed when {name} was imported, and cannot become {device}",
         "Call it before the first `import keras`.",
     )
 

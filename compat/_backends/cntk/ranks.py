@@ -15,9 +15,7 @@ from ..._runtime.patching import replaced
 
 
 class MakeCNTKTrainFunction(keras2.MakeFunction):
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.factor = None  # CNTK's constant in the loss
+    factor = None  # CNTK's constant in the loss
 
     def run(self, function, inputs):
         share, inputs = self.share(function, inputs)

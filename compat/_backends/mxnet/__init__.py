@@ -172,17 +172,16 @@ class MXNet(Backend):
     # Ranks ------------------------------------------------------------------------------------
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+        replicas = getattr(model, "_compat_replicas", None)
         if _is_module(model):
             super().verify(model, verification)
-        elif _is_block(model):
-            from . import verified_native  # it imports mxnet
-
-            verified_native.VerifiedBlockForward.install_on(model, verification)
-        else:
+        elif not _is_block(model):
             from . import verified_steps  # here for start-up time
 
-            is_divided = getattr(model, "_compat_replicas", None) is not None
-            verified_steps.VerifiedMXNetStep.install_on(model, verification if is_divided else None)
+            wanted = None if replicas is None else verification
+            verified_steps.VerifiedMXNetStep.install_on(model, wanted)
+        elif replicas is not None:
+            replicas.verification = verification
 
     def launcher(self, job: "Job") -> "List[str]":
         from ..._ranks.engines import horovod  # here for start-up time

@@ -8,12 +8,10 @@ from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
-from . import nested_arrays, own_gradients, symbol_graph
-from .gluon_states import OwnStates, blocks, check_equal, own_attributes, states_of
-from .gluon_trainers import _move, _parameters
+from . import gluon_parameters, nested_arrays, symbol_graph, verified_native
+from .gluon_parameters import blocks, move, own_attributes, parameters_of, states_of
 from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
-from .running_statistics import unite
-from .symbol_executors import clear_errors
+from .symbol_executors import clear_errors, unite
 
 
 def parallelize(block, contexts):
@@ -24,7 +22,7 @@ def parallelize(block, contexts):
     else:
         if replicas is not None:
             replicas.remove()
-        _move(block, contexts)
+        move(block, contexts)
 
 
 class BlockReplicas:
@@ -61,20 +59,19 @@ class BlockReplicas:
         self._operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
         self._warned = False
-        self.verified = None  # a VerifiedBlockForward, which runs the first calls
+        self.verification = None  # of the first calls
         methods = {name: getattr(self, name) for name in self.METHODS}
         vars(block).update(methods, _compat_replicas=self)
 
     def move(self, contexts):
         """Go on with other contexts."""
-        self._unite_statistics()
         self.contexts = contexts
         self.names = [str(context) for context in contexts]
-        _move(self.block, contexts)
+        self._prepare()
 
     def _prepare(self):
         self._unite_statistics()
-        _move(self.block, self.contexts)  # if it was initialised or given a Trainer since
+        move(self.block, self.contexts)  # if it was initialised or given a Trainer since
 
     def remove(self):
         self._unite_statistics()
@@ -88,20 +85,35 @@ class BlockReplicas:
         if not arrays or not arrays[0].shape or split_rows.runs_undivided():
             # Symbols, too: the block is being exported.
             return type(self.block).forward(self.block, *args)
-        if self.verified is None or self._kinds[self._kind(args)][0] is None:
-            return self.run(args)
-        return self.verified(args)
+        verification = self.verification
+        if verification is not None and self._kinds[self._kind(args)][0] is not None:
+            # Batch normalization and dropout go by this, not by whether gradients are wanted.
+            kind = "train" if mx.autograd.is_training() else "predict"
+            if verification.is_due(kind):
+                return verification.verify(kind, verified_native.BlockCall(self, args))
+        return self.run(args)
 
     def run_undivided(self, args):
         """The block on the first context alone, where no replica is running."""
-        first = self.contexts[0]
         self._prepare()
-        return self._written(first, _mapped(lambda _, array: _on(first, array), args))
+        states = self._own_states()
+        with states.replica(self.contexts[0]):
+            result = self._written(self.contexts[0], args, lambda array: array)
+        states.unite()
+        return result
 
-    def _written(self, context, args):
-        """The block as it is written, where parts that are parallelized do not split again."""
+    def _written(self, context, args, rows):
+        """The block as it is written, on a context, where parts of it do not split again.
+
+        Arguments:
+            rows: takes a replica's part out of an array that is split.
+        """
+
+        def part(place, array):
+            return _on(context, rows(array) if self._split[place] else array)
+
         with split_rows.undivided(), context:
-            return type(self.block).forward(self.block, *args)
+            return type(self.block).forward(self.block, *_mapped(part, args))
 
     def run(self, args):
         """The block on all contexts, or on the first one where it cannot be divided."""
@@ -120,9 +132,8 @@ class BlockReplicas:
         try:
             for i in replicas:
                 context, part = self.contexts[i], slice(*split_rows.run_bounds(rows, count, i))
-                shard = self._shard(args, context, lambda array: array[part])  # noqa: B023
                 with states.replica(context):
-                    results.append(self._written(context, shard))
+                    results.append(self._written(context, args, lambda array: array[part]))  # noqa: B023
             found = states.unite()
             if found is None and not nested_arrays.are_of(placements, results, sizes):
                 found = _rows.Across(None, why="tried")
@@ -139,52 +150,35 @@ class BlockReplicas:
             result = self._run_whole(args)  # what is wrong on one device, too, is the user's
             self._leave_whole(kind, across)
             return result
-        if mx.autograd.is_training():
-            self.note_training(args)
-        work.count(self.names, all_sizes, mx.autograd.is_training())
+        self._note_batch(all_sizes)
         return result
 
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
-        sizes = work.undivided(self.names, next(_arrays(args)).shape[0])
-        self._prepare()
-        states = self._own_states()
-        with states.replica(self.contexts[0]):
-            result = self.run_undivided(args)
-        states.unite()
+        result = self.run_undivided(args)
         if mx.autograd.is_recording():
             with mx.autograd.pause():
-                _leave_without_gradients(_parameters(self.block))
+                gluon_parameters.leave_without_gradients(self.block)
+        self._note_batch(work.undivided(self.names, next(_arrays(args)).shape[0]))
+        return result
+
+    def _note_batch(self, sizes):
         if mx.autograd.is_training():
             self._sizes = sizes
         work.count(self.names, sizes, mx.autograd.is_training())
-        return result
-
-    def note_training(self, args):
-        """Have statistics united before their next use, by the rows of this batch."""
-        rows = next(_arrays(args)).shape[0]
-        self._sizes = split_rows.sizes(rows, len(self.contexts))
-
-    def _shard(self, args, context, rows):
-        """A replica's part of the arguments, on its context; ``rows`` takes it out of an array."""
-
-        def part(place, array):
-            return _on(context, rows(array) if self._split[place] else array)
-
-        return _mapped(part, args)
 
     # What can be divided ------------------------------------------------------------------------
 
     def _kind(self, args):
         """The kind of these arguments, of which it is decided whether they are divided."""
-        rows, kept, places = next(_arrays(args)).shape[0], True, []
-        _mapped(lambda place, array: places.append((place, array)), args)
-        for place, array in places:
+        rows, kept, places = next(_arrays(args)).shape[0], True, {}  # type: int, bool, dict
+        _mapped(places.__setitem__, args)
+        for place, array in places.items():
             # Arrays with as many rows as the first; what was whole before stays whole.
             has_rows = bool(array.shape) and array.shape[0] == rows
             kept = kept and (has_rows or not self._split.get(place, False))
             self._split.setdefault(place, has_rows)
-        known = tuple((place, self._split[place], array.ndim) for place, array in places)
+        known = tuple((place, self._split[place], array.ndim) for place, array in places.items())
         kind = mx.autograd.is_recording(), kept, known
         # Of a single row a trial tells nothing: it is tried again.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
@@ -233,8 +227,8 @@ class BlockReplicas:
         # Parts of a block that sets states would set them one after the other.
         is_left = sees_gradients or is_single or self._own_states().parameters
         if mx.autograd.is_recording() and not is_left:
-            parameters, first = _parameters(self.block), self.contexts[0]
-            if own_gradients.mix(parameters, args, placements, first, self._on_rows):
+            parameters, first = parameters_of(self.block), self.contexts[0]
+            if nested_arrays.mixes_back(parameters, args, placements, first, self._on_rows):
                 return _rows.Across(None, why="gradient")
         return placements
 
@@ -246,7 +240,7 @@ class BlockReplicas:
             return nested_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
 
         with self._leaving_no_trace():
-            return self._written(first, self._shard(args, first, chosen))
+            return self._written(first, args, chosen)
 
     def _tried(self, args):
         """The placements of the results, by a trial on the first context, in inference."""
@@ -270,13 +264,12 @@ class BlockReplicas:
         def variable(place, array):
             name = "compat_input" + "_".join(map(str, place))
             shapes[name] = array.shape
-            if self._split[place]:
-                given[name] = _rows.Sharded(0)
+            given[name] = _rows.Sharded(0) if self._split[place] else _rows.REPLICATED
             symbol = mx.sym.var(name)
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
         try:
-            with self._leaving_no_trace(), own_gradients.symbols_refused():
+            with self._leaving_no_trace(), nested_arrays.symbols_refused():
                 traced = type(self.block).forward(self.block, *_mapped(variable, args))
             graph = symbol_graph.Graph([], mx.sym.Group(list(_leaves(traced, mx.sym.Symbol))))
             graph.follow(given, shapes)
@@ -291,9 +284,8 @@ class BlockReplicas:
         plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
         with contextlib.ExitStack() as stack:
             stack.callback(self._own_states().reset)
-            for part in blocks(self.block):
-                own = {name: value for name, value in plain.items() if name in vars(part)}
-                stack.enter_context(replaced(part, **own))
+            for part in set(blocks(self.block)):  # one may be there twice
+                stack.enter_context(replaced(part, **plain))
             stack.callback(own_attributes(self.block).put_back)
             yield
 
@@ -308,7 +300,7 @@ class BlockReplicas:
         return type(self.block)._collect_params_with_prefix(self.block, *args, **kwargs)
 
     def _own_states(self):
-        return OwnStates(states_of(self.block, self._operations)[1])
+        return gluon_parameters.OwnStates(states_of(self.block, self._operations)[1])
 
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.
@@ -322,16 +314,6 @@ class BlockReplicas:
             # Where the first context alone has trained it, what else it has set, too.
             united = means if any(self._sizes[1:]) else means + others
             unite([parameter.list_data() for parameter in united], self._sizes)
-            check_equal(self.block, others)
+            gluon_parameters.check_equal(self.block, others)
         if not mx.autograd.is_recording():
             self._sizes = None
-
-
-def _leave_without_gradients(parameters):
-    """Gradients of 0 on all contexts but the first, new as if a backward pass had written them."""
-    for parameter in parameters:
-        if parameter._data is not None and parameter.grad_req != "null":
-            for array, gradient in zip(parameter.list_data()[1:], parameter.list_grad()[1:]):
-                if parameter.grad_req == "write":
-                    gradient[:] = 0
-                array._fresh_grad = True

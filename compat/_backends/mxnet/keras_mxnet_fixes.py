@@ -7,7 +7,7 @@ import keras
 from keras.backend import mxnet_backend
 
 from ..._runtime.patching import Patch, find
-from . import optimizer_state, running_statistics
+from . import optimizer_state, symbol_executors
 from .context_names import context_named
 from .group_placement import place_groups
 
@@ -23,7 +23,7 @@ def fix(default_device):
         Lines for the report.
     """
     if find(mxnet_backend, "set_model") is None:
-        find_context = mxnet_backend._get_mxnet_context
+        find_context, models = mxnet_backend._get_mxnet_context, _Models()
 
         def get_mxnet_context(context):
             if context is None and not mxnet_backend._CURRENT_SCOPE_CTX:
@@ -32,9 +32,11 @@ def fix(default_device):
 
         def set_value(x, value):  # Keras' own makes float32, and fails under another floatx
             value = [value] if isinstance(value, Number) else value
-            x.bind(mxnet_backend.mx.nd.array(value, dtype=x.dtype))
+            array = mxnet_backend.mx.nd.array(value, dtype=x.dtype)
+            x.bind(array)
+            models.set_weight(x.name, array)
 
-        Patch(mxnet_backend, "set_model", _Models().add)
+        Patch(mxnet_backend, "set_model", models.add)
         Patch(mxnet_backend, "_get_mxnet_context", get_mxnet_context)
         for module in (mxnet_backend, keras.backend):
             Patch(module, "set_value", set_value)
@@ -51,8 +53,10 @@ class _Models:
 
     With the last one only, ``get_weights()`` of any other model misses what was trained, and
     ``set_weights()`` on it is overwritten by the values trained before. This object stands in
-    its place and passes on to all models the four names that keras-mxnet uses.
+    its place, has no weights of its own, and passes on to all models what is read and set.
     """
+
+    _args = _auxs = ()
 
     def __init__(self):
         self._models = weakref.WeakSet()
@@ -70,28 +74,18 @@ class _Models:
         self._models.add(model)
 
     def _sync_weights(self):
-        dirty = [model for model in self._models if model._weights_dirty]
-        if any(model._auxs for model in dirty):
-            running_statistics.wait_for_updates()
-        for model in dirty:
+        if any(model._auxs for model in self._models if model._weights_dirty):
+            symbol_executors.wait_for_updates()
+        for model in self._models:
             model._sync_weights()
 
-    @property
-    def _args(self):
-        return {name for model in self._models for name in model._args}
-
-    @property
-    def _auxs(self):
-        return {name for model in self._models for name in model._auxs}
-
-    def _set_weights(self, args, auxs):
-        for model in list(self._models):
-            mine = [
-                {name: given[name] for name in given if name in held}
-                for given, held in ((args, model._args), (auxs, model._auxs))
-            ]
-            if any(mine):
-                model._set_weights(*mine)
+    def set_weight(self, name, array):
+        if mxnet_backend._MODEL is self:
+            for model in list(self._models):
+                if name in model._args:
+                    model._set_weights({name: array}, {})
+                if name in model._auxs:
+                    model._set_weights({}, {name: array})
 
 
 def _add_missing_weights(model):

@@ -6,9 +6,9 @@ import functools
 import mxnet as mx
 from keras.backend import mxnet_backend as K
 
-from ... import _keras, _rows
+from ... import _keras
 from ..._runtime.patching import replaced
-from . import running_statistics, symbol_executors
+from . import symbol_executors
 from .group_placement import device_with_replicas, groups_of, place_groups
 from .optimizer_state import take_to, updater_of
 from .phase_executors import Phase, state_names
@@ -19,20 +19,16 @@ def parallelize(model, contexts):
     if len(contexts) > 1 and groups_of(model):
         raise device_with_replicas(model.name)
     if len(contexts) > 1 and _has_size_of_batches(model):
-        size = model.inputs[0].shape[0]
-        problem = f"its batch size is fixed to {size}"
+        problem = f"its batch size is fixed to {model.inputs[0].shape[0]}"
         _keras.warn_not_divided(model, problem, str(contexts[0]))
         contexts = contexts[:1]
     replicas = getattr(model, "_compat_replicas", None)
-    if replicas is not None and len(contexts) > 1:
-        replicas.move(contexts)
-    elif replicas is not None:
-        _run_plain(model, contexts[0], replicas.remove())
-    elif len(contexts) > 1:
-        ModelReplicas(model, contexts)
-    elif model._context != contexts:
+    if len(contexts) > 1:
+        (replicas or ModelReplicas(model)).move(contexts)
+    elif replicas is not None or model._context != contexts:
         model._sync_weights()
-        _run_plain(model, contexts[0], updater_of(model))
+        updater = updater_of(model) if replicas is None else replicas.remove()
+        _run_plain(model, contexts[0], updater)
 
 
 def _run_plain(model, context, updater):
@@ -40,13 +36,9 @@ def _run_plain(model, context, updater):
     model._context = [context]
     if not model.compiled:
         return  # Keras makes a module for each prediction
-    module = mx.mod.BucketingModule(
-        sym_gen=model._module._sym_gen,
-        default_bucket_key="pred",
-        context=[context],
-        fixed_param_names=model._fixed_weights,
+    model._module = module = mx.mod.BucketingModule(
+        model._module._sym_gen, "pred", context=[context], fixed_param_names=model._fixed_weights
     )
-    model._module = module
     place_groups(model, module)
 
     def init_optimizer(**arguments):
@@ -67,7 +59,6 @@ class ExportedBuckets(dict):
     """
 
     def __init__(self, model, inputs):
-        super().__init__()
         self.model = model
         pairs = zip(model.inputs, inputs)
         self.shapes = [mx.io.DataDesc(s.name, array.shape, dtype=s.dtype) for s, array in pairs]
@@ -115,9 +106,9 @@ class ModelReplicas:
 
     METHODS = ("compile", "_sync_weights", "_set_weights")
 
-    def __init__(self, model, contexts):
+    def __init__(self, model):
         self.model = model
-        self._warned = False
+        self.warned = False  # that the devices do not share all of the work
         self._source = None  # the symbol, or the outputs, that arrays and phases were made for
         if model.compiled:
             K.set_model(model)  # it may have been compiled before keras-mxnet was fixed
@@ -125,12 +116,10 @@ class ModelReplicas:
         model._sync_weights()
         self._updater = updater_of(model)
         self._forget()
-        self.move(contexts)
         self._replaced = {name: getattr(self, name) for name in self.METHODS}
         for kind in ("train", "test", "predict"):
             self._replaced[f"_make_{kind}_function"] = functools.partial(self._make, kind)
-        self._replaced["_compat_replicas"] = self
-        vars(model).update(self._replaced)
+        vars(model).update(self._replaced, _compat_replicas=self)
 
     def move(self, contexts):
         """Go on with other contexts."""
@@ -141,10 +130,9 @@ class ModelReplicas:
         self._forget()
 
     def remove(self):
-        """Leave the model without replicas, and return the updater, or None."""
-        self._sync_weights()
+        """Leave the model, whose weights are synced, without replicas; return the updater."""
         self._follow()
-        for name in self._replaced:
+        for name in list(self._replaced) + ["_compat_replicas"]:
             delattr(self.model, name)
         return self._updater
 
@@ -203,14 +191,11 @@ class ModelReplicas:
         results = phase.forward(inputs)
         if kind == "train":
             phase.backward()
-            self.model._weights_dirty = True
-            try:
-                self._update_weights(phase)
-                self._average_auxiliary_states(phase)
-            except BaseException:  # interrupted: replicas may differ, and take what the first has
-                self._sync_weights()
-                self._stale = True
-                raise
+            # If that is interrupted, replicas may differ, and take what the first has.
+            self.model._weights_dirty = self._stale = True
+            self._update_weights(phase)
+            self._average_auxiliary_states(phase)
+            self._stale = False
         self._assign(phase.updates)
         arrays = [array.asnumpy() for array in results]
         return arrays if kind == "predict" else [array.mean() for array in arrays]
@@ -244,9 +229,11 @@ class ModelReplicas:
     def _prepared(self, name, inputs):
         """The phase of that name, with executors for these inputs and current weights."""
         self._hold_arrays()
-        for held in self.arrays if self._stale else ():
-            _copy(self._keras_arrays(), held)
-        self._stale = False
+        if self._stale:
+            self._sync_weights()
+            for held in self.arrays:
+                _copy(self._keras_arrays(), held)
+            self._stale = False
         if self.model.compiled and not isinstance(self.model._module._buckets, ExportedBuckets):
             self.model._module._buckets = ExportedBuckets(self.model, inputs)
         phase = self.phases.get(name)
@@ -258,14 +245,14 @@ class ModelReplicas:
     def _update_weights(self, phase):
         if self._updater is None:
             self._updater = mx.optimizer.get_updater(self.model.optimizer)
-        first, gradients = self.contexts[0], {}  # by the number that a plain module gives a weight
+        gradients, updated = {}, {}  # by the number that a plain module gives a weight; by name
+        # A row computed for an empty shard counts for nothing.
+        executors = [body for body, _ in phase.filled] + [phase.head]
         for number, name in enumerate(phase.parameters):
-            parts = [executor.grad_dict.get(name) for executor in phase.executors()]
-            parts = [part.as_in_context(first) for part in parts if part is not None]
+            parts = [executor.grad_dict.get(name) for executor in executors]
+            parts = [part.as_in_context(self.contexts[0]) for part in parts if part is not None]
             if parts:
-                gradients[number] = mx.nd.add_n(*parts)
-        names = [phase.parameters[number] for number in gradients]
-        updated = {name: self.arrays[0][name] for name in names}
+                gradients[number], updated[name] = mx.nd.add_n(*parts), self.arrays[0][name]
         if updated:
             self._updater(list(gradients), list(gradients.values()), list(updated.values()))
         for others in self.arrays[1:]:
@@ -273,31 +260,21 @@ class ModelReplicas:
 
     def _average_auxiliary_states(self, phase):
         """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
-        running_statistics.unite(
+        symbol_executors.unite(
             [[held[name] for held in self.arrays] for name in phase.body.list_auxiliary_states()],
             phase.sizes,
         )
         if phase.head.aux_dict:  # of the whole batch
-            running_statistics.wait_for_updates()
+            symbol_executors.wait_for_updates()
             for held in self.arrays[1:]:
                 _copy(phase.head.aux_dict, held)
 
-    def warn_of_whole_batches(self, across):
-        """Say, once, that the devices do not share all of the work."""
-        if across is not None and not self._warned:
-            reach = _rows.FROM_THERE_ON if across.operation else "The model"
-            _rows.runs_whole(self.model.name, across, self.contexts[0], reach)
-            self._warned = True
-
     def _assign(self, updates):
         """Store new values of variables that layers update: RNN states, a layer's own averages."""
-        for name, value in updates:
-            if name in self.arrays[0]:
-                for held in self.arrays:
-                    value.copyto(held[name])
-                self.model._weights_dirty = True
-            else:
-                value.copyto(self.model._args[name])
+        if updates:
+            for held in self.arrays + [self.model._args]:  # the latter has the states
+                _copy(updates, held)
+            self.model._weights_dirty = True
 
 
 def _copy(arrays, others):

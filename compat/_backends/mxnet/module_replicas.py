@@ -6,14 +6,17 @@ drift apart, and gradients not summed under ``kvstore=None``. What computes acro
 batch, such as a loss that is divided by their number, runs on the first context, with a warning.
 """
 
+import itertools
+from functools import partial
+
 import mxnet as mx
 import numpy as np
 
 from ... import _rows, errors
 from ..._rows import split_rows
 from ..._runtime import work
-from ..._runtime.patching import InstanceMethod, replaced
-from . import running_statistics, symbol_graph
+from ..._runtime.patching import replaced
+from . import symbol_executors, symbol_graph
 
 
 def parallelize(module, contexts):
@@ -33,8 +36,7 @@ def parallelize(module, contexts):
             "parallelize() runs an mx.mod.Module on several devices, not a {0}. Give context=[...] "
             "to the {0} itself.".format(type(module).__name__)
         )
-    divided = _BindDivided.of(module)
-    if (module._context if divided is None else divided.devices) == contexts:
+    if vars(module).get("_compat_contexts", module._context) == contexts:
         return
     if module.optimizer_initialized:
         raise errors.UnsupportedError(
@@ -43,12 +45,12 @@ def parallelize(module, contexts):
         )
     module._context = contexts
     module._work_load_list = [1] * len(contexts)
-    for kind in (_BindDivided, _InitOptimizerWithKVStore):
-        method = kind.of(module)
-        if method is not None:
-            method.remove(module)
-        if len(contexts) > 1:
-            kind(contexts).install(module)
+    own = {"bind": partial(_bind, module), "init_optimizer": partial(_init_optimizer, module)}
+    own["_compat_contexts"] = contexts
+    for name in own:
+        vars(module).pop(name, None)
+    if len(contexts) > 1:
+        vars(module).update(own)
     if module.binded:
         if module.params_initialized:
             module.get_params()  # brings them from the executors, which are dropped
@@ -60,49 +62,56 @@ def parallelize(module, contexts):
         )  # fmt: skip
 
 
-class _BindDivided(InstanceMethod):
+def _bind(module, data_shapes, label_shapes=None, for_training=True, *args, **kwargs):
     """Splits batches as ``compat`` does, also those of fewer rows than contexts."""
-
-    method = "bind"
-
-    def __call__(self, module, data_shapes, label_shapes=None, for_training=True, *args, **kwargs):
-        bind = self.plain(module)
-        if module.binded and not kwargs.get("force_rebind"):
-            return bind(data_shapes, label_shapes, for_training, *args, **kwargs)
-        inputs = [
-            each if isinstance(each, mx.io.DataDesc) else mx.io.DataDesc(*each)
-            for each in list(data_shapes) + list(label_shapes or ())
-        ]
-        across = _across(module, inputs, self.devices[0])
-        if across is not None:
-            _rows.runs_whole("Module", across, self.devices[0], "The Module")
-        module._context = self.devices if across is None else self.devices[:1]
-        with replaced(mx.module.module, DataParallelExecutorGroup=_Group):
-            bind(data_shapes, label_shapes, True, *args, **kwargs)
-        group = module._exec_group
-        # Bound for inference, oneDNN's convolutions would keep the weights of their first batch.
-        module.for_training = group.for_training = for_training
-        group.names = [str(context) for context in self.devices]
+    bind, contexts = partial(type(module).bind, module), module._compat_contexts
+    if module.binded and not kwargs.get("force_rebind"):
+        return bind(data_shapes, label_shapes, for_training, *args, **kwargs)
+    inputs = [
+        each if isinstance(each, mx.io.DataDesc) else mx.io.DataDesc(*each)
+        for each in list(data_shapes) + list(label_shapes or ())
+    ]
+    across = _across(module, inputs, contexts[0])
+    if across is not None:
+        _rows.runs_whole("Module", across, contexts[0], "The Module")
+    module._context = contexts if across is None else contexts[:1]
+    with replaced(mx.module.module, DataParallelExecutorGroup=_Group):
+        bind(data_shapes, label_shapes, True, *args, **kwargs)
+    group = module._exec_group
+    # Bound for inference, oneDNN's convolutions would keep the weights of their first batch.
+    module.for_training = group.for_training = for_training
+    group.names = [str(context) for context in contexts]
 
 
-class _InitOptimizerWithKVStore(InstanceMethod):
+def _init_optimizer(module, kvstore="local", *args, **kwargs):
     """Without a kvstore gradients would not be summed, and the contexts' weights drift apart."""
-
-    method = "init_optimizer"
-
-    def __call__(self, module, kvstore="local", *args, **kwargs):
-        self.plain(module)(kvstore or "local", *args, **kwargs)
+    type(module).init_optimizer(module, kvstore or "local", *args, **kwargs)
 
 
 class _Group(mx.module.executor_group.DataParallelExecutorGroup):
-    """MXNet's group of executors, of which some may have no rows of their own.
+    """MXNet's group of executors, of which those that have rows of their own run.
 
     Where the batch runs whole, there is the first context's alone.
     """
 
-    @property
-    def sizes(self):
-        return split_rows.sizes(self.batch_size, len(self.contexts))
+    def bind_exec(self, *args, **kwargs):
+        if self._default_execs is not None:
+            self.execs, self.contexts = self._default_execs[:], self._every_context
+        self._every_context = self.contexts
+        super().bind_exec(*args, **kwargs)
+        self._default_execs = self._default_execs or self.execs
+        self.sizes = split_rows.sizes(self.batch_size, len(self.contexts))
+
+        def filled(items):
+            return list(itertools.compress(items, self.sizes))
+
+        for name in ("execs", "slices", "contexts"):
+            setattr(self, name, filled(getattr(self, name)))
+        self.input_grad_arrays = list(map(filled, self.input_grad_arrays or ()))
+
+    def set_params(self, *args, **kwargs):
+        with replaced(self, execs=self._default_execs):  # they share their weights with all
+            super().set_params(*args, **kwargs)
 
     def decide_slices(self, data_shapes):
         axes = [_axis(desc.layout) for desc in data_shapes]
@@ -113,43 +122,20 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         self.slices = [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
         return axes
 
-    def _where_rows_are(self, method, *args, **kwargs):
-        """Call a method as if there were only the executors that have rows of their own."""
-        filled = [i for i, size in enumerate(self.sizes) if size]
-        whole = {name: getattr(self, name) for name in ("execs", "slices", "contexts")}
-        parts = {name: [items[i] for i in filled] for name, items in whole.items()}
-        with replaced(self, **parts):
-            return method(*args, **kwargs)
-
     def forward(self, data_batch, is_train=None):
-        self._where_rows_are(super().forward, data_batch, is_train)
+        super().forward(data_batch, is_train)
         training = self.for_training if is_train is None else is_train
-        idle = len(self.names) - len(self.contexts)
+        idle = len(self.names) - len(self.sizes)
         work.count(self.names, self.sizes + [0] * idle, training)
 
     def backward(self, out_grads=None):
-        self._where_rows_are(super().backward, out_grads)
-        sizes = self.sizes
+        super().backward(out_grads)
         for name, arrays in zip(self.param_names, self.grad_arrays):
-            for array, size in zip(arrays, sizes):
+            for array, size in zip(arrays, self.sizes):
                 if array is not None and not size and self.grad_req[name] == "write":
                     array[:] = 0
-        if len(sizes) > 1:  # else it would only wait
-            running_statistics.unite(self.aux_arrays, sizes)
-
-    def get_outputs(self, *args, **kwargs):
-        return self._where_rows_are(super().get_outputs, *args, **kwargs)
-
-    def get_input_grads(self, merge_multi_context=True):
-        filled = [
-            [array for array, size in zip(arrays, self.sizes) if size]
-            for arrays in self.input_grad_arrays
-        ]
-        with replaced(self, input_grad_arrays=filled):
-            return super().get_input_grads(merge_multi_context)
-
-    def update_metric(self, *args, **kwargs):
-        self._where_rows_are(super().update_metric, *args, **kwargs)
+        if len(self.sizes) > 1:  # else it would only wait
+            symbol_executors.unite(self.aux_arrays, self.sizes)
 
 
 # What can be divided ------------------------------------------------------------------------------
@@ -166,9 +152,8 @@ def _across(module, inputs, context):
     random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
     shapes = {d.name: symbol_graph.grown(d.shape, given.get(d.name), count) for d in inputs}
     fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
-    types = {d.name: d.dtype for d in inputs}
     graph = symbol_graph.Graph([], module.symbol)
-    unknown = graph.follow_and_try(given, shapes, context, fed, given, types, {})
+    unknown = graph.follow_and_try(given, fed, context, {d.name: d.dtype for d in inputs}, {})
     if unknown is not None:
         return unknown
     for head, output in zip(graph.heads, module.symbol):

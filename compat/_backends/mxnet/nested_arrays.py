@@ -1,9 +1,14 @@
-"""Arguments and results of Gluon blocks, nested as they may be, for the MXNet backend."""
+"""Arguments and results of Gluon blocks, nested as they may be, and the gradients of them."""
+
+import contextlib
 
 import mxnet as mx
+import numpy as np
 
 from ..._ranks.arrays import parts_of
-from ..._rows import Partial, Replicated, Sharded
+from ..._rows import REPLICATED, Partial, Sharded, trial
+from ..._runtime.patching import replaced
+from .symbol_executors import clear_errors
 
 
 def _leaves(value, kind):
@@ -34,16 +39,20 @@ def _others(value):
     return _mapped(lambda place, array: None, value)
 
 
+def like(values, array):
+    """An array of the kind, the type and the context of ``array``."""
+    made = mx.nd.array(values, ctx=array.context, dtype=array.dtype)
+    return made if type(array) is mx.nd.NDArray else made.as_np_ndarray()
+
+
 # The replicas' results as one -------------------------------------------------------------------
 
 
 def can_be_merged(placement):
     """Whether the value of the whole batch is put together here from the replicas' values."""
-    if isinstance(placement, Partial):
-        return placement.how in ("sum", "mean") and placement.denominator is None
     if isinstance(placement, Sharded):
-        return placement.even and placement.copies == 1 and placement.per is None
-    return isinstance(placement, Replicated)
+        return placement == Sharded(placement.axis, placement.inner)
+    return placement in (REPLICATED, Partial("sum"), Partial("mean"))
 
 
 def are_of(placements, results, sizes):
@@ -69,16 +78,15 @@ def merged(placements, results, sizes, context):
     It has all replicas' gradients: a trainer wants some from each.
     """
     parts = zip(*[list(_arrays(result)) for result in results])
-    values = [
+    values = (
         _merged(placement, [_on(context, each) for each in part], sizes, context)
         for placement, part in zip(placements, parts)
-    ]
-    values.reverse()
-    return _mapped(lambda place, array: values.pop(), results[0])
+    )
+    return _mapped(lambda place, array: next(values), results[0])
 
 
 def _merged(placement, parts, sizes, context):
-    if isinstance(placement, Replicated) or len(parts) == 1:
+    if placement == REPLICATED or len(parts) == 1:
         return parts[0]
     if isinstance(placement, Partial):
         total = float(sum(sizes)) if placement.how == "mean" else None
@@ -102,3 +110,93 @@ def concatenated(arrays, axis):
 
 def _is_numpy(array):
     return hasattr(mx, "np") and isinstance(array, mx.np.ndarray)
+
+
+# Gradients of the user's own --------------------------------------------------------------------
+
+# They may compute across rows on the way back. An ``mx.autograd.Function`` in a Gluon block is seen
+# by nobody, and ``Custom`` in a graph may be anything. So the gradients of three rows together are
+# compared with those of two of them and of the third.
+
+
+def mixes_back(parameters, args, placements, context, compute):
+    """Whether the gradients of a block, or of an operation, mix rows, or cannot be tried.
+
+    Arguments:
+        parameters: the block's.
+        args: what it is given.
+        placements: how its results are put together.
+        context: the one for that.
+        compute: takes such arguments and numbers of rows, and returns what it gives for them.
+    """
+    trained = [p for p in parameters if p._data is not None and p.grad_req != "null"]
+    found, upstream, random = [], None, np.random.RandomState(0)  # type: Any, Any, Any
+    with mx.autograd.pause(), gradients_kept(trained):
+        given = _mapped(lambda place, array: _marked(array), args)
+        gradients = [gradient for parameter in trained for gradient in parameter.list_grad()]
+        gradients += [array.grad for array in _arrays(given) if array.grad is not None]
+        try:
+            for parts in (trial.WHOLE,), trial.PARTS:
+                for gradient in gradients:
+                    gradient[:] = 0
+                with mx.autograd.record(train_mode=False):
+                    results = [compute(given, part) for part in parts]
+                    whole = merged(placements, results, list(map(len, parts)), context)
+                    # What is detached would have no gradient; a marked 0 always has one.
+                    heads = [a + _marked(a.detach() * 0) for a in _arrays(whole) if _is_float(a)]
+                upstream = upstream or [like(random.uniform(0.5, 1.5, h.shape), h) for h in heads]
+                if heads:
+                    mx.autograd.backward(heads, upstream, train_mode=False)
+                found.append([gradient.asnumpy() for gradient in gradients])
+        except Exception:  # whatever a function of the user's does
+            clear_errors()
+            return True
+    return not all(map(trial.close, *found))
+
+
+@contextlib.contextmanager
+def gradients_kept(parameters):
+    """Within, the gradients begin with zeros; afterwards they are what they were."""
+    with contextlib.ExitStack() as afterwards:
+        for parameter in parameters:
+            for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
+                afterwards.callback(gradient.copy().copyto, gradient)
+                # What tells a trainer of stale ones.
+                afterwards.callback(setattr, array, "_fresh_grad", array._fresh_grad)
+                gradient[:] = 0
+        yield
+
+
+@contextlib.contextmanager
+def symbols_refused():
+    """Within, ``mx.autograd`` raises an error where it is given symbols in place of arrays.
+
+    By itself it passes them to MXNet as arrays, which may end the process with a segmentation
+    fault; and where nothing is recorded, a ``Function`` leaves its gradient out of their graph.
+    """
+    handles, call = mx.autograd.c_handle_array, mx.autograd.Function.__call__
+
+    def of_arrays(arrays):
+        if any(isinstance(each, mx.sym.Symbol) for each in arrays):
+            raise TypeError("mx.autograd takes arrays, and no symbols")
+        return handles(arrays)
+
+    def checked(self, *inputs):
+        of_arrays(inputs)
+        return call(self, *inputs)
+
+    of_function = replaced(mx.autograd.Function, __call__=checked)
+    with replaced(mx.autograd, c_handle_array=of_arrays), of_function:
+        yield
+
+
+def _marked(array):
+    """A copy of an array that gets a gradient, if numbers like these do."""
+    array = array.copy()
+    if _is_float(array):
+        array.attach_grad()
+    return array
+
+
+def _is_float(array):
+    return "float" in str(array.dtype)

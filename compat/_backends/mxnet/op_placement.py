@@ -52,9 +52,9 @@ def products(step):
     """For each device, how many layers' products ``step()`` computed there, and their gradients."""
     placed = {}  # type: dict
     for (device, name), count in operations(step).items():
-        backward = name.startswith("_backward_")
-        if (name[len("_backward_") :] if backward else name) in OPERATIONS:
-            placed.setdefault(device, [0, 0])[backward] += count
+        _, backward, operation = name.rpartition("_backward_")
+        if operation in OPERATIONS:
+            placed.setdefault(device, [0, 0])[bool(backward)] += count
     return {device: tuple(counts) for device, counts in placed.items()}
 
 

@@ -7,7 +7,8 @@ from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
-from . import symbol_executors, symbol_graph
+from . import symbol_graph
+from .symbol_executors import bound
 
 
 def state_names(model):
@@ -21,12 +22,12 @@ class Phase:
     Attributes:
         bodies: an executor for each replica, on its context.
         head: the executor that runs once, or None where bodies give all there is to give.
-        updates: (variable, new value), after ``forward``.
+        updates: new values by variable, after ``forward``.
         parameters: all weights of the graph, in MXNet's order.
     """
 
     def __init__(self, replicas, name, inputs):
-        self.replicas = replicas
+        self.replicas, self.contexts, self.arrays = replicas, replicas.contexts, replicas.arrays
         model = replicas.model
         self.is_train = name == "train"
         updates = model.updates if self.is_train else model.state_updates
@@ -47,28 +48,25 @@ class Phase:
         self.states = sorted(state_names(model) & set(symbol.list_arguments()))
         self.sharded = [tensor.name for tensor in model.inputs] + self.states
         self.parameters = [n for n in symbol.list_arguments() if n not in self.fed]
-        self.trained = [
-            n for n in self.parameters if self.is_train and n not in model._fixed_weights
-        ]
+        fixed = model._fixed_weights if self.is_train else self.parameters
+        self.trained = [n for n in self.parameters if n not in fixed]
         self.sparse = graph.sparse_gradients()
         self.bodies, self.shapes, self.across = [], None, None
         self.is_tried = inputs[0].shape[0] > 1
         if not self.divides(inputs):
             self.across = _rows.Across(None)
-        elif len(replicas.contexts) > 1:  # else one runs the whole batch
+        elif len(self.contexts) > 1:  # else one runs the whole batch
             self.across = self._follow(graph, inputs)
         self.body, self.head_symbol, self.cuts, self.places = graph.cut()
 
     def _follow(self, graph, inputs):
         """Find where the outputs' rows are, and try it; return what mixes them, or None."""
         batch = self._batch(inputs)
-        shapes = {name: array.shape for name, array in batch.items()}
         given = dict.fromkeys(self.fed, _rows.Mixed())
         given.update(dict.fromkeys(self.sharded, _rows.Sharded(0)))
+        batch.update((name, batch[name].asnumpy()) for name in self.states)
         fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
-        fed.update((name, fed[name].asnumpy()) for name in self.states)
-        context, held = self.replicas.contexts[0], self.replicas.arrays[0]
-        unknown = graph.follow_and_try(given, shapes, context, fed, given, {}, held)
+        unknown = graph.follow_and_try(given, fed, self.contexts[0], {}, self.arrays[0])
         return unknown or graph.across(graph.outputs)
 
     def _batch(self, inputs):
@@ -90,10 +88,6 @@ class Phase:
 
     # Executors ----------------------------------------------------------------------------------
 
-    def executors(self):
-        """Those with gradients: a row computed for an empty shard counts for nothing."""
-        return [body for body, _ in self.filled] + [self.head]
-
     def bind(self, inputs):
         """Make executors for inputs of these shapes, unless there are."""
         shapes = {name: tuple(array.shape) for name, array in self._batch(inputs).items()}
@@ -101,29 +95,30 @@ class Phase:
             return
         self.bodies, self.filled, self.head = [], [], None  # give their memory back first
         self.shapes = None  # until all is made, if that is not interrupted
-        rows, count = inputs[0].shape[0], len(self.replicas.contexts)
+        rows, count = inputs[0].shape[0], len(self.contexts)
         self.sizes = split_rows.sizes(rows, count)
         self.computed = [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
-        for i, size in enumerate(self.sizes):
+        for context, held, size in zip(self.contexts, self.arrays, self.sizes):
             shard = {name: (size or 1,) + shapes[name][1:] for name in self.sharded}
-            self.bodies.append(self._executor(self.body, i, shard, {}, self.trained))
+            self.bodies.append(
+                bound(self.body, context, shard, {}, held, self.trained, self.sparse)
+            )
         bodies = zip(self.bodies, self.computed, self.sizes)
         self.filled = [(body, part) for body, part, size in bodies if size]
         if self.head_symbol is not None:
             cut = dict(zip(self.cuts, self.bodies[0].outputs))
             whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in cut.items()}
-            self.head = self._executor(
-                self.head_symbol, 0, dict(shapes, **whole), {n: o.dtype for n, o in cut.items()},
-                self.trained + (self.cuts if self.is_train else []),
+            types = {name: output.dtype for name, output in cut.items()}
+            differentiated = self.trained + (self.cuts if self.is_train else [])
+            self.head = bound(
+                self.head_symbol, self.contexts[0], dict(shapes, **whole), types, self.arrays[0],
+                differentiated, self.sparse,
             )  # fmt: skip
+        if self.across is not None and not self.replicas.warned:
+            reach = _rows.FROM_THERE_ON if self.across.operation else "The model"
+            _rows.runs_whole(self.replicas.model.name, self.across, self.contexts[0], reach)
+            self.replicas.warned = True
         self.shapes = shapes
-        self.replicas.warn_of_whole_batches(self.across)
-
-    def _executor(self, symbol, replica, shapes, types, differentiated):
-        context, held = self.replicas.contexts[replica], self.replicas.arrays[replica]
-        return symbol_executors.bound(
-            symbol, context, shapes, types, held, differentiated, self.sparse
-        )
 
     # One batch ----------------------------------------------------------------------------------
 
@@ -132,13 +127,16 @@ class Phase:
         batch = self._batch(inputs)
         for body, part in zip(self.bodies, self.computed):
             self._run(body, {name: batch[name][part] for name in self.sharded})
-        values = [self._gather(position) for position in range(len(self.cuts))]
+        values = []  # of the bodies' outputs, all rows, on the first context
+        for _, *shards in zip(self.cuts, *[body.outputs for body, _ in self.filled]):
+            shards = [shard.as_in_context(self.contexts[0]) for shard in shards]
+            values.append(mx.nd.concat(*shards, dim=0) if len(shards) > 1 else shards[0])
         if self.head is not None:
             values += self._run(self.head, dict(batch, **dict(zip(self.cuts, values))))
         values = [values[place] for place in self.places]
-        self.updates = list(zip(self.variables, values[self.results :]))
+        self.updates = dict(zip(self.variables, values[self.results :]))
         if len(self.sizes) > 1:  # else it is verified
-            names = [str(context) for context in self.replicas.contexts]
+            names = [str(context) for context in self.contexts]
             # Without cuts the head computes all.
             sizes = self.sizes if self.cuts else work.undivided(names, sum(self.sizes))
             work.count(names, sizes, self.is_train)
@@ -147,12 +145,6 @@ class Phase:
     def _run(self, executor, arrays):
         fed = {name: array for name, array in arrays.items() if name in executor.arg_dict}
         return executor.forward(is_train=self.is_train, **fed)
-
-    def _gather(self, position):
-        """The rows of one output of all bodies, on the first context."""
-        first = self.replicas.contexts[0]
-        shards = [body.outputs[position].as_in_context(first) for body, _ in self.filled]
-        return mx.nd.concat(*shards, dim=0) if len(shards) > 1 else shards[0]
 
     def backward(self):
         """Gradients: the head's at the cut, and from there on each context its shard's."""

@@ -1,15 +1,227 @@
 """MXNet's operations, and the rules that tell how they treat the rows of a batch.
 
-``RULES`` has the name that an operation has in a graph's JSON, and a function of an ``Operation``.
+``RULES`` has the name that an operation has in a graph's JSON, and a function of a ``SymbolNode``.
 What is not there is ``Unknown``, and tried. Each line is proved by computing it
 (``tests/backends/test_mxnet_operations.py``).
 """
 
+import ast
+import collections
+import itertools
+import string
 from functools import partial
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Unknown, Value
-from . import operation_rules as rules
+from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from ..._rows.values import listed
+
+
+class SymbolNode(collections.namedtuple("SymbolNode", "attributes values result grows")):
+    """A node of a graph.
+
+    Attributes:
+        attributes: as they are in JSON.
+        values: a ``Value`` for each input.
+        result: the sizes of the first output, None for what grows with the batch or is not known.
+        grows: the dimensions of it that grow with the batch, or None.
+    """
+
+    def get(self, name, default=None):
+        text = self.attributes.get(name)
+        try:
+            return default if text is None else ast.literal_eval(text)
+        except (SyntaxError, ValueError):
+            return text
+
+    @property
+    def value(self):
+        return self.values[0]
+
+
+def rowwise(values, axes, result=0, inner=1):
+    """A function of each row by itself.
+
+    Arguments:
+        axes: for each value, the dimension where the operation has the batch; None for weights.
+        result: the dimension where the result has it, and ``inner`` elements of each row.
+    """
+
+    first = [  # with the batch in the first dimension, for ``_rows.by_row``
+        value
+        if value.axis is None or axis is None
+        else Value(value.placement.replace(axis=value.axis - axis), value.shape)
+        for value, axis in zip(values, axes)
+    ]
+    found = _rows.by_row(first, [None if axis is None else 0 for axis in axes])
+    if not isinstance(found, Sharded):
+        return found
+    return found.replace(axis=result, inner=found.inner and found.inner * inner)
+
+
+def by_row(*axes):
+    """As above; the last of ``axes`` holds for all further inputs, too."""
+    return lambda op: rowwise(op.values, axes + axes[-1:] * len(op.values))
+
+
+def reduction(op, how, default=None):
+    axes = op.get("axis", default)
+    axes = None if axes == () else axes
+    if op.get("exclude", False):
+        axes = sorted(set(range(op.value.rank)) - listed(axes, op.value.rank))
+    return _rows.reduced(op.value, axes, how, op.get("keepdims", False))
+
+
+def along(op, default):
+    """Along a dimension; what is given besides, such as LayerNorm's weights, has no rows."""
+    fixed = all(isinstance(value.placement, Replicated) for value in op.values[1:])
+    return _rows.along(op.value, op.get("axis", default)) if fixed else Mixed()
+
+
+def softmax(op):
+    if op.get("use_length", False):
+        axis = op.get("axis", -1) % op.value.rank
+        return rowwise(op.values, [0 if axis else -1, 0])
+    return along(op, -1)
+
+
+def by_mode(op):
+    """What goes along the dimensions that ``mode`` names."""
+    axes = list(range(op.value.rank))
+    modes = {"instance": axes[1:], "channel": axes[1:2], "spatial": axes[2:]}
+    return _rows.along(op.value, modes[op.get("mode", "instance")])
+
+
+def where(op):
+    condition, rest = op.value, op.values[1:]
+    if condition.rank == 1 and rest[0].rank > 1:  # an element for each of the first dimension
+        condition = Value(condition.placement, condition.shape + (1,) * (rest[0].rank - 1))
+    return _rows.pointwise([condition] + rest)
+
+
+def normalized(op):
+    """BatchNorm. Its other results are the statistics of a device's own rows."""
+    channel = op.get("axis", 1) % op.value.rank
+    axis = -1 if op.value.axis == channel else op.value.axis
+    return [rowwise(op.values, [axis] + [None] * 4, result=axis)] + [Mixed()] * 2
+
+
+def fully_connected(op):
+    if op.get("flatten", True):
+        return rowwise(op.values, [0, None, None])
+    return product(op, transposed=True)
+
+
+def product(op, transposed=False):
+    """Of matrices; ``transposed``: whether the second one is where no attribute tells."""
+    if op.get("axis", -2) != -2:
+        return Unknown("a product of other dimensions")
+    first, second = op.get("transpose_a", False), op.get("transpose_b", transposed)
+    found = _rows.product(op.values[:2], first, second)
+    return _rows.added([Value(found, op.result)] + op.values[2:])
+
+
+def dot(op):
+    letters, count = string.ascii_lowercase, op.value.rank
+    left, right = letters[:count], letters[count : count + op.values[1].rank]
+    summed = left[0 if op.get("transpose_a", False) else -1]
+    right = right.replace(right[-1 if op.get("transpose_b", False) else 0], summed)
+    result = (left + right).replace(summed, "")
+    return _rows.contracted(op.values, [left, right], result)
+
+
+def swapped(op):
+    order = list(range(op.value.rank))
+    first, second = op.get("dim1", 0), op.get("dim2", 0)
+    order[first], order[second] = order[second], order[first]
+    return _rows.transposed(op.value, order)
+
+
+def slice(op):
+    ranges = itertools.zip_longest(op.get("begin"), op.get("end"), op.get("step") or ())
+    parts = {
+        axis: "part"
+        for axis, (begin, end, step) in enumerate(ranges)
+        if begin not in (None, 0) or end is not None or step not in (None, 1)
+    }
+    return _rows.sliced(op.value, parts)
+
+
+def slice_axis(op):
+    whole = op.get("begin") == 0 and op.get("end") is None
+    return _rows.sliced(op.value, {} if whole else {op.get("axis"): "part"})
+
+
+def split(op):
+    part = "one" if op.get("squeeze_axis", False) else "part"
+    return _rows.sliced(op.value, {op.get("axis", 1): part})
+
+
+def slice_like(op):
+    value, like = op.values
+    axes = listed(op.get("axes") or None, like.rank)
+    if like.axis in axes:
+        # As long as the batch: of all rows nothing is cut off, of anything else its beginning.
+        return value.placement if value.placement == like.placement else Mixed()
+    if not isinstance(like.placement, (Replicated, Sharded)):
+        return Mixed()
+    return _rows.sliced(value, {axis: "part" for axis in axes})
+
+
+def pad(op):
+    widths = op.get("pad_width")
+    return _rows.resized(op.value, [i // 2 for i, width in enumerate(widths) if width])
+
+
+def pick(op):
+    value, index = op.values
+    axis = op.get("axis", -1) % value.rank
+    if index.rank < value.rank:
+        shape = index.shape[:axis] + (1,) + index.shape[axis:]
+        index = Value(_rows.expanded(index, [axis]), shape)
+    rows = Value(_rows.pointwise([value, index]), value.shape)
+    kept = op.get("keepdims", False)
+    return _rows.along(rows, [axis]) if kept else _rows.sliced(rows, {axis: "one"})
+
+
+def of_sequences(op, alike, keeps=True):
+    """By each row's length, with the rows next to the time; or for all lengths alike.
+
+    Arguments:
+        alike: the placement for the latter.
+        keeps: whether the result has the dimension of the time.
+    """
+    if not op.get("use_sequence_length", False):
+        return alike
+    batch = 1 - op.get("axis", 0)
+    return rowwise(op.values, [batch, 0], batch if keeps else 0)
+
+
+def rnn(op):
+    axes = [1, None] + [1] * (len(op.values) - 2)
+    if op.get("use_sequence_length", False):
+        axes[-1] = 0
+    return rowwise(op.values, axes, 1)
+
+
+def loss(op, found):
+    """A loss whose gradient is each row's own, unless it is divided by their number."""
+    return found if op.get("normalization", "null") == "null" else Mixed()
+
+
+def cross_entropy(op):
+    found = rowwise(op.values, [0, 0])
+    return Partial("sum") if isinstance(found, Sharded) else found
+
+
+def leaky(op):
+    return _rows.pointwise(op.values) if len(op.values) == 1 else rowwise(op.values, [0, None])
+
+
+def attention_values(op):
+    heads, rows = op.get("heads"), op.values[1].placement
+    if isinstance(rows, Sharded) and rows.axis == 0 and rows.inner and rows.inner % heads == 0:
+        rows = rows.replace(inner=rows.inner // heads)
+    return rowwise([op.value, Value(rows, op.values[1].shape)], [1, 0], 1)
 
 
 def placements(name, operation):
@@ -41,11 +253,12 @@ def _first(rule, *names):
 
 
 def _named(names, *patterns):
-    return " ".join(pattern.format(name) for pattern in patterns for name in names.split())
+    return "".join(pattern.format(name) + " " for pattern in patterns for name in names.split())
 
 
-_LOGICAL = (
-    "equal not_equal greater greater_equal lesser lesser_equal logical_and logical_or logical_xor"
+_BINARY = (
+    "maximum minimum mod power hypot equal not_equal greater greater_equal lesser lesser_equal "
+    "logical_and logical_or logical_xor"
 )
 _IN_NUMPY = "mod power equal not_equal greater greater_equal less less_equal"
 _COMMON = (
@@ -60,11 +273,8 @@ POINTWISE = (
     "_contrib_quadratic _npi_absolute _npi_around _npx_relu _npx_sigmoid "
 ) + _named(_COMMON, "{}", "_npi_{}")
 #: With a number; and those among them that are linear.
-SCALAR = (
-    _named("maximum minimum mod power hypot rdiv rmod rpower " + _LOGICAL, "_{}_scalar")
-    + " "
-    + _named(_IN_NUMPY + " rpower rmod rtrue_divide", "_npi_{}_scalar")
-)
+SCALAR = _named(_BINARY + " rdiv rmod rpower", "_{}_scalar")
+SCALAR += _named(_IN_NUMPY + " rpower rmod rtrue_divide", "_npi_{}_scalar")
 LINEAR = (
     "_mul_scalar _div_scalar negative _copy BlockGrad make_loss _contrib_gradientmultiplier "
     "_npi_multiply_scalar _npi_true_divide_scalar _npi_negative _np_copy"
@@ -74,43 +284,37 @@ SHIFTED = (
     "_npi_rsubtract_scalar"
 )
 #: Of two inputs.
-PAIRS = (
-    _named("maximum minimum mod power hypot " + _LOGICAL, "_{}", "broadcast_{}")
-    + " "
-    + _named(_IN_NUMPY, "_npi_{}")
-)
+PAIRS = _named(_BINARY, "_{}", "broadcast_{}") + _named(_IN_NUMPY, "_npi_{}")
 
 RULES = {}
 for _names, _rule in [
     # Each element by itself
     (" ".join([POINTWISE, SCALAR, PAIRS, "_npi_where broadcast_like"]), _all(_rows.pointwise)),
-    ("where", rules.where),
+    ("where", where),
     ("elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _grad_add _npi_add "
      "_npi_subtract", _all(_rows.added)),
     (SHIFTED, lambda op: _rows.added(op.values + [Value(REPLICATED, ())])),
-    ("elemwise_mul broadcast_mul _npi_multiply", _all(_rows.multiplied)),
     ("elemwise_div broadcast_div _npi_true_divide", _all(_rows.divided)),
-    (LINEAR, _all(_rows.multiplied)),
+    (LINEAR + " elemwise_mul broadcast_mul _npi_multiply", _all(_rows.multiplied)),
     # Reductions, and what goes along dimensions
-    ("sum _np_sum", partial(rules.reduction, how="sum")),
-    ("mean _npi_mean", partial(rules.reduction, how="mean")),
-    ("max _np_max", partial(rules.reduction, how="max")),
-    ("min _np_min", partial(rules.reduction, how="min")),
+    ("sum _np_sum", partial(reduction, how="sum")),
+    ("mean _npi_mean", partial(reduction, how="mean")),
+    ("max _np_max", partial(reduction, how="max")),
+    ("min _np_min", partial(reduction, how="min")),
     ("prod nansum nanprod norm argmax argmin _np_prod _npi_std _npi_var _npi_argmax _npi_argmin",
-     partial(rules.reduction, how="other")),
-    ("argmax_channel", partial(rules.reduction, how="other", default=1)),
-    ("softmax log_softmax softmin", rules.softmax),
-    ("sort argsort topk LayerNorm", partial(rules.along, default=-1)),
-    ("cumsum _np_cumsum _np_roll _npi_flip", partial(rules.along, default=None)),
-    ("reverse", partial(rules.along, default=0)),
-    ("_contrib_box_nms", partial(rules.along, default=[-2, -1])),
-    ("_contrib_div_sqrt_dim", lambda op: _rows.along(op.value, [-1])),
-    ("_shuffle", lambda op: _rows.along(op.value, [0])),
-    ("SoftmaxActivation L2Normalization", rules.by_mode),
+     partial(reduction, how="other")),
+    ("argmax_channel", partial(reduction, how="other", default=1)),
+    ("softmax log_softmax softmin", softmax),
+    ("sort argsort topk LayerNorm _contrib_div_sqrt_dim _sample_multinomial",
+     partial(along, default=-1)),
+    ("cumsum _np_cumsum _np_roll _npi_flip", partial(along, default=None)),
+    ("reverse _shuffle", partial(along, default=0)),
+    ("_contrib_box_nms", partial(along, default=[-2, -1])),
+    ("SoftmaxActivation L2Normalization", by_mode),
     # Products
-    ("dot _np_dot", rules.dot),
-    ("batch_dot _linalg_gemm _linalg_gemm2 _npi_matmul", rules.product),
-    ("FullyConnected", rules.fully_connected),
+    ("dot _np_dot", dot),
+    ("batch_dot _linalg_gemm _linalg_gemm2 _npi_matmul", product),
+    ("FullyConnected", fully_connected),
     # Views
     ("Reshape Flatten reshape_like _np_reshape _npi_reshape _npx_reshape",
      lambda op: _rows.reshaped(op.value, op.result)),
@@ -118,11 +322,11 @@ for _names, _rule in [
     ("squeeze _np_squeeze", _first(_rows.squeezed, "axis")),
     ("transpose _np_transpose",
      lambda op: _rows.transposed(op.value, op.get("axes") or range(op.value.rank)[::-1])),
-    ("SwapAxis", rules.swapped),
-    ("slice", rules.slice),
-    ("slice_axis", rules.slice_axis),
-    ("slice_like", rules.slice_like),
-    ("SliceChannel _split_v2", rules.split),
+    ("SwapAxis", swapped),
+    ("slice", slice),
+    ("slice_axis", slice_axis),
+    ("slice_like", slice_like),
+    ("SliceChannel _split_v2", split),
     ("Concat", lambda op: _rows.concatenated(op.values, op.get("dim", 1))),
     ("_npi_concatenate", lambda op: _rows.concatenated(op.values, op.get("axis", 0))),
     ("stack _npi_stack", lambda op: _rows.stacked(op.values, op.get("axis", 0))),
@@ -130,41 +334,38 @@ for _names, _rule in [
     ("repeat", _first(_rows.repeated, "axis", "repeats")),
     ("broadcast_to broadcast_axis _npi_broadcast_to",
      lambda op: _rows.broadcast(op.value, len(op.result))),
-    ("Pad", rules.pad),
+    ("Pad", pad),
     # Looking up
     ("Embedding", lambda op: _rows.gathered(op.values[::-1], 0)),
     ("take", lambda op: _rows.gathered(op.values, op.get("axis", 0))),
-    ("pick batch_take", rules.pick),
+    ("pick batch_take", pick),
     # Layers
-    ("LeakyReLU", rules.leaky),
-    ("Convolution Deconvolution InstanceNorm GroupNorm IdentityAttachKLSparseReg",
-     rules.by_row(0, None)),
-    ("_contrib_DeformableConvolution", rules.by_row(0, 0, None)),
+    ("LeakyReLU", leaky),
+    ("Convolution Deconvolution InstanceNorm GroupNorm IdentityAttachKLSparseReg", by_row(0, None)),
+    ("_contrib_DeformableConvolution", by_row(0, 0, None)),
     ("Pooling LRN BilinearSampler GridGenerator SpatialTransformer space_to_depth "
      "depth_to_space im2col Crop _contrib_AdaptiveAvgPooling2D _contrib_BilinearResize2D "
-     "LinearRegressionOutput MAERegressionOutput LogisticRegressionOutput SVMOutput",
-     rules.by_row(0)),
-    ("BatchNorm _contrib_SyncBatchNorm", rules.normalized),
-    ("RNN", rules.rnn),
-    ("SequenceMask", lambda op: rules.of_sequences(op, _rows.pointwise(op.values))),
-    ("SequenceLast", lambda op: rules.of_sequences(
+     "LinearRegressionOutput MAERegressionOutput LogisticRegressionOutput SVMOutput", by_row(0)),
+    ("BatchNorm _contrib_SyncBatchNorm", normalized),
+    ("RNN", rnn),
+    ("SequenceMask", lambda op: of_sequences(op, _rows.pointwise(op.values))),
+    ("SequenceLast", lambda op: of_sequences(
         op, _rows.sliced(op.value, {op.get("axis", 0): "one"}), keeps=False)),
-    ("SequenceReverse", lambda op: rules.of_sequences(op, _rows.along(op.value, [0]))),
+    ("SequenceReverse", lambda op: of_sequences(op, _rows.along(op.value, [0]))),
     ("_contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_encdec_qk",
-     lambda op: rules.rowwise(op.values, [1, 1], 0, op.get("heads"))),
+     lambda op: rowwise(op.values, [1, 1], 0, op.get("heads"))),
     ("_contrib_interleaved_matmul_selfatt_valatt _contrib_interleaved_matmul_encdec_valatt",
-     rules.attention_values),
-    ("SoftmaxOutput", lambda op: rules.loss(op, rules.rowwise(op.values, [0, 0]))),
-    ("MakeLoss", lambda op: rules.loss(op, _rows.multiplied(op.values))),
-    ("softmax_cross_entropy", rules.cross_entropy),
-    ("CTCLoss", rules.by_row(1, 0)),
+     attention_values),
+    ("SoftmaxOutput", lambda op: loss(op, rowwise(op.values, [0, 0]))),
+    ("MakeLoss", lambda op: loss(op, _rows.multiplied(op.values))),
+    ("softmax_cross_entropy", cross_entropy),
+    ("CTCLoss", by_row(1, 0)),
     # Made by a shape, drawn, counted
     ("_zeros _ones _full _zeros_without_dtype _npi_zeros _npi_ones _random_uniform _random_normal "
      "_random_gamma _random_exponential _random_poisson _random_randint _npi_uniform _npi_normal",
      lambda op: _rows.made(Count(op.grows) if op.grows else REPLICATED, len(op.result or ()))),
     ("_random_uniform_like _random_normal_like _random_gamma_like _random_exponential_like "
      "_random_poisson_like _sample_uniform _sample_normal _sample_gamma", _all(_rows.pointwise)),
-    ("_sample_multinomial", lambda op: _rows.along(op.value, [-1])),
     ("_contrib_arange_like",
      lambda op: Mixed() if op.get("axis") in (None, op.value.axis) else REPLICATED),
     ("_contrib_MultiBoxPrior",  # by the size of an image alone

@@ -1,4 +1,4 @@
-"""MXNet's symbols computed: executors of them, and trials."""
+"""MXNet's symbols computed: executors of them, trials, and the running statistics they keep."""
 
 import contextlib
 import warnings
@@ -7,6 +7,9 @@ import mxnet as mx
 import numpy as np
 
 from ..._rows import trial
+
+# Operations whose states are moving averages of means over the rows of a batch.
+MEANS = ("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm", "IdentityAttachKLSparseReg")
 
 _UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
 
@@ -55,29 +58,25 @@ def bound(symbol, context, shapes, types, held, differentiated=(), sparse=()):
         name: held[name] if name in held else mx.nd.zeros(shape, context, dtype)
         for name, shape, dtype in zip(names, shapes, types)
     }
-    for name, shape in zip(states, state_shapes):
-        held.setdefault(name, mx.nd.zeros(shape, context))
+    auxiliary = {
+        name: held.setdefault(name, mx.nd.zeros(shape, context))
+        for name, shape in zip(states, state_shapes)
+    }
+    kinds = dict.fromkeys(sparse, "row_sparse")
     gradients = {
-        name: mx.nd.zeros(
-            args[name].shape, context, args[name].dtype, "row_sparse" if name in sparse else None
-        )
+        name: mx.nd.zeros(args[name].shape, context, args[name].dtype, kinds.get(name))
         for name in differentiated
         if name in args
     }
-    return symbol.bind(
-        context,
-        args,
-        args_grad=gradients,
-        aux_states={name: held[name] for name in states},
-    )
+    return symbol.bind(context, args, args_grad=gradients, aux_states=auxiliary)
 
 
-def tried(symbol, context, fed, given, types, held):
+def tried(symbol, given, fed, context, types, held):
     """The placements of a symbol's outputs, by a trial in inference.
 
     Arguments:
+        given: the placements of what is fed and has rows, by name.
         fed: arrays of some rows, by name.
-        given: the placements of those that have rows, by name.
         types: as for ``bound``.
         held: as for ``bound``; what it lacks is drawn at random.
     """
@@ -85,7 +84,8 @@ def tried(symbol, context, fed, given, types, held):
 
     def compute(rows):
         part = {
-            name: rows_of(array, getattr(given.get(name), "axis", None), rows)
+            # From the first row on again where there are fewer.
+            name: np.take(array, rows, given[name].axis, mode="wrap") if name in given else array
             for name, array in fed.items()
         }
         known = {name: a.copy() if name in states else a for name, a in held.items()}
@@ -102,6 +102,34 @@ def tried(symbol, context, fed, given, types, held):
     return trial.tried(compute)
 
 
-def rows_of(array, axis, rows):
-    """Some rows, from the first on again where there are fewer; or all of what has none."""
-    return array if axis is None else np.take(array, rows, axis, mode="wrap")
+# Running statistics, as of BatchNorm ------------------------------------------------------------
+
+
+def wait_for_updates():
+    """Wait for all that is being computed.
+
+    The backward pass of BatchNorm writes the running statistics unbeknown to MXNet's engine, so
+    that a read may come before it: in 5 of 60 steps of a small model it did.
+    """
+    mx.nd.waitall()
+
+
+def unite(statistics, sizes):
+    """Give the replicas one value each: the mean, weighted by shard size.
+
+    What is the same in all replicas stays exactly so.
+
+    Arguments:
+        statistics: for each statistic, a list of the replicas' arrays, which are set.
+        sizes: the numbers of rows that the replicas computed.
+    """
+    if statistics:
+        wait_for_updates()
+    for arrays in statistics:
+        first = arrays[0]
+        first += sum(
+            (array.as_in_context(first.context) - first) * (float(size) / sum(sizes))
+            for array, size in zip(arrays, sizes)
+        )
+        for array in arrays[1:]:
+            first.copyto(array)

@@ -8,9 +8,8 @@ import numpy as np
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value, trial
 from . import row_operations
-from .operation_rules import SymbolNode
-from .running_statistics import MEANS
-from .symbol_executors import clear_errors, inferred, rows_of, tried
+from .nested_arrays import can_be_merged, mixes_back
+from .symbol_executors import MEANS, clear_errors, inferred, tried
 
 # Two numbers of rows, far from any width and from one another, so that shapes tell what grows
 # with the batch.
@@ -92,7 +91,8 @@ class Graph:
         sources = {self.nodes[source]["name"] for source, _ in self.inputs[number]}
         if node["op"] not in MEANS and not sources.isdisjoint(self.auxiliary):
             return Mixed()  # a state, of which nobody knows how those of devices go together
-        operation = SymbolNode(node["attrs"], values, self._sizes.get(first), self.grows.get(first))
+        sizes, grows = self._sizes.get(first), self.grows.get(first)
+        operation = row_operations.SymbolNode(node["attrs"], values, sizes, grows)
         return row_operations.placements(node["op"], operation)
 
     def _find_sizes(self, entries, given, shapes):
@@ -102,12 +102,15 @@ class Graph:
         for rows in ROWS:
             known = {name: grown(shape, given.get(name), rows) for name, shape in shapes.items()}
             _, sizes, _ = inferred(symbol.infer_shape_partial, symbol, known)
-            found.append(sizes or [()] * len(entries))
+            sizes = sizes or [None] * len(entries)
+            # None: the number of dimensions is not known. ``()`` is a number's shape in MXNet's
+            # numpy mode only.
+            found.append([size if size or mx.util.is_np_shape() else None for size in sizes])
         self._sizes, self.grows, self._used = {}, {}, {}  # type: dict, dict, dict
         self._one_each = set()  # entries with as many elements as rows along what grows
         for entry, one, other in zip(entries, *found):
             self._used.setdefault(entry[0], []).append(entry)
-            if not (_is_ranked(one) and _is_ranked(other) and len(one) == len(other)):
+            if one is None or other is None or len(one) != len(other):
                 self._sizes[entry] = None
                 continue
             pairs = list(zip(one, other))
@@ -128,40 +131,39 @@ class Graph:
             return placement.replace(inner=1)
         return placement
 
-    def follow_and_try(self, given, shapes, *asking):
+    def follow_and_try(self, given, fed, *asking):
         """Follow the rows, and try what no rule tells, and the outputs, or where they are cut.
 
         Arguments:
-            asking: what ``tried`` takes after the symbol.
+            asking: what ``tried`` takes besides.
 
         Returns:
             Why nothing at all can be divided, or None.
         """
         mixing = {}  # type: dict
+        shapes = {name: array.shape for name, array in fed.items()}
         try:
             while True:
                 self.follow(given, shapes, mixing)
                 asked = self.untold + self.outputs + self.frontier(self.outputs)
-                wrong, why = self._differing(asked, asking), "tried"
+                wrong, why = self._differing(asked, given, fed, *asking), "tried"
                 if not wrong:
-                    wrong, why = self._mixing_back(), "gradient"
+                    wrong, why = set(filter(self._mixes_back, self.own_gradients())), "gradient"
                 if not wrong:
                     return None
                 if not wrong.intersection(self.untold):  # a rule is, then: which one?
                     inside = self.ancestors(asked)
-                    wrong |= self._differing((e for e in self.placements if e[0] in inside), asking)
+                    every = [entry for entry in self.placements if entry[0] in inside]
+                    wrong |= self._differing(every, given, fed, *asking)
                 mixing[min(wrong)[0]] = why
         except Exception:  # whatever operations of the user's do, with other numbers of rows
             clear_errors()
             self.placements = {}
             return _rows.Across(None, why="unknown")
 
-    def _differing(self, entries, asking):
-        entries = sorted(
-            entry
-            for entry in set(entries)
-            if isinstance(self.placements[entry], Sharded) and self.nodes[entry[0]]["op"] != "null"
-        )
+    def _differing(self, entries, *asking):
+        computed = {entry for entry in entries if self.nodes[entry[0]]["op"] != "null"}
+        entries = sorted(e for e in computed if isinstance(self.placements[e], Sharded))
         found = tried(self.symbol(entries), *asking) if entries else ()
         return {
             entry
@@ -171,46 +173,32 @@ class Graph:
             and (entry in self.untold or not isinstance(each, Unknown))
         }
 
-    def _mixing_back(self):
-        """The entries with rows of which a node's own gradient mixes them, or cannot be tried."""
-        return {
-            (number, 0)
-            for number in self.own_gradients()
-            if not isinstance(self.placements.get((number, 0), Mixed()), Mixed)
-            and self._mixes_back(number)
-        }
+    def _mixes_back(self, result):
+        """Whether the gradient of a node with rows, a function of the user's, mixes them.
 
-    def _mixes_back(self, number):
-        entries = self.inputs[number] + [(number, 0)]
-        attributes = self.nodes[number]["attrs"].items()
+        Or cannot be tried.
+        """
+        if isinstance(self.placements.get(result, Mixed()), Mixed):
+            return False  # it runs whole
+        number, random, count = result[0], np.random.RandomState(0), len(trial.WHOLE)
+        attributes, inputs = self.nodes[number]["attrs"].items(), self.inputs[number]
         options = {name: value for name, value in attributes if not name.startswith("__")}
-        axes = [getattr(self.placements[entry], "axis", None) for entry in entries]
-        random, count = np.random.RandomState(0), len(trial.WHOLE)
-        drawn = [
-            random.uniform(0.5, 1.5, [size or count for size in self._sizes[entry] or ()])
-            for entry in entries
-        ]
+        axes = [getattr(self.placements[entry], "axis", None) for entry in inputs]
+        shapes = [[size or count for size in self._sizes[entry] or ()] for entry in inputs]
+        drawn = [mx.nd.array(random.uniform(0.5, 1.5, shape)) for shape in shapes]
 
-        def compute(rows):
-            *values, back = [mx.nd.array(rows_of(*pair, rows)) for pair in zip(drawn, axes)]
-            for value in values:
-                value.attach_grad()
-            with mx.autograd.record():
-                results = mx.nd.Custom(*values, **options)
-            first = results[0] if isinstance(results, list) else results
-            # What comes back to an output without rows is a sum over them.
-            first.backward(back if axes[-1] is not None else sum(back * (1 + row) for row in rows))
-            return [value.grad.asnumpy() for value in values]
+        def compute(values, rows):
+            part = [
+                value if axis is None else mx.nd.take(value, mx.nd.array(rows), axis)
+                for value, axis in zip(values, axes)
+            ]
+            results = mx.nd.Custom(*part, **options)
+            return results[0] if isinstance(results, list) else results
 
-        try:
-            found = trial.tried(compute)
-        except Exception:  # whatever an operation of the user's does
-            clear_errors()
-            return True
-        return any(
-            getattr(each, "axis", None) != axis or axis is None and each != Partial("sum")
-            for each, axis in zip(found, axes)
-        )
+        placement = self.placements[result]
+        if placement == REPLICATED:
+            placement = Partial("mean")  # what comes back to it is a sum over the rows
+        return not can_be_merged(placement) or mixes_back([], drawn, [placement], mx.cpu(), compute)
 
     def across(self, outputs, with_rows=True):
         """The first operation that mixes rows, if outputs follow from one (with rows), or None.
@@ -254,20 +242,17 @@ class Graph:
         body = self.ancestors(self.frontier(self.outputs))
         cut = self.frontier(self.heads, body)
         names = [f"compat_cut{number}" for number in range(len(cut))]
-        at_cut = {entry: number for number, entry in enumerate(cut)}
-        rest = [entry for entry in self.heads if entry not in at_cut]
+        rest = [entry for entry in self.heads if entry not in cut]
         places = [(cut + rest).index(entry) for entry in self.heads]
         head = None
         if rest:
-            # New variables stand first, so every other node's number grows by their count.
-            def shifted(entry):
-                return (at_cut[entry], 0) if entry in at_cut else (entry[0] + len(cut), entry[1])
-
-            nodes = [{"op": "null", "name": name, "inputs": []} for name in names] + [
-                dict(node, inputs=[shifted(entry) + (0,) for entry in entries])
+            variables = {entry: (len(self.nodes) + number, 0) for number, entry in enumerate(cut)}
+            nodes = [
+                dict(node, inputs=[variables.get(entry, entry) + (0,) for entry in entries])
                 for node, entries in zip(self.nodes, self.inputs)
             ]
-            head = self.symbol([shifted(entry) for entry in rest], nodes)
+            nodes += [{"op": "null", "name": name, "inputs": []} for name in names]
+            head = self.symbol(rest, nodes)
         return self.symbol(cut), head, names, places
 
     def frontier(self, entries, inside=None):
@@ -296,8 +281,8 @@ class Graph:
         return found
 
     def own_gradients(self):
-        """The nodes whose gradient is a function of the user's."""
-        return [number for number, node in enumerate(self.nodes) if node["op"] == "Custom"]
+        """The first outputs of the nodes whose gradient is a function of the user's."""
+        return [(number, 0) for number, node in enumerate(self.nodes) if node["op"] == "Custom"]
 
     def states(self):
         """The operation that writes each of the auxiliary states, by its name."""
@@ -307,11 +292,6 @@ class Graph:
             for source, _ in entries
             if self.nodes[source]["name"] in self.auxiliary
         }
-
-
-def _is_ranked(shape):
-    """Whether the number of dimensions is known; ``()`` is a number in MXNet's numpy mode only."""
-    return shape is not None and (shape != () or mx.util.is_np_shape())
 
 
 def grown(shape, placement, rows):

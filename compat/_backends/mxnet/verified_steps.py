@@ -1,6 +1,7 @@
 """Verification of keras-mxnet's models: on one device a single replica runs the whole batch."""
 
 import contextlib
+import functools
 
 from ... import _keras
 from ..._verification import keras2, keras_steps
@@ -17,22 +18,13 @@ class VerifiedMXNetStep(keras_steps.Verified):
 
     def make_undivided(self, model):
         replicas = model._compat_replicas
-
-        def undivided(inputs):
-            with replicas.undivided():
-                return replicas.run(_PHASES[self.kind], inputs)
-
-        return undivided
+        return replicas.undivided()(functools.partial(replicas.run, _PHASES[self.kind]))
 
     def step(self, function, args):
         return _MXNetStep(self, function, list(args[0]))
 
 
 class _MXNetStep(keras2.ArraysStep):
-    def __init__(self, method, function, inputs):
-        super().__init__(method, function, inputs)
-        self.replicas = self.model._compat_replicas
-
     def by_design(self, inference, changed):
         training = self.kind == "train" and not inference
         layers = _keras.all_layers_of_keras2(self.model)
@@ -46,7 +38,7 @@ class _MXNetStep(keras2.ArraysStep):
         return {("weight " if name in trained else "state ") + name: array for name, array in held}
 
     def read(self):
-        self.replicas._sync_weights()
+        self.model._sync_weights()
         values = {label: array.asnumpy() for label, array in self._arrays().items()}
         optimizer = getattr(self.model, "optimizer", None)
         for place, array in enumerate(optimizer.weights if optimizer is not None else ()):
@@ -54,20 +46,20 @@ class _MXNetStep(keras2.ArraysStep):
         return values
 
     def write(self, values):
-        self.replicas._set_weights()  # they take Keras' arrays before the next batch
+        self.model._set_weights()  # replicas take Keras' arrays before the next batch
         for label, array in self._arrays().items():
             if label in values:
                 array[:] = values[label]
-        optimizer = getattr(self.model, "optimizer", None)
-        if self.kind == "train" and optimizer is not None:
+        if self.kind == "train":
             slots = [f"slot {place}" for place in range(len(values))]
             # Without any, as before the first step, set_weights() makes them 0, as they begin.
-            optimizer.set_weights([values[label] for label in slots if label in values])
+            self.model.optimizer.set_weights([values[label] for label in slots if label in values])
 
     def operations(self):
         return op_placement.products(lambda: self.function.made(self.inputs))
 
     def outputs(self, undivided):
-        with self.replicas.undivided() if undivided else contextlib.ExitStack():
-            run = self.replicas.run
+        replicas = self.model._compat_replicas
+        with replicas.undivided() if undivided else contextlib.ExitStack():
+            run = replicas.run
             return self.in_inference(lambda kind, rows: run(_PHASES[kind], rows), self.inputs)
