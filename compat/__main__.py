@@ -13,7 +13,8 @@ examples:
 folder of yours is called compat, that would run: use `python -m keras_gpu_compat`."""
 
 # The command line: ``python -m compat``, also ``python -m keras_gpu_compat`` and ``compat``.
-# Each command is a module of ``_commands``; the texts of --help are docstrings of modules.
+# Each command is a module of ``_commands`` with its name: ``HELP`` is its line in the list of
+# commands, the docstring what --help prints, and ``USAGE`` the usage, where argparse cannot tell.
 
 import argparse
 import os
@@ -35,7 +36,7 @@ def main(arguments=None):
     if getattr(parsed, "quiet", False):
         os.environ[progress.VARIABLE] = "0"
     try:
-        status = parsed.run(parsed)
+        status = parsed.execute(parsed)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -61,19 +62,27 @@ def _open_standard_streams():
 
 
 def _parser():
+    from ._commands import env, machines, pins, run, test, tox, unwrap  # for start-up time
+
+    text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="compat",
         description="GPUs and several devices for every Keras backend.",
         epilog=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=text,
     )
     parser.add_argument("--version", action="version", version="compat " + __version__)
     commands = parser.add_subparsers(dest="command", metavar="command")
-
-    from ._commands import env, machines, pins, run, test, tox_ini, unwrap  # for start-up time
-
-    for command in (env, run, test, machines, pins, tox_ini, unwrap):
-        command.add_to(commands)
+    for command in (env, run, test, machines, pins, tox, unwrap):
+        added = commands.add_parser(
+            command.__name__.rpartition(".")[2],
+            help=command.HELP,
+            description=command.__doc__,
+            usage=getattr(command, "USAGE", None),
+            formatter_class=text,
+        )
+        added.set_defaults(execute=command.execute, parser=added)
+        command.add_options(added)
     return parser
 
 

@@ -294,7 +294,7 @@ def test_missing_programs_are_told(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     message = "^compat machines needs ip, which PATH has not. Try: apt-get install .*iproute2$"
     with pytest.raises(SystemExit, match=message):
-        machines.main("2", "true")
+        machines.main(["2", "true"])
 
 
 def test_processes_of_two_commands_have_different_numbers():

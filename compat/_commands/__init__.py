@@ -1,4 +1,4 @@
-"""The commands of ``compat``. What ``--help`` prints of one is the docstring of its module."""
+"""The commands of ``compat``, and what they have in common."""
 
 import argparse
 import sys
@@ -6,16 +6,6 @@ from typing import Any, Dict
 
 #: The option ``--quiet`` of a command that shows progress.
 QUIET: Dict[str, Any] = {"action": "store_true", "help": "show no line about work that takes long"}
-
-
-def parser(commands, name, run, told, description, usage=None):
-    """A new parser of one command, which ``run`` carries out."""
-    text = argparse.RawDescriptionHelpFormatter
-    added = commands.add_parser(
-        name, help=told, description=description, usage=usage, formatter_class=text
-    )
-    added.set_defaults(run=run, parser=added)
-    return added
 
 
 # Of commands that run a script ---------------------------------------------------------------

@@ -6,16 +6,15 @@ of a bug needs. Configures nothing, imports no framework and initialises no GPU.
 exit status: 0 all is well, 1 something is wrong (see the last lines of the report)."""
 
 from .. import environment
-from . import parser as command_parser
+
+HELP = "report what is installed, set and wrong"
 
 
-def add_to(commands):
-    told = "report what is installed, set and wrong"
-    parser = command_parser(commands, "env", _run, told, __doc__)
+def add_options(parser):
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
 
 
-def _run(arguments):
+def execute(arguments):
     import json  # for start-up time
 
     found = environment()

@@ -9,8 +9,6 @@ exit status: the command's own; 1 where it left processes running, which are nam
 #
 # There is no SSH server: ``ssh`` is a script that enters another namespace, with the environment
 # and the folder of a fresh login.
-#
-# This file is also run by itself, in the namespaces and by tests.
 
 import argparse
 import contextlib
@@ -23,30 +21,28 @@ import sys
 import tempfile
 import time
 
+from .._runtime import by_path
+from . import number as number_of
+
+HELP = "a command as if on several machines"
+USAGE = "compat machines N command [its arguments]"
 OUTSIDE = "--user --map-root-user --net --uts --mount --pid --fork --kill-child --mount-proc"
 
 
-def add_to(commands: "argparse._SubParsersAction") -> None:
-    """Add the command to those of ``compat``."""
-    from . import number  # which this file, run by itself, has not
-    from . import parser as command_parser
-
-    told = "a command as if on several machines"
-    usage = "compat machines N command [its arguments]"
-    parser = command_parser(commands, "machines", _run, told, __doc__, usage)
-    machines = number("machines, 2 to 249", 2, 249)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    machines = number_of("machines, 2 to 249", 2, 249)
     parser.add_argument("machines", metavar="N", type=machines, help="how many, 2 to 249")
     parser.add_argument("first", metavar="command", help="what runs on node1")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def _run(arguments):
-    return main(arguments.machines, arguments.first, *arguments.rest)
+def execute(arguments):
+    return main([arguments.machines, arguments.first] + arguments.rest)
 
 
 def command(machines, *arguments):
     """The command that runs another one on the first of so many machines."""
-    return [sys.executable, os.path.abspath(__file__), str(machines)] + list(arguments)
+    return by_path.command("_commands.machines") + [str(machines)] + list(arguments)
 
 
 def machine(number):
@@ -146,18 +142,15 @@ def processes():
                 yield int(process.name), arguments
 
 
-def main(machines, *arguments):
+def main(arguments):
+    """Make so many machines, the first argument, and run what follows on the first of them."""
     missing = [name for name in ("unshare", "nsenter", "mount", "ip") if not shutil.which(name)]
     if missing:
         needs = "compat machines needs {}, which PATH has not. Try: apt-get install {}"
         sys.exit(needs.format(" and ".join(missing), "util-linux mount iproute2"))
     if "COMPAT_TESTING_HOSTS" not in os.environ:
         environ = dict(os.environ, COMPAT_TESTING_HOSTS=str(os.getpid()))
-        inside = ["unshare"] + OUTSIDE.split() + command(machines, *arguments)
+        inside = ["unshare"] + OUTSIDE.split() + command(*arguments)
         return subprocess.call(inside, env=environ)
     with tempfile.TemporaryDirectory() as folder:
-        return run(int(machines), arguments, folder)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+        return run(int(arguments[0]), arguments[1:], folder)

@@ -17,17 +17,14 @@ from typing import Iterator, List, Tuple
 
 from .. import __version__, errors
 from .._configuration import packages, spelling, verified
-from . import parser as command_parser
-from . import specifiers
+from . import python_requires
 
+HELP = "print the versions of a backend that are tested together"
 DISTRIBUTION = "keras-gpu-compat"
 FORMATS = "requirements", "extras", "constraints"
 
 
-def add_to(commands: "argparse._SubParsersAction") -> None:
-    """Add the command to those of ``compat``."""
-    told = "print the versions of a backend that are tested together"
-    parser = command_parser(commands, "pins", _run, told, __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", help="an extra's name: " + ", ".join(verified.PYTHONS))
     told = "for that Python (default: this one)"
     parser.add_argument("--python", type=_python, metavar="3.7", help=told)
@@ -42,7 +39,7 @@ def _python(text):
     return int(match.group(1)), int(match.group(2))
 
 
-def _run(arguments):
+def execute(arguments):
     python = arguments.python or sys.version_info[:2]
     print(formatted(arguments.backend, python, arguments.format))
     return 0
@@ -160,7 +157,7 @@ def _applies(marker, extra, python, requirement):
         if name == "extra":  # which setuptools may have normalised
             of_extra = packages.normalised(value) == extra
         else:
-            on_python = on_python and specifiers.allow(comparison + value, python)
+            on_python = on_python and python_requires.allow(comparison + value, python)
     return of_extra and on_python
 
 

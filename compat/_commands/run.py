@@ -11,16 +11,15 @@ exit status: the script's own, or that of the rank that failed; 2 where it could
 128 + N where signal N ended it (130: Ctrl-C)."""
 
 from . import BACKEND, add_script, number, ranks, script_of, script_usage
-from . import parser as command_parser
 
+HELP = "run a script on chosen GPUs"
+USAGE = script_usage("run")
 GPUS = """\
 ids such as 0,2 (one number is an id, not a count), names, "free" or "free:2" for idle ones, "cpu"
 for none (default: all visible ones)"""
 
 
-def add_to(commands):
-    told = "run a script on chosen GPUs"
-    parser = command_parser(commands, "run", _run, told, __doc__, script_usage("run"))
+def add_options(parser):
     told = "as so many ranks, each with one of the GPUs, that train together (1: alone)"
     parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=told)
     told = "machines, reached by ssh, and how many ranks each may run: first:4,second:4"
@@ -53,7 +52,7 @@ def add_to(commands):
     add_script(parser)
 
 
-def _run(arguments):
+def execute(arguments):
     from . import run_script  # for start-up time
 
     script = script_of(arguments)

@@ -15,13 +15,12 @@ import sys
 
 from .. import errors
 from . import BACKEND, QUIET, add_script, number, ranks, script_of, script_usage
-from . import parser as command_parser
+
+HELP = "compare several devices with one"
+USAGE = "compat test [options]\n       " + script_usage("test")
 
 
-def add_to(commands):
-    told = "compare several devices with one"
-    usage = "compat test [options]\n       " + script_usage("test")
-    parser = command_parser(commands, "test", _run, told, __doc__, usage)
+def add_options(parser):
     told = "how many, 2 or more (default: all GPUs where there are two or more, else 3; of a "
     told += "script: 3)"
     devices = number("devices, 2 or more", 2)
@@ -44,7 +43,7 @@ def _ranks_to_compare(text):
     return number("ranks to compare: 2 or more, or 0 for none", 2, others=[0])(text)
 
 
-def _run(arguments):
+def execute(arguments):
     script = script_of(arguments)
     for option, given in (("-n", arguments.ranks), ("--hosts", arguments.hosts)):
         if given is not None and not script:

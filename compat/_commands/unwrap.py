@@ -19,13 +19,11 @@ from typing import Any, Dict, List, Optional, Tuple
 from .. import errors
 from .._runtime import progress, safe_files
 from . import QUIET, hdf5_names, wrapped_model
-from . import parser as command_parser
+
+HELP = "the plain model in a file of multi_gpu_model"
 
 
-def add_to(commands: "argparse._SubParsersAction") -> None:
-    """Add the command to those of ``compat``."""
-    told = "the plain model in a file of multi_gpu_model"
-    parser = command_parser(commands, "unwrap", _run, told, __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
     told = "the new file (default: old.unwrapped.h5 beside old.h5; name the old file to replace it)"
     parser.add_argument("-o", dest="output", metavar="FILE", help=told)
@@ -35,7 +33,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--quiet", **QUIET)
 
 
-def _run(arguments):
+def execute(arguments):
     print(run(arguments.file, arguments.output, arguments.force, arguments.model))
     return 0
 

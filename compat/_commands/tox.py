@@ -13,27 +13,29 @@ exit status: 0, or 2 where nothing was written."""
 import argparse
 import contextlib
 import itertools
+import json
 import os
+import pathlib
 import re
 import sys
-from typing import Dict, List
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
-from .. import errors
+from .. import __version__, errors
 from .._configuration import verified
 from .._runtime import safe_files
-from . import parser as command_parser
-from . import pins, python_requires, tox_texts
+from . import pins, python_requires
+from .python_requires import PythonRequires
 
+HELP = "write a tox.ini that runs your tests on each backend"
 COMPAT = pins.DISTRIBUTION
 LEFT_OUT = ("cntk",)  # needs libraries of OpenMPI, which no package of Python's has
 # What is written beside a project's own configuration of tox, which a tox.ini would replace.
 ASIDE = "compat-tox"
 
+Row = Tuple[str, Tuple[int, int]]
 
-def add_to(commands: "argparse._SubParsersAction") -> None:
-    """Add the command to those of ``compat``."""
-    told = "write a tox.ini that runs your tests on each backend"
-    parser = command_parser(commands, "tox", _run, told, __doc__)
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     told = "such as theano,tensorflow1: names of `compat pins` (default: each backend once)"
     parser.add_argument("--backends", type=_names, metavar="NAMES", help=told)
     told = "a row for every tested pair, not only for the newest Python of each backend"
@@ -55,58 +57,44 @@ def _names(text):
     return names
 
 
-def _run(arguments):
+def execute(arguments):
     folder = arguments.folder
     if not os.path.isdir(folder):
         raise errors.InvalidArgumentError(
             f"-o {folder}: there is no such folder. Give the one of your project."
         )
-    specifier, source = python_requires.read(folder)
-    if source and not specifier:
+    allowed = python_requires.read(folder)
+    if allowed.source and not allowed.specifier:
         print(
-            f"compat tox: python_requires in {source} is computed there and was not read: rows "
-            "are chosen as if it allowed every Python.",
+            f"compat tox: python_requires in {allowed.source} is computed there and was not read: "
+            "rows are chosen as if it allowed every Python.",
             file=sys.stderr,
         )
-    chosen = rows(arguments.backends, arguments.every, specifier, source)
+    chosen = rows(arguments.backends, arguments.every, allowed)
     compat = _requirement(arguments.compat, folder, arguments.ci)
     path = "src" if os.path.isdir(os.path.join(folder, "src")) else ""
     own = _own_configuration(folder)
     aside = ASIDE if own else ""
-    texts = chosen, compat, path, aside
-    files = {os.path.join(aside, "tox.ini"): tox_texts.tox_ini(*texts)}
-    files[os.path.join(aside, "toxfile.py")] = tox_texts.beside("toxfile.py")
+    files = {os.path.join(aside, "tox.ini"): tox_ini(chosen, compat, path, aside)}
+    files[os.path.join(aside, "toxfile.py")] = _beside("toxfile.py")
     if arguments.ci:
-        files[os.path.join(".github", "workflows", "compat.yml")] = tox_texts.workflow(*texts)
+        text = workflow(chosen, compat, path, aside)
+        files[os.path.join(".github", "workflows", "compat.yml")] = text
     kept = write(folder, files, arguments.force)
     print("wrote  {}".format(", ".join(files)))
     if kept:
         print("kept   what was there, as {}".format(", ".join(kept)))
     if own:
         print(f"kept   the project's own configuration of tox, in {own}")
-    if source is None:
+    if allowed.source is None:
         print("python any: no limit in {}".format(", ".join(python_requires.FILES)))
-    print("rows   {}".format(", ".join(map(tox_texts.name, chosen))))
+    print("rows   {}".format(", ".join(map(_name, chosen))))
     there = LEFT_OUT + tuple(verified.backend(extra) for extra, _ in chosen)
     missing = ", ".join(each for each in verified.ROWS if each not in there)
     if arguments.backends is None and missing:
-        print(f"none   {missing}: python_requires = {specifier} in {source}")
-    print(f"next   pip install tox tox-uv && {tox_texts.run_command(aside)}")
+        print(f"none   {missing}: {allowed}")
+    print(f"next   pip install tox tox-uv && {_run_command(aside)}")
     return 0
-
-
-def _own_configuration(folder):
-    """The file with a configuration of tox that is not written by this command, or None."""
-    for name, configures in _CONFIGURATIONS.items():
-        path = os.path.join(folder, name)
-        if os.path.isfile(path):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                text = file.read()
-            if re.search(configures, text, re.MULTILINE) and "`compat tox` of" not in text[:500]:
-                return name
-        elif os.path.lexists(path) and not configures:
-            return name
-    return None
 
 
 # What tox reads, in its order, and what in there is for tox.
@@ -119,30 +107,43 @@ _CONFIGURATIONS = {
 }
 
 
-def rows(extras, every, specifier="", source=None) -> List[tox_texts.Row]:
+def _own_configuration(folder):
+    """The file with a configuration of tox that is not written by this command, or None."""
+    for name, configures in _CONFIGURATIONS.items():
+        text = python_requires.text_of(folder, name)
+        is_there = text is not None or os.path.lexists(os.path.join(folder, name))
+        text = text or ""
+        is_of_tox = is_there and re.search(configures, text, re.MULTILINE)
+        if is_of_tox and "`compat tox` of" not in text[:500]:
+            return name
+    return None
+
+
+# Rows -----------------------------------------------------------------------------------------
+
+
+def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> List[Row]:
     """The extras and Pythons to test on.
 
     Arguments:
         extras: those that were asked for; None: of each backend the first that the project allows,
             or, where ``every`` is true, all.
         every: on all Pythons that the project allows, not only on the newest.
-        specifier, source: the project's ``python_requires``, and the file that has it.
 
     Raises:
         InvalidArgumentError: there is no such extra, no row of it can be generated, or the project
             allows no Python that it is tested on.
     """
-    found: List[tox_texts.Row] = []
+    found: List[Row] = []
     if extras is None:
         for brought in (verified.ROWS[name] for name in verified.ROWS if name not in LEFT_OUT):
-            options = [_allowed(extra, every, specifier, source) for extra in brought]
-            options = [option for option in options if option]
+            options = list(filter(None, (_rows_of(extra, every, allowed) for extra in brought)))
             found += sum(options if every else options[:1], [])
         if not found:
             tested = map(verified.spelled, sorted(set(sum(verified.PYTHONS.values(), ()))))
             raise errors.InvalidArgumentError(
-                f"python_requires = {specifier} in {source} allows no Python that a backend is "
-                f"tested on: none of {', '.join(tested)}."
+                f"{allowed} allows no Python that a backend is tested on: none of "
+                f"{', '.join(tested)}."
             )
         return found
     for extra in dict.fromkeys(map(pins.known, extras)):
@@ -153,21 +154,25 @@ def rows(extras, every, specifier="", source=None) -> List[tox_texts.Row]:
                 f"{verified.spelled(verified.PYTHONS[extra][-1])}` prints its requirements, and "
                 "`compat env` the command that installs the libraries."
             )
-        pairs = _allowed(extra, every, specifier, source)
+        pairs = _rows_of(extra, every, allowed)
         if not pairs:
             raise errors.InvalidArgumentError(
-                f"--backends {extra}: it is tested on {verified.phrase(extra)}, which "
-                f"python_requires = {specifier} in {source} does not allow."
+                f"--backends {extra}: it is tested on {verified.phrase(extra)}, which {allowed} "
+                "does not allow."
             )
         found += pairs
     return found
 
 
-def _allowed(extra, every, specifier, source):
+def _rows_of(extra, every, allowed):
     """The rows of an extra, the newest Python's only unless every one is asked for."""
-    pythons = verified.PYTHONS[extra]
-    allowed = [each for each in pythons if python_requires.allows(specifier, each, source)]
-    return [(extra, python) for python in (allowed if every else allowed[-1:])]
+    pythons = list(filter(allowed.allows, verified.PYTHONS[extra]))
+    return [(extra, python) for python in (pythons if every else pythons[-1:])]
+
+
+def _name(row):
+    extra, (major, minor) = row
+    return f"py{major}{minor}-{extra}"
 
 
 # A distribution, or one with its extras, versions, URL or marker; or a URL.
@@ -193,7 +198,7 @@ def _requirement(compat, folder, ci):
     root = os.path.realpath(folder)
     if path.startswith(root + os.sep):
         return "{tox_root}" + path[len(root) :]
-    if compat == COMPAT and os.sep not in compat:
+    if compat == COMPAT:
         return compat  # a folder that happens to have the name
     if ci:
         raise errors.InvalidArgumentError(
@@ -201,6 +206,94 @@ def _requirement(compat, folder, ci):
             "Give a requirement that pip finds there, or a path within the project."
         )
     return path
+
+
+# Texts ----------------------------------------------------------------------------------------
+
+IMAGES = ((3, 6), (3, 7))  # that runners no longer have
+RUNS_TOX = 3, 13
+
+# Two rows may share the cores.
+GENERAL = {"COMPAT_SIMULATE": "3", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _beside(name):
+    """The text of a file in this folder. In those of templates lines of ``%%`` are between them."""
+    return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
+    """The text of tox.ini.
+
+    Arguments:
+        compat: the requirement that installs keras-gpu-compat.
+        path: the folder that the project's package is in, from the project's; "": that itself.
+        aside: the folder that it is written to, from the project's; "": that itself.
+    """
+    head, section = _beside("tox.ini.txt").split("%%\n")
+    root = "{tox_root}" + ("/.." if aside else "")
+    text = head.format(
+        version=__version__,
+        tox=_run_command(aside),
+        example=_name(chosen[0]),
+        names=_indented(map(_name, chosen)),
+        compat=compat.replace("{tox_root}", root).replace("#", "\\#"),
+        path=root + ("/" + path if path else ""),
+        general=_indented(map(" = ".join, GENERAL.items())),
+        change_dir=f"change_dir = {root}\n" if aside else "",
+    )
+    for row in chosen:
+        variables = _indented(map(" = ".join, _variables(row).items()))
+        needed = _indented(pins.pins(*row))
+        text += section.format(name=_name(row), pins=needed, variables=variables)
+    return text
+
+
+def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
+    """The text of a workflow for GitHub's CI: a job for each row; arguments as ``tox_ini()``."""
+    head, job, container = _beside("compat.yml.txt").split("%%\n")
+    text = head.format(version=__version__)
+    for row in chosen:
+        python = verified.spelled(row[1])
+        if row[1] in IMAGES:
+            needed = [compat.replace("{tox_root}", "."), "pytest"] + pins.pins(*row)
+            needed = ['"{}"'.format(re.sub(r'(["$`\\])', r"\\\1", each)) for each in needed]
+            variables = dict(GENERAL, **_variables(row)).items()
+            text += container.format(
+                name=_name(row),
+                python=python,
+                variables=_indented((f"{key}: {json.dumps(value)}" for key, value in variables), 6),
+                requirements=_indented(needed, 10),
+                path="/" + path if path else "",
+            )
+        else:
+            pythons = _indented(dict.fromkeys([python, verified.spelled(RUNS_TOX)]), 12)
+            text += job.format(name=_name(row), pythons=pythons, tox=_run_command(aside))
+    return text
+
+
+def _indented(lines: Iterable[str], width: int = 4) -> str:
+    return "\n".join(" " * width + line for line in lines)
+
+
+def _run_command(aside):
+    return f"tox run -c {aside}" if aside else "tox run"
+
+
+def _variables(row):
+    """What the tests of a row find in their environment, besides what all find."""
+    from .._configuration import registry  # for start-up time
+
+    extra, _ = row
+    variables = {"KERAS_BACKEND": registry.load(verified.backend(extra)).framework}
+    if variables["KERAS_BACKEND"] == "tensorflow":
+        variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    if extra == "tf_keras":
+        variables["TF_USE_LEGACY_KERAS"] = "1"
+    return variables
+
+
+# Files ----------------------------------------------------------------------------------------
 
 
 def write(folder: str, files: Dict[str, str], force: bool = False) -> List[str]:
@@ -222,35 +315,31 @@ def write(folder: str, files: Dict[str, str], force: bool = False) -> List[str]:
             f"{' and '.join(there)} in {os.path.abspath(folder)}: there already, so nothing was "
             "written. Move what is there, or overwrite it with --force."
         )
-    kept = []
+    contents: Dict[str, Tuple[bytes, Any]] = {}  # and what a new file is made like
     try:
+        for path, text in files.items():
+            target = pathlib.Path(folder, path)
+            contents[path] = text.encode("utf-8"), None
+            if target.is_file() and target.read_bytes() != contents[path][0]:
+                contents[_unused(folder, path)] = target.read_bytes(), target.stat()
         with contextlib.ExitStack() as all_or_none:
-
-            def fill(path, content, like=None):
-                target = os.path.join(folder, path)
-                file = all_or_none.enter_context(safe_files.written(target, like))
+            # What is kept is in place before the new one is.
+            for path, (content, like) in contents.items():
+                target = pathlib.Path(folder, path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file = all_or_none.enter_context(safe_files.written(str(target), like))
                 file.write(content)
                 file.flush()  # an error, where the disk is full
-
-            for path, text in files.items():
-                target, content = os.path.join(folder, path), text.encode("utf-8")
-                os.makedirs(os.path.dirname(target), exist_ok=True)
-                fill(path, content)
-                if os.path.isfile(target):
-                    with open(target, "rb") as there_already:
-                        old = there_already.read()
-                    if old != content:
-                        kept.append(_unused(folder, path + ".before-compat"))
-                        fill(kept[-1], old, os.stat(target))  # in place before the new one is
-        return kept
     except OSError as error:
         raise errors.ConfigurationFileError(
             f"the files cannot be written, so none was: {error}. Make {os.path.abspath(folder)} "
             "writable, or name another folder with -o."
         ) from None
+    return [path for path in contents if path not in files]
 
 
 def _unused(folder, path):
-    """The path, with a number at its end where it is taken."""
-    paths = itertools.chain([path], map((path + ".{}").format, itertools.count(2)))
+    """The path under which a file is kept, with a number at its end where it is taken."""
+    first = path + ".before-compat"
+    paths = itertools.chain([first], map((first + ".{}").format, itertools.count(2)))
     return next(each for each in paths if not os.path.lexists(os.path.join(folder, each)))
