@@ -138,7 +138,7 @@ def job(tmp_path):
         command += [sys.executable, str(script), "it's"]
         launch = (
             "import os, sys\ndel sys.path[0]\nfrom compat._ranks.launch import output, watching\n"
-            "sys.exit(watching.launch({!r}, dict(os.environ), {}, True, {}))".format(
+            "sys.exit(watching.launch({!r}, dict(os.environ), {}, True, {})[0])".format(
                 command, size, options
             )
         )

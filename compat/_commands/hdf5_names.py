@@ -11,12 +11,8 @@ def text(value):
     return value.decode("utf-8") if isinstance(value, bytes) else str(value)
 
 
-def has(group, name):
-    return name in group.attrs or name + "0" in group.attrs
-
-
 def names(group, attribute):
-    """A list of names in an attribute, or in several, where one would be too large."""
+    """A list of names in an attribute, or in several, where one would be too large; [] if none."""
     numbered = map((attribute + "{}").format, itertools.count())
     parts = itertools.takewhile(group.attrs.__contains__, numbered)
     whole = [attribute] if attribute in group.attrs else parts
@@ -29,11 +25,9 @@ def write_names(group, attribute, names):
 
     encoded = np.asarray([name.encode("utf-8") for name in names])
     size = max(1, ATTRIBUTE_LIMIT // encoded.itemsize)
-    if len(encoded) <= size:
-        group.attrs[attribute] = encoded
-        return
-    for number, start in enumerate(range(0, len(encoded), size)):
-        group.attrs[f"{attribute}{number}"] = encoded[start : start + size]
+    for number, start in enumerate(range(0, max(1, len(encoded)), size)):
+        name = f"{attribute}{number}" if len(encoded) > size else attribute
+        group.attrs[name] = encoded[start : start + size]
 
 
 def copy_attributes(old, new, others):

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import textwrap
 from argparse import Namespace
-from typing import Any, Dict, List, Optional, Tuple
+from typing import List, Optional, Tuple
 
 from .. import _ranks, errors
 from .._configuration import detection, device_choice, gpu_selection, idle
@@ -226,12 +226,10 @@ def run(script: List[str], options: Namespace) -> int:
     if not launcher:
         os.execve(interpreter, program, environ)
     command = launcher + by_path.command("_ranks.launch.rank_process") + program
-    reports: Dict[int, Any] = {}
     logs = None if options.log_dir is None else output.Logs(options.log_dir, ranks, script)
-    status = watching.launch(
-        command, environ, ranks, hosts is not None, options.quiet, logs, options.max_restarts,
-        reports,
-    )  # fmt: skip
+    status, reports = watching.launch(
+        command, environ, ranks, hosts is not None, options.quiet, logs, options.max_restarts
+    )
     if report:
         absent = sorted(set(range(ranks)) - set(reports))
         found = reporting.joined(list(reports.values()), absent)

@@ -14,7 +14,7 @@ import collections
 import json
 import os
 import zipfile
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from .. import errors
 from .._runtime import progress, safe_files
@@ -60,7 +60,13 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
         stem, extension = os.path.splitext(path)
         output = stem + ".unwrapped" + (extension or ".h5")
     _check(path)
-    h5py = _import_h5py()
+    try:
+        import h5py
+    except ImportError as error:
+        raise errors.NotInstalledError(
+            f"compat unwrap reads HDF5 files with h5py, which cannot be imported here ({error}). "
+            "Install it: pip install h5py"
+        ) from error
     config = None if model is None else _architecture(model)
     if not force and os.path.exists(output) and not os.path.samefile(output, path):
         raise errors.ModelFileError(
@@ -69,7 +75,11 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
     try:
         with progress.shown("unwrapping " + path), h5py.File(path, "r") as old:
             plan = _planned(path, old, config)
-            _check_writable(output)
+            try:
+                safe_files.check_writable(output)
+            except OSError as error:
+                text = f"{output} cannot be written: {error.strerror}."
+                raise errors.ModelFileError(text) from error
             with safe_files.written(output, os.stat(path)) as file:
                 with h5py.File(file.name, "w") as new:
                     _write(old, new, plan)
@@ -81,17 +91,6 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
             f"{path} cannot be unwrapped: {told.strip().rstrip('.')}. Nothing was written."
         ) from error
     return f"{output}: {plan.told()}"
-
-
-def _import_h5py():
-    try:
-        import h5py
-    except ImportError as error:
-        raise errors.NotInstalledError(
-            f"compat unwrap reads HDF5 files with h5py, which cannot be imported here ({error}). "
-            "Install it: pip install h5py"
-        ) from error
-    return h5py
 
 
 def _check(path):
@@ -140,30 +139,31 @@ def _architecture(path):
 # What is to be written ------------------------------------------------------------------------
 
 
-class Plan:
+class Plan(NamedTuple):
     """What the new file has: the groups of layers, and attributes in place of others.
 
-    Arguments:
+    Attributes:
         source: the group of the wrapper's layer that has all the weights.
         layers: names of layers, each with the names of its weights, in Keras' order.
+        attributes: to be written as JSON.
+        optimizer: whether its state goes along; None: there is none.
+        note: what else is to be told, a line of its own.
     """
 
-    def __init__(self, source, layers):
-        self.source = source
-        self.layers: List[Tuple[str, List[str]]] = layers
-        self.attributes: Dict[str, Any] = {}  # to be written as JSON
-        self.optimizer: Optional[bool] = None  # whether its state goes along
-        self.notes: List[str] = []
+    source: Any
+    layers: List[Tuple[str, List[str]]]
+    attributes: Dict[str, Any] = {}
+    optimizer: Optional[bool] = None
+    note: str = ""
 
-    def told(self):
+    def told(self) -> str:
         layers = [name for name, weights in self.layers if weights]
         number, state = sum(len(weights) for _, weights in self.layers), ""
         if self.optimizer is not None:
             state = ", and the optimizer's state"
         if self.optimizer is False:
             state = ", without the optimizer's state, whose shapes are not those of the weights"
-        told = f"{number} weights of {len(layers)} layers ({', '.join(layers)}){state}"
-        return "\n".join([told] + self.notes)
+        return f"{number} weights of {len(layers)} layers ({', '.join(layers)}){state}{self.note}"
 
 
 def _planned(path, old, config):
@@ -174,13 +174,13 @@ def _planned(path, old, config):
     """
     whole = "model_config" in old.attrs
     weights = old.get("model_weights") if whole else old
-    if weights is None or not (hdf5_names.has(weights, "layer_names")):
+    layers = [] if weights is None else hdf5_names.names(weights, "layer_names")
+    if not layers:
         raise errors.ModelFileError(
             f"{path} is HDF5, but neither a whole model nor weights of Keras: it has no "
             "layer_names. Some versions of Keras stopped halfway when they saved a wrapper whole "
             '("can\'t pickle module objects"); use a file of save_weights() then.'
         )
-    layers = hdf5_names.names(weights, "layer_names")
     groups = [(name, hdf5_names.names(weights[name], "weight_names")) for name in layers]
     version = hdf5_names.text(old.attrs.get("keras_version", ""))
     if version.startswith("3."):
@@ -207,17 +207,17 @@ def _planned(path, old, config):
             "make_parallel make it. Load it as it is."
         )
     flat = dict(groups)[name]
-    plan = Plan(weights[name], _layers(path, flat, found.layer))
-    plan.attributes["model_config"] = {key: found.layer[key] for key in ("class_name", "config")}
+    attributes = {"model_config": {key: found.layer[key] for key in ("class_name", "config")}}
     if "training_config" in old.attrs:
         training = json.loads(hdf5_names.text(old.attrs["training_config"]))
         training = {key: _renamed(value, found.outputs) for key, value in training.items()}
-        plan.attributes["training_config"] = training
+        attributes["training_config"] = training
+    optimizer = None
     if "optimizer_weights" in old:
         state = old["optimizer_weights"]
         shapes = [state[each].shape for each in hdf5_names.names(state, "weight_names")]
-        plan.optimizer = _lines_up(shapes, [plan.source[each].shape for each in flat])
-    return plan
+        optimizer = _lines_up(shapes, [weights[name][each].shape for each in flat])
+    return Plan(weights[name], _layers(path, flat, found.layer), attributes, optimizer)
 
 
 def _planned_of_weights(path, weights, groups, config):
@@ -234,14 +234,18 @@ def _planned_of_weights(path, weights, groups, config):
     if config is not None:
         return Plan(weights[name], _layers(path, flat, config))
     try:
-        plan = Plan(weights[name], wrapped_model.groups_by_names(flat, name))
+        layers = wrapped_model.groups_by_names(flat, name)
     except ValueError as problem:
-        raise _undecided(path, problem) from None
-    plan.notes.append(
-        "Told by the weights' names, in their order. If layers of the model are models, or were "
+        raise errors.ModelFileError(
+            f"{path} has weights without the model, and their names do not tell the order of its "
+            f'layers: {problem}. Write the plain model with open("model.json", '
+            '"w").write(model.to_json()) and add --model model.json.'
+        ) from None
+    note = (
+        "\nTold by the weights' names, in their order. If layers of the model are models, or were "
         "not trained (trainable=False), add --model model.json, from the plain model's to_json()."
     )
-    return plan
+    return Plan(weights[name], layers, note=note)
 
 
 def _layers(path, flat, config):
@@ -253,18 +257,10 @@ def _layers(path, flat, config):
             f"{path} cannot be unwrapped: the names of its weights ({', '.join(flat[:3])}, ...) "
             f"do not tell which layers of {model!r} have them."
         )
-    return [
-        (layer, [weight for weight, owner in zip(flat, owners) if owner == layer])
-        for layer in wrapped_model.layers_with_groups(config)
-    ]
-
-
-def _undecided(path, problem):
-    return errors.ModelFileError(
-        f"{path} has weights without the model, and their names do not tell the order of its "
-        f'layers: {problem}. Write the plain model with open("model.json", '
-        '"w").write(model.to_json()) and add --model model.json.'
-    )
+    weights = {layer: [] for layer in wrapped_model.layers_with_groups(config)}  # type: dict
+    for weight, owner in zip(flat, owners):
+        weights[owner].append(weight)
+    return list(weights.items())
 
 
 def _renamed(value, outputs):
@@ -294,18 +290,10 @@ def _lines_up(state, weights):
 # Reading and writing --------------------------------------------------------------------------
 
 
-def _check_writable(path):
-    try:
-        safe_files.check_writable(path)
-    except OSError as error:
-        raise errors.ModelFileError(f"{path} cannot be written: {error.strerror}.") from error
-
-
 def _write(old, new, plan):
-    whole = "model_weights" in old and "model_config" in old.attrs
-    source = old["model_weights"] if whole else old
-    target = new.create_group("model_weights") if whole else new
-    if whole:
+    source, target = old, new
+    if plan.attributes:  # of a whole model
+        source, target = old["model_weights"], new.create_group("model_weights")
         hdf5_names.copy_attributes(old, new, plan.attributes)
         left = ["model_weights"] + ["optimizer_weights"] * (plan.optimizer is False)
         for name in [name for name in old if name not in left]:

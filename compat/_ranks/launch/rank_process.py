@@ -1,7 +1,8 @@
 """What a launcher starts in place of each rank's command, which stands behind it.
 
 Runs the command and tells ``compat run``, on standard output and so through whatever launcher,
-what it printed and how it ended. A message is a line: ``BEGIN``, the rank, its kind, its text.
+what it printed and how it ended. A message is a line: ``BEGIN``, the rank, the message's kind, a
+mark, its text.
 """
 
 import codecs
@@ -16,20 +17,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional
 
 from ... import _ranks
 
 # Characters that no program prints by chance: ASCII's record and unit separators.
 BEGIN, BETWEEN = "\x1e", "\x1f"
 # Kinds: the rank has started, with the numbers of this process and of the script's; a line of
-# standard output, of standard error, of the traceback; how the rank ended.
-START, OUT, ERR, TRACEBACK, END = "start", "out", "err", "traceback", "end"
-# And what it left for ``compat run --report``, in the file that this variable names.
-REPORT, REPORT_VARIABLE = "report", "COMPAT_REPORT"
-# In front of a kind. A part of a line too long for one message: what follows ends it soon. And the
-# beginning of a line that is not printed to its end yet, such as a progress bar.
-PART, UNFINISHED = "part of ", "unfinished "
+# standard output, of standard error; how the rank ended, as ``watching.Ended`` has it.
+START, OUT, ERR, END = "start", "out", "err", "end"
+# Names the file in which a rank leaves what ``compat run --report`` tells of it.
+REPORT_VARIABLE = "COMPAT_REPORT"
+# Marks. A part of a text too long for one message: what follows ends it soon. And the beginning of
+# a line that is not printed to its end yet, such as a progress bar.
+PART, UNFINISHED = "part", "unfinished"
 # Characters of up to four bytes each: a write of 4096 bytes to a pipe is never torn apart (POSIX's
 # PIPE_BUF, on Linux).
 _PART = 1000
@@ -69,12 +70,10 @@ _CANNOT_RUN = re.compile(r"(SyntaxError|IndentationError|TabError): |(.*: )?No m
 _USAGE = 2
 
 
-def decode(line: str) -> Optional[Tuple[int, str, str]]:
-    """The rank, the kind and the text of a message, or None: the launcher's own words."""
-    _, begin, message = line.partition(BEGIN)  # launchers may put something in front
-    rank, _, rest = message.partition(BETWEEN)
-    kind, between, text = rest.partition(BETWEEN)
-    return (int(rank), kind, text) if begin and between and rank.isdecimal() else None
+def decode(line: str) -> Optional[List[str]]:
+    """The rank, kind, mark and text of a message, or None: the launcher's own words."""
+    message = line.partition(BEGIN)[2].split(BETWEEN, 3)  # launchers may put something in front
+    return message if len(message) == 4 and message[0].isdecimal() else None
 
 
 class Traceback:
@@ -137,7 +136,7 @@ class _Stream:
             if self.kind == ERR:
                 self.rank.traceback.add(self.line)
             self.line = ""
-        self.rank.send_in_parts(mark + self.kind, text)
+        self.rank.send_in_parts(self.kind, text, mark)
 
     def end(self) -> None:
         if self.unsent or self.line:
@@ -154,39 +153,45 @@ class _Rank:
         self.reader = select.poll()
         self.reader.register(1, 0)  # tells errors only
 
-    def send(self, kind, text):
-        message = BEGIN + BETWEEN.join([str(self.rank), kind, text]) + "\n"
+    def send(self, kind, text, mark=""):
+        message = BEGIN + BETWEEN.join([str(self.rank), kind, mark, text]) + "\n"
         os.write(1, message.encode("utf-8", "replace"))
 
-    def send_in_parts(self, kind, text):
+    def send_in_parts(self, kind, text, mark=""):
         last = max(len(text) - 1, 0) // _PART * _PART
         for start in range(0, last, _PART):
-            self.send(PART + kind, text[start : start + _PART])
-        self.send(kind, text[last:])
+            self.send(kind, text[start : start + _PART], PART)
+        self.send(kind, text[last:], mark)
 
     def run(self, command: List[str]) -> int:
         """Run the command to its end, and tell of it. Returns the exit status."""
-        if REPORT_VARIABLE not in os.environ:
-            return self.end(self.run_with(command, {}))
-        with tempfile.TemporaryDirectory(prefix="compat-report-") as folder:
-            path = os.path.join(folder, "report.json")
-            status = self.run_with(command, {REPORT_VARIABLE: path})
-            with contextlib.suppress(FileNotFoundError):  # it was killed
-                with open(path, encoding="utf-8") as file:
-                    self.send_in_parts(REPORT, file.read())
-        return self.end(status)
+        environ, report = dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ)), None
+        with contextlib.ExitStack() as stack:
+            if REPORT_VARIABLE in environ:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compat-report-"))
+                environ[REPORT_VARIABLE] = os.path.join(folder, "report.json")
+            status = self.run_with(command, environ)
+            with contextlib.suppress(
+                KeyError, FileNotFoundError
+            ):  # none is asked for; it was killed
+                with open(environ[REPORT_VARIABLE], encoding="utf-8") as file:
+                    report = json.load(file)
+        return self.end(status, report)
 
-    def run_with(self, command: List[str], variables: Dict[str, str]) -> int:
-        environ = dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ))
-        pipes: Any = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        with _signals_delayed() as mask:
+    def run_with(self, command: List[str], environ: Dict[str, str]) -> int:
+        # Before there are handlers, signals would end this process, and the script with it, but
+        # not what the script may have started by then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        try:
             process = subprocess.Popen(
                 command,
-                env=dict(environ, **variables),
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 # In a group of its own, by which to find what a script starts.
                 start_new_session=True,
                 preexec_fn=dies_with_this_process(mask),
-                **pipes,
             )
 
             def terminate(signum, frame):
@@ -203,6 +208,8 @@ class _Rank:
                 signal.signal(number, interrupt if number == signal.SIGINT else terminate)
             self.script = process.pid
             self.send(START, "{} {}".format(os.getpid(), self.script))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.forward({process.stdout: OUT, process.stderr: ERR}, process)
         status = process.wait()
         return status if status >= 0 else 128 - status
@@ -239,7 +246,7 @@ class _Rank:
         for stream in forwarded.values():
             stream.end()
 
-    def end(self, status: int) -> int:
+    def end(self, status: int, report: Any) -> int:
         lines = self.traceback.lines if status else []
         lost = next(filter(None, map(_LOST.match, lines)), None)
         last = lines[-1] if lines else self.traceback.last_line
@@ -248,26 +255,20 @@ class _Rank:
             "terminated": self.terminated,
             "lost": lost and (lost.group(1) or True),
             "recurs": status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last))),
+            "traceback": lines,
+            "report": report,
         }
-        for line in lines:
-            self.send_in_parts(TRACEBACK, line)
-        self.send(END, json.dumps(record))
+        self.send_in_parts(END, json.dumps(record))
         if status or self.terminated or self.interrupted:
             _end_group(self.script)
         if lost and not self.terminated:
             time.sleep(_HOLD if lost.group(1) else _HOLD_UNKNOWN)
-        if self.interrupted:
-            self.wait_to_be_terminated()
-        return status
-
-    def wait_to_be_terminated(self) -> None:
-        """Stay until ``compat run`` ends the launcher, which it does when all ranks have ended.
-
-        A launcher that sees one end would kill the others, which may still be saving.
-        """
-        until = time.monotonic() + INTERRUPT_GRACE
+        # ``compat run`` ends the launcher when all ranks have ended. A launcher that sees one end
+        # would kill the others, which may still be saving.
+        until = time.monotonic() + (INTERRUPT_GRACE if self.interrupted else 0)
         while not self.terminated and time.monotonic() < until and not self.reader.poll(0):
             time.sleep(0.05)
+        return status
 
 
 def _gpus(environ):
@@ -292,20 +293,6 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
     except (ImportError, OSError, AttributeError):
         pass
-
-
-@contextlib.contextmanager
-def _signals_delayed():
-    """Let the signals that are passed on to the script wait for the end of this block.
-
-    Before there are handlers they would end this process, and the script with it, but not what
-    the script may have started by then. Yields the signals that were blocked before.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    try:
-        yield before
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_group(leader):

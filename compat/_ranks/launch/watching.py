@@ -5,6 +5,7 @@ ended through the launcher's own output. So the same code watches ranks under to
 and horovodrun, on one machine and on several.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -29,15 +30,19 @@ class Ended:
     ``lost``: only since another rank was not there, or which ones were not: "ranks 4 and 5";
     ``terminated``: since the launcher said so; ``aborted``: by the framework's own code, without a
     traceback. ``recurs``: since the script cannot run, which another start would not change.
+    ``report``: what it has left for ``compat run --report``.
     """
 
-    def __init__(self, rank, status, traceback, lost=False, terminated=False, recurs=False):
+    def __init__(
+        self, rank, status, traceback, lost=False, terminated=False, recurs=False, report=None
+    ):
         self.rank = rank
         self.status = status
         self.traceback = traceback
         self.lost = lost
         self.terminated = terminated
         self.recurs = recurs
+        self.report = report
         self.aborted = status == 128 + signal.SIGABRT and not traceback
 
 
@@ -67,18 +72,16 @@ def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
 class WatchedRanks:
     """The ranks of one start of a script: what they print, and how they end."""
 
-    def __init__(self, size: int, shown=None, reports=None) -> None:
+    def __init__(self, size: int, shown=None) -> None:
         self.size = size
         self.output = shown or output.Output()
-        self.reports: Dict[int, Any] = {} if reports is None else reports
         self.ended: List[Ended] = []
         self.processes: Dict[int, int] = {}  # of each rank the one to be signalled
         self.scripts: Dict[int, int] = {}  # and the script's own
-        self.tracebacks: Dict[int, List[str]] = {}
         self.launcher_said: List[str] = []
         self.is_starting = True  # nothing was printed yet
-        # Of lines too long for one message, what has come: other ranks' messages come between.
-        self.parts: Dict[Tuple[int, str], List[str]] = {}
+        # Of texts too long for one message, what has come: other ranks' messages come between.
+        self.parts: Dict[Tuple[int, str], List[str]] = collections.defaultdict(list)
 
     def starting(self) -> str:
         """How far the start has come, in words; "" once something was printed."""
@@ -91,25 +94,20 @@ class WatchedRanks:
         if message is None:
             self.launcher_said = self.launcher_said[-200:] + [line]
             return
-        rank, kind, text = message
-        _, is_part, whole = kind.partition(rank_process.PART)
-        if is_part:
-            self.parts.setdefault((rank, whole), []).append(text)
+        rank, (kind, mark, text) = int(message[0]), message[1:]
+        parts = self.parts[rank, kind]
+        parts.append(text)
+        if mark == rank_process.PART:
             return
-        text = "".join(self.parts.pop((rank, kind), []) + [text])
-        unfinished = kind.startswith(rank_process.UNFINISHED)
-        kind = kind[len(rank_process.UNFINISHED) :] if unfinished else kind
+        text = "".join(parts)
+        parts.clear()
         if kind == rank_process.START:
             self.processes[rank], self.scripts[rank] = map(int, text.split())
         elif kind in (rank_process.OUT, rank_process.ERR):
             self.is_starting = False
-            self.output.add(rank, kind, text, unfinished)
-        elif kind == rank_process.TRACEBACK:
-            self.tracebacks.setdefault(rank, []).append(text)
-        elif kind == rank_process.REPORT:
-            self.reports[rank] = json.loads(text)
+            self.output.add(rank, kind, text, mark == rank_process.UNFINISHED)
         elif kind == rank_process.END:
-            end = Ended(rank, traceback=self.tracebacks.get(rank), **json.loads(text))
+            end = Ended(rank, **json.loads(text))
             # An engine may end a rank by a signal when another has given up.
             if end.status > 128 and any(earlier.lost for earlier in self.ended):
                 end.terminated = True
@@ -132,16 +130,9 @@ class WatchedRanks:
         """The ranks that have told nothing of their ends: their whole machine may have gone."""
         return sorted(set(range(self.size)) - {end.rank for end in self.ended})
 
-    def recurs(self, have_started: bool) -> bool:
-        """Whether another start would fail in the same way.
-
-        The script cannot run, or the launcher cannot start it.
-
-        Arguments:
-            have_started: all ranks, in this start or an earlier one.
-        """
-        blame = root_cause(self.ended)
-        return blame.recurs if blame is not None else not have_started
+    def reports(self) -> Dict[int, Any]:
+        """What ranks have left for ``compat run --report``, by rank."""
+        return {end.rank: end.report for end in self.ended if end.report is not None}
 
     def conclude(self, status: int, then: str = "") -> int:
         """Say which rank failed, its traceback last, and return the job's exit status.
@@ -175,12 +166,11 @@ class WatchedRanks:
 
 
 def launch(
-    command, environ, size, elsewhere=False, quiet=False, logs=None, max_restarts=0, reports=None
-) -> int:
-    """Run a launcher to its end, and return the exit status: the failing rank's.
+    command, environ, size, elsewhere=False, quiet=False, logs=None, max_restarts=0
+) -> Tuple[int, Dict[int, Any]]:
+    """Run a launcher to its end.
 
-    A signal that tells this process to end is passed on to the ranks; the exit status is then
-    128 + the signal's number.
+    A signal that tells this process to end is passed on to the ranks.
 
     Arguments:
         command: the launcher, and what it is to start in each rank.
@@ -189,9 +179,11 @@ def launch(
         elsewhere: some of them may run on other machines.
         quiet, logs: as ``output.Output`` takes them.
         max_restarts: how many more times a job that fails is started, at most.
-        reports: gets what each rank of the last start has left for ``compat run --report``.
+
+    Returns:
+        The exit status: the failing rank's, or 128 + the number of the signal. And what each rank
+        of the last start has left for ``compat run --report``, where that was asked for.
     """
-    reports = {} if reports is None else reports
     told: List[int] = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
     before = {
@@ -204,22 +196,22 @@ def launch(
         for restart in itertools.count():
             if logs is not None:
                 logs.begin(restart)
-            reports.clear()
-            ranks = WatchedRanks(size, output.Output(quiet, logs), reports)
-            environ = dict(environ, COMPAT_RESTART=str(restart))
-            status = _run(command, environ, ranks, told, elsewhere)
+            ranks = WatchedRanks(size, output.Output(quiet, logs))
+            restarted = dict(environ, COMPAT_RESTART=str(restart))
+            status = _run(command, restarted, ranks, told, elsewhere)
             if told:
                 ranks.output.end()
                 break
             have_started = have_started or len(ranks.processes) == size
-            failure, then = ranks.failure(status), ""
-            if ranks.recurs(have_started):
+            failure, blame, then = ranks.failure(status), root_cause(ranks.ended), ""
+            # The script cannot run, or the launcher cannot start it.
+            if not have_started if blame is None else blame.recurs:
                 then = " It is not restarted, since the next start would fail in the same way."
             elif restart == max_restarts:
                 then = " No restart is left (--max-restarts {}).".format(max_restarts)
             status = ranks.conclude(status, then if max_restarts else "")
             if failure is None or then:
-                return status
+                return status, ranks.reports()
             said = "compat run: restart {} of {}, because {}."
             output.say(said.format(restart + 1, max_restarts, failure))
             if not elsewhere:
@@ -229,7 +221,7 @@ def launch(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 128 + told[0]
+    return 128 + told[0], ranks.reports()
 
 
 def _run(command, environ, ranks, told, elsewhere):
@@ -253,8 +245,7 @@ def _run(command, environ, ranks, told, elsewhere):
     if status and not elsewhere:
         # Ranks that were killed could not end what their scripts had started.
         for rank in set(ranks.scripts) - {end.rank for end in ranks.ended}:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ranks.scripts[rank], signal.SIGKILL)
+            _kill(-ranks.scripts[rank], signal.SIGKILL)
     return status
 
 
@@ -312,21 +303,19 @@ def _pass_on(told, launcher, ranks, elsewhere):
         output.say("compat run: told to end by {}; the ranks are ended.".format(name))
         launcher.terminate()
         return GRACE
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
+    _kill(-launcher.pid, signal.SIGKILL)
     return 1.0
 
 
 def _end(launcher):
     """End the launcher, and with it the ranks, if it has not ended."""
-    # To the launcher alone, which ends the ranks. In its process group they would be told twice.
-    for end in (launcher.terminate, lambda: os.killpg(launcher.pid, signal.SIGKILL)):
-        if launcher.poll() is None:
-            try:
-                end()
-                launcher.wait(GRACE)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                pass
+    if launcher.poll() is None:
+        # To the launcher alone, which ends the ranks. In its group they would be told twice.
+        launcher.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(GRACE)
+            return
+        _kill(-launcher.pid, signal.SIGKILL)
 
 
 def _end_processes(pids):
@@ -342,6 +331,7 @@ def _end_processes(pids):
 
 
 def _kill(pid, number):
+    """Send a process a signal; a group that has the number -``pid``."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
