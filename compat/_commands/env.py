@@ -7,8 +7,6 @@ exit status: 0 all is well, 1 something is wrong (see the last lines of the repo
 
 from .. import environment
 
-HELP = "report what is installed, set and wrong"
-
 
 def add_options(parser):
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")

@@ -24,7 +24,6 @@ import time
 from .._runtime import by_path
 from . import number as number_of
 
-HELP = "a command as if on several machines"
 USAGE = "compat machines N command [its arguments]"
 OUTSIDE = "--user --map-root-user --net --uts --mount --pid --fork --kill-child --mount-proc"
 

@@ -19,7 +19,6 @@ from .. import __version__, errors
 from .._configuration import packages, spelling, verified
 from . import python_requires
 
-HELP = "print the versions of a backend that are tested together"
 DISTRIBUTION = "keras-gpu-compat"
 FORMATS = "requirements", "extras", "constraints"
 

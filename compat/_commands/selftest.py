@@ -43,7 +43,8 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
         )
     _verification.record_operations()
     keras = _keras.import_keras(detection.choose(configuration.backend)[0])
-    single, several = _models(keras, count)
+    single, several = _model(keras, 1), _model(keras, count)
+    several.set_weights(single.get_weights())
     where = f"{configuration.devices[0]}, the same on {count} devices"
     _say(f"\nOne dense model on {where}, SGD with momentum:\n")
     same = _compare(single, several, count, outcome)
@@ -59,8 +60,7 @@ def _show_where(devices, outcome):
     outcome["products"] = products
     worked = [device for device in devices if min(products[device]) > 0]
     _say("\nMatrix products of a step that each device ran, forward + backward:")
-    for device in devices:
-        _say("  {}: {} + {}".format(device, *products[device]))
+    _say("\n".join("  {}: {} + {}".format(device, *products[device]) for device in devices))
     if len(worked) < len(devices):
         _say(f"NOT on all devices: {len(worked)} of {len(devices)} worked.")
     return len(worked) == len(devices)
@@ -77,19 +77,14 @@ def _configure(devices, backend, simulate):
         return _api.configure_gpu(devices, backend=backend, verify=1)
 
 
-def _models(keras, count):
-    """The model on one device, and its equal on all."""
-    single, several = (_api.parallelize(_dense(keras), gpus) for gpus in (1, count))
-    several.set_weights(single.get_weights())
-    for model in single, several:
-        model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
-    return single, several
-
-
-def _dense(keras):
+def _model(keras, count):
+    """The model on so many devices."""
     inputs = keras.layers.Input(shape=(8,))
     hidden = keras.layers.Dense(16, activation="tanh")(inputs)
-    return keras.models.Model(inputs, keras.layers.Dense(4, activation="sigmoid")(hidden))
+    model = keras.models.Model(inputs, keras.layers.Dense(4, activation="sigmoid")(hidden))
+    model = _api.parallelize(model, count)
+    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    return model
 
 
 def _compare(single, several, count, outcome):

@@ -14,10 +14,9 @@ import os
 import sys
 
 from .. import errors
-from . import BACKEND, QUIET, add_script, number, ranks, script_of, script_usage
+from . import QUIET, number, ranks, scripts
 
-HELP = "compare several devices with one"
-USAGE = "compat test [options]\n       " + script_usage("test")
+USAGE = "compat test [options]\n       " + scripts.usage("test")
 
 
 def add_options(parser):
@@ -25,7 +24,7 @@ def add_options(parser):
     told += "script: 3)"
     devices = number("devices, 2 or more", 2)
     parser.add_argument("--devices", type=devices, metavar="N", help=told)
-    parser.add_argument("--backend", metavar="NAME", help=BACKEND)
+    parser.add_argument("--backend", metavar="NAME", help=scripts.BACKEND)
     told = "use CPU devices even where there are GPUs (with a script always)"
     parser.add_argument("--simulate", action="store_true", help=told)
     told = "of a script: as so many ranks the second time (default: 2; 0: not at all)"
@@ -35,7 +34,7 @@ def add_options(parser):
     told = "print the outcome as one JSON object, and all else to stderr"
     parser.add_argument("--json", action="store_true", help=told)
     parser.add_argument("--quiet", **QUIET)
-    add_script(parser)
+    scripts.add_to(parser)
 
 
 def _ranks_to_compare(text):
@@ -44,23 +43,21 @@ def _ranks_to_compare(text):
 
 
 def execute(arguments):
-    script = script_of(arguments)
+    script = scripts.of(arguments)
     for option, given in (("-n", arguments.ranks), ("--hosts", arguments.hosts)):
         if given is not None and not script:
             arguments.parser.error(f"argument {option}: a script is needed, or -m and a module")
     if arguments.hosts is not None and arguments.ranks == 0:
         arguments.parser.error("argument --hosts: not with -n 0, which asks for no ranks")
     asked = arguments.devices, arguments.backend
+    from . import selftest, verify_script  # for start-up time
+
     with contextlib.ExitStack() as stack:
         outcome = stack.enter_context(_printed()) if arguments.json else None
-        if script:
-            from . import verify_script  # for start-up time
-
-            ranks, hosts = arguments.ranks, arguments.hosts
-            return not verify_script.run(script, *asked, ranks, outcome=outcome, hosts=hosts)
-        from . import selftest  # for start-up time
-
-        return not selftest.run(*asked, arguments.simulate, outcome)
+        if not script:
+            return not selftest.run(*asked, arguments.simulate, outcome)
+        ranks, hosts = arguments.ranks, arguments.hosts
+        return not verify_script.run(script, *asked, ranks, outcome=outcome, hosts=hosts)
 
 
 @contextlib.contextmanager
@@ -71,23 +68,19 @@ def _printed():
         The outcome, to be filled: "same" stays None where nothing could be compared, and "error"
         gets the text of the error that is the reason.
     """
+    import json  # for start-up time
+
     outcome = {"same": None, "error": None}  # type: dict
     try:
         with _stdout_on_stderr():
             yield outcome
     except errors.CompatError as error:
         outcome["error"] = str(error)
-        _print(outcome)
         raise
-    _print(outcome)
-
-
-def _print(outcome):
-    import json  # for start-up time
-
-    # JSON has neither NaN nor infinity: None in place of them.
-    finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
-    print(json.dumps(finite, indent=2, allow_nan=False), flush=True)
+    finally:
+        # JSON has neither NaN nor infinity: None in place of them.
+        finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
+        print(json.dumps(finite, indent=2, allow_nan=False), flush=True)
 
 
 @contextlib.contextmanager

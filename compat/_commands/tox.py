@@ -26,7 +26,6 @@ from .._runtime import safe_files
 from . import pins, python_requires
 from .python_requires import PythonRequires
 
-HELP = "write a tox.ini that runs your tests on each backend"
 COMPAT = pins.DISTRIBUTION
 LEFT_OUT = ("cntk",)  # needs libraries of OpenMPI, which no package of Python's has
 # What is written beside a project's own configuration of tox, which a tox.ini would replace.

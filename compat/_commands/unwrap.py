@@ -20,8 +20,6 @@ from .. import errors
 from .._runtime import progress, safe_files
 from . import QUIET, hdf5_names, wrapped_model
 
-HELP = "the plain model in a file of multi_gpu_model"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")

@@ -8,9 +8,11 @@ from typing import Optional
 
 from .. import _verification, errors
 from .._configuration import detection
+from .._ranks.launch import output
 from .._runtime import by_path
 from ..backend import Backend
-from . import run_script, watched_command
+from . import scripts, watched_command
+from .run import ranks_on
 
 RANKS = 2
 #: How many training steps of each model are verified.
@@ -44,11 +46,9 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
         UnsupportedError: there are hosts, and the backend has no ranks.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
-    run_script.refuse_notebook(script)
-    if script[0] != "-m" and not os.path.isfile(script[0]):
-        raise errors.no_script(script[0])
+    scripts.check(script, os.path.isfile(script[0]))
     if hosts is not None:
-        ranks, hosts = run_script.ranks_on(hosts, ranks)
+        ranks, hosts = ranks_on(hosts, ranks)
     devices = devices or 3
     outcome = {} if outcome is None else outcome
     chosen, _ = detection.choose(backend, os.environ, typed=True)
@@ -56,19 +56,18 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
     if hosts is not None and not has_ranks:
         raise errors.no_ranks(chosen.name)
     path = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
-    environ = dict(os.environ, COMPAT_VERIFY=str(STEPS))
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))  # the script finds this compat
-    environ.update(chosen.recording)
+    path = os.pathsep.join(filter(None, path))  # the script finds this compat
+    environ = dict(os.environ, COMPAT_VERIFY=str(STEPS), PYTHONPATH=path, **chosen.recording)
     environ.update(detection.keras_variable(chosen, os.environ))
-    name = run_script.name_of(script)
+    name = scripts.name_of(script)
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
     if other:
-        _say(errors.shadowed(name, other))
+        output.say("compat test: " + errors.shadowed(name, other))
     outcome.update(backend=chosen.name, script=name, ranks=None)
     with tempfile.TemporaryDirectory(prefix="compat-test-") as folder:
         lines = _on_replicas(script, environ, chosen, devices, outcome, folder)
-        if ranks != 0 and has_ranks:
-            ranks = ranks or RANKS
+        ranks = RANKS if ranks is None else ranks
+        if ranks and has_ranks:
             lines += ["", _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder)]
     runs = [each for each in (outcome["simulated"], outcome["ranks"]) if each]
     found = [each["same"] for each in runs]
@@ -79,17 +78,15 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
 
 def _on_replicas(script, environ, chosen, devices, outcome, folder):
     """The lines of the verdict on simulated devices."""
-    name = run_script.name_of(script)
-    told = f"{name} on {devices} simulated devices"
-    _say(f"{told} ({chosen.name})")
+    told = f"{outcome['script']} on {devices} simulated devices"
+    output.say(f"compat test: {told} ({chosen.name})")
     environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=folder)
     status = watched_command.call([sys.executable] + script, environ, "running " + told)
     reports = [_read(os.path.join(folder, each)) for each in sorted(os.listdir(folder))]
     records = [record for report in reports for record in report]
-    title = f"compat test: {os.path.basename(name)} on {devices} simulated devices of "
-    lines = [title + chosen.name, ""]
-    for record in records:
-        lines += _verification.shown(record)
+    script_name = os.path.basename(outcome["script"])
+    lines = [f"compat test: {script_name} on {devices} simulated devices of {chosen.name}", ""]
+    lines += sum(map(_verification.shown, records), [])
     same: Optional[bool] = all(map(_verification.is_good, records))
     failed = any(record["failure"] for record in records)
     if not failed and not any(sum(record["steps"].values()) for record in records):
@@ -108,8 +105,8 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
 def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
     """The verdict on ranks as a line."""
     where = "" if hosts is None else " on " + hosts
-    told = f"{run_script.name_of(script)} as {ranks} ranks{where}"
-    _say(told)
+    told = f"{outcome['script']} as {ranks} ranks{where}"
+    output.say("compat test: " + told)
     command = by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
     path = os.path.join(folder, "ranks.json")
@@ -131,7 +128,3 @@ def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
 def _read(path):
     with open(path, encoding="utf-8") as file:
         return json.load(file)
-
-
-def _say(text):
-    print("compat test: " + text, file=sys.stderr, flush=True)

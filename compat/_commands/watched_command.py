@@ -1,6 +1,5 @@
 """A command that prints to this terminal, with a line while it prints nothing."""
 
-import contextlib
 import os
 import select
 import subprocess
@@ -25,33 +24,24 @@ def call(command: Sequence[str], environ: Mapping[str, str], doing: str) -> int:
     """
     if not progress.is_wanted():
         return subprocess.call(command, env=environ)
-    with contextlib.ExitStack() as stack:
-        controller, terminal = os.openpty()
-        stack.callback(os.close, controller)
-        with contextlib.ExitStack() as starting:
-            starting.callback(os.close, terminal)
-            _leave_output_as_it_is(terminal)
+    import tty  # not on Windows
+
+    controller, terminal = (open(number, "r+b", 0) for number in os.openpty())
+    with controller:
+        with terminal:
+            # The user's own makes a carriage return of each newline.
+            tty.setraw(terminal.fileno())
             stdout = terminal if os.isatty(1) else None
             process = subprocess.Popen(command, env=environ, stdout=stdout, stderr=terminal)
-        stack.enter_context(process)
-        line = stack.enter_context(progress.shown(doing))
-        try:
-            _show(process, controller, line)
-            return process.wait()
-        except KeyboardInterrupt:  # the command has got it, too
-            _show(process, controller, line, time.monotonic() + _GRACE)
-            raise
-        finally:
-            process.kill()  # unless it has ended
-
-
-def _leave_output_as_it_is(terminal):
-    """Have the terminal change nothing: the user's own makes a carriage return of each newline."""
-    import termios  # not on Windows
-
-    attributes = termios.tcgetattr(terminal)
-    attributes[1] &= ~termios.OPOST
-    termios.tcsetattr(terminal, termios.TCSANOW, attributes)
+        with process, progress.shown(doing) as line:
+            try:
+                _show(process, controller, line)
+                return process.wait()
+            except KeyboardInterrupt:  # the command has got it, too
+                _show(process, controller, line, time.monotonic() + _GRACE)
+                raise
+            finally:
+                process.kill()  # unless it has ended
 
 
 def _show(process, controller, line, until=None):
@@ -66,7 +56,7 @@ def _show(process, controller, line, until=None):
         fcntl.ioctl(controller, termios.TIOCSWINSZ, size)
         if select.select([controller], [], [], 0.1)[0]:
             try:
-                data = os.read(controller, 65536)
+                data = controller.read(65536)
             except OSError:  # nobody has it open any more
                 return
             line.erase()

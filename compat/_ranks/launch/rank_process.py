@@ -171,9 +171,8 @@ class _Rank:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compat-report-"))
                 environ[REPORT_VARIABLE] = os.path.join(folder, "report.json")
             status = self.run_with(command, environ)
-            with contextlib.suppress(
-                KeyError, FileNotFoundError
-            ):  # none is asked for; it was killed
+            # Nobody asked for one, or the script was killed.
+            with contextlib.suppress(KeyError, FileNotFoundError):
                 with open(environ[REPORT_VARIABLE], encoding="utf-8") as file:
                     report = json.load(file)
         return self.end(status, report)
