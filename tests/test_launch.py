@@ -125,16 +125,16 @@ def test_long_lines_of_two_ranks_are_not_mixed(capsys, monkeypatch):
     sent = {}
     for number in range(2):
         rank, messages = rank_process._Rank(number), []
-        monkeypatch.setattr(os, "write", lambda _, data, to=messages: to.append(data.decode()))
-        rank.send_in_parts(rank_process.OUT, str(number) * 2500)
+        monkeypatch.setattr(os, "write", lambda _, data, to=messages: to.append(data))
+        rank.send(rank_process.OUT, str(number) * 2500)
         record = {"status": 1, "traceback": [str(number) * 2500]}
-        rank.send_in_parts(rank_process.END, json.dumps(record))
+        rank.send(rank_process.END, json.dumps(record))
         sent[number] = messages
     monkeypatch.undo()
     ranks = watching.WatchedRanks(2)
     for pair in zip(sent[0], sent[1]):
         for message in pair:
-            ranks.hear(message.rstrip("\n"))
+            ranks.hear(message.rstrip(b"\n"))
     assert len(sent[0]) == 6
     assert capsys.readouterr().out == "[0] {}\n[1] {}\n".format("0" * 2500, "1" * 2500)
     assert [end.traceback for end in ranks.ended] == [["0" * 2500], ["1" * 2500]]

@@ -134,32 +134,28 @@ def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> L
             allows no Python that it is tested on.
     """
     found: List[Row] = []
-    if extras is None:
-        for brought in (verified.ROWS[name] for name in verified.ROWS if name not in LEFT_OUT):
-            options = list(filter(None, (_rows_of(extra, every, allowed) for extra in brought)))
-            found += sum(options if every else options[:1], [])
-        if not found:
-            tested = map(verified.spelled, sorted(set(sum(verified.PYTHONS.values(), ()))))
+    asked = list(dict.fromkeys(map(pins.known, extras or ())))
+    for extra in set(asked).intersection(LEFT_OUT):
+        raise errors.InvalidArgumentError(
+            f"--backends {extra}: no row can be generated for it, since it needs libraries of "
+            f"OpenMPI, which no Python package has. `compat pins {extra} --python "
+            f"{verified.spelled(verified.PYTHONS[extra][-1])}` prints its requirements, and "
+            "`compat env` the command that installs the libraries."
+        )
+    of_each_backend = [list(verified.ROWS[name]) for name in verified.ROWS if name not in LEFT_OUT]
+    for brought in [[extra] for extra in asked] or of_each_backend:
+        options = list(filter(None, (_rows_of(extra, every, allowed) for extra in brought)))
+        if asked and not options:
             raise errors.InvalidArgumentError(
-                f"{allowed} allows no Python that a backend is tested on: none of "
-                f"{', '.join(tested)}."
+                f"--backends {brought[0]}: it is tested on {verified.phrase(brought[0])}, which "
+                f"{allowed} does not allow."
             )
-        return found
-    for extra in dict.fromkeys(map(pins.known, extras)):
-        if extra in LEFT_OUT:
-            raise errors.InvalidArgumentError(
-                f"--backends {extra}: no row can be generated for it, since it needs libraries of "
-                f"OpenMPI, which no Python package has. `compat pins {extra} --python "
-                f"{verified.spelled(verified.PYTHONS[extra][-1])}` prints its requirements, and "
-                "`compat env` the command that installs the libraries."
-            )
-        pairs = _rows_of(extra, every, allowed)
-        if not pairs:
-            raise errors.InvalidArgumentError(
-                f"--backends {extra}: it is tested on {verified.phrase(extra)}, which {allowed} "
-                "does not allow."
-            )
-        found += pairs
+        found += sum(options if every else options[:1], [])
+    if not found:
+        tested = map(verified.spelled, sorted(set(sum(verified.PYTHONS.values(), ()))))
+        raise errors.InvalidArgumentError(
+            f"{allowed} allows no Python that a backend is tested on: none of {', '.join(tested)}."
+        )
     return found
 
 
@@ -180,25 +176,24 @@ _REQUIREMENT = re.compile(r"\w[\w.-]*\s*(\[[^][]*\]\s*)?([<>=!~(;@].*)?$|[A-Za-z
 
 def _requirement(compat, folder, ci):
     """What installs keras-gpu-compat, a path as ``{tox_root}`` or an absolute one."""
-    path = os.path.realpath(compat) if os.path.exists(compat) else compat
+    is_path = os.path.exists(compat)
+    path = os.path.realpath(compat) if is_path else compat
     if not compat.isprintable() or re.search(r"[{}]|\s#|\\$", path):
         raise errors.InvalidArgumentError(
             f"--compat {compat!r} cannot be written to tox.ini, where braces, ' #', a backslash "
             "at the end and what cannot be printed have meanings of their own. Rename what the "
             "path names, or give another requirement."
         )
-    if not os.path.exists(compat):
-        if not _REQUIREMENT.match(compat):
-            raise errors.InvalidArgumentError(
-                f"--compat {compat}: there is no such file or folder. Give the path of a checkout "
-                "or of a wheel, or a requirement that pip understands."
-            )
-        return compat
+    if not is_path and not _REQUIREMENT.match(compat):
+        raise errors.InvalidArgumentError(
+            f"--compat {compat}: there is no such file or folder. Give the path of a checkout or "
+            "of a wheel, or a requirement that pip understands."
+        )
     root = os.path.realpath(folder)
-    if path.startswith(root + os.sep):
+    if is_path and path.startswith(root + os.sep):
         return "{tox_root}" + path[len(root) :]
-    if compat == COMPAT:
-        return compat  # a folder that happens to have the name
+    if not is_path or compat == COMPAT:  # or a folder that happens to have the name
+        return compat
     if ci:
         raise errors.InvalidArgumentError(
             f"--ci with --compat {compat}: a path outside of the project, which CI does not have. "

@@ -55,8 +55,8 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
     has_ranks = type(chosen).distribute is not Backend.distribute
     if hosts is not None and not has_ranks:
         raise errors.no_ranks(chosen.name)
-    path = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
-    path = os.pathsep.join(filter(None, path))  # the script finds this compat
+    paths = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
+    path = os.pathsep.join(filter(None, paths))  # the script finds this compat
     environ = dict(os.environ, COMPAT_VERIFY=str(STEPS), PYTHONPATH=path, **chosen.recording)
     environ.update(detection.keras_variable(chosen, os.environ))
     name = scripts.name_of(script)

@@ -26,7 +26,7 @@ def call(command: Sequence[str], environ: Mapping[str, str], doing: str) -> int:
         return subprocess.call(command, env=environ)
     import tty  # not on Windows
 
-    controller, terminal = (open(number, "r+b", 0) for number in os.openpty())
+    controller, terminal = (os.fdopen(number, "r+b", 0) for number in os.openpty())
     with controller:
         with terminal:
             # The user's own makes a carriage return of each newline.

@@ -22,8 +22,6 @@ def _capturing(when):
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def captured(self, item):
-        if when == "setup":
-            self.check_configured()
         for _, stream in self.streams:
             stream.seek(0, os.SEEK_END)
         yield
@@ -44,7 +42,6 @@ class Child:
     def __init__(self, job: Dict[str, Any]) -> None:
         self.job = job
         self.config = None  # type: Any
-        self.unconfigured = None  # type: Optional[Exception]
         # A line is sent at once: this process may die.
         self.reports = open(job["reports"], "a", buffering=1, encoding="utf-8")
         self.streams = [(name, open(path, "rb")) for name, path in job["streams"]]
@@ -70,15 +67,7 @@ class Child:
                 compat.configure_gpu(**arguments)
                 process.configured_by = "@pytest.mark.compat"
             except Exception as error:
-                self.unconfigured = error
-
-    def check_configured(self):
-        """Fail with what ``configure_gpu()`` raised."""
-        if isinstance(self.unconfigured, compat.CompatError):
-            text = f"{type(self.unconfigured).__name__}: {self.unconfigured}"
-            pytest.fail(text, pytrace=False)
-        if self.unconfigured is not None:
-            raise self.unconfigured
+                early_config.pluginmanager.register(Unconfigured(error))
 
     @pytest.hookimpl(trylast=True)
     def pytest_configure(self, config):
@@ -129,6 +118,20 @@ class Child:
         if not issubclass(kind, pytest.PytestAssertRewriteWarning):  # of compat, by pytest
             warning = (kind.__module__, kind.__name__, text) + place
             self.send("warning", {"warning": warning, "when": when, "location": location})
+
+
+class Unconfigured:
+    """Makes the test fail because of what ``configure_gpu()`` raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self):
+        if isinstance(self.error, compat.CompatError):
+            text = f"{type(self.error).__name__}: {self.error}"
+            pytest.fail(text, pytrace=False)
+        raise self.error
 
 
 def main(arguments: List[str]) -> int:

@@ -11,13 +11,12 @@ import json
 import os
 import re
 import select
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Mapping, Optional
 
 from ... import _ranks
 
@@ -116,11 +115,10 @@ class _Stream:
 
     def take(self, data: bytes) -> None:
         """Send on the lines that end in these bytes; none: the stream has ended."""
-        waited = bool(self.unsent)
         *lines, rest = (self.unsent + self.decoder.decode(data, not data)).split("\n")
         for line in lines:
             self.send(line)
-        if lines or not waited:
+        if lines or not self.unsent:
             self.since = time.monotonic()
         self.unsent = rest
 
@@ -136,7 +134,7 @@ class _Stream:
             if self.kind == ERR:
                 self.rank.traceback.add(self.line)
             self.line = ""
-        self.rank.send_in_parts(self.kind, text, mark)
+        self.rank.send(self.kind, text, mark)
 
     def end(self) -> None:
         if self.unsent or self.line:
@@ -154,14 +152,10 @@ class _Rank:
         self.reader.register(1, 0)  # tells errors only
 
     def send(self, kind, text, mark=""):
-        message = BEGIN + BETWEEN.join([str(self.rank), kind, mark, text]) + "\n"
-        os.write(1, message.encode("utf-8", "replace"))
-
-    def send_in_parts(self, kind, text, mark=""):
-        last = max(len(text) - 1, 0) // _PART * _PART
-        for start in range(0, last, _PART):
-            self.send(kind, text[start : start + _PART], PART)
-        self.send(kind, text[last:], mark)
+        parts = [text[start : start + _PART] for start in range(0, len(text), _PART)] or [""]
+        for number, part in enumerate(parts, 1):
+            fields = str(self.rank), kind, mark if number == len(parts) else PART, part
+            os.write(1, (BEGIN + BETWEEN.join(fields) + "\n").encode("utf-8", "replace"))
 
     def run(self, command: List[str]) -> int:
         """Run the command to its end, and tell of it. Returns the exit status."""
@@ -182,16 +176,7 @@ class _Rank:
         # not what the script may have started by then.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
         try:
-            process = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # In a group of its own, by which to find what a script starts.
-                start_new_session=True,
-                preexec_fn=dies_with_this_process(mask),
-            )
+            process = started(command, environ, subprocess.PIPE, mask)
 
             def terminate(signum, frame):
                 self.terminated = True
@@ -223,25 +208,23 @@ class _Rank:
             BrokenPipeError: the output is read no more, as when the connection to this machine
                 is lost. The program then dies with this process.
         """
-        forwarded, ended = {kind: _Stream(self, kind) for kind in streams.values()}, None
-        with selectors.DefaultSelector() as selector:
-            for stream, kind in streams.items():
-                selector.register(stream, selectors.EVENT_READ, forwarded[kind])
-            while selector.get_map():
-                if process.poll() is not None:  # before select(), which still sees its last output
-                    ended = ended or time.monotonic()
-                ready = selector.select(_UNSHOWN)
-                for key, _ in ready:
-                    data = os.read(key.fd, 65536)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                    key.data.take(data)
-                for stream in forwarded.values():
-                    stream.show_unfinished()
-                if not ready and self.reader.poll(0):
-                    raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
-                if ended and (not ready or time.monotonic() - ended > _LEFT_BEHIND):
-                    break
+        forwarded = {pipe: _Stream(self, kind) for pipe, kind in streams.items()}
+        pipes, ended = list(forwarded), None
+        while pipes:
+            if process.poll() is not None:  # before select(), which still sees its last output
+                ended = ended or time.monotonic()
+            ready = select.select(pipes, [], [], _UNSHOWN)[0]
+            for pipe in ready:
+                data = os.read(pipe.fileno(), 65536)
+                if not data:
+                    pipes.remove(pipe)
+                forwarded[pipe].take(data)
+            for stream in forwarded.values():
+                stream.show_unfinished()
+            if not ready and self.reader.poll(0):
+                raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
+            if ended and (not ready or time.monotonic() - ended > _LEFT_BEHIND):
+                break
         for stream in forwarded.values():
             stream.end()
 
@@ -257,7 +240,7 @@ class _Rank:
             "traceback": lines,
             "report": report,
         }
-        self.send_in_parts(END, json.dumps(record))
+        self.send(END, json.dumps(record))
         if status or self.terminated or self.interrupted:
             _end_group(self.script)
         if lost and not self.terminated:
@@ -286,12 +269,10 @@ def _gpus(environ):
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Get this signal when the process that started this one ends in any way. (Linux.)"""
-    try:
+    with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-    except (ImportError, OSError, AttributeError):
-        pass
 
 
 def _end_group(leader):
@@ -323,6 +304,22 @@ def dies_with_this_process(mask: Any = None) -> Callable[[], None]:
             os._exit(1)
 
     return before_exec
+
+
+def started(command: List[str], environ: Mapping[str, str], stderr: int, mask: Any = None) -> Any:
+    """A process without input, whose output is read, and which is killed when this one ends.
+
+    In a group of its own, by which to find what it starts. ``mask`` as ``dies_with_this_process``.
+    """
+    return subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        start_new_session=True,
+        preexec_fn=dies_with_this_process(mask),
+    )
 
 
 def main(command: List[str]) -> int:

@@ -70,18 +70,13 @@ def start(where: str, cluster: bool, command: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(128 + signal.SIGTERM))
         # ssh passes no signal on.
         signal.signal(signal.SIGINT, lambda *ignored: _tell(agents, "interrupt"))
-        return _ends(agents)
-
-
-def _ends(agents):
-    """Wait for the processes of machines as ``_watch`` does, and see that they end."""
-    try:
-        return _watch(agents)
-    finally:
-        for agent in agents:
-            with contextlib.suppress(BrokenPipeError):
-                agent.stdin.close()
-        wait(agents, 2 * _GRACE)
+        try:
+            return _watch(agents)
+        finally:
+            for agent in agents:
+                with contextlib.suppress(BrokenPipeError):
+                    agent.stdin.close()
+            wait(agents, 2 * _GRACE)
 
 
 def _tell(agents, line):

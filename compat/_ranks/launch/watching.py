@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import time
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from ... import errors
 from ..._runtime import progress
@@ -88,8 +88,9 @@ class WatchedRanks:
         told = "{} of {} ranks have started, no output yet"
         return told.format(len(self.processes), self.size) if self.is_starting else ""
 
-    def hear(self, line: str) -> None:
+    def hear(self, data: bytes) -> None:
         """Take a line of the launcher's output."""
+        line = data.decode("utf-8", "replace")
         message = rank_process.decode(line)
         if message is None:
             self.launcher_said = self.launcher_said[-200:] + [line]
@@ -226,19 +227,10 @@ def launch(
 
 def _run(command, environ, ranks, told, elsewhere):
     """Run the launcher once, and return its exit status."""
-    launcher = subprocess.Popen(
-        command,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=rank_process.dies_with_this_process(),
-    )
+    launcher = rank_process.started(command, environ, subprocess.STDOUT)
     with progress.shown(ranks.starting), launcher:
         try:
-            for line in _lines(launcher, ranks, told, elsewhere):
-                ranks.hear(line)
+            _listen(launcher, ranks, told, elsewhere)
         finally:
             _end(launcher)
     status = launcher.wait()
@@ -249,8 +241,8 @@ def _run(command, environ, ranks, told, elsewhere):
     return status
 
 
-def _lines(launcher, ranks, told, elsewhere) -> Iterator[str]:
-    """The launcher's output until it has ended; not for long after a rank has failed.
+def _listen(launcher, ranks, told, elsewhere):
+    """Hear the launcher's output until it has ended; not for long after a rank has failed.
 
     Nor after a signal, or when all ranks have ended after one.
     """
@@ -264,10 +256,9 @@ def _lines(launcher, ranks, told, elsewhere) -> Iterator[str]:
             break
         if select.select([descriptor], [], [], 0.2)[0]:
             data = os.read(descriptor, 65536)
-            lines = (rest + data).split(b"\n")
-            rest = lines.pop()
+            *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                yield line.decode("utf-8", "replace")
+                ranks.hear(line)
             if not data:
                 break
         elif launcher.poll() is not None:
@@ -275,7 +266,7 @@ def _lines(launcher, ranks, told, elsewhere) -> Iterator[str]:
         if deadline is None and any(end.status for end in ranks.ended):
             deadline = time.monotonic() + GRACE
     if rest:
-        yield rest.decode("utf-8", "replace")
+        ranks.hear(rest)
 
 
 def _pass_on(told, launcher, ranks, elsewhere):
