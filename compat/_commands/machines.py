@@ -73,11 +73,8 @@ def ip(arguments, prefix=()):
 def other_machine(number):
     """A process in namespaces of its own."""
     wait = "import socket, sys; socket.sethostname({!r}); print(flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        ["unshare", "--net", "--uts", sys.executable, "-c", wait.format(machine(number)[0])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    inside = ["unshare", "--net", "--uts", sys.executable, "-c", wait.format(machine(number)[0])]
+    process = subprocess.Popen(inside, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline()
     switch_on(number, process.pid)
     return process.pid
@@ -85,10 +82,14 @@ def other_machine(number):
 
 def run(machines, arguments, folder):
     """Make the machines, and run a command on the first. Returns its exit status."""
-    number_processes_from(os.environ["COMPAT_TESTING_HOSTS"])
-    lines = ["{1} {0}\n".format(*machine(number)) for number in range(1, machines + 1)]
+    # Open MPI names the files that ranks share after the host and a PID. Two commands that run at
+    # the same time, each on machines of its own, share the disk and must not share PIDs: those of
+    # this PID namespace count from that of the process outside it.
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:
+        file.write(os.environ["COMPAT_TESTING_HOSTS"])
+    lines = ["{1} {0}".format(*machine(number)) for number in range(1, machines + 1)]
     names = pathlib.Path(folder, "hosts")
-    names.write_text("127.0.0.1 localhost\n" + "".join(lines))
+    names.write_text("\n".join(["127.0.0.1 localhost"] + lines + [""]))
     subprocess.check_call(["mount", "--bind", str(names), "/etc/hosts"])
     socket.sethostname(machine(1)[0])
     switch_on(1)
@@ -107,25 +108,12 @@ def run(machines, arguments, folder):
     return status or bool(left)
 
 
-def number_processes_from(process):
-    """Number the processes of this PID namespace from that of a process outside it.
-
-    Open MPI names the files that ranks share after the host and a PID. Two commands that run at
-    the same time, each on machines of its own, share the disk and must not share PIDs.
-    """
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:
-        file.write(process)
-
-
 def survivors(known):
     """The command lines of all other processes, two seconds from now at the latest."""
     until = time.monotonic() + 2
     while True:
-        lines = [
-            " ".join(arguments).strip()  # empty while it is started
-            for number, arguments in processes()
-            if number not in known
-        ]
+        others = [arguments for number, arguments in processes() if number not in known]
+        lines = [" ".join(arguments).strip() for arguments in others]  # empty while it is started
         if not lines or time.monotonic() > until:
             return lines
         time.sleep(0.1)

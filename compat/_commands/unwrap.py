@@ -73,11 +73,7 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
     try:
         with progress.shown("unwrapping " + path), h5py.File(path, "r") as old:
             plan = _planned(path, old, config)
-            try:
-                safe_files.check_writable(output)
-            except OSError as error:
-                text = f"{output} cannot be written: {error.strerror}."
-                raise errors.ModelFileError(text) from error
+            _check_writable(output)
             with safe_files.written(output, os.stat(path)) as file:
                 with h5py.File(file.name, "w") as new:
                     _write(old, new, plan)
@@ -286,6 +282,13 @@ def _lines_up(state, weights):
 
 
 # Reading and writing --------------------------------------------------------------------------
+
+
+def _check_writable(path):
+    try:
+        safe_files.check_writable(path)
+    except OSError as error:
+        raise errors.ModelFileError(f"{path} cannot be written: {error.strerror}.") from error
 
 
 def _write(old, new, plan):

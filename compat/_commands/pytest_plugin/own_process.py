@@ -35,6 +35,7 @@ NOT_PASSED_ON = """
     stepwise_skip trace tx usepdb
 """.split()
 
+STREAMS = "stdout", "stderr"
 FAILS = "The process of this test {}.\n\n{}"
 
 
@@ -44,9 +45,8 @@ def run(item: Any, nextitem: Any) -> bool:
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = _reports(item)
     # Fixtures that tests before this one made, and no test after it uses, end now.
-    call = pytest.CallInfo.from_call(
-        lambda: item.session._setupstate.teardown_exact(nextitem), when="teardown"
-    )
+    end_fixtures = item.session._setupstate.teardown_exact
+    call = pytest.CallInfo.from_call(lambda: end_fixtures(nextitem), when="teardown")
     if call.excinfo is not None:
         reports.append(pytest.TestReport.from_item_and_call(item, call))
     for report in reports:
@@ -118,27 +118,22 @@ def _job(item, folder, configure):
         arguments += ["--basetemp", str(temporary.mktemp("own_process"))]
     # Files and options are those of this run already.
     arguments += ["-o", "addopts=", "-o", "log_file=", str(item.path)]
-    options = {
-        name: value
-        for name, value in vars(config.option).items()
-        if name not in NOT_PASSED_ON and _is_plain(value)
-    }
+    options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
+    for name in NOT_PASSED_ON:
+        options.pop(name, None)
     worker = getattr(config, "workerinput", {"workerid": "master", "workercount": 1})
     worker = {name: value for name, value in worker.items() if _is_plain(value)}
+    captures = config.getoption("capture", "fd") != "no"
     return {
         "arguments": arguments,
         "configure": configure,
         "options": options,
         "path": sys.path,
         "reports": str(folder / "reports"),
-        "streams": [] if config.getoption("capture", "fd") == "no" else _streams(folder),
+        "streams": [(name, str(folder / name)) for name in (STREAMS if captures else ())],
         "test": item.nodeid.partition("::")[2],
         "workerinput": dict(worker, compat=True),
     }
-
-
-def _streams(folder):
-    return [(name, str(folder / name)) for name in ("stdout", "stderr")]
 
 
 def _run_child(item, job, folder, timeout):
@@ -149,15 +144,14 @@ def _run_child(item, job, folder, timeout):
     environ.pop("PYTEST_ADDOPTS", None)
     environ.setdefault("PYTHONIOENCODING", "utf-8")
     command = by_path.command("_commands.pytest_plugin.child") + [str(path)]
+    folder_of_run = str(item.config.invocation_params.dir)
     command.insert(1, "-u")  # what is printed is there, however the process ends
     options: Dict[str, Any] = {"stdin": subprocess.DEVNULL} if job["streams"] else {}
     # In a group of its own, so that what it has started ends with it.
     options.update(start_new_session=True, preexec_fn=dies_with_this_process())
     with contextlib.ExitStack() as stack:
         options.update((n, stack.enter_context(open(p, "ab"))) for n, p in job["streams"])
-        process = subprocess.Popen(
-            command, cwd=str(item.config.invocation_params.dir), env=environ, **options
-        )
+        process = subprocess.Popen(command, cwd=folder_of_run, env=environ, **options)
     try:
         status = process.wait(timeout)
     except BaseException as error:
@@ -205,9 +199,9 @@ def _content(path):
 def _pass_on(item, warning, when, location):
     """Have a warning shown at the end, as pytest does with those of this process."""
     module, name, text, *place = warning
-    kind = getattr(builtins, name, None) if module == "builtins" else None
-    if kind is None:  # whose module need not be imported here
-        kind = type(name, (Warning,), {"__module__": module})
+    kind = type(name, (Warning,), {"__module__": module})  # which need not be imported here
+    if module == "builtins":
+        kind = getattr(builtins, name)
     message = warnings.WarningMessage(kind(text), kind, *place)
     location = location and tuple(location)
     told = dict(warning_message=message, when=when, nodeid=item.nodeid, location=location)
@@ -216,7 +210,7 @@ def _pass_on(item, warning, when, location):
 
 def _output(folder: pathlib.Path) -> str:
     """All that the process printed, for a person."""
-    texts = [(name, _content(folder / name).rstrip()) for name in ("stdout", "stderr")]
+    texts = [(name, _content(folder / name).rstrip()) for name in STREAMS]
     told = [f"Its {name}:\n{text}\n" for name, text in texts if text]
     return "\n".join(told) or "It printed nothing.\n"
 

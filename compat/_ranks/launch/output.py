@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, List, Optional, Set, Tuple
 
 from ... import errors
 from ..._runtime import safe_files
@@ -71,9 +71,7 @@ class Output:
         self.logs = logs
         self.lines = Lines()
         # The last lines of each rank that were not shown, and what is unfinished.
-        self.tails: Dict[int, Any] = collections.defaultdict(
-            lambda: collections.deque([""], TAIL + 1)
-        )
+        self.tails: Any = collections.defaultdict(lambda: collections.deque([""], TAIL + 1))
 
     def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
         """Show what a rank has printed, the rank in front of each line."""

@@ -39,8 +39,8 @@ _UNSHOWN = 0.1
 _KEPT = 10000
 # And so many wait at most for the end of their line.
 _WAITING = 1000000
-# Signals that are passed on to the script.
-_PASSED_ON = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+# Signals that are passed on to ranks, and to their scripts.
+PASSED_ON = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # How long a rank that was told to end may take.
 _GRACE = 5.0
 # How long a rank that only lost others delays its own end, so that theirs are reported first. One
@@ -174,7 +174,7 @@ class _Rank:
     def run_with(self, command: List[str], environ: Dict[str, str]) -> int:
         # Before there are handlers, signals would end this process, and the script with it, but
         # not what the script may have started by then.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         try:
             process = started(command, environ, subprocess.PIPE, mask)
 
@@ -188,7 +188,7 @@ class _Rank:
                 self.interrupted = True
                 process.send_signal(signal.SIGINT)
 
-            for number in _PASSED_ON:
+            for number in PASSED_ON:
                 signal.signal(number, interrupt if number == signal.SIGINT else terminate)
             self.script = process.pid
             self.send(START, "{} {}".format(os.getpid(), self.script))

@@ -41,11 +41,8 @@ def launcher(job: "_ranks.Job", *options: str) -> List[str]:
 
 def exported(environ: Mapping[str, str]) -> Dict[str, str]:
     """The variables that ranks on other machines are to have, too."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _OWN and not name.startswith(_OWN_PREFIXES)
-    }
+    names = set(environ) - _OWN
+    return {name: environ[name] for name in names if not name.startswith(_OWN_PREFIXES)}
 
 
 # All machines ---------------------------------------------------------------------------------
@@ -94,10 +91,8 @@ def _places(machines, ports, cluster):
         ports: one for each rank of a cluster; otherwise that of the rendezvous, in a list.
     """
     size = sum(slots for _, slots in machines)
-    hosts = [host for host, slots in machines for _ in range(slots)]
-    addresses = [
-        f"{_ranks.host_address(host or '127.0.0.1')}:{port}" for host, port in zip(hosts, ports)
-    ]
+    hosts = [host or "127.0.0.1" for host, slots in machines for _ in range(slots)]
+    addresses = [f"{_ranks.host_address(host)}:{port}" for host, port in zip(hosts, ports)]
     names = "COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"
     ranks = itertools.count()
     for _, slots in machines:
@@ -162,10 +157,8 @@ def start_here() -> int:
     os.chdir(task["directory"])
     os.environ.update(task["environ"])
     options: Any = {"stdin": subprocess.DEVNULL, "preexec_fn": dies_with_this_process()}
-    processes = [
-        subprocess.Popen(task["command"], env=dict(os.environ, **place), **options)
-        for place in task["ranks"]
-    ]
+    environs = [dict(os.environ, **place) for place in task["ranks"]]
+    processes = [subprocess.Popen(task["command"], env=each, **options) for each in environs]
     try:
         status = _watch(processes, told)
         for place, process in zip(task["ranks"], processes):

@@ -159,8 +159,8 @@ class WatchedRanks:
         if not blame.status or blame.terminated:  # those that waited for it know what for
             shown = next((end for end in self.ended if end.lost or end.aborted), blame)
         if shown is not blame and shown.aborted:
-            said = _rank_ended(shown, self.size)
-            report.append("compat run: then {}; the others were ended.".format(said))
+            said = f"compat run: then {_rank_ended(shown, self.size)}; the others were ended."
+            report.append(said)
         report += sum(map(self.output.dropped, sorted({blame.rank, shown.rank})), [])
         output.say("\n".join(report + (shown.traceback or [])).rstrip("\n"))
         return shown.status or status or 1
@@ -187,11 +187,8 @@ def launch(
     """
     told: List[int] = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
-    before = {
-        number: signal.signal(number, lambda number, frame: told.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
+    numbers = [n for n in rank_process.PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, lambda number, frame: told.append(number)) for n in numbers}
     have_started = False  # all ranks, once: the launcher can
     try:
         for restart in itertools.count():
@@ -291,7 +288,7 @@ def _pass_on(told, launcher, ranks, elsewhere):
         return rank_process.INTERRUPT_GRACE
     if len(told) < 3:
         name = signal.Signals(told[-1]).name
-        output.say("compat run: told to end by {}; the ranks are ended.".format(name))
+        output.say(f"compat run: told to end by {name}; the ranks are ended.")
         launcher.terminate()
         return GRACE
     _kill(-launcher.pid, signal.SIGKILL)
