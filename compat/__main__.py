@@ -76,12 +76,8 @@ def _open_standard_streams():
 def _parser(arguments):
     """Takes the options of the commands that are among the arguments."""
     text = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        prog="compat",
-        description="GPUs and several devices for every Keras backend.",
-        epilog=__doc__,
-        formatter_class=text,
-    )
+    parser = argparse.ArgumentParser(prog="compat", epilog=__doc__, formatter_class=text)
+    parser.description = "GPUs and several devices for every Keras backend."
     parser.add_argument("--version", action="version", version="compat " + __version__)
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, told in COMMANDS.items():

@@ -10,10 +10,10 @@ import pytest
 from conftest import ROOT, refusal
 from outcomes import ended
 from test_main import refused
+from test_run import prepared
 
 from compat import _ranks, errors
 from compat._commands import machines
-from compat._commands import run as run_command
 from compat._ranks.launch import rank_process, starter, watching
 from compat._runtime import by_path
 
@@ -99,12 +99,12 @@ def test_launchers_that_take_no_users():
 def test_gpus_are_chosen_on_each_machine(toy):
     environ = {"CUDA_VISIBLE_DEVICES": "3"}
     for gpus in (None, "0,1", "cpu"):
-        _, _, started, lines = run_command.prepare(gpus, "toy", None, environ, 2, "a,b")
+        _, _, started, lines = prepared(gpus, "toy", None, environ, 2, "a,b")
         assert started["CUDA_VISIBLE_DEVICES"] == "3"
         assert started.get("COMPAT_GPUS") == gpus
         assert lines[0] == "toy (--backend toy was asked for), on a,b"
     with pytest.raises(errors.InvalidArgumentError, match="idle GPUs cannot be found on other"):
-        run_command.prepare("free:2", "toy", None, environ, 2, "a,b")
+        prepared("free:2", "toy", None, environ, 2, "a,b")
 
 
 def test_a_rank_sees_the_gpus_that_were_asked_for_on_its_machine():

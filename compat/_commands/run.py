@@ -70,18 +70,18 @@ def add_options(parser):
 _OF_SCRIPTS = {"--help", "--hosts", "--gpus", "--backend", "--timeout", "--quiet"}
 
 
-def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
+def prepare(options, environ):
     """What a script is to be started with.
 
     Arguments:
-        gpus: in the forms of ``configure_gpu(gpus=)``, as a text; None for all visible ones.
-        backend: its name; None for the one that Keras would use.
-        python: another interpreter, by its path or name; compat need not be installed there,
-            and ``backend`` or ``KERAS_BACKEND`` must tell the backend.
+        options: those of the command line. ``gpus``: in the forms of ``configure_gpu(gpus=)``, as a
+            text; None for all visible ones. ``backend``: its name; None for the one that Keras
+            would use. ``python``: another interpreter, by its path or name; compat need not be
+            installed there, and ``backend`` or ``KERAS_BACKEND`` must tell the backend. ``ranks``:
+            as how many ranks. Several see all the GPUs, and each takes its own; one sees its own
+            only. None: the script alone, with all of them. ``hosts``: the machines that run them,
+            where GPUs are looked for only there; None: this one.
         environ: the environment as it is.
-        ranks: as how many ranks. Several see all the GPUs, and each takes its own; one sees its
-            own only. None: the script alone, with all of them.
-        hosts: the machines that run them, where GPUs are looked for only there; None: this one.
 
     Returns:
         The backend, the interpreter, the script's environment, and lines that tell what was
@@ -92,6 +92,7 @@ def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
         PythonNotFoundError: there is no such interpreter.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
+    gpus, python, hosts = options.gpus, options.python, options.hosts
     try:
         selection = gpu_selection.parse_gpus(gpus)
     except errors.InvalidArgumentError as error:
@@ -100,7 +101,7 @@ def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
         ) from None
     if python is None:
         interpreter = sys.executable
-        chosen, reason = detection.choose(backend, environ, typed=True)
+        chosen, reason = detection.choose(options.backend, environ, typed=True)
         variables = dict(detection.keras_variable(chosen, environ))
     else:
         interpreter = shutil.which(os.path.expanduser(python))
@@ -109,10 +110,10 @@ def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
                 f"--python={python}: there is no such program. Give the path of an interpreter, "
                 "or a name that is on the PATH, such as python2.7."
             )
-        chosen, reason = detection.foreseen(backend, environ, interpreter)
+        chosen, reason = detection.foreseen(options.backend, environ, interpreter)
         variables = {"KERAS_BACKEND": chosen.framework}
     if hosts is None:
-        where, ours, notes = _of_this_machine(chosen, selection, gpus, environ, ranks)
+        where, ours, notes = _of_this_machine(chosen, selection, options, environ)
         variables.update(ours)
     else:
         where, notes = "on " + hosts, []
@@ -136,8 +137,9 @@ def prepare(gpus, backend, python, environ, ranks=None, hosts=None):
     return chosen, interpreter, started, lines + notes
 
 
-def _of_this_machine(chosen, selection, gpus, environ, ranks):
+def _of_this_machine(chosen, selection, options, environ):
     """The devices that are chosen here, as a text; the variables that choose them; and notes."""
+    gpus, ranks = options.gpus, options.ranks
     if ranks == 1:
         place = Place(0, 1, 0, 1, "compat run")
         devices = device_choice.choose_for_rank(selection, environ, place)
@@ -192,17 +194,15 @@ def execute(options: Namespace) -> int:
     script = scripts.of(options)
     if not script:
         options.parser.error("a script is needed, or -m and a module")
-    ranks, hosts = _ranks_of(options)
-    files = _files_of(options, ranks)
+    ranks, hosts = options.ranks, options.hosts = _ranks_of(options)
+    files = _files_of(options)
     report_json, report_html, timeline = files
     report = options.report or any(files)
-    _check_there_are_ranks(ranks, options)
+    _check_there_are_ranks(options)
     # Another interpreter may be one in a container, with files of its own.
     there = options.python is not None or script[0] == "-" or os.path.exists(script[0])
     scripts.check(script, there)
-    chosen, interpreter, environ, lines = prepare(
-        options.gpus, options.backend, options.python, _asked(options, ranks), ranks, hosts
-    )
+    chosen, interpreter, environ, lines = prepare(options, _asked(options))
     if timeline is not None and type(chosen).profiled is Backend.profiled:
         chosen.profiled()  # an error: it has none
     if options.simulate is not None:
@@ -258,7 +258,7 @@ def _ranks_of(options):
     return ranks_on(options.hosts, options.ranks)
 
 
-def _files_of(options, ranks):
+def _files_of(options):
     """The files of a report and of a timeline, which can be written; None: no file."""
     files = []
     for option in ("--report-json", "--report-html", "--timeline"):
@@ -270,7 +270,7 @@ def _files_of(options, ranks):
             raise errors.not_writable(f"{option} {path}", error) from error
         files.append(path and os.path.abspath(path))  # the script may change its folder
     timeline = files[-1]
-    if timeline and ranks not in (None, 1) and not safe_files.is_replaced(timeline):
+    if timeline and options.ranks not in (None, 1) and not safe_files.is_replaced(timeline):
         raise errors.InvalidArgumentError(
             f"--timeline {timeline}: each rank writes a file of its own, with its number in the "
             "name, and this is no regular file. Name one."
@@ -278,14 +278,14 @@ def _files_of(options, ranks):
     return files
 
 
-def _asked(options, ranks):
+def _asked(options):
     """The environment, and what options say in variables."""
     asked = dict(os.environ)
     if options.timeout is not None:
         asked["COMPAT_TIMEOUT"] = options.timeout
     if options.simulate is not None:
         asked["COMPAT_SIMULATE"] = str(options.simulate)
-    if ranks is not None and ranks > 1:
+    if options.ranks not in (None, 1):
         asked.pop("COMPAT_ALONE", None)  # several are asked for just now
         asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
     _ranks.timeout(asked, "COMPAT_TIMEOUT" if options.timeout is None else "--timeout")
@@ -303,12 +303,12 @@ def _misplaced(script, parser):
     ]
 
 
-def _check_there_are_ranks(ranks, options):
+def _check_there_are_ranks(options):
     """Refuse options that only ranks can have. (What rank 0 prints, a script alone does, too.)"""
     given = {"--log-dir": options.log_dir is not None, "--max-restarts": options.max_restarts}
-    given["--quiet"] = options.quiet and ranks is None
+    given["--quiet"] = options.quiet and options.ranks is None
     for option in given:
-        if given[option] and ranks in (None, 1):
+        if given[option] and options.ranks in (None, 1):
             raise errors.InvalidArgumentError(
                 f"{option} is for a script that runs as several ranks, and this one runs alone. "
                 f"Add -n with 2 or more, or --hosts, or leave {option} out."

@@ -311,15 +311,9 @@ def started(command: List[str], environ: Mapping[str, str], stderr: int, mask: A
 
     In a group of its own, by which to find what it starts. ``mask`` as ``dies_with_this_process``.
     """
-    return subprocess.Popen(
-        command,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=stderr,
-        start_new_session=True,
-        preexec_fn=dies_with_this_process(mask),
-    )
+    options: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
+    options.update(start_new_session=True, preexec_fn=dies_with_this_process(mask))
+    return subprocess.Popen(command, env=environ, **options)
 
 
 def main(command: List[str]) -> int:

@@ -14,7 +14,7 @@ import select
 import signal
 import subprocess
 import time
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 from ... import errors
 from ..._runtime import progress
@@ -24,7 +24,7 @@ from . import output, rank_process
 GRACE = 15.0
 
 
-class Ended:
+class Ended(NamedTuple):
     """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
 
     ``lost``: only since another rank was not there, or which ones were not: "ranks 4 and 5";
@@ -33,17 +33,17 @@ class Ended:
     ``report``: what it has left for ``compat run --report``.
     """
 
-    def __init__(
-        self, rank, status, traceback, lost=False, terminated=False, recurs=False, report=None
-    ):
-        self.rank = rank
-        self.status = status
-        self.traceback = traceback
-        self.lost = lost
-        self.terminated = terminated
-        self.recurs = recurs
-        self.report = report
-        self.aborted = status == 128 + signal.SIGABRT and not traceback
+    rank: int
+    status: int
+    traceback: List[str]
+    lost: Union[bool, str] = False
+    terminated: bool = False
+    recurs: bool = False
+    report: Any = None
+
+    @property
+    def aborted(self) -> bool:
+        return self.status == 128 + signal.SIGABRT and not self.traceback
 
 
 def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
@@ -111,7 +111,7 @@ class WatchedRanks:
             end = Ended(rank, **json.loads(text))
             # An engine may end a rank by a signal when another has given up.
             if end.status > 128 and any(earlier.lost for earlier in self.ended):
-                end.terminated = True
+                end = end._replace(terminated=True)
             self.ended.append(end)
 
     def failure(self, status: int) -> Optional[str]:
@@ -123,7 +123,7 @@ class WatchedRanks:
         blame = root_cause(self.ended, status)
         if blame is not None:
             if blame.lost is True and self.silent():  # it could not know which
-                blame.lost = errors.numbered_ranks(self.silent())
+                blame = blame._replace(lost=errors.numbered_ranks(self.silent()))
             return _rank_ended(blame, self.size)
         return "the launcher ended with exit status {}".format(status) if status else None
 
@@ -162,13 +162,11 @@ class WatchedRanks:
             said = f"compat run: then {_rank_ended(shown, self.size)}; the others were ended."
             report.append(said)
         report += sum(map(self.output.dropped, sorted({blame.rank, shown.rank})), [])
-        output.say("\n".join(report + (shown.traceback or [])).rstrip("\n"))
+        output.say("\n".join(report + shown.traceback).rstrip("\n"))
         return shown.status or status or 1
 
 
-def launch(
-    command, environ, size, elsewhere=False, quiet=False, logs=None, max_restarts=0
-) -> Tuple[int, Dict[int, Any]]:
+def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_restarts=0):
     """Run a launcher to its end.
 
     A signal that tells this process to end is passed on to the ranks.
