@@ -22,7 +22,7 @@ from test_main import refused
 
 from compat import errors
 from compat._ranks.launch import output, rank_process, watching
-from compat._ranks.launch.watching import Ended
+from compat._ranks.launch.rank_process import Ended
 from compat._ranks.place import Place
 from compat._runtime import by_path
 
@@ -127,8 +127,7 @@ def test_long_lines_of_two_ranks_are_not_mixed(capsys, monkeypatch):
         rank, messages = rank_process._Rank(number), []
         monkeypatch.setattr(os, "write", lambda _, data, to=messages: to.append(data))
         rank.send(rank_process.OUT, str(number) * 2500)
-        record = {"status": 1, "traceback": [str(number) * 2500]}
-        rank.send(rank_process.END, json.dumps(record))
+        rank.send(rank_process.END, json.dumps(Ended(number, 1, [str(number) * 2500])))
         sent[number] = messages
     monkeypatch.undo()
     ranks = watching.WatchedRanks(2)

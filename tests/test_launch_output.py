@@ -12,7 +12,7 @@ from conftest import refusal
 
 from compat import errors
 from compat._ranks.launch import output, rank_process, watching
-from compat._ranks.launch.watching import Ended
+from compat._ranks.launch.rank_process import Ended
 
 job, finished = test_launch.job, test_launch.finished  # fixtures
 

@@ -5,6 +5,8 @@ of a bug needs. Configures nothing, imports no framework and initialises no GPU.
 
 exit status: 0 all is well, 1 something is wrong (see the last lines of the report)."""
 
+import json
+
 from .. import environment
 
 
@@ -13,8 +15,6 @@ def add_options(parser):
 
 
 def execute(arguments):
-    import json  # for start-up time
-
     found = environment()
     print(json.dumps(found, indent=2) if arguments.json else found)
     return 1 if found["problems"] else 0

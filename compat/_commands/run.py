@@ -194,7 +194,14 @@ def execute(options: Namespace) -> int:
     script = scripts.of(options)
     if not script:
         options.parser.error("a script is needed, or -m and a module")
-    ranks, hosts = options.ranks, options.hosts = _ranks_of(options)
+    if options.ranks is not None and options.ranks < 1:
+        raise errors.InvalidArgumentError(
+            f"-n {options.ranks} is not understood. Use the number of processes to start, 1 or "
+            "more."
+        )
+    if options.hosts is not None:
+        options.ranks, options.hosts = ranks_on(options.hosts, options.ranks)
+    ranks, hosts = options.ranks, options.hosts
     files = _files_of(options)
     report_json, report_html, timeline = files
     report = options.report or any(files)
@@ -244,18 +251,6 @@ def execute(options: Namespace) -> int:
         found = reporting.joined(list(reports.values()), absent)
         reported_script.tell(found, report_json, report_html)
     return status
-
-
-def _ranks_of(options):
-    """How many ranks are asked for, and the machines that run them; None where nothing says so."""
-    if options.ranks is not None and options.ranks < 1:
-        raise errors.InvalidArgumentError(
-            f"-n {options.ranks} is not understood. Use the number of processes to start, 1 or "
-            "more."
-        )
-    if options.hosts is None:
-        return options.ranks, None
-    return ranks_on(options.hosts, options.ranks)
 
 
 def _files_of(options):

@@ -10,11 +10,12 @@ exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong ar
 backend."""
 
 import contextlib
+import json
 import os
 import sys
 
 from .. import errors
-from . import QUIET, number, ranks, scripts
+from . import QUIET, number, ranks, scripts, selftest, verify_script
 
 USAGE = "compat test [options]\n       " + scripts.usage("test")
 
@@ -50,8 +51,6 @@ def execute(arguments):
     if arguments.hosts is not None and arguments.ranks == 0:
         arguments.parser.error("argument --hosts: not with -n 0, which asks for no ranks")
     asked = arguments.devices, arguments.backend
-    from . import selftest, verify_script  # for start-up time
-
     with contextlib.ExitStack() as stack:
         outcome = stack.enter_context(_printed()) if arguments.json else None
         if not script:
@@ -68,29 +67,19 @@ def _printed():
         The outcome, to be filled: "same" stays None where nothing could be compared, and "error"
         gets the text of the error that is the reason.
     """
-    import json  # for start-up time
-
     outcome = {"same": None, "error": None}  # type: dict
-    try:
-        with _stdout_on_stderr():
-            yield outcome
-    except errors.CompatError as error:
-        outcome["error"] = str(error)
-        raise
-    finally:
-        # JSON has neither NaN nor infinity: None in place of them.
-        finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
-        print(json.dumps(finite, indent=2, allow_nan=False), flush=True)
-
-
-@contextlib.contextmanager
-def _stdout_on_stderr():
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
         os.dup2(2, 1)  # what libraries and other processes print
         with contextlib.redirect_stdout(sys.stderr):
-            yield
+            yield outcome
+    except errors.CompatError as error:
+        outcome["error"] = str(error)
+        raise
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+        # JSON has neither NaN nor infinity: None in place of them.
+        finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
+        print(json.dumps(finite, indent=2, allow_nan=False), flush=True)

@@ -90,8 +90,7 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
 def _check(path):
     """That the file is HDF5, in words that tell what else it is."""
     if os.path.isdir(path):
-        is_saved_model = os.path.exists(os.path.join(path, "saved_model.pb"))
-        kind = ", such as a SavedModel" * is_saved_model
+        kind = ", such as a SavedModel" * os.path.exists(os.path.join(path, "saved_model.pb"))
         raise errors.ModelFileError(
             f"{path} is a folder{kind}. compat unwrap takes an HDF5 file, from model.save() or "
             "model.save_weights() with a name that ends in .h5."
@@ -100,8 +99,7 @@ def _check(path):
         with open(path, "rb", opener=safe_files.plain) as file:
             start = file.read(8)
     except OSError as error:
-        what = error.strerror or error
-        raise errors.ModelFileError(f"{path} cannot be read: {what}.") from error
+        raise errors.ModelFileError(f"{path} cannot be read: {error.strerror or error}.") from error
     if start == b"\x89HDF\r\n\x1a\n":
         return
     if zipfile.is_zipfile(path):
@@ -271,11 +269,9 @@ def _lines_up(state, weights):
     use has the shape (1,) for each weight.
     """
     for trained in range(len(weights), 0, -1):
-        once = collections.Counter(weights[:trained])
-        rest = collections.Counter(state)
+        once, rest = collections.Counter(weights[:trained]), collections.Counter(state)
         times = min(rest[shape] // number for shape, number in once.items())
-        for shape, number in once.items():
-            rest[shape] -= times * number
+        rest.subtract({shape: times * number for shape, number in once.items()})
         if times and not any(number for shape, number in rest.items() if shape not in ((), (1,))):
             return True
     return all(shape == () for shape in state)

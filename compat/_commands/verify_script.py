@@ -2,9 +2,10 @@
 
 import json
 import os
+import pathlib
 import sys
 import tempfile
-from typing import Optional
+from typing import Any, List, Optional
 
 from .. import _verification, errors
 from .._configuration import detection
@@ -64,7 +65,8 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
     if other:
         output.say("compat test: " + errors.shadowed(name, other))
     outcome.update(backend=chosen.name, script=name, ranks=None)
-    with tempfile.TemporaryDirectory(prefix="compat-test-") as folder:
+    with tempfile.TemporaryDirectory(prefix="compat-test-") as path:
+        folder = pathlib.Path(path)
         lines = _on_replicas(script, environ, chosen, devices, outcome, folder)
         ranks = RANKS if ranks is None else ranks
         if ranks and has_ranks:
@@ -80,10 +82,10 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
     """The lines of the verdict on simulated devices."""
     told = f"{outcome['script']} on {devices} simulated devices"
     output.say(f"compat test: {told} ({chosen.name})")
-    environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=folder)
+    environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=str(folder))
     status = watched_command.call([sys.executable] + script, environ, "running " + told)
-    reports = [_read(os.path.join(folder, each)) for each in sorted(os.listdir(folder))]
-    records = [record for report in reports for record in report]
+    reports = [json.loads(each.read_text("utf-8")) for each in sorted(folder.iterdir())]
+    records: List[Any] = sum(reports, [])
     script_name = os.path.basename(outcome["script"])
     lines = [f"compat test: {script_name} on {devices} simulated devices of {chosen.name}", ""]
     lines += sum(map(_verification.shown, records), [])
@@ -109,10 +111,10 @@ def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
     output.say("compat test: " + told)
     command = by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
-    path = os.path.join(folder, "ranks.json")
-    command += ["--report-json", path] + script
+    report = folder / "ranks.json"
+    command += ["--report-json", str(report)] + script
     status = watched_command.call(command, environ, "running " + told)
-    compared = os.path.exists(path) and _read(path)["comparisons"]
+    compared = report.exists() and json.loads(report.read_text("utf-8"))["comparisons"]
     # A script that ends like this on simulated devices, too, does so for a reason of its own.
     is_own = status == outcome["simulated"]["status"] != 0
     same = not status if compared and not is_own else None
@@ -123,8 +125,3 @@ def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
     elif not compared:
         said = "all ended well, but nothing was compared: they trained no model together."
     return f"As {ranks} ranks{where}: {said}"
-
-
-def _read(path):
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)

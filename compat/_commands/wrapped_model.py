@@ -4,6 +4,7 @@ Works on what Keras writes, configurations and names of weights. Nothing of it i
 """
 
 import collections
+import itertools
 import re
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
@@ -207,12 +208,13 @@ def groups_by_names(weights: List[str], model: str) -> List[Tuple[str, List[str]
     return list(groups.items())
 
 
+# What Bidirectional, and the cells of recurrent layers, add to their names.
+_WITHIN_LAYER = re.compile(r"^(forward|backward)_|_cells?(_\d+)?$")
+
+
 def _layer_of(weight, model):
     scope = weight.split("/")[:-1]
     if len(scope) > 1 and scope[0] == model:  # a Sequential that was built when it was called
         del scope[0]
-    for index in range(1, len(scope)):
-        if re.search(r"^(forward|backward)_|_cells?(_\d+)?$", scope[index]):
-            del scope[index:]
-            break
-    return "/".join(scope) or None
+    named = itertools.takewhile(lambda part: not _WITHIN_LAYER.search(part), scope[1:])
+    return "/".join([*scope[:1], *named]) or None

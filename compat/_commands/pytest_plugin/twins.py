@@ -183,9 +183,8 @@ class Twins:
 
     def _text(self, what, lines):
         record = self._verification.record
-        shown = _verification.shown(record.as_dict())[1:]
         lines = [f"model {record.model!r} {what}"] + ["  " + line for line in lines]
-        return "\n".join(lines + shown)
+        return "\n".join(lines + _verification.shown(record.as_dict())[1:])
 
 
 def _refused(build, gives):

@@ -135,8 +135,7 @@ class Logs:
             if isinstance(error, BlockingIOError):
                 problem = "another job is writing there"
                 advice = "Name another folder, or start this job when that one has ended."
-            problem = f"--log-dir {folder}: {problem}. {advice}"
-            raise errors.InvalidArgumentError(problem) from error
+            raise errors.InvalidArgumentError(f"--log-dir {folder}: {problem}. {advice}") from error
 
     def begin(self, restart: int) -> None:
         """Begin a start of the job with a line in each file."""

@@ -16,14 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Union
 
 from ... import _ranks
 
 # Characters that no program prints by chance: ASCII's record and unit separators.
 BEGIN, BETWEEN = "\x1e", "\x1f"
 # Kinds: the rank has started, with the numbers of this process and of the script's; a line of
-# standard output, of standard error; how the rank ended, as ``watching.Ended`` has it.
+# standard output, of standard error; how the rank ended, the values of an ``Ended``.
 START, OUT, ERR, END = "start", "out", "err", "end"
 # Names the file in which a rank leaves what ``compat run --report`` tells of it.
 REPORT_VARIABLE = "COMPAT_REPORT"
@@ -73,6 +73,28 @@ def decode(line: str) -> Optional[List[str]]:
     """The rank, kind, mark and text of a message, or None: the launcher's own words."""
     message = line.partition(BEGIN)[2].split(BETWEEN, 3)  # launchers may put something in front
     return message if len(message) == 4 and message[0].isdecimal() else None
+
+
+class Ended(NamedTuple):
+    """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
+
+    ``lost``: only since another rank was not there, or which ones were not: "ranks 4 and 5";
+    ``terminated``: since the launcher said so; ``aborted``: by the framework's own code, without a
+    traceback. ``recurs``: since the script cannot run, which another start would not change.
+    ``report``: what it has left for ``compat run --report``.
+    """
+
+    rank: int
+    status: int
+    traceback: List[str]
+    lost: Union[bool, str] = False
+    terminated: bool = False
+    recurs: bool = False
+    report: Any = None
+
+    @property
+    def aborted(self) -> bool:
+        return self.status == 128 + signal.SIGABRT and not self.traceback
 
 
 class Traceback:
@@ -232,15 +254,10 @@ class _Rank:
         lines = self.traceback.lines if status else []
         lost = next(filter(None, map(_LOST.match, lines)), None)
         last = lines[-1] if lines else self.traceback.last_line
-        record = {
-            "status": status,
-            "terminated": self.terminated,
-            "lost": lost and (lost.group(1) or True),
-            "recurs": status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last))),
-            "traceback": lines,
-            "report": report,
-        }
-        self.send(END, json.dumps(record))
+        recurs = status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last)))
+        others = lost is not None and (lost.group(1) or True)
+        ended = Ended(self.rank, status, lines, others, self.terminated, recurs, report)
+        self.send(END, json.dumps(ended))
         if status or self.terminated or self.interrupted:
             _end_group(self.script)
         if lost and not self.terminated:

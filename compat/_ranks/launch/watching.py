@@ -14,36 +14,15 @@ import select
 import signal
 import subprocess
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple
 
 from ... import errors
 from ..._runtime import progress
 from . import output, rank_process
+from .rank_process import Ended
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
 GRACE = 15.0
-
-
-class Ended(NamedTuple):
-    """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
-
-    ``lost``: only since another rank was not there, or which ones were not: "ranks 4 and 5";
-    ``terminated``: since the launcher said so; ``aborted``: by the framework's own code, without a
-    traceback. ``recurs``: since the script cannot run, which another start would not change.
-    ``report``: what it has left for ``compat run --report``.
-    """
-
-    rank: int
-    status: int
-    traceback: List[str]
-    lost: Union[bool, str] = False
-    terminated: bool = False
-    recurs: bool = False
-    report: Any = None
-
-    @property
-    def aborted(self) -> bool:
-        return self.status == 128 + signal.SIGABRT and not self.traceback
 
 
 def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
@@ -108,7 +87,7 @@ class WatchedRanks:
             self.is_starting = False
             self.output.add(rank, kind, text, mark == rank_process.UNFINISHED)
         elif kind == rank_process.END:
-            end = Ended(rank, **json.loads(text))
+            end = Ended(*json.loads(text))
             # An engine may end a rank by a signal when another has given up.
             if end.status > 128 and any(earlier.lost for earlier in self.ended):
                 end = end._replace(terminated=True)
