@@ -15,8 +15,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from argparse import Namespace
-from typing import List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 from .. import _ranks, errors
 from .._configuration import detection, device_choice, gpu_selection, idle
@@ -176,7 +175,7 @@ def ranks_on(hosts: str, ranks: Optional[int]) -> Tuple[int, str]:
     return ranks, hosts
 
 
-def execute(options: Namespace) -> int:
+def execute(options: Any) -> int:
     """Become the script, or start it as several ranks.
 
     Alone its output, its signals and its exit status are its own. Of several ranks the output

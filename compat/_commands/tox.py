@@ -96,25 +96,19 @@ def execute(arguments):
     return 0
 
 
-# What tox reads, in its order, and what in there is for tox.
-_CONFIGURATIONS = {
-    "tox.ini": "",
-    "setup.cfg": r"^\[tox:tox\]",
-    "pyproject.toml": r"^\[tool\.tox[].]",
-    "tox.toml": "",
-    "toxfile.py": "",
-}
+# What tox reads, in its order; and what in there is for tox, where not all of it is.
+_CONFIGURATIONS = "tox.ini", "setup.cfg", "pyproject.toml", "tox.toml", "toxfile.py"
+_SECTIONS = {"setup.cfg": r"^\[tox:tox\]", "pyproject.toml": r"^\[tool\.tox[].]"}
 
 
 def _own_configuration(folder):
     """The file with a configuration of tox that is not written by this command, or None."""
-    for name, configures in _CONFIGURATIONS.items():
-        text = python_requires.text_of(folder, name)
-        is_there = text is not None or os.path.lexists(os.path.join(folder, name))
-        text = text or ""
-        is_of_tox = is_there and re.search(configures, text, re.MULTILINE)
-        if is_of_tox and "`compat tox` of" not in text[:500]:
-            return name
+    for name in _CONFIGURATIONS:
+        if os.path.lexists(os.path.join(folder, name)):
+            text = python_requires.text_of(folder, name) or ""  # of a FIFO, for example
+            is_for_tox = re.search(_SECTIONS.get(name, ""), text, re.MULTILINE)
+            if is_for_tox and "`compat tox` of" not in text[:500]:
+                return name
     return None
 
 

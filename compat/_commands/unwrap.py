@@ -9,7 +9,6 @@ exit status: 0 written, 2 it could not be."""
 # With h5py alone: no framework is imported, no layer is made, and no code in the file (Lambda
 # layers have some) is looked at.
 
-import argparse
 import collections
 import json
 import os
@@ -21,7 +20,7 @@ from .._runtime import progress, safe_files
 from . import QUIET, hdf5_names, wrapped_model
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser):
     parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
     told = "the new file (default: old.unwrapped.h5 beside old.h5; name the old file to replace it)"
     parser.add_argument("-o", dest="output", metavar="FILE", help=told)

@@ -140,9 +140,8 @@ def _run_child(item, job, folder, timeout):
     """Run the process; how it ended, as a phrase, where that was not well; else None."""
     path = folder / "job"
     path.write_text(json.dumps(job), encoding="utf-8")
-    environ = dict(os.environ)
+    environ = dict({"PYTHONIOENCODING": "utf-8"}, **os.environ)
     environ.pop("PYTEST_ADDOPTS", None)
-    environ.setdefault("PYTHONIOENCODING", "utf-8")
     command = by_path.command("_commands.pytest_plugin.child") + [str(path)]
     folder_of_run = str(item.config.invocation_params.dir)
     command.insert(1, "-u")  # what is printed is there, however the process ends

@@ -56,7 +56,7 @@ def start(where: str, cluster: bool, command: Sequence[str]) -> int:
         cluster: tell each rank the addresses of all ranks, which TensorFlow's workers need.
         command: what to start in each rank.
     """
-    machines = [(None, int(where))] if where.isdigit() else _ranks.parse_hosts(where)
+    machines = [("127.0.0.1", int(where))] if where.isdigit() else _ranks.parse_hosts(where)
     task = {"command": command, "directory": os.getcwd(), "environ": exported(os.environ)}
     agents: List[Any] = []
     size = sum(slots for _, slots in machines)
@@ -91,7 +91,7 @@ def _places(machines, ports, cluster):
         ports: one for each rank of a cluster; otherwise that of the rendezvous, in a list.
     """
     size = sum(slots for _, slots in machines)
-    hosts = [host or "127.0.0.1" for host, slots in machines for _ in range(slots)]
+    hosts = [host for host, slots in machines for _ in range(slots)]
     addresses = [f"{_ranks.host_address(host)}:{port}" for host, port in zip(hosts, ports)]
     names = "COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"
     ranks = itertools.count()
@@ -128,11 +128,10 @@ def _reserved_ports(count):
 def _agent(host):
     """The command that starts a machine's own process."""
     agent = by_path.command("_ranks.launch.starter")
-    if host is None or _is_here(host):
+    if _is_here(host):
         return agent
-    # ssh must not ask for a password; a machine that is gone is noticed in half a minute.
-    options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=10"]
-    ssh = ["ssh"] + [part for option in options for part in ("-o", option)]
+    # It must not ask for a password; a machine that is gone is noticed in half a minute.
+    ssh = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10".split()
     return ssh + ["--", host, " ".join(map(shlex.quote, agent))]
 
 
@@ -170,8 +169,7 @@ def start_here() -> int:
         return status
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.terminate()
+            process.terminate()  # unless it is known to have ended
         wait(processes, _GRACE)
 
 
