@@ -71,9 +71,8 @@ def _configure(devices, backend, simulate):
         simulate = len(device_choice.choose(everything, None, os.environ)) < (devices or 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.CompatWarning)  # the report shows them
-        if simulate:
-            return _api.configure_gpu(backend=backend, simulate=devices or 3, verify=1)
-        return _api.configure_gpu(devices, backend=backend, verify=1)
+        asked = {"simulate": devices or 3} if simulate else {"gpus": devices}
+        return _api.configure_gpu(backend=backend, verify=1, **asked)
 
 
 def _model(keras, count):

@@ -128,21 +128,22 @@ def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> L
             allows no Python that it is tested on.
     """
     found: List[Row] = []
-    asked = list(dict.fromkeys(map(pins.known, extras or ())))
-    for extra in set(asked).intersection(LEFT_OUT):
-        raise errors.InvalidArgumentError(
-            f"--backends {extra}: no row can be generated for it, since it needs libraries of "
-            f"OpenMPI, which no Python package has. `compat pins {extra} --python "
-            f"{verified.spelled(verified.PYTHONS[extra][-1])}` prints its requirements, and "
-            "`compat env` the command that installs the libraries."
-        )
+    asked = [[extra] for extra in dict.fromkeys(map(pins.known, extras or ()))]
     of_each_backend = [list(verified.ROWS[name]) for name in verified.ROWS if name not in LEFT_OUT]
-    for brought in [[extra] for extra in asked] or of_each_backend:
+    for brought in asked or of_each_backend:
+        first = brought[0]
+        if first in LEFT_OUT:
+            raise errors.InvalidArgumentError(
+                f"--backends {first}: no row can be generated for it, since it needs libraries of "
+                f"OpenMPI, which no Python package has. `compat pins {first} --python "
+                f"{verified.spelled(verified.PYTHONS[first][-1])}` prints its requirements, and "
+                "`compat env` the command that installs the libraries."
+            )
         options = list(filter(None, (_rows_of(extra, every, allowed) for extra in brought)))
         if asked and not options:
             raise errors.InvalidArgumentError(
-                f"--backends {brought[0]}: it is tested on {verified.phrase(brought[0])}, which "
-                f"{allowed} does not allow."
+                f"--backends {first}: it is tested on {verified.phrase(first)}, which {allowed} "
+                "does not allow."
             )
         found += sum(options if every else options[:1], [])
     if not found:
