@@ -10,6 +10,7 @@ exit status: 0 written, 2 it could not be."""
 # layers have some) is looked at.
 
 import collections
+import itertools
 import json
 import os
 import zipfile
@@ -17,7 +18,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from .. import errors
 from .._runtime import progress, safe_files
-from . import QUIET, hdf5_names, wrapped_model
+from . import QUIET, wrapped_model
 
 
 def add_options(parser):
@@ -165,15 +166,15 @@ def _planned(path, old, config):
     """
     whole = "model_config" in old.attrs
     weights = old.get("model_weights") if whole else old
-    layers = [] if weights is None else hdf5_names.names(weights, "layer_names")
+    layers = [] if weights is None else _names(weights, "layer_names")
     if not layers:
         raise errors.ModelFileError(
             f"{path} is HDF5, but neither a whole model nor weights of Keras: it has no "
             "layer_names. Some versions of Keras stopped halfway when they saved a wrapper whole "
             '("can\'t pickle module objects"); use a file of save_weights() then.'
         )
-    groups = [(name, hdf5_names.names(weights[name], "weight_names")) for name in layers]
-    version = hdf5_names.text(old.attrs.get("keras_version", ""))
+    groups = [(name, _names(weights[name], "weight_names")) for name in layers]
+    version = _text(old.attrs.get("keras_version", ""))
     if version.startswith("3."):
         raise errors.ModelFileError(
             f"{path} was saved by Keras {version}, whose models compat unwrap does not read. Load "
@@ -187,7 +188,7 @@ def _planned(path, old, config):
             "Leave --model out."
         )
     try:
-        found = wrapped_model.inside(json.loads(hdf5_names.text(old.attrs["model_config"])))
+        found = wrapped_model.inside(json.loads(_text(old.attrs["model_config"])))
     except (ValueError, LookupError, TypeError, AttributeError):
         found = None
     name = None if found is None else wrapped_model.name_of(found.layer)
@@ -200,13 +201,13 @@ def _planned(path, old, config):
     flat = dict(groups)[name]
     attributes = {"model_config": {key: found.layer[key] for key in ("class_name", "config")}}
     if "training_config" in old.attrs:
-        training = json.loads(hdf5_names.text(old.attrs["training_config"]))
+        training = json.loads(_text(old.attrs["training_config"]))
         training = {key: _renamed(value, found.outputs) for key, value in training.items()}
         attributes["training_config"] = training
     optimizer = None
     if "optimizer_weights" in old:
         state = old["optimizer_weights"]
-        shapes = [state[each].shape for each in hdf5_names.names(state, "weight_names")]
+        shapes = [state[each].shape for each in _names(state, "weight_names")]
         optimizer = _lines_up(shapes, [weights[name][each].shape for each in flat])
     return Plan(weights[name], _layers(path, flat, found.layer), attributes, optimizer)
 
@@ -290,14 +291,51 @@ def _write(old, new, plan):
     source, target = old, new
     if plan.attributes:  # of a whole model
         source, target = old["model_weights"], new.create_group("model_weights")
-        hdf5_names.copy_attributes(old, new, plan.attributes)
+        _copy_attributes(old, new, plan.attributes)
         left = ["model_weights"] + ["optimizer_weights"] * (plan.optimizer is False)
         for name in [name for name in old if name not in left]:
             old.copy(name, new)
-    hdf5_names.copy_attributes(source, target, {})
-    hdf5_names.write_names(target, "layer_names", [name for name, _ in plan.layers])
+    _copy_attributes(source, target, {})
+    _write_names(target, "layer_names", [name for name, _ in plan.layers])
     for name, weights in plan.layers:
         group = target.require_group(name)
-        hdf5_names.write_names(group, "weight_names", weights)
+        _write_names(group, "weight_names", weights)
         for weight in weights:
             plan.source.file.copy(plan.source[weight], group, name=weight)
+
+
+# Names in attributes, whichever h5py reads or wrote them --------------------------------------
+
+#: A list that is longer in an attribute is cut into name0, name1 ...: HDF5 has a limit.
+ATTRIBUTE_LIMIT = 64512
+
+
+def _text(value):
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def _names(group, attribute):
+    """A list of names in an attribute, or in several, where one would be too large; [] if none."""
+    numbered = map((attribute + "{}").format, itertools.count())
+    parts = itertools.takewhile(group.attrs.__contains__, numbered)
+    whole = [attribute] if attribute in group.attrs else parts
+    return [_text(name) for part in whole for name in group.attrs[part]]
+
+
+def _write_names(group, attribute, names):
+    """As Keras does: an array of bytes, cut where it is too large."""
+    import numpy as np  # which h5py needs
+
+    encoded = np.asarray([name.encode("utf-8") for name in names])
+    size = max(1, ATTRIBUTE_LIMIT // encoded.itemsize)
+    for number, start in enumerate(range(0, max(1, len(encoded)), size)):
+        name = f"{attribute}{number}" if len(encoded) > size else attribute
+        group.attrs[name] = encoded[start : start + size]
+
+
+def _copy_attributes(old, new, others):
+    """Attributes as they are, but texts as bytes, which every Keras decodes."""
+    for name, value in old.attrs.items():
+        if not name.startswith("layer_names"):
+            value = json.dumps(others[name]) if name in others else value
+            new.attrs[name] = value.encode("utf-8") if isinstance(value, str) else value
