@@ -77,8 +77,7 @@ def execute(arguments):
     files = {os.path.join(aside, "tox.ini"): tox_ini(chosen, compat, path, aside)}
     files[os.path.join(aside, "toxfile.py")] = _beside("toxfile.py")
     if arguments.ci:
-        text = workflow(chosen, compat, path, aside)
-        files[os.path.join(".github", "workflows", "compat.yml")] = text
+        files[".github/workflows/compat.yml"] = workflow(chosen, compat, path, aside)
     kept = write(folder, files, arguments.force)
     print("wrote  {}".format(", ".join(files)))
     if kept:

@@ -180,7 +180,8 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
             have_started = have_started or len(ranks.processes) == size
             failure, blame, then = ranks.failure(status), root_cause(ranks.ended), ""
             # The script cannot run, or the launcher cannot start it.
-            if not have_started if blame is None else blame.recurs:
+            recurs = not have_started if blame is None else blame.recurs
+            if recurs:
                 then = " It is not restarted, since the next start would fail in the same way."
             elif restart == max_restarts:
                 then = " No restart is left (--max-restarts {}).".format(max_restarts)
