@@ -43,8 +43,7 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
         )
     _verification.record_operations()
     keras = _keras.import_keras(detection.choose(configuration.backend)[0])
-    single, several = _model(keras, 1), _model(keras, count)
-    several.set_weights(single.get_weights())
+    single, several = _models(keras, count)
     where = f"{configuration.devices[0]}, the same on {count} devices"
     _say(f"\nOne dense model on {where}, SGD with momentum:\n")
     same = _compare(single, several, count, outcome)
@@ -75,14 +74,19 @@ def _configure(devices, backend, simulate):
         return _api.configure_gpu(backend=backend, verify=1, **asked)
 
 
-def _model(keras, count):
-    """The model on so many devices."""
+def _models(keras, count):
+    """The model on one device, and its equal on all."""
+    single, several = (_api.parallelize(_dense(keras), gpus) for gpus in (1, count))
+    several.set_weights(single.get_weights())
+    for model in single, several:
+        model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
+    return single, several
+
+
+def _dense(keras):
     inputs = keras.layers.Input(shape=(8,))
     hidden = keras.layers.Dense(16, activation="tanh")(inputs)
-    model = keras.models.Model(inputs, keras.layers.Dense(4, activation="sigmoid")(hidden))
-    model = _api.parallelize(model, count)
-    model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
-    return model
+    return keras.models.Model(inputs, keras.layers.Dense(4, activation="sigmoid")(hidden))
 
 
 def _compare(single, several, count, outcome):
