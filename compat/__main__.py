@@ -13,20 +13,33 @@ examples:
 folder of yours is called compat, that would run: use `python -m keras_gpu_compat`."""
 
 # The command line: ``python -m compat``, also ``python -m keras_gpu_compat`` and ``compat``.
-# Each command is a module of ``_commands``; the texts of --help are docstrings of modules.
+# Each command is a module of ``_commands`` with its name. The docstring is what --help prints, and
+# ``USAGE`` the usage, where argparse cannot tell.
 
 import argparse
+import importlib
 import os
 import sys
 
 from . import __version__, errors
 from ._runtime import progress
 
+COMMANDS = {
+    "env": "report what is installed, set and wrong",
+    "run": "run a script on chosen GPUs",
+    "test": "compare several devices with one",
+    "machines": "a command as if on several machines",
+    "pins": "print the versions of a backend that are tested together",
+    "tox": "write a tox.ini that runs your tests on each backend",
+    "unwrap": "the plain model in a file of multi_gpu_model",
+}
+
 
 def main(arguments=None):
     """Run one command and return its exit status."""
     _open_standard_streams()
-    parser = _parser()
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = _parser(arguments)
     parsed, unknown = parser.parse_known_args(arguments)
     if parsed.command is None:
         parser.error("a command is needed: env, run, test, machines, pins, tox or unwrap")
@@ -35,7 +48,7 @@ def main(arguments=None):
     if getattr(parsed, "quiet", False):
         os.environ[progress.VARIABLE] = "0"
     try:
-        status = parsed.run(parsed)
+        status = parsed.execute(parsed)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -60,20 +73,20 @@ def _open_standard_streams():
             setattr(sys, name, open(number, mode, closefd=False))
 
 
-def _parser():
-    parser = argparse.ArgumentParser(
-        prog="compat",
-        description="GPUs and several devices for every Keras backend.",
-        epilog=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _parser(arguments):
+    """Takes the options of the commands that are among the arguments."""
+    text = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="compat", epilog=__doc__, formatter_class=text)
+    parser.description = "GPUs and several devices for every Keras backend."
     parser.add_argument("--version", action="version", version="compat " + __version__)
     commands = parser.add_subparsers(dest="command", metavar="command")
-
-    from ._commands import env, machines, pins, run, test, tox_ini, unwrap  # for start-up time
-
-    for command in (env, run, test, machines, pins, tox_ini, unwrap):
-        command.add_to(commands)
+    for name, told in COMMANDS.items():
+        added = commands.add_parser(name, help=told, formatter_class=text)
+        if name in arguments:  # only what is asked for is imported, for start-up time
+            command = importlib.import_module("._commands." + name, __package__)
+            added.description, added.usage = command.__doc__, getattr(command, "USAGE", None)
+            added.set_defaults(execute=command.execute, parser=added)
+            command.add_options(added)
     return parser
 
 

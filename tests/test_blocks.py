@@ -131,7 +131,7 @@ def check_words(words):
 def check_arguments(arguments):
     """compat's own command line takes them, where it ends in an error otherwise."""
     try:
-        _, unknown = __main__._parser().parse_known_args(arguments)
+        _, unknown = __main__._parser(arguments).parse_known_args(arguments)
     except SystemExit as error:
         raise AssertionError("compat does not take {}".format(arguments)) from error
     assert not unknown, (arguments, unknown)
@@ -139,7 +139,9 @@ def check_arguments(arguments):
 
 def _subparsers():
     kind = argparse._SubParsersAction
-    (action,) = [each for each in __main__._parser()._actions if isinstance(each, kind)]
+    (action,) = [
+        each for each in __main__._parser(__main__.COMMANDS)._actions if isinstance(each, kind)
+    ]
     return action.choices
 
 

@@ -10,9 +10,10 @@ import pytest
 from conftest import ROOT, refusal
 from outcomes import ended
 from test_main import refused
+from test_run import prepared
 
 from compat import _ranks, errors
-from compat._commands import machines, run_script
+from compat._commands import machines
 from compat._ranks.launch import rank_process, starter, watching
 from compat._runtime import by_path
 
@@ -98,12 +99,12 @@ def test_launchers_that_take_no_users():
 def test_gpus_are_chosen_on_each_machine(toy):
     environ = {"CUDA_VISIBLE_DEVICES": "3"}
     for gpus in (None, "0,1", "cpu"):
-        _, _, started, lines = run_script.prepare(gpus, "toy", None, environ, 2, "a,b")
+        _, _, started, lines = prepared(gpus, "toy", None, environ, 2, "a,b")
         assert started["CUDA_VISIBLE_DEVICES"] == "3"
         assert started.get("COMPAT_GPUS") == gpus
         assert lines[0] == "toy (--backend toy was asked for), on a,b"
     with pytest.raises(errors.InvalidArgumentError, match="idle GPUs cannot be found on other"):
-        run_script.prepare("free:2", "toy", None, environ, 2, "a,b")
+        prepared("free:2", "toy", None, environ, 2, "a,b")
 
 
 def test_a_rank_sees_the_gpus_that_were_asked_for_on_its_machine():
@@ -138,7 +139,7 @@ def job(tmp_path):
         command += [sys.executable, str(script), "it's"]
         launch = (
             "import os, sys\ndel sys.path[0]\nfrom compat._ranks.launch import output, watching\n"
-            "sys.exit(watching.launch({!r}, dict(os.environ), {}, True, {}))".format(
+            "sys.exit(watching.launch({!r}, dict(os.environ), {}, True, {})[0])".format(
                 command, size, options
             )
         )
@@ -294,7 +295,7 @@ def test_missing_programs_are_told(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     message = "^compat machines needs ip, which PATH has not. Try: apt-get install .*iproute2$"
     with pytest.raises(SystemExit, match=message):
-        machines.main("2", "true")
+        machines.main(["2", "true"])
 
 
 def test_processes_of_two_commands_have_different_numbers():

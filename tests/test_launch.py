@@ -22,7 +22,7 @@ from test_main import refused
 
 from compat import errors
 from compat._ranks.launch import output, rank_process, watching
-from compat._ranks.launch.watching import Ended
+from compat._ranks.launch.rank_process import Ended
 from compat._ranks.place import Place
 from compat._runtime import by_path
 
@@ -51,7 +51,7 @@ def start(
     rank += _bare([sys.executable, str(script)])
     program = (
         "import os, sys\nfrom compat._ranks.launch import output, watching\n"
-        "sys.exit(watching.launch({!r}, dict(os.environ), {}, {}, {}))".format(
+        "sys.exit(watching.launch({!r}, dict(os.environ), {}, {}, {})[0])".format(
             ranks + rank, size, elsewhere, options
         )
     )
@@ -125,18 +125,18 @@ def test_long_lines_of_two_ranks_are_not_mixed(capsys, monkeypatch):
     sent = {}
     for number in range(2):
         rank, messages = rank_process._Rank(number), []
-        monkeypatch.setattr(os, "write", lambda _, data, to=messages: to.append(data.decode()))
-        rank.send_in_parts(rank_process.OUT, str(number) * 2500)
-        rank.send_in_parts(rank_process.TRACEBACK, str(number) * 2500)
+        monkeypatch.setattr(os, "write", lambda _, data, to=messages: to.append(data))
+        rank.send(rank_process.OUT, str(number) * 2500)
+        rank.send(rank_process.END, json.dumps(Ended(number, 1, [str(number) * 2500])))
         sent[number] = messages
     monkeypatch.undo()
     ranks = watching.WatchedRanks(2)
     for pair in zip(sent[0], sent[1]):
         for message in pair:
-            ranks.hear(message.rstrip("\n"))
+            ranks.hear(message.rstrip(b"\n"))
     assert len(sent[0]) == 6
     assert capsys.readouterr().out == "[0] {}\n[1] {}\n".format("0" * 2500, "1" * 2500)
-    assert ranks.tracebacks == {0: ["0" * 2500], 1: ["1" * 2500]}
+    assert [end.traceback for end in ranks.ended] == [["0" * 2500], ["1" * 2500]]
 
 
 @pytest.mark.parametrize("rests", [True, False])
@@ -198,7 +198,7 @@ def test_what_a_rank_prints_as_it_ends_is_sent():
             return 0
 
     rank, sent = rank_process._Rank(0), []
-    rank.send = lambda kind, text: sent.append((kind, text))
+    rank.send = lambda kind, text, mark: sent.append((kind, text))
     with os.fdopen(reading, "rb", 0) as stream:
         rank.forward({stream: rank_process.OUT}, Ending())
     assert sent == [(rank_process.OUT, "last words")]
@@ -587,11 +587,13 @@ def test_a_log_behind_a_traceback_is_none_of_its_lines():
 
 
 def test_messages_survive_launchers_that_put_something_in_front():
-    line = "[1,0]<stdout>:{}12{}out{}text\x1f".format(
-        rank_process.BEGIN, rank_process.BETWEEN, rank_process.BETWEEN
+    line = "[1,0]<stdout>:{0}12{1}out{1}part{1}text\x1f".format(
+        rank_process.BEGIN, rank_process.BETWEEN
     )
-    assert rank_process.decode(line) == (12, "out", "text\x1f")
-    for line in ("", "text", rank_process.BEGIN + "1", rank_process.BEGIN + "x\x1fout\x1ftext"):
+    assert rank_process.decode(line) == ["12", "out", "part", "text\x1f"]
+    for text in ("1", "x\x1fout\x1f\x1ftext", "1\x1fout\x1ftext"):
+        assert rank_process.decode(rank_process.BEGIN + text) is None
+    for line in ("", "text"):
         assert rank_process.decode(line) is None
 
 

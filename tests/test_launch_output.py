@@ -12,7 +12,7 @@ from conftest import refusal
 
 from compat import errors
 from compat._ranks.launch import output, rank_process, watching
-from compat._ranks.launch.watching import Ended
+from compat._ranks.launch.rank_process import Ended
 
 job, finished = test_launch.job, test_launch.finished  # fixtures
 
@@ -239,7 +239,7 @@ def test_a_job_that_is_told_to_end_is_not_started_again(job, tmp_path):
 
 def test_a_launcher_that_cannot_start_the_ranks_is_not_started_again(capfd):
     command = [sys.executable, "-c", "print('no such host'); import sys; sys.exit(5)"]
-    assert watching.launch(command, dict(os.environ), 2, max_restarts=3) == 5
+    assert watching.launch(command, dict(os.environ), 2, max_restarts=3) == (5, {})
     assert capfd.readouterr().err == (
         "no such host\n"
         "compat run: the launcher ended with exit status 5; nothing was heard of the end of "

@@ -145,9 +145,8 @@ FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECA
 # Modules outside of the backends and engines that name frameworks, and why.
 NAMING = {
     "compat._keras.automatic_parallel": "where each Keras defines compile()",
-    "compat._commands": "the help lists the backends",
-    "compat._commands.tox_ini": "an example in the help of `--backends`",
-    "compat._commands.tox_texts": "what a row of a generated tox.ini sets, and its comments",
+    "compat._commands.scripts": "the help lists the backends",
+    "compat._commands.tox": "what a row of a generated tox.ini sets, and an example in the help",
     "compat._api.environment": "packages that come with CUDA",
     "compat._configuration.detection": "which Keras runs on which framework",
     "compat._configuration.pip_extras": "the extras of setup.cfg",

@@ -103,7 +103,7 @@ def test_test_as_ranks(arguments, said):
 
 
 def test_test_of_a_module(monkeypatch):
-    from compat._commands import run_script, verify_script
+    from compat._commands import scripts, verify_script
 
     asked = []
 
@@ -114,7 +114,7 @@ def test_test_of_a_module(monkeypatch):
     monkeypatch.setattr(verify_script, "run", run)
     assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
     assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0)]
-    assert run_script.name_of(asked[0][0]) == "package.train"
+    assert scripts.name_of(asked[0][0]) == "package.train"
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch):

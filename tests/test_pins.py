@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from test_main import command, here, refused
 
 import compat
-from compat._commands import pins, specifiers
+from compat._commands import pins, python_requires
 from compat._configuration import verified
 
 PAIRS = [(extra, python) for extra in verified.PYTHONS for python in verified.PYTHONS[extra]]
@@ -206,10 +206,10 @@ def test_a_requirement_that_is_not_understood(installed):
 def test_specifiers_as_packaging_reads_them(text):
     for python in [(2, 7), (3, 6), (3, 7), (3, 8), (3, 11), (3, 13)]:
         expected = SpecifierSet(text).contains("{}.{}.99".format(*python))
-        assert specifiers.allow(text, python + (99,)) == expected, python
+        assert python_requires.allow(text, python + (99,)) == expected, python
 
 
 @pytest.mark.parametrize("text", ["^3.6", "3.6", "===3.6", ">=3.*", "~=3", ">=3.6b1"])
 def test_specifiers_that_are_none(text):
     with pytest.raises(ValueError):
-        specifiers.allow("<2," + text, (3, 6))
+        python_requires.allow("<2," + text, (3, 6))

@@ -16,7 +16,8 @@ from conftest import ROOT
 from test_main import here
 
 import compat
-from compat._commands import machines, run_script
+from compat._commands import machines
+from compat._commands import run as run_command
 from compat._runtime import reporting, work
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -479,4 +480,4 @@ def test_a_backend_without_ranks(toy):
 
     with pytest.raises(compat.UnsupportedError, match="toy cannot train as one of several ranks"):
         verify_script.run([__file__], backend="toy", hosts="a,b")
-    assert run_script.ranks_on("a,b:2", None) == (3, "a:1,b:2")
+    assert run_command.ranks_on("a,b:2", None) == (3, "a:1,b:2")

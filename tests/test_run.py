@@ -1,5 +1,6 @@
 """``compat run``: what a script is started with, and that it is itself all the rest."""
 
+import argparse
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from outcomes import ended
 from test_main import refused
 
 import compat
-from compat._commands import run_script
+from compat._commands import run as run_command
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -32,6 +33,12 @@ def script(tmp_path):
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     return str(path)
+
+
+def prepared(gpus, backend, python, environ, ranks=None, hosts=None):
+    """What ``compat run`` starts a script with, asked with these options."""
+    asked = argparse.Namespace(gpus=gpus, backend=backend, python=python, ranks=ranks, hosts=hosts)
+    return run_command.prepare(asked, environ)
 
 
 def finished(*arguments, **environ):
@@ -120,7 +127,7 @@ def test_backend_of_this_python(toy, machine, monkeypatch):
     machine.plug(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     before = dict(os.environ)
-    _, interpreter, environ, lines = run_script.prepare(None, None, None, before)
+    _, interpreter, environ, lines = prepared(None, None, None, before)
     assert interpreter == sys.executable
     assert environ == dict(before, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     assert lines == ["toy (the only backend installed), GPU 1", "CUDA_DEVICE_ORDER=PCI_BUS_ID"]
@@ -131,7 +138,7 @@ def test_backend_of_this_python(toy, machine, monkeypatch):
 def test_variable_that_a_backend_removes(toy, monkeypatch):
     monkeypatch.setattr(toy, "environ", lambda settings, environ: {"TOY_FLAGS": None, "A": "b"})
     environ = {"TOY_FLAGS": "x", "PATH": os.environ["PATH"]}
-    _, _, started, lines = run_script.prepare("cpu", "toy", None, environ)
+    _, _, started, lines = prepared("cpu", "toy", None, environ)
     assert started == {"PATH": os.environ["PATH"], "A": "b"}
     assert lines[1:] == ["A=b", "without TOY_FLAGS"]
     assert environ["TOY_FLAGS"] == "x"
@@ -142,10 +149,10 @@ def test_interpreter_by_name_on_the_path(toy, tmp_path, monkeypatch):
     python.write_text("#!/bin/sh\n")
     python.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    assert run_script.prepare(None, "toy", "python0.9", os.environ)[1] == str(python)
+    assert prepared(None, "toy", "python0.9", os.environ)[1] == str(python)
     python.chmod(0o644)
     with pytest.raises(compat.PythonNotFoundError):
-        run_script.prepare(None, "toy", "python0.9", os.environ)
+        prepared(None, "toy", "python0.9", os.environ)
 
 
 def test_what_cannot_be_started(script):

@@ -13,7 +13,8 @@ from test_main import command, here, refused
 
 import compat
 from compat import errors
-from compat._commands import pins, python_requires, tox_ini
+from compat._commands import pins, python_requires
+from compat._commands import tox as tox_command
 from compat._configuration import verified
 
 # The settings that all rows share; tox's environment `generated` runs what is written.
@@ -271,7 +272,7 @@ def test_nothing_is_written_where_one_file_cannot_be(tmp_path):
         "the files cannot be written, so none was: {}. Make {} writable, or name another folder "
         "with -o."
     )
-    kind, write = errors.ConfigurationFileError, tox_ini.write
+    kind, write = errors.ConfigurationFileError, tox_command.write
     problem = "[Errno 17] File exists: {!r}".format(str(tmp_path / "folder"))
     told = refusal(kind, write, str(tmp_path), {"a": "1", os.path.join("folder", "b"): "2"})
     assert told == text.format(problem, tmp_path)
@@ -430,9 +431,9 @@ PYPROJECT = (
 def test_python_requires(tmp_path, files, expected):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    specifier, name = python_requires.read(str(tmp_path))
-    assert (specifier, name) == expected
-    python_requires.allows(specifier, (3, 7), name)
+    found = python_requires.read(str(tmp_path))
+    assert found == expected
+    found.allows((3, 7))
 
 
 @pytest.mark.parametrize(
@@ -455,10 +456,9 @@ def test_python_requires(tmp_path, files, expected):
 )
 def test_what_poetry_says_of_python(project, specifier, minors):
     (project / "pyproject.toml").write_text(POETRY.format(specifier))
-    found, name = python_requires.read(str(project))
+    found = python_requires.read(str(project))
     tested = [(3, minor) for minor in (6, 7, 8, 11, 13)]
-    allowed = [python for python in tested if python_requires.allows(found, python, name)]
-    assert allowed == [(3, minor) for minor in minors]
+    assert list(filter(found.allows, tested)) == [(3, minor) for minor in minors]
 
 
 NO_PYTHON = (

@@ -7,6 +7,7 @@ import json
 import sys
 import zipfile
 
+import conftest
 import pytest
 
 import compat
@@ -16,9 +17,7 @@ HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def refusal(path, kind=compat.ModelFileError, model=None):
-    with pytest.raises(kind) as error:
-        unwrap.run(str(path), None, False, model)
-    return str(error.value)
+    return conftest.refusal(kind, unwrap.run, str(path), None, False, model)
 
 
 def test_what_is_no_hdf5_file(tmp_path):
@@ -161,10 +160,14 @@ def test_names_that_leave_the_order_open(weights, problem):
     with pytest.raises(ValueError) as error:
         wrapped_model.groups_by_names(weights.split(), "model_1")
     assert str(error.value) == problem
-    assert str(unwrap._undecided("old.h5", error.value)) == (
+    file = {"inner": {}, "in": {}, "out": {}}
+    groups = [("in", []), ("inner", weights.split()), ("out", [])]
+    planned = unwrap._planned_of_weights
+    told = conftest.refusal(compat.ModelFileError, planned, "old.h5", file, groups, None)
+    assert told == (
         "old.h5 has weights without the model, and their names do not tell the order of its "
         'layers: {}. Write the plain model with open("model.json", "w").write(model.to_json()) and '
-        "add --model model.json.".format(problem)
+        "add --model model.json.".format(problem.replace("model_1", "inner"))
     )
 
 
@@ -234,8 +237,7 @@ def test_names_of_outputs_in_what_was_compiled():
 )
 def test_the_optimizers_state_fits_the_weights(state, fits):
     assert unwrap._lines_up(state, [(4, 5), (5,), (5,)]) == fits
-    told = unwrap.Plan(None, [("d", ["d/k", "d/b"]), ("e", [])])
-    told.optimizer = fits
+    told = unwrap.Plan(None, [("d", ["d/k", "d/b"]), ("e", [])], {}, fits)
     assert told.told() == "2 weights of 1 layers (d)" + (
         ", and the optimizer's state"
         if fits

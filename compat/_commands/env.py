@@ -5,19 +5,16 @@ of a bug needs. Configures nothing, imports no framework and initialises no GPU.
 
 exit status: 0 all is well, 1 something is wrong (see the last lines of the report)."""
 
+import json
+
 from .. import environment
-from . import parser as command_parser
 
 
-def add_to(commands):
-    told = "report what is installed, set and wrong"
-    parser = command_parser(commands, "env", _run, told, __doc__)
+def add_options(parser):
     parser.add_argument("--json", action="store_true", help="the same as one JSON object")
 
 
-def _run(arguments):
-    import json  # for start-up time
-
+def execute(arguments):
     found = environment()
     print(json.dumps(found, indent=2) if arguments.json else found)
     return 1 if found["problems"] else 0

@@ -9,8 +9,6 @@ exit status: the command's own; 1 where it left processes running, which are nam
 #
 # There is no SSH server: ``ssh`` is a script that enters another namespace, with the environment
 # and the folder of a fresh login.
-#
-# This file is also run by itself, in the namespaces and by tests.
 
 import argparse
 import contextlib
@@ -23,30 +21,27 @@ import sys
 import tempfile
 import time
 
+from .._runtime import by_path
+from . import number as number_of
+
+USAGE = "compat machines N command [its arguments]"
 OUTSIDE = "--user --map-root-user --net --uts --mount --pid --fork --kill-child --mount-proc"
 
 
-def add_to(commands: "argparse._SubParsersAction") -> None:
-    """Add the command to those of ``compat``."""
-    from . import number  # which this file, run by itself, has not
-    from . import parser as command_parser
-
-    told = "a command as if on several machines"
-    usage = "compat machines N command [its arguments]"
-    parser = command_parser(commands, "machines", _run, told, __doc__, usage)
-    machines = number("machines, 2 to 249", 2, 249)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    machines = number_of("machines, 2 to 249", 2, 249)
     parser.add_argument("machines", metavar="N", type=machines, help="how many, 2 to 249")
     parser.add_argument("first", metavar="command", help="what runs on node1")
     parser.add_argument("rest", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
-def _run(arguments):
-    return main(arguments.machines, arguments.first, *arguments.rest)
+def execute(arguments):
+    return main([arguments.machines, arguments.first] + arguments.rest)
 
 
 def command(machines, *arguments):
     """The command that runs another one on the first of so many machines."""
-    return [sys.executable, os.path.abspath(__file__), str(machines)] + list(arguments)
+    return by_path.command("_commands.machines") + [str(machines)] + list(arguments)
 
 
 def machine(number):
@@ -78,11 +73,8 @@ def ip(arguments, prefix=()):
 def other_machine(number):
     """A process in namespaces of its own."""
     wait = "import socket, sys; socket.sethostname({!r}); print(flush=True); sys.stdin.read()"
-    process = subprocess.Popen(
-        ["unshare", "--net", "--uts", sys.executable, "-c", wait.format(machine(number)[0])],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+    inside = ["unshare", "--net", "--uts", sys.executable, "-c", wait.format(machine(number)[0])]
+    process = subprocess.Popen(inside, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout and process.stdout.readline()
     switch_on(number, process.pid)
     return process.pid
@@ -90,10 +82,14 @@ def other_machine(number):
 
 def run(machines, arguments, folder):
     """Make the machines, and run a command on the first. Returns its exit status."""
-    number_processes_from(os.environ["COMPAT_TESTING_HOSTS"])
-    lines = ["{1} {0}\n".format(*machine(number)) for number in range(1, machines + 1)]
+    # Open MPI names the files that ranks share after the host and a PID. Two commands that run at
+    # the same time, each on machines of its own, share the disk and must not share PIDs: those of
+    # this PID namespace count from that of the process outside it.
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:
+        file.write(os.environ["COMPAT_TESTING_HOSTS"])
+    lines = ["{1} {0}".format(*machine(number)) for number in range(1, machines + 1)]
     names = pathlib.Path(folder, "hosts")
-    names.write_text("127.0.0.1 localhost\n" + "".join(lines))
+    names.write_text("\n".join(["127.0.0.1 localhost"] + lines + [""]))
     subprocess.check_call(["mount", "--bind", str(names), "/etc/hosts"])
     socket.sethostname(machine(1)[0])
     switch_on(1)
@@ -112,25 +108,12 @@ def run(machines, arguments, folder):
     return status or bool(left)
 
 
-def number_processes_from(process):
-    """Number the processes of this PID namespace from that of a process outside it.
-
-    Open MPI names the files that ranks share after the host and a PID. Two commands that run at
-    the same time, each on machines of its own, share the disk and must not share PIDs.
-    """
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/ns_last_pid", "w") as file:
-        file.write(process)
-
-
 def survivors(known):
     """The command lines of all other processes, two seconds from now at the latest."""
     until = time.monotonic() + 2
     while True:
-        lines = [
-            " ".join(arguments).strip()  # empty while it is started
-            for number, arguments in processes()
-            if number not in known
-        ]
+        others = [arguments for number, arguments in processes() if number not in known]
+        lines = [" ".join(arguments).strip() for arguments in others]  # empty while it is started
         if not lines or time.monotonic() > until:
             return lines
         time.sleep(0.1)
@@ -146,18 +129,15 @@ def processes():
                 yield int(process.name), arguments
 
 
-def main(machines, *arguments):
+def main(arguments):
+    """Make so many machines, the first argument, and run what follows on the first of them."""
     missing = [name for name in ("unshare", "nsenter", "mount", "ip") if not shutil.which(name)]
     if missing:
         needs = "compat machines needs {}, which PATH has not. Try: apt-get install {}"
         sys.exit(needs.format(" and ".join(missing), "util-linux mount iproute2"))
     if "COMPAT_TESTING_HOSTS" not in os.environ:
         environ = dict(os.environ, COMPAT_TESTING_HOSTS=str(os.getpid()))
-        inside = ["unshare"] + OUTSIDE.split() + command(machines, *arguments)
+        inside = ["unshare"] + OUTSIDE.split() + command(*arguments)
         return subprocess.call(inside, env=environ)
     with tempfile.TemporaryDirectory() as folder:
-        return run(int(machines), arguments, folder)
-
-
-if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+        return run(int(arguments[0]), arguments[1:], folder)

@@ -8,29 +8,25 @@ exit status: 0, or 2 where a backend is not known or was not tested on that Pyth
 
 import argparse
 import configparser
-import email.parser
-import glob
-import os
+import email
+import pathlib
 import re
 import sys
-from typing import Iterator, List, Tuple
+from typing import List, Tuple
 
 from .. import __version__, errors
 from .._configuration import packages, spelling, verified
-from . import parser as command_parser
-from . import specifiers
+from . import python_requires
 
 DISTRIBUTION = "keras-gpu-compat"
 FORMATS = "requirements", "extras", "constraints"
 
 
-def add_to(commands: "argparse._SubParsersAction") -> None:
-    """Add the command to those of ``compat``."""
-    told = "print the versions of a backend that are tested together"
-    parser = command_parser(commands, "pins", _run, told, __doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", help="an extra's name: " + ", ".join(verified.PYTHONS))
     told = "for that Python (default: this one)"
-    parser.add_argument("--python", type=_python, metavar="3.7", help=told)
+    here = sys.version_info[:2]
+    parser.add_argument("--python", type=_python, default=here, metavar="3.7", help=told)
     told = "lines for pip (the default), a part of a setup.cfg, or a file for pip's -c"
     parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=told)
 
@@ -42,9 +38,8 @@ def _python(text):
     return int(match.group(1)), int(match.group(2))
 
 
-def _run(arguments):
-    python = arguments.python or sys.version_info[:2]
-    print(formatted(arguments.backend, python, arguments.format))
+def execute(arguments):
+    print(formatted(arguments.backend, arguments.python, arguments.format))
     return 0
 
 
@@ -108,59 +103,53 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
             f"on {verified.phrase(extra)}; choose one of these with --python, such as --python "
             f"{newest}."
         )
-    folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    declared = _declared(folder)
-    return [_plain(line) for line, marker in declared if _applies(marker, extra, python, line)]
+    pairs = [line.partition(";")[::2] for line in _declared(extra)]
+    return [_plain(line) for line, marker in pairs if _applies(marker, extra, python, line)]
 
 
-def _declared(folder: str) -> Iterator[Tuple[str, str]]:
-    """Requirements and their markers, of the package in this folder and of no other copy.
+def _declared(extra: str) -> List[str]:
+    """Requirements with their markers, of the package that this is and of no other copy.
 
     ``importlib.metadata``, which Python 3.6 and 3.7 do not have, takes the first on ``sys.path``.
     In a checkout, which may be installed as editable, setup.cfg is newer than what was installed.
     """
+    folder = pathlib.Path(__file__).absolute().parents[2]
     setup = configparser.ConfigParser(interpolation=None)
-    setup.read(os.path.join(folder, "setup.cfg"), encoding="utf-8")
+    setup.read(str(folder / "setup.cfg"), encoding="utf-8")
     if setup.get("metadata", "name", fallback="") == DISTRIBUTION:
-        for extra, lines in setup["options.extras_require"].items():
-            for line in filter(None, lines.splitlines()):
-                requirement, _, marker = line.partition(";")
-                yield requirement, " and ".join(filter(None, [marker, 'extra == "%s"' % extra]))
-        return
-    stem = DISTRIBUTION.replace("-", "_")
-    paths = glob.glob(os.path.join(glob.escape(folder), stem + "-*.dist-info", "METADATA"))
-    if not paths:
+        lines = filter(None, setup["options.extras_require"][extra].splitlines())
+        return [line + (" and" if ";" in line else ";") + f' extra == "{extra}"' for line in lines]
+    path = next(folder.glob("keras_gpu_compat-*.dist-info/METADATA"), None)
+    if path is None:
         raise errors.NotInstalledError(
             f"the pins are in the metadata of keras-gpu-compat, which {folder} does not have. "
             "Install it with pip, not by copying its files."
         )
-    with open(paths[0], encoding="utf-8") as file:
-        metadata = email.parser.HeaderParser().parse(file)
-    for line in metadata.get_all("Requires-Dist", []):
-        yield line.partition(";")[::2]
+    metadata = email.message_from_string(path.read_text(encoding="utf-8"))
+    return metadata.get_all("Requires-Dist", [])
 
 
-_MARKER = re.compile(r"(python_version|extra)\s*(<=|>=|<|>|==|!=)\s*(['\"])([\w.-]+)\3")
+_MARKER = re.compile(r"(?:python_version\s*(<=|>=|<|>|==|!=)|extra\s*==)\s*(['\"])([\w.-]+)\2")
 
 
 def _applies(marker, extra, python, requirement):
     """Whether a marker, clauses joined by ``and``, is true for an extra on a Python."""
     clauses = re.sub(r"[()]", " ", marker).split(" and ")  # `or` fails below
-    matches = [_MARKER.fullmatch(clause.strip()) for clause in clauses if clause.strip()]
     of_extra, on_python = False, True  # without a clause about extras it is the package's own
-    for match in matches:
-        if match is None or (match.group(1) == "extra" and match.group(2) != "=="):
+    for clause in filter(None, map(str.strip, clauses)):
+        match = _MARKER.fullmatch(clause)
+        if match is None:
             raise errors.UnsupportedError(
                 f"the marker {marker.strip()!r} of {requirement.strip()!r} is not understood: "
                 "`compat pins` reads comparisons of python_version and extra, joined by `and`. "
                 "Install this version of keras-gpu-compat anew; if that does not help, please "
                 "report it."
             )
-        name, comparison, _, value = match.groups()
-        if name == "extra":  # which setuptools may have normalised
+        comparison, _, value = match.groups()
+        if comparison is None:  # an extra, which setuptools may have normalised
             of_extra = packages.normalised(value) == extra
         else:
-            on_python = on_python and specifiers.allow(comparison + value, python)
+            on_python = on_python and python_requires.allow(comparison + value, python)
     return of_extra and on_python
 
 

@@ -46,7 +46,10 @@ def main(arguments: List[str]) -> None:
                     safe_files.write(left, json.dumps(found.as_dict()))
 
         atexit.register(report)
-    with _recorded(timeline) if timeline else contextlib.ExitStack():
+    recording = contextlib.ExitStack()
+    try:
+        if timeline:
+            _record(timeline, recording)
         if backend:
             process.configured_by = "compat run --parallelize"
             place = _api.configure_gpu(backend=backend, parallelize=True).place
@@ -60,6 +63,9 @@ def main(arguments: List[str]) -> None:
             runpy.run_module(script[1], run_name="__main__", alter_sys=True)
         else:
             _run_file(script)
+    finally:
+        if os.getpid() == owner:  # none that has been forked
+            recording.close()
 
 
 def _say(text):
@@ -113,28 +119,19 @@ def _run_file(arguments):
     exec(compile(source, name, "exec"), vars(main_module))
 
 
-@contextlib.contextmanager
-def _recorded(path):
-    """Within, a timeline is recorded once a model has been parallelized."""
-    owner, recording = os.getpid(), contextlib.ExitStack()
-    began = []  # type: List[str]
+def _record(path, recording):
+    """Have a timeline recorded from the first model that is parallelized to the end of a stack."""
+    said = [f"--timeline {path}: no model was parallelized, so nothing was recorded."]
+    recording.callback(lambda: _say("compat run: " + said[-1]))
 
     def begin(model, where):
-        if not began:
-            began.append(timelines.of_rank(path, _ranks.own_place()))
+        if len(said) == 1:
+            path_of_rank = timelines.of_rank(path, _ranks.own_place())
+            said.append(f"the timeline is in {path_of_rank}; open it at https://ui.perfetto.dev")
             recording.enter_context(device_use.timeline(path))
 
     process.on_parallelized.append(begin)
-    try:
-        yield
-    finally:
-        process.on_parallelized.remove(begin)
-        if os.getpid() == owner:  # none that has been forked
-            recording.close()
-            said = f"--timeline {path}: no model was parallelized, so nothing was recorded."
-            if began:
-                said = f"the timeline is in {began[0]}; open it at https://ui.perfetto.dev"
-            _say("compat run: " + said)
+    recording.callback(process.on_parallelized.remove, begin)
 
 
 def tell(report, as_json, as_html):

@@ -10,23 +10,35 @@ which may save what they have; a second one ends them.
 exit status: the script's own, or that of the rank that failed; 2 where it could not be started;
 128 + N where signal N ended it (130: Ctrl-C)."""
 
-from . import BACKEND, add_script, number, ranks, script_of, script_usage
-from . import parser as command_parser
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from typing import Any, List, Optional, Tuple
 
+from .. import _ranks, errors
+from .._configuration import detection, device_choice, gpu_selection, idle
+from .._configuration.settings import Settings
+from .._ranks.launch import output, rank_process, watching
+from .._ranks.place import Place
+from .._runtime import by_path, reporting, safe_files
+from ..backend import Backend
+from . import number, ranks, reported_script, scripts
+
+USAGE = scripts.usage("run")
 GPUS = """\
 ids such as 0,2 (one number is an id, not a count), names, "free" or "free:2" for idle ones, "cpu"
 for none (default: all visible ones)"""
 
 
-def add_to(commands):
-    told = "run a script on chosen GPUs"
-    parser = command_parser(commands, "run", _run, told, __doc__, script_usage("run"))
+def add_options(parser):
     told = "as so many ranks, each with one of the GPUs, that train together (1: alone)"
     parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=told)
     told = "machines, reached by ssh, and how many ranks each may run: first:4,second:4"
     parser.add_argument("--hosts", help=told)
     parser.add_argument("--gpus", help=GPUS)
-    parser.add_argument("--backend", metavar="NAME", help=BACKEND)
+    parser.add_argument("--backend", metavar="NAME", help=scripts.BACKEND)
     told = "another interpreter, of any age; compat need not be installed there"
     parser.add_argument("--python", help=told)
     told = "how long a rank waits for the others (default: 600)"
@@ -50,13 +62,261 @@ def add_to(commands):
     told = "start all ranks again when one fails, at most so many times (default: 0)"
     restarts = number("restarts, 0 or more", 0)
     parser.add_argument("--max-restarts", metavar="N", type=restarts, default=0, help=told)
-    add_script(parser)
+    scripts.add_to(parser)
 
 
-def _run(arguments):
-    from . import run_script  # for start-up time
+#: Options of ``compat run`` that many scripts have, too. Behind the script they are its own.
+_OF_SCRIPTS = {"--help", "--hosts", "--gpus", "--backend", "--timeout", "--quiet"}
 
-    script = script_of(arguments)
+
+def prepare(options, environ):
+    """What a script is to be started with.
+
+    Arguments:
+        options: those of the command line. ``gpus``: in the forms of ``configure_gpu(gpus=)``, as a
+            text; None for all visible ones. ``backend``: its name; None for the one that Keras
+            would use. ``python``: another interpreter, by its path or name; compat need not be
+            installed there, and ``backend`` or ``KERAS_BACKEND`` must tell the backend. ``ranks``:
+            as how many ranks. Several see all the GPUs, and each takes its own; one sees its own
+            only. None: the script alone, with all of them. ``hosts``: the machines that run them,
+            where GPUs are looked for only there; None: this one.
+        environ: the environment as it is.
+
+    Returns:
+        The backend, the interpreter, the script's environment, and lines that tell what was
+        chosen.
+
+    Raises:
+        InvalidArgumentError: ``gpus`` is not understood, or means idle ones of other machines.
+        PythonNotFoundError: there is no such interpreter.
+        NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
+    """
+    gpus, python, hosts = options.gpus, options.python, options.hosts
+    try:
+        selection = gpu_selection.parse_gpus(gpus)
+    except errors.InvalidArgumentError as error:
+        raise errors.InvalidArgumentError(
+            f"--gpus {gpus} is not understood: {error.problem}. Use one of:\n{errors.GPUS_OPTIONS}"
+        ) from None
+    if python is None:
+        interpreter = sys.executable
+        chosen, reason = detection.choose(options.backend, environ, typed=True)
+        variables = dict(detection.keras_variable(chosen, environ))
+    else:
+        interpreter = shutil.which(os.path.expanduser(python))
+        if interpreter is None:
+            raise errors.PythonNotFoundError(
+                f"--python={python}: there is no such program. Give the path of an interpreter, "
+                "or a name that is on the PATH, such as python2.7."
+            )
+        chosen, reason = detection.foreseen(options.backend, environ, interpreter)
+        variables = {"KERAS_BACKEND": chosen.framework}
+    if hosts is None:
+        where, ours, notes = _of_this_machine(chosen, selection, options, environ)
+        variables.update(ours)
+    else:
+        where, notes = "on " + hosts, []
+        if selection.kind == "free":
+            raise errors.InvalidArgumentError(
+                f"--gpus {gpus} with --hosts: idle GPUs cannot be found on other machines from "
+                "here. Use ids that are meant on each of them, such as --gpus 0,1, or leave "
+                "--gpus out."
+            )
+        if gpus is not None:
+            variables["COMPAT_GPUS"] = gpus
+    started = dict(environ)
+    lines = [f"{chosen.name} ({reason}), {where}"]
+    for name, value in sorted(variables.items()):
+        if value is None:
+            started.pop(name, None)
+            lines.append("without " + name)
+        elif value != environ.get(name):
+            started[name] = value
+            lines.append(f"{name}={value}")
+    return chosen, interpreter, started, lines + notes
+
+
+def _of_this_machine(chosen, selection, options, environ):
+    """The devices that are chosen here, as a text; the variables that choose them; and notes."""
+    gpus, ranks = options.gpus, options.ranks
+    if ranks == 1:
+        place = Place(0, 1, 0, 1, "compat run")
+        devices = device_choice.choose_for_rank(selection, environ, place)
+    else:
+        devices = device_choice.choose(selection, None, environ)
+    settings = Settings(devices)
+    notes = list(devices.problems) + chosen.overruled(settings, environ)
+    if devices.shortage:
+        asked = "every GPU" if gpus is None else "--gpus " + gpus
+        notes.append(errors.fewer((asked, devices.shortage[1]), devices, strict=False))
+        if gpus and gpus.isdecimal():
+            notes.append(
+                f"--gpus {gpus} means the GPU with id {gpus}; ids count from 0. Several are named "
+                "one by one, such as --gpus 0,1, and --gpus cpu means none."
+            )
+    alone = ranks in (None, 1)
+    variables = chosen.environ(settings, environ) if alone else devices.environ(environ)
+    return str(devices), dict(variables, **devices.trusting(environ)), notes
+
+
+def ranks_on(hosts: str, ranks: Optional[int]) -> Tuple[int, str]:
+    """How many ranks machines run, two or more, and which of them are needed.
+
+    Raises:
+        InvalidArgumentError: ``hosts`` is not understood, or there is room for one rank only.
+    """
+    ranks, hosts = _ranks.fill_hosts(hosts, ranks)
+    if ranks == 1:
+        raise errors.InvalidArgumentError(
+            f"--hosts {hosts} makes one rank, which has nobody to train with. Give the machines "
+            "room for 2 or more, such as --hosts first:4,second:4, or run the script on that "
+            "machine, without --hosts."
+        )
+    return ranks, hosts
+
+
+def execute(options: Any) -> int:
+    """Become the script, or start it as several ranks.
+
+    Alone its output, its signals and its exit status are its own. Of several ranks the output
+    has the rank in front, and one that fails ends all.
+
+    Returns:
+        The exit status of several ranks: that of the one that failed.
+
+    Raises:
+        InvalidArgumentError: an option is not understood or needs ranks, there is no such script,
+            or a file cannot be written.
+        UnsupportedError: the backend has no ranks, or cannot record a timeline.
+        as ``prepare()``.
+    """
+    script = scripts.of(options)
     if not script:
-        arguments.parser.error("a script is needed, or -m and a module")
-    return run_script.run(script, arguments)
+        options.parser.error("a script is needed, or -m and a module")
+    if options.ranks is not None and options.ranks < 1:
+        raise errors.InvalidArgumentError(
+            f"-n {options.ranks} is not understood. Use the number of processes to start, 1 or "
+            "more."
+        )
+    if options.hosts is not None:
+        options.ranks, options.hosts = ranks_on(options.hosts, options.ranks)
+    ranks, hosts = options.ranks, options.hosts
+    files = _files_of(options)
+    report_json, report_html, timeline = files
+    report = options.report or any(files)
+    _check_there_are_ranks(options)
+    # Another interpreter may be one in a container, with files of its own.
+    there = options.python is not None or script[0] == "-" or os.path.exists(script[0])
+    scripts.check(script, there)
+    chosen, interpreter, environ, lines = prepare(options, _asked(options))
+    if timeline is not None and type(chosen).profiled is Backend.profiled:
+        chosen.profiled()  # an error: it has none
+    if options.simulate is not None:
+        lines.append(f"COMPAT_SIMULATE={options.simulate}: CPU devices stand in for GPUs")
+    launcher: List[str] = []
+    if ranks == 1:
+        lines.append("1 rank: the script alone")
+    elif ranks:
+        if report:
+            environ[rank_process.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
+        launcher = chosen.launcher(_ranks.Job(ranks, interpreter, environ, hosts))
+        # mpirun is told the names of all variables.
+        shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
+        lines.append(f"{ranks} ranks: {shown}")
+    other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
+    if other:
+        lines.append(errors.shadowed(scripts.name_of(script), other))
+    for line in lines + _misplaced(script, options.parser):
+        output.say("compat run: " + line)
+    environ.update(idle.hand_over_claims())
+    program = script
+    if options.parallelize or report or (options.simulate is not None and options.python is None):
+        if options.python is not None:
+            option = "--parallelize" if options.parallelize else "--report"
+            _check_version(interpreter, environ, option)
+        program = by_path.command("_commands.reported_script")[1:]
+        program += ["report" * report, chosen.name * options.parallelize]
+        program += [path or "" for path in files] + script
+    program = [interpreter] + program
+    if not launcher:
+        os.execve(interpreter, program, environ)
+    command = launcher + by_path.command("_ranks.launch.rank_process") + program
+    logs = None if options.log_dir is None else output.Logs(options.log_dir, ranks, script)
+    status, reports = watching.launch(
+        command, environ, ranks, hosts is not None, options.quiet, logs, options.max_restarts
+    )
+    if report:
+        absent = sorted(set(range(ranks)) - set(reports))
+        found = reporting.joined(list(reports.values()), absent)
+        reported_script.tell(found, report_json, report_html)
+    return status
+
+
+def _files_of(options):
+    """The files of a report and of a timeline, which can be written; None: no file."""
+    files = []
+    for option in ("--report-json", "--report-html", "--timeline"):
+        path = getattr(options, option[2:].replace("-", "_"))
+        try:
+            if path is not None:
+                safe_files.check_writable(path)
+        except OSError as error:
+            raise errors.not_writable(f"{option} {path}", error) from error
+        files.append(path and os.path.abspath(path))  # the script may change its folder
+    timeline = files[-1]
+    if timeline and options.ranks not in (None, 1) and not safe_files.is_replaced(timeline):
+        raise errors.InvalidArgumentError(
+            f"--timeline {timeline}: each rank writes a file of its own, with its number in the "
+            "name, and this is no regular file. Name one."
+        )
+    return files
+
+
+def _asked(options):
+    """The environment, and what options say in variables."""
+    asked = dict(os.environ)
+    if options.timeout is not None:
+        asked["COMPAT_TIMEOUT"] = options.timeout
+    if options.simulate is not None:
+        asked["COMPAT_SIMULATE"] = str(options.simulate)
+    if options.ranks not in (None, 1):
+        asked.pop("COMPAT_ALONE", None)  # several are asked for just now
+        asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
+    _ranks.timeout(asked, "COMPAT_TIMEOUT" if options.timeout is None else "--timeout")
+    return asked
+
+
+def _misplaced(script, parser):
+    """Lines about options that were probably meant for ``compat run``, whose parser that is."""
+    given = dict.fromkeys(argument.partition("=")[0] for argument in script[1:])
+    return [
+        f"{option} comes after the script's name, so the script gets it; compat run's own "
+        f"{option} comes before that name"
+        for option in given
+        if option.startswith("--") and option in parser._option_string_actions.keys() - _OF_SCRIPTS
+    ]
+
+
+def _check_there_are_ranks(options):
+    """Refuse options that only ranks can have. (What rank 0 prints, a script alone does, too.)"""
+    given = {"--log-dir": options.log_dir is not None, "--max-restarts": options.max_restarts}
+    given["--quiet"] = options.quiet and options.ranks is None
+    for option in given:
+        if given[option] and options.ranks in (None, 1):
+            raise errors.InvalidArgumentError(
+                f"{option} is for a script that runs as several ranks, and this one runs alone. "
+                f"Add -n with 2 or more, or --hosts, or leave {option} out."
+            )
+
+
+def _check_version(interpreter, environ, option):
+    """Refuse an interpreter that is too old for compat, which is to run inside of it."""
+    program = "import sys; sys.stdout.write('.'.join(map(str, sys.version_info[:3])))"
+    found = subprocess.run([interpreter, "-c", program], env=environ, stdout=subprocess.PIPE)
+    version = found.stdout.decode()
+    if found.returncode or tuple(map(int, version.split(".")[:2])) < (3, 6):
+        version = version or "of no known version"
+        raise errors.UnsupportedError(
+            f"{option} runs inside the script's interpreter, which must be Python 3.6 or later; "
+            f"{interpreter} is Python {version}. Leave {option} out, or use a newer one."
+        )

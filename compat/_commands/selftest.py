@@ -55,12 +55,10 @@ def _show_where(devices, outcome):
     """Print where the first step's products ran; whether each device had its part."""
     records = _verification.records()
     ran = records[-1].operations if records else {}
-    products = {device: list(ran.get(device, (0, 0))) for device in devices}
-    outcome["products"] = products
+    products = outcome["products"] = {each: list(ran.get(each, (0, 0))) for each in devices}
     worked = [device for device in devices if min(products[device]) > 0]
     _say("\nMatrix products of a step that each device ran, forward + backward:")
-    for device in devices:
-        _say("  {}: {} + {}".format(device, *products[device]))
+    _say("\n".join("  {}: {} + {}".format(device, *products[device]) for device in devices))
     if len(worked) < len(devices):
         _say(f"NOT on all devices: {len(worked)} of {len(devices)} worked.")
     return len(worked) == len(devices)
@@ -72,9 +70,8 @@ def _configure(devices, backend, simulate):
         simulate = len(device_choice.choose(everything, None, os.environ)) < (devices or 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.CompatWarning)  # the report shows them
-        if simulate:
-            return _api.configure_gpu(backend=backend, simulate=devices or 3, verify=1)
-        return _api.configure_gpu(devices, backend=backend, verify=1)
+        asked = {"simulate": devices or 3} if simulate else {"gpus": devices}
+        return _api.configure_gpu(backend=backend, verify=1, **asked)
 
 
 def _models(keras, count):
@@ -96,7 +93,6 @@ def _compare(single, several, count, outcome):
     import numpy as np
 
     random = np.random.RandomState(0)
-    same = True
     outcome.update(tolerance=TOLERANCE, steps=[])
     _say(f"step  rows  loss on 1  loss on {count:<2} largest difference of a weight")
     for step, rows in enumerate(BATCHES, 1):
@@ -106,8 +102,8 @@ def _compare(single, several, count, outcome):
         weights = single.get_weights(), several.get_weights()
         difference = _verification.largest_difference(*weights)
         outcome["steps"].append({"rows": rows, "losses": losses, "difference": difference})
-        same = same and difference <= TOLERANCE  # False for NaN, too
         _say("{:4}  {:4}  {:9.7f}  {:10.7f}  {:.1e}".format(step, rows, *losses + [difference]))
+    same = all(each["difference"] <= TOLERANCE for each in outcome["steps"])  # NaN is not
     verdict = "The same: no weight ever differs" if same else "NOT the same: a weight differs"
     _say(f"\n{verdict} by more than {TOLERANCE:g}.")
     return same

@@ -10,23 +10,22 @@ exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong ar
 backend."""
 
 import contextlib
+import json
 import os
 import sys
 
 from .. import errors
-from . import BACKEND, QUIET, add_script, number, ranks, script_of, script_usage
-from . import parser as command_parser
+from . import QUIET, number, ranks, scripts, selftest, verify_script
+
+USAGE = "compat test [options]\n       " + scripts.usage("test")
 
 
-def add_to(commands):
-    told = "compare several devices with one"
-    usage = "compat test [options]\n       " + script_usage("test")
-    parser = command_parser(commands, "test", _run, told, __doc__, usage)
+def add_options(parser):
     told = "how many, 2 or more (default: all GPUs where there are two or more, else 3; of a "
     told += "script: 3)"
     devices = number("devices, 2 or more", 2)
     parser.add_argument("--devices", type=devices, metavar="N", help=told)
-    parser.add_argument("--backend", metavar="NAME", help=BACKEND)
+    parser.add_argument("--backend", metavar="NAME", help=scripts.BACKEND)
     told = "use CPU devices even where there are GPUs (with a script always)"
     parser.add_argument("--simulate", action="store_true", help=told)
     told = "of a script: as so many ranks the second time (default: 2; 0: not at all)"
@@ -36,7 +35,7 @@ def add_to(commands):
     told = "print the outcome as one JSON object, and all else to stderr"
     parser.add_argument("--json", action="store_true", help=told)
     parser.add_argument("--quiet", **QUIET)
-    add_script(parser)
+    scripts.add_to(parser)
 
 
 def _ranks_to_compare(text):
@@ -44,8 +43,8 @@ def _ranks_to_compare(text):
     return number("ranks to compare: 2 or more, or 0 for none", 2, others=[0])(text)
 
 
-def _run(arguments):
-    script = script_of(arguments)
+def execute(arguments):
+    script = scripts.of(arguments)
     for option, given in (("-n", arguments.ranks), ("--hosts", arguments.hosts)):
         if given is not None and not script:
             arguments.parser.error(f"argument {option}: a script is needed, or -m and a module")
@@ -54,14 +53,10 @@ def _run(arguments):
     asked = arguments.devices, arguments.backend
     with contextlib.ExitStack() as stack:
         outcome = stack.enter_context(_printed()) if arguments.json else None
-        if script:
-            from . import verify_script  # for start-up time
-
-            ranks, hosts = arguments.ranks, arguments.hosts
-            return not verify_script.run(script, *asked, ranks, outcome=outcome, hosts=hosts)
-        from . import selftest  # for start-up time
-
-        return not selftest.run(*asked, arguments.simulate, outcome)
+        if not script:
+            return not selftest.run(*asked, arguments.simulate, outcome)
+        ranks, hosts = arguments.ranks, arguments.hosts
+        return not verify_script.run(script, *asked, ranks, outcome=outcome, hosts=hosts)
 
 
 @contextlib.contextmanager
@@ -73,32 +68,18 @@ def _printed():
         gets the text of the error that is the reason.
     """
     outcome = {"same": None, "error": None}  # type: dict
-    try:
-        with _stdout_on_stderr():
-            yield outcome
-    except errors.CompatError as error:
-        outcome["error"] = str(error)
-        _print(outcome)
-        raise
-    _print(outcome)
-
-
-def _print(outcome):
-    import json  # for start-up time
-
-    # JSON has neither NaN nor infinity: None in place of them.
-    finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
-    print(json.dumps(finite, indent=2, allow_nan=False), flush=True)
-
-
-@contextlib.contextmanager
-def _stdout_on_stderr():
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
         os.dup2(2, 1)  # what libraries and other processes print
         with contextlib.redirect_stdout(sys.stderr):
-            yield
+            yield outcome
+    except errors.CompatError as error:
+        outcome["error"] = str(error)
+        raise
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
+        # JSON has neither NaN nor infinity: None in place of them.
+        finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
+        print(json.dumps(finite, indent=2, allow_nan=False), flush=True)

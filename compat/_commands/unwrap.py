@@ -9,23 +9,19 @@ exit status: 0 written, 2 it could not be."""
 # With h5py alone: no framework is imported, no layer is made, and no code in the file (Lambda
 # layers have some) is looked at.
 
-import argparse
 import collections
+import itertools
 import json
 import os
 import zipfile
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from .. import errors
 from .._runtime import progress, safe_files
-from . import QUIET, hdf5_names, wrapped_model
-from . import parser as command_parser
+from . import QUIET, wrapped_model
 
 
-def add_to(commands: "argparse._SubParsersAction") -> None:
-    """Add the command to those of ``compat``."""
-    told = "the plain model in a file of multi_gpu_model"
-    parser = command_parser(commands, "unwrap", _run, told, __doc__)
+def add_options(parser):
     parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
     told = "the new file (default: old.unwrapped.h5 beside old.h5; name the old file to replace it)"
     parser.add_argument("-o", dest="output", metavar="FILE", help=told)
@@ -35,7 +31,7 @@ def add_to(commands: "argparse._SubParsersAction") -> None:
     parser.add_argument("--quiet", **QUIET)
 
 
-def _run(arguments):
+def execute(arguments):
     print(run(arguments.file, arguments.output, arguments.force, arguments.model))
     return 0
 
@@ -62,7 +58,13 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
         stem, extension = os.path.splitext(path)
         output = stem + ".unwrapped" + (extension or ".h5")
     _check(path)
-    h5py = _import_h5py()
+    try:
+        import h5py
+    except ImportError as error:
+        raise errors.NotInstalledError(
+            f"compat unwrap reads HDF5 files with h5py, which cannot be imported here ({error}). "
+            "Install it: pip install h5py"
+        ) from error
     config = None if model is None else _architecture(model)
     if not force and os.path.exists(output) and not os.path.samefile(output, path):
         raise errors.ModelFileError(
@@ -85,22 +87,10 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
     return f"{output}: {plan.told()}"
 
 
-def _import_h5py():
-    try:
-        import h5py
-    except ImportError as error:
-        raise errors.NotInstalledError(
-            f"compat unwrap reads HDF5 files with h5py, which cannot be imported here ({error}). "
-            "Install it: pip install h5py"
-        ) from error
-    return h5py
-
-
 def _check(path):
     """That the file is HDF5, in words that tell what else it is."""
     if os.path.isdir(path):
-        is_saved_model = os.path.exists(os.path.join(path, "saved_model.pb"))
-        kind = ", such as a SavedModel" * is_saved_model
+        kind = ", such as a SavedModel" * os.path.exists(os.path.join(path, "saved_model.pb"))
         raise errors.ModelFileError(
             f"{path} is a folder{kind}. compat unwrap takes an HDF5 file, from model.save() or "
             "model.save_weights() with a name that ends in .h5."
@@ -109,8 +99,7 @@ def _check(path):
         with open(path, "rb", opener=safe_files.plain) as file:
             start = file.read(8)
     except OSError as error:
-        what = error.strerror or error
-        raise errors.ModelFileError(f"{path} cannot be read: {what}.") from error
+        raise errors.ModelFileError(f"{path} cannot be read: {error.strerror or error}.") from error
     if start == b"\x89HDF\r\n\x1a\n":
         return
     if zipfile.is_zipfile(path):
@@ -142,30 +131,31 @@ def _architecture(path):
 # What is to be written ------------------------------------------------------------------------
 
 
-class Plan:
+class Plan(NamedTuple):
     """What the new file has: the groups of layers, and attributes in place of others.
 
-    Arguments:
+    Attributes:
         source: the group of the wrapper's layer that has all the weights.
         layers: names of layers, each with the names of its weights, in Keras' order.
+        attributes: to be written as JSON.
+        optimizer: whether its state goes along; None: there is none.
+        note: what else is to be told, a line of its own.
     """
 
-    def __init__(self, source, layers):
-        self.source = source
-        self.layers: List[Tuple[str, List[str]]] = layers
-        self.attributes: Dict[str, Any] = {}  # to be written as JSON
-        self.optimizer: Optional[bool] = None  # whether its state goes along
-        self.notes: List[str] = []
+    source: Any
+    layers: List[Tuple[str, List[str]]]
+    attributes: Dict[str, Any] = {}
+    optimizer: Optional[bool] = None
+    note: str = ""
 
-    def told(self):
+    def told(self) -> str:
         layers = [name for name, weights in self.layers if weights]
         number, state = sum(len(weights) for _, weights in self.layers), ""
         if self.optimizer is not None:
             state = ", and the optimizer's state"
         if self.optimizer is False:
             state = ", without the optimizer's state, whose shapes are not those of the weights"
-        told = f"{number} weights of {len(layers)} layers ({', '.join(layers)}){state}"
-        return "\n".join([told] + self.notes)
+        return f"{number} weights of {len(layers)} layers ({', '.join(layers)}){state}{self.note}"
 
 
 def _planned(path, old, config):
@@ -176,15 +166,15 @@ def _planned(path, old, config):
     """
     whole = "model_config" in old.attrs
     weights = old.get("model_weights") if whole else old
-    if weights is None or not (hdf5_names.has(weights, "layer_names")):
+    layers = [] if weights is None else _names(weights, "layer_names")
+    if not layers:
         raise errors.ModelFileError(
             f"{path} is HDF5, but neither a whole model nor weights of Keras: it has no "
             "layer_names. Some versions of Keras stopped halfway when they saved a wrapper whole "
             '("can\'t pickle module objects"); use a file of save_weights() then.'
         )
-    layers = hdf5_names.names(weights, "layer_names")
-    groups = [(name, hdf5_names.names(weights[name], "weight_names")) for name in layers]
-    version = hdf5_names.text(old.attrs.get("keras_version", ""))
+    groups = [(name, _names(weights[name], "weight_names")) for name in layers]
+    version = _text(old.attrs.get("keras_version", ""))
     if version.startswith("3."):
         raise errors.ModelFileError(
             f"{path} was saved by Keras {version}, whose models compat unwrap does not read. Load "
@@ -198,7 +188,7 @@ def _planned(path, old, config):
             "Leave --model out."
         )
     try:
-        found = wrapped_model.inside(json.loads(hdf5_names.text(old.attrs["model_config"])))
+        found = wrapped_model.inside(json.loads(_text(old.attrs["model_config"])))
     except (ValueError, LookupError, TypeError, AttributeError):
         found = None
     name = None if found is None else wrapped_model.name_of(found.layer)
@@ -209,17 +199,17 @@ def _planned(path, old, config):
             "make_parallel make it. Load it as it is."
         )
     flat = dict(groups)[name]
-    plan = Plan(weights[name], _layers(path, flat, found.layer))
-    plan.attributes["model_config"] = {key: found.layer[key] for key in ("class_name", "config")}
+    attributes = {"model_config": {key: found.layer[key] for key in ("class_name", "config")}}
     if "training_config" in old.attrs:
-        training = json.loads(hdf5_names.text(old.attrs["training_config"]))
+        training = json.loads(_text(old.attrs["training_config"]))
         training = {key: _renamed(value, found.outputs) for key, value in training.items()}
-        plan.attributes["training_config"] = training
+        attributes["training_config"] = training
+    optimizer = None
     if "optimizer_weights" in old:
         state = old["optimizer_weights"]
-        shapes = [state[each].shape for each in hdf5_names.names(state, "weight_names")]
-        plan.optimizer = _lines_up(shapes, [plan.source[each].shape for each in flat])
-    return plan
+        shapes = [state[each].shape for each in _names(state, "weight_names")]
+        optimizer = _lines_up(shapes, [weights[name][each].shape for each in flat])
+    return Plan(weights[name], _layers(path, flat, found.layer), attributes, optimizer)
 
 
 def _planned_of_weights(path, weights, groups, config):
@@ -236,14 +226,18 @@ def _planned_of_weights(path, weights, groups, config):
     if config is not None:
         return Plan(weights[name], _layers(path, flat, config))
     try:
-        plan = Plan(weights[name], wrapped_model.groups_by_names(flat, name))
+        layers = wrapped_model.groups_by_names(flat, name)
     except ValueError as problem:
-        raise _undecided(path, problem) from None
-    plan.notes.append(
-        "Told by the weights' names, in their order. If layers of the model are models, or were "
+        raise errors.ModelFileError(
+            f"{path} has weights without the model, and their names do not tell the order of its "
+            f'layers: {problem}. Write the plain model with open("model.json", '
+            '"w").write(model.to_json()) and add --model model.json.'
+        ) from None
+    note = (
+        "\nTold by the weights' names, in their order. If layers of the model are models, or were "
         "not trained (trainable=False), add --model model.json, from the plain model's to_json()."
     )
-    return plan
+    return Plan(weights[name], layers, note=note)
 
 
 def _layers(path, flat, config):
@@ -255,18 +249,10 @@ def _layers(path, flat, config):
             f"{path} cannot be unwrapped: the names of its weights ({', '.join(flat[:3])}, ...) "
             f"do not tell which layers of {model!r} have them."
         )
-    return [
-        (layer, [weight for weight, owner in zip(flat, owners) if owner == layer])
-        for layer in wrapped_model.layers_with_groups(config)
-    ]
-
-
-def _undecided(path, problem):
-    return errors.ModelFileError(
-        f"{path} has weights without the model, and their names do not tell the order of its "
-        f'layers: {problem}. Write the plain model with open("model.json", '
-        '"w").write(model.to_json()) and add --model model.json.'
-    )
+    weights = {layer: [] for layer in wrapped_model.layers_with_groups(config)}  # type: dict
+    for weight, owner in zip(flat, owners):
+        weights[owner].append(weight)
+    return list(weights.items())
 
 
 def _renamed(value, outputs):
@@ -283,11 +269,9 @@ def _lines_up(state, weights):
     use has the shape (1,) for each weight.
     """
     for trained in range(len(weights), 0, -1):
-        once = collections.Counter(weights[:trained])
-        rest = collections.Counter(state)
+        once, rest = collections.Counter(weights[:trained]), collections.Counter(state)
         times = min(rest[shape] // number for shape, number in once.items())
-        for shape, number in once.items():
-            rest[shape] -= times * number
+        rest.subtract({shape: times * number for shape, number in once.items()})
         if times and not any(number for shape, number in rest.items() if shape not in ((), (1,))):
             return True
     return all(shape == () for shape in state)
@@ -304,18 +288,54 @@ def _check_writable(path):
 
 
 def _write(old, new, plan):
-    whole = "model_weights" in old and "model_config" in old.attrs
-    source = old["model_weights"] if whole else old
-    target = new.create_group("model_weights") if whole else new
-    if whole:
-        hdf5_names.copy_attributes(old, new, plan.attributes)
+    source, target = old, new
+    if plan.attributes:  # of a whole model
+        source, target = old["model_weights"], new.create_group("model_weights")
+        _copy_attributes(old, new, plan.attributes)
         left = ["model_weights"] + ["optimizer_weights"] * (plan.optimizer is False)
         for name in [name for name in old if name not in left]:
             old.copy(name, new)
-    hdf5_names.copy_attributes(source, target, {})
-    hdf5_names.write_names(target, "layer_names", [name for name, _ in plan.layers])
+    _copy_attributes(source, target, {})
+    _write_names(target, "layer_names", [name for name, _ in plan.layers])
     for name, weights in plan.layers:
         group = target.require_group(name)
-        hdf5_names.write_names(group, "weight_names", weights)
+        _write_names(group, "weight_names", weights)
         for weight in weights:
             plan.source.file.copy(plan.source[weight], group, name=weight)
+
+
+# Names in attributes, whichever h5py reads or wrote them --------------------------------------
+
+#: A list that is longer in an attribute is cut into name0, name1 ...: HDF5 has a limit.
+ATTRIBUTE_LIMIT = 64512
+
+
+def _text(value):
+    return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+
+
+def _names(group, attribute):
+    """A list of names in an attribute, or in several, where one would be too large; [] if none."""
+    numbered = map((attribute + "{}").format, itertools.count())
+    parts = itertools.takewhile(group.attrs.__contains__, numbered)
+    whole = [attribute] if attribute in group.attrs else parts
+    return [_text(name) for part in whole for name in group.attrs[part]]
+
+
+def _write_names(group, attribute, names):
+    """As Keras does: an array of bytes, cut where it is too large."""
+    import numpy as np  # which h5py needs
+
+    encoded = np.asarray([name.encode("utf-8") for name in names])
+    size = max(1, ATTRIBUTE_LIMIT // encoded.itemsize)
+    for number, start in enumerate(range(0, max(1, len(encoded)), size)):
+        name = f"{attribute}{number}" if len(encoded) > size else attribute
+        group.attrs[name] = encoded[start : start + size]
+
+
+def _copy_attributes(old, new, others):
+    """Attributes as they are, but texts as bytes, which every Keras decodes."""
+    for name, value in old.attrs.items():
+        if not name.startswith("layer_names"):
+            value = json.dumps(others[name]) if name in others else value
+            new.attrs[name] = value.encode("utf-8") if isinstance(value, str) else value

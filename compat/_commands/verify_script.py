@@ -2,15 +2,21 @@
 
 import json
 import os
+import pathlib
+import select
+import subprocess
 import sys
 import tempfile
-from typing import Optional
+import time
+from typing import Any, List, Mapping, Optional, Sequence
 
 from .. import _verification, errors
 from .._configuration import detection
-from .._runtime import by_path
+from .._ranks.launch import output
+from .._runtime import by_path, progress
 from ..backend import Backend
-from . import run_script, watched_command
+from . import scripts
+from .run import ranks_on
 
 RANKS = 2
 #: How many training steps of each model are verified.
@@ -44,31 +50,29 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
         UnsupportedError: there are hosts, and the backend has no ranks.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
-    run_script.refuse_notebook(script)
-    if script[0] != "-m" and not os.path.isfile(script[0]):
-        raise errors.no_script(script[0])
+    scripts.check(script, os.path.isfile(script[0]))
     if hosts is not None:
-        ranks, hosts = run_script.ranks_on(hosts, ranks)
+        ranks, hosts = ranks_on(hosts, ranks)
     devices = devices or 3
     outcome = {} if outcome is None else outcome
     chosen, _ = detection.choose(backend, os.environ, typed=True)
     has_ranks = type(chosen).distribute is not Backend.distribute
     if hosts is not None and not has_ranks:
         raise errors.no_ranks(chosen.name)
-    path = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
-    environ = dict(os.environ, COMPAT_VERIFY=str(STEPS))
-    environ["PYTHONPATH"] = os.pathsep.join(filter(None, path))  # the script finds this compat
-    environ.update(chosen.recording)
+    paths = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
+    path = os.pathsep.join(filter(None, paths))  # the script finds this compat
+    environ = dict(os.environ, COMPAT_VERIFY=str(STEPS), PYTHONPATH=path, **chosen.recording)
     environ.update(detection.keras_variable(chosen, os.environ))
-    name = run_script.name_of(script)
+    name = scripts.name_of(script)
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
     if other:
-        _say(errors.shadowed(name, other))
+        output.say("compat test: " + errors.shadowed(name, other))
     outcome.update(backend=chosen.name, script=name, ranks=None)
-    with tempfile.TemporaryDirectory(prefix="compat-test-") as folder:
+    with tempfile.TemporaryDirectory(prefix="compat-test-") as path:
+        folder = pathlib.Path(path)
         lines = _on_replicas(script, environ, chosen, devices, outcome, folder)
-        if ranks != 0 and has_ranks:
-            ranks = ranks or RANKS
+        ranks = RANKS if ranks is None else ranks
+        if ranks and has_ranks:
             lines += ["", _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder)]
     runs = [each for each in (outcome["simulated"], outcome["ranks"]) if each]
     found = [each["same"] for each in runs]
@@ -79,17 +83,15 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
 
 def _on_replicas(script, environ, chosen, devices, outcome, folder):
     """The lines of the verdict on simulated devices."""
-    name = run_script.name_of(script)
-    told = f"{name} on {devices} simulated devices"
-    _say(f"{told} ({chosen.name})")
-    environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=folder)
-    status = watched_command.call([sys.executable] + script, environ, "running " + told)
-    reports = [_read(os.path.join(folder, each)) for each in sorted(os.listdir(folder))]
-    records = [record for report in reports for record in report]
-    title = f"compat test: {os.path.basename(name)} on {devices} simulated devices of "
-    lines = [title + chosen.name, ""]
-    for record in records:
-        lines += _verification.shown(record)
+    told = f"{outcome['script']} on {devices} simulated devices"
+    output.say(f"compat test: {told} ({chosen.name})")
+    environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=str(folder))
+    status = _call([sys.executable] + script, environ, "running " + told)
+    reports = [json.loads(each.read_text("utf-8")) for each in sorted(folder.iterdir())]
+    records: List[Any] = sum(reports, [])
+    script_name = os.path.basename(outcome["script"])
+    lines = [f"compat test: {script_name} on {devices} simulated devices of {chosen.name}", ""]
+    lines += sum(map(_verification.shown, records), [])
     same: Optional[bool] = all(map(_verification.is_good, records))
     failed = any(record["failure"] for record in records)
     if not failed and not any(sum(record["steps"].values()) for record in records):
@@ -108,14 +110,14 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
 def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
     """The verdict on ranks as a line."""
     where = "" if hosts is None else " on " + hosts
-    told = f"{run_script.name_of(script)} as {ranks} ranks{where}"
-    _say(told)
+    told = f"{outcome['script']} as {ranks} ranks{where}"
+    output.say("compat test: " + told)
     command = by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
-    path = os.path.join(folder, "ranks.json")
-    command += ["--report-json", path] + script
-    status = watched_command.call(command, environ, "running " + told)
-    compared = os.path.exists(path) and _read(path)["comparisons"]
+    report = folder / "ranks.json"
+    command += ["--report-json", str(report)] + script
+    status = _call(command, environ, "running " + told)
+    compared = report.exists() and json.loads(report.read_text("utf-8"))["comparisons"]
     # A script that ends like this on simulated devices, too, does so for a reason of its own.
     is_own = status == outcome["simulated"]["status"] != 0
     same = not status if compared and not is_own else None
@@ -128,10 +130,60 @@ def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
     return f"As {ranks} ranks{where}: {said}"
 
 
-def _read(path):
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
+# A command that prints to this terminal, with a line while it prints nothing ------------------
+
+# How long a command may take to end after Ctrl-C, as in subprocess.call(), in seconds.
+_GRACE = 0.25
 
 
-def _say(text):
-    print("compat test: " + text, file=sys.stderr, flush=True)
+def _call(command: Sequence[str], environ: Mapping[str, str], doing: str) -> int:
+    """Run a command, and return its exit status, as ``subprocess.call()`` does.
+
+    On a terminal the command gets another one, whose output is copied: else nobody could tell when
+    it prints nothing.
+
+    Arguments:
+        doing: what the line says.
+    """
+    if not progress.is_wanted():
+        return subprocess.call(command, env=environ)
+    import tty  # not on Windows
+
+    controller, terminal = (os.fdopen(number, "r+b", 0) for number in os.openpty())
+    with controller:
+        with terminal:
+            # The user's own makes a carriage return of each newline.
+            tty.setraw(terminal.fileno())
+            stdout = terminal if os.isatty(1) else None
+            process = subprocess.Popen(command, env=environ, stdout=stdout, stderr=terminal)
+        with process, progress.shown(doing) as line:
+            try:
+                _show(process, controller, line)
+                return process.wait()
+            except KeyboardInterrupt:  # the command has got it, too
+                _show(process, controller, line, time.monotonic() + _GRACE)
+                raise
+            finally:
+                process.kill()  # unless it has ended
+
+
+def _show(process, controller, line, until=None):
+    """Show what a process prints to its terminal, until it has ended."""
+    import fcntl  # not on Windows
+    import termios
+
+    while until is None or time.monotonic() < until:
+        if until is None and process.poll() is not None:
+            until = time.monotonic() + _GRACE  # what it leaves behind may print on and on
+        size = fcntl.ioctl(sys.stderr, termios.TIOCGWINSZ, b" " * 8)
+        fcntl.ioctl(controller, termios.TIOCSWINSZ, size)
+        if select.select([controller], [], [], 0.1)[0]:
+            try:
+                data = controller.read(65536)
+            except OSError:  # nobody has it open any more
+                return
+            line.erase()
+            while data:
+                data = data[os.write(2, data) :]
+        elif process.poll() is not None:
+            return

@@ -3,6 +3,8 @@
 Works on what Keras writes, configurations and names of weights. Nothing of it is made or run.
 """
 
+import collections
+import itertools
 import re
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
@@ -75,16 +77,14 @@ def _roots(call, by_name):
 
 def _joins(layer, calls):
     """Whether a layer puts rows together, or is what ``compat.multi_gpu_model`` has instead."""
-    kind, own = layer.get("class_name"), layer["config"]
-    if kind == "Concatenate":
-        return own.get("axis") == 0
-    if kind == "Merge":
-        return own.get("mode") == "concat" and own.get("concat_axis") == 0
-    if calls > 1:
-        return False
-    return (kind == "Activation" and own.get("activation") == "linear") or (
-        kind == "LeakyReLU" and own.get("alpha", own.get("negative_slope")) == 1
-    )
+    own, one = layer["config"], calls == 1
+    joins = {
+        "Concatenate": own.get("axis") == 0,
+        "Merge": own.get("mode") == "concat" and own.get("concat_axis") == 0,
+        "Activation": one and own.get("activation") == "linear",
+        "LeakyReLU": one and own.get("alpha", own.get("negative_slope")) == 1,
+    }
+    return joins.get(layer.get("class_name"), False)
 
 
 def output_names(model: Dict[str, Any]) -> List[str]:
@@ -113,7 +113,7 @@ def _names_within(value):
     if not isinstance(value, dict):
         return []
     own = [name_of(value)] if "class_name" in value and name_of(value) else []
-    return own + [name for each in value.values() for name in _names_within(each)]
+    return own + _names_within(list(value.values()))
 
 
 def owners(weights: List[str], model: Dict[str, Any]) -> Optional[List[str]]:
@@ -128,11 +128,12 @@ def owners(weights: List[str], model: Dict[str, Any]) -> Optional[List[str]]:
         model: its configuration.
     """
     layers = layers_of(model) or []
-    known: Dict[str, List[int]] = {}  # by name, which layers are or have one called so
-    for index, layer in enumerate(layers):
-        for name in set(_names_within(layer)):
-            known.setdefault(name, []).append(index)
-    several = [len(set(_names_within(layer))) > 1 for layer in layers]
+    within = [set(_names_within(layer)) for layer in layers]
+    several = [len(names) > 1 for names in within]
+    known = collections.defaultdict(list)  # by name, which layers are or have one called so
+    for index, names in enumerate(within):
+        for name in names:
+            known[name].append(index)
     # The best way to each state: whether only weights that are not trained follow, the layer, and
     # the part of the name that told it. Its costs, and the layers on it, with what told them.
     start = False, -1, ""
@@ -143,9 +144,7 @@ def owners(weights: List[str], model: Dict[str, Any]) -> Optional[List[str]]:
         for (late, last, text), (cost, path) in best.items():
             for index, told_by, more in candidates:
                 goes_on = index > last or (index == last and (several[index] or told_by == text))
-                for is_late in {late, True}:
-                    if not goes_on and is_late == late:
-                        continue
+                for is_late in {late, True} if goes_on else {True} - {late}:
                     total = cost + more + 4 * (is_late != late)
                     state = is_late, index, told_by
                     if state not in ways or total < ways[state][0]:
@@ -154,8 +153,7 @@ def owners(weights: List[str], model: Dict[str, Any]) -> Optional[List[str]]:
     if not best:
         return None
     path = min(best.values(), key=lambda way: way[0])[1]
-    layer_of = dict((told_by, index) for index, told_by in path)
-    told = {index: told_by for index, told_by in path}
+    layer_of, told = {told_by: index for index, told_by in path}, dict(path)
     for index, told_by in path:
         if layer_of[told_by] != index or not (several[index] or told[index] == told_by):
             return None
@@ -210,12 +208,13 @@ def groups_by_names(weights: List[str], model: str) -> List[Tuple[str, List[str]
     return list(groups.items())
 
 
+# What Bidirectional, and the cells of recurrent layers, add to their names.
+_WITHIN_LAYER = re.compile(r"^(forward|backward)_|_cells?(_\d+)?$")
+
+
 def _layer_of(weight, model):
     scope = weight.split("/")[:-1]
     if len(scope) > 1 and scope[0] == model:  # a Sequential that was built when it was called
         del scope[0]
-    for index in range(1, len(scope)):
-        if re.search(r"^(forward|backward)_|_cells?(_\d+)?$", scope[index]):
-            del scope[index:]
-            break
-    return "/".join(scope) or None
+    named = itertools.takewhile(lambda part: not _WITHIN_LAYER.search(part), scope[1:])
+    return "/".join([*scope[:1], *named]) or None

@@ -19,7 +19,7 @@ from terminals import terminal
 
 import compat
 from compat import __main__, _api
-from compat._commands import hdf5_names, unwrap
+from compat._commands import unwrap
 from compat._runtime import progress
 from compat.testing import (
     DEVICES,
@@ -309,7 +309,7 @@ class Unwrapping:
             del file[inner.name].attrs["weight_names"]
             file[inner.name].attrs["weight_names0"] = names[:3]
             file[inner.name].attrs["weight_names1"] = names[3:]
-        monkeypatch.setattr(hdf5_names, "ATTRIBUTE_LIMIT", len(names[0]))
+        monkeypatch.setattr(unwrap, "ATTRIBUTE_LIMIT", len(names[0]))
         new, _ = unwrapped(capsys, path)
         with h5py.File(new, "r") as file:
             assert "weight_names1" in file[inner.layers[0].name].attrs

@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import json
 import os
+import pathlib
 import shutil
 import signal
 import subprocess
@@ -34,6 +35,7 @@ NOT_PASSED_ON = """
     stepwise_skip trace tx usepdb
 """.split()
 
+STREAMS = "stdout", "stderr"
 FAILS = "The process of this test {}.\n\n{}"
 
 
@@ -43,9 +45,8 @@ def run(item: Any, nextitem: Any) -> bool:
     hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports = _reports(item)
     # Fixtures that tests before this one made, and no test after it uses, end now.
-    call = pytest.CallInfo.from_call(
-        lambda: item.session._setupstate.teardown_exact(nextitem), when="teardown"
-    )
+    end_fixtures = item.session._setupstate.teardown_exact
+    call = pytest.CallInfo.from_call(lambda: end_fixtures(nextitem), when="teardown")
     if call.excinfo is not None:
         reports.append(pytest.TestReport.from_item_and_call(item, call))
     for report in reports:
@@ -56,11 +57,11 @@ def run(item: Any, nextitem: Any) -> bool:
 
 def _reports(item):
     """The reports of the test's phases."""
-    folder = tempfile.mkdtemp(prefix="compat-test-")
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="compat-test-"))
     try:
         timeout, configure = _asked(item)
         ended = _run_child(item, _job(item, folder, configure), folder, timeout)
-        reports = _received(item, os.path.join(folder, "reports"))
+        reports = _received(item, folder)
         if ended is not None or [r.when for r in reports][-1:] != ["teardown"]:
             ended = ended or "ended before it had run the test"
             reports = _with_failure(item, reports, FAILS.format(ended, _output(folder)))
@@ -117,77 +118,64 @@ def _job(item, folder, configure):
         arguments += ["--basetemp", str(temporary.mktemp("own_process"))]
     # Files and options are those of this run already.
     arguments += ["-o", "addopts=", "-o", "log_file=", str(item.path)]
-    options = {
-        name: value
-        for name, value in vars(config.option).items()
-        if name not in NOT_PASSED_ON and _is_plain(value)
-    }
+    options = {name: value for name, value in vars(config.option).items() if _is_plain(value)}
+    for name in NOT_PASSED_ON:
+        options.pop(name, None)
     worker = getattr(config, "workerinput", {"workerid": "master", "workercount": 1})
     worker = {name: value for name, value in worker.items() if _is_plain(value)}
+    captures = config.getoption("capture", "fd") != "no"
     return {
         "arguments": arguments,
         "configure": configure,
         "options": options,
         "path": sys.path,
-        "reports": os.path.join(folder, "reports"),
-        "streams": [] if config.getoption("capture", "fd") == "no" else _streams(folder),
+        "reports": str(folder / "reports"),
+        "streams": [(name, str(folder / name)) for name in (STREAMS if captures else ())],
         "test": item.nodeid.partition("::")[2],
         "workerinput": dict(worker, compat=True),
     }
 
 
-def _streams(folder):
-    return [(name, os.path.join(folder, name)) for name in ("stdout", "stderr")]
-
-
 def _run_child(item, job, folder, timeout):
     """Run the process; how it ended, as a phrase, where that was not well; else None."""
-    path = os.path.join(folder, "job")
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(job, file)
-    environ = dict(os.environ)
+    path = folder / "job"
+    path.write_text(json.dumps(job), encoding="utf-8")
+    environ = dict({"PYTHONIOENCODING": "utf-8"}, **os.environ)
     environ.pop("PYTEST_ADDOPTS", None)
-    environ.setdefault("PYTHONIOENCODING", "utf-8")
-    command = by_path.command("_commands.pytest_plugin.child") + [path]
+    command = by_path.command("_commands.pytest_plugin.child") + [str(path)]
+    folder_of_run = str(item.config.invocation_params.dir)
     command.insert(1, "-u")  # what is printed is there, however the process ends
     options: Dict[str, Any] = {"stdin": subprocess.DEVNULL} if job["streams"] else {}
-    if os.name == "posix":
-        # In a group of its own, so that what it has started ends with it.
-        options.update(start_new_session=True, preexec_fn=dies_with_this_process())
+    # In a group of its own, so that what it has started ends with it.
+    options.update(start_new_session=True, preexec_fn=dies_with_this_process())
     with contextlib.ExitStack() as stack:
         options.update((n, stack.enter_context(open(p, "ab"))) for n, p in job["streams"])
-        process = subprocess.Popen(
-            command, cwd=str(item.config.invocation_params.dir), env=environ, **options
-        )
+        process = subprocess.Popen(command, cwd=folder_of_run, env=environ, **options)
     try:
         status = process.wait(timeout)
-    except subprocess.TimeoutExpired:
-        _end(process, signal.SIGABRT)  # pytest's faulthandler tells where it is
-        return f"was killed after {timeout:g} seconds, its timeout"
     except BaseException as error:
-        _end(process, signal.SIGINT)
+        timed_out = isinstance(error, subprocess.TimeoutExpired)
+        # pytest's faulthandler tells where it is.
+        process.send_signal(signal.SIGABRT if timed_out else signal.SIGINT)
+        starter.wait([process], GRACE)
         if isinstance(error, (KeyboardInterrupt, pytest.exit.Exception)):
             raise
+        if timed_out:
+            return f"was killed after {timeout:g} seconds, its timeout"
         return f"was killed: {error}"  # by another plugin's timeout
     finally:
-        if os.name == "posix":
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     if status < 0:
         return f"was killed by signal {-status} ({signal.Signals(-status).name})"
     return None if status in (0, 1) else f"ended with exit status {status}"
 
 
-def _end(process, first):
-    """Tell a process to end, and kill it if it does not."""
-    process.send_signal(first)
-    starter.wait([process], GRACE)
-
-
-def _received(item: Any, path: str) -> List[Any]:
+def _received(item: Any, folder: pathlib.Path) -> List[Any]:
     """The reports that came; warnings are passed on."""
     reports = []
-    for line in _content(path).split("\n")[:-1]:  # the process may have died in the last one
+    lines = _content(folder / "reports").split("\n")
+    for line in lines[:-1]:  # the process may have died in the last one
         kind, data = json.loads(line)
         if kind == "warning":
             _pass_on(item, **data)
@@ -196,35 +184,30 @@ def _received(item: Any, path: str) -> List[Any]:
         report.nodeid, report.location = item.nodeid, item.location
         if isinstance(report.longrepr, list):  # of a skipped test; JSON has no tuples
             report.longrepr = tuple(report.longrepr)
-        for name in ("sections", "user_properties"):
-            setattr(report, name, [tuple(pair) for pair in getattr(report, name)])
         reports.append(report)
     return reports
 
 
 def _content(path):
     """What a file has: nothing where the process did not come to make it."""
-    if not os.path.exists(path):
-        return ""
-    with open(path, "rb") as file:
-        return file.read().decode("utf-8", "replace")
+    return path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
 
 
 def _pass_on(item, warning, when, location):
     """Have a warning shown at the end, as pytest does with those of this process."""
     module, name, text, *place = warning
-    kind = getattr(builtins, name, None) if module == "builtins" else None
-    if kind is None:  # whose module need not be imported here
-        kind = type(name, (Warning,), {"__module__": module})
+    kind = type(name, (Warning,), {"__module__": module})  # which need not be imported here
+    if module == "builtins":
+        kind = getattr(builtins, name)
     message = warnings.WarningMessage(kind(text), kind, *place)
     location = location and tuple(location)
     told = dict(warning_message=message, when=when, nodeid=item.nodeid, location=location)
     item.config.hook.pytest_warning_recorded.call_historic(kwargs=told)
 
 
-def _output(folder: str) -> str:
+def _output(folder: pathlib.Path) -> str:
     """All that the process printed, for a person."""
-    texts = [(name, _content(path).rstrip()) for name, path in _streams(folder)]
+    texts = [(name, _content(folder / name).rstrip()) for name in STREAMS]
     told = [f"Its {name}:\n{text}\n" for name, text in texts if text]
     return "\n".join(told) or "It printed nothing.\n"
 

@@ -24,13 +24,13 @@ class Simulation:
     """
 
     def __init__(self, config: Any) -> None:
-        self.before = os.environ.get(VARIABLE)
+        before = os.environ.get(VARIABLE)
         option = config.known_args_namespace.compat_simulate
         in_file = config.getini("compat_simulate")
         file = config.inipath.name if config.inipath else "-o"
         told = [
             ("--compat-simulate", option, ""),
-            ("the environment", self.before or None, f"{self.before} of the environment"),
+            ("the environment", before or None, f"{before} of the environment"),
             (f"compat_simulate in {file}", in_file, f"compat_simulate = {in_file} in {file}"),
         ]
         (self.source, self.value, _), *others = [each for each in told if each[1] is not None]
@@ -41,7 +41,8 @@ class Simulation:
             simulated_from_outside({VARIABLE: self.value})
         except errors.InvalidArgumentError as error:
             raise pytest.UsageError(f"{self.source}: {error}") from None
-        os.environ[VARIABLE] = self.value
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setenv(VARIABLE, self.value)
 
     def pytest_report_header(self) -> List[str]:
         return [f"compat: {VARIABLE}={self.value} ({self.source})"]
@@ -58,7 +59,4 @@ class Simulation:
             )
 
     def pytest_unconfigure(self) -> None:
-        if self.before is None:
-            os.environ.pop(VARIABLE, None)
-        else:
-            os.environ[VARIABLE] = self.before
+        self.patch.undo()

@@ -43,9 +43,8 @@ class Twins:
     def __init__(self, build: Callable[[], Any], weights=None, tolerance: float = 1e-5) -> None:
         place = _ranks.own_place()
         if place is not None:
-            raise errors.unsupported(
-                "compat_twins", f"train in {place}", "Start pytest without a launcher."
-            )
+            remedy = "Start pytest without a launcher."
+            raise errors.unsupported("compat_twins", f"train in {place}", remedy)
         configuration = process.configuration or _api.configure_gpu()
         backend = _api.configured_backend()
         # Works where nothing has run before this on the framework.
@@ -72,17 +71,6 @@ class Twins:
             raise _refused(build, "the same model each time. Have it build a new one")
         _api.parallelize(self.one, gpus=1)
         _api.parallelize(self.several)
-        self._make_equal(build)
-        self.labels = _labels(self.one, self._weights(self.one))
-        name = getattr(self.several, "name", type(self.several).__name__)
-        self._verification = _verification.Verification(name, self.devices, 1)
-        backend.verify(self.several, self._verification)
-
-    @property
-    def worked(self) -> Dict[str, Any]:
-        return dict(self._verification.record.operations)
-
-    def _make_equal(self, build):
         first, second = self._weights(self.one), self._weights(self.several)
         if not len(first):
             raise _refused(
@@ -95,6 +83,14 @@ class Twins:
             self.several.set_weights(first)
         elif not alike or _verification.largest_difference(first, second) != 0:
             raise _refused(build, "other weights each time. Seed what draws them")
+        self.labels = _labels(self.one, first)
+        name = getattr(self.several, "name", type(self.several).__name__)
+        self._verification = _verification.Verification(name, self.devices, 1)
+        backend.verify(self.several, self._verification)
+
+    @property
+    def worked(self) -> Dict[str, Any]:
+        return dict(self._verification.record.operations)
 
     def fit(self, *args: Any, **kwargs: Any) -> List[Any]:
         """Call ``fit()`` of both models; compare their histories and weights.
@@ -187,9 +183,8 @@ class Twins:
 
     def _text(self, what, lines):
         record = self._verification.record
-        shown = _verification.shown(record.as_dict())[1:]
         lines = [f"model {record.model!r} {what}"] + ["  " + line for line in lines]
-        return "\n".join(lines + shown)
+        return "\n".join(lines + _verification.shown(record.as_dict())[1:])
 
 
 def _refused(build, gives):

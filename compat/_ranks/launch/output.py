@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 import time
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, List, Optional, Set, Tuple
 
 from ... import errors
 from ..._runtime import safe_files
@@ -71,9 +71,7 @@ class Output:
         self.logs = logs
         self.lines = Lines()
         # The last lines of each rank that were not shown, and what is unfinished.
-        self.tails: Dict[int, Any] = collections.defaultdict(
-            lambda: collections.deque([""], TAIL + 1)
-        )
+        self.tails: Any = collections.defaultdict(lambda: collections.deque([""], TAIL + 1))
 
     def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
         """Show what a rank has printed, the rank in front of each line."""
@@ -137,8 +135,7 @@ class Logs:
             if isinstance(error, BlockingIOError):
                 problem = "another job is writing there"
                 advice = "Name another folder, or start this job when that one has ended."
-            problem = f"--log-dir {folder}: {problem}. {advice}"
-            raise errors.InvalidArgumentError(problem) from error
+            raise errors.InvalidArgumentError(f"--log-dir {folder}: {problem}. {advice}") from error
 
     def begin(self, restart: int) -> None:
         """Begin a start of the job with a line in each file."""

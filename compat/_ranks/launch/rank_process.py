@@ -1,7 +1,8 @@
 """What a launcher starts in place of each rank's command, which stands behind it.
 
 Runs the command and tells ``compat run``, on standard output and so through whatever launcher,
-what it printed and how it ended. A message is a line: ``BEGIN``, the rank, its kind, its text.
+what it printed and how it ended. A message is a line: ``BEGIN``, the rank, the message's kind, a
+mark, its text.
 """
 
 import codecs
@@ -10,26 +11,25 @@ import json
 import os
 import re
 import select
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Union
 
 from ... import _ranks
 
 # Characters that no program prints by chance: ASCII's record and unit separators.
 BEGIN, BETWEEN = "\x1e", "\x1f"
 # Kinds: the rank has started, with the numbers of this process and of the script's; a line of
-# standard output, of standard error, of the traceback; how the rank ended.
-START, OUT, ERR, TRACEBACK, END = "start", "out", "err", "traceback", "end"
-# And what it left for ``compat run --report``, in the file that this variable names.
-REPORT, REPORT_VARIABLE = "report", "COMPAT_REPORT"
-# In front of a kind. A part of a line too long for one message: what follows ends it soon. And the
-# beginning of a line that is not printed to its end yet, such as a progress bar.
-PART, UNFINISHED = "part of ", "unfinished "
+# standard output, of standard error; how the rank ended, the values of an ``Ended``.
+START, OUT, ERR, END = "start", "out", "err", "end"
+# Names the file in which a rank leaves what ``compat run --report`` tells of it.
+REPORT_VARIABLE = "COMPAT_REPORT"
+# Marks. A part of a text too long for one message: what follows ends it soon. And the beginning of
+# a line that is not printed to its end yet, such as a progress bar.
+PART, UNFINISHED = "part", "unfinished"
 # Characters of up to four bytes each: a write of 4096 bytes to a pipe is never torn apart (POSIX's
 # PIPE_BUF, on Linux).
 _PART = 1000
@@ -39,8 +39,8 @@ _UNSHOWN = 0.1
 _KEPT = 10000
 # And so many wait at most for the end of their line.
 _WAITING = 1000000
-# Signals that are passed on to the script.
-_PASSED_ON = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+# Signals that are passed on to ranks, and to their scripts.
+PASSED_ON = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 # How long a rank that was told to end may take.
 _GRACE = 5.0
 # How long a rank that only lost others delays its own end, so that theirs are reported first. One
@@ -69,12 +69,32 @@ _CANNOT_RUN = re.compile(r"(SyntaxError|IndentationError|TabError): |(.*: )?No m
 _USAGE = 2
 
 
-def decode(line: str) -> Optional[Tuple[int, str, str]]:
-    """The rank, the kind and the text of a message, or None: the launcher's own words."""
-    _, begin, message = line.partition(BEGIN)  # launchers may put something in front
-    rank, _, rest = message.partition(BETWEEN)
-    kind, between, text = rest.partition(BETWEEN)
-    return (int(rank), kind, text) if begin and between and rank.isdecimal() else None
+def decode(line: str) -> Optional[List[str]]:
+    """The rank, kind, mark and text of a message, or None: the launcher's own words."""
+    message = line.partition(BEGIN)[2].split(BETWEEN, 3)  # launchers may put something in front
+    return message if len(message) == 4 and message[0].isdecimal() else None
+
+
+class Ended(NamedTuple):
+    """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
+
+    ``lost``: only since another rank was not there, or which ones were not: "ranks 4 and 5";
+    ``terminated``: since the launcher said so; ``aborted``: by the framework's own code, without a
+    traceback. ``recurs``: since the script cannot run, which another start would not change.
+    ``report``: what it has left for ``compat run --report``.
+    """
+
+    rank: int
+    status: int
+    traceback: List[str]
+    lost: Union[bool, str] = False
+    terminated: bool = False
+    recurs: bool = False
+    report: Any = None
+
+    @property
+    def aborted(self) -> bool:
+        return self.status == 128 + signal.SIGABRT and not self.traceback
 
 
 class Traceback:
@@ -117,11 +137,10 @@ class _Stream:
 
     def take(self, data: bytes) -> None:
         """Send on the lines that end in these bytes; none: the stream has ended."""
-        waited = bool(self.unsent)
         *lines, rest = (self.unsent + self.decoder.decode(data, not data)).split("\n")
         for line in lines:
             self.send(line)
-        if lines or not waited:
+        if lines or not self.unsent:
             self.since = time.monotonic()
         self.unsent = rest
 
@@ -137,7 +156,7 @@ class _Stream:
             if self.kind == ERR:
                 self.rank.traceback.add(self.line)
             self.line = ""
-        self.rank.send_in_parts(mark + self.kind, text)
+        self.rank.send(self.kind, text, mark)
 
     def end(self) -> None:
         if self.unsent or self.line:
@@ -154,40 +173,32 @@ class _Rank:
         self.reader = select.poll()
         self.reader.register(1, 0)  # tells errors only
 
-    def send(self, kind, text):
-        message = BEGIN + BETWEEN.join([str(self.rank), kind, text]) + "\n"
-        os.write(1, message.encode("utf-8", "replace"))
-
-    def send_in_parts(self, kind, text):
-        last = max(len(text) - 1, 0) // _PART * _PART
-        for start in range(0, last, _PART):
-            self.send(PART + kind, text[start : start + _PART])
-        self.send(kind, text[last:])
+    def send(self, kind, text, mark=""):
+        parts = [text[start : start + _PART] for start in range(0, len(text), _PART)] or [""]
+        for number, part in enumerate(parts, 1):
+            fields = str(self.rank), kind, mark if number == len(parts) else PART, part
+            os.write(1, (BEGIN + BETWEEN.join(fields) + "\n").encode("utf-8", "replace"))
 
     def run(self, command: List[str]) -> int:
         """Run the command to its end, and tell of it. Returns the exit status."""
-        if REPORT_VARIABLE not in os.environ:
-            return self.end(self.run_with(command, {}))
-        with tempfile.TemporaryDirectory(prefix="compat-report-") as folder:
-            path = os.path.join(folder, "report.json")
-            status = self.run_with(command, {REPORT_VARIABLE: path})
-            with contextlib.suppress(FileNotFoundError):  # it was killed
-                with open(path, encoding="utf-8") as file:
-                    self.send_in_parts(REPORT, file.read())
-        return self.end(status)
+        environ, report = dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ)), None
+        with contextlib.ExitStack() as stack:
+            if REPORT_VARIABLE in environ:
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compat-report-"))
+                environ[REPORT_VARIABLE] = os.path.join(folder, "report.json")
+            status = self.run_with(command, environ)
+            # Nobody asked for one, or the script was killed.
+            with contextlib.suppress(KeyError, FileNotFoundError):
+                with open(environ[REPORT_VARIABLE], encoding="utf-8") as file:
+                    report = json.load(file)
+        return self.end(status, report)
 
-    def run_with(self, command: List[str], variables: Dict[str, str]) -> int:
-        environ = dict(os.environ, PYTHONUNBUFFERED="1", **_gpus(os.environ))
-        pipes: Any = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        with _signals_delayed() as mask:
-            process = subprocess.Popen(
-                command,
-                env=dict(environ, **variables),
-                # In a group of its own, by which to find what a script starts.
-                start_new_session=True,
-                preexec_fn=dies_with_this_process(mask),
-                **pipes,
-            )
+    def run_with(self, command: List[str], environ: Dict[str, str]) -> int:
+        # Before there are handlers, signals would end this process, and the script with it, but
+        # not what the script may have started by then.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        try:
+            process = started(command, environ, subprocess.PIPE, mask)
 
             def terminate(signum, frame):
                 self.terminated = True
@@ -199,10 +210,12 @@ class _Rank:
                 self.interrupted = True
                 process.send_signal(signal.SIGINT)
 
-            for number in _PASSED_ON:
+            for number in PASSED_ON:
                 signal.signal(number, interrupt if number == signal.SIGINT else terminate)
             self.script = process.pid
             self.send(START, "{} {}".format(os.getpid(), self.script))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.forward({process.stdout: OUT, process.stderr: ERR}, process)
         status = process.wait()
         return status if status >= 0 else 128 - status
@@ -217,57 +230,44 @@ class _Rank:
             BrokenPipeError: the output is read no more, as when the connection to this machine
                 is lost. The program then dies with this process.
         """
-        forwarded, ended = {kind: _Stream(self, kind) for kind in streams.values()}, None
-        with selectors.DefaultSelector() as selector:
-            for stream, kind in streams.items():
-                selector.register(stream, selectors.EVENT_READ, forwarded[kind])
-            while selector.get_map():
-                if process.poll() is not None:  # before select(), which still sees its last output
-                    ended = ended or time.monotonic()
-                ready = selector.select(_UNSHOWN)
-                for key, _ in ready:
-                    data = os.read(key.fd, 65536)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                    key.data.take(data)
-                for stream in forwarded.values():
-                    stream.show_unfinished()
-                if not ready and self.reader.poll(0):
-                    raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
-                if ended and (not ready or time.monotonic() - ended > _LEFT_BEHIND):
-                    break
+        forwarded = {pipe: _Stream(self, kind) for pipe, kind in streams.items()}
+        pipes, ended = list(forwarded), None
+        while pipes:
+            if process.poll() is not None:  # before select(), which still sees its last output
+                ended = ended or time.monotonic()
+            ready = select.select(pipes, [], [], _UNSHOWN)[0]
+            for pipe in ready:
+                data = os.read(pipe.fileno(), 65536)
+                if not data:
+                    pipes.remove(pipe)
+                forwarded[pipe].take(data)
+            for stream in forwarded.values():
+                stream.show_unfinished()
+            if not ready and self.reader.poll(0):
+                raise BrokenPipeError("the output of rank {} is not read".format(self.rank))
+            if ended and (not ready or time.monotonic() - ended > _LEFT_BEHIND):
+                break
         for stream in forwarded.values():
             stream.end()
 
-    def end(self, status: int) -> int:
+    def end(self, status: int, report: Any) -> int:
         lines = self.traceback.lines if status else []
         lost = next(filter(None, map(_LOST.match, lines)), None)
         last = lines[-1] if lines else self.traceback.last_line
-        record = {
-            "status": status,
-            "terminated": self.terminated,
-            "lost": lost and (lost.group(1) or True),
-            "recurs": status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last))),
-        }
-        for line in lines:
-            self.send_in_parts(TRACEBACK, line)
-        self.send(END, json.dumps(record))
+        recurs = status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last)))
+        others = lost is not None and (lost.group(1) or True)
+        ended = Ended(self.rank, status, lines, others, self.terminated, recurs, report)
+        self.send(END, json.dumps(ended))
         if status or self.terminated or self.interrupted:
             _end_group(self.script)
         if lost and not self.terminated:
             time.sleep(_HOLD if lost.group(1) else _HOLD_UNKNOWN)
-        if self.interrupted:
-            self.wait_to_be_terminated()
-        return status
-
-    def wait_to_be_terminated(self) -> None:
-        """Stay until ``compat run`` ends the launcher, which it does when all ranks have ended.
-
-        A launcher that sees one end would kill the others, which may still be saving.
-        """
-        until = time.monotonic() + INTERRUPT_GRACE
+        # ``compat run`` ends the launcher when all ranks have ended. A launcher that sees one end
+        # would kill the others, which may still be saving.
+        until = time.monotonic() + (INTERRUPT_GRACE if self.interrupted else 0)
         while not self.terminated and time.monotonic() < until and not self.reader.poll(0):
             time.sleep(0.05)
+        return status
 
 
 def _gpus(environ):
@@ -286,26 +286,10 @@ def _gpus(environ):
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Get this signal when the process that started this one ends in any way. (Linux.)"""
-    try:
+    with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-    except (ImportError, OSError, AttributeError):
-        pass
-
-
-@contextlib.contextmanager
-def _signals_delayed():
-    """Let the signals that are passed on to the script wait for the end of this block.
-
-    Before there are handlers they would end this process, and the script with it, but not what
-    the script may have started by then. Yields the signals that were blocked before.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
-    try:
-        yield before
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_group(leader):
@@ -337,6 +321,16 @@ def dies_with_this_process(mask: Any = None) -> Callable[[], None]:
             os._exit(1)
 
     return before_exec
+
+
+def started(command: List[str], environ: Mapping[str, str], stderr: int, mask: Any = None) -> Any:
+    """A process without input, whose output is read, and which is killed when this one ends.
+
+    In a group of its own, by which to find what it starts. ``mask`` as ``dies_with_this_process``.
+    """
+    options: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": stderr}
+    options.update(start_new_session=True, preexec_fn=dies_with_this_process(mask))
+    return subprocess.Popen(command, env=environ, **options)
 
 
 def main(command: List[str]) -> int:

@@ -41,11 +41,8 @@ def launcher(job: "_ranks.Job", *options: str) -> List[str]:
 
 def exported(environ: Mapping[str, str]) -> Dict[str, str]:
     """The variables that ranks on other machines are to have, too."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name not in _OWN and not name.startswith(_OWN_PREFIXES)
-    }
+    names = set(environ) - _OWN
+    return {name: environ[name] for name in names if not name.startswith(_OWN_PREFIXES)}
 
 
 # All machines ---------------------------------------------------------------------------------
@@ -59,7 +56,7 @@ def start(where: str, cluster: bool, command: Sequence[str]) -> int:
         cluster: tell each rank the addresses of all ranks, which TensorFlow's workers need.
         command: what to start in each rank.
     """
-    machines = [(None, int(where))] if where.isdigit() else _ranks.parse_hosts(where)
+    machines = [("127.0.0.1", int(where))] if where.isdigit() else _ranks.parse_hosts(where)
     task = {"command": command, "directory": os.getcwd(), "environ": exported(os.environ)}
     agents: List[Any] = []
     size = sum(slots for _, slots in machines)
@@ -70,18 +67,13 @@ def start(where: str, cluster: bool, command: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, lambda *ignored: sys.exit(128 + signal.SIGTERM))
         # ssh passes no signal on.
         signal.signal(signal.SIGINT, lambda *ignored: _tell(agents, "interrupt"))
-        return _ends(agents)
-
-
-def _ends(agents):
-    """Wait for the processes of machines as ``_watch`` does, and see that they end."""
-    try:
-        return _watch(agents)
-    finally:
-        for agent in agents:
-            with contextlib.suppress(BrokenPipeError):
-                agent.stdin.close()
-        wait(agents, 2 * _GRACE)
+        try:
+            return _watch(agents)
+        finally:
+            for agent in agents:
+                with contextlib.suppress(BrokenPipeError):
+                    agent.stdin.close()
+            wait(agents, 2 * _GRACE)
 
 
 def _tell(agents, line):
@@ -100,9 +92,7 @@ def _places(machines, ports, cluster):
     """
     size = sum(slots for _, slots in machines)
     hosts = [host for host, slots in machines for _ in range(slots)]
-    addresses = [
-        f"{_ranks.host_address(host or '127.0.0.1')}:{port}" for host, port in zip(hosts, ports)
-    ]
+    addresses = [f"{_ranks.host_address(host)}:{port}" for host, port in zip(hosts, ports)]
     names = "COMPAT_RANK", "COMPAT_SIZE", "COMPAT_LOCAL_RANK", "COMPAT_LOCAL_SIZE"
     ranks = itertools.count()
     for _, slots in machines:
@@ -138,11 +128,10 @@ def _reserved_ports(count):
 def _agent(host):
     """The command that starts a machine's own process."""
     agent = by_path.command("_ranks.launch.starter")
-    if host is None or _is_here(host):
+    if _is_here(host):
         return agent
-    # ssh must not ask for a password; a machine that is gone is noticed in half a minute.
-    options = ["BatchMode=yes", "ConnectTimeout=30", "ServerAliveInterval=10"]
-    ssh = ["ssh"] + [part for option in options for part in ("-o", option)]
+    # It must not ask for a password; a machine that is gone is noticed in half a minute.
+    ssh = "ssh -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=10".split()
     return ssh + ["--", host, " ".join(map(shlex.quote, agent))]
 
 
@@ -167,10 +156,8 @@ def start_here() -> int:
     os.chdir(task["directory"])
     os.environ.update(task["environ"])
     options: Any = {"stdin": subprocess.DEVNULL, "preexec_fn": dies_with_this_process()}
-    processes = [
-        subprocess.Popen(task["command"], env=dict(os.environ, **place), **options)
-        for place in task["ranks"]
-    ]
+    environs = [dict(os.environ, **place) for place in task["ranks"]]
+    processes = [subprocess.Popen(task["command"], env=each, **options) for each in environs]
     try:
         status = _watch(processes, told)
         for place, process in zip(task["ranks"], processes):
@@ -182,8 +169,7 @@ def start_here() -> int:
         return status
     finally:
         for process in processes:
-            if process.poll() is None:
-                process.terminate()
+            process.terminate()  # unless it is known to have ended
         wait(processes, _GRACE)
 
 

@@ -5,6 +5,7 @@ ended through the launcher's own output. So the same code watches ranks under to
 and horovodrun, on one machine and on several.
 """
 
+import collections
 import contextlib
 import itertools
 import json
@@ -13,32 +14,15 @@ import select
 import signal
 import subprocess
 import time
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
 from ... import errors
 from ..._runtime import progress
 from . import output, rank_process
+from .rank_process import Ended
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
 GRACE = 15.0
-
-
-class Ended:
-    """How a rank ended: its exit status (128 + n for signal n), and the traceback it printed.
-
-    ``lost``: only since another rank was not there, or which ones were not: "ranks 4 and 5";
-    ``terminated``: since the launcher said so; ``aborted``: by the framework's own code, without a
-    traceback. ``recurs``: since the script cannot run, which another start would not change.
-    """
-
-    def __init__(self, rank, status, traceback, lost=False, terminated=False, recurs=False):
-        self.rank = rank
-        self.status = status
-        self.traceback = traceback
-        self.lost = lost
-        self.terminated = terminated
-        self.recurs = recurs
-        self.aborted = status == 128 + signal.SIGABRT and not traceback
 
 
 def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
@@ -67,52 +51,46 @@ def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
 class WatchedRanks:
     """The ranks of one start of a script: what they print, and how they end."""
 
-    def __init__(self, size: int, shown=None, reports=None) -> None:
+    def __init__(self, size: int, shown=None) -> None:
         self.size = size
         self.output = shown or output.Output()
-        self.reports: Dict[int, Any] = {} if reports is None else reports
         self.ended: List[Ended] = []
         self.processes: Dict[int, int] = {}  # of each rank the one to be signalled
         self.scripts: Dict[int, int] = {}  # and the script's own
-        self.tracebacks: Dict[int, List[str]] = {}
         self.launcher_said: List[str] = []
         self.is_starting = True  # nothing was printed yet
-        # Of lines too long for one message, what has come: other ranks' messages come between.
-        self.parts: Dict[Tuple[int, str], List[str]] = {}
+        # Of texts too long for one message, what has come: other ranks' messages come between.
+        self.parts: Dict[Tuple[int, str], List[str]] = collections.defaultdict(list)
 
     def starting(self) -> str:
         """How far the start has come, in words; "" once something was printed."""
         told = "{} of {} ranks have started, no output yet"
         return told.format(len(self.processes), self.size) if self.is_starting else ""
 
-    def hear(self, line: str) -> None:
+    def hear(self, data: bytes) -> None:
         """Take a line of the launcher's output."""
+        line = data.decode("utf-8", "replace")
         message = rank_process.decode(line)
         if message is None:
             self.launcher_said = self.launcher_said[-200:] + [line]
             return
-        rank, kind, text = message
-        _, is_part, whole = kind.partition(rank_process.PART)
-        if is_part:
-            self.parts.setdefault((rank, whole), []).append(text)
+        rank, (kind, mark, text) = int(message[0]), message[1:]
+        parts = self.parts[rank, kind]
+        parts.append(text)
+        if mark == rank_process.PART:
             return
-        text = "".join(self.parts.pop((rank, kind), []) + [text])
-        unfinished = kind.startswith(rank_process.UNFINISHED)
-        kind = kind[len(rank_process.UNFINISHED) :] if unfinished else kind
+        text = "".join(parts)
+        parts.clear()
         if kind == rank_process.START:
             self.processes[rank], self.scripts[rank] = map(int, text.split())
         elif kind in (rank_process.OUT, rank_process.ERR):
             self.is_starting = False
-            self.output.add(rank, kind, text, unfinished)
-        elif kind == rank_process.TRACEBACK:
-            self.tracebacks.setdefault(rank, []).append(text)
-        elif kind == rank_process.REPORT:
-            self.reports[rank] = json.loads(text)
+            self.output.add(rank, kind, text, mark == rank_process.UNFINISHED)
         elif kind == rank_process.END:
-            end = Ended(rank, traceback=self.tracebacks.get(rank), **json.loads(text))
+            end = Ended(*json.loads(text))
             # An engine may end a rank by a signal when another has given up.
             if end.status > 128 and any(earlier.lost for earlier in self.ended):
-                end.terminated = True
+                end = end._replace(terminated=True)
             self.ended.append(end)
 
     def failure(self, status: int) -> Optional[str]:
@@ -124,7 +102,7 @@ class WatchedRanks:
         blame = root_cause(self.ended, status)
         if blame is not None:
             if blame.lost is True and self.silent():  # it could not know which
-                blame.lost = errors.numbered_ranks(self.silent())
+                blame = blame._replace(lost=errors.numbered_ranks(self.silent()))
             return _rank_ended(blame, self.size)
         return "the launcher ended with exit status {}".format(status) if status else None
 
@@ -132,16 +110,9 @@ class WatchedRanks:
         """The ranks that have told nothing of their ends: their whole machine may have gone."""
         return sorted(set(range(self.size)) - {end.rank for end in self.ended})
 
-    def recurs(self, have_started: bool) -> bool:
-        """Whether another start would fail in the same way.
-
-        The script cannot run, or the launcher cannot start it.
-
-        Arguments:
-            have_started: all ranks, in this start or an earlier one.
-        """
-        blame = root_cause(self.ended)
-        return blame.recurs if blame is not None else not have_started
+    def reports(self) -> Dict[int, Any]:
+        """What ranks have left for ``compat run --report``, by rank."""
+        return {end.rank: end.report for end in self.ended if end.report is not None}
 
     def conclude(self, status: int, then: str = "") -> int:
         """Say which rank failed, its traceback last, and return the job's exit status.
@@ -167,20 +138,17 @@ class WatchedRanks:
         if not blame.status or blame.terminated:  # those that waited for it know what for
             shown = next((end for end in self.ended if end.lost or end.aborted), blame)
         if shown is not blame and shown.aborted:
-            said = _rank_ended(shown, self.size)
-            report.append("compat run: then {}; the others were ended.".format(said))
+            said = f"compat run: then {_rank_ended(shown, self.size)}; the others were ended."
+            report.append(said)
         report += sum(map(self.output.dropped, sorted({blame.rank, shown.rank})), [])
-        output.say("\n".join(report + (shown.traceback or [])).rstrip("\n"))
+        output.say("\n".join(report + shown.traceback).rstrip("\n"))
         return shown.status or status or 1
 
 
-def launch(
-    command, environ, size, elsewhere=False, quiet=False, logs=None, max_restarts=0, reports=None
-) -> int:
-    """Run a launcher to its end, and return the exit status: the failing rank's.
+def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_restarts=0):
+    """Run a launcher to its end.
 
-    A signal that tells this process to end is passed on to the ranks; the exit status is then
-    128 + the signal's number.
+    A signal that tells this process to end is passed on to the ranks.
 
     Arguments:
         command: the launcher, and what it is to start in each rank.
@@ -189,37 +157,37 @@ def launch(
         elsewhere: some of them may run on other machines.
         quiet, logs: as ``output.Output`` takes them.
         max_restarts: how many more times a job that fails is started, at most.
-        reports: gets what each rank of the last start has left for ``compat run --report``.
+
+    Returns:
+        The exit status: the failing rank's, or 128 + the number of the signal. And what each rank
+        of the last start has left for ``compat run --report``, where that was asked for.
     """
-    reports = {} if reports is None else reports
     told: List[int] = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
-    before = {
-        number: signal.signal(number, lambda number, frame: told.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        if signal.getsignal(number) != signal.SIG_IGN
-    }
+    numbers = [n for n in rank_process.PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]
+    before = {n: signal.signal(n, lambda number, frame: told.append(number)) for n in numbers}
     have_started = False  # all ranks, once: the launcher can
     try:
         for restart in itertools.count():
             if logs is not None:
                 logs.begin(restart)
-            reports.clear()
-            ranks = WatchedRanks(size, output.Output(quiet, logs), reports)
-            environ = dict(environ, COMPAT_RESTART=str(restart))
-            status = _run(command, environ, ranks, told, elsewhere)
+            ranks = WatchedRanks(size, output.Output(quiet, logs))
+            restarted = dict(environ, COMPAT_RESTART=str(restart))
+            status = _run(command, restarted, ranks, told, elsewhere)
             if told:
                 ranks.output.end()
                 break
             have_started = have_started or len(ranks.processes) == size
-            failure, then = ranks.failure(status), ""
-            if ranks.recurs(have_started):
+            failure, blame, then = ranks.failure(status), root_cause(ranks.ended), ""
+            # The script cannot run, or the launcher cannot start it.
+            recurs = not have_started if blame is None else blame.recurs
+            if recurs:
                 then = " It is not restarted, since the next start would fail in the same way."
             elif restart == max_restarts:
                 then = " No restart is left (--max-restarts {}).".format(max_restarts)
             status = ranks.conclude(status, then if max_restarts else "")
             if failure is None or then:
-                return status
+                return status, ranks.reports()
             said = "compat run: restart {} of {}, because {}."
             output.say(said.format(restart + 1, max_restarts, failure))
             if not elsewhere:
@@ -229,37 +197,27 @@ def launch(
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 128 + told[0]
+    return 128 + told[0], ranks.reports()
 
 
 def _run(command, environ, ranks, told, elsewhere):
     """Run the launcher once, and return its exit status."""
-    launcher = subprocess.Popen(
-        command,
-        env=environ,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-        preexec_fn=rank_process.dies_with_this_process(),
-    )
+    launcher = rank_process.started(command, environ, subprocess.STDOUT)
     with progress.shown(ranks.starting), launcher:
         try:
-            for line in _lines(launcher, ranks, told, elsewhere):
-                ranks.hear(line)
+            _listen(launcher, ranks, told, elsewhere)
         finally:
             _end(launcher)
     status = launcher.wait()
     if status and not elsewhere:
         # Ranks that were killed could not end what their scripts had started.
         for rank in set(ranks.scripts) - {end.rank for end in ranks.ended}:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(ranks.scripts[rank], signal.SIGKILL)
+            _kill(-ranks.scripts[rank], signal.SIGKILL)
     return status
 
 
-def _lines(launcher, ranks, told, elsewhere) -> Iterator[str]:
-    """The launcher's output until it has ended; not for long after a rank has failed.
+def _listen(launcher, ranks, told, elsewhere):
+    """Hear the launcher's output until it has ended; not for long after a rank has failed.
 
     Nor after a signal, or when all ranks have ended after one.
     """
@@ -273,10 +231,9 @@ def _lines(launcher, ranks, told, elsewhere) -> Iterator[str]:
             break
         if select.select([descriptor], [], [], 0.2)[0]:
             data = os.read(descriptor, 65536)
-            lines = (rest + data).split(b"\n")
-            rest = lines.pop()
+            *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                yield line.decode("utf-8", "replace")
+                ranks.hear(line)
             if not data:
                 break
         elif launcher.poll() is not None:
@@ -284,7 +241,7 @@ def _lines(launcher, ranks, told, elsewhere) -> Iterator[str]:
         if deadline is None and any(end.status for end in ranks.ended):
             deadline = time.monotonic() + GRACE
     if rest:
-        yield rest.decode("utf-8", "replace")
+        ranks.hear(rest)
 
 
 def _pass_on(told, launcher, ranks, elsewhere):
@@ -309,24 +266,22 @@ def _pass_on(told, launcher, ranks, elsewhere):
         return rank_process.INTERRUPT_GRACE
     if len(told) < 3:
         name = signal.Signals(told[-1]).name
-        output.say("compat run: told to end by {}; the ranks are ended.".format(name))
+        output.say(f"compat run: told to end by {name}; the ranks are ended.")
         launcher.terminate()
         return GRACE
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(launcher.pid, signal.SIGKILL)
+    _kill(-launcher.pid, signal.SIGKILL)
     return 1.0
 
 
 def _end(launcher):
     """End the launcher, and with it the ranks, if it has not ended."""
-    # To the launcher alone, which ends the ranks. In its process group they would be told twice.
-    for end in (launcher.terminate, lambda: os.killpg(launcher.pid, signal.SIGKILL)):
-        if launcher.poll() is None:
-            try:
-                end()
-                launcher.wait(GRACE)
-            except (ProcessLookupError, subprocess.TimeoutExpired):
-                pass
+    if launcher.poll() is None:
+        # To the launcher alone, which ends the ranks. In its group they would be told twice.
+        launcher.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.wait(GRACE)
+            return
+        _kill(-launcher.pid, signal.SIGKILL)
 
 
 def _end_processes(pids):
@@ -342,6 +297,7 @@ def _end_processes(pids):
 
 
 def _kill(pid, number):
+    """Send a process a signal; a group that has the number -``pid``."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

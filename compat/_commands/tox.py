@@ -1,0 +1,333 @@
+"""\
+Write a tox.ini, and the toxfile.py that it needs, which run the tests of the project in this folder
+on each backend, on simulated devices: a row for each backend and Python, of those that
+keras-gpu-compat is tested with and the project's python_requires allows. Where the project has a
+tox configuration of its own, they are written to a folder of their own, compat-tox, and that
+configuration stays in force. No file is overwritten; with --force, those that differ are kept as
+tox.ini.before-compat and so on.
+
+exit status: 0, or 2 where nothing was written."""
+
+# ``compat tox``: a project's tests on each backend, as a tox.ini and a workflow of its own.
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import pathlib
+import re
+import sys
+from typing import Any, Dict, Iterable, List, Optional, Tuple
+
+from .. import __version__, errors
+from .._configuration import verified
+from .._runtime import safe_files
+from . import pins, python_requires
+from .python_requires import PythonRequires
+
+COMPAT = pins.DISTRIBUTION
+LEFT_OUT = ("cntk",)  # needs libraries of OpenMPI, which no package of Python's has
+# What is written beside a project's own configuration of tox, which a tox.ini would replace.
+ASIDE = "compat-tox"
+
+Row = Tuple[str, Tuple[int, int]]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    told = "such as theano,tensorflow1: names of `compat pins` (default: each backend once)"
+    parser.add_argument("--backends", type=_names, metavar="NAMES", help=told)
+    told = "a row for every tested pair, not only for the newest Python of each backend"
+    parser.add_argument("--all", action="store_true", dest="every", help=told)
+    parser.add_argument("--ci", action="store_true", help="also .github/workflows/compat.yml")
+    told = "the project's (default: this)"
+    parser.add_argument("-o", dest="folder", default=".", metavar="FOLDER", help=told)
+    told = "what installs keras-gpu-compat: a requirement, or a path of a checkout or a wheel "
+    told += "(default: %(default)s)"
+    parser.add_argument("--compat", default=COMPAT, metavar="REQUIREMENT", help=told)
+    told = "replace files that are there, which are kept beside"
+    parser.add_argument("--force", action="store_true", help=told)
+
+
+def _names(text):
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names no backend")
+    return names
+
+
+def execute(arguments):
+    folder = arguments.folder
+    if not os.path.isdir(folder):
+        raise errors.InvalidArgumentError(
+            f"-o {folder}: there is no such folder. Give the one of your project."
+        )
+    allowed = python_requires.read(folder)
+    if allowed.source and not allowed.specifier:
+        print(
+            f"compat tox: python_requires in {allowed.source} is computed there and was not read: "
+            "rows are chosen as if it allowed every Python.",
+            file=sys.stderr,
+        )
+    chosen = rows(arguments.backends, arguments.every, allowed)
+    compat = _requirement(arguments.compat, folder, arguments.ci)
+    path = "src" if os.path.isdir(os.path.join(folder, "src")) else ""
+    own = _own_configuration(folder)
+    aside = ASIDE if own else ""
+    files = {os.path.join(aside, "tox.ini"): tox_ini(chosen, compat, path, aside)}
+    files[os.path.join(aside, "toxfile.py")] = _beside("toxfile.py")
+    if arguments.ci:
+        files[".github/workflows/compat.yml"] = workflow(chosen, compat, path, aside)
+    kept = write(folder, files, arguments.force)
+    print("wrote  {}".format(", ".join(files)))
+    if kept:
+        print("kept   what was there, as {}".format(", ".join(kept)))
+    if own:
+        print(f"kept   the project's own configuration of tox, in {own}")
+    if allowed.source is None:
+        print("python any: no limit in {}".format(", ".join(python_requires.FILES)))
+    print("rows   {}".format(", ".join(map(_name, chosen))))
+    there = LEFT_OUT + tuple(verified.backend(extra) for extra, _ in chosen)
+    missing = ", ".join(each for each in verified.ROWS if each not in there)
+    if arguments.backends is None and missing:
+        print(f"none   {missing}: {allowed}")
+    print(f"next   pip install tox tox-uv && {_run_command(aside)}")
+    return 0
+
+
+# What tox reads, in its order; and what in there is for tox, where not all of it is.
+_CONFIGURATIONS = "tox.ini", "setup.cfg", "pyproject.toml", "tox.toml", "toxfile.py"
+_SECTIONS = {"setup.cfg": r"^\[tox:tox\]", "pyproject.toml": r"^\[tool\.tox[].]"}
+
+
+def _own_configuration(folder):
+    """The file with a configuration of tox that is not written by this command, or None."""
+    for name in _CONFIGURATIONS:
+        if os.path.lexists(os.path.join(folder, name)):
+            text = python_requires.text_of(folder, name) or ""  # of a FIFO, for example
+            is_for_tox = re.search(_SECTIONS.get(name, ""), text, re.MULTILINE)
+            if is_for_tox and "`compat tox` of" not in text[:500]:
+                return name
+    return None
+
+
+# Rows -----------------------------------------------------------------------------------------
+
+
+def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> List[Row]:
+    """The extras and Pythons to test on.
+
+    Arguments:
+        extras: those that were asked for; None: of each backend the first that the project allows,
+            or, where ``every`` is true, all.
+        every: on all Pythons that the project allows, not only on the newest.
+
+    Raises:
+        InvalidArgumentError: there is no such extra, no row of it can be generated, or the project
+            allows no Python that it is tested on.
+    """
+    found: List[Row] = []
+    asked = [[extra] for extra in dict.fromkeys(map(pins.known, extras or ()))]
+    of_each_backend = [list(verified.ROWS[name]) for name in verified.ROWS if name not in LEFT_OUT]
+    for brought in asked or of_each_backend:
+        first = brought[0]
+        if first in LEFT_OUT:
+            raise errors.InvalidArgumentError(
+                f"--backends {first}: no row can be generated for it, since it needs libraries of "
+                f"OpenMPI, which no Python package has. `compat pins {first} --python "
+                f"{verified.spelled(verified.PYTHONS[first][-1])}` prints its requirements, and "
+                "`compat env` the command that installs the libraries."
+            )
+        options = list(filter(None, (_rows_of(extra, every, allowed) for extra in brought)))
+        if asked and not options:
+            raise errors.InvalidArgumentError(
+                f"--backends {first}: it is tested on {verified.phrase(first)}, which {allowed} "
+                "does not allow."
+            )
+        found += sum(options if every else options[:1], [])
+    if not found:
+        tested = map(verified.spelled, sorted(set(sum(verified.PYTHONS.values(), ()))))
+        raise errors.InvalidArgumentError(
+            f"{allowed} allows no Python that a backend is tested on: none of {', '.join(tested)}."
+        )
+    return found
+
+
+def _rows_of(extra, every, allowed):
+    """The rows of an extra, the newest Python's only unless every one is asked for."""
+    pythons = list(filter(allowed.allows, verified.PYTHONS[extra]))
+    return [(extra, python) for python in (pythons if every else pythons[-1:])]
+
+
+def _name(row):
+    extra, (major, minor) = row
+    return f"py{major}{minor}-{extra}"
+
+
+# A distribution, or one with its extras, versions, URL or marker; or a URL.
+_REQUIREMENT = re.compile(r"\w[\w.-]*\s*(\[[^][]*\]\s*)?([<>=!~(;@].*)?$|[A-Za-z+]+://.")
+
+
+def _requirement(compat, folder, ci):
+    """What installs keras-gpu-compat, a path as ``{tox_root}`` or an absolute one."""
+    is_path = os.path.exists(compat)
+    path = os.path.realpath(compat) if is_path else compat
+    if not compat.isprintable() or re.search(r"[{}]|\s#|\\$", path):
+        raise errors.InvalidArgumentError(
+            f"--compat {compat!r} cannot be written to tox.ini, where braces, ' #', a backslash "
+            "at the end and what cannot be printed have meanings of their own. Rename what the "
+            "path names, or give another requirement."
+        )
+    if not is_path and not _REQUIREMENT.match(compat):
+        raise errors.InvalidArgumentError(
+            f"--compat {compat}: there is no such file or folder. Give the path of a checkout or "
+            "of a wheel, or a requirement that pip understands."
+        )
+    root = os.path.realpath(folder)
+    if is_path and path.startswith(root + os.sep):
+        return "{tox_root}" + path[len(root) :]
+    if not is_path or compat == COMPAT:  # or a folder that happens to have the name
+        return compat
+    if ci:
+        raise errors.InvalidArgumentError(
+            f"--ci with --compat {compat}: a path outside of the project, which CI does not have. "
+            "Give a requirement that pip finds there, or a path within the project."
+        )
+    return path
+
+
+# Texts ----------------------------------------------------------------------------------------
+
+IMAGES = ((3, 6), (3, 7))  # that runners no longer have
+RUNS_TOX = 3, 13
+
+# Two rows may share the cores.
+GENERAL = {"COMPAT_SIMULATE": "3", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _beside(name):
+    """The text of a file in this folder. In those of templates lines of ``%%`` are between them."""
+    return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
+def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
+    """The text of tox.ini.
+
+    Arguments:
+        compat: the requirement that installs keras-gpu-compat.
+        path: the folder that the project's package is in, from the project's; "": that itself.
+        aside: the folder that it is written to, from the project's; "": that itself.
+    """
+    head, section = _beside("tox.ini.txt").split("%%\n")
+    root = "{tox_root}" + ("/.." if aside else "")
+    text = head.format(
+        version=__version__,
+        tox=_run_command(aside),
+        example=_name(chosen[0]),
+        names=_indented(map(_name, chosen)),
+        compat=compat.replace("{tox_root}", root).replace("#", "\\#"),
+        path=root + ("/" + path if path else ""),
+        general=_indented(map(" = ".join, GENERAL.items())),
+        change_dir=f"change_dir = {root}\n" if aside else "",
+    )
+    for row in chosen:
+        variables = _indented(map(" = ".join, _variables(row).items()))
+        needed = _indented(pins.pins(*row))
+        text += section.format(name=_name(row), pins=needed, variables=variables)
+    return text
+
+
+def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
+    """The text of a workflow for GitHub's CI: a job for each row; arguments as ``tox_ini()``."""
+    head, job, container = _beside("compat.yml.txt").split("%%\n")
+    text = head.format(version=__version__)
+    for row in chosen:
+        python = verified.spelled(row[1])
+        if row[1] in IMAGES:
+            needed = [compat.replace("{tox_root}", "."), "pytest"] + pins.pins(*row)
+            needed = ['"{}"'.format(re.sub(r'(["$`\\])', r"\\\1", each)) for each in needed]
+            variables = dict(GENERAL, **_variables(row)).items()
+            text += container.format(
+                name=_name(row),
+                python=python,
+                variables=_indented((f"{key}: {json.dumps(value)}" for key, value in variables), 6),
+                requirements=_indented(needed, 10),
+                path="/" + path if path else "",
+            )
+        else:
+            pythons = _indented(dict.fromkeys([python, verified.spelled(RUNS_TOX)]), 12)
+            text += job.format(name=_name(row), pythons=pythons, tox=_run_command(aside))
+    return text
+
+
+def _indented(lines: Iterable[str], width: int = 4) -> str:
+    return "\n".join(" " * width + line for line in lines)
+
+
+def _run_command(aside):
+    return f"tox run -c {aside}" if aside else "tox run"
+
+
+def _variables(row):
+    """What the tests of a row find in their environment, besides what all find."""
+    from .._configuration import registry  # for start-up time
+
+    extra, _ = row
+    variables = {"KERAS_BACKEND": registry.load(verified.backend(extra)).framework}
+    if variables["KERAS_BACKEND"] == "tensorflow":
+        variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    if extra == "tf_keras":
+        variables["TF_USE_LEGACY_KERAS"] = "1"
+    return variables
+
+
+# Files ----------------------------------------------------------------------------------------
+
+
+def write(folder: str, files: Dict[str, str], force: bool = False) -> List[str]:
+    """Write files, all of them or none.
+
+    Arguments:
+        files: texts, by the paths from the folder.
+        force: replace those that are there.
+
+    Returns:
+        The paths of new files, with what was there and is another text.
+
+    Raises:
+        ConfigurationFileError: one is there already, or cannot be written.
+    """
+    there = [path for path in files if os.path.lexists(os.path.join(folder, path))]
+    if there and not force:
+        raise errors.ConfigurationFileError(
+            f"{' and '.join(there)} in {os.path.abspath(folder)}: there already, so nothing was "
+            "written. Move what is there, or overwrite it with --force."
+        )
+    contents: Dict[str, Tuple[bytes, Any]] = {}  # and what a new file is made like
+    try:
+        for path, text in files.items():
+            target = pathlib.Path(folder, path)
+            contents[path] = text.encode("utf-8"), None
+            if target.is_file() and target.read_bytes() != contents[path][0]:
+                contents[_unused(folder, path)] = target.read_bytes(), target.stat()
+        with contextlib.ExitStack() as all_or_none:
+            # What is kept is in place before the new one is.
+            for path, (content, like) in contents.items():
+                target = pathlib.Path(folder, path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file = all_or_none.enter_context(safe_files.written(str(target), like))
+                file.write(content)
+                file.flush()  # an error, where the disk is full
+    except OSError as error:
+        raise errors.ConfigurationFileError(
+            f"the files cannot be written, so none was: {error}. Make {os.path.abspath(folder)} "
+            "writable, or name another folder with -o."
+        ) from None
+    return [path for path in contents if path not in files]
+
+
+def _unused(folder, path):
+    """The path under which a file is kept, with a number at its end where it is taken."""
+    first = path + ".before-compat"
+    paths = itertools.chain([first], map((first + ".{}").format, itertools.count(2)))
+    return next(each for each in paths if not os.path.lexists(os.path.join(folder, each)))
