@@ -106,22 +106,23 @@ class Torch(Backend):
         A stateful Keras model, or one with a fixed batch size, stays in one piece, with a warning.
         """
         self.import_framework()
+        from ..._keras import steps  # not at start-up
         from . import keras_models, modules  # they import torch
 
         _refuse_wrapped(model)
-        keras = _keras.keras_of(model)
         replicated = list(devices) != self.devices()[:1]
-        if keras is not None and replicated:
+        if _keras.keras_of(model) is None:
+            modules.ReplicatedForward.install_on(model, devices if replicated else None)
+            return model
+        reason = _keras.undivided(model) if replicated else None
+        if replicated:
             keras_models.refuse_torch_compile(model)
             _keras.warn_of_distribution(model)
-            reason = _keras.undivided(model)
-            if reason:
-                _keras.warn_not_divided(model, reason, self.devices()[0])
-                replicated = False
-        module = modules if keras is None else keras_models
-        module.remove(model)
-        if replicated:
-            module.install(model, devices)
+        if reason:
+            _keras.warn_not_divided(model, reason, self.devices()[0])
+        steps.remove(keras_models.ReplicatedKerasCall, model)
+        if replicated and not reason:
+            steps.install(keras_models.ReplicatedKerasCall, model, devices, "one device")
         return model
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:

@@ -8,7 +8,6 @@ import collections
 import contextlib
 import functools
 import inspect
-import operator
 from collections.abc import MutableMapping
 
 import torch
@@ -90,7 +89,8 @@ def set_contents(value, contents):
 def flatten(value, seen=None):
     """The leaves of a nested value, a function that nests others like them, and a description.
 
-    That function sets the contents of the containers that ``seen`` lists, rather than copy them.
+    That function sets the contents of the containers that ``seen`` lists, with what was in them,
+    rather than copy them.
     """
     seen = {} if seen is None else seen
     leaves, spec = tree.tree_flatten(value, is_leaf=_is_leaf)
@@ -104,7 +104,7 @@ def flatten(value, seen=None):
             makers.append(lambda values, same=leaf: same)
             inside.append(type(leaf))
         else:
-            seen[id(leaf)] = leaf
+            seen[id(leaf)] = leaf, contents
             names = list(contents)
             found, rebuild, described = flatten(tuple(contents.values()), seen)
             flat += found
@@ -177,7 +177,8 @@ class DividedArguments:
             self.parts.append(unflatten)
             key.append((name, spec, [_kind(leaf) for leaf in leaves]))
         self.key = str(key)
-        self.contents = [(each, _contents(each)) for each in seen.values()]
+        self.contents = list(seen.values())
+        self.kept = list(map(Unchanged, self.leaves)) if seen else []
         found = tree.tree_leaves([contents for each, contents in self.contents if is_object(each)])
         self.state = {id(leaf) for leaf in found if isinstance(leaf, torch.Tensor)}
 
@@ -192,40 +193,24 @@ class DividedArguments:
 
     @contextlib.contextmanager
     def given(self, leaves):
-        """Within, the containers have these leaves: ``args, kwargs`` and what they were given."""
+        """Within, the containers have these leaves.
+
+        Gives ``args, kwargs``, and a function by which a leaf that the call leaves behind in a
+        container becomes ``Unchanged``, if it is a tensor as it was given.
+        """
+        tensors = [each for each in zip(leaves, self.kept) if isinstance(each[0], torch.Tensor)]
+        known = {id(leaf): (leaf, leaf._version, kept) for leaf, kept in tensors}
+
+        def own(leaf):
+            _, version, kept = known.get(id(leaf), (None, None, None))
+            return leaf if kept is None or leaf._version != version else kept
+
         try:
             rest = iter(leaves)
             values = [unflatten(rest) for unflatten in self.parts]
-            args, kwargs = values[: self.count], dict(zip(self.keywords, values[self.count :]))
-            yield args, kwargs, Given(self, leaves, args, kwargs)
+            yield values[: self.count], dict(zip(self.keywords, values[self.count :])), own
         finally:
             self.restore()
-
-
-class Given:
-    """What a call was given, which may change the containers in it, and tensors in place."""
-
-    def __init__(self, arguments, leaves, args, kwargs):
-        self.values = (args, kwargs) if arguments.contents else ()
-        self.before = flatten(self.values)
-        self.known = {
-            id(leaf): (leaf, leaf._version, Unchanged(own))
-            for leaf, own in zip(leaves, arguments.leaves)
-            if arguments.contents and isinstance(leaf, torch.Tensor)
-        }
-
-    def changed(self):
-        """The containers, where anything in them is not as it was given; else nothing."""
-        leaves, _, described = flatten(self.values)
-        before, _, described_before = self.before
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        same = described == described_before and all(map(operator.is_, leaves, before))
-        return () if same and all(self.own(leaf) is not leaf for leaf in tensors) else self.values
-
-    def own(self, leaf):
-        """What stands for a tensor that is as it was given; any other leaf as it is."""
-        known = self.known.get(id(leaf))
-        return leaf if known is None or leaf._version != known[1] else known[2]
 
 
 class Unchanged:
@@ -233,11 +218,6 @@ class Unchanged:
 
     def __init__(self, value):
         self.value = value
-
-    def __eq__(self, other):
-        return isinstance(other, Unchanged) and self.value is other.value
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _kind(leaf):

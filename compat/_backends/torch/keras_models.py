@@ -23,13 +23,9 @@ class ReplicatedKerasCall(ReplicatedMethod):
         super().__init__(devices)
         self.belongs_to_step = belongs_to_step
 
-    def run(self, model, *args, **kwargs):
+    def layouts(self, model, arguments):
         steps.note_call()
-        return super().run(model, *args, **kwargs)
-
-    def whole(self, *args):
-        steps.note_call()
-        return super().whole(*args)
+        return super().layouts(model, arguments)
 
     def first_call(self, model, arguments, layouts):
         if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
@@ -149,13 +145,3 @@ def refuse_torch_compile(model):
             "program for one device",
             "Compile the model with jit_compile=False.",
         )
-
-
-def install(model, devices):
-    """Have a Keras model run on several devices, and the models that steps of its own call."""
-    steps.install(ReplicatedKerasCall, model, devices, "one device")
-
-
-def remove(model):
-    """Make a model plain, and the models within that became replicated with it."""
-    steps.remove(ReplicatedKerasCall, model)

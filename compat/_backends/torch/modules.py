@@ -9,6 +9,7 @@ import torch
 from ..._runtime import patching
 from . import batches
 from .calls import tag
+from .outcomes import is_users
 from .reductions import State
 from .replicas import ReplicatedMethod, untagged, warn_not_divided
 
@@ -44,6 +45,15 @@ class ForwardMethod(patching.InstanceMethod):
         function = getattr(module.__dict__.get("forward"), "__func__", None)
         made_by = getattr(function, "made_by", None)
         return made_by if isinstance(made_by, cls) else None
+
+    @classmethod
+    def install_on(cls, module, given):
+        """Take the present one away; unless ``given`` is None, install another, made with that."""
+        present = cls.of(module)
+        if present is not None:
+            present.remove(module)
+        if given is not None:
+            cls(given).install(module)
 
 
 class ReplicatedForward(ForwardMethod, ReplicatedMethod):
@@ -88,18 +98,18 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_
          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # fmt: skip
 
 
-class Hooks:
-    """The hooks that a module and those within it have now."""
+def hooks_of(module):
+    """A function that gives a module and those within it the hooks that they have now."""
+    found = [getattr(part, name, {}) for part in module.modules() for name in HOOKS]
+    kept = [(hooks, dict(hooks)) for hooks in found]
 
-    def __init__(self, module):
-        found = [getattr(part, name, {}) for part in module.modules() for name in HOOKS]
-        self.found = [(hooks, dict(hooks)) for hooks in found]
-
-    def put_back(self):
-        for hooks, before in self.found:
+    def put_back():
+        for hooks, before in kept:
             if len(hooks) != len(before):
                 hooks.clear()
                 hooks.update(before)
+
+    return put_back
 
 
 class _CopyOfTable(torch.autograd.Function):
@@ -127,7 +137,7 @@ class ModuleReplicas:
         self.sparse = set()  # of tables whose gradients are: embeddings'
         self.places = []  # dictionary of a module within, name there, weight or buffer
         for path, part in module.named_modules():
-            if _is_own(part):
+            if is_users(part):
                 self.parts.append((path, part))
             if getattr(part, "sparse", False) is True:
                 self.sparse.update(map(id, part._parameters.values()))
@@ -137,7 +147,7 @@ class ModuleReplicas:
         self.before = {("state", name): buffer for name, buffer in module.named_buffers()}
         self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
         self.attributes = {}  # (path, attribute) -> module, function that nests new leaves, keys
-        self.module, self.hooks = module, Hooks(module)
+        self.module, self.put_hooks_back = module, hooks_of(module)
 
     def run(self, forward, device, copy, args, kwargs, watch):
         given = {key: self.before[key].to(device, copy=True) for key in self.buffers}
@@ -151,7 +161,7 @@ class ModuleReplicas:
                     copies[id(value)] = _CopyOfTable.apply(value, device)
                 else:
                     copies[id(value)] = value.to(device, copy=copy)
-        before = {path: dict(vars(part)) for path, part in self.parts}
+        before = [(path, part, dict(vars(part))) for path, part in self.parts]
         try:
             for values, name, value in self.places:
                 values[name] = copies[id(value)]
@@ -168,8 +178,7 @@ class ModuleReplicas:
     def changed(self, before):
         """The values in attributes that forward has set; afterwards they are as before."""
         found = {}
-        for path, module in self.parts:
-            was = before[path]
+        for path, module, was in before:
             for name, value in list(vars(module).items()):
                 if name in was and was[name] is value:
                     continue
@@ -185,13 +194,13 @@ class ModuleReplicas:
                     module.__dict__[name] = was[name]
                 else:
                     del module.__dict__[name]
-        self.registered = Hooks(self.module)  # what this replica leaves
-        self.hooks.put_back()
+        self.register = hooks_of(self.module)  # what this replica leaves
+        self.put_hooks_back()
         return found
 
     def finish(self, merged):
         """Set buffers, attributes and hooks, once."""
-        self.registered.put_back()
+        self.register()
         with torch.no_grad():
             for key, value in merged.items():
                 if key[0] == "state":
@@ -199,20 +208,3 @@ class ModuleReplicas:
         for (_, name), (module, unflatten, keys) in self.attributes.items():
             if all(key in merged for key in keys):
                 module.__dict__[name] = unflatten([untagged(merged[key]) for key in keys])
-
-
-def _is_own(module):
-    """Whether torch has not made a module: the forward of such may set anything."""
-    return not type(module).__module__.startswith("torch.nn")
-
-
-def install(module, devices):
-    """Have a module run on several devices."""
-    ReplicatedForward(devices).install(module)
-
-
-def remove(module):
-    """Make a module plain."""
-    replicated = ReplicatedForward.of(module)
-    if replicated is not None:
-        replicated.remove(module)

@@ -62,12 +62,17 @@ class Known:
         )
 
 
+def generators():
+    """torch's own generators of random numbers, by device; those of GPUs once CUDA has started."""
+    found = {f"cuda:{index}": each for index, each in enumerate(torch.cuda.default_generators)}
+    return dict(found, cpu=torch.default_generator)
+
+
 def random_numbers():
     """A context after which the random numbers that a model may draw are those from now on."""
     afterwards = contextlib.ExitStack()
-    afterwards.callback(torch.set_rng_state, torch.get_rng_state())
-    if torch.cuda.is_initialized():
-        afterwards.callback(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all())
+    for generator in generators().values():
+        afterwards.callback(generator.set_state, generator.get_state())
     afterwards.callback(random.setstate, random.getstate())
     if "numpy" in sys.modules:
         numbers = sys.modules["numpy"].random
@@ -75,11 +80,16 @@ def random_numbers():
     return afterwards
 
 
-def evaluating(model):
-    """A context in which torch's own modules drop nothing and normalise with their averages."""
+def evaluating(parts):
+    """A context in which modules drop nothing and normalise with their averages."""
     afterwards = contextlib.ExitStack()
-    for part in model.modules():
-        if part.training and type(part).__module__.startswith("torch.nn"):
+    for part in parts:
+        if part.training:
             part.training = False
             afterwards.callback(setattr, part, "training", True)
     return afterwards
+
+
+def is_users(module):
+    """Whether torch has not made a module: the forward of such may set anything."""
+    return not type(module).__module__.startswith("torch.nn")

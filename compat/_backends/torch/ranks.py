@@ -19,7 +19,7 @@ from ..._ranks import keras3, keras_model, losses
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, work
 from . import batches, gradient_exchange, keras_models, loss_terms, modules
-from .tensors import first_batch
+from .tensors import are_same, first_batch
 
 
 def distribute(model, place):
@@ -47,7 +47,6 @@ class Ranked(keras_model.RankedMethod):
     def __init__(self, engine):
         super().__init__(engine)
         self.exchanges = weakref.WeakKeyDictionary()  # model -> its exchange
-        self.weights = weakref.WeakKeyDictionary()  # model -> how many were made the same
         self.is_differentiated = False  # by torch.func, as a warning told
         self.is_alone = False
 
@@ -66,8 +65,8 @@ class Ranked(keras_model.RankedMethod):
         batch = first_batch((args, kwargs))
         if self.is_alone or self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
-        self.count(model, batch)
         if not torch.is_grad_enabled():
+            self.count(model, self.rows_given(model, batch))
             return self.plain(model)(*args, **kwargs)
         in_function = _functorch.maybe_current_level() is not None  # in one of torch.func
         if in_function and any(map(_functorch.is_gradtrackingtensor, model.parameters())):
@@ -76,7 +75,7 @@ class Ranked(keras_model.RankedMethod):
         exchange = self.exchange(model)
         exchange.look(parameters)
         result, rows = self.run(model, batch, args, kwargs)
-        self.ran(rows)
+        self.count(model, rows)
         if rows is not None:
             exchange.rows.forward(rows, result)
         return result
@@ -93,13 +92,17 @@ class Ranked(keras_model.RankedMethod):
         self.is_differentiated = True
         return self.plain(model)(*args, **kwargs)
 
-    def ran(self, rows):
-        """Called with the rows of a call whose gradients are wanted; None: they are not known."""
+    def rows_given(self, model, batch):
+        """The rows of a batch, or None where they are not known."""
+        shape, dim = getattr(batch, "shape", ()), batches.declared(model) or 0
+        return int(shape[dim]) if len(shape) > dim else None
+
+    def count(self, model, rows):
+        work.count([""], None if rows is None else [rows], torch.is_grad_enabled())
 
     def run(self, model, batch, args, kwargs):
         """The model's own result, and its rows."""
-        rows = None if batch is None else int(batch.shape[0])
-        return self.plain(model)(*args, **kwargs), rows
+        return self.plain(model)(*args, **kwargs), self.rows_given(model, batch)
 
     def start(self, model):
         """Take rank 0's weights, wherever there are other ones than before.
@@ -107,13 +110,13 @@ class Ranked(keras_model.RankedMethod):
         Returns:
             The parameters that are trained.
         """
-        parameters = self.parameters(model)
-        if model not in self.weights or not self.exchange(model).is_hooked(parameters):
+        parameters, exchange = self.parameters(model), self.exchange(model)
+        if exchange.weights is None or not are_same(parameters, exchange.hooked):
             weights = self.weights_made(model)
-            if weights != self.weights.get(model):
-                self.weights[model] = weights
+            if weights != exchange.weights:
+                exchange.weights = weights
                 self.same_start(model)
-        self.exchange(model).watch(parameters)
+        exchange.watch(parameters)
         return parameters
 
 
@@ -125,9 +128,9 @@ class RankedKerasCall(Ranked):
 
     is_only_traced = keras_models.ReplicatedKerasCall.is_only_traced
 
-    def count(self, model, batch):
-        if batch is not None and self.exchange(model).rows.step is None:
-            keras_model.count(model, int(batch.shape[0]), torch.is_grad_enabled())
+    def count(self, model, rows):
+        if rows is not None and self.exchange(model).rows.step is None:
+            keras_model.count(model, rows, torch.is_grad_enabled())
 
     def weights_made(self, model):
         return len(model.weights) or None
@@ -143,16 +146,12 @@ class RankedKerasCall(Ranked):
     def averaged(self, model):
         return [variable._value for variable in keras3.averaged(model)]
 
-    def warn_of_means(self, model, differ):
-        for variable in keras3.averaged(model, by_users=True):
-            if differ(variable._value):
-                keras3.warn_of_mean(variable)
+    def averaged_by_users(self, model):
+        found = keras3.averaged(model, by_users=True)
+        return [(variable, variable._value) for variable in found]
 
     def verified(self, model):
-        return [(variable.path, variable._value) for variable in keras3.same(model)]
-
-    def verified_state(self, model):
-        return []
+        return [([(variable.path, variable._value) for variable in keras3.same(model)],)]
 
 
 class RankedTrainStep(keras_model.RankedMethod):
@@ -177,7 +176,8 @@ class RankedTrainStep(keras_model.RankedMethod):
             stack.callback(setattr, exchange.rows, "step", None)
             stack.callback(setattr, exchange, "agreed", False)
             stack.enter_context(self.reductions(model, exchange).within(keras))
-            stack.enter_context(self.scaling(model))
+            if self.training and hasattr(model.optimizer, "inner_optimizer"):
+                stack.enter_context(self.scaling(model.optimizer))
             result = step(data, *args, **kwargs)
         if self.training and not exchange.checked:
             exchange.checked = True
@@ -205,16 +205,11 @@ class RankedTrainStep(keras_model.RankedMethod):
 
         return losses.Reductions(share, total)
 
-    @contextlib.contextmanager
-    def scaling(self, model):
+    def scaling(self, optimizer):
         """Within, a ``LossScaleOptimizer`` has gradients overflow where one process's would.
 
         The mean over a rank's rows weighs each row as many times more as there are ranks.
         """
-        optimizer = model.optimizer
-        if not self.training or not hasattr(optimizer, "inner_optimizer"):
-            yield
-            return
         size = self.engine.place.size
         scale_loss, apply = optimizer.scale_loss, optimizer.apply
 
@@ -225,8 +220,7 @@ class RankedTrainStep(keras_model.RankedMethod):
         def scale_share(loss):
             return scale_loss(loss) / size
 
-        with patching.replaced(optimizer, scale_loss=scale_share, apply=apply_scaled):
-            yield
+        return patching.replaced(optimizer, scale_loss=scale_share, apply=apply_scaled)
 
 
 class RankedTorchTestStep(RankedTrainStep):
@@ -236,18 +230,17 @@ class RankedTorchTestStep(RankedTrainStep):
 
 # torch ----------------------------------------------------------------------------------------
 
+# Why buffers differ.
+_BUFFERS = (
+    "Each rank computes this buffer from its own rows; of such buffers only the running "
+    "statistics of torch's own normalization are averaged over ranks. Sum or average it in "
+    "forward() by torch.distributed.all_reduce(), or, if it is each rank's own, register it with "
+    "persistent=False."
+)
+
 
 class RankedForward(modules.ForwardMethod, Ranked):
     """The ``forward`` of a torch module."""
-
-    def count(self, model, batch):
-        if not torch.is_grad_enabled():
-            dim = batches.declared(model) or 0
-            has_rows = len(getattr(batch, "shape", ())) > dim
-            work.count([""], [int(batch.shape[dim])] if has_rows else None, False)
-
-    def ran(self, rows):
-        work.count([""], None if rows is None else [rows], True)
 
     def run(self, model, batch, args, kwargs):
         """The rows are where torch's recurrent layers and transformers in the model find them."""
@@ -301,17 +294,16 @@ class RankedForward(modules.ForwardMethod, Ranked):
         ]
         return [tensor for tensor in found if tensor is not None and not is_lazy(tensor)]
 
-    def warn_of_means(self, model, differ):
+    def averaged_by_users(self, model):
         """Running statistics of torch's own are means."""
+        return []
 
     def verified(self, model):
-        return list(model.named_parameters())
-
-    def verified_state(self, model):
-        """Buffers; those that are not saved are the rank's own."""
+        """Parameters, and buffers; those that are not saved are the rank's own."""
         saved = model.state_dict()
-        return [
+        buffers = [
             (name, buffer)
             for name, buffer in model.named_buffers()
             if name in saved and buffer.layout is torch.strided and not buffer.is_quantized
         ]
+        return [(list(model.named_parameters()),)] + ([(buffers, _BUFFERS)] if buffers else [])

@@ -17,15 +17,12 @@ from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import batches, merging, trials
 from .calls import RowCount, tag, tag_of
-from .outcomes import Known, Outcome, evaluating, random_numbers
+from .outcomes import Known, Outcome, evaluating, is_users, random_numbers
 from .reductions import NotMergeable
 from .watch import Watch
 
 # How many arguments may turn out to have as many rows as the batch by chance.
 MOST_TRIED = 6
-
-# What torch.compile() makes of a model around a parallelized one stops at this.
-outside_of_graphs = torch.compiler.disable
 
 
 class ReplicatedMethod(patching.InstanceMethod):
@@ -53,20 +50,20 @@ class ReplicatedMethod(patching.InstanceMethod):
         """How many replicas a batch of so many rows can be split over."""
         return len(self.devices)
 
-    @outside_of_graphs
+    @torch.compiler.disable  # what it makes of a model around a parallelized one stops here
     def __call__(self, model, *args, **kwargs):
         if split_rows.runs_undivided():
             return self.plain(model)(*args, **kwargs)
         self.names = self.names or batches.names_of(self.plain(model))
         arguments = batches.DividedArguments(self.names, args, kwargs, self.converter(model))
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
-        if tensor is not None and self.is_only_traced(model, tensor):
+        if self.is_only_traced(model, tensor):
             return self.plain(model)(*args, **kwargs)
         layouts = self.layouts(model, arguments)
         if not layouts:
-            if any(_is_unknown(leaf) for leaf in arguments.leaves):
+            if not all(isinstance(leaf, batches.PLAIN) for leaf in arguments.leaves):
                 warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
-            return self.plainly(model, arguments, arguments.leaves)
+            return self.plain(model)(*args, **kwargs)
         kinds = {(model.training, arguments.key, each.cuts): each for each in layouts}
         kind = self.known_kind(kinds)
         known, rows = self.known.get(kind), layouts[0].rows
@@ -78,7 +75,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         try:
             if known is None:
                 return self.first_call(model, arguments, untried)
-            return self.later_call(model, arguments, kinds[kind], known)
+            return self.computed(model, arguments, kinds[kind], known)
         except Exception as error:
             if not _is_the_models(error):
                 raise
@@ -114,20 +111,20 @@ class ReplicatedMethod(patching.InstanceMethod):
 
     def plainly(self, model, arguments, leaves):
         """Run the class's method, which may change the caller's containers."""
-        with arguments.given(leaves) as (args, kwargs, given):
+        with arguments.given(leaves) as (args, kwargs, own):
             result = self.plain(model)(*args, **kwargs)
-            found, unflatten, _ = batches.flatten(given.changed())
-        unflatten([untagged(given.own(leaf)) for leaf in found])
+            found, unflatten, _ = batches.flatten((args, kwargs))
+        unflatten([untagged(own(leaf)) for leaf in found])
         return result
 
-    def later_call(self, model, arguments, layout, known):
-        watched = known.watch
+    def computed(self, model, arguments, layout, known):
+        """What the replicas compute, put together; where it is not what is known it is watched."""
         layout, state = layout._replace(cuts=known.cuts), self.state(model)
-        outcomes = self.run(model, state, arguments, layout, watched)
-        if not watched and not known.fit(outcomes, layout.rows):
-            watched, state = True, self.state(model)
-            outcomes = self.run(model, state, arguments, layout, watched)
-        return self.merge(model, state, arguments, layout, known, outcomes, watched)
+        outcomes = self.run(model, state, arguments, layout, known.watch)
+        if known.watch or known.fit(outcomes, layout.rows):
+            return self.merge(model, state, arguments, layout, known, outcomes)
+        known.watch = True
+        return self.computed(model, arguments, layout, known)
 
     def first_call(self, model, arguments, layouts):
         """Watch a call of a new kind, and hold what it shows against a trial.
@@ -141,13 +138,11 @@ class ReplicatedMethod(patching.InstanceMethod):
             others = [number for number, cut in enumerate(layout.cuts) if cut is not None][1:]
             for whole in [None] + others[:MOST_TRIED]:
                 cuts = [None if place == whole else cut for place, cut in enumerate(layout.cuts)]
-                known, state = Known(tuple(cuts)), self.state(model)
-                tried = layout._replace(cuts=known.cuts)
-                known.trial = self.trial(model, arguments, tried)
+                known = Known(tuple(cuts))
+                known.trial = self.trial(model, arguments, layout._replace(cuts=known.cuts))
                 try:
                     known.trial.compute_all()  # first: three rows tell more of what has no rule
-                    outcomes = self.run(model, state, arguments, tried, True)
-                    result = self.merge(model, state, arguments, tried, known, outcomes, True)
+                    result = self.computed(model, arguments, layout, known)
                 except Exception as error:
                     if not _is_the_models(error):
                         raise
@@ -200,7 +195,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                 tag(leaf if isinstance(leaf, torch.Tensor) else leaf.data, where)
             leaves.append(leaf)
         watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
-        with arguments.given(leaves) as (args, kwargs, given):
+        with arguments.given(leaves) as (args, kwargs, own):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
             with split_rows.undivided(), eager:
@@ -213,18 +208,19 @@ class ReplicatedMethod(patching.InstanceMethod):
                         watch.paused = True  # an interruption may have kept it from saying so
                     error.of_a_part = True  # not of compat's own
                     raise
-            outcome = Outcome(len(rows), (result, given.changed()), losses, values, buffers, watch)
+            results = (result, args, kwargs) if arguments.contents else (result,)
+            outcome = Outcome(len(rows), results, losses, values, buffers, watch)
             # What is the replica's own becomes what it is of the whole batch.
             for key, value in outcome.values.items():
                 if isinstance(value, torch.Tensor):
-                    outcome.values[key] = given.own(value)
+                    outcome.values[key] = own(value)
                 elif isinstance(value, torch.device) and value == device:
                     outcome.values[key] = self.home(model, arguments)
         return outcome
 
     # Putting together -------------------------------------------------------------------------
 
-    def merge(self, model, state, arguments, layout, known, outcomes, watched):
+    def merge(self, model, state, arguments, layout, known, outcomes):
         """Set state and losses, and return the result."""
         all_sizes = split_rows.sizes(layout.rows, len(outcomes))
         counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
@@ -232,7 +228,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         if any(list(outcome.values) != list(first.values) for outcome in counted):
             raise NotMergeable()
         home = self.home(model, arguments)
-        if watched:
+        if known.watch:
             self.decide(model, state, arguments, layout, known, counted, sizes, home)
         merged = {}
         for key in first.values:
@@ -318,8 +314,8 @@ class ReplicatedMethod(patching.InstanceMethod):
 
         def compute(rows, gradients=False):
             """What these rows give, without dropout, and without a trace."""
-            state = self.state(model)
-            with random_numbers(), torch.set_grad_enabled(gradients), evaluating(model):
+            state, torchs = self.state(model), itertools.filterfalse(is_users, model.modules())
+            with random_numbers(), torch.set_grad_enabled(gradients), evaluating(torchs):
                 return self.replica(
                     model, state, arguments, layout, home, rows, True, True, probing=True
                 )
@@ -331,11 +327,6 @@ def _is_the_models(error):
     """Whether parts of a batch are at fault, as far as an error tells."""
     of_a_part = getattr(error, "of_a_part", False) or isinstance(error, NotMergeable)
     return of_a_part and not isinstance(error, torch.cuda.OutOfMemoryError)
-
-
-def _is_unknown(leaf):
-    """Whether this may hold tensors that cannot be seen."""
-    return not isinstance(leaf, (torch.Tensor, int, float, str, type(None), torch.dtype))
 
 
 def warn_not_divided(model, given):

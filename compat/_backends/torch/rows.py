@@ -7,37 +7,34 @@ class ForwardRows:
     """The rows of the forward passes that a backward pass goes back through."""
 
     def __init__(self):
-        self.reached = {}  # forward pass -> its rows; autograd has come to its outputs
-        self.others = None  # rows of those in whose outputs no tensor was found
-        self.noted = 0  # forward passes since the last backward pass
-        self.used = False
+        # Of each forward pass since the last backward pass: its rows, and whether autograd has come
+        # to its outputs; None: no tensor was found in these.
+        self.passes = []  # type: list
+        self.used = False  # whether a backward pass has gone through them
         self.step = None  # the rows of a step of Keras', which may call the model in any way
 
     def forward(self, rows, outputs):
         """Note a forward pass of so many rows."""
-        if self.used:
-            self.reached, self.others, self.noted, self.used = {}, None, 0, False
-        key, reached = object(), self.reached
+        found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        noted = [rows, False if found else None]
 
         def reach(gradient):
-            reached[key] = rows
+            noted[1] = True
 
-        found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
         for tensor in found:
             tensor.register_hook(reach)
-        if not found:
-            self.others = (self.others or 0) + rows
-        self.noted += 1
+        if self.used:
+            self.passes, self.used = [], False
+        self.passes.append(noted)
 
     def are_awaited(self):
         """Whether there were forward passes which no backward pass has gone back through."""
-        return self.step is not None or (self.noted > 0 and not self.used)
+        return self.step is not None or bool(self.passes and not self.used)
 
     def known(self):
         """The rows of the pass that goes on, if autograd has come to all outputs, or None."""
-        if self.step is None and len(self.reached) < self.noted:
-            return None
-        return self.total()
+        is_known = self.step is not None or all(reached for _, reached in self.passes)
+        return self.total() if is_known else None
 
     def in_backward(self):
         """The rows of the pass that has ended, or None."""
@@ -47,4 +44,6 @@ class ForwardRows:
     def total(self):
         if self.step is not None:
             return self.step
-        return sum(self.reached.values()) if self.reached else self.others
+        reached = [rows for rows, is_reached in self.passes if is_reached]
+        counted = reached or [rows for rows, is_reached in self.passes if is_reached is None]
+        return sum(counted) if counted else None

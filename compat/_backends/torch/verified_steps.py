@@ -11,28 +11,11 @@ import torch
 from ... import _keras, _verification
 from ..._rows import split_rows
 from ..._verification import keras_steps, reachable
-from . import batches, modules, op_placement, replicas
+from . import batches, modules, outcomes, timeline
 from .calls import tensors_in
 from .tensors import to_numpy
 
 _RANDOM = "random numbers of "
-
-
-def _random_numbers():
-    """Where torch's own random numbers are, by label."""
-    found = {_RANDOM + "cpu": torch.get_rng_state().numpy()}
-    if torch.cuda.is_available():
-        for place, state in enumerate(torch.cuda.get_rng_state_all()):
-            found[_RANDOM + f"cuda:{place}"] = state.numpy()
-    return found
-
-
-def _set_random_numbers(values):
-    for label, value in values.items():
-        if label == _RANDOM + "cpu":
-            torch.set_rng_state(torch.from_numpy(value))
-        elif label.startswith(_RANDOM):
-            torch.cuda.set_rng_state(torch.from_numpy(value), label[len(_RANDOM) :])
 
 
 class VerifiedTorchStep(keras_steps.Verified):
@@ -61,11 +44,14 @@ class _RandomStep(_verification.Step):
         torch.set_grad_enabled(self.differentiated)
 
     def read(self):
-        return dict(super().read(), **_random_numbers())
+        states = {_RANDOM + name: each.get_state() for name, each in outcomes.generators().items()}
+        return dict(super().read(), **{label: state.numpy() for label, state in states.items()})
 
     def write(self, values):
         super().write(values)
-        _set_random_numbers(values)
+        for name, generator in outcomes.generators().items():
+            if _RANDOM + name in values:
+                generator.set_state(torch.from_numpy(values[_RANDOM + name]))
 
     def is_random(self, label):
         return label.startswith(_RANDOM) or super().is_random(label)
@@ -77,11 +63,10 @@ class TorchStep(_RandomStep, keras_steps.KerasStep):
         self.batches = batches
 
     def as_array(self, value):
-        convert = _keras.keras_of(self.model).ops.convert_to_numpy
-        return convert(value.detach() if hasattr(value, "detach") else value)
+        return _keras.keras_of(self.model).ops.convert_to_numpy(value)
 
     def operations(self):
-        return op_placement.products(lambda: self.function.made(self.batches))
+        return timeline.products(lambda: self.function.made(self.batches))
 
     def infer(self, inputs):
         with torch.no_grad():
@@ -106,15 +91,7 @@ class VerifiedModuleForward(modules.ForwardMethod):
         super().__init__([])
         self.verification = verification
 
-    @classmethod
-    def install_on(cls, module, verification):
-        present = cls.of(module)
-        if present is not None:
-            present.remove(module)
-        if verification is not None:
-            cls(verification).install(module)
-
-    @replicas.outside_of_graphs
+    @torch.compiler.disable
     def __call__(self, module, *args, **kwargs):
         kind = "train" if module.training and torch.is_grad_enabled() else "predict"
         forward = self.plain(module)
@@ -159,7 +136,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.kwargs = kwargs
         self.arguments = was = batches.DividedArguments([], args, kwargs)
         self.leaves = [was.copied(leaf, leaf) for leaf in was.leaves]
-        self.hooks = modules.Hooks(module)
+        self.put_hooks_back = modules.hooks_of(module)
         self.dtype = ""
         self.note_types(module.parameters())
 
@@ -182,10 +159,10 @@ class _ModuleCall(_RandomStep, _StepOfModule):
     def give_up(self, values):
         super().give_up(values)
         self.arguments.restore()
-        self.hooks.put_back()
+        self.put_hooks_back()
 
     def attributes(self):
-        own = filter(modules._is_own, self.module.modules())
+        own = filter(outcomes.is_users, self.module.modules())
         return reachable.Attributes(own, lambda name, value: True)
 
     def on_one_device(self):
@@ -199,15 +176,15 @@ class _ModuleCall(_RandomStep, _StepOfModule):
     def _without_a_trace(self):
         """Within, arguments and hooks as they were: the call may have changed a cache, say."""
         now, was = batches.DividedArguments([], self.args, self.kwargs), self.arguments
-        hooks = modules.Hooks(self.module)
-        self.hooks.put_back()
+        put_hooks_back = modules.hooks_of(self.module)
+        self.put_hooks_back()
         leaves = [was.copied(leaf, kept) for leaf, kept in zip(was.leaves, self.leaves)]
         try:
             with was.given(leaves) as (args, kwargs, _):
                 yield args, kwargs
         finally:
             now.restore()
-            hooks.put_back()
+            put_hooks_back()
 
     def on_all_devices(self):
         result = self.forward(*self.args, **self.kwargs)
@@ -239,15 +216,10 @@ class _ModuleCall(_RandomStep, _StepOfModule):
             with self._without_a_trace() as (args, kwargs):
                 self._named(self.forward(*args, **kwargs))
 
-        return op_placement.products(step)
+        return timeline.products(step)
 
     def outputs(self, undivided):
-        modes = [(part, part.training) for part in self.module.modules()]
-        self.module.eval()
-        try:
-            with split_rows.undivided() if undivided else contextlib.ExitStack():
-                with torch.no_grad(), self._without_a_trace() as (args, kwargs):
-                    return _outputs(self.forward(*args, **kwargs))
-        finally:
-            for part, training in modes:
-                part.training = training
+        alone = split_rows.undivided() if undivided else contextlib.ExitStack()
+        with alone, torch.no_grad(), outcomes.evaluating(self.module.modules()):
+            with self._without_a_trace() as (args, kwargs):
+                return _outputs(self.forward(*args, **kwargs))
