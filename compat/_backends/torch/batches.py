@@ -246,8 +246,8 @@ def layout(arguments, dim=0, states=None):
     Returns:
         A layout, or None where no argument has rows.
     """
-    sizes = [_size(leaf, dim) for leaf in arguments.leaves]
-    rows = next((size for size in sizes if size is not None), None)
+    sizes = [size(leaf, dim) for leaf in arguments.leaves]
+    rows = next((each for each in sizes if each is not None), None)
     if not rows:
         return None
     cuts = []
@@ -271,10 +271,11 @@ def _cut_of(leaf, name, rows, dim):
     if name.endswith("mask") and leaf.dim() == 3 and leaf.shape[0] % rows == 0:
         return _rows.Sharded(0, leaf.shape[0] // rows)  # one for each head
     dim = 0 if name.endswith("key_padding_mask") else dim
-    return _rows.Sharded(dim) if _size(leaf, dim) == rows else None
+    return _rows.Sharded(dim) if size(leaf, dim) == rows else None
 
 
-def _size(leaf, dim):
+def size(leaf, dim):
+    """How much a value that may have rows has in a dimension, or None."""
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     # torch takes no rows out of the compressed sparse layouts.
@@ -303,8 +304,13 @@ def rows_declared(module, first):
     """The rows in the first argument of a module that declares their dimension, or None."""
     if isinstance(first, torch.Tensor) and first.dim() == 2:
         return None
-    return _size(first, declared(module))
+    return size(first, declared(module))
 
 
-# What to try: where the rows are, and where those of hidden states (see ``layout``).
-CHOICES = ((0, "other"), (0, "all"), (1, "other"))
+def choices(model):
+    """What to try: where the rows are, and where those of hidden states (see ``layout``)."""
+    own = declared(model)
+    if own is not None:
+        return [(own, "all" if isinstance(model, torch.nn.RNNBase) else None)]
+    inside = any(declared(part) is not None for part in model.modules())
+    return [(0, "other"), (0, "all"), (1, "other")] if inside else [(0,)]

@@ -31,19 +31,14 @@ def name_of(function):
     return getattr(function.__self__, "__name__", name) if name == "__get__" else name
 
 
-#: What is no container.
-_LEAVES = (torch.Tensor, int, float, str, slice, type(None))
-
-
 def tensors_in(value):
-    if type(value) in (list, tuple):  # most are: to ask ``tree`` takes longer than most functions
-        for part in value:
+    """The tensors that a function of torch's is given or returns."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict, slice)):
+        parts = value.values() if isinstance(value, dict) else value
+        for part in (value.start, value.stop) if isinstance(value, slice) else parts:
             yield from tensors_in(part)
-        return
-    for leaf in (value,) if isinstance(value, _LEAVES) else tree.tree_leaves(value):
-        for part in (leaf.start, leaf.stop) if isinstance(leaf, slice) else (leaf,):
-            if isinstance(part, torch.Tensor):
-                yield part
 
 
 def is_in_place(name):

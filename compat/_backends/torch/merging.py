@@ -20,9 +20,9 @@ class Rule:
     """What becomes of the replicas' values.
 
     Arguments:
-        kind: "rows" (one after the other), "packed" (so, in a PackedSequence), "first" (all are
-            the same), "unchanged" (state), "sum" (of changes, where there was a value before),
-            "mean" (weighted by rows) or "expression" (see ``together``).
+        kind: "rows" (one after the other), "first" (all are the same), "unchanged" (state), "sum"
+            (of changes, where there was a value before), "mean" (weighted by rows) or "expression"
+            (see ``together``).
         lasting: whether it needs no tags, so that later calls need not be watched.
         dim, copies: where the rows are.
         numbers: for an expression, what becomes of each number in it.
@@ -48,14 +48,16 @@ class Rule:
         if self.kind == "unchanged" and given is not None:
             # BatchNorm's averages change without it, and have rules.
             return value is given and not value._version
-        return self.kind != "rows" or value.shape[self.dim] % rows == 0
+        return self.kind != "rows" or batches.size(value, self.dim) % rows == 0
 
     def merged(self, values, sizes, home, before=None):
         """The value of all rows, from those of the replicas that have ``sizes`` rows."""
-        if self.kind == "packed":
-            return batches.cat_packed(values, home)
         if self.kind == "expression":
-            return self._computed(values, home)
+            kinds, tags = iter(self.numbers), list(map(tag_of, values))
+            try:
+                return together(tags, home, lambda found: NUMBERS[next(kinds)](found))
+            except (StopIteration, ZeroDivisionError):
+                raise NotMergeable() from None
         if self.kind == "rows":
             return _rows_of_all(values, self.dim, self.copies, home)
         if isinstance(values[0], torch.Tensor):
@@ -64,15 +66,10 @@ class Rule:
             return sum(values) - (len(values) - 1) * before if before else sum(values)
         return weighted_mean(values, sizes) if self.kind == "mean" else values[0]
 
-    def _computed(self, values, home):
-        kinds, tags = iter(self.numbers), list(map(tag_of, values))
-        try:
-            return together(tags, home, lambda found: NUMBERS[next(kinds)](found))
-        except (StopIteration, ZeroDivisionError):
-            raise NotMergeable() from None
-
 
 def _rows_of_all(values, dim, copies, home):
+    if isinstance(values[0], PackedSequence):
+        return batches.cat_packed(values, home)
     if len({value.shape[:dim] + value.shape[dim + 1 :] for value in values}) > 1:
         raise NotMergeable()
     parts = [value.to(home) for value in values]
@@ -139,7 +136,7 @@ def decide(key, values, sizes, before, home, trial):
     """
     first = values[0]
     if isinstance(first, PackedSequence):
-        return Rule("packed")
+        return Rule("rows")
     if is_number(first):
         return _of_numbers(key, values, before, trial)
     if not isinstance(first, torch.Tensor):

@@ -18,7 +18,7 @@ from ... import _keras, errors
 from ..._ranks import keras3, keras_model, losses
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, work
-from . import batches, gradient_exchange, keras_models, loss_terms, modules
+from . import batches, gradient_exchange, loss_terms, models
 from .tensors import are_same, first_batch
 
 
@@ -26,7 +26,7 @@ def distribute(model, place):
     """Make a model one of the ranks', in place. A second time changes nothing."""
     keras = _keras.keras_of(model)
     if keras is not None:
-        keras_models.refuse_torch_compile(model)
+        models.refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
     loss_terms.follow()
     kind = RankedForward if keras is None else RankedKerasCall
@@ -126,7 +126,7 @@ class Ranked(keras_model.RankedMethod):
 class RankedKerasCall(Ranked):
     """The ``call`` of a Keras model."""
 
-    is_only_traced = keras_models.ReplicatedKerasCall.is_only_traced
+    is_only_traced = models.ReplicatedKerasCall.is_only_traced
 
     def count(self, model, rows):
         if rows is not None and self.exchange(model).rows.step is None:
@@ -239,7 +239,7 @@ _BUFFERS = (
 )
 
 
-class RankedForward(modules.ForwardMethod, Ranked):
+class RankedForward(models.ForwardMethod, Ranked):
     """The ``forward`` of a torch module."""
 
     def run(self, model, batch, args, kwargs):

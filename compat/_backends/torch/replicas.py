@@ -4,7 +4,7 @@ A model runs there by a ``call`` (Keras) or a ``forward`` (torch) of its own: an
 instance that hides its class's method. It splits the batch, runs the class's method on each device
 with weights copied there, and puts together what the replicas made: results, losses, state. The
 copies belong to autograd's graph, so that all gradients reach the one set of weights.
-``keras_models`` and ``modules`` have the two kinds of models.
+``models`` has the two kinds of models.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import itertools
 
 import torch
 
-from ... import _rows, errors
+from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import batches, merging, trials
@@ -45,10 +45,6 @@ class ReplicatedMethod(patching.InstanceMethod):
         self.names = None
         self.warned = False  # that it runs whole
         self.tried = {}  # functions without a rule, by the kind of call
-
-    def most_replicas(self, model, rows):
-        """How many replicas a batch of so many rows can be split over."""
-        return len(self.devices)
 
     @torch.compiler.disable  # what it makes of a model around a parallelized one stops here
     def __call__(self, model, *args, **kwargs):
@@ -100,21 +96,16 @@ class ReplicatedMethod(patching.InstanceMethod):
         """
         home = self.home(model, arguments)
         leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
-        with split_rows.undivided():
-            result = self.plainly(model, arguments, leaves)
+        with split_rows.undivided(), arguments.given(leaves) as (args, kwargs, own):
+            result = self.plain(model)(*args, **kwargs)
+            found, unflatten, _ = batches.flatten((args, kwargs))
+        unflatten([untagged(own(leaf)) for leaf in found])  # it may change the caller's containers
         work.count(self.devices, work.undivided(self.devices, rows), torch.is_grad_enabled())
         if error is not None and not self.warned:
             self.warned = True
             across = getattr(error, "across", None) or _rows.Across(None, why="fails")
-            _rows.runs_whole(self.name_of(model), across, self.devices[0], "The model")
-        return result
-
-    def plainly(self, model, arguments, leaves):
-        """Run the class's method, which may change the caller's containers."""
-        with arguments.given(leaves) as (args, kwargs, own):
-            result = self.plain(model)(*args, **kwargs)
-            found, unflatten, _ = batches.flatten((args, kwargs))
-        unflatten([untagged(own(leaf)) for leaf in found])
+            name = type(model).__name__ if _keras.keras_of(model) is None else model.name
+            _rows.runs_whole(name, across, self.devices[0], "The model")
         return result
 
     def computed(self, model, arguments, layout, known):
@@ -155,22 +146,22 @@ class ReplicatedMethod(patching.InstanceMethod):
 
     def layouts(self, model, arguments):
         """How the arguments may be cut, the likeliest first."""
-        self.choices = self.choices or self.choices_for(model)
+        first = arguments.leaves[0] if arguments.leaves else None
+        if batches.declared(model) is not None and isinstance(first, torch.Tensor):
+            if first.dim() == 2 and first.is_floating_point():
+                warn_not_divided(model, "a sequence without a batch")
+                return []
+        self.choices = self.choices or batches.choices(model)
         found = [batches.layout(arguments, *choice) for choice in self.choices]
         return [layout for layout in found if layout is not None]
-
-    def choices_for(self, model):
-        return [(0,)]
-
-    def name_of(self, model):
-        return type(model).__name__
 
     # Running ----------------------------------------------------------------------------------
 
     def run(self, model, state, arguments, layout, watched):
         """The outcome of each replica."""
         outcomes = []
-        count = min(len(self.devices), self.most_replicas(model, layout.rows))
+        most = max(1, layout.rows // 2) if _is_normalising(model) else len(self.devices)
+        count = min(len(self.devices), most)
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
@@ -235,11 +226,6 @@ class ReplicatedMethod(patching.InstanceMethod):
             rule = known.rules[key]
             if rule.kind != "unchanged":
                 values = [outcome.values[key] for outcome in counted]
-                if rule.kind == "rows" and rule.copies == 1:
-                    # Of a replica without rows of its own none: it gets gradients, 0, too.
-                    none = _rows.Sharded(rule.dim), range(0)
-                    values = [outcome.values[key] for outcome in outcomes]
-                    values = [v if n else _on(home, *none, v) for v, n in zip(values, all_sizes)]
                 with torch.set_grad_enabled(torch.is_grad_enabled() and key[0] != "state"):
                     merged[key] = rule.merged(values, sizes, home, state.before.get(key))
         for key in first.numbers:
@@ -321,6 +307,12 @@ class ReplicatedMethod(patching.InstanceMethod):
                 )
 
         return trials.PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
+
+
+def _is_normalising(model):
+    """Whether it has batch normalization of torch's in training, which refuses a single row."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    return any(isinstance(part, kind) and part.training for part in model.modules())
 
 
 def _is_the_models(error):

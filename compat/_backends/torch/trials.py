@@ -78,7 +78,7 @@ def prove(trial, rules, before, home):
 def fits(rule, values, sizes, home, before):
     """Whether the parts of a trial make up the whole by this rule."""
     parts, whole = values
-    if rule.kind in ("unchanged", "packed"):
+    if rule.kind == "unchanged":
         return True
     if rule.kind == "first" and not all(close(part, parts[0]) for part in parts):
         return False

@@ -6,14 +6,15 @@ and the gradients of its parameters for a random gradient of its results.
 
 import contextlib
 
+import numpy as np
 import torch
 
 from ... import _keras, _verification
 from ..._rows import split_rows
 from ..._verification import keras_steps, reachable
-from . import batches, modules, outcomes, timeline
-from .calls import tensors_in
-from .tensors import to_numpy
+from . import batches, models, outcomes, timeline
+from .ranks import RankedKerasCall
+from .tensors import tensors_in, to_numpy
 
 _RANDOM = "random numbers of "
 
@@ -27,8 +28,15 @@ class VerifiedTorchStep(keras_steps.Verified):
         optimizers = keras_steps.optimizers(model) if self.kind == "train" else ()
         return model.built and all(optimizer.built for optimizer in optimizers)
 
+    def verified(self, model):
+        """In ranks that of a training step; others stay as they are."""
+        if self.verification.ranks and self.kind != "train":
+            return getattr(model, keras_steps.FUNCTIONS[self.kind])
+        return super().verified(model)
+
     def step(self, function, args):
-        return TorchStep(self, function, args[0])
+        kind = _RankedStep if self.verification.ranks else TorchStep
+        return kind(self, function, args[0])
 
 
 class _RandomStep(_verification.Step):
@@ -73,6 +81,56 @@ class TorchStep(_RandomStep, keras_steps.KerasStep):
             return super().infer(inputs)
 
 
+class _RankedStep(TorchStep):
+    """The ranks' batches are put together, and each rank does the step of all their rows by itself.
+
+    From the same state. The results of one rank's rows, such as its metrics, are not compared.
+    """
+
+    def __init__(self, method, function, batches):
+        super().__init__(method, function, batches)
+        self.ranked = RankedKerasCall.of(self.model)
+        self.ranked.start(self.model)  # rank 0's weights, from which the step begins
+        self.own, tree = batches, _keras.keras_of(self.model).tree
+        first = next(leaf for leaf in tree.flatten(batches) if np.ndim(leaf))
+        sizes = self.ranked.engine.gather([len(first)])
+        start = sum(size for (size,) in sizes[: self.ranked.engine.place.rank])
+        self.rows = slice(start, start + len(first))
+        self.batches = tree.map_structure(self.of_all_ranks, batches)
+
+    def of_all_ranks(self, leaf):
+        if not np.ndim(leaf):
+            return leaf
+        tensor = torch.as_tensor(leaf)
+        whole = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+        return self.ranked.engine.concatenate(whole).to(tensor.dtype)
+
+    def on_one_device(self):
+        with self.ranked.alone():
+            return super().on_one_device()
+
+    def on_all_devices(self):
+        return self.function.made(self.own), {}
+
+    def is_random(self, label):
+        own = label.startswith(("the loss", "metric "))
+        return own or super().is_random(label)
+
+    def outputs(self, undivided):
+        """Those of this rank's rows, computed alone or among all rows."""
+        given, self.batches = self.batches, self.batches if undivided else self.own
+        try:
+            with self.ranked.alone():
+                found = super().outputs(True)
+        finally:
+            self.batches = given
+        own = self.rows if undivided else slice(None)
+        return found and {k: v[own] for k, v in found.items() if "output:" not in k}
+
+    def operations(self):
+        return {}
+
+
 # torch ----------------------------------------------------------------------------------------
 
 
@@ -84,7 +142,7 @@ def _outputs(result):
     return _verification.numbered(map(_array, tensors_in(result)))
 
 
-class VerifiedModuleForward(modules.ForwardMethod):
+class VerifiedModuleForward(models.ForwardMethod):
     """The ``forward`` of a torch module, whose first calls are verified."""
 
     def __init__(self, verification):
@@ -136,7 +194,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.kwargs = kwargs
         self.arguments = was = batches.DividedArguments([], args, kwargs)
         self.leaves = [was.copied(leaf, leaf) for leaf in was.leaves]
-        self.put_hooks_back = modules.hooks_of(module)
+        self.put_hooks_back = models.hooks_of(module)
         self.dtype = ""
         self.note_types(module.parameters())
 
@@ -176,7 +234,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
     def _without_a_trace(self):
         """Within, arguments and hooks as they were: the call may have changed a cache, say."""
         now, was = batches.DividedArguments([], self.args, self.kwargs), self.arguments
-        put_hooks_back = modules.hooks_of(self.module)
+        put_hooks_back = models.hooks_of(self.module)
         self.put_hooks_back()
         leaves = [was.copied(leaf, kept) for leaf, kept in zip(was.leaves, self.leaves)]
         try:

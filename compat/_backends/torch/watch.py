@@ -13,21 +13,16 @@ from .reductions import EXPRESSIONS, ComputedTotal, Constant, Escape, Total
 from .trials import described, try_function
 
 # Kinds of torch's functions, by their names.
-DROPOUTS = (
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
-    "feature_dropout", "native_dropout", "rrelu", "rrelu_",
-)  # fmt: skip
+DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout|rrelu")
 RANDOM = re.compile(
-    "(rand|dropout|bernoulli|normal_?$|uniform_|multinomial|exponential_|rrelu|poisson$)"
+    DROPOUT.pattern + "|rand|bernoulli|normal_?$|uniform_|multinomial|exponential_|poisson$"
 )
 SORTING = ("index_add", "scatter_add", "scatter_reduce", "index_reduce")
 #: What is known of a tensor without a look at its values.
 METADATA = frozenset(
-    "dim ndimension stride element_size storage_offset data_ptr untyped_storage storage type "
-    "get_device result_type can_cast dim_order register_hook retain_grad __hash__ names backward "
-    "__dir__ set_ share_memory_ record_stream broadcast_shapes has_names _nnz sparse_dim dense_dim "
-    "register_post_accumulate_grad_hook __repr__ __format__ __reduce_ex__ __deepcopy__ "
-    "__setstate__ get_default_dtype promote_types __get__ __set__ __delete__".split()
+    "dim ndimension stride element_size storage_offset data_ptr untyped_storage storage get_device "
+    "dim_order register_hook register_post_accumulate_grad_hook names has_names _nnz sparse_dim "
+    "dense_dim __hash__ __dir__ __reduce_ex__ __get__".split()
 ) | {name for name, kind in vars(torch._C.TensorBase).items() if inspect.isgetsetdescriptor(kind)}
 #: What may be given a number of rows that ``len()`` has told.
 GROWING = row_operations.MADE + ("expand", "repeat", "tile", "broadcast_to")
@@ -145,10 +140,10 @@ class Watch(torch.overrides.TorchFunctionMode):
         return result
 
     def called(self, call):
-        if call.name == "squeeze" and len(call.args) + len(call.kwargs) == 1:
-            if is_sharded(call.first):  # one row is not what one device would squeeze
-                dims = [d for d in range(call.first.dim()) if d != call.tags[0].axis]
-                return call.first.squeeze(dims)
+        is_alone = len(call.args) + len(call.kwargs) == 1
+        if call.name == "squeeze" and is_alone and is_sharded(call.first):
+            dims = [dim for dim in range(call.first.dim()) if dim != call.tags[0].axis]
+            return call.first.squeeze(dims)  # one row is not what one device would squeeze
         if call.name == "batch_norm" and self.probing:
             bound = dict(call.bound(), training=False)
             for key, make in (("running_mean", torch.zeros), ("running_var", torch.ones)):
@@ -158,7 +153,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         return call.func(*call.args, **call.kwargs)
 
     def not_random(self, call):
-        if call.name in DROPOUTS:
+        if DROPOUT.match(call.name):
             return call.args[0]
         result = call.func(*call.args, **call.kwargs)
         for tensor in calls.tensors_in([result]):

@@ -41,8 +41,8 @@ def across(model, name, why="mixed"):
 def _described(model, module):
     if module is None or module is model:
         return None
-    paths = [path for path, part in model.named_modules() if part is module]
-    name = getattr(module, "name", None) if hasattr(module, "get_config") else None
-    if name is not None:
-        return f"layer {name!r}"
-    return f"{paths[0]} ({type(module).__name__})" if paths else type(module).__name__
+    if hasattr(module, "get_config") and hasattr(module, "name"):
+        return f"layer {module.name!r}"
+    kind = type(module).__name__
+    path = next((path for path, part in model.named_modules() if part is module), None)
+    return kind if path is None else f"{path} ({kind})"

@@ -1,17 +1,161 @@
-"""torch's own modules on several devices: their ``forward``, their buffers and attributes."""
+"""Keras models and torch's own modules on several devices.
+
+What is replicated of a Keras model is its ``call``, with its losses and its state; of a module its
+``forward``, with its buffers and attributes.
+"""
 
 import contextlib
+import functools
 import inspect
-import types
+import sys
 
 import torch
 
+from ... import _keras, _rows, errors
+from ..._keras import steps
 from ..._runtime import patching
 from . import batches
-from .calls import tag
+from .calls import tag, tag_of
 from .outcomes import is_users
-from .reductions import State
-from .replicas import ReplicatedMethod, untagged, warn_not_divided
+from .reductions import NotMergeable, State, Total
+from .replicas import ReplicatedMethod, untagged
+
+# Keras ----------------------------------------------------------------------------------------
+
+
+class ReplicatedKerasCall(ReplicatedMethod):
+    """The ``call`` of a Keras model on several devices.
+
+    Arguments:
+        belongs_to_step: whether the model became replicated with the one whose steps call it.
+    """
+
+    def __init__(self, devices, belongs_to_step=False):
+        super().__init__(devices)
+        self.belongs_to_step = belongs_to_step
+
+    def layouts(self, model, arguments):
+        steps.note_call()
+        return super().layouts(model, arguments)
+
+    def first_call(self, model, arguments, layouts):
+        if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
+            # Set to a gradient, which replicas would add up: the largest values of float8.
+            raise NotMergeable(_rows.Across(None))
+        return super().first_call(model, arguments, layouts)
+
+    def converter(self, model):
+        """Keras hands arrays to a model, too."""
+        numpy = sys.modules["numpy"]
+        convert = _keras.keras_of(model).ops.convert_to_tensor
+        return lambda value: convert(value) if isinstance(value, numpy.ndarray) else value
+
+    def is_only_traced(self, model, batch):
+        """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
+        return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
+
+    def home(self, model, arguments):
+        return _keras.keras_of(model).ops.convert_to_tensor(0).device  # where Keras computes
+
+    def state(self, model):
+        return KerasReplicas(_keras.keras_of(model), model)
+
+
+class KerasReplicas:
+    """Losses and state of a Keras model's replicas: a stateless scope keeps them from being set.
+
+    Each replica has the variables on its device. All but the first get copies even on the CPU, so
+    that simulated devices do what GPUs would. Random seeds go from replica to replica, so that
+    dropout masks are independent.
+    """
+
+    def __init__(self, keras, model):
+        self.keras, self.model = keras, model
+        self.variables = {}  # those that were set, by key
+        self.before = {}  # their values, by key
+        self.seeds = {}  # the values of random seeds, by id
+
+    def run(self, call, device, copy, args, kwargs, watch):
+        watched = _keras.all_layers(self.model) if watch is not None else []
+        kind = self.keras.layers.BatchNormalization
+        normalising = [layer for layer in watched if isinstance(layer, kind)]
+        averages = {id(v) for layer in normalising for v in layer.non_trainable_variables}
+        with self.keras.device(str(device)):
+            variables = [v for v in self.model.variables if v._value is not None]
+            pairs = [
+                (v, self.seeds.get(id(v), v._value).to(device, copy=copy or not v.trainable))
+                for v in variables
+            ]
+            scope = self.keras.StatelessScope(pairs, collect_losses=True)
+            given = dict(scope.state_mapping)
+            for variable in variables if watch is not None else ():
+                if not variable.trainable and not _is_seed(variable):
+                    tag(scope.state_mapping[id(variable)], State(variable._value))
+            with scope, watch or contextlib.ExitStack(), _unwatched(normalising, watch):
+                result = call(*args, **kwargs)
+        state = {}
+        for index, variable in enumerate(variables):
+            value = scope.state_mapping[id(variable)]
+            if _is_seed(variable):
+                self.seeds[id(variable)] = value
+            elif value is not given[id(variable)]:
+                if variable.trainable:
+                    # SpectralNormalization does: the gradient is that of the value it has set.
+                    raise NotMergeable(_rows.Across(None, why="weight"))
+                key = ("state", index, variable.path)
+                self.variables[key], self.before[key] = variable, variable._value
+                state[key] = value
+                if id(variable) in averages:
+                    tag(value, Total("mean", value, watch.rows, regular=True))
+        return result, list(scope.losses), state, {}
+
+    def finish(self, merged):
+        """Set the state, once, and add the losses."""
+        for variable in self.model.variables:
+            if id(variable) in self.seeds:
+                variable.assign(self.seeds[id(variable)])
+        for key, value in merged.items():
+            if key[0] == "state":
+                self.variables[key].assign(value)
+            elif key[0] == "loss":
+                # The base class's method: functional models refuse their own.
+                self.keras.Layer.add_loss(self.model, value)
+
+
+def _unwatched(layers, watch):
+    """A context in which each of these layers is one function: each device's own rows."""
+
+    def call(hidden, inputs, *args, **kwargs):
+        if watch.probing:
+            kwargs["training"] = False
+        with patching.replaced(watch, paused=True):
+            outputs = hidden(inputs, *args, **kwargs)
+        tag(outputs, tag_of(inputs))
+        return outputs
+
+    patched = contextlib.ExitStack()
+    for layer in layers:
+        own = functools.partial(call, layer.call)
+        patched.enter_context(patching.replaced(layer, call=own))
+    return patched
+
+
+def _is_seed(variable):
+    """Whether random numbers are drawn with it (keras.random.SeedGenerator)."""
+    return variable.name == "seed_generator_state"
+
+
+def refuse_torch_compile(model):
+    if _keras.compiled_with(model).get("jit_compile") is True:
+        raise errors.unsupported(
+            "torch",
+            "run a model on several devices under jit_compile=True: torch.compile() makes one "
+            "program for one device",
+            "Compile the model with jit_compile=False.",
+        )
+
+
+# torch ----------------------------------------------------------------------------------------
 
 
 class ForwardMethod(patching.InstanceMethod):
@@ -19,7 +163,7 @@ class ForwardMethod(patching.InstanceMethod):
 
     method = "forward"
 
-    def install(self, module):
+    def install(self, module, function=None):
         """A function: ``torch.compile`` takes no other callables for methods.
 
         It leaves the code of this package as it is, and compiles the module's own. Trainers choose
@@ -33,18 +177,10 @@ class ForwardMethod(patching.InstanceMethod):
         plain = inspect.signature(self.plain(module))
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         forward.__signature__ = plain.replace(parameters=[own] + list(plain.parameters.values()))
-        forward.made_by = self
-        self.hidden = module.__dict__.get("forward")
-        module.__dict__["forward"] = types.MethodType(forward, module)
+        super().install(module, forward)
 
     def is_only_traced(self, module, batch):
         return getattr(batch, "is_meta", False) is True or torch.jit.is_tracing()
-
-    @classmethod
-    def of(cls, module):
-        function = getattr(module.__dict__.get("forward"), "__func__", None)
-        made_by = getattr(function, "made_by", None)
-        return made_by if isinstance(made_by, cls) else None
 
     @classmethod
     def install_on(cls, module, given):
@@ -62,32 +198,11 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
     def converter(self, model):
         return None
 
-    def most_replicas(self, model, rows):
-        """In training torch's batch normalization refuses a batch of one row."""
-        kind = torch.nn.modules.batchnorm._BatchNorm
-        normalised = any(isinstance(part, kind) and part.training for part in model.modules())
-        return max(1, rows // 2) if normalised else len(self.devices)
-
     def home(self, model, arguments):
         """Where the module's weights lie, as the plain module's outputs would."""
         kinds = (torch.Tensor, batches.PackedSequence)
         first = next(leaf for leaf in arguments.leaves if isinstance(leaf, kinds))
         return next(model.parameters(), first.data).device
-
-    def layouts(self, model, arguments):
-        first = arguments.leaves[0]
-        if batches.declared(model) is not None and isinstance(first, torch.Tensor):
-            if first.dim() == 2 and first.is_floating_point():
-                warn_not_divided(model, "a sequence without a batch")
-                return []
-        return super().layouts(model, arguments)
-
-    def choices_for(self, model):
-        own = batches.declared(model)
-        if own is not None:
-            return [(own, "all" if isinstance(model, torch.nn.RNNBase) else None)]
-        inside = any(batches.declared(part) is not None for part in model.modules())
-        return batches.CHOICES if inside else super().choices_for(model)
 
     def state(self, model):
         return ModuleReplicas(model)
@@ -156,11 +271,10 @@ class ModuleReplicas:
             tag(buffer, State(self.before[key]))
         for _, _, value in self.places:
             if id(value) not in copies:  # more than one where weights are tied
-                differs = copy or value.device != device
-                if id(value) in self.sparse and differs:
-                    copies[id(value)] = _CopyOfTable.apply(value, device)
-                else:
-                    copies[id(value)] = value.to(device, copy=copy)
+                is_table = id(value) in self.sparse and (copy or value.device != device)
+                copies[id(value)] = (
+                    _CopyOfTable.apply(value, device) if is_table else value.to(device, copy=copy)
+                )
         before = [(path, part, dict(vars(part))) for path, part in self.parts]
         try:
             for values, name, value in self.places:
