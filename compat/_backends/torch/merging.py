@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ... import _rows
 from . import batches
-from .calls import RowCount, tag_of
+from .calls import tag_of
 from .reductions import EXPRESSIONS, NotMergeable, State, Total, is_number, together, weighted_mean
 from .trials import close, fits
 
@@ -183,8 +183,6 @@ def _of_numbers(key, values, before, trial):
     """
     if before is not None and all(value == before for value in values):
         return Rule("unchanged")
-    if all(isinstance(value, RowCount) for value in values) and before is None:
-        return Rule("sum")
     found = trial.values(key)
     for kind in ("first", "sum") if found is not None else ():
         rule = Rule(kind, lasting=key[0] == "result")
@@ -217,14 +215,9 @@ def _expression(key, values, home, trial):
 
 def still(rule, values):
     """Whether the rule of an earlier call is that of these values, too."""
-    if rule.form != form(values[0]):
-        return False
-    if rule.kind != "expression":
-        return True
-    try:
-        return len(_numbers_of(values, values[0].device)) == len(rule.numbers)
-    except NotMergeable:
-        return False
+    if rule.form != form(values[0]) or rule.kind != "expression":
+        return rule.form == form(values[0])
+    return len(_numbers_of(values, values[0].device)) == len(rule.numbers)
 
 
 def form(value):

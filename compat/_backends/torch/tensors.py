@@ -25,8 +25,6 @@ def tensors_in(value, depth=_DEPTH):
             parts = getattr(leaf, "__dict__", None) or {
                 name: getattr(leaf, name, None) for name in getattr(leaf, "__slots__", ())
             }
-            if hasattr(leaf, "keys") and hasattr(leaf, "__getitem__"):  # a mapping of its own kind
-                parts = {key: leaf[key] for key in leaf.keys()}
             yield from tensors_in(list(parts.values()), depth - 1)
 
 

@@ -17,7 +17,6 @@ DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout|rrelu")
 RANDOM = re.compile(
     DROPOUT.pattern + "|rand|bernoulli|normal_?$|uniform_|multinomial|exponential_|poisson$"
 )
-SORTING = ("index_add", "scatter_add", "scatter_reduce", "index_reduce")
 #: What is known of a tensor without a look at its values.
 METADATA = frozenset(
     "dim ndimension stride element_size storage_offset data_ptr untyped_storage storage get_device "
@@ -117,14 +116,12 @@ class Watch(torch.overrides.TorchFunctionMode):
             self.hooks.append(self.across(name, "gradient"))
         if name == "__iter__":
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
-        sorts = call.in_place and name.startswith(SORTING)
         computes = all(each is None or isinstance(each, EXPRESSIONS) for each in call.tags)
-        kept = self.kept(call) if computes or sorts else None
-        before = args[0].detach().clone() if sorts else None
+        kept = self.kept(call) if computes else None
         result = self.called(call)
         call.results = [args[0]] if name == "__setitem__" else list(calls.tensors_in([result]))
         if call.results:
-            self.tag(call, self.follow(call, kept, isinstance(result, (list, tuple)), before))
+            self.tag(call, self.follow(call, kept, isinstance(result, (list, tuple))))
         else:
             self.escaped(call, result)
         return result
@@ -157,10 +154,7 @@ class Watch(torch.overrides.TorchFunctionMode):
             return call.args[0]
         result = call.func(*call.args, **call.kwargs)
         for tensor in calls.tensors_in([result]):
-            if call.name == "randperm":
-                tensor.copy_(torch.arange(len(tensor)).flip(0))
-            else:
-                tensor.fill_(0.5 if tensor.is_floating_point() else 0)
+            tensor.fill_(0.5 if tensor.is_floating_point() else 0)
         return self.made(call, result)
 
     def as_count(self, value):
@@ -207,7 +201,7 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     # Following --------------------------------------------------------------------------------
 
-    def follow(self, call, kept, is_one_of_several, before):
+    def follow(self, call, kept, is_one_of_several):
         """The tag of each result."""
         name, first, count = call.name, call.args[:1], len(call.results)
         tagged = [each for each in call.tags if each is not None]
@@ -226,8 +220,6 @@ class Watch(torch.overrides.TorchFunctionMode):
             self.statistics(call.bound())
         if name == "batch_norm":  # each device's own rows
             return [tag_of(*first) if is_sharded(*first) else self.mixed(name)]
-        if before is not None and not is_sharded(*first) and not mixed:
-            return [self.sorted_in(call, kept, before)]
         # What is mixed may only tell where to look, or what type to make.
         is_read = name == "__getitem__" and not isinstance(call.tags[0], _rows.Mixed)
         if mixed and not is_read and name not in row_operations.MADE:
@@ -290,16 +282,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         weight = bound["input"].shape[0] if reduction == "batchmean" else first.numel()
         return Total("mean", value, weight, placement.even)
 
-    def sorted_in(self, call, kept, before):
-        """A sum of all rows was sorted into what was there."""
-        value, dim = call.results[0], call.get(1, "dim")
-        rows = [call.value(tensor) for tensor in call.given[1:]]
-        each = all(v.axis == (0 if v.rank == 1 else dim % value.dim()) for v in rows)
-        if not each or "alpha" in call.kwargs or "reduce" in call.name:
-            return self.mixed(call.name)
-        change = Total("sum", value.detach() - before)
-        return ComputedTotal(torch.add, (kept[0][0], change), {}, False, None, value.dtype)
-
     def statistics(self, bound):
         """Running averages of normalization are means over the rows."""
         if (bound.get("training") or bound.get("use_input_stats")) and not self.probing:
@@ -345,8 +327,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         found = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
         if len(tags) == 1 and isinstance(tags[0], EXPRESSIONS):
             found = tags[0]
-        elif name == "equal" and all(isinstance(t, _rows.Sharded) for t in tags if t is not None):
-            found = Total("all", torch.tensor(result), None, True)
         if name in ("item", "__float__") and isinstance(result, float):
             self.items[id(result)] = (result, call.given[0])
         self.escapes.append(Escape(self.across(name), found, result))
