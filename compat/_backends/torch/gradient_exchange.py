@@ -170,7 +170,7 @@ class Exchange:
     def note(self, state, value):
         """Make these the running statistics. ``value`` gives what new ones had before."""
         if not are_same(state, self.state):
-            known = {id(tensor): before for tensor, before in zip(self.state, self.before)}
+            known = dict(zip(map(id, self.state), self.before))
             self.before = [known[id(t)] if id(t) in known else value(t) for t in state]
             self.state = state
 
@@ -346,7 +346,7 @@ class Exchange:
 
     def warn_of_means(self, model):
         """Tell, once, of variables of the user's that are now means of different values."""
-        before = {id(tensor): value for tensor, value in zip(self.state, self.before)}
+        before = dict(zip(map(id, self.state), self.before))
         for variable, tensor in self.source.averaged_by_users(model):
             mine, mean = tensor - before[id(tensor)], self.mean(tensor)
             same = torch.allclose(mine, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -359,16 +359,17 @@ class Exchange:
     def verify(self, when):
         """Compare the model's variables on all ranks. See ``_ranks.checksum.verify``."""
         for named, *causes in self.source.verified(self.model()):
-            self.compare(named, when, *causes)
+            if named:
+                self.compare(named, when, *causes)
 
     def compare(self, named, when, *causes):
-        tensors = [tensor for _, tensor in named]
+        names, tensors = zip(*named)
 
         def write(place, value):
             with torch.no_grad():
                 tensors[place].copy_(torch.as_tensor(value))
 
-        names, arrays = [name for name, _ in named], [to_numpy(tensor) for tensor in tensors]
+        arrays = [to_numpy(tensor) for tensor in tensors]
         checksum.verify(self.engine, names, arrays, write, when, *causes)
 
     def look(self, parameters):

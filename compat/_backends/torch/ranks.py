@@ -55,11 +55,9 @@ class Ranked(keras_model.RankedMethod):
             self.exchanges[model] = gradient_exchange.Exchange(self.engine, self, model)
         return self.exchanges[model]
 
-    @contextlib.contextmanager
     def alone(self):
         """Within, a model trains by itself."""
-        with patching.replaced(self, is_alone=True):
-            yield
+        return patching.replaced(self, is_alone=True)
 
     def __call__(self, model, *args, **kwargs):
         batch = first_batch((args, kwargs))
@@ -286,12 +284,8 @@ class RankedForward(models.ForwardMethod, Ranked):
     def averaged(self, model):
         """Running statistics. The operation that updates them does not move their version."""
         kind = torch.nn.modules.batchnorm._NormBase
-        found = [
-            getattr(part, name)
-            for part in model.modules()
-            if isinstance(part, kind) and part.track_running_stats
-            for name in ("running_mean", "running_var")
-        ]
+        parts = [part for part in model.modules() if isinstance(part, kind)]
+        found = [tensor for part in parts for tensor in (part.running_mean, part.running_var)]
         return [tensor for tensor in found if tensor is not None and not is_lazy(tensor)]
 
     def averaged_by_users(self, model):
@@ -306,4 +300,4 @@ class RankedForward(models.ForwardMethod, Ranked):
             for name, buffer in model.named_buffers()
             if name in saved and buffer.layout is torch.strided and not buffer.is_quantized
         ]
-        return [(list(model.named_parameters()),)] + ([(buffers, _BUFFERS)] if buffers else [])
+        return [(list(model.named_parameters()),), (buffers, _BUFFERS)]

@@ -72,9 +72,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             if known is None:
                 return self.first_call(model, arguments, untried)
             return self.computed(model, arguments, kinds[kind], known)
-        except Exception as error:
-            if not _is_the_models(error):
-                raise
+        except NotMergeable as error:
             numbers.close()
             result = self.whole(model, arguments, rows, error if rows > 1 else None)
             self.known.update(dict.fromkeys(untried if known is None else [kind]))
@@ -103,9 +101,8 @@ class ReplicatedMethod(patching.InstanceMethod):
         work.count(self.devices, work.undivided(self.devices, rows), torch.is_grad_enabled())
         if error is not None and not self.warned:
             self.warned = True
-            across = getattr(error, "across", None) or _rows.Across(None, why="fails")
             name = type(model).__name__ if _keras.keras_of(model) is None else model.name
-            _rows.runs_whole(name, across, self.devices[0], "The model")
+            _rows.runs_whole(name, error.across, self.devices[0], "The model")
         return result
 
     def computed(self, model, arguments, layout, known):
@@ -134,9 +131,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                 try:
                     known.trial.compute_all()  # first: three rows tell more of what has no rule
                     result = self.computed(model, arguments, layout, known)
-                except Exception as error:
-                    if not _is_the_models(error):
-                        raise
+                except NotMergeable as error:
                     if len(layouts) == 1 or known.trial.finds_sequences():
                         failed.append(error)
                 else:
@@ -194,11 +189,14 @@ class ReplicatedMethod(patching.InstanceMethod):
                     result, losses, values, buffers = state.run(
                         self.plain(model), device, copy, args, kwargs, watch
                     )
-                except BaseException as error:
+                except (NotMergeable, torch.cuda.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    across = getattr(error, "across", None) or _rows.Across(None, why="fails")
+                    raise NotMergeable(across) from error
+                finally:
                     if watched:
                         watch.paused = True  # an interruption may have kept it from saying so
-                    error.of_a_part = True  # not of compat's own
-                    raise
             results = (result, args, kwargs) if arguments.contents else (result,)
             outcome = Outcome(len(rows), results, losses, values, buffers, watch)
             # What is the replica's own becomes what it is of the whole batch.
@@ -313,12 +311,6 @@ def _is_normalising(model):
     """Whether it has batch normalization of torch's in training, which refuses a single row."""
     kind = torch.nn.modules.batchnorm._BatchNorm
     return any(isinstance(part, kind) and part.training for part in model.modules())
-
-
-def _is_the_models(error):
-    """Whether parts of a batch are at fault, as far as an error tells."""
-    of_a_part = getattr(error, "of_a_part", False) or isinstance(error, NotMergeable)
-    return of_a_part and not isinstance(error, torch.cuda.OutOfMemoryError)
 
 
 def warn_not_divided(model, given):

@@ -167,7 +167,7 @@ def prove_gradients(trial, rules, before, home, sources, across):
                 torch.autograd.grad(v, sources, upstream, allow_unused=True, materialize_grads=True)
                 for v in zip(*pairs)
             ]
-    except (KeyError, RuntimeError, TypeError) as error:
+    except (KeyError, RuntimeError, TypeError, NotMergeable) as error:
         raise NotMergeable(across) from error
     if not all(map(close, *gradients)):
         raise NotMergeable(across)

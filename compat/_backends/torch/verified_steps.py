@@ -168,10 +168,8 @@ class _StepOfModule(_verification.Step):
     """What changes a module's parameters and buffers."""
 
     def _labelled(self):
-        for name, parameter in self.module.named_parameters():
-            yield "weight " + name, parameter
-        for name, buffer in self.module.named_buffers():
-            yield "state " + name, buffer
+        weights = [("weight " + name, value) for name, value in self.module.named_parameters()]
+        return weights + [("state " + name, value) for name, value in self.module.named_buffers()]
 
     def read(self):
         return {label: _array(tensor) for label, tensor in self._labelled()}
@@ -252,22 +250,17 @@ class _ModuleCall(_RandomStep, _StepOfModule):
     def _named(self, result):
         """Results and gradients by label; autograd's graph is left to the caller."""
         named = _outputs(result)
-        for name, gradient in self._gradients(result):
-            named["gradient of " + name] = _array(gradient)
-        return named
-
-    def _gradients(self, result):
         results = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        if not (self.differentiated and results and parameters):
-            return []
-        random = torch.Generator().manual_seed(0)
-        upstream = [torch.randn(t.shape, generator=random).to(t.device, t.dtype) for t in results]
-        gradients = torch.autograd.grad(
-            results, list(parameters.values()), upstream, retain_graph=True, allow_unused=True
-        )
-        pairs = zip(parameters, gradients)
-        return [(name, gradient.to_dense()) for name, gradient in pairs if gradient is not None]
+        if self.differentiated and results and parameters:
+            random = torch.Generator().manual_seed(0)
+            upstream = [torch.randn(t.shape, generator=random).to(t) for t in results]
+            found = torch.autograd.grad(
+                results, list(parameters.values()), upstream, retain_graph=True, allow_unused=True
+            )
+            pairs = [(n, g.to_dense()) for n, g in zip(parameters, found) if g is not None]
+            named.update(("gradient of " + name, _array(gradient)) for name, gradient in pairs)
+        return named
 
     def operations(self):
         def step():

@@ -7,7 +7,7 @@ import re
 import torch
 
 from ... import _rows
-from . import calls, row_operations, where
+from . import calls, row_operations
 from .calls import Call, RowCount, is_sharded, tag, tag_of
 from .reductions import EXPRESSIONS, ComputedTotal, Constant, Escape, Total
 from .trials import described, try_function
@@ -170,7 +170,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.counting = self.counting or name == "__len__"
         if not is_sharded(tensor) or not rows.even:
             # There may be as many as some values of rows ask for.
-            if isinstance(rows, _rows.Placement) and not where.is_packing():
+            if isinstance(rows, _rows.Placement) and not calls.is_packing():
                 self.escapes.append(Escape(self.across(name), self.mixed(name), result))
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
@@ -233,7 +233,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         """The tag of each result, where the table or a trial tells."""
         if self.counting and call.name in COUNTING:
             call.args, call.kwargs = call.mapped(self.as_count)
-        if where.is_packing() and call.name not in row_operations.PACKED:
+        if calls.is_packing() and call.name not in row_operations.PACKED:
             first = next((tag_of(t) for t in call.given if is_sharded(t)), None)
             found = [first or calls.REPLICATED] * len(call.results)
         else:
@@ -322,7 +322,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         told = name in METADATA or name.startswith("is_") and name != "is_nonzero"
         kinds = (type(None), torch.dtype, torch.device, str, torch.layout)
         constant = all(t is None or getattr(t, "constant", False) for t in tags)
-        if told or constant or isinstance(result, kinds) or where.is_packing():
+        if told or constant or isinstance(result, kinds) or calls.is_packing():
             return
         found = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
         if len(tags) == 1 and isinstance(tags[0], EXPRESSIONS):
@@ -349,4 +349,4 @@ class Watch(torch.overrides.TorchFunctionMode):
         return _rows.Mixed(self.across(name))
 
     def across(self, name, why="mixed"):
-        return where.across(self.model, name, why)
+        return calls.across(self.model, name, why)
