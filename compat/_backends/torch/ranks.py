@@ -92,8 +92,10 @@ class Ranked(keras_model.RankedMethod):
 
     def rows_given(self, model, batch):
         """The rows of a batch, or None where they are not known."""
-        shape, dim = getattr(batch, "shape", ()), batches.declared(model) or 0
-        return int(shape[dim]) if len(shape) > dim else None
+        if isinstance(batch, batches.PackedSequence) or batches.declared(model) is not None:
+            rows = batches.rows_declared(model, batch)
+            return 1 if rows is None and batch is not None else rows  # without a batch
+        return None if batch is None else int(batch.shape[0])
 
     def count(self, model, rows):
         work.count([""], None if rows is None else [rows], torch.is_grad_enabled())
@@ -242,21 +244,18 @@ class RankedForward(models.ForwardMethod, Ranked):
 
     def run(self, model, batch, args, kwargs):
         """The rows are where torch's recurrent layers and transformers in the model find them."""
-        if batch is None:
+        parts = [part for part in model.modules() if batches.declared(part) is not None]
+        if not parts or model in parts or not isinstance(batch, torch.Tensor):
             return super().run(model, batch, args, kwargs)
-        if batches.declared(model) is not None or isinstance(batch, batches.PackedSequence):
-            rows = batches.rows_declared(model, batch)
-            return self.plain(model)(*args, **kwargs), 1 if rows is None else int(rows)
         found = []
 
         def note(module, args, kwargs):
             found.append(batches.rows_declared(module, (list(args) + list(kwargs.values()))[0]))
 
         with contextlib.ExitStack() as stack:
-            for part in model.modules():
-                if batches.declared(part) is not None:
-                    hook = part.register_forward_pre_hook(note, with_kwargs=True)
-                    stack.callback(hook.remove)
+            for part in parts:
+                hook = part.register_forward_pre_hook(note, with_kwargs=True)
+                stack.callback(hook.remove)
             result = self.plain(model)(*args, **kwargs)
         found = [size for size in found if size is not None]
         sizes = [int(size) for size in batch.shape[:2]]

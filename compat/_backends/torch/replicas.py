@@ -267,11 +267,9 @@ class ReplicatedMethod(patching.InstanceMethod):
         numbers tell whether that matters.
         """
         watches = [outcome.watch for outcome in outcomes]
-        doubtful, lines, chosen = [], [], False
-        for watch in watches:
-            known.comparisons |= watch.comparisons
-            if watch.by_count is not None and layout.rows not in known.totals:
-                doubtful.append(watch.by_count)
+        known.comparisons.update(*[watch.comparisons for watch in watches])
+        by_count = [watch.by_count for watch in watches if watch.by_count is not None]
+        doubtful, lines, chosen = [] if layout.rows in known.totals else by_count, [], False
         for escapes in itertools.zip_longest(*[watch.escapes for watch in watches]):
             first = next(escape for escape in escapes if escape is not None)
             if str(first.across) not in known.harmless:
