@@ -13,11 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
-    from ..._configuration.settings import Settings
-    from ..._ranks import Job
-    from ..._ranks.place import Place
-    from ..._runtime.operation_times import Operation
-    from ..._verification import Verification
+    from ...backend import Job, Operation, Place, Settings, Verification
 
 _DEVICE = "KERAS_TORCH_DEVICE"
 

@@ -117,6 +117,11 @@ for _name in "eq ne lt le gt ge".split():
     setattr(RowCount, f"__{_name}__", _compared(f"__{_name}__"))
 
 
+def differs(operator, per, number, sizes, total):
+    """Whether a comparison has another result for a part of the rows than for all of them."""
+    return any(operator(per * size, number) != operator(per * total, number) for size in sizes)
+
+
 def has_count(*values):
     return any(isinstance(leaf, RowCount) for leaf in tree.tree_leaves(values))
 

@@ -16,9 +16,9 @@ from ..._keras import steps
 from ..._runtime import patching
 from . import batches
 from .calls import tag, tag_of
-from .outcomes import is_users
 from .reductions import NotMergeable, State, Total
 from .replicas import ReplicatedMethod, untagged
+from .trials import is_users
 
 # Keras ----------------------------------------------------------------------------------------
 

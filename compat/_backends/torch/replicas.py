@@ -17,8 +17,8 @@ from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import batches, merging, trials
 from .calls import RowCount, tag, tag_of
-from .outcomes import Known, Outcome, evaluating, is_users, random_numbers
 from .reductions import NotMergeable
+from .trials import Known, Outcome, evaluating, is_users, random_numbers
 from .watch import Watch
 
 # How many arguments may turn out to have as many rows as the batch by chance.

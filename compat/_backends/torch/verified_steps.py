@@ -12,7 +12,7 @@ import torch
 from ... import _keras, _verification
 from ..._rows import split_rows
 from ..._verification import keras_steps, reachable
-from . import batches, models, outcomes, timeline
+from . import batches, models, timeline, trials
 from .ranks import RankedKerasCall
 from .tensors import tensors_in, to_numpy
 
@@ -52,12 +52,12 @@ class _RandomStep(_verification.Step):
         torch.set_grad_enabled(self.differentiated)
 
     def read(self):
-        states = {_RANDOM + name: each.get_state() for name, each in outcomes.generators().items()}
+        states = {_RANDOM + name: each.get_state() for name, each in trials.generators().items()}
         return dict(super().read(), **{label: state.numpy() for label, state in states.items()})
 
     def write(self, values):
         super().write(values)
-        for name, generator in outcomes.generators().items():
+        for name, generator in trials.generators().items():
             if _RANDOM + name in values:
                 generator.set_state(torch.from_numpy(values[_RANDOM + name]))
 
@@ -218,7 +218,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.put_hooks_back()
 
     def attributes(self):
-        own = filter(outcomes.is_users, self.module.modules())
+        own = filter(trials.is_users, self.module.modules())
         return reachable.Attributes(own, lambda name, value: True)
 
     def on_one_device(self):
@@ -271,6 +271,6 @@ class _ModuleCall(_RandomStep, _StepOfModule):
 
     def outputs(self, undivided):
         alone = split_rows.undivided() if undivided else contextlib.ExitStack()
-        with alone, torch.no_grad(), outcomes.evaluating(self.module.modules()):
+        with alone, torch.no_grad(), trials.evaluating(self.module.modules()):
             with self._without_a_trace() as (args, kwargs):
                 return _outputs(self.forward(*args, **kwargs))

@@ -32,11 +32,6 @@ CLASS_LOSSES = ("cross_entropy", "nll_loss")
 SIZES = ("shape", "size", "numel", "nelement", "nbytes", "__len__")
 
 
-def differs(operator, per, number, sizes, total):
-    """Whether a comparison has another result for a part of the rows than for all of them."""
-    return any(operator(per * size, number) != operator(per * total, number) for size in sizes)
-
-
 def targets_weight(input, target, weight=None, ignore_index=-100, **_):
     """What the mean of a loss over classes was divided by."""
     if target.is_floating_point():
@@ -336,7 +331,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         if self.paused:
             return
         self.comparisons.add((function, per, number))
-        if differs(function, per, number, [self.rows], self.total):
+        if calls.differs(function, per, number, [self.rows], self.total):
             self.by_count = self.by_count or self.across(name)
 
     def count_given(self, name):
