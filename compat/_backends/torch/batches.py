@@ -1,5 +1,7 @@
 """What of a call's arguments is data, and in which dimension it has the rows of the batch.
 
+And tensors: found in nested values, compared, handed to numpy.
+
 Rows come first in torch, except in its recurrent layers and transformers: their first dimension is
 time unless they are made with ``batch_first=True``, and hidden states have the rows second always.
 """
@@ -8,6 +10,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import operator
 from collections.abc import MutableMapping
 
 import torch
@@ -20,6 +23,48 @@ tree = torch.utils._pytree
 
 # Arguments that torch's own attention takes one of for all rows.
 MASKS = ("attn_mask", "src_mask", "tgt_mask", "memory_mask")
+
+
+# Tensors --------------------------------------------------------------------------------------
+
+# How deep tensors are looked for in the attributes of objects.
+_DEPTH = 3
+
+
+def first_batch(arguments):
+    """The first tensor in a call's arguments that has rows, or packed sequences, or None."""
+    for leaf in tree.tree_leaves(arguments, is_leaf=lambda v: isinstance(v, PackedSequence)):
+        for found in [leaf] if isinstance(leaf, PackedSequence) else tensors_in(leaf):
+            if isinstance(found, PackedSequence) or found.dim():
+                return found
+    return None
+
+
+def tensors_in(value, depth=_DEPTH):
+    """The tensors in nested tuples, lists, dictionaries, and attributes of other objects."""
+    for leaf in tree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, (str, bytes, int, float, type, torch.nn.Module)):
+            parts = getattr(leaf, "__dict__", None) or {
+                name: getattr(leaf, name, None) for name in getattr(leaf, "__slots__", ())
+            }
+            yield from tensors_in(list(parts.values()), depth - 1)
+
+
+def are_same(tensors, others):
+    """Whether these are the same objects."""
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+
+
+def to_numpy(tensor):
+    """As an array; of a sparse tensor the values that it has."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
+    # numpy has no bfloat16, nor floats of 8 bits; float32 has all their values.
+    own = not tensor.is_floating_point() or tensor.dtype in (torch.double, torch.float, torch.half)
+    return (tensor if own else tensor.float()).resolve_conj().numpy()
 
 
 # Containers -----------------------------------------------------------------------------------

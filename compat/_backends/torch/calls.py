@@ -134,7 +134,8 @@ class Call:
         counting: whether plain numbers may be numbers of rows, as ``len()`` gives them.
 
     Attributes:
-        given, tags: the tensors among the arguments, and what is known of them.
+        given, tags: the tensors among the arguments, and what is known of them, or None.
+        known: the tags of those that have one.
         results: the tensors it returned.
     """
 
@@ -145,6 +146,7 @@ class Call:
         self.rows, self.counting = rows, counting
         self.given = list(tensors_in((*args, *kwargs.values())))
         self.tags = [tag_of(tensor) for tensor in self.given]
+        self.known = [each for each in self.tags if each is not None]
         self.in_place = is_in_place(self.name)
 
     def mapped(self, function):

@@ -21,8 +21,8 @@ import torch
 from ... import errors
 from ..._ranks import checksum, keras3
 from . import loss_terms
+from .batches import are_same, tensors_in, to_numpy
 from .sums import Sums, sum_dtype
-from .tensors import are_same, tensors_in, to_numpy
 
 # graph task of autograd -> its pass
 _passes = weakref.WeakValueDictionary()  # type: weakref.WeakValueDictionary

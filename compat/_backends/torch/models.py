@@ -107,7 +107,8 @@ class KerasReplicas:
                 state[key] = value
                 if id(variable) in averages:
                     tag(value, Total("mean", value, watch.rows, regular=True))
-        return result, list(scope.losses), state, {}
+        state.update((("loss", index), loss) for index, loss in enumerate(scope.losses))
+        return result, state, {}
 
     def finish(self, merged):
         """Set the state, once, and add the losses."""
@@ -248,16 +249,14 @@ class ModuleReplicas:
     """
 
     def __init__(self, module):
-        self.parts = []
-        self.sparse = set()  # of tables whose gradients are: embeddings'
-        self.places = []  # dictionary of a module within, name there, weight or buffer
-        for path, part in module.named_modules():
-            if is_users(part):
-                self.parts.append((path, part))
-            if getattr(part, "sparse", False) is True:
-                self.sparse.update(map(id, part._parameters.values()))
-            for values in part._parameters, part._buffers:
-                self.places += [(values, name, v) for name, v in values.items() if v is not None]
+        parts = list(module.named_modules())
+        self.parts = [(path, part) for path, part in parts if is_users(part)]
+        tables = [part for _, part in parts if getattr(part, "sparse", False) is True]
+        # Those whose gradients are sparse: embeddings'.
+        self.sparse = {id(value) for part in tables for value in part._parameters.values()}
+        owners = [values for _, part in parts for values in (part._parameters, part._buffers)]
+        # Dictionary of a module within, name there, weight or buffer.
+        self.places = [(d, n, v) for d in owners for n, v in d.items() if v is not None]
         known = {id(value): (values, name) for values, name, value in reversed(self.places)}
         self.before = {("state", name): buffer for name, buffer in module.named_buffers()}
         self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
@@ -287,7 +286,7 @@ class ModuleReplicas:
                 values[name] = value
             changed = self.changed(before)
         state.update(changed)
-        return result, [], state, given
+        return result, state, given
 
     def changed(self, before):
         """The values in attributes that forward has set; afterwards they are as before."""

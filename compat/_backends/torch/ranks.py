@@ -19,7 +19,6 @@ from ..._ranks import keras3, keras_model, losses
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, work
 from . import batches, gradient_exchange, loss_terms, models
-from .tensors import are_same, first_batch
 
 
 def distribute(model, place):
@@ -60,7 +59,7 @@ class Ranked(keras_model.RankedMethod):
         return patching.replaced(self, is_alone=True)
 
     def __call__(self, model, *args, **kwargs):
-        batch = first_batch((args, kwargs))
+        batch = batches.first_batch((args, kwargs))
         if self.is_alone or self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -111,7 +110,7 @@ class Ranked(keras_model.RankedMethod):
             The parameters that are trained.
         """
         parameters, exchange = self.parameters(model), self.exchange(model)
-        if exchange.weights is None or not are_same(parameters, exchange.hooked):
+        if exchange.weights is None or not batches.are_same(parameters, exchange.hooked):
             weights = self.weights_made(model)
             if weights != exchange.weights:
                 exchange.weights = weights

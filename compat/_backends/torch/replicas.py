@@ -186,9 +186,8 @@ class ReplicatedMethod(patching.InstanceMethod):
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
             with split_rows.undivided(), eager:
                 try:
-                    result, losses, values, buffers = state.run(
-                        self.plain(model), device, copy, args, kwargs, watch
-                    )
+                    plain = self.plain(model)
+                    result, values, buffers = state.run(plain, device, copy, args, kwargs, watch)
                 except (NotMergeable, torch.cuda.OutOfMemoryError):
                     raise
                 except Exception as error:
@@ -198,7 +197,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                     if watched:
                         watch.paused = True  # an interruption may have kept it from saying so
             results = (result, args, kwargs) if arguments.contents else (result,)
-            outcome = Outcome(len(rows), results, losses, values, buffers, watch)
+            outcome = Outcome(len(rows), results, values, buffers, watch)
             # What is the replica's own becomes what it is of the whole batch.
             for key, value in outcome.values.items():
                 if isinstance(value, torch.Tensor):

@@ -12,7 +12,6 @@ from ... import _rows
 from . import batches, calls
 from .calls import RowCount, is_sharded, tag_of
 from .reductions import NotMergeable, is_number
-from .tensors import to_numpy
 
 # What computes without a trace ------------------------------------------------------------------
 
@@ -65,17 +64,15 @@ class Outcome:
         watch: the ``Watch`` that saw it, or None.
     """
 
-    def __init__(self, rows, result, losses, state, given, watch):
+    def __init__(self, rows, result, state, given, watch):
         self.rows, self.given, self.watch = rows, given, watch
         leaves, self.unflatten, self.described = batches.flatten(result)
         self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
-        self.values.update((("loss", index), loss) for index, loss in enumerate(losses))
         self.values.update(state)
-        self.numbers = set()
-        for key, value in self.values.items() if watch is not None else ():
-            if isinstance(value, float) and id(value) in watch.items:
-                self.values[key] = watch.items[id(value)][1]
-                self.numbers.add(key)
+        items = {} if watch is None else watch.items
+        floats = [key for key, value in self.values.items() if isinstance(value, float)]
+        self.numbers = {key for key in floats if id(self.values[key]) in items}
+        self.values.update((key, items[id(self.values[key])][1]) for key in self.numbers)
 
 
 class Known:
@@ -191,7 +188,7 @@ def close(value, other):
         finite = other[torch.isfinite(other)].abs()
         scale = finite.max().clamp(min=1e-30) if finite.numel() else 1.0
         value, other = [(tensor / scale).half() for tensor in (value, other)]
-    return _rows.trial.close(*[to_numpy(tensor.to_dense()) for tensor in (value, other)])
+    return _rows.trial.close(*[batches.to_numpy(tensor.to_dense()) for tensor in (value, other)])
 
 
 # Gradients of the user's own: autograd functions, and hooks on what comes back -------------------
@@ -279,7 +276,9 @@ def try_function(call):
             return some_rows(value, tag_of(value), call.rows, rows) if is_sharded(value) else value
 
         args, kwargs = call.mapped(cut)
-        return [to_numpy(tensor) for tensor in calls.tensors_in([call.func(*args, **kwargs)])]
+        return [
+            batches.to_numpy(tensor) for tensor in calls.tensors_in([call.func(*args, **kwargs)])
+        ]
 
     if call.rows < 2:
         return None

@@ -13,8 +13,8 @@ from ... import _keras, _verification
 from ..._rows import split_rows
 from ..._verification import keras_steps, reachable
 from . import batches, models, timeline, trials
+from .batches import tensors_in, to_numpy
 from .ranks import RankedKerasCall
-from .tensors import tensors_in, to_numpy
 
 _RANDOM = "random numbers of "
 

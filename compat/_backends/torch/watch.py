@@ -103,7 +103,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         name, args = call.name, call.args
         if self.probing and RANDOM.match(name):
             return self.not_random(call)
-        if all(each is None for each in call.tags):
+        if not call.known:
             return self.made(call, call.func(*args, **call.kwargs))
         if name in SIZES:
             return self.sizes(call, call.func(*args, **call.kwargs))
@@ -111,8 +111,8 @@ class Watch(torch.overrides.TorchFunctionMode):
             self.hooks.append(self.across(name, "gradient"))
         if name == "__iter__":
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
-        computes = all(each is None or isinstance(each, EXPRESSIONS) for each in call.tags)
-        kept = self.kept(call) if computes else None
+        is_computed = all(isinstance(each, EXPRESSIONS) for each in call.known)
+        kept = self.kept(call) if is_computed else None
         result = self.called(call)
         call.results = [args[0]] if name == "__setitem__" else list(calls.tensors_in([result]))
         if call.results:
@@ -199,13 +199,12 @@ class Watch(torch.overrides.TorchFunctionMode):
     def follow(self, call, kept, is_one_of_several):
         """The tag of each result."""
         name, first, count = call.name, call.args[:1], len(call.results)
-        tagged = [each for each in call.tags if each is not None]
-        mixed = [each for each in tagged if isinstance(each, _rows.Mixed)]
+        mixed = [each for each in call.known if isinstance(each, _rows.Mixed)]
         # State from before is a constant among rows.
-        moving = [each for each in tagged if not getattr(each, "constant", False)]
+        moving = [each for each in call.known if not getattr(each, "constant", False)]
         if not moving and name in GROWING and calls.has_count(call.args, call.kwargs):
             return self.by_rules(call)
-        if all(isinstance(each, EXPRESSIONS) for each in tagged):
+        if kept is not None:
             picks = range(count) if is_one_of_several else [None] * count
             return [
                 ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
