@@ -276,9 +276,7 @@ def try_function(call):
             return some_rows(value, tag_of(value), call.rows, rows) if is_sharded(value) else value
 
         args, kwargs = call.mapped(cut)
-        return [
-            batches.to_numpy(tensor) for tensor in calls.tensors_in([call.func(*args, **kwargs)])
-        ]
+        return list(map(batches.to_numpy, calls.tensors_in([call.func(*args, **kwargs)])))
 
     if call.rows < 2:
         return None
