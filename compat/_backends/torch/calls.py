@@ -153,6 +153,12 @@ class Call:
         """The arguments, with ``function`` applied to all that is in them."""
         return tree.tree_map(function, self.args), tree.tree_map(function, self.kwargs)
 
+    def described(self, value):
+        """What of an argument tells one kind of call from another."""
+        if isinstance(value, torch.Tensor):
+            return value.dtype, self.value(value).shape, tag_of(value)
+        return "rows" if isinstance(value, RowCount) else repr(value)
+
     def bound(self):
         """The arguments by their names, of one of torch's functions in Python."""
         bound = inspect.signature(self.func).bind(*self.args, **self.kwargs)

@@ -227,7 +227,7 @@ class Exchange:
         model = self.model()
         if model is None:
             return
-        rows, self.settled = self.rows.in_backward(), False
+        name, rows, self.settled = type(model).__name__, self.rows.in_backward(), False
         # What this pass counts among those of all ranks; where that is not known all count alike.
         weight = rows if self.divisor is None else self.divisor
         unknown, weight = weight is None, 1 if weight is None else weight
@@ -236,11 +236,10 @@ class Exchange:
             self.engine.last = None if self.agreed else self
             if not self.agreed:
                 self.engine.stepped(self.sums.ended)
-            self.check_rows(type(model).__name__)
+            self.check_rows(name)
             self.set_gradients(weight)
             check = checksum.is_due(self.count)
             if check and not self.is_suspect:
-                name = type(model).__name__
                 self.is_suspect = loss_terms.check(self.engine, name, weight, rows)
             if check and self.engine.place.rank == 0:
                 self.warn_of_means(model)

@@ -24,15 +24,7 @@ from .trials import is_users
 
 
 class ReplicatedKerasCall(ReplicatedMethod):
-    """The ``call`` of a Keras model on several devices.
-
-    Arguments:
-        belongs_to_step: whether the model became replicated with the one whose steps call it.
-    """
-
-    def __init__(self, devices, belongs_to_step=False):
-        super().__init__(devices)
-        self.belongs_to_step = belongs_to_step
+    """The ``call`` of a Keras model on several devices."""
 
     def layouts(self, model, arguments):
         steps.note_call()

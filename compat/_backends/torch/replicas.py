@@ -35,10 +35,14 @@ class ReplicatedMethod(patching.InstanceMethod):
     Arguments with as many rows as the batch, the first tensor among them, are sliced; all else
     is passed whole. What becomes of the results is decided by how they were made: the first call
     of each kind is watched, see ``merging``.
+
+    Arguments:
+        belongs_to_step: whether a Keras model became replicated with the one whose steps call it.
     """
 
-    def __init__(self, devices):
+    def __init__(self, devices, belongs_to_step=False):
         super().__init__(devices)
+        self.belongs_to_step = belongs_to_step
         # By kind of call; None: it runs whole. Deep copies, of the same architecture, share it.
         self.known = {}
         self.choices = None  # where the rows may be: arguments of ``batches.layout``
@@ -129,7 +133,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                 known = Known(tuple(cuts))
                 known.trial = self.trial(model, arguments, layout._replace(cuts=known.cuts))
                 try:
-                    known.trial.compute_all()  # first: three rows tell more of what has no rule
+                    known.trial.outcomes()  # first: three rows tell more of what has no rule
                     result = self.computed(model, arguments, layout, known)
                 except NotMergeable as error:
                     if len(layouts) == 1 or known.trial.finds_sequences():

@@ -116,14 +116,10 @@ class PartsTrial:
         self.all_rows = [row for part in parts for row in part]
         self._outcomes = None
 
-    def compute_all(self):
-        self._outcomes = [self.compute(rows) for rows in [self.all_rows] + self.parts]
-
-    @property
     def outcomes(self):
         """That of all rows, and those of the parts."""
         if self._outcomes is None:
-            self.compute_all()
+            self._outcomes = [self.compute(rows) for rows in [self.all_rows] + self.parts]
         return self._outcomes
 
     def finds_sequences(self):
@@ -132,14 +128,13 @@ class PartsTrial:
 
     def values(self, key):
         """The parts' values and that of all rows; None where there are none."""
-        found = [outcome.values[key] for outcome in self.outcomes if key in outcome.values]
-        return (found[1:], found[0]) if len(found) == len(self.outcomes) else None
+        found = [each.values[key] for each in self.outcomes() if key in each.values]
+        return (found[1:], found[0]) if len(found) == len(self.outcomes()) else None
 
     def is_random(self):
         """Whether the same rows give something else each time."""
-        whole, again = self.outcomes[0].values, self.compute(self.all_rows).values
-        same = list(whole) == list(again) and all(close(whole[key], again[key]) for key in whole)
-        return not same
+        whole, again = self.outcomes()[0].values, self.compute(self.all_rows).values
+        return list(whole) != list(again) or not all(close(whole[k], again[k]) for k in whole)
 
 
 def prove(trial, rules, before, home):
@@ -159,7 +154,7 @@ def prove(trial, rules, before, home):
             raise NotMergeable()
         if not fits(rule, values, trial.sizes, home, before.get(key)):
             raise NotMergeable(_rows.Across(None, why="unknown" if trial.is_random() else "tried"))
-    if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes}) > 1:
+    if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes()}) > 1:
         raise NotMergeable()
 
 
@@ -302,13 +297,3 @@ def some_rows(value, placement, count, rows):
     split = value.unflatten(axis, (copies, count, value.shape[axis] // (copies * count)))
     picked = split.index_select(axis + 1, torch.tensor(rows, device=value.device))
     return picked.flatten(axis, axis + 2)
-
-
-def described(value):
-    """What tells one kind of call from another."""
-    if not isinstance(value, torch.Tensor):
-        return "rows" if isinstance(value, RowCount) else repr(value)
-    shape, placement = list(value.shape), tag_of(value)
-    if isinstance(placement, _rows.Sharded):
-        shape[placement.axis] = None
-    return value.dtype, shape, placement

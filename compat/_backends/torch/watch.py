@@ -10,7 +10,7 @@ from ... import _rows
 from . import calls, row_operations
 from .calls import Call, RowCount, is_sharded, tag, tag_of
 from .reductions import EXPRESSIONS, ComputedTotal, Constant, Escape, Total
-from .trials import described, try_function
+from .trials import try_function
 
 # Kinds of torch's functions, by their names.
 DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout|rrelu")
@@ -298,7 +298,7 @@ class Watch(torch.overrides.TorchFunctionMode):
     def tried_function(self, call):
         """The placements of a function's results by computing with a part of its rows."""
         leaves, spec = calls.tree.tree_flatten((call.args, call.kwargs))
-        key = (call.name, str(spec), str(list(map(described, leaves))))
+        key = (call.name, str(spec), str(list(map(call.described, leaves))))
         if key not in self.tried:
             is_tried = not call.in_place and not RANDOM.match(call.name)
             found = try_function(call) if is_tried else None
