@@ -7,8 +7,8 @@ What is replicated of a Keras model is its ``call``, with its losses and its sta
 import contextlib
 import functools
 import inspect
-import sys
 
+import numpy as np
 import torch
 
 from ... import _keras, _rows, errors
@@ -38,9 +38,8 @@ class ReplicatedKerasCall(ReplicatedMethod):
 
     def converter(self, model):
         """Keras hands arrays to a model, too."""
-        numpy = sys.modules["numpy"]
         convert = _keras.keras_of(model).ops.convert_to_tensor
-        return lambda value: convert(value) if isinstance(value, numpy.ndarray) else value
+        return lambda value: convert(value) if isinstance(value, np.ndarray) else value
 
     def is_only_traced(self, model, batch):
         """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""

@@ -80,9 +80,8 @@ class Sums:
                 for slot in bucket.slots:
                     slot.write(*values.get(slot.key, ABSENT))
                 self.engine.end_sum(self.engine.begin_sum(bucket.flat))
-        self.sent = 0
-        for bucket in self.buckets:
             bucket.clear()
+        self.sent = 0
         return any(early)
 
     def _send(self):

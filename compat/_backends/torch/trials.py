@@ -3,8 +3,8 @@
 import contextlib
 import math
 import random
-import sys
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
@@ -28,9 +28,7 @@ def random_numbers():
     for generator in generators().values():
         afterwards.callback(generator.set_state, generator.get_state())
     afterwards.callback(random.setstate, random.getstate())
-    if "numpy" in sys.modules:
-        numbers = sys.modules["numpy"].random
-        afterwards.callback(numbers.set_state, numbers.get_state())
+    afterwards.callback(np.random.set_state, np.random.get_state())
     return afterwards
 
 
