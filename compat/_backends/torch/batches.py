@@ -27,9 +27,6 @@ MASKS = ("attn_mask", "src_mask", "tgt_mask", "memory_mask")
 
 # Tensors --------------------------------------------------------------------------------------
 
-# How deep tensors are looked for in the attributes of objects.
-_DEPTH = 3
-
 
 def first_batch(arguments):
     """The first tensor in a call's arguments that has rows, or packed sequences, or None."""
@@ -40,8 +37,12 @@ def first_batch(arguments):
     return None
 
 
-def tensors_in(value, depth=_DEPTH):
-    """The tensors in nested tuples, lists, dictionaries, and attributes of other objects."""
+def tensors_in(value, depth=3):
+    """The tensors in nested tuples, lists, dictionaries, and attributes of other objects.
+
+    Arguments:
+        depth: how deep they are looked for in the attributes of objects.
+    """
     for leaf in tree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf

@@ -313,9 +313,9 @@ class Exchange:
         else:
             gradient = parameter.grad.coalesce()
             indices, values = gradient.indices(), gradient.values()
-        dtype = sum_dtype(values.dtype)
         indices = self.engine.concatenate(indices.t().contiguous()).t()
-        values = self.engine.concatenate(values.to(dtype) * weight) / self.sums.total
+        values = values.to(sum_dtype(values.dtype)) * weight
+        values = self.engine.concatenate(values) / self.sums.total
         parameter.grad = torch.sparse_coo_tensor(
             indices, values.to(parameter.dtype), parameter.shape
         ).coalesce()

@@ -200,8 +200,6 @@ def _expression(key, values, home, trial):
         parts, whole = tried
         if constant and isinstance(tag_of(whole), State):
             return Rule("first")  # torch's own, which changes in training only
-        if not all(isinstance(tag_of(part), EXPRESSIONS) for part in parts + [whole]):
-            raise NotMergeable()
         found, expected = _numbers_of(parts, home), _numbers_of([whole], home)
         if not len(found) == len(expected) == len(numbers):
             raise NotMergeable()
@@ -230,11 +228,8 @@ def form(value):
 
 def is_one_devices(escapes, home):
     """Whether Python was given the number that one device would give it."""
-    tags = [escape.tag for escape in escapes]
-    if not all(isinstance(each, EXPRESSIONS) for each in tags):
-        return False
     try:
-        number = together(tags, home, one_number).item()
+        number = together([escape.tag for escape in escapes], home, one_number).item()
     except (NotMergeable, RuntimeError, ValueError):
         return False
     return all(type(escape.value)(number) == escape.value for escape in escapes)

@@ -315,7 +315,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         name, tags = call.name, call.tags
         told = name in METADATA or name.startswith("is_") and name != "is_nonzero"
         kinds = (type(None), torch.dtype, torch.device, str, torch.layout)
-        constant = all(t is None or getattr(t, "constant", False) for t in tags)
+        constant = all(getattr(each, "constant", False) for each in call.known)
         if told or constant or isinstance(result, kinds) or calls.is_packing():
             return
         found = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
