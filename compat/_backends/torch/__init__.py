@@ -178,8 +178,7 @@ def _check_devices_shown(torch, reason, chosen):
 
 def _listed(torch):
     """The GPUs that torch lists: Apple's, which Keras prefers, or CUDA's, as which AMD's count."""
-    metal = getattr(torch.backends, "mps", None)
-    if metal is not None and metal.is_available():
+    if torch.backends.mps.is_available():
         return ["mps"]
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
