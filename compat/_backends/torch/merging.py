@@ -129,7 +129,7 @@ def decide(key, values, sizes, before, home, trial):
         values: that of each replica.
         sizes: how many rows each of them had.
         before: the value of state before the call.
-        trial: a ``Trial``.
+        trial: a ``PartsTrial``.
 
     Raises:
         NotMergeable: no rule fits.
