@@ -23,15 +23,13 @@ from . import batches, gradient_exchange, loss_terms, models
 
 def distribute(model, place):
     """Make a model one of the ranks', in place. A second time changes nothing."""
-    keras = _keras.keras_of(model)
-    if keras is not None:
-        models.refuse_torch_compile(model)
+    models.refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
     loss_terms.follow()
-    kind = RankedForward if keras is None else RankedKerasCall
+    kind = RankedForward if _keras.keras_of(model) is None else RankedKerasCall
     if kind.of(model) is None:
         kind(engine).install(model)
-        if keras is not None:
+        if kind is RankedKerasCall:
             keras_model.install(model, engine, (RankedTrainStep, RankedTorchTestStep))
     kind.of(model).start(model)
     return model
