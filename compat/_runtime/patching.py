@@ -106,12 +106,19 @@ class InstanceMethod:
     def of(cls, model):
         """The method of this kind that this very instance has, or None."""
         function = getattr(model.__dict__.get(cls.method), "__func__", None)
+        function = getattr(function, "made_by", function)
         return function if isinstance(function, cls) else None
 
-    def install(self, model):
-        """Not by setattr: Keras would track the method as a part of the model."""
+    def install(self, model, function=None):
+        """Not by setattr: Keras would track the method as a part of the model.
+
+        Arguments:
+            function: what stands for this method, where that must be a function.
+        """
         self.hidden = model.__dict__.get(self.method)
-        model.__dict__[self.method] = types.MethodType(self, model)
+        if function is not None:
+            function.made_by = self
+        model.__dict__[self.method] = types.MethodType(function or self, model)
 
     def remove(self, model):
         del model.__dict__[self.method]

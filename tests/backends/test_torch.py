@@ -16,7 +16,7 @@ import torch
 
 import compat
 from compat._backends.torch import Torch
-from compat._backends.torch.op_placement import products as placement
+from compat._backends.torch.timeline import products as placement
 from compat._backends.torch.timeline import replica as replica_of
 from compat._configuration import registry
 from compat._configuration.device_choice import choose

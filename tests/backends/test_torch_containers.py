@@ -114,7 +114,7 @@ def test_what_a_call_adds_to_its_arguments(kind, verify):
 
 
 def _tensors(value):
-    return compat._backends.torch.tensors.tensors_in(value, 5) if value else ()
+    return compat._backends.torch.batches.tensors_in(value, 5) if value else ()
 
 
 def test_what_a_call_leaves_alone_stays_the_callers():

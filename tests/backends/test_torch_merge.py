@@ -221,6 +221,7 @@ def turns(y):
     return y[0].sum() > 0.5
 
 
+ZEROS = torch.zeros(2, 5, dtype=torch.float64)
 WHOLE = {
     "item": (lambda m, y: (y, y.std().item()), "std", MIXED),
     "similarity": (lambda m, y: (y @ y.T).softmax(1).diagonal().log().mean(), "matmul", MIXED),
@@ -234,7 +235,17 @@ WHOLE = {
     "by numpy": (lambda m, y: y - torch.from_numpy(y.detach().numpy().mean(0)), None, TRIED),
     "by number": (lambda m, y: y / len(y), None, TRIED),
     "by place": (lambda m, y: y + torch.arange(len(y))[:, None], "arange", TRIED),
+    "sorted in": (lambda m, y: ZEROS.clone().index_add_(0, (y[:, 0] > 0).long(), y), "index_add_",
+                  UNKNOWN),
 }  # fmt: skip
+
+
+def test_a_call_without_arguments_is_that_of_the_plain_module():
+    class Constant(torch.nn.Module):
+        def forward(self):
+            return 3
+
+    assert compat.parallelize(Constant())() == 3
 
 
 def _changed_afterwards(y):

@@ -13,11 +13,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
 
-    from ..._configuration.settings import Settings
-    from ..._ranks import Job
-    from ..._ranks.place import Place
-    from ..._runtime.operation_times import Operation
-    from ..._verification import Verification
+    from ...backend import Job, Operation, Place, Settings, Verification
 
 _DEVICE = "KERAS_TORCH_DEVICE"
 
@@ -106,38 +102,33 @@ class Torch(Backend):
         A stateful Keras model, or one with a fixed batch size, stays in one piece, with a warning.
         """
         self.import_framework()
-        from . import keras_models, modules  # they import torch
+        from ..._keras import steps  # not at start-up
+        from . import models  # imports torch
 
         _refuse_wrapped(model)
-        keras = _keras.keras_of(model)
         replicated = list(devices) != self.devices()[:1]
-        if keras is not None and replicated:
-            keras_models.refuse_torch_compile(model)
-            _keras.warn_of_distribution(model)
-            reason = _keras.undivided(model)
-            if reason:
-                _keras.warn_not_divided(model, reason, self.devices()[0])
-                replicated = False
-        module = modules if keras is None else keras_models
-        module.remove(model)
+        if _keras.keras_of(model) is None:
+            models.ReplicatedForward.install_on(model, devices if replicated else None)
+            return model
+        reason = _keras.undivided(model) if replicated else None
         if replicated:
-            module.install(model, devices)
+            models.refuse_torch_compile(model)
+            _keras.warn_of_distribution(model)
+        if reason:
+            _keras.warn_not_divided(model, reason, self.devices()[0])
+        steps.remove(models.ReplicatedKerasCall, model)
+        if replicated and not reason:
+            steps.install(models.ReplicatedKerasCall, model, devices, "one device")
         return model
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
         from . import verified_steps as kinds  # imports torch
 
-        is_keras = _keras.keras_of(model) is not None
-        if verification is not None and verification.ranks:
-            from . import verified_ranks  # imports torch.distributed
-
-            if is_keras:
-                verified_ranks.VerifiedRankedStep.install_on(model, verification)
-        elif is_keras:
-            one_device = verification is None or _keras.undivided(model)
-            kinds.VerifiedTorchStep.install_on(model, None if one_device else verification)
-        else:
-            kinds.VerifiedModuleForward.install_on(model, verification)
+        in_ranks = verification is not None and verification.ranks
+        kind, is_left = kinds.VerifiedModuleForward, in_ranks  # type: Any, bool
+        if _keras.keras_of(model) is not None:
+            kind, is_left = kinds.VerifiedTorchStep, not in_ranks and _keras.undivided(model)
+        kind.install_on(model, None if is_left else verification)
 
     def memory_peaks(self) -> "Dict[str, int]":
         """``torch.cuda.max_memory_allocated()``."""
@@ -174,9 +165,9 @@ class Torch(Backend):
 
 def _check_devices_shown(torch, reason, chosen):
     """Refuse what would have to change now that the GPUs that torch shows are fixed."""
-    shown = len(_listed(torch))
-    everything = list(chosen.positions or ()) == list(range(shown))
-    if (everything or not shown) if chosen.gpus else (not shown or not chosen.declined):
+    shown, positions = len(_listed(torch)), list(chosen.positions)
+    as_asked = positions == list(range(shown)) if chosen.gpus else not chosen.declined
+    if as_asked or not shown:
         return
     raise errors.too_late(
         "torch",
@@ -187,8 +178,7 @@ def _check_devices_shown(torch, reason, chosen):
 
 def _listed(torch):
     """The GPUs that torch lists: Apple's, which Keras prefers, or CUDA's, as which AMD's count."""
-    metal = getattr(torch.backends, "mps", None)
-    if metal is not None and metal.is_available():
+    if torch.backends.mps.is_available():
         return ["mps"]
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 

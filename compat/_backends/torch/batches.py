@@ -1,5 +1,7 @@
 """What of a call's arguments is data, and in which dimension it has the rows of the batch.
 
+And tensors: found in nested values, compared, handed to numpy.
+
 Rows come first in torch, except in its recurrent layers and transformers: their first dimension is
 time unless they are made with ``batch_first=True``, and hidden states have the rows second always.
 """
@@ -21,6 +23,49 @@ tree = torch.utils._pytree
 
 # Arguments that torch's own attention takes one of for all rows.
 MASKS = ("attn_mask", "src_mask", "tgt_mask", "memory_mask")
+
+
+# Tensors --------------------------------------------------------------------------------------
+
+
+def first_batch(arguments):
+    """The first tensor in a call's arguments that has rows, or packed sequences, or None."""
+    for leaf in tree.tree_leaves(arguments, is_leaf=lambda v: isinstance(v, PackedSequence)):
+        for found in [leaf] if isinstance(leaf, PackedSequence) else tensors_in(leaf):
+            if isinstance(found, PackedSequence) or found.dim():
+                return found
+    return None
+
+
+def tensors_in(value, depth=3):
+    """The tensors in nested tuples, lists, dictionaries, and attributes of other objects.
+
+    Arguments:
+        depth: how deep they are looked for in the attributes of objects.
+    """
+    for leaf in tree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, (str, bytes, int, float, type, torch.nn.Module)):
+            parts = getattr(leaf, "__dict__", None) or {
+                name: getattr(leaf, name, None) for name in getattr(leaf, "__slots__", ())
+            }
+            yield from tensors_in(list(parts.values()), depth - 1)
+
+
+def are_same(tensors, others):
+    """Whether these are the same objects."""
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+
+
+def to_numpy(tensor):
+    """As an array; of a sparse tensor the values that it has."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
+    # numpy has no bfloat16, nor floats of 8 bits; float32 has all their values.
+    own = not tensor.is_floating_point() or tensor.dtype in (torch.double, torch.float, torch.half)
+    return (tensor if own else tensor.float()).resolve_conj().numpy()
 
 
 # Containers -----------------------------------------------------------------------------------
@@ -90,7 +135,8 @@ def set_contents(value, contents):
 def flatten(value, seen=None):
     """The leaves of a nested value, a function that nests others like them, and a description.
 
-    That function sets the contents of the containers that ``seen`` lists, rather than copy them.
+    That function sets the contents of the containers that ``seen`` lists, with what was in them,
+    rather than copy them.
     """
     seen = {} if seen is None else seen
     leaves, spec = tree.tree_flatten(value, is_leaf=_is_leaf)
@@ -104,7 +150,7 @@ def flatten(value, seen=None):
             makers.append(lambda values, same=leaf: same)
             inside.append(type(leaf))
         else:
-            seen[id(leaf)] = leaf
+            seen[id(leaf)] = leaf, contents
             names = list(contents)
             found, rebuild, described = flatten(tuple(contents.values()), seen)
             flat += found
@@ -177,7 +223,8 @@ class DividedArguments:
             self.parts.append(unflatten)
             key.append((name, spec, [_kind(leaf) for leaf in leaves]))
         self.key = str(key)
-        self.contents = [(each, _contents(each)) for each in seen.values()]
+        self.contents = list(seen.values())
+        self.kept = list(map(Unchanged, self.leaves)) if seen else []
         found = tree.tree_leaves([contents for each, contents in self.contents if is_object(each)])
         self.state = {id(leaf) for leaf in found if isinstance(leaf, torch.Tensor)}
 
@@ -192,40 +239,24 @@ class DividedArguments:
 
     @contextlib.contextmanager
     def given(self, leaves):
-        """Within, the containers have these leaves: ``args, kwargs`` and what they were given."""
+        """Within, the containers have these leaves.
+
+        Gives ``args, kwargs``, and a function by which a leaf that the call leaves behind in a
+        container becomes ``Unchanged``, if it is a tensor as it was given.
+        """
+        tensors = [each for each in zip(leaves, self.kept) if isinstance(each[0], torch.Tensor)]
+        known = {id(leaf): (leaf, leaf._version, kept) for leaf, kept in tensors}
+
+        def own(leaf):
+            _, version, kept = known.get(id(leaf), (None, None, None))
+            return leaf if kept is None or leaf._version != version else kept
+
         try:
             rest = iter(leaves)
             values = [unflatten(rest) for unflatten in self.parts]
-            args, kwargs = values[: self.count], dict(zip(self.keywords, values[self.count :]))
-            yield args, kwargs, Given(self, leaves, args, kwargs)
+            yield values[: self.count], dict(zip(self.keywords, values[self.count :])), own
         finally:
             self.restore()
-
-
-class Given:
-    """What a call was given, which may change the containers in it, and tensors in place."""
-
-    def __init__(self, arguments, leaves, args, kwargs):
-        self.values = (args, kwargs) if arguments.contents else ()
-        self.before = flatten(self.values)
-        self.known = {
-            id(leaf): (leaf, leaf._version, Unchanged(own))
-            for leaf, own in zip(leaves, arguments.leaves)
-            if arguments.contents and isinstance(leaf, torch.Tensor)
-        }
-
-    def changed(self):
-        """The containers, where anything in them is not as it was given; else nothing."""
-        leaves, _, described = flatten(self.values)
-        before, _, described_before = self.before
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        same = described == described_before and all(map(operator.is_, leaves, before))
-        return () if same and all(self.own(leaf) is not leaf for leaf in tensors) else self.values
-
-    def own(self, leaf):
-        """What stands for a tensor that is as it was given; any other leaf as it is."""
-        known = self.known.get(id(leaf))
-        return leaf if known is None or leaf._version != known[1] else known[2]
 
 
 class Unchanged:
@@ -233,11 +264,6 @@ class Unchanged:
 
     def __init__(self, value):
         self.value = value
-
-    def __eq__(self, other):
-        return isinstance(other, Unchanged) and self.value is other.value
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _kind(leaf):
@@ -266,8 +292,8 @@ def layout(arguments, dim=0, states=None):
     Returns:
         A layout, or None where no argument has rows.
     """
-    sizes = [_size(leaf, dim) for leaf in arguments.leaves]
-    rows = next((size for size in sizes if size is not None), None)
+    sizes = [size(leaf, dim) for leaf in arguments.leaves]
+    rows = next((each for each in sizes if each is not None), None)
     if not rows:
         return None
     cuts = []
@@ -291,10 +317,11 @@ def _cut_of(leaf, name, rows, dim):
     if name.endswith("mask") and leaf.dim() == 3 and leaf.shape[0] % rows == 0:
         return _rows.Sharded(0, leaf.shape[0] // rows)  # one for each head
     dim = 0 if name.endswith("key_padding_mask") else dim
-    return _rows.Sharded(dim) if _size(leaf, dim) == rows else None
+    return _rows.Sharded(dim) if size(leaf, dim) == rows else None
 
 
-def _size(leaf, dim):
+def size(leaf, dim):
+    """How much a value that may have rows has in a dimension, or None."""
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     # torch takes no rows out of the compressed sparse layouts.
@@ -323,8 +350,13 @@ def rows_declared(module, first):
     """The rows in the first argument of a module that declares their dimension, or None."""
     if isinstance(first, torch.Tensor) and first.dim() == 2:
         return None
-    return _size(first, declared(module))
+    return size(first, declared(module))
 
 
-# What to try: where the rows are, and where those of hidden states (see ``layout``).
-CHOICES = ((0, "other"), (0, "all"), (1, "other"))
+def choices(model):
+    """What to try: where the rows are, and where those of hidden states (see ``layout``)."""
+    own = declared(model)
+    if own is not None:
+        return [(own, "all" if isinstance(model, torch.nn.RNNBase) else None)]
+    inside = any(declared(part) is not None for part in model.modules())
+    return [(0, "other"), (0, "all"), (1, "other")] if inside else [(0,)]

@@ -1,7 +1,9 @@
 """A call of one of torch's functions, as the rules about rows need it: arguments and placements."""
 
 import inspect
+import os
 import re
+import sys
 
 import torch
 
@@ -10,6 +12,13 @@ from ... import _rows
 REPLICATED = _rows.REPLICATED
 
 tree = torch.utils._pytree
+
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+_COMPAT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
+_KERAS = os.path.join("-packages", "keras", "")
+_OVERRIDES = torch.overrides.__file__
+#: Where torch packs sequences, sorted by their lengths.
+_PACKING = tuple(os.path.join(_TORCH, "nn", part, "rnn.py") for part in ("utils", "modules"))
 
 
 def tag_of(value):
@@ -31,19 +40,14 @@ def name_of(function):
     return getattr(function.__self__, "__name__", name) if name == "__get__" else name
 
 
-#: What is no container.
-_LEAVES = (torch.Tensor, int, float, str, slice, type(None))
-
-
 def tensors_in(value):
-    if type(value) in (list, tuple):  # most are: to ask ``tree`` takes longer than most functions
-        for part in value:
+    """The tensors that a function of torch's is given or returns."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, dict, slice)):
+        parts = value.values() if isinstance(value, dict) else value
+        for part in (value.start, value.stop) if isinstance(value, slice) else parts:
             yield from tensors_in(part)
-        return
-    for leaf in (value,) if isinstance(value, _LEAVES) else tree.tree_leaves(value):
-        for part in (leaf.start, leaf.stop) if isinstance(leaf, slice) else (leaf,):
-            if isinstance(part, torch.Tensor):
-                yield part
 
 
 def is_in_place(name):
@@ -113,6 +117,11 @@ for _name in "eq ne lt le gt ge".split():
     setattr(RowCount, f"__{_name}__", _compared(f"__{_name}__"))
 
 
+def differs(operator, per, number, sizes, total):
+    """Whether a comparison has another result for a part of the rows than for all of them."""
+    return any(operator(per * size, number) != operator(per * total, number) for size in sizes)
+
+
 def has_count(*values):
     return any(isinstance(leaf, RowCount) for leaf in tree.tree_leaves(values))
 
@@ -125,7 +134,8 @@ class Call:
         counting: whether plain numbers may be numbers of rows, as ``len()`` gives them.
 
     Attributes:
-        given, tags: the tensors among the arguments, and what is known of them.
+        given, tags: the tensors among the arguments, and what is known of them, or None.
+        known: the tags of those that have one.
         results: the tensors it returned.
     """
 
@@ -136,11 +146,18 @@ class Call:
         self.rows, self.counting = rows, counting
         self.given = list(tensors_in((*args, *kwargs.values())))
         self.tags = [tag_of(tensor) for tensor in self.given]
+        self.known = [each for each in self.tags if each is not None]
         self.in_place = is_in_place(self.name)
 
     def mapped(self, function):
         """The arguments, with ``function`` applied to all that is in them."""
         return tree.tree_map(function, self.args), tree.tree_map(function, self.kwargs)
+
+    def described(self, value):
+        """What of an argument tells one kind of call from another."""
+        if isinstance(value, torch.Tensor):
+            return value.dtype, self.value(value).shape, tag_of(value)
+        return "rows" if isinstance(value, RowCount) else repr(value)
 
     def bound(self):
         """The arguments by their names, of one of torch's functions in Python."""
@@ -283,3 +300,39 @@ def _looked_up(call, part, value, dim):
         if part.numel() == call.rows and part.flatten().tolist() == list(range(call.rows)):
             found = _rows.Sharded(shape.index(max(shape)))
     return _rows.Value(found, shape)
+
+
+# Where a function is called ---------------------------------------------------------------------
+
+
+def is_packing():
+    """Whether torch sorts the rows to pack them, and will put them back."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((_COMPAT, _OVERRIDES)):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename in _PACKING
+
+
+def across(model, name, why="mixed"):
+    """Where a function is called: in which module, and by which line of the user's."""
+    frame, line, module = sys._getframe(1), None, None
+    while frame is not None and (line is None or module is None):
+        file = frame.f_code.co_filename
+        own = file.startswith((_TORCH, _COMPAT)) or _KERAS in file
+        if line is None and not own and not file.startswith("<"):
+            line = f"{os.path.basename(file)}, line {frame.f_lineno}"
+        part = frame.f_locals.get("self")
+        if module is None and frame.f_code.co_name in ("forward", "call"):
+            module = part if hasattr(part, "named_modules") else None
+        frame = frame.f_back
+    return _rows.Across(name, _described(model, module), line, why)
+
+
+def _described(model, module):
+    if module is None or module is model:
+        return None
+    if hasattr(module, "get_config") and hasattr(module, "name"):
+        return f"layer {module.name!r}"
+    kind = type(module).__name__
+    path = next((path for path, part in model.named_modules() if part is module), None)
+    return kind if path is None else f"{path} ({kind})"

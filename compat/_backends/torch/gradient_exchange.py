@@ -19,19 +19,10 @@ import weakref
 import torch
 
 from ... import errors
-from ..._ranks import checksum
+from ..._ranks import checksum, keras3
 from . import loss_terms
-from .rows import ForwardRows
+from .batches import are_same, tensors_in, to_numpy
 from .sums import Sums, sum_dtype
-from .tensors import are_same, to_numpy
-
-# Why buffers of torch modules differ.
-_BUFFERS = (
-    "Each rank computes this buffer from its own rows; of such buffers only the running "
-    "statistics of torch's own normalization are averaged over ranks. Sum or average it in "
-    "forward() by torch.distributed.all_reduce(), or, if it is each rank's own, register it with "
-    "persistent=False."
-)
 
 # graph task of autograd -> its pass
 _passes = weakref.WeakValueDictionary()  # type: weakref.WeakValueDictionary
@@ -76,6 +67,52 @@ class _Pass:
             exchange.run()
 
 
+class ForwardRows:
+    """The rows of the forward passes that a backward pass goes back through."""
+
+    def __init__(self):
+        # Of each forward pass since the last backward pass: its rows, and whether autograd has come
+        # to its outputs; None: no tensor was found in these.
+        self.passes = []  # type: list
+        self.used = False  # whether a backward pass has gone through them
+        self.step = None  # the rows of a step of Keras', which may call the model in any way
+
+    def forward(self, rows, outputs):
+        """Note a forward pass of so many rows."""
+        found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        noted = [rows, False if found else None]
+
+        def reach(gradient):
+            noted[1] = True
+
+        for tensor in found:
+            tensor.register_hook(reach)
+        if self.used:
+            self.passes, self.used = [], False
+        self.passes.append(noted)
+
+    def are_awaited(self):
+        """Whether there were forward passes which no backward pass has gone back through."""
+        return self.step is not None or bool(self.passes and not self.used)
+
+    def known(self):
+        """The rows of the pass that goes on, if autograd has come to all outputs, or None."""
+        is_known = self.step is not None or all(reached for _, reached in self.passes)
+        return self.total() if is_known else None
+
+    def in_backward(self):
+        """The rows of the pass that has ended, or None."""
+        self.used = True
+        return self.total()
+
+    def total(self):
+        if self.step is not None:
+            return self.step
+        reached = [rows for rows, is_reached in self.passes if is_reached]
+        counted = reached or [rows for rows, is_reached in self.passes if is_reached is None]
+        return sum(counted) if counted else None
+
+
 class Exchange:
     """What one model exchanges. ``source`` tells what belongs to it, as ``Ranked`` does."""
 
@@ -84,9 +121,8 @@ class Exchange:
 
     def __init__(self, engine, source, model):
         weak = torch.utils.weak
-        self.engine = engine
-        self.source = source
-        self.model = weakref.ref(model)
+        self.engine, self.source, self.model = engine, source, weakref.ref(model)
+        self.weights = None  # how many were made the same
         self.number = next(self._numbers)
         self._all.add(self)
         self.hooks = weak.WeakIdKeyDictionary()  # parameter -> what removes its hook
@@ -98,7 +134,6 @@ class Exchange:
         self.state = []  # type: list  # the running statistics
         self.before = []  # type: list  # their values, the same on all ranks
         self.sparse = weak.WeakIdKeyDictionary()  # the parameters whose gradients are sparse
-        self.means = weak.WeakIdKeyDictionary()  # those that a warning told of
         self.checked = False  # the loss
         self.is_suspect = False  # the loss, as a warning told
         self.rows = ForwardRows()
@@ -108,19 +143,17 @@ class Exchange:
         self.has_exchanged = True  # since then
         self.missed = 0  # updates with no exchange in between
         self.agreed = False  # whether ranks have said their rows in front of the step
-        self.warned = False
+        self.warned = set()  # type: set  # of which variables, and of what else
 
     def watch(self, parameters):
         """Before a forward pass: hook these parameters, and note the running statistics."""
-        changed = self.hook(parameters)
-        self.settled = not changed
-        if changed:
+        self.settled = are_same(parameters, self.hooked)
+        if not self.settled:
+            self.hook(parameters)
             self.note(self.source.averaged(self.model()), lambda tensor: tensor.detach().clone())
 
     def hook(self, parameters):
-        """Hook the parameters that have no hook yet. Returns whether they are other ones."""
-        if self.is_hooked(parameters):
-            return False
+        """Hook the parameters that have no hook yet."""
         reference = weakref.ref(self)
 
         def arrived(parameter):
@@ -133,15 +166,11 @@ class Exchange:
             if parameter not in self.hooks and parameter.is_leaf:
                 self.hooks[parameter] = parameter.register_post_accumulate_grad_hook(arrived)
         self.hooked = parameters
-        return True
-
-    def is_hooked(self, parameters):
-        return are_same(parameters, self.hooked)
 
     def note(self, state, value):
         """Make these the running statistics. ``value`` gives what new ones had before."""
         if not are_same(state, self.state):
-            known = {id(tensor): before for tensor, before in zip(self.state, self.before)}
+            known = dict(zip(map(id, self.state), self.before))
             self.before = [known[id(t)] if id(t) in known else value(t) for t in state]
             self.state = state
 
@@ -185,37 +214,35 @@ class Exchange:
             _Pass.join(self)
         if not self.is_early or not self.sends_early or id(parameter) not in self.sums.leaving:
             return
-        weight, gradient = self.weight(self.rows.known()), parameter.grad
+        weight = self.rows.known() if self.divisor is None else self.divisor
+        gradient = parameter.grad
         if not weight or gradient is None or gradient.is_sparse:
             return
         # A hook of the script's may change it by ``data``, which does not show.
         if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) <= 1:
             self.sums.put(parameter, gradient, weight)
 
-    def weight(self, rows):
-        """What this pass counts among those of all ranks, where it goes through so many rows."""
-        return rows if self.divisor is None else self.divisor
-
     def run(self):
         """Make the gradients, and the running statistics, the mean over all ranks' rows."""
-        if self.model() is None:
+        model = self.model()
+        if model is None:
             return
-        rows = self.rows.in_backward()
-        sums, self.settled = self.sums, False
+        name, rows, self.settled = type(model).__name__, self.rows.in_backward(), False
+        # What this pass counts among those of all ranks; where that is not known all count alike.
+        weight = rows if self.divisor is None else self.divisor
+        unknown, weight = weight is None, 1 if weight is None else weight
         with torch.no_grad():
-            self.sum(rows)
+            self.sum(weight, unknown, weight if rows is None else rows)
             self.engine.last = None if self.agreed else self
             if not self.agreed:
-                self.engine.stepped(sums.ended)
-            self.check_rows(sums.unknown)
-            self.set_gradients(rows)
+                self.engine.stepped(self.sums.ended)
+            self.check_rows(name)
+            self.set_gradients(weight)
             check = checksum.is_due(self.count)
             if check and not self.is_suspect:
-                name, weight = type(self.model()).__name__, self.weight(rows)
-                weight = 1 if weight is None else weight
                 self.is_suspect = loss_terms.check(self.engine, name, weight, rows)
             if check and self.engine.place.rank == 0:
-                self.warn_of_means()
+                self.warn_of_means(model)
             if self.state:
                 torch._foreach_add_(self.before, [self.mean(tensor) for tensor in self.state])
                 torch._foreach_copy_(self.state, self.before)
@@ -224,14 +251,11 @@ class Exchange:
         self.count += 1
         self.has_exchanged = True
 
-    def sum(self, rows):
-        """Sum up over all ranks; ``rows`` is None where they are not known."""
+    def sum(self, weight, unknown, rows):
+        """Sum up over all ranks."""
         gradients = [parameter.grad for parameter in self.hooked]
         sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
-        weight, is_divided = self.weight(rows), self.divisor is not None
-        unknown, weight = weight is None, 1 if weight is None else weight
-        rows = weight if rows is None else rows
-        header = [weight, unknown, rows, is_divided] + self.engine.flags(False)
+        header = [weight, unknown, rows, self.divisor is not None] + self.engine.flags(False)
         header += [gradient is not None for gradient in gradients] + sparse
         values = {
             id(parameter): (gradient, weight)
@@ -263,10 +287,9 @@ class Exchange:
         """The mean of the changes of a running statistic, weighted by rows in any case."""
         return self.sums.mean(tensor) * (self.sums.total / self.sums.rows)
 
-    def set_gradients(self, rows):
+    def set_gradients(self, weight):
         """Those that no rank has stay None."""
-        sums, weight = self.sums, self.weight(1 if rows is None else rows)
-        mine = []
+        sums = self.sums
         for parameter, used, sparse in zip(self.hooked, sums.used, sums.sparse):
             if sparse:
                 self.sparse[parameter] = True
@@ -274,8 +297,7 @@ class Exchange:
             elif used and parameter.grad is None:  # another rank's batch has used it
                 parameter.grad = sums.mean(parameter)
             elif used:
-                mine.append(parameter)
-        sums.means_into(mine, [parameter.grad for parameter in mine])
+                sums.mean_into(parameter, parameter.grad)
 
     def exchange_sparse(self, parameter, weight, mixed):
         """The mean of a sparse gradient: every rank gets all ranks' indices and values."""
@@ -291,15 +313,15 @@ class Exchange:
         else:
             gradient = parameter.grad.coalesce()
             indices, values = gradient.indices(), gradient.values()
-        dtype = sum_dtype(values.dtype)
         indices = self.engine.concatenate(indices.t().contiguous()).t()
-        values = self.engine.concatenate(values.to(dtype) * weight) / self.sums.total
+        values = values.to(sum_dtype(values.dtype)) * weight
+        values = self.engine.concatenate(values) / self.sums.total
         parameter.grad = torch.sparse_coo_tensor(
             indices, values.to(parameter.dtype), parameter.shape
         ).coalesce()
 
-    def check_rows(self, unknown):
-        name, place = type(self.model()).__name__, self.engine.place
+    def check_rows(self, name):
+        place, unknown = self.engine.place, self.sums.unknown
         if 0 < unknown < place.size:
             raise errors.RankError(
                 f"Some ranks have called {name} with a batch in this backward pass, and others "
@@ -312,8 +334,8 @@ class Exchange:
                 "not, so that their gradients cannot be weighted. Have all ranks compute the same "
                 "loss."
             )
-        if unknown and not self.warned and place.rank == 0:
-            self.warned = True
+        if unknown and "rows" not in self.warned and place.rank == 0:
+            self.warned.add("rows")
             errors.warn(
                 f"A backward pass reached the parameters of {name}, but no call of the model in "
                 "which rows of a batch are seen. So all ranks count alike, which is one process's "
@@ -321,38 +343,32 @@ class Exchange:
                 "batch of tensors."
             )
 
-    def warn_of_means(self):
-        """Have the source warn, once, of variables that are now means of different values."""
-
-        before = {id(tensor): value for tensor, value in zip(self.state, self.before)}
-
-        def differ(tensor):
+    def warn_of_means(self, model):
+        """Tell, once, of variables of the user's that are now means of different values."""
+        before = dict(zip(map(id, self.state), self.before))
+        for variable, tensor in self.source.averaged_by_users(model):
             mine, mean = tensor - before[id(tensor)], self.mean(tensor)
-            same = tensor in self.means or torch.allclose(mine, mean, 1e-4, 1e-6, True)
-            if not same:
-                self.means[tensor] = True
-            return not same
-
-        self.source.warn_of_means(self.model(), differ)
+            same = torch.allclose(mine, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
+            if not same and variable.path not in self.warned:
+                self.warned.add(variable.path)
+                keras3.warn_of_mean(variable)
 
     # The same weights -------------------------------------------------------------------------
 
     def verify(self, when):
         """Compare the model's variables on all ranks. See ``_ranks.checksum.verify``."""
-        model = self.model()
-        self.compare(self.source.verified(model), when)
-        state = self.source.verified_state(model)
-        if state:
-            self.compare(state, when, _BUFFERS)
+        for named, *causes in self.source.verified(self.model()):
+            if named:
+                self.compare(named, when, *causes)
 
     def compare(self, named, when, *causes):
-        tensors = [tensor for _, tensor in named]
+        names, tensors = zip(*named)
 
         def write(place, value):
             with torch.no_grad():
                 tensors[place].copy_(torch.as_tensor(value))
 
-        names, arrays = [name for name, _ in named], [to_numpy(tensor) for tensor in tensors]
+        arrays = [to_numpy(tensor) for tensor in tensors]
         checksum.verify(self.engine, names, arrays, write, when, *causes)
 
     def look(self, parameters):

@@ -44,11 +44,11 @@ class Term:
     """
 
     def __init__(self, node, reduction):
-        self.kind = "{} {}".format(node.name(), reduction)
+        self.node, self.kind = node, "{} {}".format(node.name(), reduction)
         self.gradient = None  # of the loss, by the value of this term
-        is_mean, self.count, self.targets = reduction == _MEAN, 1, None
-        if is_mean:
-            self.targets = getattr(node, "_saved_total_weight", None)  # the sum of their weights
+        is_mean, self.count = reduction == _MEAN, 1
+        # The sum of their weights.
+        self.targets = getattr(node, "_saved_total_weight", None) if is_mean else None
         chained = node.name() in _REDUCTIONS
         while reduction is not None:  # a mean over columns of a mean over rows, say
             own, ((node, self.shape), *_) = _shape(node), _inputs(node)
@@ -88,9 +88,9 @@ def follow():
     plain = torch.autograd.backward
 
     def backward(tensors, *args, **kwargs):
-        found = []
-        _under_way.append(_loss(tensors, found))
-        hooks = [node.register_prehook(term.note) for node, term in found]
+        loss = _loss(tensors)
+        _under_way.append(loss)
+        hooks = [term.node.register_prehook(term.note) for term in loss.terms]
         try:
             return plain(tensors, *args, **kwargs)
         finally:
@@ -106,29 +106,26 @@ def current():
     return _under_way[0] if _under_way else Loss([], True)
 
 
-def _loss(tensors, found):
-    """What a loss was reduced from. ``found`` gets pairs of nodes of the graph and terms."""
+def _loss(tensors):
+    """What a loss was reduced from."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     # Of an edge of the graph, which may stand in a tensor's place, nothing is known.
-    nodes, others = [getattr(each, "grad_fn", None) for each in tensors], False
-    known = set()
-    for node in nodes:
-        if node in known:
-            continue
-        known.add(node)
-        if node is None or len(known) > _MOST:
+    nodes = list(dict.fromkeys(getattr(each, "grad_fn", None) for each in tensors))
+    terms, others = [], False
+    for place, node in enumerate(nodes):  # which grow meanwhile
+        if node is None or place >= _MOST:
             others = True
             continue
         name, inputs = node.name(), [each for each, _ in _inputs(node)]
         reduction = getattr(node, "_saved_reduction", None) or _REDUCTIONS.get(name)
         if reduction in (_MEAN, _SUM) and inputs and not _is_of_scalars(inputs[0]):
-            found.append((node, Term(node, reduction)))
+            terms.append(Term(node, reduction))
         elif all(map(_is_of_scalars, inputs)):
             others = others or name not in _ARITHMETIC
-            nodes += inputs
+            nodes += [each for each in inputs if each not in nodes]
         else:
             others = True
-    return Loss([term for _, term in found], others)
+    return Loss(terms, others)
 
 
 def _inputs(node):

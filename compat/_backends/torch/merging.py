@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ... import _rows
 from . import batches
-from .calls import RowCount, tag_of
+from .calls import tag_of
 from .reductions import EXPRESSIONS, NotMergeable, State, Total, is_number, together, weighted_mean
 from .trials import close, fits
 
@@ -20,9 +20,9 @@ class Rule:
     """What becomes of the replicas' values.
 
     Arguments:
-        kind: "rows" (one after the other), "packed" (so, in a PackedSequence), "first" (all are
-            the same), "unchanged" (state), "sum" (of changes, where there was a value before),
-            "mean" (weighted by rows) or "expression" (see ``together``).
+        kind: "rows" (one after the other), "first" (all are the same), "unchanged" (state), "sum"
+            (of changes, where there was a value before), "mean" (weighted by rows) or "expression"
+            (see ``together``).
         lasting: whether it needs no tags, so that later calls need not be watched.
         dim, copies: where the rows are.
         numbers: for an expression, what becomes of each number in it.
@@ -48,14 +48,16 @@ class Rule:
         if self.kind == "unchanged" and given is not None:
             # BatchNorm's averages change without it, and have rules.
             return value is given and not value._version
-        return self.kind != "rows" or value.shape[self.dim] % rows == 0
+        return self.kind != "rows" or batches.size(value, self.dim) % rows == 0
 
     def merged(self, values, sizes, home, before=None):
         """The value of all rows, from those of the replicas that have ``sizes`` rows."""
-        if self.kind == "packed":
-            return batches.cat_packed(values, home)
         if self.kind == "expression":
-            return self._computed(values, home)
+            kinds, tags = iter(self.numbers), list(map(tag_of, values))
+            try:
+                return together(tags, home, lambda found: NUMBERS[next(kinds)](found))
+            except (StopIteration, ZeroDivisionError):
+                raise NotMergeable() from None
         if self.kind == "rows":
             return _rows_of_all(values, self.dim, self.copies, home)
         if isinstance(values[0], torch.Tensor):
@@ -64,15 +66,10 @@ class Rule:
             return sum(values) - (len(values) - 1) * before if before else sum(values)
         return weighted_mean(values, sizes) if self.kind == "mean" else values[0]
 
-    def _computed(self, values, home):
-        kinds, tags = iter(self.numbers), list(map(tag_of, values))
-        try:
-            return together(tags, home, lambda found: NUMBERS[next(kinds)](found))
-        except (StopIteration, ZeroDivisionError):
-            raise NotMergeable() from None
-
 
 def _rows_of_all(values, dim, copies, home):
+    if isinstance(values[0], PackedSequence):
+        return batches.cat_packed(values, home)
     if len({value.shape[:dim] + value.shape[dim + 1 :] for value in values}) > 1:
         raise NotMergeable()
     parts = [value.to(home) for value in values]
@@ -132,14 +129,14 @@ def decide(key, values, sizes, before, home, trial):
         values: that of each replica.
         sizes: how many rows each of them had.
         before: the value of state before the call.
-        trial: a ``Trial``.
+        trial: a ``PartsTrial``.
 
     Raises:
         NotMergeable: no rule fits.
     """
     first = values[0]
     if isinstance(first, PackedSequence):
-        return Rule("packed")
+        return Rule("rows")
     if is_number(first):
         return _of_numbers(key, values, before, trial)
     if not isinstance(first, torch.Tensor):
@@ -186,8 +183,6 @@ def _of_numbers(key, values, before, trial):
     """
     if before is not None and all(value == before for value in values):
         return Rule("unchanged")
-    if all(isinstance(value, RowCount) for value in values) and before is None:
-        return Rule("sum")
     found = trial.values(key)
     for kind in ("first", "sum") if found is not None else ():
         rule = Rule(kind, lasting=key[0] == "result")
@@ -205,8 +200,6 @@ def _expression(key, values, home, trial):
         parts, whole = tried
         if constant and isinstance(tag_of(whole), State):
             return Rule("first")  # torch's own, which changes in training only
-        if not all(isinstance(tag_of(part), EXPRESSIONS) for part in parts + [whole]):
-            raise NotMergeable()
         found, expected = _numbers_of(parts, home), _numbers_of([whole], home)
         if not len(found) == len(expected) == len(numbers):
             raise NotMergeable()
@@ -220,14 +213,9 @@ def _expression(key, values, home, trial):
 
 def still(rule, values):
     """Whether the rule of an earlier call is that of these values, too."""
-    if rule.form != form(values[0]):
-        return False
-    if rule.kind != "expression":
-        return True
-    try:
-        return len(_numbers_of(values, values[0].device)) == len(rule.numbers)
-    except NotMergeable:
-        return False
+    if rule.form != form(values[0]) or rule.kind != "expression":
+        return rule.form == form(values[0])
+    return len(_numbers_of(values, values[0].device)) == len(rule.numbers)
 
 
 def form(value):
@@ -240,11 +228,8 @@ def form(value):
 
 def is_one_devices(escapes, home):
     """Whether Python was given the number that one device would give it."""
-    tags = [escape.tag for escape in escapes]
-    if not all(isinstance(each, EXPRESSIONS) for each in tags):
-        return False
     try:
-        number = together(tags, home, one_number).item()
+        number = together([escape.tag for escape in escapes], home, one_number).item()
     except (NotMergeable, RuntimeError, ValueError):
         return False
     return all(type(escape.value)(number) == escape.value for escape in escapes)

@@ -18,21 +18,18 @@ from ... import _keras, errors
 from ..._ranks import keras3, keras_model, losses
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, work
-from . import batches, gradient_exchange, keras_models, loss_terms, modules
-from .tensors import first_batch
+from . import batches, gradient_exchange, loss_terms, models
 
 
 def distribute(model, place):
     """Make a model one of the ranks', in place. A second time changes nothing."""
-    keras = _keras.keras_of(model)
-    if keras is not None:
-        keras_models.refuse_torch_compile(model)
+    models.refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
     loss_terms.follow()
-    kind = RankedForward if keras is None else RankedKerasCall
+    kind = RankedForward if _keras.keras_of(model) is None else RankedKerasCall
     if kind.of(model) is None:
         kind(engine).install(model)
-        if keras is not None:
+        if kind is RankedKerasCall:
             keras_model.install(model, engine, (RankedTrainStep, RankedTorchTestStep))
     kind.of(model).start(model)
     return model
@@ -47,7 +44,6 @@ class Ranked(keras_model.RankedMethod):
     def __init__(self, engine):
         super().__init__(engine)
         self.exchanges = weakref.WeakKeyDictionary()  # model -> its exchange
-        self.weights = weakref.WeakKeyDictionary()  # model -> how many were made the same
         self.is_differentiated = False  # by torch.func, as a warning told
         self.is_alone = False
 
@@ -56,18 +52,16 @@ class Ranked(keras_model.RankedMethod):
             self.exchanges[model] = gradient_exchange.Exchange(self.engine, self, model)
         return self.exchanges[model]
 
-    @contextlib.contextmanager
     def alone(self):
         """Within, a model trains by itself."""
-        with patching.replaced(self, is_alone=True):
-            yield
+        return patching.replaced(self, is_alone=True)
 
     def __call__(self, model, *args, **kwargs):
-        batch = first_batch((args, kwargs))
+        batch = batches.first_batch((args, kwargs))
         if self.is_alone or self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
-        self.count(model, batch)
         if not torch.is_grad_enabled():
+            self.count(model, self.rows_given(model, batch))
             return self.plain(model)(*args, **kwargs)
         in_function = _functorch.maybe_current_level() is not None  # in one of torch.func
         if in_function and any(map(_functorch.is_gradtrackingtensor, model.parameters())):
@@ -76,7 +70,7 @@ class Ranked(keras_model.RankedMethod):
         exchange = self.exchange(model)
         exchange.look(parameters)
         result, rows = self.run(model, batch, args, kwargs)
-        self.ran(rows)
+        self.count(model, rows)
         if rows is not None:
             exchange.rows.forward(rows, result)
         return result
@@ -93,13 +87,19 @@ class Ranked(keras_model.RankedMethod):
         self.is_differentiated = True
         return self.plain(model)(*args, **kwargs)
 
-    def ran(self, rows):
-        """Called with the rows of a call whose gradients are wanted; None: they are not known."""
+    def rows_given(self, model, batch):
+        """The rows of a batch, or None where they are not known."""
+        if isinstance(batch, batches.PackedSequence) or batches.declared(model) is not None:
+            rows = batches.rows_declared(model, batch)
+            return 1 if rows is None and batch is not None else rows  # without a batch
+        return None if batch is None else int(batch.shape[0])
+
+    def count(self, model, rows):
+        work.count([""], None if rows is None else [rows], torch.is_grad_enabled())
 
     def run(self, model, batch, args, kwargs):
         """The model's own result, and its rows."""
-        rows = None if batch is None else int(batch.shape[0])
-        return self.plain(model)(*args, **kwargs), rows
+        return self.plain(model)(*args, **kwargs), self.rows_given(model, batch)
 
     def start(self, model):
         """Take rank 0's weights, wherever there are other ones than before.
@@ -107,13 +107,13 @@ class Ranked(keras_model.RankedMethod):
         Returns:
             The parameters that are trained.
         """
-        parameters = self.parameters(model)
-        if model not in self.weights or not self.exchange(model).is_hooked(parameters):
+        parameters, exchange = self.parameters(model), self.exchange(model)
+        if exchange.weights is None or not batches.are_same(parameters, exchange.hooked):
             weights = self.weights_made(model)
-            if weights != self.weights.get(model):
-                self.weights[model] = weights
+            if weights != exchange.weights:
+                exchange.weights = weights
                 self.same_start(model)
-        self.exchange(model).watch(parameters)
+        exchange.watch(parameters)
         return parameters
 
 
@@ -123,11 +123,11 @@ class Ranked(keras_model.RankedMethod):
 class RankedKerasCall(Ranked):
     """The ``call`` of a Keras model."""
 
-    is_only_traced = keras_models.ReplicatedKerasCall.is_only_traced
+    is_only_traced = models.ReplicatedKerasCall.is_only_traced
 
-    def count(self, model, batch):
-        if batch is not None and self.exchange(model).rows.step is None:
-            keras_model.count(model, int(batch.shape[0]), torch.is_grad_enabled())
+    def count(self, model, rows):
+        if rows is not None and self.exchange(model).rows.step is None:
+            keras_model.count(model, rows, torch.is_grad_enabled())
 
     def weights_made(self, model):
         return len(model.weights) or None
@@ -143,16 +143,12 @@ class RankedKerasCall(Ranked):
     def averaged(self, model):
         return [variable._value for variable in keras3.averaged(model)]
 
-    def warn_of_means(self, model, differ):
-        for variable in keras3.averaged(model, by_users=True):
-            if differ(variable._value):
-                keras3.warn_of_mean(variable)
+    def averaged_by_users(self, model):
+        found = keras3.averaged(model, by_users=True)
+        return [(variable, variable._value) for variable in found]
 
     def verified(self, model):
-        return [(variable.path, variable._value) for variable in keras3.same(model)]
-
-    def verified_state(self, model):
-        return []
+        return [([(variable.path, variable._value) for variable in keras3.same(model)],)]
 
 
 class RankedTrainStep(keras_model.RankedMethod):
@@ -177,7 +173,8 @@ class RankedTrainStep(keras_model.RankedMethod):
             stack.callback(setattr, exchange.rows, "step", None)
             stack.callback(setattr, exchange, "agreed", False)
             stack.enter_context(self.reductions(model, exchange).within(keras))
-            stack.enter_context(self.scaling(model))
+            if self.training and hasattr(model.optimizer, "inner_optimizer"):
+                stack.enter_context(self.scaling(model.optimizer))
             result = step(data, *args, **kwargs)
         if self.training and not exchange.checked:
             exchange.checked = True
@@ -205,16 +202,11 @@ class RankedTrainStep(keras_model.RankedMethod):
 
         return losses.Reductions(share, total)
 
-    @contextlib.contextmanager
-    def scaling(self, model):
+    def scaling(self, optimizer):
         """Within, a ``LossScaleOptimizer`` has gradients overflow where one process's would.
 
         The mean over a rank's rows weighs each row as many times more as there are ranks.
         """
-        optimizer = model.optimizer
-        if not self.training or not hasattr(optimizer, "inner_optimizer"):
-            yield
-            return
         size = self.engine.place.size
         scale_loss, apply = optimizer.scale_loss, optimizer.apply
 
@@ -225,8 +217,7 @@ class RankedTrainStep(keras_model.RankedMethod):
         def scale_share(loss):
             return scale_loss(loss) / size
 
-        with patching.replaced(optimizer, scale_loss=scale_share, apply=apply_scaled):
-            yield
+        return patching.replaced(optimizer, scale_loss=scale_share, apply=apply_scaled)
 
 
 class RankedTorchTestStep(RankedTrainStep):
@@ -236,36 +227,32 @@ class RankedTorchTestStep(RankedTrainStep):
 
 # torch ----------------------------------------------------------------------------------------
 
+# Why buffers differ.
+_BUFFERS = (
+    "Each rank computes this buffer from its own rows; of such buffers only the running "
+    "statistics of torch's own normalization are averaged over ranks. Sum or average it in "
+    "forward() by torch.distributed.all_reduce(), or, if it is each rank's own, register it with "
+    "persistent=False."
+)
 
-class RankedForward(modules.ForwardMethod, Ranked):
+
+class RankedForward(models.ForwardMethod, Ranked):
     """The ``forward`` of a torch module."""
-
-    def count(self, model, batch):
-        if not torch.is_grad_enabled():
-            dim = batches.declared(model) or 0
-            has_rows = len(getattr(batch, "shape", ())) > dim
-            work.count([""], [int(batch.shape[dim])] if has_rows else None, False)
-
-    def ran(self, rows):
-        work.count([""], None if rows is None else [rows], True)
 
     def run(self, model, batch, args, kwargs):
         """The rows are where torch's recurrent layers and transformers in the model find them."""
-        if batch is None:
+        parts = [part for part in model.modules() if batches.declared(part) is not None]
+        if not parts or model in parts or not isinstance(batch, torch.Tensor):
             return super().run(model, batch, args, kwargs)
-        if batches.declared(model) is not None or isinstance(batch, batches.PackedSequence):
-            rows = batches.rows_declared(model, batch)
-            return self.plain(model)(*args, **kwargs), 1 if rows is None else int(rows)
         found = []
 
         def note(module, args, kwargs):
             found.append(batches.rows_declared(module, (list(args) + list(kwargs.values()))[0]))
 
         with contextlib.ExitStack() as stack:
-            for part in model.modules():
-                if batches.declared(part) is not None:
-                    hook = part.register_forward_pre_hook(note, with_kwargs=True)
-                    stack.callback(hook.remove)
+            for part in parts:
+                hook = part.register_forward_pre_hook(note, with_kwargs=True)
+                stack.callback(hook.remove)
             result = self.plain(model)(*args, **kwargs)
         found = [size for size in found if size is not None]
         sizes = [int(size) for size in batch.shape[:2]]
@@ -293,25 +280,20 @@ class RankedForward(modules.ForwardMethod, Ranked):
     def averaged(self, model):
         """Running statistics. The operation that updates them does not move their version."""
         kind = torch.nn.modules.batchnorm._NormBase
-        found = [
-            getattr(part, name)
-            for part in model.modules()
-            if isinstance(part, kind) and part.track_running_stats
-            for name in ("running_mean", "running_var")
-        ]
+        parts = [part for part in model.modules() if isinstance(part, kind)]
+        found = [tensor for part in parts for tensor in (part.running_mean, part.running_var)]
         return [tensor for tensor in found if tensor is not None and not is_lazy(tensor)]
 
-    def warn_of_means(self, model, differ):
+    def averaged_by_users(self, model):
         """Running statistics of torch's own are means."""
+        return []
 
     def verified(self, model):
-        return list(model.named_parameters())
-
-    def verified_state(self, model):
-        """Buffers; those that are not saved are the rank's own."""
+        """Parameters, and buffers; those that are not saved are the rank's own."""
         saved = model.state_dict()
-        return [
+        buffers = [
             (name, buffer)
             for name, buffer in model.named_buffers()
             if name in saved and buffer.layout is torch.strided and not buffer.is_quantized
         ]
+        return [(list(model.named_parameters()),), (buffers, _BUFFERS)]

@@ -128,11 +128,10 @@ class _Merge:
             return first.value.to(self.home)
         if isinstance(first, Total):
             return self.total(values)
-        flat = [tree.tree_flatten((value.args, value.kwargs)) for value in values]
-        if any(spec != flat[0][1] for _, spec in flat):
+        leaves, specs = zip(*[tree.tree_flatten((each.args, each.kwargs)) for each in values])
+        if any(spec != specs[0] for spec in specs):
             raise NotMergeable()
-        leaves = map(self.argument, zip(*[leaves for leaves, _ in flat]))
-        args, kwargs = tree.tree_unflatten(list(leaves), flat[0][1])
+        args, kwargs = tree.tree_unflatten(list(map(self.argument, zip(*leaves))), specs[0])
         if first.in_place:
             args = (args[0].clone(),) + tuple(args[1:])
         with torch.set_grad_enabled(first.grad and torch.is_grad_enabled()):

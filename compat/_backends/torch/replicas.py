@@ -4,7 +4,7 @@ A model runs there by a ``call`` (Keras) or a ``forward`` (torch) of its own: an
 instance that hides its class's method. It splits the batch, runs the class's method on each device
 with weights copied there, and puts together what the replicas made: results, losses, state. The
 copies belong to autograd's graph, so that all gradients reach the one set of weights.
-``keras_models`` and ``modules`` have the two kinds of models.
+``models`` has the two kinds of models.
 """
 
 import contextlib
@@ -12,20 +12,17 @@ import itertools
 
 import torch
 
-from ... import _rows, errors
+from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import batches, merging, trials
 from .calls import RowCount, tag, tag_of
-from .outcomes import Known, Outcome, evaluating, random_numbers
 from .reductions import NotMergeable
+from .trials import Known, Outcome, evaluating, is_users, random_numbers
 from .watch import Watch
 
 # How many arguments may turn out to have as many rows as the batch by chance.
 MOST_TRIED = 6
-
-# What torch.compile() makes of a model around a parallelized one stops at this.
-outside_of_graphs = torch.compiler.disable
 
 
 class ReplicatedMethod(patching.InstanceMethod):
@@ -38,10 +35,14 @@ class ReplicatedMethod(patching.InstanceMethod):
     Arguments with as many rows as the batch, the first tensor among them, are sliced; all else
     is passed whole. What becomes of the results is decided by how they were made: the first call
     of each kind is watched, see ``merging``.
+
+    Arguments:
+        belongs_to_step: whether a Keras model became replicated with the one whose steps call it.
     """
 
-    def __init__(self, devices):
+    def __init__(self, devices, belongs_to_step=False):
         super().__init__(devices)
+        self.belongs_to_step = belongs_to_step
         # By kind of call; None: it runs whole. Deep copies, of the same architecture, share it.
         self.known = {}
         self.choices = None  # where the rows may be: arguments of ``batches.layout``
@@ -49,24 +50,20 @@ class ReplicatedMethod(patching.InstanceMethod):
         self.warned = False  # that it runs whole
         self.tried = {}  # functions without a rule, by the kind of call
 
-    def most_replicas(self, model, rows):
-        """How many replicas a batch of so many rows can be split over."""
-        return len(self.devices)
-
-    @outside_of_graphs
+    @torch.compiler.disable  # what it makes of a model around a parallelized one stops here
     def __call__(self, model, *args, **kwargs):
         if split_rows.runs_undivided():
             return self.plain(model)(*args, **kwargs)
         self.names = self.names or batches.names_of(self.plain(model))
         arguments = batches.DividedArguments(self.names, args, kwargs, self.converter(model))
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
-        if tensor is not None and self.is_only_traced(model, tensor):
+        if self.is_only_traced(model, tensor):
             return self.plain(model)(*args, **kwargs)
         layouts = self.layouts(model, arguments)
         if not layouts:
-            if any(_is_unknown(leaf) for leaf in arguments.leaves):
+            if not all(isinstance(leaf, batches.PLAIN) for leaf in arguments.leaves):
                 warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
-            return self.plainly(model, arguments, arguments.leaves)
+            return self.plain(model)(*args, **kwargs)
         kinds = {(model.training, arguments.key, each.cuts): each for each in layouts}
         kind = self.known_kind(kinds)
         known, rows = self.known.get(kind), layouts[0].rows
@@ -78,10 +75,8 @@ class ReplicatedMethod(patching.InstanceMethod):
         try:
             if known is None:
                 return self.first_call(model, arguments, untried)
-            return self.later_call(model, arguments, kinds[kind], known)
-        except Exception as error:
-            if not _is_the_models(error):
-                raise
+            return self.computed(model, arguments, kinds[kind], known)
+        except NotMergeable as error:
             numbers.close()
             result = self.whole(model, arguments, rows, error if rows > 1 else None)
             self.known.update(dict.fromkeys(untried if known is None else [kind]))
@@ -103,31 +98,25 @@ class ReplicatedMethod(patching.InstanceMethod):
         """
         home = self.home(model, arguments)
         leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
-        with split_rows.undivided():
-            result = self.plainly(model, arguments, leaves)
+        with split_rows.undivided(), arguments.given(leaves) as (args, kwargs, own):
+            result = self.plain(model)(*args, **kwargs)
+            found, unflatten, _ = batches.flatten((args, kwargs))
+        unflatten([untagged(own(leaf)) for leaf in found])  # it may change the caller's containers
         work.count(self.devices, work.undivided(self.devices, rows), torch.is_grad_enabled())
         if error is not None and not self.warned:
             self.warned = True
-            across = getattr(error, "across", None) or _rows.Across(None, why="fails")
-            _rows.runs_whole(self.name_of(model), across, self.devices[0], "The model")
+            name = type(model).__name__ if _keras.keras_of(model) is None else model.name
+            _rows.runs_whole(name, error.across, self.devices[0], "The model")
         return result
 
-    def plainly(self, model, arguments, leaves):
-        """Run the class's method, which may change the caller's containers."""
-        with arguments.given(leaves) as (args, kwargs, given):
-            result = self.plain(model)(*args, **kwargs)
-            found, unflatten, _ = batches.flatten(given.changed())
-        unflatten([untagged(given.own(leaf)) for leaf in found])
-        return result
-
-    def later_call(self, model, arguments, layout, known):
-        watched = known.watch
+    def computed(self, model, arguments, layout, known):
+        """What the replicas compute, put together; where it is not what is known it is watched."""
         layout, state = layout._replace(cuts=known.cuts), self.state(model)
-        outcomes = self.run(model, state, arguments, layout, watched)
-        if not watched and not known.fit(outcomes, layout.rows):
-            watched, state = True, self.state(model)
-            outcomes = self.run(model, state, arguments, layout, watched)
-        return self.merge(model, state, arguments, layout, known, outcomes, watched)
+        outcomes = self.run(model, state, arguments, layout, known.watch)
+        if known.watch or known.fit(outcomes, layout.rows):
+            return self.merge(model, state, arguments, layout, known, outcomes)
+        known.watch = True
+        return self.computed(model, arguments, layout, known)
 
     def first_call(self, model, arguments, layouts):
         """Watch a call of a new kind, and hold what it shows against a trial.
@@ -141,16 +130,12 @@ class ReplicatedMethod(patching.InstanceMethod):
             others = [number for number, cut in enumerate(layout.cuts) if cut is not None][1:]
             for whole in [None] + others[:MOST_TRIED]:
                 cuts = [None if place == whole else cut for place, cut in enumerate(layout.cuts)]
-                known, state = Known(tuple(cuts)), self.state(model)
-                tried = layout._replace(cuts=known.cuts)
-                known.trial = self.trial(model, arguments, tried)
+                known = Known(tuple(cuts))
+                known.trial = self.trial(model, arguments, layout._replace(cuts=known.cuts))
                 try:
-                    known.trial.compute_all()  # first: three rows tell more of what has no rule
-                    outcomes = self.run(model, state, arguments, tried, True)
-                    result = self.merge(model, state, arguments, tried, known, outcomes, True)
-                except Exception as error:
-                    if not _is_the_models(error):
-                        raise
+                    known.trial.outcomes()  # first: three rows tell more of what has no rule
+                    result = self.computed(model, arguments, layout, known)
+                except NotMergeable as error:
                     if len(layouts) == 1 or known.trial.finds_sequences():
                         failed.append(error)
                 else:
@@ -160,22 +145,22 @@ class ReplicatedMethod(patching.InstanceMethod):
 
     def layouts(self, model, arguments):
         """How the arguments may be cut, the likeliest first."""
-        self.choices = self.choices or self.choices_for(model)
+        first = arguments.leaves[0] if arguments.leaves else None
+        if batches.declared(model) is not None and isinstance(first, torch.Tensor):
+            if first.dim() == 2 and first.is_floating_point():
+                warn_not_divided(model, "a sequence without a batch")
+                return []
+        self.choices = self.choices or batches.choices(model)
         found = [batches.layout(arguments, *choice) for choice in self.choices]
         return [layout for layout in found if layout is not None]
-
-    def choices_for(self, model):
-        return [(0,)]
-
-    def name_of(self, model):
-        return type(model).__name__
 
     # Running ----------------------------------------------------------------------------------
 
     def run(self, model, state, arguments, layout, watched):
         """The outcome of each replica."""
         outcomes = []
-        count = min(len(self.devices), self.most_replicas(model, layout.rows))
+        most = max(1, layout.rows // 2) if _is_normalising(model) else len(self.devices)
+        count = min(len(self.devices), most)
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
@@ -200,31 +185,34 @@ class ReplicatedMethod(patching.InstanceMethod):
                 tag(leaf if isinstance(leaf, torch.Tensor) else leaf.data, where)
             leaves.append(leaf)
         watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
-        with arguments.given(leaves) as (args, kwargs, given):
+        with arguments.given(leaves) as (args, kwargs, own):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
             with split_rows.undivided(), eager:
                 try:
-                    result, losses, values, buffers = state.run(
-                        self.plain(model), device, copy, args, kwargs, watch
-                    )
-                except BaseException as error:
+                    plain = self.plain(model)
+                    result, values, buffers = state.run(plain, device, copy, args, kwargs, watch)
+                except (NotMergeable, torch.cuda.OutOfMemoryError):
+                    raise
+                except Exception as error:
+                    across = getattr(error, "across", None) or _rows.Across(None, why="fails")
+                    raise NotMergeable(across) from error
+                finally:
                     if watched:
                         watch.paused = True  # an interruption may have kept it from saying so
-                    error.of_a_part = True  # not of compat's own
-                    raise
-            outcome = Outcome(len(rows), (result, given.changed()), losses, values, buffers, watch)
+            results = (result, args, kwargs) if arguments.contents else (result,)
+            outcome = Outcome(len(rows), results, values, buffers, watch)
             # What is the replica's own becomes what it is of the whole batch.
             for key, value in outcome.values.items():
                 if isinstance(value, torch.Tensor):
-                    outcome.values[key] = given.own(value)
+                    outcome.values[key] = own(value)
                 elif isinstance(value, torch.device) and value == device:
                     outcome.values[key] = self.home(model, arguments)
         return outcome
 
     # Putting together -------------------------------------------------------------------------
 
-    def merge(self, model, state, arguments, layout, known, outcomes, watched):
+    def merge(self, model, state, arguments, layout, known, outcomes):
         """Set state and losses, and return the result."""
         all_sizes = split_rows.sizes(layout.rows, len(outcomes))
         counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
@@ -232,18 +220,13 @@ class ReplicatedMethod(patching.InstanceMethod):
         if any(list(outcome.values) != list(first.values) for outcome in counted):
             raise NotMergeable()
         home = self.home(model, arguments)
-        if watched:
+        if known.watch:
             self.decide(model, state, arguments, layout, known, counted, sizes, home)
         merged = {}
         for key in first.values:
             rule = known.rules[key]
             if rule.kind != "unchanged":
                 values = [outcome.values[key] for outcome in counted]
-                if rule.kind == "rows" and rule.copies == 1:
-                    # Of a replica without rows of its own none: it gets gradients, 0, too.
-                    none = _rows.Sharded(rule.dim), range(0)
-                    values = [outcome.values[key] for outcome in outcomes]
-                    values = [v if n else _on(home, *none, v) for v, n in zip(values, all_sizes)]
                 with torch.set_grad_enabled(torch.is_grad_enabled() and key[0] != "state"):
                     merged[key] = rule.merged(values, sizes, home, state.before.get(key))
         for key in first.numbers:
@@ -287,11 +270,9 @@ class ReplicatedMethod(patching.InstanceMethod):
         numbers tell whether that matters.
         """
         watches = [outcome.watch for outcome in outcomes]
-        doubtful, lines, chosen = [], [], False
-        for watch in watches:
-            known.comparisons |= watch.comparisons
-            if watch.by_count is not None and layout.rows not in known.totals:
-                doubtful.append(watch.by_count)
+        known.comparisons.update(*[watch.comparisons for watch in watches])
+        by_count = [watch.by_count for watch in watches if watch.by_count is not None]
+        doubtful, lines, chosen = [] if layout.rows in known.totals else by_count, [], False
         for escapes in itertools.zip_longest(*[watch.escapes for watch in watches]):
             first = next(escape for escape in escapes if escape is not None)
             if str(first.across) not in known.harmless:
@@ -318,8 +299,8 @@ class ReplicatedMethod(patching.InstanceMethod):
 
         def compute(rows, gradients=False):
             """What these rows give, without dropout, and without a trace."""
-            state = self.state(model)
-            with random_numbers(), torch.set_grad_enabled(gradients), evaluating(model):
+            state, torchs = self.state(model), itertools.filterfalse(is_users, model.modules())
+            with random_numbers(), torch.set_grad_enabled(gradients), evaluating(torchs):
                 return self.replica(
                     model, state, arguments, layout, home, rows, True, True, probing=True
                 )
@@ -327,15 +308,10 @@ class ReplicatedMethod(patching.InstanceMethod):
         return trials.PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
 
 
-def _is_the_models(error):
-    """Whether parts of a batch are at fault, as far as an error tells."""
-    of_a_part = getattr(error, "of_a_part", False) or isinstance(error, NotMergeable)
-    return of_a_part and not isinstance(error, torch.cuda.OutOfMemoryError)
-
-
-def _is_unknown(leaf):
-    """Whether this may hold tensors that cannot be seen."""
-    return not isinstance(leaf, (torch.Tensor, int, float, str, type(None), torch.dtype))
+def _is_normalising(model):
+    """Whether it has batch normalization of torch's in training, which refuses a single row."""
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    return any(isinstance(part, kind) and part.training for part in model.modules())
 
 
 def warn_not_divided(model, given):

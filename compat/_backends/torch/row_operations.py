@@ -354,7 +354,7 @@ def gather(call):
 
 @line("scatter scatter_add scatter_reduce")
 def scattered(call):
-    """Each row into itself; over the rows see ``watch``."""
+    """Each row into itself."""
     value, dim = call.value(call.first), call.get(1, "dim") % max(call.first.dim(), 1)
     if value.axis is None or value.axis == dim:
         return Mixed()

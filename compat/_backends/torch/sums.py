@@ -53,7 +53,7 @@ class Sums:
             self._send()
 
     def complete(self, header, values):
-        """Sum up the header and all values; afterwards ``mean`` and ``means_into`` have the means.
+        """Sum up the header and all values; afterwards ``mean`` and ``mean_into`` have the means.
 
         Arguments:
             values: by the ids of the tensors, each with its weight; zeros in the place of what is
@@ -80,9 +80,8 @@ class Sums:
                 for slot in bucket.slots:
                     slot.write(*values.get(slot.key, ABSENT))
                 self.engine.end_sum(self.engine.begin_sum(bucket.flat))
-        self.sent = 0
-        for bucket in self.buckets:
             bucket.clear()
+        self.sent = 0
         return any(early)
 
     def _send(self):
@@ -105,10 +104,9 @@ class Sums:
         mean = torch.view_as_complex(mean) if tensor.is_complex() else mean
         return mean.to(tensor.dtype)
 
-    def means_into(self, tensors, results):
-        """Write the means of some tensors into others that are there."""
-        for tensor, result in zip(tensors, results):
-            torch.mul(self.slots[id(tensor)].view, self.factor, out=_real(result))
+    def mean_into(self, tensor, result):
+        """Write the mean into a tensor that is there."""
+        torch.mul(self.slots[id(tensor)].view, self.factor, out=_real(result))
 
 
 #: What is held of a tensor that has no value, and its weight.

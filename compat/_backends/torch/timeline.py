@@ -1,62 +1,69 @@
 """What each device executes, and when: from torch's profiler."""
 
-import contextlib
+import collections
+
+import torch
 
 from ... import errors
-from ..._runtime.operation_times import Operation
+from ..._runtime.operation_times import Operation, converted
 
 _REPLICA = "replica on "
-GRADIENT = "autograd::engine::evaluate_function: "
+_GRADIENT = "autograd::engine::evaluate_function: "
+# What a layer computes with, and what autograd computes its gradient with.
+PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::convolution", "aten::embedding")
+GRADIENTS = PRODUCTS + ("aten::convolution_backward", "aten::embedding_dense_backward")
 
 
-@contextlib.contextmanager
 def profiled(devices):
     """What ``Torch.profiled()`` returns, for the configured devices."""
-    import torch
-
     if torch.autograd._profiler_enabled():  # another one would end it, silently
         raise errors.profiler_runs("torch")
-    operations = []  # type: list
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if devices[0].startswith("cuda"):
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    profile = torch.profiler.profile(activities=activities)
-    profile.start()
-    try:
-        yield operations
-        if devices[0].startswith("cuda"):
-            torch.cuda.synchronize()
-    finally:
-        profile.stop()
-        events = profile.events()
-        if devices[0].startswith("cuda"):
-            cuda = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
-            operations += [_operation(f"cuda:{e.device_index}", e) for e in cuda]
-        elif len(devices) == 1:
-            operations += [_operation(devices[0], e) for e in events if e.cpu_parent is None]
-        else:
-            operations += _of_replicas(events)
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if devices[0].startswith("cuda") else [kinds.CPU]
+    recording = torch.profiler.profile(activities=activities)
+    return converted(recording, lambda profile: _executed(profile.events(), devices))
 
 
-def _operation(device, event, name=None):
-    time = event.time_range
-    return Operation(device, name or event.name, time.start, time.end - time.start)
-
-
-def _of_replicas(events):
+def _executed(events, devices):
     """On simulated devices: what replicas call, and the steps of the backward pass through that."""
+    owners = _owners(events)
     for event in events:
-        device = replica(event)
-        if device is not None and event.cpu_parent.name.startswith(_REPLICA):
-            yield _operation(device, event)
-    devices = owners(events)
-    for event in events:
-        if event.name.startswith(GRADIENT) and event.sequence_nr in devices:
-            name = "gradient of " + event.name[len(GRADIENT) :]
-            yield _operation(devices[event.sequence_nr], event, name)
+        name, caller, device = event.name, event.cpu_parent, None
+        if devices[0].startswith("cuda"):
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                device = f"cuda:{event.device_index}"
+        elif len(devices) == 1:
+            device = devices[0] if caller is None else None
+        elif name.startswith(_GRADIENT):
+            name, device = "gradient of " + name[len(_GRADIENT) :], owners.get(event.sequence_nr)
+        elif caller is not None and caller.name.startswith(_REPLICA):
+            device = replica(event)
+        if device is not None:
+            time = event.time_range
+            yield Operation(device, name, time.start, time.end - time.start)
 
 
-def owners(events):
+def products(step):
+    """For each replica, how many layers' products ``step()`` computed, and how many gradients.
+
+    A product is called by its replica's forward pass, and the gradient that autograd computes has
+    its operation's sequence number.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    events = profile.events()
+    owners, placed = _owners(events), collections.defaultdict(lambda: [0, 0])
+    for event in events:
+        # A convolution calls its own implementation.
+        if event.name in PRODUCTS and _within(event.cpu_parent, PRODUCTS) is None:
+            placed[replica(event)][0] += 1
+        gradient = _within(event, _GRADIENT) if event.name in GRADIENTS else None
+        if gradient is not None:
+            placed[owners.get(gradient.sequence_nr)][1] += 1
+    return {device: tuple(counts) for device, counts in placed.items() if device is not None}
+
+
+def _owners(events):
     """The device of the replica that called an operation, by the number its gradient has, too."""
     pairs = ((event.sequence_nr, replica(event)) for event in events)
     return {number: device for number, device in pairs if number >= 0 and device is not None}
@@ -64,7 +71,12 @@ def owners(events):
 
 def replica(event):
     """The device of the replica that an operation belongs to; None: of none."""
-    parent = event.cpu_parent
-    while parent is not None and not parent.name.startswith(_REPLICA):
-        parent = parent.cpu_parent
+    parent = _within(event.cpu_parent, _REPLICA)
     return None if parent is None else parent.name[len(_REPLICA) :]
+
+
+def _within(event, names):
+    """The innermost operation around this one, or itself, whose name begins so, or None."""
+    while event is not None and not event.name.startswith(names):
+        event = event.cpu_parent
+    return event

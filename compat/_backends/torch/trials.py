@@ -1,17 +1,103 @@
-"""Models and functions are asked: some rows of a batch together, against the same rows in parts."""
+"""What replicas made, and what a trial shows: some rows together, against the same in parts."""
 
+import contextlib
 import math
+import random
 
+import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ... import _rows
-from . import calls
+from . import batches, calls
 from .calls import RowCount, is_sharded, tag_of
 from .reductions import NotMergeable, is_number
-from .tensors import to_numpy
+
+# What computes without a trace ------------------------------------------------------------------
+
+
+def generators():
+    """torch's own generators of random numbers, by device; those of GPUs once CUDA has started."""
+    found = {f"cuda:{index}": each for index, each in enumerate(torch.cuda.default_generators)}
+    return dict(found, cpu=torch.default_generator)
+
+
+def random_numbers():
+    """A context after which the random numbers that a model may draw are those from now on."""
+    afterwards = contextlib.ExitStack()
+    for generator in generators().values():
+        afterwards.callback(generator.set_state, generator.get_state())
+    afterwards.callback(random.setstate, random.getstate())
+    afterwards.callback(np.random.set_state, np.random.get_state())
+    return afterwards
+
+
+def evaluating(parts):
+    """A context in which modules drop nothing and normalise with their averages."""
+    afterwards = contextlib.ExitStack()
+    for part in parts:
+        if part.training:
+            part.training = False
+            afterwards.callback(setattr, part, "training", True)
+    return afterwards
+
+
+def is_users(module):
+    """Whether torch has not made a module: the forward of such may set anything."""
+    return not type(module).__module__.startswith("torch.nn")
+
 
 # Models -----------------------------------------------------------------------------------------
+
+
+class Outcome:
+    """What one replica made.
+
+    Attributes:
+        rows: how many rows it computed.
+        values: by key, each value of the result, each loss, each state, each attribute.
+        unflatten, described: how the result is nested.
+        given: by key, state as the replica was given it.
+        numbers: those that were taken from a tensor, which stands in for them.
+        watch: the ``Watch`` that saw it, or None.
+    """
+
+    def __init__(self, rows, result, state, given, watch):
+        self.rows, self.given, self.watch = rows, given, watch
+        leaves, self.unflatten, self.described = batches.flatten(result)
+        self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
+        self.values.update(state)
+        items = {} if watch is None else watch.items
+        floats = [key for key, value in self.values.items() if isinstance(value, float)]
+        self.numbers = {key for key in floats if id(self.values[key]) in items}
+        self.values.update((key, items[id(self.values[key])][1]) for key in self.numbers)
+
+
+class Known:
+    """What one kind of call has shown: a rule for each value, once it was watched."""
+
+    def __init__(self, cuts):
+        self.cuts = cuts  # of a ``batches.Layout``, without those of what has the size by chance
+        self.rules = {}
+        self.described = None
+        self.watch = True
+        self.trial = None  # on the first call
+        self.gradients = False  # whether that call had some
+        self.comparisons = set()  # of numbers of rows with others, by which Python chose its way
+        self.totals = set()  # numbers of rows for which its choices are harmless
+        self.harmless = set()  # lines that choose by totals, and give the same whatever they choose
+
+    def fit(self, outcomes, total):
+        """Whether the rules are those for what was not watched."""
+        sizes = [outcome.rows for outcome in outcomes]
+        differ = any(calls.differs(*each, sizes, total) for each in self.comparisons)
+        return (total in self.totals or not differ) and all(map(self.fits, outcomes))
+
+    def fits(self, outcome):
+        return outcome.described == self.described and all(
+            key in self.rules and self.rules[key].fits(value, outcome.rows, outcome.given.get(key))
+            for key, value in outcome.values.items()
+        )
 
 
 class PartsTrial:
@@ -28,14 +114,10 @@ class PartsTrial:
         self.all_rows = [row for part in parts for row in part]
         self._outcomes = None
 
-    def compute_all(self):
-        self._outcomes = [self.compute(rows) for rows in [self.all_rows] + self.parts]
-
-    @property
     def outcomes(self):
         """That of all rows, and those of the parts."""
         if self._outcomes is None:
-            self.compute_all()
+            self._outcomes = [self.compute(rows) for rows in [self.all_rows] + self.parts]
         return self._outcomes
 
     def finds_sequences(self):
@@ -44,14 +126,13 @@ class PartsTrial:
 
     def values(self, key):
         """The parts' values and that of all rows; None where there are none."""
-        found = [outcome.values[key] for outcome in self.outcomes if key in outcome.values]
-        return (found[1:], found[0]) if len(found) == len(self.outcomes) else None
+        found = [each.values[key] for each in self.outcomes() if key in each.values]
+        return (found[1:], found[0]) if len(found) == len(self.outcomes()) else None
 
     def is_random(self):
         """Whether the same rows give something else each time."""
-        whole, again = self.outcomes[0].values, self.compute(self.all_rows).values
-        same = list(whole) == list(again) and all(close(whole[key], again[key]) for key in whole)
-        return not same
+        whole, again = self.outcomes()[0].values, self.compute(self.all_rows).values
+        return list(whole) != list(again) or not all(close(whole[k], again[k]) for k in whole)
 
 
 def prove(trial, rules, before, home):
@@ -71,14 +152,14 @@ def prove(trial, rules, before, home):
             raise NotMergeable()
         if not fits(rule, values, trial.sizes, home, before.get(key)):
             raise NotMergeable(_rows.Across(None, why="unknown" if trial.is_random() else "tried"))
-    if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes}) > 1:
+    if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes()}) > 1:
         raise NotMergeable()
 
 
 def fits(rule, values, sizes, home, before):
     """Whether the parts of a trial make up the whole by this rule."""
     parts, whole = values
-    if rule.kind in ("unchanged", "packed"):
+    if rule.kind == "unchanged":
         return True
     if rule.kind == "first" and not all(close(part, parts[0]) for part in parts):
         return False
@@ -100,7 +181,7 @@ def close(value, other):
         finite = other[torch.isfinite(other)].abs()
         scale = finite.max().clamp(min=1e-30) if finite.numel() else 1.0
         value, other = [(tensor / scale).half() for tensor in (value, other)]
-    return _rows.trial.close(*[to_numpy(tensor.to_dense()) for tensor in (value, other)])
+    return _rows.trial.close(*[batches.to_numpy(tensor.to_dense()) for tensor in (value, other)])
 
 
 # Gradients of the user's own: autograd functions, and hooks on what comes back -------------------
@@ -167,7 +248,7 @@ def prove_gradients(trial, rules, before, home, sources, across):
                 torch.autograd.grad(v, sources, upstream, allow_unused=True, materialize_grads=True)
                 for v in zip(*pairs)
             ]
-    except (KeyError, RuntimeError, TypeError) as error:
+    except (KeyError, RuntimeError, TypeError, NotMergeable) as error:
         raise NotMergeable(across) from error
     if not all(map(close, *gradients)):
         raise NotMergeable(across)
@@ -188,7 +269,7 @@ def try_function(call):
             return some_rows(value, tag_of(value), call.rows, rows) if is_sharded(value) else value
 
         args, kwargs = call.mapped(cut)
-        return [to_numpy(tensor) for tensor in calls.tensors_in([call.func(*args, **kwargs)])]
+        return list(map(batches.to_numpy, calls.tensors_in([call.func(*args, **kwargs)])))
 
     if call.rows < 2:
         return None
@@ -214,13 +295,3 @@ def some_rows(value, placement, count, rows):
     split = value.unflatten(axis, (copies, count, value.shape[axis] // (copies * count)))
     picked = split.index_select(axis + 1, torch.tensor(rows, device=value.device))
     return picked.flatten(axis, axis + 2)
-
-
-def described(value):
-    """What tells one kind of call from another."""
-    if not isinstance(value, torch.Tensor):
-        return "rows" if isinstance(value, RowCount) else repr(value)
-    shape, placement = list(value.shape), tag_of(value)
-    if isinstance(placement, _rows.Sharded):
-        shape[placement.axis] = None
-    return value.dtype, shape, placement

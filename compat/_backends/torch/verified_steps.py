@@ -6,33 +6,17 @@ and the gradients of its parameters for a random gradient of its results.
 
 import contextlib
 
+import numpy as np
 import torch
 
 from ... import _keras, _verification
 from ..._rows import split_rows
 from ..._verification import keras_steps, reachable
-from . import batches, modules, op_placement, replicas
-from .calls import tensors_in
-from .tensors import to_numpy
+from . import batches, models, timeline, trials
+from .batches import tensors_in, to_numpy
+from .ranks import RankedKerasCall
 
 _RANDOM = "random numbers of "
-
-
-def _random_numbers():
-    """Where torch's own random numbers are, by label."""
-    found = {_RANDOM + "cpu": torch.get_rng_state().numpy()}
-    if torch.cuda.is_available():
-        for place, state in enumerate(torch.cuda.get_rng_state_all()):
-            found[_RANDOM + f"cuda:{place}"] = state.numpy()
-    return found
-
-
-def _set_random_numbers(values):
-    for label, value in values.items():
-        if label == _RANDOM + "cpu":
-            torch.set_rng_state(torch.from_numpy(value))
-        elif label.startswith(_RANDOM):
-            torch.cuda.set_rng_state(torch.from_numpy(value), label[len(_RANDOM) :])
 
 
 class VerifiedTorchStep(keras_steps.Verified):
@@ -44,8 +28,15 @@ class VerifiedTorchStep(keras_steps.Verified):
         optimizers = keras_steps.optimizers(model) if self.kind == "train" else ()
         return model.built and all(optimizer.built for optimizer in optimizers)
 
+    def verified(self, model):
+        """In ranks that of a training step; others stay as they are."""
+        if self.verification.ranks and self.kind != "train":
+            return getattr(model, keras_steps.FUNCTIONS[self.kind])
+        return super().verified(model)
+
     def step(self, function, args):
-        return TorchStep(self, function, args[0])
+        kind = _RankedStep if self.verification.ranks else TorchStep
+        return kind(self, function, args[0])
 
 
 class _RandomStep(_verification.Step):
@@ -61,11 +52,14 @@ class _RandomStep(_verification.Step):
         torch.set_grad_enabled(self.differentiated)
 
     def read(self):
-        return dict(super().read(), **_random_numbers())
+        states = {_RANDOM + name: each.get_state() for name, each in trials.generators().items()}
+        return dict(super().read(), **{label: state.numpy() for label, state in states.items()})
 
     def write(self, values):
         super().write(values)
-        _set_random_numbers(values)
+        for name, generator in trials.generators().items():
+            if _RANDOM + name in values:
+                generator.set_state(torch.from_numpy(values[_RANDOM + name]))
 
     def is_random(self, label):
         return label.startswith(_RANDOM) or super().is_random(label)
@@ -77,15 +71,64 @@ class TorchStep(_RandomStep, keras_steps.KerasStep):
         self.batches = batches
 
     def as_array(self, value):
-        convert = _keras.keras_of(self.model).ops.convert_to_numpy
-        return convert(value.detach() if hasattr(value, "detach") else value)
+        return _keras.keras_of(self.model).ops.convert_to_numpy(value)
 
     def operations(self):
-        return op_placement.products(lambda: self.function.made(self.batches))
+        return timeline.products(lambda: self.function.made(self.batches))
 
     def infer(self, inputs):
         with torch.no_grad():
             return super().infer(inputs)
+
+
+class _RankedStep(TorchStep):
+    """The ranks' batches are put together, and each rank does the step of all their rows by itself.
+
+    From the same state. The results of one rank's rows, such as its metrics, are not compared.
+    """
+
+    def __init__(self, method, function, batches):
+        super().__init__(method, function, batches)
+        self.ranked = RankedKerasCall.of(self.model)
+        self.ranked.start(self.model)  # rank 0's weights, from which the step begins
+        self.own, tree = batches, _keras.keras_of(self.model).tree
+        first = next(leaf for leaf in tree.flatten(batches) if np.ndim(leaf))
+        sizes = self.ranked.engine.gather([len(first)])
+        start = sum(size for (size,) in sizes[: self.ranked.engine.place.rank])
+        self.rows = slice(start, start + len(first))
+        self.batches = tree.map_structure(self.of_all_ranks, batches)
+
+    def of_all_ranks(self, leaf):
+        if not np.ndim(leaf):
+            return leaf
+        tensor = torch.as_tensor(leaf)
+        whole = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+        return self.ranked.engine.concatenate(whole).to(tensor.dtype)
+
+    def on_one_device(self):
+        with self.ranked.alone():
+            return super().on_one_device()
+
+    def on_all_devices(self):
+        return self.function.made(self.own), {}
+
+    def is_random(self, label):
+        own = label.startswith(("the loss", "metric "))
+        return own or super().is_random(label)
+
+    def outputs(self, undivided):
+        """Those of this rank's rows, computed alone or among all rows."""
+        given, self.batches = self.batches, self.batches if undivided else self.own
+        try:
+            with self.ranked.alone():
+                found = super().outputs(True)
+        finally:
+            self.batches = given
+        own = self.rows if undivided else slice(None)
+        return found and {k: v[own] for k, v in found.items() if "output:" not in k}
+
+    def operations(self):
+        return {}
 
 
 # torch ----------------------------------------------------------------------------------------
@@ -99,22 +142,14 @@ def _outputs(result):
     return _verification.numbered(map(_array, tensors_in(result)))
 
 
-class VerifiedModuleForward(modules.ForwardMethod):
+class VerifiedModuleForward(models.ForwardMethod):
     """The ``forward`` of a torch module, whose first calls are verified."""
 
     def __init__(self, verification):
         super().__init__([])
         self.verification = verification
 
-    @classmethod
-    def install_on(cls, module, verification):
-        present = cls.of(module)
-        if present is not None:
-            present.remove(module)
-        if verification is not None:
-            cls(verification).install(module)
-
-    @replicas.outside_of_graphs
+    @torch.compiler.disable
     def __call__(self, module, *args, **kwargs):
         kind = "train" if module.training and torch.is_grad_enabled() else "predict"
         forward = self.plain(module)
@@ -133,10 +168,8 @@ class _StepOfModule(_verification.Step):
     """What changes a module's parameters and buffers."""
 
     def _labelled(self):
-        for name, parameter in self.module.named_parameters():
-            yield "weight " + name, parameter
-        for name, buffer in self.module.named_buffers():
-            yield "state " + name, buffer
+        weights = [("weight " + name, value) for name, value in self.module.named_parameters()]
+        return weights + [("state " + name, value) for name, value in self.module.named_buffers()]
 
     def read(self):
         return {label: _array(tensor) for label, tensor in self._labelled()}
@@ -159,7 +192,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.kwargs = kwargs
         self.arguments = was = batches.DividedArguments([], args, kwargs)
         self.leaves = [was.copied(leaf, leaf) for leaf in was.leaves]
-        self.hooks = modules.Hooks(module)
+        self.put_hooks_back = models.hooks_of(module)
         self.dtype = ""
         self.note_types(module.parameters())
 
@@ -182,10 +215,10 @@ class _ModuleCall(_RandomStep, _StepOfModule):
     def give_up(self, values):
         super().give_up(values)
         self.arguments.restore()
-        self.hooks.put_back()
+        self.put_hooks_back()
 
     def attributes(self):
-        own = filter(modules._is_own, self.module.modules())
+        own = filter(trials.is_users, self.module.modules())
         return reachable.Attributes(own, lambda name, value: True)
 
     def on_one_device(self):
@@ -199,15 +232,15 @@ class _ModuleCall(_RandomStep, _StepOfModule):
     def _without_a_trace(self):
         """Within, arguments and hooks as they were: the call may have changed a cache, say."""
         now, was = batches.DividedArguments([], self.args, self.kwargs), self.arguments
-        hooks = modules.Hooks(self.module)
-        self.hooks.put_back()
+        put_hooks_back = models.hooks_of(self.module)
+        self.put_hooks_back()
         leaves = [was.copied(leaf, kept) for leaf, kept in zip(was.leaves, self.leaves)]
         try:
             with was.given(leaves) as (args, kwargs, _):
                 yield args, kwargs
         finally:
             now.restore()
-            hooks.put_back()
+            put_hooks_back()
 
     def on_all_devices(self):
         result = self.forward(*self.args, **self.kwargs)
@@ -217,37 +250,27 @@ class _ModuleCall(_RandomStep, _StepOfModule):
     def _named(self, result):
         """Results and gradients by label; autograd's graph is left to the caller."""
         named = _outputs(result)
-        for name, gradient in self._gradients(result):
-            named["gradient of " + name] = _array(gradient)
-        return named
-
-    def _gradients(self, result):
         results = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
-        if not (self.differentiated and results and parameters):
-            return []
-        random = torch.Generator().manual_seed(0)
-        upstream = [torch.randn(t.shape, generator=random).to(t.device, t.dtype) for t in results]
-        gradients = torch.autograd.grad(
-            results, list(parameters.values()), upstream, retain_graph=True, allow_unused=True
-        )
-        pairs = zip(parameters, gradients)
-        return [(name, gradient.to_dense()) for name, gradient in pairs if gradient is not None]
+        if self.differentiated and results and parameters:
+            random = torch.Generator().manual_seed(0)
+            upstream = [torch.randn(t.shape, generator=random).to(t) for t in results]
+            found = torch.autograd.grad(
+                results, list(parameters.values()), upstream, retain_graph=True, allow_unused=True
+            )
+            pairs = [(n, g.to_dense()) for n, g in zip(parameters, found) if g is not None]
+            named.update(("gradient of " + name, _array(gradient)) for name, gradient in pairs)
+        return named
 
     def operations(self):
         def step():
             with self._without_a_trace() as (args, kwargs):
                 self._named(self.forward(*args, **kwargs))
 
-        return op_placement.products(step)
+        return timeline.products(step)
 
     def outputs(self, undivided):
-        modes = [(part, part.training) for part in self.module.modules()]
-        self.module.eval()
-        try:
-            with split_rows.undivided() if undivided else contextlib.ExitStack():
-                with torch.no_grad(), self._without_a_trace() as (args, kwargs):
-                    return _outputs(self.forward(*args, **kwargs))
-        finally:
-            for part, training in modes:
-                part.training = training
+        alone = split_rows.undivided() if undivided else contextlib.ExitStack()
+        with alone, torch.no_grad(), trials.evaluating(self.module.modules()):
+            with self._without_a_trace() as (args, kwargs):
+                return _outputs(self.forward(*args, **kwargs))

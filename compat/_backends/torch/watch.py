@@ -7,27 +7,21 @@ import re
 import torch
 
 from ... import _rows
-from . import calls, row_operations, where
+from . import calls, row_operations
 from .calls import Call, RowCount, is_sharded, tag, tag_of
 from .reductions import EXPRESSIONS, ComputedTotal, Constant, Escape, Total
-from .trials import described, try_function
+from .trials import try_function
 
 # Kinds of torch's functions, by their names.
-DROPOUTS = (
-    "dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout",
-    "feature_dropout", "native_dropout", "rrelu", "rrelu_",
-)  # fmt: skip
+DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout|rrelu")
 RANDOM = re.compile(
-    "(rand|dropout|bernoulli|normal_?$|uniform_|multinomial|exponential_|rrelu|poisson$)"
+    DROPOUT.pattern + "|rand|bernoulli|normal_?$|uniform_|multinomial|exponential_|poisson$"
 )
-SORTING = ("index_add", "scatter_add", "scatter_reduce", "index_reduce")
 #: What is known of a tensor without a look at its values.
 METADATA = frozenset(
-    "dim ndimension stride element_size storage_offset data_ptr untyped_storage storage type "
-    "get_device result_type can_cast dim_order register_hook retain_grad __hash__ names backward "
-    "__dir__ set_ share_memory_ record_stream broadcast_shapes has_names _nnz sparse_dim dense_dim "
-    "register_post_accumulate_grad_hook __repr__ __format__ __reduce_ex__ __deepcopy__ "
-    "__setstate__ get_default_dtype promote_types __get__ __set__ __delete__".split()
+    "dim ndimension stride element_size storage_offset data_ptr untyped_storage storage get_device "
+    "dim_order register_hook register_post_accumulate_grad_hook names has_names _nnz sparse_dim "
+    "dense_dim __hash__ __dir__ __reduce_ex__ __get__".split()
 ) | {name for name, kind in vars(torch._C.TensorBase).items() if inspect.isgetsetdescriptor(kind)}
 #: What may be given a number of rows that ``len()`` has told.
 GROWING = row_operations.MADE + ("expand", "repeat", "tile", "broadcast_to")
@@ -36,11 +30,6 @@ COUNTING = GROWING + ("__getitem__", "arange")
 CLASS_LOSSES = ("cross_entropy", "nll_loss")
 #: What tells how much of something there is.
 SIZES = ("shape", "size", "numel", "nelement", "nbytes", "__len__")
-
-
-def differs(operator, per, number, sizes, total):
-    """Whether a comparison has another result for a part of the rows than for all of them."""
-    return any(operator(per * size, number) != operator(per * total, number) for size in sizes)
 
 
 def targets_weight(input, target, weight=None, ignore_index=-100, **_):
@@ -114,7 +103,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         name, args = call.name, call.args
         if self.probing and RANDOM.match(name):
             return self.not_random(call)
-        if all(each is None for each in call.tags):
+        if not call.known:
             return self.made(call, call.func(*args, **call.kwargs))
         if name in SIZES:
             return self.sizes(call, call.func(*args, **call.kwargs))
@@ -122,14 +111,12 @@ class Watch(torch.overrides.TorchFunctionMode):
             self.hooks.append(self.across(name, "gradient"))
         if name == "__iter__":
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
-        sorts = call.in_place and name.startswith(SORTING)
-        computes = all(each is None or isinstance(each, EXPRESSIONS) for each in call.tags)
-        kept = self.kept(call) if computes or sorts else None
-        before = args[0].detach().clone() if sorts else None
+        is_computed = all(isinstance(each, EXPRESSIONS) for each in call.known)
+        kept = self.kept(call) if is_computed else None
         result = self.called(call)
         call.results = [args[0]] if name == "__setitem__" else list(calls.tensors_in([result]))
         if call.results:
-            self.tag(call, self.follow(call, kept, isinstance(result, (list, tuple)), before))
+            self.tag(call, self.follow(call, kept, isinstance(result, (list, tuple))))
         else:
             self.escaped(call, result)
         return result
@@ -145,10 +132,10 @@ class Watch(torch.overrides.TorchFunctionMode):
         return result
 
     def called(self, call):
-        if call.name == "squeeze" and len(call.args) + len(call.kwargs) == 1:
-            if is_sharded(call.first):  # one row is not what one device would squeeze
-                dims = [d for d in range(call.first.dim()) if d != call.tags[0].axis]
-                return call.first.squeeze(dims)
+        is_alone = len(call.args) + len(call.kwargs) == 1
+        if call.name == "squeeze" and is_alone and is_sharded(call.first):
+            dims = [dim for dim in range(call.first.dim()) if dim != call.tags[0].axis]
+            return call.first.squeeze(dims)  # one row is not what one device would squeeze
         if call.name == "batch_norm" and self.probing:
             bound = dict(call.bound(), training=False)
             for key, make in (("running_mean", torch.zeros), ("running_var", torch.ones)):
@@ -158,14 +145,11 @@ class Watch(torch.overrides.TorchFunctionMode):
         return call.func(*call.args, **call.kwargs)
 
     def not_random(self, call):
-        if call.name in DROPOUTS:
+        if DROPOUT.match(call.name):
             return call.args[0]
         result = call.func(*call.args, **call.kwargs)
         for tensor in calls.tensors_in([result]):
-            if call.name == "randperm":
-                tensor.copy_(torch.arange(len(tensor)).flip(0))
-            else:
-                tensor.fill_(0.5 if tensor.is_floating_point() else 0)
+            tensor.fill_(0.5 if tensor.is_floating_point() else 0)
         return self.made(call, result)
 
     def as_count(self, value):
@@ -181,7 +165,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.counting = self.counting or name == "__len__"
         if not is_sharded(tensor) or not rows.even:
             # There may be as many as some values of rows ask for.
-            if isinstance(rows, _rows.Placement) and not where.is_packing():
+            if isinstance(rows, _rows.Placement) and not calls.is_packing():
                 self.escapes.append(Escape(self.across(name), self.mixed(name), result))
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
@@ -212,16 +196,15 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     # Following --------------------------------------------------------------------------------
 
-    def follow(self, call, kept, is_one_of_several, before):
+    def follow(self, call, kept, is_one_of_several):
         """The tag of each result."""
         name, first, count = call.name, call.args[:1], len(call.results)
-        tagged = [each for each in call.tags if each is not None]
-        mixed = [each for each in tagged if isinstance(each, _rows.Mixed)]
+        mixed = [each for each in call.known if isinstance(each, _rows.Mixed)]
         # State from before is a constant among rows.
-        moving = [each for each in tagged if not getattr(each, "constant", False)]
+        moving = [each for each in call.known if not getattr(each, "constant", False)]
         if not moving and name in GROWING and calls.has_count(call.args, call.kwargs):
             return self.by_rules(call)
-        if all(isinstance(each, EXPRESSIONS) for each in tagged):
+        if kept is not None:
             picks = range(count) if is_one_of_several else [None] * count
             return [
                 ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
@@ -231,8 +214,6 @@ class Watch(torch.overrides.TorchFunctionMode):
             self.statistics(call.bound())
         if name == "batch_norm":  # each device's own rows
             return [tag_of(*first) if is_sharded(*first) else self.mixed(name)]
-        if before is not None and not is_sharded(*first) and not mixed:
-            return [self.sorted_in(call, kept, before)]
         # What is mixed may only tell where to look, or what type to make.
         is_read = name == "__getitem__" and not isinstance(call.tags[0], _rows.Mixed)
         if mixed and not is_read and name not in row_operations.MADE:
@@ -246,7 +227,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         """The tag of each result, where the table or a trial tells."""
         if self.counting and call.name in COUNTING:
             call.args, call.kwargs = call.mapped(self.as_count)
-        if where.is_packing() and call.name not in row_operations.PACKED:
+        if calls.is_packing() and call.name not in row_operations.PACKED:
             first = next((tag_of(t) for t in call.given if is_sharded(t)), None)
             found = [first or calls.REPLICATED] * len(call.results)
         else:
@@ -295,16 +276,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         weight = bound["input"].shape[0] if reduction == "batchmean" else first.numel()
         return Total("mean", value, weight, placement.even)
 
-    def sorted_in(self, call, kept, before):
-        """A sum of all rows was sorted into what was there."""
-        value, dim = call.results[0], call.get(1, "dim")
-        rows = [call.value(tensor) for tensor in call.given[1:]]
-        each = all(v.axis == (0 if v.rank == 1 else dim % value.dim()) for v in rows)
-        if not each or "alpha" in call.kwargs or "reduce" in call.name:
-            return self.mixed(call.name)
-        change = Total("sum", value.detach() - before)
-        return ComputedTotal(torch.add, (kept[0][0], change), {}, False, None, value.dtype)
-
     def statistics(self, bound):
         """Running averages of normalization are means over the rows."""
         if (bound.get("training") or bound.get("use_input_stats")) and not self.probing:
@@ -327,7 +298,7 @@ class Watch(torch.overrides.TorchFunctionMode):
     def tried_function(self, call):
         """The placements of a function's results by computing with a part of its rows."""
         leaves, spec = calls.tree.tree_flatten((call.args, call.kwargs))
-        key = (call.name, str(spec), str(list(map(described, leaves))))
+        key = (call.name, str(spec), str(list(map(call.described, leaves))))
         if key not in self.tried:
             is_tried = not call.in_place and not RANDOM.match(call.name)
             found = try_function(call) if is_tried else None
@@ -344,14 +315,12 @@ class Watch(torch.overrides.TorchFunctionMode):
         name, tags = call.name, call.tags
         told = name in METADATA or name.startswith("is_") and name != "is_nonzero"
         kinds = (type(None), torch.dtype, torch.device, str, torch.layout)
-        constant = all(t is None or getattr(t, "constant", False) for t in tags)
-        if told or constant or isinstance(result, kinds) or where.is_packing():
+        constant = all(getattr(each, "constant", False) for each in call.known)
+        if told or constant or isinstance(result, kinds) or calls.is_packing():
             return
         found = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
         if len(tags) == 1 and isinstance(tags[0], EXPRESSIONS):
             found = tags[0]
-        elif name == "equal" and all(isinstance(t, _rows.Sharded) for t in tags if t is not None):
-            found = Total("all", torch.tensor(result), None, True)
         if name in ("item", "__float__") and isinstance(result, float):
             self.items[id(result)] = (result, call.given[0])
         self.escapes.append(Escape(self.across(name), found, result))
@@ -361,7 +330,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         if self.paused:
             return
         self.comparisons.add((function, per, number))
-        if differs(function, per, number, [self.rows], self.total):
+        if calls.differs(function, per, number, [self.rows], self.total):
             self.by_count = self.by_count or self.across(name)
 
     def count_given(self, name):
@@ -374,4 +343,4 @@ class Watch(torch.overrides.TorchFunctionMode):
         return _rows.Mixed(self.across(name))
 
     def across(self, name, why="mixed"):
-        return where.across(self.model, name, why)
+        return calls.across(self.model, name, why)

@@ -1,0 +1,314 @@
+"""Keras models and torch's own modules on several devices.
+
+What is replicated of a Keras model is its ``call``, with its losses and its state; of a module its
+``forward``, with its buffers and attributes.
+"""
+
+import contextlib
+import functools
+import inspect
+
+import numpy as np
+import torch
+
+from ... import _keras, _rows, errors
+from ..._keras import steps
+from ..._runtime import patching
+from . import batches
+from .calls import tag, tag_of
+from .reductions import NotMergeable, State, Total
+from .replicas import ReplicatedMethod, untagged
+from .trials import is_users
+
+# Keras ----------------------------------------------------------------------------------------
+
+
+class ReplicatedKerasCall(ReplicatedMethod):
+    """The ``call`` of a Keras model on several devices."""
+
+    def layouts(self, model, arguments):
+        steps.note_call()
+        return super().layouts(model, arguments)
+
+    def first_call(self, model, arguments, layouts):
+        if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
+            # Set to a gradient, which replicas would add up: the largest values of float8.
+            raise NotMergeable(_rows.Across(None))
+        return super().first_call(model, arguments, layouts)
+
+    def converter(self, model):
+        """Keras hands arrays to a model, too."""
+        convert = _keras.keras_of(model).ops.convert_to_tensor
+        return lambda value: convert(value) if isinstance(value, np.ndarray) else value
+
+    def is_only_traced(self, model, batch):
+        """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
+        return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
+
+    def home(self, model, arguments):
+        return _keras.keras_of(model).ops.convert_to_tensor(0).device  # where Keras computes
+
+    def state(self, model):
+        return KerasReplicas(_keras.keras_of(model), model)
+
+
+class KerasReplicas:
+    """Losses and state of a Keras model's replicas: a stateless scope keeps them from being set.
+
+    Each replica has the variables on its device. All but the first get copies even on the CPU, so
+    that simulated devices do what GPUs would. Random seeds go from replica to replica, so that
+    dropout masks are independent.
+    """
+
+    def __init__(self, keras, model):
+        self.keras, self.model = keras, model
+        self.variables = {}  # those that were set, by key
+        self.before = {}  # their values, by key
+        self.seeds = {}  # the values of random seeds, by id
+
+    def run(self, call, device, copy, args, kwargs, watch):
+        watched = _keras.all_layers(self.model) if watch is not None else []
+        kind = self.keras.layers.BatchNormalization
+        normalising = [layer for layer in watched if isinstance(layer, kind)]
+        averages = {id(v) for layer in normalising for v in layer.non_trainable_variables}
+        with self.keras.device(str(device)):
+            variables = [v for v in self.model.variables if v._value is not None]
+            pairs = [
+                (v, self.seeds.get(id(v), v._value).to(device, copy=copy or not v.trainable))
+                for v in variables
+            ]
+            scope = self.keras.StatelessScope(pairs, collect_losses=True)
+            given = dict(scope.state_mapping)
+            for variable in variables if watch is not None else ():
+                if not variable.trainable and not _is_seed(variable):
+                    tag(scope.state_mapping[id(variable)], State(variable._value))
+            with scope, watch or contextlib.ExitStack(), _unwatched(normalising, watch):
+                result = call(*args, **kwargs)
+        state = {}
+        for index, variable in enumerate(variables):
+            value = scope.state_mapping[id(variable)]
+            if _is_seed(variable):
+                self.seeds[id(variable)] = value
+            elif value is not given[id(variable)]:
+                if variable.trainable:
+                    # SpectralNormalization does: the gradient is that of the value it has set.
+                    raise NotMergeable(_rows.Across(None, why="weight"))
+                key = ("state", index, variable.path)
+                self.variables[key], self.before[key] = variable, variable._value
+                state[key] = value
+                if id(variable) in averages:
+                    tag(value, Total("mean", value, watch.rows, regular=True))
+        state.update((("loss", index), loss) for index, loss in enumerate(scope.losses))
+        return result, state, {}
+
+    def finish(self, merged):
+        """Set the state, once, and add the losses."""
+        for variable in self.model.variables:
+            if id(variable) in self.seeds:
+                variable.assign(self.seeds[id(variable)])
+        for key, value in merged.items():
+            if key[0] == "state":
+                self.variables[key].assign(value)
+            elif key[0] == "loss":
+                # The base class's method: functional models refuse their own.
+                self.keras.Layer.add_loss(self.model, value)
+
+
+def _unwatched(layers, watch):
+    """A context in which each of these layers is one function: each device's own rows."""
+
+    def call(hidden, inputs, *args, **kwargs):
+        if watch.probing:
+            kwargs["training"] = False
+        with patching.replaced(watch, paused=True):
+            outputs = hidden(inputs, *args, **kwargs)
+        tag(outputs, tag_of(inputs))
+        return outputs
+
+    patched = contextlib.ExitStack()
+    for layer in layers:
+        own = functools.partial(call, layer.call)
+        patched.enter_context(patching.replaced(layer, call=own))
+    return patched
+
+
+def _is_seed(variable):
+    """Whether random numbers are drawn with it (keras.random.SeedGenerator)."""
+    return variable.name == "seed_generator_state"
+
+
+def refuse_torch_compile(model):
+    if _keras.compiled_with(model).get("jit_compile") is True:
+        raise errors.unsupported(
+            "torch",
+            "run a model on several devices under jit_compile=True: torch.compile() makes one "
+            "program for one device",
+            "Compile the model with jit_compile=False.",
+        )
+
+
+# torch ----------------------------------------------------------------------------------------
+
+
+class ForwardMethod(patching.InstanceMethod):
+    """A ``forward`` that hides that of a module's class, also from torch.compile()."""
+
+    method = "forward"
+
+    def install(self, module, function=None):
+        """A function: ``torch.compile`` takes no other callables for methods.
+
+        It leaves the code of this package as it is, and compiles the module's own. Trainers choose
+        the columns of their data by the signature of the plain method.
+        """
+        torch._dynamo.trace_rules.add(__name__.partition(".")[0])
+
+        def forward(module, *args, **kwargs):
+            return self(module, *args, **kwargs)
+
+        plain = inspect.signature(self.plain(module))
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = plain.replace(parameters=[own] + list(plain.parameters.values()))
+        super().install(module, forward)
+
+    def is_only_traced(self, module, batch):
+        return getattr(batch, "is_meta", False) is True or torch.jit.is_tracing()
+
+    @classmethod
+    def install_on(cls, module, given):
+        """Take the present one away; unless ``given`` is None, install another, made with that."""
+        present = cls.of(module)
+        if present is not None:
+            present.remove(module)
+        if given is not None:
+            cls(given).install(module)
+
+
+class ReplicatedForward(ForwardMethod, ReplicatedMethod):
+    """The ``forward`` of a torch module on several devices."""
+
+    def converter(self, model):
+        return None
+
+    def home(self, model, arguments):
+        """Where the module's weights lie, as the plain module's outputs would."""
+        kinds = (torch.Tensor, batches.PackedSequence)
+        first = next(leaf for leaf in arguments.leaves if isinstance(leaf, kinds))
+        return next(model.parameters(), first.data).device
+
+    def state(self, model):
+        return ModuleReplicas(model)
+
+
+#: Where modules keep what ``register_forward_hook()`` and its like are given.
+HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+         "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # fmt: skip
+
+
+def hooks_of(module):
+    """A function that gives a module and those within it the hooks that they have now."""
+    found = [getattr(part, name, {}) for part in module.modules() for name in HOOKS]
+    kept = [(hooks, dict(hooks)) for hooks in found]
+
+    def put_back():
+        for hooks, before in kept:
+            if len(hooks) != len(before):
+                hooks.clear()
+                hooks.update(before)
+
+    return put_back
+
+
+class _CopyOfTable(torch.autograd.Function):
+    """``Tensor.to()`` for sparse gradients, which torch's own refuses to take back."""
+
+    @staticmethod
+    def forward(ctx, table, device):
+        ctx.home = table.device
+        return table.to(device, copy=True)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.to(ctx.home), None
+
+
+class ModuleReplicas:
+    """Runs the replicas of a torch module, each with weights and buffers of its own.
+
+    Buffers start from the same value in each replica, and are set once. So do the attributes of
+    the module, and of those within it, that its forward pass sets, and the hooks it registers.
+    """
+
+    def __init__(self, module):
+        parts = list(module.named_modules())
+        self.parts = [(path, part) for path, part in parts if is_users(part)]
+        tables = [part for _, part in parts if getattr(part, "sparse", False) is True]
+        # Those whose gradients are sparse: embeddings'.
+        self.sparse = {id(value) for part in tables for value in part._parameters.values()}
+        owners = [values for _, part in parts for values in (part._parameters, part._buffers)]
+        # Dictionary of a module within, name there, weight or buffer.
+        self.places = [(d, n, v) for d in owners for n, v in d.items() if v is not None]
+        known = {id(value): (values, name) for values, name, value in reversed(self.places)}
+        self.before = {("state", name): buffer for name, buffer in module.named_buffers()}
+        self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
+        self.attributes = {}  # (path, attribute) -> module, function that nests new leaves, keys
+        self.module, self.put_hooks_back = module, hooks_of(module)
+
+    def run(self, forward, device, copy, args, kwargs, watch):
+        given = {key: self.before[key].to(device, copy=True) for key in self.buffers}
+        copies = {id(self.before[key]): buffer for key, buffer in given.items()}
+        for key, buffer in given.items() if watch is not None else ():
+            tag(buffer, State(self.before[key]))
+        for _, _, value in self.places:
+            if id(value) not in copies:  # more than one where weights are tied
+                is_table = id(value) in self.sparse and (copy or value.device != device)
+                copies[id(value)] = (
+                    _CopyOfTable.apply(value, device) if is_table else value.to(device, copy=copy)
+                )
+        before = [(path, part, dict(vars(part))) for path, part in self.parts]
+        try:
+            for values, name, value in self.places:
+                values[name] = copies[id(value)]
+            with watch or contextlib.ExitStack():
+                result = forward(*args, **kwargs)
+            state = {key: values[name] for key, (values, name) in self.buffers.items()}
+        finally:
+            for values, name, value in self.places:
+                values[name] = value
+            changed = self.changed(before)
+        state.update(changed)
+        return result, state, given
+
+    def changed(self, before):
+        """The values in attributes that forward has set; afterwards they are as before."""
+        found = {}
+        for path, module, was in before:
+            for name, value in list(vars(module).items()):
+                if name in was and was[name] is value:
+                    continue
+                leaves, unflatten, _ = batches.flatten(value)
+                if not leaves or not all(isinstance(v, (torch.Tensor, int, float)) for v in leaves):
+                    continue
+                keys = [("attribute", path, name, index) for index in range(len(leaves))]
+                self.attributes[path, name] = (module, unflatten, keys)
+                earlier = batches.flatten(was.get(name))[0]
+                found.update(zip(keys, leaves))
+                self.before.update(zip(keys, earlier) if len(earlier) == len(leaves) else ())
+                if name in was:
+                    module.__dict__[name] = was[name]
+                else:
+                    del module.__dict__[name]
+        self.register = hooks_of(self.module)  # what this replica leaves
+        self.put_hooks_back()
+        return found
+
+    def finish(self, merged):
+        """Set buffers, attributes and hooks, once."""
+        self.register()
+        with torch.no_grad():
+            for key, value in merged.items():
+                if key[0] == "state":
+                    self.before[key].copy_(value)
+        for (_, name), (module, unflatten, keys) in self.attributes.items():
+            if all(key in merged for key in keys):
+                module.__dict__[name] = unflatten([untagged(merged[key]) for key in keys])
