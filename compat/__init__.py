@@ -8,6 +8,7 @@ Two calls, the same on every backend::
     model = compat.parallelize(model)     # the same model object, now on both GPUs
 """
 
+from . import errors
 from ._api import configure_gpu, device, parallelize
 from ._api.device_use import environment, report, timeline
 from ._api.legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
@@ -25,50 +26,11 @@ from ._ranks import (
 )
 from ._version import __version__
 from .backend import Backend
-from .errors import (
-    AlreadyConfiguredError,
-    AmbiguousBackendError,
-    BrokenInstallError,
-    CompatError,
-    CompatWarning,
-    ConfigurationFileError,
-    DeviceFailedError,
-    DevicesNotFoundError,
-    InvalidArgumentError,
-    ModelFileError,
-    NotAModelError,
-    NotInstalledError,
-    PythonNotFoundError,
-    RankError,
-    RankLostError,
-    ResultsDifferError,
-    TooLateError,
-    UnknownOptionError,
-    UnsupportedError,
-)
+from .errors import *  # noqa: F403  # the classes in its __all__
 
 __all__ = [
-    "AlreadyConfiguredError",
-    "AmbiguousBackendError",
     "Backend",
-    "BrokenInstallError",
-    "CompatError",
-    "CompatWarning",
     "Configuration",
-    "ConfigurationFileError",
-    "DeviceFailedError",
-    "DevicesNotFoundError",
-    "InvalidArgumentError",
-    "ModelFileError",
-    "NotAModelError",
-    "NotInstalledError",
-    "PythonNotFoundError",
-    "RankError",
-    "RankLostError",
-    "ResultsDifferError",
-    "TooLateError",
-    "UnknownOptionError",
-    "UnsupportedError",
     "__version__",
     "barrier",
     "configure_gpu",
@@ -90,3 +52,4 @@ __all__ = [
     "timeline",
     "unwrap",
 ]
+__all__ += errors.__all__

@@ -2,7 +2,7 @@
 
 import os
 
-from .. import errors
+from .. import _ranks, errors
 from .._configuration import settings
 from .._runtime.process import process
 
@@ -14,10 +14,6 @@ if TYPE_CHECKING:
 
     from .._configuration.settings import Configuration
     from .._configuration.typing import Built, Gpus, Model, Options
-else:
-
-    def overload(function):
-        return function
 
 
 def configure_gpu(
@@ -84,10 +80,10 @@ def configure_gpu(
     simulate = settings.parse_simulate(simulate)
     from_outside = settings.simulated_from_outside(os.environ)
     asked = configuring.how_asked(selection, simulate, from_outside)
-    text = f"COMPAT_SIMULATE={from_outside}: simulated devices stand in for gpus={gpus!r}"
-    applied = [text] if from_outside else []
+    applied = []
     if from_outside:
-        selection, simulate = gpu_selection.parse_gpus(None), from_outside
+        text = f"COMPAT_SIMULATE={from_outside}: simulated devices stand in for gpus={gpus!r}"
+        applied, selection, simulate = [text], gpu_selection.parse_gpus(None), from_outside
     switches = dict(persist=persist, strict=strict, parallelize=parallelize)
     parsed = {name: settings.parse_switch(name, value) for name, value in switches.items()}
     parsed["verify"] = settings.parse_verify(verify, os.environ, simulate)
@@ -108,17 +104,19 @@ def configure_gpu(
         return active
 
 
-@overload
-def parallelize(
-    model: "Model", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
-) -> "Model": ...
-@overload
-def parallelize(  # noqa: F811
-    model: "Callable[[], Built]", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
-) -> "Built": ...
-def parallelize(  # noqa: F811
-    model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
-) -> "Any":
+if TYPE_CHECKING:
+
+    @overload
+    def parallelize(
+        model: "Model", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+    ) -> "Model": ...
+    @overload
+    def parallelize(
+        model: "Callable[[], Built]", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+    ) -> "Built": ...
+
+
+def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None) -> "Any":
     """Run a model on several devices: the same object, trained to the same numbers.
 
     Each batch is split evenly over the devices, in forward and backward pass; losses, metrics
@@ -158,8 +156,6 @@ def parallelize(  # noqa: F811
 
 def _parallelize_compiled(model, gpus=None):
     """What ``configure_gpu(parallelize=True)`` does with a model that is about to be compiled."""
-    from .. import _ranks  # for start-up time
-
     _parallelize(model, gpus)
     if _ranks.own_place() is not None:
         from .._ranks import keras_model  # imports numpy
@@ -180,7 +176,7 @@ def note_by_hand(model: "Any") -> "Any":
 
 
 def _parallelize(model, gpus=None, strategy=None):
-    from .. import _keras, _ranks  # for start-up time
+    from .. import _keras  # for start-up time
     from .._configuration import gpu_selection  # for start-up time
 
     selection = gpu_selection.parse_gpus(gpus)

@@ -9,7 +9,7 @@ same weights.
 
 import sys
 
-from .. import _api, errors
+from .. import _api, _ranks, errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ def multi_gpu_model(
         NotAModelError: ``model`` is not a Keras model with symbolic inputs (a ``TypeError``).
         UnsupportedError: the backend cannot run several devices in one process.
     """
-    from .. import _ranks  # for start-up time
-
     backend = _backend(model, "multi_gpu_model")
     if _ranks.own_place() is not None:  # each rank has one device, whatever ``gpus``
         return _api.parallelize(_wrapped(model))

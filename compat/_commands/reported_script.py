@@ -19,7 +19,7 @@ from .. import _api, _ranks
 from .._api import device_use
 from .._configuration.settings import listed
 from .._ranks.launch.rank_process import REPORT_VARIABLE
-from .._runtime import safe_files, timelines
+from .._runtime import operation_times, safe_files
 from .._runtime.process import process
 
 
@@ -121,7 +121,7 @@ def _recorded(path):
 
     def begin(model, where):
         if not began:
-            began.append(timelines.of_rank(path, _ranks.own_place()))
+            began.append(operation_times.of_rank(path, _ranks.own_place()))
             recording.enter_context(device_use.timeline(path))
 
     process.on_parallelized.append(begin)

@@ -1,6 +1,7 @@
 """Which GPUs this machine has, and how many cores: asked without any framework."""
 
 import os
+from typing import NamedTuple, Optional
 
 from .numeric import whole_number
 
@@ -8,28 +9,16 @@ CUDA = "CUDA_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"  # of AMD's GPUs
 
 
-class GPU:
+class GPU(NamedTuple):
     """One GPU as the driver lists it; numbers are None where the driver does not tell them."""
 
-    __slots__ = ("index", "uuid", "name", "memory_total", "memory_used", "utilization", "variable")
-
-    def __init__(
-        self,
-        index,
-        uuid="",
-        name="",
-        memory_total=None,
-        memory_used=None,
-        utilization=None,
-        variable=CUDA,
-    ):
-        self.index = index
-        self.uuid = uuid
-        self.name = name
-        self.memory_total = memory_total  # bytes
-        self.memory_used = memory_used  # bytes
-        self.utilization = utilization  # percent
-        self.variable = variable  # what shows a process this GPU
+    index: "Optional[int]" = None  # type: ignore[assignment]  # tuples have such a method
+    uuid: str = ""
+    name: str = ""
+    memory_total: "Optional[int]" = None  # bytes
+    memory_used: "Optional[int]" = None  # bytes
+    utilization: "Optional[int]" = None  # percent
+    variable: str = CUDA  # what shows a process this GPU
 
     def unknown(self):
         """What the driver does not tell of how busy this GPU is."""
@@ -80,7 +69,9 @@ def discover():
     listing = Listing()
     gpus, asked = _nvml(_nvml_gpu), "NVML"
     if gpus is None:
-        gpus, asked = _from_nvidia_smi(listing), "nvidia-smi"
+        query = "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu"
+        lines, asked = _nvidia_smi(query, listing), "nvidia-smi"
+        gpus = lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
     if gpus == []:
         listing.answers.append(asked + " lists none")
     if gpus is None:
@@ -153,22 +144,15 @@ def _text(value):  # bytes up to nvidia-ml-py 11
 def busy():
     """The UUIDs of GPUs on which a process computes, or None where nothing tells."""
     uuids = _nvml(_nvml_is_busy)
-    return _nvidia_smi("--query-compute-apps=gpu_uuid") if uuids is None else uuids
+    return _nvidia_smi("--query-compute-apps=gpu_uuid", Listing()) if uuids is None else uuids
 
 
-def _from_nvidia_smi(listing):
-    query = "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu"
-    lines = _nvidia_smi(query, listing)
-    return lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
-
-
-def _nvidia_smi(query, listing=None):
+def _nvidia_smi(query, listing):
     """The lines that nvidia-smi answers, or None where it is missing or fails.
 
     Arguments:
         query: an option; None: the table that it prints without any.
     """
-    listing = Listing() if listing is None else listing
     arguments = [query, "--format=csv,noheader,nounits"] if query else []
     for name in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
         answer = _answer([name] + arguments, listing)
@@ -228,14 +212,14 @@ def drivers():
     """
     versions = _within_nvml(_nvml_versions)
     if versions is None:
-        table = "\n".join(_nvidia_smi(None) or [])
+        table = "\n".join(_nvidia_smi(None, Listing()) or [])
         # Newer ones call it the KMD's (kernel mode driver's), and CUDA's the UMD's.
         versions = [
             _match(r"(?:Driver|KMD) Version\s*: *([0-9.]+)", table)
-            or _match(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", _content(_DRIVER_VERSION)),
+            or _match(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", content(_DRIVER_VERSION)),
             _match(r"CUDA (?:UMD )?Version\s*: *([0-9.]+)", table),
         ]
-    versions += [_content(path).strip() or None for path in (_AMDGPU_VERSION, _ROCM_VERSION)]
+    versions += [content(path).strip() or None for path in (_AMDGPU_VERSION, _ROCM_VERSION)]
     return dict(zip(("nvidia", "cuda", "amdgpu", "rocm"), versions))
 
 
@@ -252,7 +236,7 @@ def _match(pattern, text):
     return found.group(1) if found else None
 
 
-def _content(path):
+def content(path):
     """A small file of the system's; empty where it is not there."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -1,5 +1,6 @@
 """Which distributions are installed, and in which version, without importing them."""
 
+import contextlib
 import os
 import sys
 
@@ -52,13 +53,11 @@ def _found(wanted):
 
 
 def _metadata_version(folder):
-    try:
+    with contextlib.suppress(OSError):
         with open(os.path.join(folder, "PKG-INFO"), encoding="utf-8") as file:
             for line in file:
                 if line.startswith("Version:"):
                     return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return None
 
 

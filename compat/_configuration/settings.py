@@ -5,7 +5,7 @@ from .numeric import whole_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, List, Optional
+    from typing import Dict, List, Optional, Union
 
     from .._ranks.place import Place
 
@@ -186,27 +186,16 @@ class Settings:
         gpus: how the devices were asked for, for reports: "gpus=2".
     """
 
-    def __init__(
-        self,
-        devices,
-        memory=None,
-        floatx=None,
-        persist=False,
-        strict=False,
-        options=None,
-        verify=0,
-        parallelize=False,
-        gpus="",
-    ):
+    floatx: "Optional[str]" = None
+    persist = strict = parallelize = False
+    verify: "Union[int, Every]" = 0
+    gpus = ""
+
+    def __init__(self, devices, memory=None, options=None, **others):
         self.devices = devices
         self.memory = memory
-        self.floatx = floatx
-        self.persist = persist
-        self.strict = strict
         self.options = dict(options or {})
-        self.verify = verify
-        self.parallelize = parallelize
-        self.gpus = gpus
+        vars(self).update(others)
 
     def __eq__(self, other):
         return dict(vars(self), gpus="") == dict(vars(other), gpus="")

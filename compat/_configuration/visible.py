@@ -34,17 +34,15 @@ def visible_entries(environ, machine=None):
     for entry in [part.strip() for part in value.split(",")] if value.strip() else []:
         if entry == "-1":  # the documented way to end the list
             break
+        wrong = None
         if not _valid_entry(entry, entries):
+            wrong = "which is no id, no GPU name and no MIG name like those before it"
+        elif machine and not _exists(entry, machine):
+            wrong = "since this machine has no such GPU"
+        if wrong is not None:
             problems.append(
                 f'CUDA_VISIBLE_DEVICES="{value}": CUDA ignores "{entry}" and what follows it, '
-                "which is no id, no GPU name and no MIG name like those before it. "
-                f"{_remedy(CUDA, entries)}"
-            )
-            break
-        if machine and not _exists(entry, machine):
-            problems.append(
-                f'CUDA_VISIBLE_DEVICES="{value}": CUDA ignores "{entry}" and what follows it, '
-                f"since this machine has no such GPU. {_remedy(CUDA, entries)}"
+                f"{wrong}. {_remedy(CUDA, entries)}"
             )
             break
         entries.append(entry)
@@ -94,20 +92,19 @@ def hip_entries(environ, machine):
     """
     below = environ.get("ROCR_VISIBLE_DEVICES")
     there = len(machine) if below is None else min(len(machine), len(below.split(",")))
-    for variable in (HIP, CUDA):
-        value = environ.get(variable, "").strip()
-        if not value:
-            continue
-        entries = []  # type: list
-        for entry in [part.strip() for part in value.split(",")]:
-            number = whole_number(entry)
-            exists = entry.startswith("GPU-") or (number is not None and number < there)
-            if not exists or entry in entries:
-                wrong = (
-                    f'{variable}="{value}": AMD\'s HIP ignores "{entry}" and what follows it, '
-                    f"which is no id of a GPU that is visible here. {_remedy(variable, entries)}"
-                )
-                return entries, variable, [wrong] if entry != "-1" else []
-            entries.append(entry)
-        return entries, variable, []
-    return [str(index) for index in range(there)], None, []
+    variable = next((each for each in (HIP, CUDA) if environ.get(each, "").strip()), None)
+    if variable is None:
+        return [str(index) for index in range(there)], None, []
+    value = environ[variable].strip()
+    entries = []  # type: list
+    for entry in [part.strip() for part in value.split(",")]:
+        number = whole_number(entry)
+        exists = entry.startswith("GPU-") or (number is not None and number < there)
+        if not exists or entry in entries:
+            wrong = (
+                f'{variable}="{value}": AMD\'s HIP ignores "{entry}" and what follows it, '
+                f"which is no id of a GPU that is visible here. {_remedy(variable, entries)}"
+            )
+            return entries, variable, [wrong] if entry != "-1" else []
+        entries.append(entry)
+    return entries, variable, []

@@ -30,9 +30,8 @@ def keras_of(model):
 
 
 def _module(name):
-    if name.startswith("tensorflow."):  # lazily loaded attributes, not always in sys.modules
-        return functools.reduce(getattr, name.split(".")[1:], sys.modules["tensorflow"])
-    return sys.modules[name]
+    top, *attributes = name.split(".")  # lazily loaded ones are not always in sys.modules
+    return functools.reduce(getattr, attributes, sys.modules[top])
 
 
 def backend_name(keras):
@@ -224,19 +223,17 @@ def reader_and_writer(model):
     keras = keras_of(model)
     tensorflow = sys.modules.get("tensorflow") if backend_name(keras) == "tensorflow" else None
     is_eager = tensorflow is not None and getattr(tensorflow, "executing_eagerly", bool)()
-    read_eagerly = functools.partial(_read_eagerly, tensorflow)
-    if hasattr(keras.backend, "batch_set_value"):
-        read = read_eagerly if is_eager else keras.backend.batch_get_value
-        return read, keras.backend.batch_set_value
 
-    def read_values(variables):
+    def read(variables):
         return [keras.ops.convert_to_numpy(getattr(v, "value", v)) for v in variables]
 
     def write(pairs):
         for variable, value in pairs:
             variable.assign(value)
 
-    return read_eagerly if is_eager else read_values, write
+    read = getattr(keras.backend, "batch_get_value", read)
+    read = functools.partial(_read_eagerly, tensorflow) if is_eager else read
+    return read, getattr(keras.backend, "batch_set_value", write)
 
 
 def _read_eagerly(tensorflow, variables):

@@ -249,13 +249,7 @@ def _mebibytes(value):
 # What was counted -----------------------------------------------------------------------------
 
 
-def of_this_process(
-    names: "Sequence[str]",
-    rank: "Optional[int]",
-    models: "Mapping[str, str]",
-    memory_peaks: "Mapping[str, int]",
-    loads: "Sequence[Optional[float]]",
-) -> "Report":
+def of_this_process(names, rank, models, memory_peaks, loads) -> "Report":
     """The report of what this process has done so far.
 
     Arguments:

@@ -36,7 +36,7 @@ class VerifiedKeras2Step(keras_steps.Verified):
 
     def verified(self, model):
         # What a script has put in the function's place is its own, and does more than Keras' does.
-        function = getattr(model, keras_steps.FUNCTIONS[self.kind])
+        function = getattr(model, keras_steps.FUNCTIONS[self.kind], None)
         kind = type(function)
         is_own = _keras.is_users(kind) and kind.__module__.split(".")[0] != "compat"
         return function if is_own else super().verified(model)
@@ -84,9 +84,6 @@ class ArraysStep(keras_steps.FunctionStep):
         self.inputs = inputs
         self.keras = _keras.keras_of(self.model)
         self.dtype = self.keras.backend.floatx()
-
-    def taken(self):
-        return self.inputs
 
     def in_inference(self, run, inputs):
         """The predictions, and the loss without what only training does.
@@ -150,13 +147,10 @@ class Keras2Step(ArraysStep):
         layers = _keras.all_layers_of_keras2(self.model)
         phase = self.keras.backend.learning_phase()
         always = (isinstance(phase, int) and phase == 1) or any(map(_is_called_in_training, layers))
-        training = self.kind == "train" and not inference
-        return keras_steps.normalised([
-            layer for layer in layers
-            # Layers of TensorFlow 2's behaviour infer where they are frozen.
-            if always
-            or training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", False))
-        ])  # fmt: skip
+        if not always:
+            training = self.kind == "train" and not inference
+            layers = keras_steps.trained_layers(layers, training, frozen=True)
+        return keras_steps.normalised(layers)
 
     def is_random(self, label):
         return self.method.is_random(self.variables.get(label))
@@ -192,7 +186,7 @@ class Keras2Step(ArraysStep):
             written = self.method.written(function, self.model)
             written = [v for v in written if v not in going_on]
             before = self.keras.backend.batch_get_value(written)
-            with suspended():
+            with suspended:
                 results = function(inputs + ([0.0] if has_phase else []))
             self.keras.backend.batch_set_value(list(zip(written, before)))
             return results
@@ -204,7 +198,7 @@ class Keras2Step(ArraysStep):
         model, attribute = self.model, keras_steps.FUNCTIONS[kind]
         key = kind, undivided
         if key not in self._inferring:
-            with suspended():
+            with suspended:
                 if undivided:
                     method = vars(model)[self.method.prefix + attribute].__func__
                     self._inferring[key] = method.make_undivided(model)
