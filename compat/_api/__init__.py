@@ -181,6 +181,7 @@ def _parallelize(model, gpus=None, strategy=None):
 
     selection = gpu_selection.parse_gpus(gpus)
     place = _ranks.own_place()
+    # Functions and bound methods have __code__; a class, or what can be called, does not.
     if strategy is not None:
         _check_strategy(strategy)
         if place is not None and not configured_backend().ranks_train_under(strategy, place):
@@ -189,7 +190,7 @@ def _parallelize(model, gpus=None, strategy=None):
                 f"use strategy={strategy!r} in {place}",
                 "Leave strategy out, or start the script without a launcher.",
             )
-        if not _is_function(model):
+        if not hasattr(model, "__code__"):
             raise errors.NotAModelError(
                 f"strategy={strategy!r} takes a function that builds the model, since its "
                 "variables must be made under the strategy; it was given "
@@ -200,7 +201,7 @@ def _parallelize(model, gpus=None, strategy=None):
             backend = configured_backend()
             return backend.build(strategy, model, _chosen(backend, selection))
     backend = backend_of(model)
-    if backend is None and _is_function(model):
+    if backend is None and hasattr(model, "__code__"):
         if place is not None:
             configured_backend().join(place)
         function, model = model, model()
@@ -326,10 +327,6 @@ def configured_backend():
 
     active = process.configuration
     return detection.choose(None if active is None else active.backend)[0]
-
-
-def _is_function(model):
-    return hasattr(model, "__code__")  # also a bound method
 
 
 def backend_of(model):

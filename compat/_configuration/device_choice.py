@@ -289,10 +289,8 @@ def _is_bound(environ, place):
     """
     if place.launcher == "srun":
         on_node = environ.get("SLURM_STEP_GPUS", "") or environ.get("SLURM_JOB_GPUS", "")
-        number = environ.get("SLURM_GPUS_ON_NODE", "").strip()
-        counts = [on_node.count(",") + 1] if on_node else []
-        counts += [whole_number(number) or 0]
-        return any(count >= place.local_size for count in counts)
+        number = whole_number(environ.get("SLURM_GPUS_ON_NODE", "").strip()) or 0
+        return max(number, len(on_node.split(",")) if on_node else 0) >= place.local_size
     if place.launcher == "jsrun":
         return True
     shown = [environ.get(name) for name in (CUDA, HIP, "ROCR_VISIBLE_DEVICES")]

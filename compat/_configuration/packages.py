@@ -13,9 +13,8 @@ def version(*names):
     Python 3.6 and 3.7 have no importlib.metadata, and pkg_resources takes longer than Keras'
     own choice of a backend.
     """
-    wanted = [normalised(name) for name in names]
-    found = _found(wanted.__contains__)
-    return next((found[name] for name in wanted if found.get(name)), None)
+    found = _found()
+    return next(filter(None, (found.get(normalised(name)) for name in names)), None)
 
 
 def matching(pattern):
@@ -26,13 +25,12 @@ def matching(pattern):
     """
     import re
 
-    compiled = re.compile(pattern)
-    found = _found(lambda name: compiled.fullmatch(name.replace("_", "-")))
-    return {name.replace("_", "-"): found[name] for name in sorted(found) if found[name]}
+    found = {name.replace("_", "-"): number for name, number in sorted(_found().items()) if number}
+    return {name: number for name, number in found.items() if re.fullmatch(pattern, name)}
 
 
-def _found(wanted):
-    """The versions of the distributions whose normalised names are wanted, by name."""
+def _found():
+    """The versions of all distributions, by their normalised names; None where nothing tells it."""
     found = {}  # type: dict
     for folder in sys.path:
         try:
@@ -45,7 +43,7 @@ def _found(wanted):
                 continue
             project, _, rest = stem.partition("-")
             project = normalised(project)
-            if project not in found and wanted(project):
+            if project not in found:
                 # A development install has no version in the name of its folder.
                 number = rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
                 found[project] = number

@@ -4,12 +4,10 @@ Each backend calls ``count()`` at the one place where the replicas of a batch ha
 what is counted is what was computed, not what was configured. It costs an addition to a dictionary.
 """
 
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence
 
 from .process import process
 from .within import Within
-
-Batches = Dict[Tuple[Tuple[str, ...], Optional[Tuple[int, ...]], bool], int]
 
 #: Within, batches are computed for compat's own purposes, and do not count; for a graph that is
 #: made within: what is computed by it later.
@@ -34,8 +32,11 @@ def undivided(devices: "Sequence[str]", rows: int) -> "Sequence[int]":
     return [rows] + [0] * (len(devices) - 1)
 
 
-def batches() -> "Batches":
-    """How many batches there were of each kind: those that Python saw, and those of graphs."""
+def batches() -> "Dict[Any, int]":
+    """How many batches there were of each kind: those that Python saw, and those of graphs.
+
+    A kind is the devices, their sizes and whether it was training, as ``count()`` is told them.
+    """
     found = dict(process.batches)
     for read in process.graph_counters.values():
         for key, number in read():
