@@ -1,8 +1,9 @@
 """Which distributions are installed, and in which version, without importing them."""
 
-import contextlib
 import os
 import sys
+
+from .discovery import content
 
 
 def version(*names):
@@ -51,12 +52,9 @@ def _found():
 
 
 def _metadata_version(folder):
-    with contextlib.suppress(OSError):
-        with open(os.path.join(folder, "PKG-INFO"), encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("Version:"):
-                    return line.partition(":")[2].strip()
-    return None
+    lines = content(os.path.join(folder, "PKG-INFO")).splitlines()
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("Version:")]
+    return found[0] if found else None
 
 
 def normalised(name):

@@ -209,11 +209,10 @@ class Settings:
 
     def _with(self, devices):
         parts = [devices]
-        for name in ("memory", "floatx"):
-            if getattr(self, name) is not None:
-                parts.append(f"{name}: {getattr(self, name)}")
+        parts += [f"memory: {self.memory}"] * (self.memory is not None)
+        parts += [f"floatx: {self.floatx}"] * (self.floatx is not None)
         parts += [name for name in ("persist", "strict", "parallelize") if getattr(self, name)]
-        parts += [f"verify: {self.verify}"] if self.verify else []
+        parts += [f"verify: {self.verify}"] * bool(self.verify)
         parts += ["{}={!r}".format(*option) for option in sorted(self.options.items())]
         return ", ".join(parts)
 

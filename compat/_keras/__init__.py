@@ -272,8 +272,7 @@ def set_floatx(floatx, backend):
     """
     lines = []
     for name in keras_packages(backend):
-        keras = _import(name)
-        keras.backend.set_floatx(floatx)
+        _import(name).backend.set_floatx(floatx)
         lines.append(f"{name}.backend.set_floatx({floatx!r})")
     return lines
 

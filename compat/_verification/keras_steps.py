@@ -130,16 +130,15 @@ class VerifiedFunction:
             attribute = FUNCTIONS[method.kind]
             if getattr(self.model, attribute, None) is self:
                 setattr(self.model, attribute, self.made)
-            return self.made(*args)
-        if not method.is_ready(self.model):
+        elif not method.is_ready(self.model):
             with suspended:
                 return self.made(*args)
-        if not verification.is_due(method.kind):
-            return self.made(*args)
-        if self.undivided is None:
-            with random_numbers_kept(), verification.shown(method.kind):
-                self.undivided = method.make_undivided(self.model)
-        return verification.verify(method.kind, method.step(self, args))
+        elif verification.is_due(method.kind):
+            if self.undivided is None:
+                with random_numbers_kept(), verification.shown(method.kind):
+                    self.undivided = method.make_undivided(self.model)
+            return verification.verify(method.kind, method.step(self, args))
+        return self.made(*args)
 
 
 def named_results(model, kind, results):

@@ -77,8 +77,9 @@ class Verification:
 
     def shown(self, kind: str) -> "ContextManager[Any]":
         """Within, a line on the terminal says that a step is verified, if that takes long."""
-        doing = f"verifying a {report.STEPS[kind]} step of model {self.record.model!r}"
-        return progress.shown(doing)
+        return progress.shown(
+            f"verifying a {report.STEPS[kind]} step of model {self.record.model!r}"
+        )
 
     def verify(self, kind: str, step: "Step") -> "Any":
         """Do a step, on one device and on all, and return what its caller is to get.
