@@ -69,9 +69,8 @@ def _add(problems, texts, command=None):
     """Note problems that are new, each with the command that mends it, or None."""
     for text in map(str, texts):
         match = _COMMAND.search(text)
-        problem = {"problem": text, "command": match.group(1) if match else command}
         if text not in [each["problem"] for each in problems]:
-            problems.append(problem)
+            problems.append({"problem": text, "command": match.group(1) if match else command})
 
 
 # What is found --------------------------------------------------------------------------------
@@ -131,8 +130,8 @@ def _backend(problems):
         shown = [chosen] + [b for b in installed if b.framework != chosen.framework]
         _add(problems, chosen.problems(os.environ))
     _add(problems, detection.problems(os.environ))
-    known = registry.backends() + shown  # a plug-in may be the one chosen
-    distributions = {name for each in known for name in each.distributions}
+    # A plug-in may be the one chosen.
+    distributions = {name for each in registry.backends() + shown for name in each.distributions}
     pattern = "|".join([_PACKAGES] + sorted(re.escape(name.lower()) for name in distributions))
     names = sorted(set(_GENERAL).union(variables))
     others = {name for name in os.environ if name in _OPTIONAL or name.startswith("COMPAT_")}
@@ -180,8 +179,7 @@ def _gpus(problems):
     module = "nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"
     _add(problems, texts, "sudo modprobe " + module)
     told = {"text": str(visible), "entries": list(visible.gpus), "variable": visible.variable}
-    drivers = discovery.drivers()
-    return {"drivers": drivers, "gpus": gpus, "why_no_gpus": why, "visible": told}
+    return {"drivers": discovery.drivers(), "gpus": gpus, "why_no_gpus": why, "visible": told}
 
 
 def _rank(problems):

@@ -136,8 +136,7 @@ def _backend(model, function):
     """The backend of a model that can be wrapped."""
     from .. import _keras  # for start-up time
 
-    keras = _keras.keras_of(model)
-    if keras is None or not getattr(model, "outputs", None):
+    if _keras.keras_of(model) is None or not getattr(model, "outputs", None):
         raise errors.NotAModelError(
             f"{function}() takes a Keras model with symbolic inputs, functional or Sequential "
             "with an input shape, to make another one around it; it was given "

@@ -305,6 +305,4 @@ def read_keras_json(path):
 def installed_version(backend):
     """The version of a backend's framework, imported or installed, or None. Imports nothing."""
     version = getattr(sys.modules.get(backend.framework), "__version__", None)
-    if isinstance(version, str):
-        return version
-    return packages.version(*backend.distributions)
+    return version if isinstance(version, str) else packages.version(*backend.distributions)

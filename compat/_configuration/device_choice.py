@@ -164,15 +164,13 @@ class Devices:
         if self.undecided is not None:
             return {}
         if not self.gpus:
-            hidden = environ.get(CUDA) in ("", "-1")
-            variables = {} if hidden else {CUDA: "-1"}
+            variables = {} if environ.get(CUDA) in ("", "-1") else {CUDA: "-1"}
             # HIP reads its own variable first; torch prefers the one of the runtime below.
             amd = self.variable == HIP or {HIP, "ROCR_VISIBLE_DEVICES"} & set(environ)
             if amd and environ.get(HIP) != "-1":
                 variables[HIP] = "-1"
             return variables
-        shown = self.are_shown_by(environ)
-        variables = {} if shown else {self.variable: ",".join(self.gpus)}
+        variables = {} if self.are_shown_by(environ) else {self.variable: ",".join(self.gpus)}
         if self.variable == CUDA and "CUDA_DEVICE_ORDER" not in environ:
             # CUDA's own order is fastest first; ids then disagree with nvidia-smi's
             # (tensorflow#32881).

@@ -1,5 +1,6 @@
 """Which GPUs this machine has, and how many cores: asked without any framework."""
 
+import contextlib
 import os
 from typing import NamedTuple, Optional
 
@@ -93,18 +94,17 @@ def _nvml(ask):
 
 
 def _within_nvml(ask):
-    try:
+    # Not installed, or another package of that name; or no driver, a very old pynvml, ...:
+    # nvidia-smi says more of it.
+    with contextlib.suppress(Exception):
         import pynvml
-    except Exception:  # not installed, or another package of that name
-        return None
-    try:
+
         pynvml.nvmlInit()
         try:
             return ask(pynvml)
         finally:
             pynvml.nvmlShutdown()
-    except Exception:  # no driver, a very old pynvml, ...: nvidia-smi says more of it
-        return None
+    return None
 
 
 def _nvml_gpu(pynvml, index, handle):
@@ -112,10 +112,9 @@ def _nvml_gpu(pynvml, index, handle):
     mebi = 2**20
 
     def told(function, *arguments):
-        try:
+        with contextlib.suppress(pynvml.NVMLError):  # as under MIG
             return function(handle, *arguments)
-        except pynvml.NVMLError:  # as under MIG
-            return None
+        return None
 
     # The second version does not count what the driver keeps for itself; nor does nvidia-smi.
     memory = told(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2)
@@ -238,23 +237,18 @@ def _match(pattern, text):
 
 def content(path):
     """A small file of the system's; empty where it is not there."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""
 
 
 def _from_amd(listing):
     """AMD's GPUs, as its newer command lists them, or its older one."""
     for command in (["amd-smi", "list", "--json"], ["rocm-smi", "--showid", "--json"]):
         answer = _answer(command, listing)
-        if answer is None:
-            continue
-        found = _json(answer)
-        if found is None:
+        found = None if answer is None else _json(answer)
+        if answer is not None and found is None:
             listing.failures.append(f"{command[0]} answers no JSON")
-            continue
         if isinstance(found, dict):  # of rocm-smi {"card0": {...}}, of later versions of amd-smi
             found = found.get("gpu_data", [key for key in found if key.startswith("card")])
         if found:
@@ -269,10 +263,8 @@ def _json(text):
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if line.startswith(("[", "{")):
-            try:
+            with contextlib.suppress(ValueError):
                 return json.JSONDecoder().raw_decode("\n".join(lines[number:]))[0]
-            except ValueError:
-                continue
     return None
 
 

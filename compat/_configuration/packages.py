@@ -40,11 +40,9 @@ def _found():
             continue
         for entry in entries:
             stem, extension = os.path.splitext(entry)
-            if extension not in (".dist-info", ".egg-info"):
-                continue
             project, _, rest = stem.partition("-")
             project = normalised(project)
-            if project not in found:
+            if extension in (".dist-info", ".egg-info") and project not in found:
                 # A development install has no version in the name of its folder.
                 number = rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
                 found[project] = number

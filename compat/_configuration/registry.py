@@ -98,9 +98,7 @@ def _problem(backend):
     empty = [attribute for attribute in required if not getattr(backend, attribute)]
     if empty:
         return "it has no {}".format(", ".join(empty))
-    if backend.name in names():
-        return "compat has a backend of that name"
-    return None
+    return "compat has a backend of that name" if backend.name in names() else None
 
 
 def plugin(name):

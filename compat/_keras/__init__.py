@@ -9,6 +9,14 @@ from .. import errors
 from .._configuration import detection, packages, settings
 from .._runtime import patching
 
+# How the names of the modules of each Keras begin.
+_KERASES = {
+    "tensorflow.python.keras.": "tensorflow.keras",
+    "tensorflow_core.python.keras.": "tensorflow.keras",  # TensorFlow 1.15 and 2.0
+    "tf_keras.": "tf_keras",
+    "keras.": "keras",
+}
+
 
 def keras_of(model):
     """The Keras (its top module) whose class ``model`` is an instance of, or None.
@@ -16,15 +24,9 @@ def keras_of(model):
     Only modules that are imported already are looked at: a model's Keras is.
     """
     for parent in type(model).__mro__:
-        if parent.__name__ not in ("Model", "Network", "Container"):
-            continue
-        for prefix, keras in (
-            ("tensorflow.python.keras.", "tensorflow.keras"),
-            ("tensorflow_core.python.keras.", "tensorflow.keras"),  # TensorFlow 1.15 and 2.0
-            ("tf_keras.", "tf_keras"),
-            ("keras.", "keras"),
-        ):
-            if parent.__module__.startswith(prefix):
+        for prefix, keras in _KERASES.items():
+            is_model = parent.__name__ in ("Model", "Network", "Container")
+            if is_model and parent.__module__.startswith(prefix):
                 return _module(keras)
     return None
 

@@ -55,17 +55,12 @@ def install(backend, parallelize):
         return because is None
 
     def patch(module):
-        for name in _CLASSES:
-            owner = getattr(module, name, None)
-            if owner is None or "compile" not in vars(owner):
-                continue
+        for owner in [vars(module)[name] for name in _CLASSES if name in vars(module)]:
             # A module may have another one's class; keras-mxnet's has its backend's Model.
-            if patching.find(owner, "compile") is None:
-                value = _compiling_after(prepare, vars(owner)["compile"])
-                patching.Patch(owner, "compile", value)
+            if "compile" in vars(owner) and patching.find(owner, "compile") is None:
+                patching.Patch(owner, "compile", _compiling_after(prepare, owner.compile))
                 if hasattr(owner, "__setstate__"):
-                    value = _unpickling(prepare, owner.__setstate__)
-                    patching.Patch(owner, "__setstate__", value)
+                    patching.Patch(owner, "__setstate__", _unpickling(prepare, owner.__setstate__))
 
     for name in _MODULES:
         on_import.call(patch, name)

@@ -169,8 +169,7 @@ def recorded(path: str, backend: "Any", place: "Any") -> "Iterator[Timeline]":
         raise errors.not_writable(f"timeline({path!r})", error) from error
     timeline = Timeline(path)
     with contextlib.ExitStack() as when_recorded:
-        recording = patching.replaced(process, recording_timeline=path)
-        with backend.profiled() as operations, recording:
+        with backend.profiled() as operations, patching.replaced(process, recording_timeline=path):
             when_recorded.callback(_write, timeline, backend.devices(), operations, place)
             yield timeline
 

@@ -139,9 +139,7 @@ def _descriptor(path):
     folder, name = os.path.split(os.path.abspath(path))
     if name.isdecimal() and os.path.realpath(folder) == os.path.realpath("/dev/fd"):
         return int(name)
-    if os.path.islink(path):
-        return _descriptor(os.path.join(folder, os.readlink(path)))
-    return None
+    return _descriptor(os.path.join(folder, os.readlink(path))) if os.path.islink(path) else None
 
 
 def _through(path, flags):

@@ -301,7 +301,7 @@ def given_moved(step, seed, number=None):
         unit = _unit(step, getattr(value, "dtype", None))
         if not unit:
             return value
-        try:
+        with contextlib.suppress(Exception):  # an array without such arithmetic: a sparse one, say
             if number is None:
                 changes = value * 1024 % 1
             else:
@@ -309,12 +309,10 @@ def given_moved(step, seed, number=None):
                 changes = signs.choice([-1, 1], array.shape) * (array == number)
                 changes = changes.astype(array.dtype)
             return value + value * (changes * (4 * seed * unit))
-        except Exception:  # an array without such arithmetic: a sparse one, say
-            return value
+        return value
 
     names = step.given if seed and seed % 2 else ()
-    given = {name: _mapped(getattr(step, name), moved) for name in names}
-    return patching.replaced(step, **given)
+    return patching.replaced(step, **{name: _mapped(getattr(step, name), moved) for name in names})
 
 
 def _frequent_numbers(step):
