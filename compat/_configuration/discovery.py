@@ -75,10 +75,13 @@ def discover():
         gpus = lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
     if gpus == []:
         listing.answers.append(asked + " lists none")
-    if gpus is None:
-        gpus = _discover_without_nvidia_smi(listing)
-    if gpus is None:
-        return None
+    if gpus is None and os.access(_DRIVER, os.R_OK):
+        gpus = [GPU(index) for index, _ in enumerate(os.listdir(_DRIVER))]
+    elif gpus is None:
+        listing.answers.append("no NVIDIA driver is loaded")
+        # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
+        if os.path.exists(_WSL):
+            return None
     listing += gpus or _from_amd(listing)
     return listing
 
@@ -191,15 +194,6 @@ def _parse_gpu(line):
     index, uuid, name, total, used, utilization = [field.strip() for field in line.split(",")]
     mebi = 2**20
     return GPU(int(index), uuid, name, number(total, mebi), number(used, mebi), number(utilization))
-
-
-def _discover_without_nvidia_smi(listing):
-    try:
-        return [GPU(index) for index, _ in enumerate(os.listdir(_DRIVER))]
-    except OSError:
-        listing.answers.append("no NVIDIA driver is loaded")
-        # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
-        return None if os.path.exists(_WSL) else []
 
 
 def drivers():

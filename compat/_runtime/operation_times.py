@@ -53,13 +53,9 @@ def converted(recording, convert):
         convert: makes operations of that.
     """
     operations: "List[Operation]" = []
-    stack = contextlib.ExitStack()
-    records = stack.enter_context(recording)
-    try:
-        with stack:
-            yield operations
-    finally:
-        operations.extend(convert(records))
+    with contextlib.ExitStack() as when_recorded, recording as records:
+        when_recorded.callback(lambda: operations.extend(convert(records)))
+        yield operations
 
 
 def activities(operations: "List[Operation]", devices: "List[str]") -> "Dict[str, Activity]":
