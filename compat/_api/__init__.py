@@ -221,32 +221,28 @@ def _parallelize(model, gpus=None, strategy=None):
             f"{process.configuration.backend}. Build the model with the Keras that was "
             f"configured, or pass backend={backend.name!r} to configure_gpu()."
         )
-    process.whole.pop(_name_of(model), None)
+    name = getattr(model, "name", None) or type(model).__name__
+    process.whole.pop(name, None)
     if place is not None:
-        model = backend.distribute(model, place)
-        if backend.verifies_ranks:
-            names = [f"rank {rank}" for rank in range(place.size)]
-            model = _verified(backend, model, names, ranks=True)
-        return _reported(model, str(place))
-    devices = _chosen(backend, selection)
-    if process.configuration is None:
-        process.parallelized_before.append((_name_of(model), list(devices)))
-    backend.verify(model, None)
-    evaluator = _ranks.evaluator()
-    if evaluator is not None and _keras.keras_of(model) is not None:
-        from .._ranks import saving  # for start-up time
+        model, where = backend.distribute(model, place), str(place)
+        ranks = [f"rank {rank}" for rank in range(place.size)] if backend.verifies_ranks else []
+        _verify(backend, model, name, ranks, ranks=True)
+    else:
+        devices = _chosen(backend, selection)
+        if process.configuration is None:
+            process.parallelized_before.append((name, list(devices)))
+        backend.verify(model, None)
+        evaluator = _ranks.evaluator()
+        if evaluator is not None and _keras.keras_of(model) is not None:
+            from .._ranks import saving  # for start-up time
 
-        saving.never_save(model, evaluator)
-    model = _verified(backend, backend.parallelize(model, devices), devices)
-    return _reported(model, settings.listed(devices))
-
-
-def _reported(model, where):
-    """The model, which the report names from now on."""
+            saving.never_save(model, evaluator)
+        model, where = backend.parallelize(model, devices), settings.listed(devices)
+        _verify(backend, model, name, devices)
     if process.configuration is not None:
-        process.configuration.parallelized[_name_of(model)] = where
+        process.configuration.parallelized[name] = where
         for tell in process.on_parallelized:
-            tell(_name_of(model), where)
+            tell(name, where)
     return model
 
 
@@ -262,20 +258,15 @@ def _check_strategy(strategy):
         )
 
 
-def _verified(backend, model, devices, ranks=False):
-    """The model, whose first steps on several devices will be compared with one device."""
+def _verify(backend, model, name, devices, ranks=False):
+    """Have the first steps of a model on several devices compared with one device."""
     active = process.configuration
     steps = active.settings.verify if active else settings.parse_verify(None, os.environ, None)
     if steps and len(devices) > 1:
         from .. import _verification  # for start-up time
 
         _verification.report_at_exit(os.environ)
-        backend.verify(model, _verification.Verification(_name_of(model), devices, steps, ranks))
-    return model
-
-
-def _name_of(model):
-    return getattr(model, "name", None) or type(model).__name__
+        backend.verify(model, _verification.Verification(name, devices, steps, ranks))
 
 
 def device(which: "Union[int, str]") -> "ContextManager[Any]":

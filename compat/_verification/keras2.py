@@ -6,6 +6,7 @@ the one to the other.
 """
 
 import contextlib
+import functools
 
 from .. import _keras
 from . import keras_steps
@@ -106,7 +107,7 @@ class Keras2Step(ArraysStep):
 
     def __init__(self, method, function, inputs):
         super().__init__(method, function, inputs)
-        self._inferring = {}  # of (kind, whether undivided), the function
+        self._function_of = functools.lru_cache(maxsize=None)(self._function_made)
         written = method.written(function.made, self.model)
         undivided = method.written(function.undivided, self.model)
         # Most optimizers make their state anew for each function.
@@ -193,20 +194,16 @@ class Keras2Step(ArraysStep):
 
         return self.in_inference(run, self.inputs[:-1] if has_phase else self.inputs)
 
-    def _function_of(self, kind, undivided):
-        """The function by which the model infers, on one device or on all."""
+    def _function_made(self, kind, undivided):
+        """The function by which the model infers, on one device or on all, made anew."""
         model, attribute = self.model, keras_steps.FUNCTIONS[kind]
-        key = kind, undivided
-        if key not in self._inferring:
-            with suspended:
-                if undivided:
-                    method = vars(model)[self.method.prefix + attribute].__func__
-                    self._inferring[key] = method.make_undivided(model)
-                else:
-                    getattr(model, self.method.prefix + attribute)()
-                    function = getattr(model, attribute)
-                    self._inferring[key] = getattr(function, "made", function)
-        return self._inferring[key]
+        with suspended:
+            if undivided:
+                method = vars(model)[self.method.prefix + attribute].__func__
+                return method.make_undivided(model)
+            getattr(model, self.method.prefix + attribute)()
+            function = getattr(model, attribute)
+            return getattr(function, "made", function)
 
 
 def _is_called_in_training(layer):
