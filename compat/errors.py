@@ -7,6 +7,28 @@ the built-in exception that a caller would catch. A text with one caller stands 
 import os
 import sys
 
+__all__ = [
+    "AlreadyConfiguredError",
+    "AmbiguousBackendError",
+    "BrokenInstallError",
+    "CompatError",
+    "CompatWarning",
+    "ConfigurationFileError",
+    "DeviceFailedError",
+    "DevicesNotFoundError",
+    "InvalidArgumentError",
+    "ModelFileError",
+    "NotAModelError",
+    "NotInstalledError",
+    "PythonNotFoundError",
+    "RankError",
+    "RankLostError",
+    "ResultsDifferError",
+    "TooLateError",
+    "UnknownOptionError",
+    "UnsupportedError",
+]
+
 _LONGEST = 1900  # characters of a message
 
 
@@ -123,20 +145,6 @@ GPUS_OPTIONS = """\
 
 
 # Choosing the backend -------------------------------------------------------------------------
-
-
-def no_backend(extras, example, python):
-    """``extras`` are those that install on this Python."""
-    if not extras:
-        return NotInstalledError(
-            "No backend is installed in this Python, and no extra of keras-gpu-compat installs on "
-            f"Python {python}. Use another Python, or install a framework and a Keras that runs "
-            "on it yourself."
-        )
-    return NotInstalledError(
-        "No backend is installed in this Python. Install one of {} with its pins, for example: "
-        'pip install "keras-gpu-compat[{}]".'.format(", ".join(extras), example)
-    )
 
 
 def broken_install(framework, problem):

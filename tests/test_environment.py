@@ -11,7 +11,7 @@ from test_main import NO_BACKEND, command
 
 import compat
 from compat import __main__
-from compat._api import environment, environment_text
+from compat._api import environment
 from compat._configuration import device_choice, discovery, packages
 from compat._ranks import clusters
 from compat._ranks.engines import installed
@@ -241,12 +241,12 @@ def test_how_to_name_another_backend(
 
 def test_commands_can_be_pasted():
     quoted = "mv '/a folder/with/a/long/name/keras.json' '/a folder/with/a/long/name/keras.wrong'"
-    lines = environment_text._command_lines(quoted, 60)
+    lines = environment._command_lines(quoted, 60)
     assert lines == [
         "    mv '/a folder/with/a/long/name/keras.json' \\",
         "      '/a folder/with/a/long/name/keras.wrong'",
     ]
-    assert environment_text._command_lines("unset X", 60) == ["    unset X"]
+    assert environment._command_lines("unset X", 60) == ["    unset X"]
 
 
 def test_long_lists_are_broken_at_commas(toy, capsys, monkeypatch):

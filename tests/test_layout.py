@@ -33,7 +33,7 @@ ROOMS = [
     ["compat._configuration.idle", "compat._runtime.reporting"],
     [
         "compat._configuration.settings", "compat._configuration.visible",
-        "compat._runtime.timelines",
+        "compat._runtime.operation_times",
     ],
     ["compat._rows", "compat._runtime.work"],
     [

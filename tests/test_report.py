@@ -181,9 +181,9 @@ def test_where_nothing_was_counted(names, rank, models, verdict):
 
 
 def test_what_compat_computes_for_itself_does_not_count():
-    with work.uncounted():
+    with work.uncounted:
         work.count(THREE, [2, 2, 2], True)
-        assert not work.is_counted()
+        assert work.uncounted
     assert not work.batches()
 
 

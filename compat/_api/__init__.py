@@ -2,7 +2,7 @@
 
 import os
 
-from .. import errors
+from .. import _ranks, errors
 from .._configuration import settings
 from .._runtime.process import process
 
@@ -14,10 +14,8 @@ if TYPE_CHECKING:
 
     from .._configuration.settings import Configuration
     from .._configuration.typing import Built, Gpus, Model, Options
-else:
 
-    def overload(function):
-        return function
+__all__ = ["configure_gpu", "device", "parallelize"]
 
 
 def configure_gpu(
@@ -84,10 +82,10 @@ def configure_gpu(
     simulate = settings.parse_simulate(simulate)
     from_outside = settings.simulated_from_outside(os.environ)
     asked = configuring.how_asked(selection, simulate, from_outside)
-    text = f"COMPAT_SIMULATE={from_outside}: simulated devices stand in for gpus={gpus!r}"
-    applied = [text] if from_outside else []
+    applied = []
     if from_outside:
-        selection, simulate = gpu_selection.parse_gpus(None), from_outside
+        text = f"COMPAT_SIMULATE={from_outside}: simulated devices stand in for gpus={gpus!r}"
+        applied, selection, simulate = [text], gpu_selection.parse_gpus(None), from_outside
     switches = dict(persist=persist, strict=strict, parallelize=parallelize)
     parsed = {name: settings.parse_switch(name, value) for name, value in switches.items()}
     parsed["verify"] = settings.parse_verify(verify, os.environ, simulate)
@@ -108,17 +106,19 @@ def configure_gpu(
         return active
 
 
-@overload
-def parallelize(
-    model: "Model", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
-) -> "Model": ...
-@overload
-def parallelize(  # noqa: F811
-    model: "Callable[[], Built]", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
-) -> "Built": ...
-def parallelize(  # noqa: F811
-    model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
-) -> "Any":
+if TYPE_CHECKING:
+
+    @overload
+    def parallelize(
+        model: "Model", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+    ) -> "Model": ...
+    @overload
+    def parallelize(
+        model: "Callable[[], Built]", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+    ) -> "Built": ...
+
+
+def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None) -> "Any":
     """Run a model on several devices: the same object, trained to the same numbers.
 
     Each batch is split evenly over the devices, in forward and backward pass; losses, metrics
@@ -158,8 +158,6 @@ def parallelize(  # noqa: F811
 
 def _parallelize_compiled(model, gpus=None):
     """What ``configure_gpu(parallelize=True)`` does with a model that is about to be compiled."""
-    from .. import _ranks  # for start-up time
-
     _parallelize(model, gpus)
     if _ranks.own_place() is not None:
         from .._ranks import keras_model  # imports numpy
@@ -180,11 +178,12 @@ def note_by_hand(model: "Any") -> "Any":
 
 
 def _parallelize(model, gpus=None, strategy=None):
-    from .. import _keras, _ranks  # for start-up time
+    from .. import _keras  # for start-up time
     from .._configuration import gpu_selection  # for start-up time
 
     selection = gpu_selection.parse_gpus(gpus)
     place = _ranks.own_place()
+    # Functions and bound methods have __code__; a class, or what can be called, does not.
     if strategy is not None:
         _check_strategy(strategy)
         if place is not None and not configured_backend().ranks_train_under(strategy, place):
@@ -193,7 +192,7 @@ def _parallelize(model, gpus=None, strategy=None):
                 f"use strategy={strategy!r} in {place}",
                 "Leave strategy out, or start the script without a launcher.",
             )
-        if not _is_function(model):
+        if not hasattr(model, "__code__"):
             raise errors.NotAModelError(
                 f"strategy={strategy!r} takes a function that builds the model, since its "
                 "variables must be made under the strategy; it was given "
@@ -204,7 +203,7 @@ def _parallelize(model, gpus=None, strategy=None):
             backend = configured_backend()
             return backend.build(strategy, model, _chosen(backend, selection))
     backend = backend_of(model)
-    if backend is None and _is_function(model):
+    if backend is None and hasattr(model, "__code__"):
         if place is not None:
             configured_backend().join(place)
         function, model = model, model()
@@ -222,32 +221,28 @@ def _parallelize(model, gpus=None, strategy=None):
             f"{process.configuration.backend}. Build the model with the Keras that was "
             f"configured, or pass backend={backend.name!r} to configure_gpu()."
         )
-    process.whole.pop(_name_of(model), None)
+    name = getattr(model, "name", None) or type(model).__name__
+    process.whole.pop(name, None)
     if place is not None:
-        model = backend.distribute(model, place)
-        if backend.verifies_ranks:
-            names = [f"rank {rank}" for rank in range(place.size)]
-            model = _verified(backend, model, names, ranks=True)
-        return _reported(model, str(place))
-    devices = _chosen(backend, selection)
-    if process.configuration is None:
-        process.parallelized_before.append((_name_of(model), list(devices)))
-    backend.verify(model, None)
-    evaluator = _ranks.evaluator()
-    if evaluator is not None and _keras.keras_of(model) is not None:
-        from .._ranks import saving  # for start-up time
+        model, where = backend.distribute(model, place), str(place)
+        ranks = [f"rank {rank}" for rank in range(place.size)] if backend.verifies_ranks else []
+        _verify(backend, model, name, ranks, ranks=True)
+    else:
+        devices = _chosen(backend, selection)
+        if process.configuration is None:
+            process.parallelized_before.append((name, list(devices)))
+        backend.verify(model, None)
+        evaluator = _ranks.evaluator()
+        if evaluator is not None and _keras.keras_of(model) is not None:
+            from .._ranks import saving  # for start-up time
 
-        saving.never_save(model, evaluator)
-    model = _verified(backend, backend.parallelize(model, devices), devices)
-    return _reported(model, settings.listed(devices))
-
-
-def _reported(model, where):
-    """The model, which the report names from now on."""
+            saving.never_save(model, evaluator)
+        model, where = backend.parallelize(model, devices), settings.listed(devices)
+        _verify(backend, model, name, devices)
     if process.configuration is not None:
-        process.configuration.parallelized[_name_of(model)] = where
+        process.configuration.parallelized[name] = where
         for tell in process.on_parallelized:
-            tell(_name_of(model), where)
+            tell(name, where)
     return model
 
 
@@ -263,20 +258,15 @@ def _check_strategy(strategy):
         )
 
 
-def _verified(backend, model, devices, ranks=False):
-    """The model, whose first steps on several devices will be compared with one device."""
+def _verify(backend, model, name, devices, ranks=False):
+    """Have the first steps of a model on several devices compared with one device."""
     active = process.configuration
     steps = active.settings.verify if active else settings.parse_verify(None, os.environ, None)
     if steps and len(devices) > 1:
         from .. import _verification  # for start-up time
 
         _verification.report_at_exit(os.environ)
-        backend.verify(model, _verification.Verification(_name_of(model), devices, steps, ranks))
-    return model
-
-
-def _name_of(model):
-    return getattr(model, "name", None) or type(model).__name__
+        backend.verify(model, _verification.Verification(name, devices, steps, ranks))
 
 
 def device(which: "Union[int, str]") -> "ContextManager[Any]":
@@ -330,10 +320,6 @@ def configured_backend():
 
     active = process.configuration
     return detection.choose(None if active is None else active.backend)[0]
-
-
-def _is_function(model):
-    return hasattr(model, "__code__")  # also a bound method
 
 
 def backend_of(model):

@@ -53,23 +53,18 @@ def configure_once(call, chosen, reason, asked, applied):
         )
     active = process.configuration = _configure(chosen, reason, settings, place)
     active.applied += applied if place is None else []
-    active.warnings += _parallelized_too_early(active.devices)
+    active.warnings += [
+        f"parallelize() put the model {name!r} on {listed(devices)} before configure_gpu() was "
+        f"called, and there it stays; configured now: {listed(active.devices)}. Call "
+        "configure_gpu() at the top of the script, or parallelize() the model again after it."
+        for name, devices in process.parallelized_before
+        if devices != active.devices
+    ]
+    process.parallelized_before.clear()
     process.first_call = call, environ
     for warning in active.warnings:
         errors.warn(warning)
     return active
-
-
-def _parallelized_too_early(devices):
-    """Warnings of models that configure_gpu() came too late for."""
-    early = [(name, its) for name, its in process.parallelized_before if its != devices]
-    process.parallelized_before.clear()
-    return [
-        f"parallelize() put the model {name!r} on {listed(its)} before configure_gpu() was "
-        f"called, and there it stays; configured now: {listed(devices)}. Call configure_gpu() at "
-        "the top of the script, or parallelize() the model again after it."
-        for name, its in early
-    ]
 
 
 def check_options(options, function):

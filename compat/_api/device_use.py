@@ -1,6 +1,6 @@
 """The public calls that tell: what there is, and what each device did, how much and when."""
 
-from .. import _api
+from .. import _api, _ranks
 from .._configuration import settings
 from .._runtime.process import process
 
@@ -8,9 +8,11 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import ContextManager
 
+    from .._runtime.operation_times import Timeline
     from .._runtime.reporting import Report
-    from .._runtime.timelines import Timeline
     from .environment import Environment
+
+__all__ = ["environment", "report", "timeline"]
 
 
 def environment() -> "Environment":
@@ -36,7 +38,6 @@ def report() -> "Report":
         A ``Report``: print it for a table and a verdict; ``as_dict()``, ``to_json()`` and, with a
         picture, ``to_html()`` return the same. In a notebook it is shown so.
     """
-    from .. import _ranks  # for start-up time
     from .._runtime import reporting  # for start-up time
 
     configuration, place = process.configuration, _ranks.own_place()
@@ -77,7 +78,6 @@ def timeline(path: str) -> "ContextManager[Timeline]":
         UnsupportedError: the framework does not record when its devices execute what: Theano and
             CNTK (a ``NotImplementedError``).
     """
-    from .. import _ranks  # for start-up time
-    from .._runtime import timelines  # for start-up time
+    from .._runtime import operation_times  # for start-up time
 
-    return timelines.recorded(path, _api.configured_backend(), _ranks.own_place())
+    return operation_times.recorded(path, _api.configured_backend(), _ranks.own_place())

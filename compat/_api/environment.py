@@ -10,15 +10,17 @@ import platform
 import re
 import shlex
 import sys
-from typing import Any, Dict, List
+import textwrap
+from typing import Any, Dict, List, Tuple
 
 from .. import _keras, _ranks, errors
 from .._configuration import detection, device_choice, discovery, gpu_selection, packages, registry
+from .._configuration.numeric import whole_number
+from .._configuration.settings import report
 from .._ranks import launchers
-from .._ranks.engines import installed as engines
+from .._ranks.engines.installed import Installed, engines
 from .._runtime import by_path, markup
 from .._version import __version__
-from . import environment_text
 
 _GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_HOME"
 # Shown where they are set.
@@ -28,6 +30,9 @@ _PACKAGES = r"jax-(cuda|rocm).+|jaxlib|numpy|nvidia-.+|tensorflow-metal|triton"
 # How a problem ends where a command mends it.
 _COMMAND = re.compile(r": ((?:apt-get|conda|export|mv|pip|unset) .+?)\.?$", re.DOTALL)
 _PLACE = "launcher", "rank", "size", "local_rank", "local_size"
+#: Columns of the text; paths and the like, which are not broken, may be longer.
+WIDTH = 80
+_NO_BACKEND = {"name": "none", "reason": "see the problems"}
 _CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
 
 
@@ -35,11 +40,10 @@ class Environment(Dict[str, Any]):
     """What there is, as an object of JSON, that prints as a report; in a notebook it is a table."""
 
     def __str__(self):
-        return environment_text.text(self)
+        return report(_sections(self, WIDTH - len("keras.json  ")))
 
     def _repr_html_(self):
-        found = environment_text.sections(self)
-        return markup.sections(found, ["problems"] if self["problems"] else [])
+        return markup.sections(_sections(self), ["problems"] if self["problems"] else [])
 
 
 def collect() -> Environment:
@@ -52,7 +56,7 @@ def collect() -> Environment:
         "keras_json": _keras_json(problems),
         **_gpus(problems),
         "ranks": _rank(problems),
-        "engines": [engine._asdict() for engine in engines.engines()],
+        "engines": [engine._asdict() for engine in engines()],
         "problems": problems,
     }
     other = by_path.shadow(os.getcwd(), os.environ)
@@ -65,9 +69,8 @@ def _add(problems, texts, command=None):
     """Note problems that are new, each with the command that mends it, or None."""
     for text in map(str, texts):
         match = _COMMAND.search(text)
-        problem = {"problem": text, "command": match.group(1) if match else command}
         if text not in [each["problem"] for each in problems]:
-            problems.append(problem)
+            problems.append({"problem": text, "command": match.group(1) if match else command})
 
 
 # What is found --------------------------------------------------------------------------------
@@ -90,12 +93,10 @@ def _system():
 def _distribution():
     """Linux's, by the name that it gives itself (os-release(5)), or None."""
     for path in ("/etc/os-release", "/usr/lib/os-release"):
-        with contextlib.suppress(OSError, ValueError):
-            with open(path, encoding="utf-8", errors="replace") as file:
-                words = [word.partition("=") for word in shlex.split(file.read(), comments=True)]
-            names = [value for name, _, value in words if name == "PRETTY_NAME"]
-            if names:
-                return names[0]
+        with contextlib.suppress(ValueError):
+            for word in shlex.split(discovery.content(path), comments=True):
+                if word.startswith("PRETTY_NAME="):
+                    return word.partition("=")[2]
     return None
 
 
@@ -109,11 +110,9 @@ def _told(ask):
 def _memory_limit(memory):
     """That of a container, in bytes; None where there is none, or it is above the memory."""
     for path in _CGROUP_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # not there, or "max"
-            with open(path, encoding="utf-8") as file:
-                limit = int(file.read())
-            if memory is None or limit < memory:
-                return limit
+        limit = whole_number(discovery.content(path).strip())  # None: not there, or "max"
+        if limit is not None and (memory is None or limit < memory):
+            return limit
     return None
 
 
@@ -131,8 +130,8 @@ def _backend(problems):
         shown = [chosen] + [b for b in installed if b.framework != chosen.framework]
         _add(problems, chosen.problems(os.environ))
     _add(problems, detection.problems(os.environ))
-    known = registry.backends() + shown  # a plug-in may be the one chosen
-    distributions = {name for each in known for name in each.distributions}
+    # A plug-in may be the one chosen.
+    distributions = {name for each in registry.backends() + shown for name in each.distributions}
     pattern = "|".join([_PACKAGES] + sorted(re.escape(name.lower()) for name in distributions))
     names = sorted(set(_GENERAL).union(variables))
     others = {name for name in os.environ if name in _OPTIONAL or name.startswith("COMPAT_")}
@@ -170,7 +169,7 @@ def _gpus(problems):
     failures = getattr(machine, "failures", [])
     gpus, why = None, "nvidia-smi is missing or fails"  # type: Any, Any
     if machine is not None:
-        gpus = [{name: getattr(gpu, name) for name in gpu.__slots__} for gpu in machine]
+        gpus = [dict(gpu._asdict()) for gpu in machine]
         why = None if machine else machine.why()
     texts = [
         f"{failure}: the driver does not work as it should, and frameworks may find no GPU. Load "
@@ -180,8 +179,7 @@ def _gpus(problems):
     module = "nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"
     _add(problems, texts, "sudo modprobe " + module)
     told = {"text": str(visible), "entries": list(visible.gpus), "variable": visible.variable}
-    drivers = discovery.drivers()
-    return {"drivers": drivers, "gpus": gpus, "why_no_gpus": why, "visible": told}
+    return {"drivers": discovery.drivers(), "gpus": gpus, "why_no_gpus": why, "visible": told}
 
 
 def _rank(problems):
@@ -196,3 +194,152 @@ def _rank(problems):
     except errors.InvalidArgumentError as error:
         _add(problems, [error], "unset COMPAT_TIMEOUT")
     return place and {name: getattr(place, name) for name in _PLACE}
+
+
+# As text, for people to read and to paste ------------------------------------------------------
+
+
+def _sections(found: Dict[str, Any], width: int = sys.maxsize) -> List[Tuple[str, List[str]]]:
+    """Headings, and lines of at most this width, if they can be broken."""
+    told = [
+        ("compat", [found["compat"]]),
+        ("python", ["{version} ({executable})".format(**found["python"])]),
+        ("system", _system_lines(found["system"])),
+        ("backend", ["{name} ({reason})".format(**found["backend"] or _NO_BACKEND)]),
+        ("versions", [_pairs(found["versions"]) or "no framework, no Keras"]),
+        ("packages", _package_lines(found["packages"])),
+        ("variables", _variable_lines(found["variables"])),
+        ("keras.json", [_keras_json_line(found["keras_json"])]),
+        ("drivers", [_drivers_line(found["drivers"])]),
+        ("GPUs", _gpu_lines(found)),
+        ("visible", [found["visible"]["text"]]),
+        ("ranks", [_rank_line(found)]),
+        ("engines", [str(Installed(**engine)) for engine in found["engines"]] or ["none"]),
+    ]
+    problems = [line for each in found["problems"] for line in _problem_lines(each, width)]
+    told = [(heading, _wrapped(lines, width)) for heading, lines in told]
+    return told + [("problems", problems or ["none"])]
+
+
+def _wrapped(lines, width):
+    wrapper = textwrap.TextWrapper(
+        width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
+    return [p for line in lines for part in wrapper.wrap(line) for p in _at_commas(part, width)]
+
+
+def _at_commas(line, width):
+    """A long list without spaces, as variables have it, on several lines."""
+    parts = []
+    while len(line) > width and line.find(",", 2) > 0:
+        cut = line.rfind(",", 2, width)
+        cut = (cut if cut > 0 else line.find(",", 2)) + 1
+        if cut == len(line):
+            break
+        parts.append(line[:cut])
+        line = "  " + line[cut:]
+    return parts + [line]
+
+
+def _problem_lines(problem, width):
+    """A problem, and below it the command that mends it, as it can be pasted into a shell."""
+    text, command = problem["problem"], problem["command"]
+    if command and text.rstrip(".").endswith(command):
+        text = text.rstrip(".")[: -len(command)].rstrip()
+    lines = _wrapped(text.split("\n"), width)
+    return lines + (_command_lines(command, width) if command else [])
+
+
+def _command_lines(command, width):
+    """Continued by backslashes, as a shell takes it; what is quoted stays in one piece."""
+    lines = [""]
+    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""", command):
+        if lines[-1] and len(lines[-1] + word) + 3 > width:  # a space before, and the backslash
+            lines[-1] += " \\"
+            lines.append("      " + word)
+        else:
+            lines[-1] += (" " if lines[-1] else "    ") + word
+    return lines
+
+
+def _pairs(versions):
+    return ", ".join("{} {}".format(*pair) for pair in versions.items())
+
+
+def _system_lines(system):
+    names = [system["platform"] + " " + system["machine"], system["distribution"], system["libc"]]
+    memory = "memory unknown" if system["memory"] is None else _gib(system["memory"]) + " memory"
+    if system["memory_limit"] is not None:
+        memory += ", limited to " + _gib(system["memory_limit"])
+    return [
+        ", ".join(name for name in names if name),
+        "{usable_cores} of {cores} CPU cores, {}".format(memory, **system),
+    ]
+
+
+def _gib(number):
+    return f"{number / 2**30:.1f} GiB"
+
+
+def _package_lines(packages):
+    """NVIDIA's are many: those of one version of CUDA go on a line of their own."""
+    by_kind: Dict[str, Dict[str, str]] = {}
+    for name, version in packages.items():
+        kind, match = "", re.match(r"nvidia-(.+?)(-cu\d+)?$", name)
+        if match is not None and name != "nvidia-ml-py":
+            kind, name = "nvidia-*" + (match.group(2) or ""), match.group(1)
+        by_kind.setdefault(kind, {})[name] = version
+    return [k + ": " * bool(k) + _pairs(by_kind[k]) for k in sorted(by_kind)] or ["none"]
+
+
+def _variable_lines(variables):
+    lines = ["{}={}".format(*pair) for pair in variables.items() if pair[1] is not None]
+    absent = [name for name in variables if variables[name] is None]
+    return lines + (["not set: " + ", ".join(absent)] if absent else [])
+
+
+def _keras_json_line(keras_json):
+    if not keras_json["readable"]:
+        return "{path} (unreadable)".format(**keras_json)
+    if not keras_json["exists"]:
+        return "{path} (not there)".format(**keras_json)
+    values = ", ".join("{}={}".format(*pair) for pair in sorted(keras_json["content"].items()))
+    return "{}: {}".format(keras_json["path"], values)
+
+
+def _drivers_line(drivers):
+    names = {"nvidia": "NVIDIA", "cuda": "runs CUDA up to", "amdgpu": "amdgpu", "rocm": "ROCm"}
+    return ", ".join(names[n] + " " + drivers[n] for n in names if drivers[n]) or "none found"
+
+
+def _gpu_lines(found):
+    why = found["why_no_gpus"]
+    if found["gpus"] is None:
+        return ["unknown: " + why]
+    return [_gpu_line(gpu) for gpu in found["gpus"]] or ["none" + (why and ": " + why)]
+
+
+def _gpu_line(gpu):
+    if gpu["variable"] == discovery.HIP:
+        return "{index}: of AMD, chosen by {variable}".format(**gpu)
+    if not gpu["uuid"]:
+        return "{index}: nvidia-smi is missing or fails, so nothing more is known".format(**gpu)
+    used, total = (_number(gpu[name], 2**20) for name in ("memory_used", "memory_total"))
+    text = "{index}: {name}, {} of {} MiB used, {} % busy, {uuid}"
+    return text.format(used, total, _number(gpu["utilization"]), **gpu)
+
+
+def _number(number, unit=1):
+    return "?" if number is None else f"{number / unit:.0f}"
+
+
+def _rank_line(found):
+    place = found["ranks"]
+    if place is None:
+        return "none: this process is alone"
+    if place["rank"] is None:
+        return "unknown (see the problems)"
+    if place["rank"] < 0:
+        return "none: this process evaluates what ranks save ({launcher})".format(**place)
+    text = "rank {rank} of {size}, {local_rank} of {local_size} on this machine ({launcher})"
+    return text.format(**place)

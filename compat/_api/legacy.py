@@ -9,11 +9,13 @@ same weights.
 
 import sys
 
-from .. import _api, errors
+from .. import _api, _ranks, errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Sequence, Union
+
+__all__ = ["install_legacy_names", "make_parallel", "multi_gpu_model", "unwrap"]
 
 
 def multi_gpu_model(
@@ -45,8 +47,6 @@ def multi_gpu_model(
         NotAModelError: ``model`` is not a Keras model with symbolic inputs (a ``TypeError``).
         UnsupportedError: the backend cannot run several devices in one process.
     """
-    from .. import _ranks  # for start-up time
-
     backend = _backend(model, "multi_gpu_model")
     if _ranks.own_place() is not None:  # each rank has one device, whatever ``gpus``
         return _api.parallelize(_wrapped(model))
@@ -136,8 +136,7 @@ def _backend(model, function):
     """The backend of a model that can be wrapped."""
     from .. import _keras  # for start-up time
 
-    keras = _keras.keras_of(model)
-    if keras is None or not getattr(model, "outputs", None):
+    if _keras.keras_of(model) is None or not getattr(model, "outputs", None):
         raise errors.NotAModelError(
             f"{function}() takes a Keras model with symbolic inputs, functional or Sequential "
             "with an input shape, to make another one around it; it was given "

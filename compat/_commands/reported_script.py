@@ -19,7 +19,7 @@ from .. import _api, _ranks
 from .._api import device_use
 from .._configuration.settings import listed
 from .._ranks.launch.rank_process import REPORT_VARIABLE
-from .._runtime import safe_files, timelines
+from .._runtime import operation_times, safe_files
 from .._runtime.process import process
 
 
@@ -126,7 +126,7 @@ def _record(path, recording):
 
     def begin(model, where):
         if len(said) == 1:
-            path_of_rank = timelines.of_rank(path, _ranks.own_place())
+            path_of_rank = operation_times.of_rank(path, _ranks.own_place())
             said.append(f"the timeline is in {path_of_rank}; open it at https://ui.perfetto.dev")
             recording.enter_context(device_use.timeline(path))
 

@@ -7,6 +7,7 @@ import warnings
 from .. import _api, _keras, _verification, errors
 from .._configuration import detection, device_choice, gpu_selection
 from .._runtime import progress
+from .._runtime.process import process
 
 #: Rows of the batches: even, uneven, few, fewer than devices, one.
 BATCHES = (64, 61, 13, 2, 1)
@@ -41,7 +42,7 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
             f"{devices or 2} devices are needed for the comparison, but the framework shows "
             f"{', '.join(configuration.devices)}."
         )
-    _verification.record_operations()
+    process.records_operations = True
     keras = _keras.import_keras(detection.choose(configuration.backend)[0])
     single, several = _models(keras, count)
     where = f"{configuration.devices[0]}, the same on {count} devices"
@@ -53,8 +54,7 @@ def run(devices=None, backend=None, simulate=False, outcome=None):
 
 def _show_where(devices, outcome):
     """Print where the first step's products ran; whether each device had its part."""
-    records = _verification.records()
-    ran = records[-1].operations if records else {}
+    ran = process.verified[-1].operations if process.verified else {}
     products = outcome["products"] = {each: list(ran.get(each, (0, 0))) for each in devices}
     worked = [device for device in devices if min(products[device]) > 0]
     _say("\nMatrix products of a step that each device ran, forward + backward:")

@@ -28,23 +28,22 @@ def choose(asked=None, environ=os.environ, typed=False):
         return _named(asked, _asked(asked, typed), typed)
     keras, reason, is_told = _keras_choice(environ)
     if not is_told:
-        fitting = installed() or _installed(registry.plugins())
+        fitting = installed() or installed(registry.plugins())
         if len(fitting) == 1 and keras not in (fitting[0].name, fitting[0].framework):
             return fitting[0], "the only backend installed"
+        if keras is None and not fitting:
+            raise _no_backend(environ)
         if keras is None:
-            raise _ambiguous(fitting, typed) if fitting else _no_backend(environ)
+            remedy = "Pass backend=..., set KERAS_BACKEND, or import keras first."
+            if typed:
+                such = fitting[0].name
+                remedy = f"Pass --backend, such as --backend {such}, or set KERAS_BACKEND."
+            names = ", ".join(backend.name for backend in fitting)
+            raise errors.AmbiguousBackendError(
+                "Several backends are installed and nothing says which one this script uses: "
+                f"{names}. {remedy}"
+            )
     return _named(keras, reason, typed)
-
-
-def _ambiguous(fitting, typed):
-    remedy = "Pass backend=..., set KERAS_BACKEND, or import keras first."
-    if typed:
-        remedy = f"Pass --backend, such as --backend {fitting[0].name}, or set KERAS_BACKEND."
-    names = ", ".join(backend.name for backend in fitting)
-    return errors.AmbiguousBackendError(
-        f"Several backends are installed and nothing says which one this script uses: {names}. "
-        f"{remedy}"
-    )
 
 
 def _no_backend(environ):
@@ -53,9 +52,18 @@ def _no_backend(environ):
     frameworks = {backend.framework for backend in backends}
     extras = {each: extra_of([b for b in backends if b.framework == each]) for each in frameworks}
     fitting = sorted(filter(pip_extras.installs, extras.values()))
+    if not fitting:
+        return errors.NotInstalledError(
+            "No backend is installed in this Python, and no extra of keras-gpu-compat installs on "
+            "Python {}.{}. Use another Python, or install a framework and a Keras that runs on it "
+            "yourself.".format(*pip_extras.here())
+        )
     wanted = [extras.get(environ.get("KERAS_BACKEND")), extras.get("tensorflow")] + fitting
-    example = next((extra for extra in wanted if extra in fitting), None)
-    return errors.no_backend(fitting, example, "{}.{}".format(*pip_extras.here()))
+    example = next(extra for extra in wanted if extra in fitting)
+    return errors.NotInstalledError(
+        "No backend is installed in this Python. Install one of {} with its pins, for example: "
+        'pip install "keras-gpu-compat[{}]".'.format(", ".join(fitting), example)
+    )
 
 
 def extra_of(backends):
@@ -64,12 +72,13 @@ def extra_of(backends):
     return pip_extras.of(backends, packages.release(version) if version else (None, None))
 
 
-def installed():
-    """The backends whose framework is installed in a version that they accept; no plug-ins."""
-    return _installed(registry.backends())
+def installed(backends=None):
+    """Those of these backends whose framework is installed in a version that they accept.
 
-
-def _installed(backends):
+    Arguments:
+        backends: None: all but plug-ins.
+    """
+    backends = registry.backends() if backends is None else backends
     found = [(backend, installed_version(backend)) for backend in backends]
     return [backend for backend, version in found if version and backend.accepts(version)]
 
@@ -80,7 +89,7 @@ def native_to(model):
     Plug-ins are asked where no other backend knows the model.
     """
     for backends in (registry.backends, registry.plugins):
-        for backend in _installed(backends()):
+        for backend in installed(backends()):
             if backend.is_native(model):
                 return backend
     return None
@@ -133,7 +142,7 @@ def _candidates(name, reason):
 def _named(name, reason, typed):
     """The backend of that name, or the one for the installed version of that framework."""
     candidates = _candidates(name, reason)
-    for backend in _installed(candidates):
+    for backend in installed(candidates):
         return backend, reason
     backend = candidates[0]  # all of one framework
     version = installed_version(backend)
@@ -170,8 +179,7 @@ def _keras_running():
     ``sys.modules`` alone tells little: jax is loaded under every Keras 3 backend.
     """
     keras = sys.modules.get("keras")
-    spec = getattr(keras, "__spec__", None)
-    if keras is None or getattr(spec, "_initializing", False):
+    if getattr(getattr(keras, "__spec__", None), "_initializing", False):
         return None
     name = getattr(getattr(keras, "backend", None), "backend", None)
     return name() if callable(name) else None
@@ -297,6 +305,4 @@ def read_keras_json(path):
 def installed_version(backend):
     """The version of a backend's framework, imported or installed, or None. Imports nothing."""
     version = getattr(sys.modules.get(backend.framework), "__version__", None)
-    if isinstance(version, str):
-        return version
-    return packages.version(*backend.distributions)
+    return version if isinstance(version, str) else packages.version(*backend.distributions)

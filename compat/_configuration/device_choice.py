@@ -1,6 +1,7 @@
 """Which of this machine's GPUs, or simulated devices, are chosen: no framework is asked."""
 
 import copy
+from typing import Optional, Tuple
 
 from .. import errors
 from .discovery import CUDA, GPU, HIP, discover
@@ -29,33 +30,24 @@ class Devices:
     ``settle()`` chooses once the framework has said how many there are.
     """
 
-    def __init__(
-        self,
-        gpus=(),
-        positions=(),
-        uuids=(),
-        simulated=0,
-        declined=False,
-        shortage=None,
-        problems=(),
-        variable=CUDA,
-        reason="",
-    ):
+    simulated = 0
+    declined = False
+    shortage: "Optional[Tuple[str, str]]" = None
+    variable = CUDA
+    reason = ""
+    undecided: "Optional[Selection]" = None  # see above
+    listed: "Optional[int]" = None  # how many the framework lists, once it was asked
+    # Of an undecided rank: its place, to take one GPU of the selection, and whether a scheduler has
+    # given it one.
+    place = None
+    bound = False
+
+    def __init__(self, gpus=(), positions=(), uuids=(), problems=(), **others):
         self.gpus = tuple(gpus)
         self.positions = tuple(positions)
         self.uuids = tuple(uuids) or ("",) * len(self.gpus)
-        self.simulated = simulated
-        self.declined = declined
-        self.shortage = shortage
         self.problems = list(map(errors.shortened, problems))
-        self.variable = variable
-        self.reason = reason
-        self.undecided = None  # see above
-        self.listed = None  # how many the framework lists, once it was asked
-        # Of an undecided rank: its place, to take one GPU of the selection, and whether a
-        # scheduler has given it one.
-        self.place = None
-        self.bound = False
+        vars(self).update(others)
 
     def __len__(self):
         return self.simulated or len(self.gpus)
@@ -95,7 +87,7 @@ class Devices:
         selection = self.undecided
         if restricted:
             selection = Selection("count", len(self.wanted() or range(listed)))
-        visible = [(str(position), None) for position in range(listed)]
+        visible = [(str(position), GPU()) for position in range(listed)]
         positions, short = choose_among(selection, visible, self.problems)
         if self.place is not None and positions and not restricted:
             is_bound = self.bound and len(positions) == 1
@@ -155,15 +147,15 @@ class Devices:
 
     def memory_totals(self):
         """The memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
-        return [gpu and gpu.memory_total or 0 for gpu in self._listed_by_driver()]
+        return [gpu.memory_total or 0 for gpu in self._listed_by_driver()]
 
     def loads(self):
         """How busy the driver says that each of these GPUs is now, a share; None if unknown."""
-        known = [gpu and gpu.utilization for gpu in self._listed_by_driver()]
+        known = [gpu.utilization for gpu in self._listed_by_driver()]
         return [None if percent is None else percent / 100.0 for percent in known]
 
     def _listed_by_driver(self):
-        """Each of these GPUs as the driver lists it now, or None."""
+        """Each of these GPUs as the driver lists it now."""
         machine = discover() or [] if self.gpus else []
         return [_gpu_of(entry, machine) for entry in self.gpus]
 
@@ -172,22 +164,17 @@ class Devices:
         if self.undecided is not None:
             return {}
         if not self.gpus:
-            return self._hiding(environ)
-        shown = self.are_shown_by(environ)
-        variables = {} if shown else {self.variable: ",".join(self.gpus)}
+            variables = {} if environ.get(CUDA) in ("", "-1") else {CUDA: "-1"}
+            # HIP reads its own variable first; torch prefers the one of the runtime below.
+            amd = self.variable == HIP or {HIP, "ROCR_VISIBLE_DEVICES"} & set(environ)
+            if amd and environ.get(HIP) != "-1":
+                variables[HIP] = "-1"
+            return variables
+        variables = {} if self.are_shown_by(environ) else {self.variable: ",".join(self.gpus)}
         if self.variable == CUDA and "CUDA_DEVICE_ORDER" not in environ:
             # CUDA's own order is fastest first; ids then disagree with nvidia-smi's
             # (tensorflow#32881).
             variables["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
-        return variables
-
-    def _hiding(self, environ):
-        hidden = environ.get(CUDA) in ("", "-1")
-        variables = {} if hidden else {CUDA: "-1"}
-        # HIP reads its own variable first; torch prefers the one of the runtime below.
-        amd = self.variable == HIP or {HIP, "ROCR_VISIBLE_DEVICES"} & set(environ)
-        if amd and environ.get(HIP) != "-1":
-            variables[HIP] = "-1"
         return variables
 
 
@@ -216,7 +203,7 @@ def choose(selection, simulate, environ, discover=discover):
     machine = discover()
     if machine and machine[0].variable == HIP:
         entries, said, problems = hip_entries(environ, machine)
-        visible = [(entry, GPU(None, variable=HIP)) for entry in entries]
+        visible = [(entry, GPU(variable=HIP)) for entry in entries]
         return _chosen(selection, visible, problems, environ, said, HIP)
     entries, problems = visible_entries(environ, machine)
     said = None if entries is None else CUDA
@@ -259,7 +246,7 @@ def _chosen(selection, visible, problems, environ, said, variable=CUDA):
     return Devices(
         [entry for entry, _ in chosen],
         positions,
-        [gpu.uuid if gpu else "" for _, gpu in chosen],
+        [gpu.uuid for _, gpu in chosen],
         shortage=shortage,
         problems=problems,
         variable=variable,
@@ -300,10 +287,8 @@ def _is_bound(environ, place):
     """
     if place.launcher == "srun":
         on_node = environ.get("SLURM_STEP_GPUS", "") or environ.get("SLURM_JOB_GPUS", "")
-        number = environ.get("SLURM_GPUS_ON_NODE", "").strip()
-        counts = [on_node.count(",") + 1] if on_node else []
-        counts += [whole_number(number) or 0]
-        return any(count >= place.local_size for count in counts)
+        number = whole_number(environ.get("SLURM_GPUS_ON_NODE", "").strip()) or 0
+        return max(number, len(on_node.split(",")) if on_node else 0) >= place.local_size
     if place.launcher == "jsrun":
         return True
     shown = [environ.get(name) for name in (CUDA, HIP, "ROCR_VISIBLE_DEVICES")]
@@ -333,5 +318,6 @@ def _trusting(selection):
 
 
 def _gpu_of(entry, machine):
+    """The GPU that an entry names; one of which nothing is known where the driver lists none."""
     named = (g for g in machine if g.uuid and g.matches(entry) or entry == str(g.index))
-    return next(named, None)
+    return next(named, GPU())

@@ -1,6 +1,8 @@
 """Which GPUs this machine has, and how many cores: asked without any framework."""
 
+import contextlib
 import os
+from typing import NamedTuple, Optional
 
 from .numeric import whole_number
 
@@ -8,28 +10,16 @@ CUDA = "CUDA_VISIBLE_DEVICES"
 HIP = "HIP_VISIBLE_DEVICES"  # of AMD's GPUs
 
 
-class GPU:
+class GPU(NamedTuple):
     """One GPU as the driver lists it; numbers are None where the driver does not tell them."""
 
-    __slots__ = ("index", "uuid", "name", "memory_total", "memory_used", "utilization", "variable")
-
-    def __init__(
-        self,
-        index,
-        uuid="",
-        name="",
-        memory_total=None,
-        memory_used=None,
-        utilization=None,
-        variable=CUDA,
-    ):
-        self.index = index
-        self.uuid = uuid
-        self.name = name
-        self.memory_total = memory_total  # bytes
-        self.memory_used = memory_used  # bytes
-        self.utilization = utilization  # percent
-        self.variable = variable  # what shows a process this GPU
+    index: "Optional[int]" = None  # type: ignore[assignment]  # tuples have such a method
+    uuid: str = ""
+    name: str = ""
+    memory_total: "Optional[int]" = None  # bytes
+    memory_used: "Optional[int]" = None  # bytes
+    utilization: "Optional[int]" = None  # percent
+    variable: str = CUDA  # what shows a process this GPU
 
     def unknown(self):
         """What the driver does not tell of how busy this GPU is."""
@@ -80,13 +70,18 @@ def discover():
     listing = Listing()
     gpus, asked = _nvml(_nvml_gpu), "NVML"
     if gpus is None:
-        gpus, asked = _from_nvidia_smi(listing), "nvidia-smi"
+        query = "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu"
+        lines, asked = _nvidia_smi(query, listing), "nvidia-smi"
+        gpus = lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
     if gpus == []:
         listing.answers.append(asked + " lists none")
-    if gpus is None:
-        gpus = _discover_without_nvidia_smi(listing)
-    if gpus is None:
-        return None
+    if gpus is None and os.access(_DRIVER, os.R_OK):
+        gpus = [GPU(index) for index, _ in enumerate(os.listdir(_DRIVER))]
+    elif gpus is None:
+        listing.answers.append("no NVIDIA driver is loaded")
+        # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
+        if os.path.exists(_WSL):
+            return None
     listing += gpus or _from_amd(listing)
     return listing
 
@@ -102,18 +97,17 @@ def _nvml(ask):
 
 
 def _within_nvml(ask):
-    try:
+    # Not installed, or another package of that name; or no driver, a very old pynvml, ...:
+    # nvidia-smi says more of it.
+    with contextlib.suppress(Exception):
         import pynvml
-    except Exception:  # not installed, or another package of that name
-        return None
-    try:
+
         pynvml.nvmlInit()
         try:
             return ask(pynvml)
         finally:
             pynvml.nvmlShutdown()
-    except Exception:  # no driver, a very old pynvml, ...: nvidia-smi says more of it
-        return None
+    return None
 
 
 def _nvml_gpu(pynvml, index, handle):
@@ -121,10 +115,9 @@ def _nvml_gpu(pynvml, index, handle):
     mebi = 2**20
 
     def told(function, *arguments):
-        try:
+        with contextlib.suppress(pynvml.NVMLError):  # as under MIG
             return function(handle, *arguments)
-        except pynvml.NVMLError:  # as under MIG
-            return None
+        return None
 
     # The second version does not count what the driver keeps for itself; nor does nvidia-smi.
     memory = told(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2)
@@ -153,22 +146,15 @@ def _text(value):  # bytes up to nvidia-ml-py 11
 def busy():
     """The UUIDs of GPUs on which a process computes, or None where nothing tells."""
     uuids = _nvml(_nvml_is_busy)
-    return _nvidia_smi("--query-compute-apps=gpu_uuid") if uuids is None else uuids
+    return _nvidia_smi("--query-compute-apps=gpu_uuid", Listing()) if uuids is None else uuids
 
 
-def _from_nvidia_smi(listing):
-    query = "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu"
-    lines = _nvidia_smi(query, listing)
-    return lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
-
-
-def _nvidia_smi(query, listing=None):
+def _nvidia_smi(query, listing):
     """The lines that nvidia-smi answers, or None where it is missing or fails.
 
     Arguments:
         query: an option; None: the table that it prints without any.
     """
-    listing = Listing() if listing is None else listing
     arguments = [query, "--format=csv,noheader,nounits"] if query else []
     for name in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
         answer = _answer([name] + arguments, listing)
@@ -210,15 +196,6 @@ def _parse_gpu(line):
     return GPU(int(index), uuid, name, number(total, mebi), number(used, mebi), number(utilization))
 
 
-def _discover_without_nvidia_smi(listing):
-    try:
-        return [GPU(index) for index, _ in enumerate(os.listdir(_DRIVER))]
-    except OSError:
-        listing.answers.append("no NVIDIA driver is loaded")
-        # WSL has GPUs and no /proc entry for them; elsewhere there is no driver, so no GPU.
-        return None if os.path.exists(_WSL) else []
-
-
 def drivers():
     """The versions of the drivers that are loaded, and of what they say that they run.
 
@@ -228,14 +205,14 @@ def drivers():
     """
     versions = _within_nvml(_nvml_versions)
     if versions is None:
-        table = "\n".join(_nvidia_smi(None) or [])
+        table = "\n".join(_nvidia_smi(None, Listing()) or [])
         # Newer ones call it the KMD's (kernel mode driver's), and CUDA's the UMD's.
         versions = [
             _match(r"(?:Driver|KMD) Version\s*: *([0-9.]+)", table)
-            or _match(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", _content(_DRIVER_VERSION)),
+            or _match(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", content(_DRIVER_VERSION)),
             _match(r"CUDA (?:UMD )?Version\s*: *([0-9.]+)", table),
         ]
-    versions += [_content(path).strip() or None for path in (_AMDGPU_VERSION, _ROCM_VERSION)]
+    versions += [content(path).strip() or None for path in (_AMDGPU_VERSION, _ROCM_VERSION)]
     return dict(zip(("nvidia", "cuda", "amdgpu", "rocm"), versions))
 
 
@@ -252,25 +229,20 @@ def _match(pattern, text):
     return found.group(1) if found else None
 
 
-def _content(path):
+def content(path):
     """A small file of the system's; empty where it is not there."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-    except OSError:
-        return ""
+    with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
+        return file.read()
+    return ""
 
 
 def _from_amd(listing):
     """AMD's GPUs, as its newer command lists them, or its older one."""
     for command in (["amd-smi", "list", "--json"], ["rocm-smi", "--showid", "--json"]):
         answer = _answer(command, listing)
-        if answer is None:
-            continue
-        found = _json(answer)
-        if found is None:
+        found = None if answer is None else _json(answer)
+        if answer is not None and found is None:
             listing.failures.append(f"{command[0]} answers no JSON")
-            continue
         if isinstance(found, dict):  # of rocm-smi {"card0": {...}}, of later versions of amd-smi
             found = found.get("gpu_data", [key for key in found if key.startswith("card")])
         if found:
@@ -285,10 +257,8 @@ def _json(text):
     lines = text.splitlines()
     for number, line in enumerate(lines):
         if line.startswith(("[", "{")):
-            try:
+            with contextlib.suppress(ValueError):
                 return json.JSONDecoder().raw_decode("\n".join(lines[number:]))[0]
-            except ValueError:
-                continue
     return None
 
 

@@ -19,6 +19,9 @@ GPUS_FORMS = """\
     0, [], "cpu"    no GPU"""
 
 
+_KINDS = {"cpu": "none", "none": "none", "all": "all", "auto": "all", "-1": "all", "free": "free"}
+
+
 class Selection(types.SimpleNamespace):
     """What ``gpus=`` asks for: a kind, and a count or ids.
 
@@ -72,14 +75,10 @@ def _integer(value):
 
 def _parse_text(gpus):
     text = gpus.strip()
-    if text.lower() in ("cpu", "none"):
-        return Selection("none")
-    if text.lower() in ("all", "auto", "-1"):
-        return Selection("all")
+    if text.lower() in _KINDS:
+        return Selection(_KINDS[text.lower()])
     kind, colon, count = text.partition(":")
-    if kind.lower() == "free":
-        if not colon:
-            return Selection("free")
+    if colon and kind.lower() == "free":
         wanted = whole_number(count.strip())
         if wanted:
             return Selection("free", wanted)
@@ -177,7 +176,7 @@ def _positions(ids, visible):
         found = [
             position
             for position, (entry, gpu) in enumerate(visible)
-            if wanted in (position, entry) or (gpu and gpu.uuid.startswith(str(wanted)))
+            if wanted in (position, entry) or gpu.uuid.startswith(str(wanted))
         ]
         if len(found) > 1:
             raise invalid_gpus(list(ids), f"{wanted!r} begins several names")

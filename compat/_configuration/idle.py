@@ -25,19 +25,24 @@ def claim_idle(visible, count, problems):
     computing = busy()
     candidates = []
     for position, (entry, gpu) in enumerate(visible):
-        if gpu is None or not gpu.uuid:  # a MIG instance, or a GPU that only the framework lists
-            gpu = GPU(None, entry.replace("/", "-"))
+        if not gpu.uuid:  # a MIG instance, or a GPU that only the framework lists
+            gpu = GPU(uuid=entry.replace("/", "-"))
         is_ours = _claimed(gpu)
         missing = [] if is_ours else gpu.unknown()
         if not is_ours and (computing is None or gpu.index is None):
             missing.append("processes")
-        if is_ours or not _is_busy(gpu, computing or []):
-            free = (gpu.memory_total or 0) - (gpu.memory_used or 0)
-            order = bool(missing), not is_ours, -free, position
+        used, total = gpu.memory_used or 0, gpu.memory_total or 0
+        is_busy = (
+            gpu.uuid in (computing or [])
+            or (gpu.memory_total is not None and used * 10 > total)
+            or (gpu.utilization or 0) >= 10
+        )
+        if is_ours or not is_busy:
+            order = bool(missing), not is_ours, used - total, position
             candidates.append((order, gpu, (position, entry, missing)))
     taken = []  # type: list
     unclaimed = []
-    for _, gpu, choice in sorted(candidates, key=lambda candidate: candidate[0]):
+    for _, gpu, choice in sorted(candidates):
         _, entry, missing = choice
         wanted = count or (1 if missing else len(visible))
         if len(taken) >= wanted:
@@ -47,11 +52,9 @@ def claim_idle(visible, count, problems):
                 taken.append(choice)
         except OSError as error:
             text = (
-                "GPU {} is idle but cannot be claimed: {} cannot be locked ({}). "
-                "Another job that asks for idle GPUs may take it, too. Choose GPUs by "
-                "their ids, or have that file removed.".format(
-                    entry, _lock_path(gpu), getattr(error, "strerror", None) or error
-                )
+                f"GPU {entry} is idle but cannot be claimed: {_lock_path(gpu)} cannot be locked "
+                f"({error.strerror or error}). Another job that asks for idle GPUs may take it, "
+                "too. Choose GPUs by their ids, or have that file removed."
             )
             unclaimed.append((wanted, choice, text))
     # Those that cannot be locked come last, so that such a file cannot block a GPU for ever.
@@ -61,16 +64,6 @@ def claim_idle(visible, count, problems):
             problems.append(text)
     taken.sort()
     return [choice[0] for choice in taken], [choice[1:] for choice in taken if choice[2]]
-
-
-def _is_busy(gpu, computing):
-    """Whether something that the driver tells says so."""
-    used, total, utilization = gpu.memory_used, gpu.memory_total, gpu.utilization
-    return (
-        gpu.uuid in computing
-        or (used is not None and total is not None and used * 10 > total)
-        or (utilization is not None and utilization >= 10)
-    )
 
 
 def _claimed(gpu):

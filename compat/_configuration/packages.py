@@ -3,6 +3,8 @@
 import os
 import sys
 
+from .discovery import content
+
 
 def version(*names):
     """The version of the first of these distributions that is installed, or None.
@@ -12,9 +14,8 @@ def version(*names):
     Python 3.6 and 3.7 have no importlib.metadata, and pkg_resources takes longer than Keras'
     own choice of a backend.
     """
-    wanted = [normalised(name) for name in names]
-    found = _found(wanted.__contains__)
-    return next((found[name] for name in wanted if found.get(name)), None)
+    found = _found()
+    return next(filter(None, (found.get(normalised(name)) for name in names)), None)
 
 
 def matching(pattern):
@@ -25,13 +26,12 @@ def matching(pattern):
     """
     import re
 
-    compiled = re.compile(pattern)
-    found = _found(lambda name: compiled.fullmatch(name.replace("_", "-")))
-    return {name.replace("_", "-"): found[name] for name in sorted(found) if found[name]}
+    found = {name.replace("_", "-"): number for name, number in sorted(_found().items()) if number}
+    return {name: number for name, number in found.items() if re.fullmatch(pattern, name)}
 
 
-def _found(wanted):
-    """The versions of the distributions whose normalised names are wanted, by name."""
+def _found():
+    """The versions of all distributions, by their normalised names; None where nothing tells it."""
     found = {}  # type: dict
     for folder in sys.path:
         try:
@@ -40,11 +40,9 @@ def _found(wanted):
             continue
         for entry in entries:
             stem, extension = os.path.splitext(entry)
-            if extension not in (".dist-info", ".egg-info"):
-                continue
             project, _, rest = stem.partition("-")
             project = normalised(project)
-            if project not in found and wanted(project):
+            if extension in (".dist-info", ".egg-info") and project not in found:
                 # A development install has no version in the name of its folder.
                 number = rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
                 found[project] = number
@@ -52,14 +50,9 @@ def _found(wanted):
 
 
 def _metadata_version(folder):
-    try:
-        with open(os.path.join(folder, "PKG-INFO"), encoding="utf-8") as file:
-            for line in file:
-                if line.startswith("Version:"):
-                    return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return None
+    lines = content(os.path.join(folder, "PKG-INFO")).splitlines()
+    found = [line.partition(":")[2].strip() for line in lines if line.startswith("Version:")]
+    return found[0] if found else None
 
 
 def normalised(name):

@@ -98,9 +98,7 @@ def _problem(backend):
     empty = [attribute for attribute in required if not getattr(backend, attribute)]
     if empty:
         return "it has no {}".format(", ".join(empty))
-    if backend.name in names():
-        return "compat has a backend of that name"
-    return None
+    return "compat has a backend of that name" if backend.name in names() else None
 
 
 def plugin(name):
@@ -158,23 +156,14 @@ def _entry_points():
     Python 3.6 and 3.7 have no importlib.metadata, and not always setuptools' pkg_resources.
     """
     import configparser
+    import contextlib
     import glob
 
     for folder in sys.path:
         pattern = os.path.join(glob.escape(folder), "*.*-info", "entry_points.txt")
         for path in sorted(glob.glob(pattern)):
-            try:
-                with open(path, encoding="utf-8") as file:
-                    text = file.read()
-            except (OSError, UnicodeDecodeError):
-                continue
-            if ENTRY_POINTS not in text:
-                continue
             listed = configparser.RawConfigParser(delimiters="=", strict=False)
             listed.optionxform = str  # type: ignore  # names keep their case
-            try:
-                listed.read_string(text)
-            except configparser.Error:
-                continue
-            if listed.has_section(ENTRY_POINTS):
-                yield from listed.items(ENTRY_POINTS)
+            with contextlib.suppress(UnicodeDecodeError, configparser.Error):
+                if listed.read(path, "utf-8") and listed.has_section(ENTRY_POINTS):
+                    yield from listed.items(ENTRY_POINTS)

@@ -5,7 +5,7 @@ from .numeric import whole_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, List, Optional
+    from typing import Dict, List, Optional, Union
 
     from .._ranks.place import Place
 
@@ -186,27 +186,16 @@ class Settings:
         gpus: how the devices were asked for, for reports: "gpus=2".
     """
 
-    def __init__(
-        self,
-        devices,
-        memory=None,
-        floatx=None,
-        persist=False,
-        strict=False,
-        options=None,
-        verify=0,
-        parallelize=False,
-        gpus="",
-    ):
+    floatx: "Optional[str]" = None
+    persist = strict = parallelize = False
+    verify: "Union[int, Every]" = 0
+    gpus = ""
+
+    def __init__(self, devices, memory=None, options=None, **others):
         self.devices = devices
         self.memory = memory
-        self.floatx = floatx
-        self.persist = persist
-        self.strict = strict
         self.options = dict(options or {})
-        self.verify = verify
-        self.parallelize = parallelize
-        self.gpus = gpus
+        vars(self).update(others)
 
     def __eq__(self, other):
         return dict(vars(self), gpus="") == dict(vars(other), gpus="")
@@ -220,11 +209,10 @@ class Settings:
 
     def _with(self, devices):
         parts = [devices]
-        for name in ("memory", "floatx"):
-            if getattr(self, name) is not None:
-                parts.append(f"{name}: {getattr(self, name)}")
+        parts += [f"memory: {self.memory}"] * (self.memory is not None)
+        parts += [f"floatx: {self.floatx}"] * (self.floatx is not None)
         parts += [name for name in ("persist", "strict", "parallelize") if getattr(self, name)]
-        parts += [f"verify: {self.verify}"] if self.verify else []
+        parts += [f"verify: {self.verify}"] * bool(self.verify)
         parts += ["{}={!r}".format(*option) for option in sorted(self.options.items())]
         return ", ".join(parts)
 

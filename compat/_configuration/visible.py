@@ -30,24 +30,15 @@ def visible_entries(environ, machine=None):
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return None, problems
-    entries = []  # type: list
-    for entry in [part.strip() for part in value.split(",")] if value.strip() else []:
-        if entry == "-1":  # the documented way to end the list
-            break
-        if not _valid_entry(entry, entries):
-            problems.append(
-                f'CUDA_VISIBLE_DEVICES="{value}": CUDA ignores "{entry}" and what follows it, '
-                "which is no id, no GPU name and no MIG name like those before it. "
-                f"{_remedy(CUDA, entries)}"
-            )
-            break
-        if machine and not _exists(entry, machine):
-            problems.append(
-                f'CUDA_VISIBLE_DEVICES="{value}": CUDA ignores "{entry}" and what follows it, '
-                f"since this machine has no such GPU. {_remedy(CUDA, entries)}"
-            )
-            break
-        entries.append(entry)
+
+    def wrong(entry, before):
+        if not _valid_entry(entry, before):
+            return "which is no id, no GPU name and no MIG name like those before it"
+        exists = not machine or _exists(entry, machine)
+        return None if exists else "since this machine has no such GPU"
+
+    entries, ignored = _up_to("CUDA", CUDA, value, wrong)
+    problems += ignored
     once = list(dict.fromkeys(entries))
     for entry, only in zip(entries, once + [None]):
         if entry != only:
@@ -94,20 +85,36 @@ def hip_entries(environ, machine):
     """
     below = environ.get("ROCR_VISIBLE_DEVICES")
     there = len(machine) if below is None else min(len(machine), len(below.split(",")))
-    for variable in (HIP, CUDA):
-        value = environ.get(variable, "").strip()
-        if not value:
-            continue
-        entries = []  # type: list
-        for entry in [part.strip() for part in value.split(",")]:
-            number = whole_number(entry)
-            exists = entry.startswith("GPU-") or (number is not None and number < there)
-            if not exists or entry in entries:
-                wrong = (
-                    f'{variable}="{value}": AMD\'s HIP ignores "{entry}" and what follows it, '
-                    f"which is no id of a GPU that is visible here. {_remedy(variable, entries)}"
-                )
-                return entries, variable, [wrong] if entry != "-1" else []
-            entries.append(entry)
-        return entries, variable, []
-    return [str(index) for index in range(there)], None, []
+    variable = next((each for each in (HIP, CUDA) if environ.get(each, "").strip()), None)
+    if variable is None:
+        return [str(index) for index in range(there)], None, []
+
+    def wrong(entry, before):
+        number = whole_number(entry)
+        exists = entry.startswith("GPU-") or (number is not None and number < there)
+        right = exists and entry not in before
+        return None if right else "which is no id of a GPU that is visible here"
+
+    entries, problems = _up_to("AMD's HIP", variable, environ[variable].strip(), wrong)
+    return entries, variable, problems
+
+
+def _up_to(reader, variable, value, wrong):
+    """The entries of a value in front of the first wrong one, and a problem, in a list, with that.
+
+    Arguments:
+        reader: what reads the variable.
+        wrong: tells of an entry, and those before it, what is wrong with it, or None.
+    """
+    entries = []  # type: list
+    for entry in [part.strip() for part in value.split(",")] if value.strip() else []:
+        if entry == "-1":  # the documented way to end the list
+            break
+        problem = wrong(entry, entries)
+        if problem is not None:
+            return entries, [
+                f'{variable}="{value}": {reader} ignores "{entry}" and what follows it, {problem}. '
+                + _remedy(variable, entries)
+            ]
+        entries.append(entry)
+    return entries, []

@@ -9,6 +9,14 @@ from .. import errors
 from .._configuration import detection, packages, settings
 from .._runtime import patching
 
+# How the names of the modules of each Keras begin.
+_KERASES = {
+    "tensorflow.python.keras.": "tensorflow.keras",
+    "tensorflow_core.python.keras.": "tensorflow.keras",  # TensorFlow 1.15 and 2.0
+    "tf_keras.": "tf_keras",
+    "keras.": "keras",
+}
+
 
 def keras_of(model):
     """The Keras (its top module) whose class ``model`` is an instance of, or None.
@@ -16,23 +24,16 @@ def keras_of(model):
     Only modules that are imported already are looked at: a model's Keras is.
     """
     for parent in type(model).__mro__:
-        if parent.__name__ not in ("Model", "Network", "Container"):
-            continue
-        for prefix, keras in (
-            ("tensorflow.python.keras.", "tensorflow.keras"),
-            ("tensorflow_core.python.keras.", "tensorflow.keras"),  # TensorFlow 1.15 and 2.0
-            ("tf_keras.", "tf_keras"),
-            ("keras.", "keras"),
-        ):
-            if parent.__module__.startswith(prefix):
+        for prefix, keras in _KERASES.items():
+            is_model = parent.__name__ in ("Model", "Network", "Container")
+            if is_model and parent.__module__.startswith(prefix):
                 return _module(keras)
     return None
 
 
 def _module(name):
-    if name.startswith("tensorflow."):  # lazily loaded attributes, not always in sys.modules
-        return functools.reduce(getattr, name.split(".")[1:], sys.modules["tensorflow"])
-    return sys.modules[name]
+    top, *attributes = name.split(".")  # lazily loaded ones are not always in sys.modules
+    return functools.reduce(getattr, attributes, sys.modules[top])
 
 
 def backend_name(keras):
@@ -224,19 +225,17 @@ def reader_and_writer(model):
     keras = keras_of(model)
     tensorflow = sys.modules.get("tensorflow") if backend_name(keras) == "tensorflow" else None
     is_eager = tensorflow is not None and getattr(tensorflow, "executing_eagerly", bool)()
-    read_eagerly = functools.partial(_read_eagerly, tensorflow)
-    if hasattr(keras.backend, "batch_set_value"):
-        read = read_eagerly if is_eager else keras.backend.batch_get_value
-        return read, keras.backend.batch_set_value
 
-    def read_values(variables):
+    def read(variables):
         return [keras.ops.convert_to_numpy(getattr(v, "value", v)) for v in variables]
 
     def write(pairs):
         for variable, value in pairs:
             variable.assign(value)
 
-    return read_eagerly if is_eager else read_values, write
+    read = getattr(keras.backend, "batch_get_value", read)
+    read = functools.partial(_read_eagerly, tensorflow) if is_eager else read
+    return read, getattr(keras.backend, "batch_set_value", write)
 
 
 @contextlib.contextmanager
@@ -289,8 +288,7 @@ def set_floatx(floatx, backend):
     """
     lines = []
     for name in keras_packages(backend):
-        keras = _import(name)
-        keras.backend.set_floatx(floatx)
+        _import(name).backend.set_floatx(floatx)
         lines.append(f"{name}.backend.set_floatx({floatx!r})")
     return lines
 

@@ -3,11 +3,11 @@
 import contextlib
 import functools
 import os
-import threading
 
 from .. import _keras, errors
 from .._runtime import on_import, patching
 from .._runtime.process import process
+from .._runtime.within import Within
 from . import wrappers
 
 # The modules whose classes define ``compile``, in all Kerases since 2.0.
@@ -28,7 +28,9 @@ _CLASSES = ("Model", "Sequential", "Trainer")
 #: What ``parallelize()`` notes in a model that a script gave it.
 BY_HAND = "_compat_by_hand"
 
-_compiling = threading.local()  # .depth: an old Sequential compiles another model inside
+# What is compiled within is a part of another model, or becomes one: an old Sequential compiles
+# another model inside.
+_compiling = Within()
 
 
 def install(backend, parallelize):
@@ -53,38 +55,22 @@ def install(backend, parallelize):
         return because is None
 
     def patch(module):
-        for name in _CLASSES:
-            owner = getattr(module, name, None)
-            if owner is None or "compile" not in vars(owner):
-                continue
+        for owner in [vars(module)[name] for name in _CLASSES if name in vars(module)]:
             # A module may have another one's class; keras-mxnet's has its backend's Model.
-            if patching.find(owner, "compile") is None:
-                value = _compiling_after(prepare, vars(owner)["compile"])
-                patching.Patch(owner, "compile", value)
+            if "compile" in vars(owner) and patching.find(owner, "compile") is None:
+                patching.Patch(owner, "compile", _compiling_after(prepare, owner.compile))
                 if hasattr(owner, "__setstate__"):
-                    value = _unpickling(prepare, owner.__setstate__)
-                    patching.Patch(owner, "__setstate__", value)
+                    patching.Patch(owner, "__setstate__", _unpickling(prepare, owner.__setstate__))
 
     for name in _MODULES:
         on_import.call(patch, name)
 
 
-@contextlib.contextmanager
-def _inside():
-    """Within, what is compiled is a part of another model, or becomes one."""
-    depth = getattr(_compiling, "depth", 0)
-    _compiling.depth = depth + 1
-    try:
-        yield
-    finally:
-        _compiling.depth = depth
-
-
 def _compiling_after(prepare, compile):
     @functools.wraps(compile)  # with its attributes: Keras marks the method as its own
     def compile_parallelized(model, *args, **kwargs):
-        prepared = not getattr(_compiling, "depth", 0) and prepare(model, kwargs)
-        with _inside():
+        prepared = not _compiling.here() and prepare(model, kwargs)
+        with _compiling:
             result = compile(model, *args, **kwargs)
         if prepared and kwargs.get("jit_compile") is True:
             prepare(model, kwargs)  # again: some backends refuse a model that is compiled so
@@ -98,7 +84,7 @@ def _unpickling(prepare, set_state):
 
     @functools.wraps(set_state)
     def set_state_parallelized(model, state):
-        with _inside():
+        with _compiling:
             set_state(model, state)
         if getattr(model, "optimizer", None) is not None:
             prepare(model, {})

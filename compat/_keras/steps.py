@@ -101,16 +101,13 @@ class _WatchedFunction:
             self.model.train_function = self.function
         if is_first and _reached[0] == before:
             # At the caller of fit(), in whose code this is deep.
-            errors.warn(_not_reached(self.model))
+            within = {id(part) for part in called_models(self.model)}
+            names = [f"model.{n}" for n, value in vars(self.model).items() if id(value) in within]
+            errors.warn(
+                f"The first step of training {self.model.name!r} ran on one device: its "
+                "train_step() calls neither the model nor a model within it "
+                f"({', '.join(sorted(names)) or 'there is none'}). Write compat.parallelize(part) "
+                "for each model that it calls; put layers that it calls by themselves into a "
+                "keras.Model first."
+            )
         return result
-
-
-def _not_reached(model):
-    within = {id(part) for part in called_models(model)}
-    names = sorted("model." + name for name, value in vars(model).items() if id(value) in within)
-    return (
-        f"The first step of training {model.name!r} ran on one device: its train_step() calls "
-        f"neither the model nor a model within it ({', '.join(names) or 'there is none'}). Write "
-        "compat.parallelize(part) for each model that it calls; put layers that it calls by "
-        "themselves into a keras.Model first."
-    )

@@ -4,7 +4,7 @@ Nothing is read from elsewhere, and all text keeps its size on a page of any wid
 """
 
 from html import escape
-from typing import Container, Iterable, NamedTuple, Sequence, Tuple
+from typing import Any, Container, Iterable, NamedTuple, Sequence, Tuple
 
 _WRONG = "background:#fee2e2;color:#7f1d1d;"  # both, to be read on light pages and on dark ones
 _CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
@@ -58,9 +58,7 @@ class Lane(NamedTuple):
     wrong: bool = False
 
 
-def table(
-    rows: "Iterable[Sequence[str]]", wrong: "Container[int]" = (), heading: bool = False
-) -> str:
+def table(rows: "Iterable[Any]", wrong: "Container[int]" = (), heading: bool = False) -> str:
     """Rows of texts; those whose numbers are ``wrong`` are red. ``heading``: whether row 0 is."""
     lines = []
     for number, row in enumerate(rows):

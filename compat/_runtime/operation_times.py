@@ -1,20 +1,13 @@
-"""Which operations each device has executed, and when: shares of time, and Trace Event Format."""
+"""Which operations each device has executed, and when: recorded, summed up, and written."""
 
 import contextlib
-from typing import (
-    Any,
-    Callable,
-    ContextManager,
-    Dict,
-    Iterable,
-    Iterator,
-    List,
-    NamedTuple,
-    Optional,
-    Tuple,
-)
+import json
+import os
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
-from . import markup
+from .. import errors
+from . import markup, patching, safe_files
+from .process import process
 
 #: How many equal parts a timeline is summed up in: a picture has no room for more.
 PARTS = 200
@@ -52,9 +45,7 @@ class Activity(NamedTuple):
 
 
 @contextlib.contextmanager
-def converted(
-    recording: "ContextManager[Any]", convert: "Callable[[Any], Any]"
-) -> "Iterator[List[Operation]]":
+def converted(recording, convert):
     """What ``Backend.profiled()`` returns, where a framework first records in its own way.
 
     Arguments:
@@ -62,13 +53,9 @@ def converted(
         convert: makes operations of that.
     """
     operations: "List[Operation]" = []
-    stack = contextlib.ExitStack()
-    records = stack.enter_context(recording)
-    try:
-        with stack:
-            yield operations
-    finally:
-        operations.extend(convert(records))
+    with contextlib.ExitStack() as when_recorded, recording as records:
+        when_recorded.callback(lambda: operations.extend(convert(records)))
+        yield operations
 
 
 def activities(operations: "List[Operation]", devices: "List[str]") -> "Dict[str, Activity]":
@@ -98,7 +85,7 @@ def share(value: "Optional[float]") -> str:
     return "<1%" if 0 < value < 0.005 else f"{value:.0%}"
 
 
-def picture(activities: "Iterable[Tuple[str, Any]]") -> str:
+def picture(activities: "Any") -> str:
     """An SVG image of when each device was executing something, all on one scale.
 
     Arguments:
@@ -114,7 +101,7 @@ def picture(activities: "Iterable[Tuple[str, Any]]") -> str:
     return markup.picture("When each device was executing operations", lanes, ("0", end))
 
 
-def trace(operations: "List[Operation]", names: "List[Tuple[str, str]]") -> "Dict[str, Any]":
+def trace(operations: "List[Operation]", names: "Any") -> "Dict[str, Any]":
     """The operations for a trace viewer: a "process" for each device.
 
     In the JSON object format of Chrome's Trace Event Format. Operations that overlap are shown in
@@ -139,3 +126,68 @@ def trace(operations: "List[Operation]", names: "List[Tuple[str, str]]") -> "Dic
         event.update(ts=round(each.start - began, 3), dur=round(each.duration, 3))
         events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+# Recording -------------------------------------------------------------------------------------
+
+
+class Timeline:
+    """What ``compat.timeline()`` records; in a notebook, once the block has ended, a picture.
+
+    Attributes:
+        path: the file.
+        activities: when each device was executing something, by its name; empty until then.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.activities: "Dict[str, Activity]" = {}
+
+    def __repr__(self):
+        return f"<Timeline {self.path}>"
+
+    def _repr_html_(self):
+        return picture(self.activities.items()) if self.activities else None
+
+
+@contextlib.contextmanager
+def recorded(path: str, backend: "Any", place: "Any") -> "Iterator[Timeline]":
+    """What ``compat.timeline()`` returns; ``place``: this process's among the ranks, or None."""
+    path = os.path.abspath(of_rank(path, place))
+    if process.recording_timeline is not None:
+        raise errors.InvalidArgumentError(
+            f"timeline({path!r}): {process.recording_timeline} is being recorded, and a framework "
+            "records one timeline at a time. End that block first."
+        )
+    try:
+        safe_files.check_writable(path)
+    except OSError as error:
+        raise errors.not_writable(f"timeline({path!r})", error) from error
+    timeline = Timeline(path)
+    with contextlib.ExitStack() as when_recorded:
+        with backend.profiled() as operations, patching.replaced(process, recording_timeline=path):
+            when_recorded.callback(_write, timeline, backend.devices(), operations, place)
+            yield timeline
+
+
+def of_rank(path, place):
+    """The file of one rank, whose number comes before the ending."""
+    if place is None:
+        return path
+    stem, ending = os.path.splitext(path)
+    return f"{stem}.rank{place.rank}{ending}"
+
+
+def _write(timeline, devices, operations, place):
+    if place is not None:
+        devices = devices[:1]
+    operations = [each for each in operations if each.device in devices]
+    if not operations:
+        errors.warn(
+            f"timeline({timeline.path!r}): no configured device executed anything while it was "
+            "recorded, so the timeline is empty. Train or call the model within the block."
+        )
+    timeline.activities = process.activities = activities(operations, devices)
+    title = "{}" if place is None else f"rank {place.rank}: {{}}"
+    names = [(device, title.format(device)) for device in devices]
+    safe_files.write(timeline.path, json.dumps(trace(operations, names)) + "\n")

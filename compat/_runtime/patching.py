@@ -99,9 +99,6 @@ class InstanceMethod:
     def __call__(self, model, *args, **kwargs):
         raise NotImplementedError
 
-    def __deepcopy__(self, memo):
-        return self  # devices are not copied
-
     @classmethod
     def of(cls, model):
         """The method of this kind that this very instance has, or None."""

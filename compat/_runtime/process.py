@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from typing import Any, Callable, Dict, List, Optional, Tuple
 
     from .._configuration.settings import Configuration
+    from .._verification import Record
     from .operation_times import Activity
 
 
@@ -30,6 +31,9 @@ class Process:
             it runs.
         whole: by the names of models that are not divided, or not all of them, how far they are.
         batches: how many batches were computed, by what ``work.count()`` was told of them.
+        verified: what was verified, a record for each model.
+        records_operations: whether each model's first training step that is verified tells where
+            its operations ran.
         comparisons: how often ranks have compared the weights that they hold.
         graph_counters: functions that tell the same of batches that graphs have counted.
         recording_timeline: the file of the timeline that is being recorded; None: none is.
@@ -49,6 +53,8 @@ class Process:
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
         self.whole: "Dict[str, str]" = {}
         self.batches: "Dict[Any, int]" = {}
+        self.verified: "List[Record]" = []
+        self.records_operations = False
         self.comparisons = 0
         self.graph_counters: "Dict[Any, Callable[[], Any]]" = {}
         self.recording_timeline: "Optional[str]" = None

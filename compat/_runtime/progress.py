@@ -57,10 +57,9 @@ def is_wanted() -> bool:
 
 
 def _is_terminal(stream: "Any") -> bool:
-    try:
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or something else
         return hasattr(stream, "__dict__") and os.isatty(stream.fileno())
-    except (AttributeError, OSError, ValueError):  # closed, or something else in its place
-        return False
+    return False
 
 
 class _Line:
@@ -132,7 +131,6 @@ class _Line:
         os.write(self.descriptor, line.encode(errors="replace"))
 
     def _is_in_foreground(self):
-        try:
+        with contextlib.suppress(OSError):
             return os.tcgetpgrp(self.descriptor) == os.getpgrp()
-        except OSError:  # not the terminal that controls this process: one that a program reads
-            return True
+        return True  # not the terminal that controls this process: one that a program reads

@@ -182,8 +182,7 @@ class Report(NamedTuple):
         if len(idle) <= settings.LISTED:
             return self.devices, []
         shown = [use for use in self.devices if use.rows or use in idle[:3]]
-        left_out = len(self.devices) - len(shown)
-        return shown, [f"... and {left_out:,} more that got no rows"]
+        return shown, [f"... and {len(self.devices) - len(shown):,} more that got no rows"]
 
     def _undivided(self):
         return ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]
@@ -249,13 +248,7 @@ def _mebibytes(value):
 # What was counted -----------------------------------------------------------------------------
 
 
-def of_this_process(
-    names: "Sequence[str]",
-    rank: "Optional[int]",
-    models: "Mapping[str, str]",
-    memory_peaks: "Mapping[str, int]",
-    loads: "Sequence[Optional[float]]",
-) -> "Report":
+def of_this_process(names, rank, models, memory_peaks, loads) -> "Report":
     """The report of what this process has done so far.
 
     Arguments:
@@ -270,11 +263,9 @@ def of_this_process(
     seen: "Dict[str, List[Any]]" = {name: [] for name in names}
     not_told = 0
     for (devices, sizes, training), number in sorted(work.batches().items(), key=str):
-        if sizes is None:
-            not_told += number
-            continue
+        not_told += number if sizes is None else 0
         # A device may not be configured, or no more.
-        for name, size in zip(list(seen)[:1] if devices == ("",) else devices, sizes):
+        for name, size in zip(list(seen)[:1] if devices == ("",) else devices, sizes or ()):
             seen.setdefault(name, []).append((size * number, number, training, sizes))
     uses = []
     for place, (name, batches) in enumerate(seen.items()):

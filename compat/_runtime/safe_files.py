@@ -20,16 +20,13 @@ def plain(path: str, flags: int, mode: int = 0o666) -> int:
         OSError: it cannot be opened, or is a FIFO, a folder, a device.
     """
     descriptor = os.open(path, flags | getattr(os, "O_NONBLOCK", 0), mode)
-    try:
-        mode = os.fstat(descriptor).st_mode
-        if stat.S_ISDIR(mode):
-            raise _os_error(errno.EISDIR, path)
-        if not stat.S_ISREG(mode):
-            raise OSError(errno.EINVAL, "It is not a regular file", path)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISREG(mode):
+        return descriptor
+    os.close(descriptor)
+    if stat.S_ISDIR(mode):
+        raise _os_error(errno.EISDIR, path)
+    raise OSError(errno.EINVAL, "It is not a regular file", path)
 
 
 # Writing --------------------------------------------------------------------------------------
@@ -139,9 +136,7 @@ def _descriptor(path):
     folder, name = os.path.split(os.path.abspath(path))
     if name.isdecimal() and os.path.realpath(folder) == os.path.realpath("/dev/fd"):
         return int(name)
-    if os.path.islink(path):
-        return _descriptor(os.path.join(folder, os.readlink(path)))
-    return None
+    return _descriptor(os.path.join(folder, os.readlink(path))) if os.path.islink(path) else None
 
 
 def _through(path, flags):

@@ -4,15 +4,14 @@ Each backend calls ``count()`` at the one place where the replicas of a batch ha
 what is counted is what was computed, not what was configured. It costs an addition to a dictionary.
 """
 
-import contextlib
-from typing import Dict, Iterator, Optional, Sequence, Tuple
+from typing import Any, Dict, Optional, Sequence
 
 from .process import process
+from .within import Within
 
-Batches = Dict[Tuple[Tuple[str, ...], Optional[Tuple[int, ...]], bool], int]
-
-
-_uncounted = []  # type: list
+#: Within, batches are computed for compat's own purposes, and do not count; for a graph that is
+#: made within: what is computed by it later.
+uncounted = Within()
 
 
 def count(devices: "Sequence[str]", sizes: "Optional[Sequence[int]]", training: bool) -> None:
@@ -23,7 +22,7 @@ def count(devices: "Sequence[str]", sizes: "Optional[Sequence[int]]", training: 
         sizes: how many of its rows each has computed; None where that is not known.
         training: whether gradients were wanted.
     """
-    if not _uncounted:
+    if not uncounted:
         key = tuple(devices), None if sizes is None else tuple(sizes), bool(training)
         process.batches[key] = process.batches.get(key, 0) + 1
 
@@ -33,23 +32,11 @@ def undivided(devices: "Sequence[str]", rows: int) -> "Sequence[int]":
     return [rows] + [0] * (len(devices) - 1)
 
 
-@contextlib.contextmanager
-def uncounted() -> "Iterator[None]":
-    """Within, batches are computed for compat's own purposes, and do not count."""
-    _uncounted.append(True)
-    try:
-        yield
-    finally:
-        _uncounted.pop()
+def batches() -> "Dict[Any, int]":
+    """How many batches there were of each kind: those that Python saw, and those of graphs.
 
-
-def is_counted() -> bool:
-    """Whether what is computed now counts; for a graph: what is computed by it later."""
-    return not _uncounted
-
-
-def batches() -> "Batches":
-    """How many batches there were of each kind: those that Python saw, and those of graphs."""
+    A kind is the devices, their sizes and whether it was training, as ``count()`` is told them.
+    """
     found = dict(process.batches)
     for read in process.graph_counters.values():
         for key, number in read():

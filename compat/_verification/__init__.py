@@ -8,6 +8,6 @@ have in common; a ``Step`` of each knows how to do it.
 """
 
 from .comparison import Comparison, largest_difference
-from .report import Record, is_good, record_operations, records, report_at_exit, shown
+from .report import Record, is_good, report_at_exit, shown
 from .steps import NORMALISED, Step, numbered
 from .verification import Verification, suspended

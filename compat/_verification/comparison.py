@@ -66,10 +66,9 @@ class Comparison:
         if not np.size(expected):
             return
         apart = found - expected
-        finite, odd = np.isfinite(apart), False
-        if not np.all(finite):
-            odd = ~finite & ~((expected == found) | (np.isnan(expected) & np.isnan(found)))
-        largest = _largest(expected if np.all(finite) else np.where(finite, expected, 0.0))
+        finite = np.isfinite(apart)
+        alike = finite | (expected == found) | (np.isnan(expected) & np.isnan(found))
+        largest = _largest(np.where(finite, expected, 0.0))
         spread = max([_largest(_change(other, before) - expected) for other in others] or [0.0])
         limit = (None if spread else 0.0) if is_exact else self._limit(largest, spread, before)
         if limit is None:
@@ -79,7 +78,7 @@ class Comparison:
         if label.startswith(_TELLING) and (before is None or largest):
             self.telling += 1
             self.telling_weights += label.startswith("weight")
-        difference = float("inf") if np.any(odd) else _largest(apart)
+        difference = _largest(apart) if np.all(alike) else float("inf")
         if difference > limit:
             self.differing.append((label, difference, limit, _ratio(expected, found)))
         elif largest:
@@ -95,7 +94,7 @@ class Comparison:
         """
         stored = 0.0
         if before is not None:
-            stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(before)
+            stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(_change(before))
         # How far results may be apart by rounding alone, relative to their size.
         eps = EPS.get(self.step.dtype, EPS["float32"])
         unit = eps * _UNITS_OF.get(self.step.dtype, _UNITS)
@@ -152,8 +151,6 @@ def _largest(values):
     import numpy as np
 
     values = np.asarray(values)
-    if values.dtype.kind not in "fc":
-        values = _change(values)
     if values.size and values.dtype.kind == "f":
         largest = float(max(values.max(), -values.min()))
         if np.isfinite(largest):

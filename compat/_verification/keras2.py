@@ -6,6 +6,7 @@ the one to the other.
 """
 
 import contextlib
+import functools
 
 from .. import _keras
 from . import keras_steps
@@ -36,7 +37,7 @@ class VerifiedKeras2Step(keras_steps.Verified):
 
     def verified(self, model):
         # What a script has put in the function's place is its own, and does more than Keras' does.
-        function = getattr(model, keras_steps.FUNCTIONS[self.kind])
+        function = getattr(model, keras_steps.FUNCTIONS[self.kind], None)
         kind = type(function)
         is_own = _keras.is_users(kind) and kind.__module__.split(".")[0] != "compat"
         return function if is_own else super().verified(model)
@@ -85,9 +86,6 @@ class ArraysStep(keras_steps.FunctionStep):
         self.keras = _keras.keras_of(self.model)
         self.dtype = self.keras.backend.floatx()
 
-    def taken(self):
-        return self.inputs
-
     def in_inference(self, run, inputs):
         """The predictions, and the loss without what only training does.
 
@@ -109,7 +107,7 @@ class Keras2Step(ArraysStep):
 
     def __init__(self, method, function, inputs):
         super().__init__(method, function, inputs)
-        self._inferring = {}  # of (kind, whether undivided), the function
+        self._function_of = functools.lru_cache(maxsize=None)(self._function_made)
         written = method.written(function.made, self.model)
         undivided = method.written(function.undivided, self.model)
         # Most optimizers make their state anew for each function.
@@ -150,13 +148,10 @@ class Keras2Step(ArraysStep):
         layers = _keras.all_layers_of_keras2(self.model)
         phase = self.keras.backend.learning_phase()
         always = (isinstance(phase, int) and phase == 1) or any(map(_is_called_in_training, layers))
-        training = self.kind == "train" and not inference
-        return keras_steps.normalised([
-            layer for layer in layers
-            # Layers of TensorFlow 2's behaviour infer where they are frozen.
-            if always
-            or training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", False))
-        ])  # fmt: skip
+        if not always:
+            training = self.kind == "train" and not inference
+            layers = keras_steps.trained_layers(layers, training, frozen=True)
+        return keras_steps.normalised(layers)
 
     def is_random(self, label):
         return self.method.is_random(self.variables.get(label))
@@ -192,27 +187,23 @@ class Keras2Step(ArraysStep):
             written = self.method.written(function, self.model)
             written = [v for v in written if v not in going_on]
             before = self.keras.backend.batch_get_value(written)
-            with suspended():
+            with suspended:
                 results = function(inputs + ([0.0] if has_phase else []))
             self.keras.backend.batch_set_value(list(zip(written, before)))
             return results
 
         return self.in_inference(run, self.inputs[:-1] if has_phase else self.inputs)
 
-    def _function_of(self, kind, undivided):
-        """The function by which the model infers, on one device or on all."""
+    def _function_made(self, kind, undivided):
+        """The function by which the model infers, on one device or on all, made anew."""
         model, attribute = self.model, keras_steps.FUNCTIONS[kind]
-        key = kind, undivided
-        if key not in self._inferring:
-            with suspended():
-                if undivided:
-                    method = vars(model)[self.method.prefix + attribute].__func__
-                    self._inferring[key] = method.make_undivided(model)
-                else:
-                    getattr(model, self.method.prefix + attribute)()
-                    function = getattr(model, attribute)
-                    self._inferring[key] = getattr(function, "made", function)
-        return self._inferring[key]
+        with suspended:
+            if undivided:
+                method = vars(model)[self.method.prefix + attribute].__func__
+                return method.make_undivided(model)
+            getattr(model, self.method.prefix + attribute)()
+            function = getattr(model, attribute)
+            return getattr(function, "made", function)
 
 
 def _is_called_in_training(layer):

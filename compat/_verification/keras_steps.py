@@ -43,7 +43,12 @@ class Verified(patching.InstanceMethod):
         """
         kinds = [kind for kind, name in FUNCTIONS.items() if hasattr(model, cls.prefix + name)]
         if verification is not None and not kinds:
-            _warn_of_keras(model, verification)
+            keras = _keras.keras_of(model)
+            errors.warn(
+                f"verify={verification.asked}: {keras.__name__} {keras.__version__} makes no "
+                "functions of a model's steps that could be verified, so nothing is verified of "
+                f"model {model.name!r}. Verify it with TensorFlow 2.3 or later."
+            )
         for kind in kinds:
             function = FUNCTIONS[kind]
             present = getattr(vars(model).get(cls.prefix + function), "__func__", None)
@@ -55,8 +60,7 @@ class Verified(patching.InstanceMethod):
             if verification is not None:
                 method = cls(verification, kind)
                 method.install(model)
-                if getattr(model, function, None) is not None:
-                    method.verified(model)
+                method.verified(model)
 
     def __call__(self, model, *args, **kwargs):
         result = self.plain(model)(*args, **kwargs)
@@ -66,7 +70,7 @@ class Verified(patching.InstanceMethod):
     def verified(self, model):
         """Have the function that Keras has made verified, and return it."""
         attribute = FUNCTIONS[self.kind]
-        made = getattr(model, attribute)
+        made = getattr(model, attribute, None)
         if made is None or isinstance(made, VerifiedFunction):
             return made
         if self.verification.wants(self.kind):
@@ -102,15 +106,6 @@ class Verified(patching.InstanceMethod):
         """The ``steps.Step`` that a call of ``function`` with ``args`` is."""
 
 
-def _warn_of_keras(model, verification):
-    keras = _keras.keras_of(model)
-    errors.warn(
-        f"verify={verification.asked}: {keras.__name__} {keras.__version__} makes no functions of "
-        "a model's steps that could be verified, so nothing is verified of model "
-        f"{model.name!r}. Verify it with TensorFlow 2.3 or later."
-    )
-
-
 class VerifiedFunction:
     """A function of a model's steps, the first of which are verified.
 
@@ -135,16 +130,15 @@ class VerifiedFunction:
             attribute = FUNCTIONS[method.kind]
             if getattr(self.model, attribute, None) is self:
                 setattr(self.model, attribute, self.made)
-            return self.made(*args)
-        if not method.is_ready(self.model):
-            with suspended():
+        elif not method.is_ready(self.model):
+            with suspended:
                 return self.made(*args)
-        if not verification.is_due(method.kind):
-            return self.made(*args)
-        if self.undivided is None:
-            with random_numbers_kept(), verification.shown(method.kind):
-                self.undivided = method.make_undivided(self.model)
-        return verification.verify(method.kind, method.step(self, args))
+        elif verification.is_due(method.kind):
+            if self.undivided is None:
+                with random_numbers_kept(), verification.shown(method.kind):
+                    self.undivided = method.make_undivided(self.model)
+            return verification.verify(method.kind, method.step(self, args))
+        return self.made(*args)
 
 
 def named_results(model, kind, results):
@@ -194,6 +188,7 @@ class FunctionStep(steps.Step):
 
     def taken(self):
         """What a function takes."""
+        return getattr(self, self.given[0])
 
     def named(self, results):
         """What a step returns, by label, as arrays."""
@@ -239,9 +234,6 @@ class KerasStep(FunctionStep):
         labelled = self.labelled()
         moved = [labelled[label] for label in changed if label in labelled]
         return normalised(trained_layers(_keras.all_layers(self.model), training, moved))
-
-    def taken(self):
-        return self.batches
 
     def as_array(self, value):
         """A tensor, or the value of a variable, for numpy."""
@@ -328,11 +320,12 @@ def _variables_of(thing):
     return list(variables() if callable(variables) else variables)
 
 
-def trained_layers(layers, training, moved):
+def trained_layers(layers, training, moved=(), frozen=False):
     """The layers that train in a step.
 
     Arguments:
         training: whether it is one of training.
+        frozen: whether frozen layers train, too, unless they have TensorFlow 2's behaviour.
         moved: the variables that it changes. By ``training=True``, or a learning phase that is set,
             batch normalization moves its averages in any step.
     """
@@ -340,7 +333,7 @@ def trained_layers(layers, training, moved):
     return [
         layer
         for layer in layers
-        if training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", True))
+        if training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", not frozen))
         or not moved.isdisjoint(map(id, _variables_of(layer)))
     ]  # fmt: skip
 

@@ -5,12 +5,10 @@ from typing import Any, List, Mapping
 
 from .._configuration import settings
 from .._runtime import safe_files
+from .._runtime.process import process
 
 # Kind of step -> the word for it.
 STEPS = {"train": "training", "evaluate": "test", "predict": "prediction"}
-
-_records = []  # type: List[Record]
-_recording = []  # type: List[bool]  # not empty: operations are recorded
 
 
 class Record:
@@ -42,40 +40,20 @@ class Record:
         return dict(vars(self))
 
 
-def records():
-    """What was verified in this process, a ``Record`` for each model."""
-    return list(_records)
-
-
-def add(record: "Record") -> None:
-    """Keep a record; a second time changes nothing."""
-    if record not in _records:
-        _records.append(record)
-
-
-def is_recording() -> bool:
-    return bool(_recording)
-
-
-def record_operations():
-    """Have each model's first training step tell where its operations ran."""
-    _recording.append(True)
-
-
 def report_at_exit(environ: "Mapping[str, str]") -> None:
     """Leave this process's records in the folder ``COMPAT_VERIFY_REPORT``, if that is set."""
     folder = environ.get("COMPAT_VERIFY_REPORT")
-    if folder and not _recording:
+    if folder and not process.records_operations:
         import atexit
 
-        record_operations()
+        process.records_operations = True
         atexit.register(_write, os.path.join(folder, f"{os.getpid()}.json"))
 
 
 def _write(path):
     import json
 
-    safe_files.write(path, json.dumps([record.as_dict() for record in _records]))
+    safe_files.write(path, json.dumps([record.as_dict() for record in process.verified]))
 
 
 def shown(record: "Mapping[str, Any]") -> "List[str]":

@@ -9,6 +9,8 @@ from typing import Any, ContextManager, Sequence, Union
 from .. import errors
 from .._configuration.settings import Every
 from .._runtime import patching, progress, work
+from .._runtime.process import process
+from .._runtime.within import Within
 from . import report
 from .comparison import EPS, Comparison, are_near, cause_of, is_random
 from .steps import Step
@@ -17,18 +19,8 @@ from .steps import Step
 _SEEDS = (1, 2, 3)
 # How many of the numbers that a step is given are looked at so, one by one.
 _MOST_NUMBERS = 4
-# Where a verification runs a model's own steps, another one does not begin.
-_suspended = []  # type: list
-
-
-@contextlib.contextmanager
-def suspended():
-    """Within, no step is verified."""
-    _suspended.append(True)
-    try:
-        yield
-    finally:
-        _suspended.pop()
+#: Within, no step is verified: where a verification runs a model's own steps.
+suspended = Within()
 
 
 @contextlib.contextmanager
@@ -68,11 +60,11 @@ class Verification:
 
     def wants(self, kind: str) -> bool:
         """Whether a step of this kind is to be verified, now or later."""
-        return (self.left[kind] > 0 or self._interval > 0) and not _suspended
+        return (self.left[kind] > 0 or self._interval > 0) and not suspended
 
     def is_due(self, kind: str) -> bool:
         """Whether the step that begins now is to be verified; called once for each."""
-        if _suspended:
+        if suspended:
             return False
         if kind == "train" and self._interval and not self.left[kind]:
             self._unverified += 1
@@ -85,8 +77,9 @@ class Verification:
 
     def shown(self, kind: str) -> "ContextManager[Any]":
         """Within, a line on the terminal says that a step is verified, if that takes long."""
-        doing = f"verifying a {report.STEPS[kind]} step of model {self.record.model!r}"
-        return progress.shown(doing)
+        return progress.shown(
+            f"verifying a {report.STEPS[kind]} step of model {self.record.model!r}"
+        )
 
     def verify(self, kind: str, step: "Step") -> "Any":
         """Do a step, on one device and on all, and return what its caller is to get.
@@ -94,22 +87,23 @@ class Verification:
         Raises:
             ResultsDifferError: after it has put back the state from before the step.
         """
-        report.add(self.record)
+        if self.record not in process.verified:
+            process.verified.append(self.record)
         self.left[kind] -= 1
         if kind == "train":
             self._unverified = 0
         start, numbers = step.read(), _random_numbers()
         step.noted = step.attributes()
         try:
-            with suspended(), self.shown(kind):
+            with suspended, self.shown(kind):
                 # First, so that what the first step makes and traces is what it would be.
                 step.write(start)  # what is kept twice, for one device and for all, is the same
                 given, results = step.on_all_devices()
-                found, after = _after(step, results), _random_numbers()
+                found, after = {**results, **step.read()}, _random_numbers()
                 step.write(start)
                 _set_random_numbers(numbers)
                 with _aside(step):
-                    expected = _after(step, step.on_one_device())
+                    expected = {**step.on_one_device(), **step.read()}
 
                 again = functools.partial(self._again, step, start)
                 why = step.by_design(False, _changed(start, expected))
@@ -125,7 +119,7 @@ class Verification:
                 if why is not None:
                     with _aside(step):
                         self._compare_in_inference(kind, step, start, why)
-                if report.is_recording() and kind == "train" and not self.record.operations:
+                if process.records_operations and kind == "train" and not self.record.operations:
                     step.write(start)
                     with _aside(step):
                         self.record.operations = step.operations()
@@ -152,7 +146,7 @@ class Verification:
         moved = _moved(step, start, seed)
         step.write(moved)
         with _aside(step), given_moved(step, seed, number):
-            after = _after(step, step.on_one_device())
+            after = {**step.on_one_device(), **step.read()}
         # Changes count from where this one began.
         for label, value in moved.items():
             if value is not start[label]:
@@ -242,15 +236,8 @@ def _compared(step, start, expected, others, found, again):
 @contextlib.contextmanager
 def _aside(step):
     """Within, what a step does is for verification alone."""
-    with work.uncounted(), step.attributes_kept():
+    with work.uncounted, step.attributes_kept():
         yield
-
-
-def _after(step, results):
-    """Results and state after a step, by label."""
-    after = dict(results)
-    after.update(step.read())
-    return after
 
 
 def _changed(start, after):
@@ -314,7 +301,7 @@ def given_moved(step, seed, number=None):
         unit = _unit(step, getattr(value, "dtype", None))
         if not unit:
             return value
-        try:
+        with contextlib.suppress(Exception):  # an array without such arithmetic: a sparse one, say
             if number is None:
                 changes = value * 1024 % 1
             else:
@@ -322,12 +309,10 @@ def given_moved(step, seed, number=None):
                 changes = signs.choice([-1, 1], array.shape) * (array == number)
                 changes = changes.astype(array.dtype)
             return value + value * (changes * (4 * seed * unit))
-        except Exception:  # an array without such arithmetic: a sparse one, say
-            return value
+        return value
 
     names = step.given if seed and seed % 2 else ()
-    given = {name: _mapped(getattr(step, name), moved) for name in names}
-    return patching.replaced(step, **given)
+    return patching.replaced(step, **{name: _mapped(getattr(step, name), moved) for name in names})
 
 
 def _frequent_numbers(step):

@@ -42,7 +42,7 @@ class SharedParts(SeveralDevicesContract):
         verify, moves = Verification.verify, {}
 
         def results(step, seed):
-            with _verification.suspended(), given_moved(step, seed):
+            with _verification.suspended, given_moved(step, seed):
                 found = step.on_one_device()
             found.update(step.read())
             labels = sorted(label for label in found if not step.is_random(label))

@@ -12,6 +12,7 @@ from compat import _verification
 from compat._backends.mxnet import gluon_replicas, op_placement
 from compat._configuration import registry
 from compat._rows import split_rows
+from compat._runtime.process import process
 from compat.testing import in_span, span
 
 from . import test_mxnet_gluon
@@ -44,7 +45,7 @@ def test_first_calls_are_verified_and_change_nothing(mx, monkeypatch, build, hyb
     """Weights and counted batches, two of three verified, are those of a block not verified."""
     nets, counted = [], []
     for is_verified in (False, True):
-        monkeypatch.setattr(compat._runtime.process.process, "batches", {})
+        monkeypatch.setattr(process, "batches", {})
         net = compat.parallelize(initialise(mx, build(mx)))
         if hybridize is not None:
             net.hybridize(**hybridize)
@@ -54,7 +55,7 @@ def test_first_calls_are_verified_and_change_nothing(mx, monkeypatch, build, hyb
         train(mx, net, steps, (61, 2, 13, 61))
         net(mx.nd.array(data(13)[0]))
         nets.append(weights(net))
-        counted.append(compat._runtime.process.process.batches)
+        counted.append(process.batches)
     assert counted[0] == counted[1] and sum(counted[0].values()) == 5
     assert record.steps == {"train": 2, "evaluate": 0, "predict": 1}
     parameters = [p for p in net.collect_params().values() if p.grad_req != "null"]
@@ -176,7 +177,7 @@ def test_randomness_and_batch_normalization_are_no_alarm(mx, monkeypatch, record
 
     Also where it is recorded what ran where, as ``compat test`` does, by one more step.
     """
-    monkeypatch.setattr(_verification.report, "is_recording", lambda: recording)
+    monkeypatch.setattr(process, "records_operations", recording)
     nn = mx.gluon.nn
     normalises = "block '{}' normalises each replica's rows by their own statistics"
     dropout = functools.partial(nn.Dropout, 0.5)
@@ -202,7 +203,7 @@ def test_randomness_and_batch_normalization_are_no_alarm(mx, monkeypatch, record
 
 def test_parallelize_verifies_as_configured(mx, monkeypatch):
     """And no more on one device; the trial has made all parameters by then."""
-    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 1)
+    monkeypatch.setattr(process.configuration.settings, "verify", 1)
     net = compat.parallelize(centred(mx))
     net.initialize()
     inputs = mx.nd.array(data(14)[0])
@@ -211,14 +212,14 @@ def test_parallelize_verifies_as_configured(mx, monkeypatch):
     net = compat.parallelize(initialise(mx, centred(mx)))
     compat.parallelize(net, gpus=1)
     net(inputs)
-    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 0)
+    monkeypatch.setattr(process.configuration.settings, "verify", 0)
     compat.parallelize(net)
     net(inputs)
 
 
 def test_products_are_counted_by_context(mx, monkeypatch):
     """What ``compat test script.py`` tells of a block."""
-    monkeypatch.setattr(_verification.report, "_recording", [True])
+    monkeypatch.setattr(process, "records_operations", True)
     net = compat.parallelize(initialise(mx, dense(mx)))
     net.hybridize(forward_bulk_size=0, backward_bulk_size=0)  # one operation a record
     record = verified(net)

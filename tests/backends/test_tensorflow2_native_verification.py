@@ -10,6 +10,7 @@ import compat
 from compat import _verification
 from compat._configuration import registry
 from compat._rows import split_rows
+from compat._runtime.process import process
 from compat.testing import DEVICES, slow
 
 from .messages import told
@@ -158,7 +159,7 @@ def test_randomness_is_no_alarm():
 
 def test_parallelize_verifies_as_configured(monkeypatch):
     """No more on one device; calls within a tf.function are told of once."""
-    monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "verify", 1)
+    monkeypatch.setattr(process.configuration.settings, "verify", 1)
     rows, targets = tf.constant(ROWS[:14]), tf.constant(TARGETS[:14])
     model = compat.parallelize(Centred())
     with pytest.raises(compat.ResultsDifferError):
@@ -178,7 +179,7 @@ def test_parallelize_verifies_as_configured(monkeypatch):
 
 def test_products_are_counted_by_device(monkeypatch):
     """What ``compat test script.py`` tells of a model without Keras."""
-    monkeypatch.setattr(_verification.report, "_recording", [True])
+    monkeypatch.setattr(process, "records_operations", True)
     model = compat.parallelize(Plain())
     record = verified(model)
     step_of(model)(tf.constant(ROWS[:14]), tf.constant(TARGETS[:14]))

@@ -872,7 +872,6 @@ class Own(keras.Model):
 
 VERIFIED = OWN_STEPS
 VERIFIED += """
-from compat import _verification
 from compat._runtime.process import process
 
 
@@ -898,11 +897,11 @@ def trained(name, build, verify=2):
 weights["plain"] = trained("plain", stack, 0)
 weights["verified"] = trained("verified", stack)
 trained("mean", lambda: Reduces(lambda losses, weight: (losses * weight).mean()))
-said["records"] = [[each.model, each.steps["train"]] for each in _verification.records()]
-said["largest"] = max(each.largest[0] for each in _verification.records())
+said["records"] = [[each.model, each.steps["train"]] for each in process.verified]
+said["largest"] = max(each.largest[0] for each in process.verified)
 dropout = keras.layers.Dropout(0.5)
 trained("random", lambda: keras.Sequential([keras.layers.Input((6,)), dropout, dense(1)]))
-said["incomparable"] = _verification.records()[-1].incomparable["the train step"]
+said["incomparable"] = process.verified[-1].incomparable["the train step"]
 # What no graph of autograd's tells.
 trained("within", lambda: Reduces(lambda losses, weight: (losses * weight / weight.mean()).mean()))
 trained("across", lambda: Reduces(lambda losses, weight: losses.std()))

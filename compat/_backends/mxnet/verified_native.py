@@ -68,7 +68,7 @@ class BlockCall(_verification.Step):
 
     def on_all_devices(self):
         if self.is_recording:
-            with work.uncounted():  # it is done once more
+            with work.uncounted:  # it is done once more
                 return None, self._differentiated(self.replicas.run)
         result = self.replicas.run(self.args)
         return result, self._outputs(result)

@@ -30,7 +30,7 @@ def count(devices, rows, training, sizes=_sizes):
     """
     if tf.executing_eagerly():
         work.count(devices, sizes(devices, int(rows)), training)
-    elif work.is_counted() and not _is_compiled_by_xla():
+    elif not work.uncounted and not _is_compiled_by_xla():
         key = tuple(devices), training, sizes
         if key not in process.graph_counters:
             process.graph_counters[key] = Table(*key)

@@ -143,7 +143,7 @@ class _NativeCall(_verification.Step):
         if self.is_recording:
             # In a call of its own, so that the caller's tape records the model alone.
             start = self.read()
-            with work.uncounted():  # it is done once more
+            with work.uncounted:  # it is done once more
                 gradients = _in_a_thread(self._differentiated, self.replicated)
             self.write(start)
         result = self.replicated(*self.args, **self.kwargs)

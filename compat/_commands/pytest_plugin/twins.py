@@ -49,7 +49,7 @@ class Twins:
         backend = _api.configured_backend()
         # Works where nothing has run before this on the framework.
         os.environ.update(backend.recording)
-        _verification.record_operations()
+        process.records_operations = True
         self.devices = list(configuration.devices)
         if len(self.devices) < 2:
             raise errors.DevicesNotFoundError(
