@@ -17,7 +17,7 @@ from .. import tensorflow1
 from ..tensorflow1 import sessions
 from . import device_configuration, kinds
 from .compiled_steps import forget_compiled_steps
-from .device_configuration import OPTIONS, apply_setting, config_function
+from .device_configuration import OPTIONS, apply_setting
 from .refusals import refuse_strategies, refuse_unreached, unsupported
 from .runtime import full_name, has_listed_devices, in_v1_mode, runs_eagerly
 
@@ -84,14 +84,14 @@ class TensorFlow2(Backend):
     def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
         tf = self.import_framework()
         # Apple's and AMD's GPUs have the type "GPU", too.
-        settings.devices.settle(len(config_function(tf, "list_physical_devices")("GPU")))
+        physical = tf.config.experimental.list_physical_devices
+        settings.devices.settle(len(physical("GPU")))
         if in_v1_mode(tf) and sessions.sessions_made():
             v1 = tf.compat.v1
             config = tensorflow1.backend.session_config(v1, settings, None)
             sessions.ensure_no_other_session(v1, config)
         gpus = device_configuration.chosen_gpus(tf, settings.devices)
         visible = apply_setting(tf, "config.set_visible_devices", gpus, "GPU")
-        physical = config_function(tf, "list_physical_devices")
         applied = [visible] if physical("GPU") else []
         if settings.devices.simulated:
             cpu, limits = physical("CPU")[0], [None] * settings.devices.simulated
@@ -110,12 +110,10 @@ class TensorFlow2(Backend):
 
     def devices(self) -> "List[str]":
         """Reads the configuration; starting the runtime would fix it."""
-        tf = self.import_framework()
-        names = ("get_logical_device_configuration", "get_virtual_device_configuration")
-        config = config_function(tf, *names)
-        visible = config_function(tf, "get_visible_devices")
+        config = self.import_framework().config.experimental
         for kind in ("GPU", "CPU"):
-            count = sum(len(config(device) or [None]) for device in visible(kind))
+            made = map(config.get_virtual_device_configuration, config.get_visible_devices(kind))
+            count = sum(len(each or [None]) for each in made)
             named = self.kept.get("gpus")  # in the order configured
             if kind == "GPU" and named and len(named) == count:
                 return list(named)
@@ -257,8 +255,7 @@ class TensorFlow2(Backend):
             verification = None  # it runs on one device
         verified_steps.VerifiedTensorFlow2Step.install_on(model, verification)
 
-    def is_native(self, model: "Any") -> bool:
-        return kinds.is_native(model)
+    is_native = staticmethod(kinds.is_native)
 
     def build(
         self, strategy: str, function: "Callable[[], Any]", devices: "Sequence[str]"

@@ -19,8 +19,8 @@ from ..tensorflow1.batch_part import line_of
 from . import layer_state, merging, sharding
 from .functions import captures, eager, may_be_set
 from .graph_walk import Added, Walk
-from .op_trial import LANES, Executor, OpTrial
-from .replicas import as_function, tapes
+from .op_trial import LANES, OpTrial
+from .replicas import as_function, tapes, tensors_of
 from .table_lookups import Lookups
 
 
@@ -45,11 +45,11 @@ class Trace:
     def __init__(self, call, arguments, state, device):
         from tensorflow.python.autograph.core import ag_ctx
 
-        tensors, compute = as_function(call, state.collected, arguments.given)
+        compute = as_function(call, state.collected, arguments.given)
         placements, layers = arguments.placements(), state.layers
         self._layers = {getattr(layer, "name", None) for layer in layers}
         specs = []
-        for tensor, placement in zip(tensors, placements):
+        for tensor, placement in zip(tensors_of(arguments.given), placements):
             shape = tensor.shape
             if not isinstance(placement, (Replicated, Count)):
                 shape = tf.TensorShape([None] + shape.as_list()[1:])
@@ -63,17 +63,16 @@ class Trace:
         # Code that ran eagerly so far has its branches converted, as within a tf.function.
         # Nothing here is computed, so no tape records it.
         converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-        with layer_state.normalizing_rows(layers), tapes().stop_recording(), converting:
+        with layer_state.normalizing_rows(layers), tapes.stop_recording(), converting:
             self.function = _wrapped(traced, specs)
-        self.placeholders, results = made[-1]
-        self._results = results.values
+        self.placeholders, (_, self._results) = made[-1]
         graph = self.function.graph
         known = {t.name: placement for t, placement in zip(self.placeholders, placements)}
         handles = {t.name: key_of(e) for t, e in captures(graph) if t.dtype.name == "resource"}
         changed = {}  # type: dict
         with tf.init_scope(), tf.device(device):
             values, copies = self._values(arguments.three_rows())
-            trial = OpTrial(values, Executor(copies))
+            trial = OpTrial(values, copies)
             self.lookups = Lookups()
             self._walk = Walk(graph, known, handles, changed, self.lookups, self._across, trial)
             self.placements = {
@@ -194,7 +193,7 @@ def _copy(handle):
 
     It is no tf.Variable: the function that is being traced may make none.
     """
-    value = layer_state.read_handle(handle)
+    value = layer_state.read(handle)
     name = f"compat_copy_{next(_copies)}"
     copy = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=copy, value=value)

@@ -12,7 +12,7 @@ from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import own_gradients, row_operations, row_sizes
 from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
-from .op_trial import Executor, OpTrial, denominator_of
+from .op_trial import OpTrial, denominator_of
 
 #: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
 Denominator = namedtuple("Denominator", "tensor sum")
@@ -55,7 +55,7 @@ class Walk:
         self.state = state
         self.lookups = lookups
         self.describe = describe
-        self.trial = OpTrial({}, Executor({})) if trial is None else trial
+        self.trial = OpTrial({}, {}) if trial is None else trial
         self._old = {}  # name of a tensor -> the key of the variable whose old value it is
         self._sums = {}  # name of a tensor -> that of the sum from which alone it is computed
         self._inverses = {}  # name of a tensor -> the Denominator whose inverse it is

@@ -26,6 +26,34 @@ def _build(model, iterator):
     return iterator
 
 
+@contextlib.contextmanager
+def _computing(step, model, rows, share):
+    """Within, losses of single outputs, which logs show, are weighed as one process does.
+
+    Keras weighs them by the rows of the batch, if their number is known as it traces the step. On
+    TensorFlow it is not, and each batch counts once (3.15, ``CompileLoss.call``).
+    """
+    compute = getattr(model, "_compile_loss", None)
+    call = getattr(compute, "call", None)
+    module = sys.modules[_keras.keras_of(model).losses.Loss.__module__]
+
+    def weigh(loss):
+        """Multiply a loss by what this rank's rows count in the whole batch."""
+        if isinstance(step, TestStep) and not keras_model.is_in_step(model):
+            return loss
+        return loss * tf.cast(share() * step.engine.place.size, loss.dtype)
+
+    def call_and_weigh(*args, **kwargs):
+        with patching.replaced(module, unscale_loss_for_distribution=weigh):
+            return call(*args, **kwargs)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ranked_steps.RankedStep.computing(step, model, rows, share))
+        if call is not None and not isinstance(rows, int):
+            stack.enter_context(patching.replaced(compute, call=call_and_weigh))
+        yield
+
+
 class RankedKeras3Step(ranked_steps.RankedStep):
     """The ``train_step`` of a Keras 3 model. Its optimizers' ``apply`` gets all ranks' mean."""
 
@@ -39,13 +67,7 @@ class RankedKeras3Step(ranked_steps.RankedStep):
     def begin_eagerly(self, model, data):
         """``begin`` has done that."""
 
-    def computing(self, model, rows, share):
-        return _computing(super().computing(model, rows, share), model, rows, self.weigh(share))
-
-    def weigh(self, share):
-        """A function that multiplies a loss by what this rank's rows count in the whole batch."""
-        size = self.engine.place.size
-        return lambda loss: loss * tf.cast(share() * size, loss.dtype)
+    computing = _computing
 
     def state(self, model):
         return [variable._value for variable in keras3.averaged(model)]
@@ -53,9 +75,8 @@ class RankedKeras3Step(ranked_steps.RankedStep):
     may_mix_rows = staticmethod(keras3.may_mix_rows)
     check_loss = staticmethod(keras3.check_loss_eagerly)
 
-    @contextlib.contextmanager
     def of_all_ranks(self, optimizer, share):
-        """A ``LossScaleOptimizer`` scales the loss of this rank's share of the rows.
+        """Methods by which a ``LossScaleOptimizer``, too, scales this rank's share of the rows.
 
         So gradients overflow where those of one process would.
         """
@@ -73,43 +94,13 @@ class RankedKeras3Step(ranked_steps.RankedStep):
         methods = {"apply": apply_of_all_ranks}
         if hasattr(optimizer, "inner_optimizer"):
             methods["scale_loss"] = scale_share
-        with patching.replaced(optimizer, **methods):
-            yield
+        return methods
 
 
 class TestStep(ranked_steps.RankedTestStep):
     """The ``test_step`` of a Keras 3 model."""
 
-    def computing(self, model, rows, share):
-        weigh = RankedKeras3Step.weigh(self, share)
-
-        def weigh_in_step(loss):
-            return weigh(loss) if keras_model.is_in_step(model) else loss
-
-        return _computing(super().computing(model, rows, share), model, rows, weigh_in_step)
-
-
-@contextlib.contextmanager
-def _computing(reductions, model, rows, weigh):
-    """Within, losses of single outputs, which logs show, are weighed as one process does.
-
-    Keras weighs them by the rows of the batch, if their number is known as it traces the step. On
-    TensorFlow it is not, and each batch counts once (3.15, ``CompileLoss.call``).
-    """
-    compute = getattr(model, "_compile_loss", None)
-    module = sys.modules[_keras.keras_of(model).losses.Loss.__module__]
-    with reductions:
-        if compute is None or isinstance(rows, int):
-            yield
-            return
-        call = compute.call
-
-        def call_and_weigh(*args, **kwargs):
-            with patching.replaced(module, unscale_loss_for_distribution=weigh):
-                return call(*args, **kwargs)
-
-        with patching.replaced(compute, call=call_and_weigh):
-            yield
+    computing = _computing
 
 
 #: The methods of a model that become a rank's.

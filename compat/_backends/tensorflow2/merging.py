@@ -28,32 +28,27 @@ class Merging:
     """
 
     def __init__(self, replicas, rows, trace):
-        self.replicas = replicas
-        self.rows = rows
-        self.trace = trace
-        self._weights = {}  # Denominator -> the replicas' parts, and all
+        self.replicas, self.rows, self.trace = replicas, rows, trace
+        self._shares = {}  # type: dict  # what means are weighted by -> the replicas' shares of it
 
     def results(self):
-        """Those of the call for the whole batch, as ``CallResults.values``."""
-        parts = [replica.results.values for replica in self.replicas]
+        """Those of the call for the whole batch, as ``Replica.values``."""
+        if self.trace is None:
+            return self.replicas[0].values
         return {
-            name: [self._result(name, *each) for each in enumerate(zip(*[p[name] for p in parts]))]
-            for name in parts[0]
+            name: [
+                self._result(name, placement, values)
+                for placement, *values in zip(placements, *[r.values[name] for r in self.replicas])
+            ]
+            for name, placements in self.trace.placements.items()
         }
 
-    def _result(self, name, place, values):
-        if not tf.is_tensor(values[0]) or self.trace is None:
+    def _result(self, name, placement, values):
+        if not tf.is_tensor(values[0]):
             return values[0]
-        placement = self.trace.placements[name][place]
         if name in ("masks", "logits") and not isinstance(placement, Sharded):
             return None  # they would belong to its rows
-        return self.value(list(values), placement)
-
-    def mean(self, values):
-        """The mean weighted by the replicas' rows."""
-        shares = [tf.cast(replica.size, values[0].dtype) for replica in self.replicas]
-        rows = tf.cast(self.rows, values[0].dtype)
-        return tf.add_n([value * (share / rows) for value, share in zip(values, shares)])
+        return self.value(values, placement)
 
     def value(self, values, placement, before=None):
         """One value for the whole batch.
@@ -64,20 +59,19 @@ class Merging:
         """
         if isinstance(placement, Sharded):
             return sharding.concatenated(values)
+        dtype, how = values[0].dtype, getattr(placement, "how", "sum")
         if isinstance(placement, Replicated):
-            floating = values[0].dtype.is_floating or values[0].dtype.is_complex
-            return values[0] if before is not None or not floating else self.mean(values)
-        how = getattr(placement, "how", "sum")
+            is_merged = before is None and (dtype.is_floating or dtype.is_complex)
+            return self._mean(values, None) if is_merged else values[0]
         if how == "mean":
-            by = placement.denominator
-            return self.mean(values) if by is None else self._mean_by(values, by)
+            return self._mean(values, placement.denominator)
         if how in _EXTREME:
             of_numbers, of_booleans = _EXTREME[how]
-            reduce = of_booleans if values[0].dtype == tf.bool else of_numbers
+            reduce = of_booleans if dtype == tf.bool else of_numbers
             return reduce(tf.stack(values), axis=0)
         relative = isinstance(placement, Added)
         parts = [value - before for value in values] if relative else values
-        parts = [self._own(replica, part) for replica, part in zip(self.replicas, parts)]
+        parts = [self._own(*each) for each in zip(self.replicas, parts)]
         return tf.add_n([before] + parts if relative else parts)
 
     def _own(self, replica, value):
@@ -86,17 +80,23 @@ class Merging:
             return value if replica.size else tf.zeros_like(value)
         return value * tf.cast(tf.minimum(replica.size, 1), value.dtype)
 
-    def _mean_by(self, values, weight):
-        """The mean whose denominator is not the number of rows (a mask's sum, for example)."""
-        if weight not in self._weights:
+    def _mean(self, values, weight):
+        if weight not in self._shares:
+            self._shares[weight] = self._shares_of(weight)
+        shares = [tf.cast(share, values[0].dtype) for share in self._shares[weight]]
+        return tf.add_n([value * share for value, share in zip(values, shares)])
+
+    def _shares_of(self, weight):
+        """What the replicas' means count: by their rows, or by a mask's sum, for example."""
+        parts, total = [replica.size for replica in self.replicas], self.rows
+        if weight is not None:
             parts, sums = [], []
             for replica in self.replicas:
                 with tf.device(replica.device):
-                    part, total = self.trace.weights(weight, replica.shard)
-                parts.append(self._own(replica, part))
-                sums.append(self._own(replica, total))
-            self._weights[weight] = parts, self.trace.total(weight, sums)
-        parts, total = self._weights[weight]
-        dtype = values[0].dtype
-        weighted = [value * tf.cast(part, dtype) for value, part in zip(values, parts)]
-        return tf.math.divide_no_nan(tf.add_n(weighted), tf.cast(total, dtype))
+                    weights = self.trace.weights(weight, replica.shard)
+                part, part_of_sum = [self._own(replica, each) for each in weights]
+                parts.append(part)
+                sums.append(part_of_sum)
+            total = self.trace.total(weight, sums)
+        total = tf.cast(total, tf.float64)
+        return [tf.math.divide_no_nan(tf.cast(part, tf.float64), total) for part in parts]

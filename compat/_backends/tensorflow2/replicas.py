@@ -1,99 +1,99 @@
 """One device's share of a call, with a gradient of its own."""
 
 import contextlib
-import functools
 
 import tensorflow as tf
 
 from ..._rows import Sharded, split_rows
+from ..._runtime import patching
 from . import sharding
-from .sharding import has_rows
+
+# TensorFlow's module for the gradient tapes of a thread, private to it.
+try:
+    from tensorflow.python.eager import record as tapes
+except ImportError:  # up to TensorFlow 2.12
+    from tensorflow.python.eager import tape as tapes
+
+#: Whether a gradient tape is recording.
+recording = tapes.could_possibly_record
 
 
-class CallResults:
-    """What a call returns, flat, and what belongs to that.
+def tensors_of(structure):
+    """All tensors that a structure consists of."""
+    values = tf.nest.flatten(structure, expand_composites=True)
+    return [value for value in values if tf.is_tensor(value)]
 
-    ``structure`` is what the model returned. ``values`` has lists: "outputs" is that, flat;
-    "logits" and "masks" are Keras' attributes of the outputs, or None; "losses" were added within
-    the call.
-    """
 
-    def __init__(self, structure, losses):
-        self.structure = structure
-        outputs = tf.nest.flatten(structure)
-        self.values = {
-            "outputs": outputs,
-            "masks": [getattr(output, "_keras_mask", None) for output in outputs],
-            "logits": [_logits(output) for output in outputs],
-            "losses": losses,
-        }
+def with_tensors(structure, tensors):
+    """The structure with these tensors in place of its ``tensors_of``."""
+    others = iter(tensors)
 
-    def tensors(self):
-        """All tensors that the values consist of."""
-        values = tf.nest.flatten(self.values, expand_composites=True)
-        return [value for value in values if tf.is_tensor(value)]
+    def other(value):
+        return next(others) if tf.is_tensor(value) else value
 
-    def take(self, tensors):
-        """Put the tensors back where ``tensors`` found them."""
-        tensors = iter(tensors)
-        flat = tf.nest.flatten(self.values, expand_composites=True)
-        flat = [next(tensors) if tf.is_tensor(value) else value for value in flat]
-        self.values = tf.nest.pack_sequence_as(self.values, flat, expand_composites=True)
+    return tf.nest.map_structure(other, structure, expand_composites=True)
 
 
 def as_function(call, scope, given):
     """A call as a function of the tensors that its arguments and their masks consist of.
 
+    It returns what the call returns, and lists: "outputs" has that, flat; "logits" and "masks" are
+    Keras' attributes of the outputs, or None; "losses" were added within the call.
+
     Arguments:
         scope: makes the context of the call, which yields the losses added in it.
         given: as ``ShardedArguments.given``.
-
-    Returns:
-        The tensors, and the function, which returns ``CallResults``.
     """
-    flat = tf.nest.flatten(given, expand_composites=True)
-    places = [place for place, value in enumerate(flat) if tf.is_tensor(value)]
 
     def compute(*values):
-        parts = list(flat)
-        for place, value in zip(places, values):
-            parts[place] = value
-        (args, kwargs), masks = tf.nest.pack_sequence_as(given, parts, expand_composites=True)
+        (args, kwargs), masks = with_tensors(given, values)
         for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
             if mask is not None:
                 value._keras_mask = mask
         with split_rows.undivided(), scope() as losses:
-            outputs = call(*args, **kwargs)
-        return CallResults(outputs, losses)
+            structure = call(*args, **kwargs)
+        outputs = tf.nest.flatten(structure)
+        masks = [getattr(output, "_keras_mask", None) for output in outputs]
+        logits = [_logits(output) for output in outputs]
+        return structure, dict(outputs=outputs, masks=masks, logits=logits, losses=losses)
 
-    return [flat[place] for place in places], compute
+    return compute
 
 
 class Replica:
-    """One device's share of a call, and its results."""
+    """One device's share of a call, computed there.
 
-    def __init__(self, device, size, trace):
-        self.device = device
-        self.size = size  # rows kept; none of the one row computed where this is 0
-        self.trace = trace  # None for a single replica
+    Arguments:
+        size: how many rows are kept; none of the one row computed where this is 0.
+        trace: the ``Trace`` of the call; None for a single replica.
+        call, scope, given: as of ``as_function``.
+        check_rows: make sure that the outputs follow the rows of the batch.
+        join: what ``TableGradients`` make of a variable's gradient.
 
-    def run(self, call, scope, given, check_rows, join):
-        """Compute.
+    Attributes:
+        shard: the tensors that it was given.
+        structure, values: as the function of ``as_function`` returns them, with the replica's own
+            rows of the values.
+    """
 
-        Arguments:
-            call, scope, given: as of ``as_function``.
-            check_rows: make sure that the outputs follow the rows of the batch.
-            join: what ``TableGradients`` make of a variable's gradient.
-        """
-        device = self.device
-        self.batch = next(v for v in tf.nest.flatten(given) if has_rows(v))
-        self.shard, compute = as_function(call, scope, given)
+    def __init__(self, device, size, trace, call, scope, given, check_rows, join):
+        self.device, self.size = device, size
+        self.shard = tensors_of(given)
+        batch = next(value for value in tf.nest.flatten(given) if sharding.has_rows(value))
+        compute = as_function(call, scope, given)
+
+        def own(name, value, placement):
+            if not (tf.is_tensor(value) and isinstance(placement, Sharded)):
+                return value
+            if check_rows and name == "outputs":
+                value = sharding.checked(value, batch)
+            return sharding.kept(value, size)
 
         def results_of(*values):
-            self.results = compute(*values)
-            if self.trace is not None:
-                self._keep(check_rows)
-            return self.results.tensors()
+            self.structure, self.values = compute(*values)
+            for name, found in self.values.items() if trace else ():
+                found[:] = [own(name, *each) for each in zip(found, trace.placements[name])]
+            return tensors_of(self.values)
 
         @tf.custom_gradient
         def replica(*values):
@@ -103,18 +103,17 @@ class Replica:
             def gradient(*upstream, **kwargs):  # up to TensorFlow 2.3 no keyword-only argument
                 variables = list(kwargs.get("variables") or ())
                 # Integers and booleans have no gradient.
-                pairs = [(r, g) for r, g in zip(results, upstream) if r.dtype.is_floating]
+                heads = [place for place, each in enumerate(results) if each.dtype.is_floating]
                 with tf.device(device):
-                    gradients = gradients_of(
-                        [result for result, _ in pairs],
+                    found = gradients_of(
+                        [results[place] for place in heads],
                         list(values) + variables,
-                        [gradient for _, gradient in pairs],
+                        [upstream[place] for place in heads],
                     )
-                    gradients = [_dense(each) for each in gradients]
-                    of_variables = list(map(join, variables, gradients[len(values) :]))
-                if not variables:
-                    return gradients
-                return gradients[: len(values)], of_variables
+                    found = [_dense(each) for each in found]
+                    inputs, of_variables = found[: len(values)], found[len(values) :]
+                    of_variables = list(map(join, variables, of_variables))
+                return (inputs, of_variables) if variables else inputs
 
             return results, gradient
 
@@ -124,16 +123,7 @@ class Replica:
         else:  # predict, evaluate: no gradient to keep intermediate results for
             with tf.device(device):
                 tensors = results_of(*self.shard)
-        self.results.take(tensors)
-
-    def _keep(self, check_rows):
-        """Keep this replica's own rows of the results."""
-        for name, values in self.results.values.items():
-            for place, (value, kind) in enumerate(zip(values, self.trace.placements[name])):
-                if tf.is_tensor(value) and isinstance(kind, Sharded):
-                    if check_rows and name == "outputs":
-                        value = sharding.checked(value, self.batch)
-                    values[place] = sharding.kept(value, self.size)
+        self.values = with_tensors(self.values, tensors)
 
 
 @contextlib.contextmanager
@@ -143,16 +133,11 @@ def _listing_no_variables():
     TensorFlow 2.0 makes sets of those that layers have made within any tf.function, for a gradient
     of one's own, and fails: they have no hash.
     """
-    variables = []  # type: list
-    if not tf.executing_eagerly():
-        key = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
-        variables = tf.compat.v1.get_default_graph().get_collection_ref(key)
-    before = list(variables)
-    del variables[:]
-    try:
+    with contextlib.ExitStack() as stack:
+        if not tf.executing_eagerly():
+            lists = tf.compat.v1.get_default_graph()._collections
+            stack.enter_context(patching.replaced(lists, variables=[]))
         yield
-    finally:
-        variables[:0] = before
 
 
 def _dense(gradient):
@@ -190,21 +175,6 @@ def _differentiable(compute, values):
         return gradients_util._GradientsHelper(results, inner, upstream, src_graph=graph)
 
     return compute(*values), gradients_of
-
-
-@functools.lru_cache(None)  # to look for what is not there takes long, and each call asks
-def tapes():
-    """TensorFlow's module for the gradient tapes of a thread, private to it."""
-    try:
-        from tensorflow.python.eager import record
-    except ImportError:  # up to TensorFlow 2.12
-        from tensorflow.python.eager import tape as record
-    return record
-
-
-def recording():
-    """Whether a gradient tape is recording."""
-    return tapes().could_possibly_record()
 
 
 def _logits(output):

@@ -112,7 +112,7 @@ class ReplicatedCall(patching.InstanceMethod):
                 output._keras_mask = mask
             if logits is not None:
                 output._keras_logits = logits
-        return tf.nest.pack_sequence_as(replicas[0].results.structure, results["outputs"])
+        return tf.nest.pack_sequence_as(replicas[0].structure, results["outputs"])
 
     def _computed(self, call, arguments, state, trace):
         """The devices' shares of the call, each computed there."""
@@ -122,10 +122,9 @@ class ReplicatedCall(patching.InstanceMethod):
         for index, device in enumerate(self.devices):
             first, last = split_rows.bounds(rows, count, index)
             given = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
+            part = device, last - first, trace, call, state.replica, given
             join = functools.partial(tables.joined, index)
-            replica = Replica(device, last - first, trace)
-            replica.run(call, state.replica, given, arguments.has_others, join)
-            replicas.append(replica)
+            replicas.append(Replica(*part, check_rows=arguments.has_others, join=join))
         return replicas
 
     def _whole(self, model, call, arguments, across):

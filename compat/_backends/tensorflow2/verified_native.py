@@ -22,7 +22,7 @@ from ..._runtime import work
 from ..._verification import keras_steps, reachable
 from . import layer_state, op_placement
 from .kinds import held, is_variable
-from .replicas import recording
+from .replicas import recording, tensors_of
 
 # Names of the argument that switches between training and inference.
 _TRAINING = ("training", "is_training")
@@ -150,11 +150,7 @@ class _NativeCall(_verification.Step):
         return result, dict(gradients, **self._outputs(result))
 
     def _outputs(self, result):
-        return _verification.numbered(value.numpy() for value in self._tensors(result))
-
-    def _tensors(self, result):
-        flat = tf.nest.flatten(result, expand_composites=True)
-        return [value for value in flat if tf.is_tensor(value)]
+        return _verification.numbered(value.numpy() for value in tensors_of(result))
 
     def _differentiated(self, call):
         """A call's results and, where the caller records a tape, its gradients, by label."""
@@ -165,7 +161,7 @@ class _NativeCall(_verification.Step):
                 result = call(*self.args, **self.kwargs)
         named = self._outputs(result)
         random = np.random.RandomState(0)
-        heads = [tensor for tensor in self._tensors(result) if tensor.dtype.is_floating]
+        heads = _heads(result)
         upstream = [tf.cast(random.normal(size=head.numpy().shape), head.dtype) for head in heads]
         weights = self._weights()
         if heads and weights:
@@ -184,8 +180,7 @@ class _NativeCall(_verification.Step):
         def step():
             with tf.GradientTape() as tape:
                 result = self.model(*self.args, **self.kwargs)
-            heads = [tensor for tensor in self._tensors(result) if tensor.dtype.is_floating]
-            gradients = tape.gradient(heads, self._weights()).values()
+            gradients = tape.gradient(_heads(result), self._weights()).values()
             return [gradient for gradient in gradients if gradient is not None]
 
         return op_placement.products(op_placement.executed(step))
@@ -209,6 +204,11 @@ class _NativeCall(_verification.Step):
             if name in signature.parameters:
                 bound.arguments[name] = False
         return bound.args[len(own) :], bound.kwargs
+
+
+def _heads(result):
+    """What gradients of a call's results begin with."""
+    return [tensor for tensor in tensors_of(result) if tensor.dtype.is_floating]
 
 
 def _is_function(model):
