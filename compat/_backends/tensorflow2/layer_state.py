@@ -51,15 +51,13 @@ def normalizations(layers):
 
     Renormalization corrects them by averages over all batches, so that the parts matter.
     """
-    return [
-        layer
-        for layer in layers
-        if not getattr(layer, "renorm", False)
-        and (
-            hasattr(layer, "moving_mean")  # which one that is not built yet has not
-            or any(kind.__name__.startswith("BatchNormalization") for kind in type(layer).__mro__)
-        )
-    ]
+
+    def is_one(layer):
+        named = any(kind.__name__.startswith("BatchNormalization") for kind in type(layer).__mro__)
+        # What is not built yet has no average.
+        return (named or hasattr(layer, "moving_mean")) and not getattr(layer, "renorm", False)
+
+    return list(filter(is_one, layers))
 
 
 def averages(layers):

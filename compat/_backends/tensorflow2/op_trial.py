@@ -22,14 +22,11 @@ LIMIT = 30000
 LANES = 1 + len(trial.PARTS)
 
 
-class CannotTry(Exception):
-    """An operation is not executed: it might leave a trace, or its inputs are not known."""
-
-
 class OpTrial:
     """The values of a graph's tensors: of the whole, and of the parts.
 
-    All are kept for as long as the trial lasts, as training keeps those of a whole batch.
+    All are kept for as long as the trial lasts, as training keeps those of a whole batch. None is
+    known of what might leave a trace.
 
     Arguments:
         values: a list of these for each tensor that is known from the start, by name. What is the
@@ -184,14 +181,14 @@ class OpTrial:
                 inputs = self._run(body, inputs)
             return inputs
         if next(self._left, None) is None:
-            raise CannotTry(op.type)
+            raise NotImplementedError(op.type)
         if op.type == "Const":
             return [self._constant(op)]
         if op.type not in READS:
             resources = [value for value in inputs if value.dtype == tf.resource]
             are_copies = all(id(value) in self.copies for value in resources)
             if not are_copies or op.op_def.is_stateful and not resources:
-                raise CannotTry(op.type)
+                raise NotImplementedError(op.type)
         from tensorflow.python.eager import context, execute
 
         kind, count, attributes = op.type.encode(), len(op.outputs), self._attributes(op)
@@ -200,7 +197,7 @@ class OpTrial:
     def _run(self, graph, inputs):
         """The results of a function."""
         if graph is None:
-            raise CannotTry("a function that TensorFlow does not show")
+            raise NotImplementedError("a function that TensorFlow does not show")
         values = dict(zip([tensor.name for tensor in graph.inputs], inputs))
         for op in graph.get_operations():
             sets = any(map(is_resource, op.inputs))  # a variable
@@ -257,7 +254,7 @@ def _attribute(value):
     if isinstance(value, list):
         return list(map(_attribute, value))
     if hasattr(value, "attr"):
-        raise CannotTry("an operation with a function")
+        raise NotImplementedError("an operation with a function")
     if hasattr(value, "unknown_rank"):  # a shape
         sizes = [None if size.size < 0 else size.size for size in value.dim]
         return None if value.unknown_rank else sizes

@@ -7,7 +7,6 @@ the mean over all ranks first. So the optimizers clip and scale that mean, and s
 
 import contextlib
 import functools
-import threading
 
 import tensorflow as tf
 
@@ -64,31 +63,16 @@ class RankedTestFunction(RankedTrainFunction):
             return function(iterator)
 
 
-_step = threading.local()
-
-
-@contextlib.contextmanager
-def _stepping():
-    """Within, gradients are taken care of."""
-    outer, _step.running = getattr(_step, "running", False), True
-    try:
-        yield
-    finally:
-        _step.running = outer
-
-
 class RankedStep(keras_model.RankedMethod):
     """The ``train_step`` of a model that trains together with the other ranks."""
 
     method = "train_step"
     autograph_info__ = {}  # type: dict  # as in ReplicatedCall
-
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.exchanged = 0  # lots of gradients, in the step that was traced last
-        self.started = None  # the optimizer with which an eager step began
-        self.first_batch = None  # where its loss is to be checked
-        self.kept = False  # as it is of one batch only
+    is_running = False  # then gradients are taken care of
+    exchanged = 0  # lots of gradients, in the step that was traced last
+    started = None  # the optimizer with which an eager step began
+    first_batch = None  # type: Any  # where its loss is to be checked
+    kept = False  # as it is of one batch only
 
     def __call__(self, model, data):
         with self.engine.noting():
@@ -108,12 +92,13 @@ class RankedStep(keras_model.RankedMethod):
             share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
             state = self.state(model)
             before = [read(variable.handle) for variable in state]
-            with _stepping(), self.computing(model, rows, lambda: share):
-                with contextlib.ExitStack() as stack:
-                    for optimizer in keras_steps.optimizers(model):
-                        methods = self.of_all_ranks(optimizer, share)
-                        stack.enter_context(patching.replaced(optimizer, **methods))
-                    result = self.plain(model)(data)
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(patching.replaced(self, is_running=True))
+                stack.enter_context(self.computing(model, rows, lambda: share))
+                for optimizer in keras_steps.optimizers(model):
+                    methods = self.of_all_ranks(optimizer, share)
+                    stack.enter_context(patching.replaced(optimizer, **methods))
+                result = self.plain(model)(data)
             self.check(model)
             self.average_state(state, before, share)
             if self.may_mix_rows(model):
@@ -136,7 +121,7 @@ class RankedStep(keras_model.RankedMethod):
         if self.started is not model.optimizer:
             self.started = model.optimizer
             counters = reachable.numbers(keras_steps.optimizers(model))
-            with _stepping():
+            with patching.replaced(self, is_running=True):
                 tf.function(self.plain(model)).get_concrete_function(data)
             counters.put_back()  # Nadam of Keras 2.15 counts when it is traced
             keras_model.same_start(model, self.engine)
@@ -204,11 +189,8 @@ class RankedStep(keras_model.RankedMethod):
             self.kept = True
             return 0.0
 
-        tf.cond(
-            self.engine.called(lambda share: not self.kept, [share], tf.bool),
-            lambda: tf.numpy_function(keep, present, tf.float64),
-            lambda: tf.constant(0.0, tf.float64),
-        )
+        is_first = self.engine.called(lambda share: not self.kept, [share], tf.bool)
+        tf.cond(is_first, lambda: tf.numpy_function(keep, present, tf.float64), lambda: share)
 
     def check(self, model):
         """Refuse a step whose gradients no other rank has seen."""
@@ -234,8 +216,9 @@ class RankedStep(keras_model.RankedMethod):
             pairs = [(mean, variable) for mean, (_, variable) in zip(means, pairs)]
             return apply(pairs, *args, **kwargs)
 
+        methods = {"apply_gradients": apply_gradients}
         if not hasattr(optimizer, "get_scaled_loss"):
-            return {"apply_gradients": apply_gradients}
+            return methods
         scaled, unscaled = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
 
         def of_share(loss):
@@ -250,11 +233,9 @@ class RankedStep(keras_model.RankedMethod):
                 for g in unscaled(gradients)
             ]
 
-        return {
-            "apply_gradients": apply_gradients,
-            "get_scaled_loss": get_scaled_loss,
-            "get_unscaled_gradients": get_unscaled_gradients,
-        }
+        methods["get_scaled_loss"] = get_scaled_loss
+        methods["get_unscaled_gradients"] = get_unscaled_gradients
+        return methods
 
     def means(self, gradients, share):
         """The means of all ranks' gradients; None is one that nothing has."""
@@ -313,7 +294,7 @@ class RankedCall(ReplicatedCall):
         super().__init__([])
 
     def __call__(self, model, *args, **kwargs):
-        is_of_step = getattr(_step, "running", False) or self._only_traced(model)
+        is_of_step = RankedStep.of(model).is_running or self._only_traced(model)
         if recording() and not is_of_step:
             raise unsupported(
                 "train {!r} as one of several ranks in a loop of your own around "

@@ -55,8 +55,7 @@ def _is_distributed(tf, model):
         return False  # asking for its variables would be an error
     # A Keras 3 variable has one of TensorFlow's.
     variables = [v if isinstance(v, tf.Variable) else v.value for v in model.weights]
-    parents = [parent for variable in variables for parent in type(variable).__mro__]
-    return any(parent.__name__ == "DistributedValues" for parent in parents)
+    return any(c.__name__ == "DistributedValues" for v in variables for c in type(v).__mro__)
 
 
 def refuse_loops(tf, layers):

@@ -11,9 +11,8 @@ from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import counted_batches, layer_state
 from .call_trace import Trace
-from .merging import Merging
 from .refusals import refuse_strategies, several_devices_in_xla
-from .replicas import Replica, recording
+from .replicas import Merging, Replica, recording
 from .sharding import ShardedArguments, are_arrays, as_tensors
 from .table_lookups import TableGradients
 
@@ -37,7 +36,7 @@ class ReplicatedCall(patching.InstanceMethod):
     Losses added within ``call``, outputs without rows and state (counters, moving averages) leave
     the replicas as values of their own rows, and become those of all rows by ``Merging``: sums,
     means, maxima or minima, as a ``Trace`` of the plain call shows. Where it shows that rows are
-    mixed, the call runs with the whole batch on the first device. See ``sharding``, ``merging``,
+    mixed, the call runs with the whole batch on the first device. See ``sharding``, ``replicas``,
     ``layer_state`` and ``call_trace``.
     """
 
