@@ -20,8 +20,8 @@ import compat
 from compat import _api
 from compat._backends.tensorflow1 import sessions
 from compat._backends.tensorflow2 import TensorFlow2, backend
-from compat._backends.tensorflow2.compiled_steps import forget_compiled_steps
 from compat._backends.tensorflow2.device_configuration import chosen_gpus
+from compat._backends.tensorflow2.keras_models import forget_compiled_steps
 from compat._backends.tensorflow2.op_placement import executed, products, short
 from compat._configuration import packages
 from compat._configuration.device_choice import Devices, choose

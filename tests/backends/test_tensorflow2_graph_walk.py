@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from compat import _rows
-from compat._backends.tensorflow2 import functions, graph_walk, table_lookups
+from compat._backends.tensorflow2 import functions, graph_walk
 from compat._rows import Mixed, Partial, Sharded
 from compat.testing import rows
 
@@ -118,7 +118,7 @@ class Walked:
         handles = {inner.name: id(outer) for inner, outer in functions.captures(graph)}
         walk = graph_walk.Walk(
             graph, dict(zip([graph.inputs[0].name], given)), handles, state,
-            table_lookups.Lookups(),
+            functions.Lookups(),
             lambda op, placement: _rows.Across(op.name),
         )  # fmt: skip
         found = [walk.placement(tensor) for tensor in concrete.outputs]

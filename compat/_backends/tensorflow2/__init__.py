@@ -15,10 +15,9 @@ from ..._ranks import clusters
 from ...backend import Backend
 from .. import tensorflow1
 from ..tensorflow1 import sessions
-from . import device_configuration, kinds
-from .compiled_steps import forget_compiled_steps
+from . import device_configuration, keras_models, kinds
 from .device_configuration import OPTIONS, apply_setting
-from .refusals import refuse_strategies, refuse_unreached, unsupported
+from .keras_models import unsupported
 from .runtime import full_name, has_listed_devices, in_v1_mode, runs_eagerly
 
 TYPE_CHECKING = False
@@ -173,9 +172,7 @@ class TensorFlow2(Backend):
             )
         _refuse_workers(tf, place)
         if in_v1_mode(tf):
-            from ..tensorflow1 import ranks as tensorflow1_ranks  # here for start-up time
-
-            return tensorflow1_ranks.distribute(model, place)
+            return tensorflow1.backend.distribute(model, place)
         if not runs_eagerly(tf):
             raise unsupported(
                 "train as one of several ranks after tf.compat.v1.disable_eager_execution()",
@@ -212,7 +209,7 @@ class TensorFlow2(Backend):
         if native:
             return native_models.parallelize(model, devices, replicated)
         if replicated:
-            refuse_strategies(tf, model)
+            keras_models.refuse_strategies(tf, model)
             _keras.warn_of_distribution(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
             reason = _keras.undivided(model)
@@ -220,12 +217,12 @@ class TensorFlow2(Backend):
                 _keras.warn_not_divided(model, reason, self.devices()[0])
                 replicated = False
             else:
-                refuse_unreached(tf, model)
+                keras_models.refuse_unreached(tf, model)
         changed = steps.remove(ReplicatedCall, model)
         if replicated:
             steps.install(ReplicatedCall, model, devices, self.devices()[0])
         if changed or replicated:
-            forget_compiled_steps(model)
+            keras_models.forget_compiled_steps(model)
         return model
 
     def placed_parts(self, model: "Any") -> "List[str]":
@@ -239,21 +236,18 @@ class TensorFlow2(Backend):
         tf = self.import_framework()
         if in_v1_mode(tf):
             tensorflow1.backend.verify(model, verification)
-            return
-        if self.is_native(model):
-            if not hasattr(tf.keras.Model, "train_step"):
-                # TensorFlow 2.0 dies where a thread of its own traces what another one has.
-                super().verify(model, verification)
-                return
+        elif not self.is_native(model):
+            from . import verified_steps  # here for start-up time
+
+            if verification is not None and _keras.undivided(model):
+                verification = None  # it runs on one device
+            verified_steps.VerifiedTensorFlow2Step.install_on(model, verification)
+        elif hasattr(tf.keras.Model, "train_step"):
             from . import verified_native  # here for start-up time
 
             verified_native.VerifiedCall.install_on(model, verification)
-            return
-        from . import verified_steps  # here for start-up time
-
-        if verification is not None and _keras.undivided(model):
-            verification = None  # it runs on one device
-        verified_steps.VerifiedTensorFlow2Step.install_on(model, verification)
+        else:  # TensorFlow 2.0 dies where a thread of its own traces what another one has.
+            super().verify(model, verification)
 
     is_native = staticmethod(kinds.is_native)
 

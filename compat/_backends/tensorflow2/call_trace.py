@@ -17,11 +17,10 @@ from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
 from ..tensorflow1.batch_part import line_of
 from . import layer_state, sharding
-from .functions import captures, eager, may_be_set
+from .functions import Lookups, captures, eager, may_be_set
 from .graph_walk import Added, Walk
 from .op_trial import LANES, OpTrial
 from .replicas import as_function, is_merged, tapes, tensors_of
-from .table_lookups import Lookups
 
 
 class Trace:

@@ -15,7 +15,7 @@ import threading
 import tensorflow as tf
 
 from ..._runtime import patching
-from .refusals import refuse_loops
+from .keras_models import refuse_loops
 from .replicated_call import ReplicatedCall
 
 # Where each Keras has its class of nodes.

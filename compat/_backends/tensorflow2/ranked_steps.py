@@ -1,4 +1,4 @@
-"""The steps of tf.keras 2 in ranks. Those of Keras 3 are subclasses: ``keras3_steps``.
+"""The steps of tf.keras 2 in ranks. Those of Keras 3 are subclasses, in ``ranks``.
 
 A step of training is the model's ``train_step``, Keras' or the user's own. While it runs (or is
 traced), the model's optimizers have an ``apply_gradients`` of their own, which makes gradients
@@ -14,8 +14,8 @@ from ... import _keras
 from ..._ranks import keras_model, losses
 from ..._runtime import patching
 from ..._verification import keras_steps, reachable
+from .keras_models import unsupported
 from .layer_state import is_set, read
-from .refusals import unsupported
 from .replicas import recording, with_tensors
 from .replicated_call import ReplicatedCall
 from .sharding import as_tensors, has_rows, rows_of
@@ -71,7 +71,7 @@ class RankedStep(keras_model.RankedMethod):
     is_running = False  # then gradients are taken care of
     exchanged = 0  # lots of gradients, in the step that was traced last
     started = None  # the optimizer with which an eager step began
-    first_batch = None  # type: Any  # where its loss is to be checked
+    first_batch = None  # where its loss is to be checked
     kept = False  # as it is of one batch only
 
     def __call__(self, model, data):

@@ -124,6 +124,40 @@ class Replica:
         self.values = with_tensors(self.values, tensors)
 
 
+class TableGradients:
+    """The replicas' gradients of tables in which all look up the same rows.
+
+    One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
+    side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
+    computed last has the sum of all, and the others have none.
+
+    TensorFlow never lets go of a gradient's function, so that nothing here may hold the model.
+
+    Arguments:
+        keys: those of the variables.
+        count: how many replicas there are.
+    """
+
+    def __init__(self, keys, count):
+        self.keys = keys
+        self.count = count
+        self.waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
+
+    def joined(self, replica, variable, gradient):
+        """What the gradient of a variable is to be of this replica, counted from 0."""
+        if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in self.keys:
+            return gradient
+        found = self.waiting.setdefault(id(variable), {})
+        if replica in found:  # of a pass that did not come to its end
+            found.clear()
+        found[replica] = gradient
+        if len(found) < self.count:
+            return None
+        del self.waiting[id(variable)]
+        total = tf.add_n([each.values for each in found.values()])
+        return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape)
+
+
 @contextlib.contextmanager
 def _listing_no_variables():
     """Within, the graph lists no variables.

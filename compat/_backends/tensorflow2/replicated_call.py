@@ -11,10 +11,9 @@ from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import counted_batches, layer_state
 from .call_trace import Trace
-from .refusals import refuse_strategies, several_devices_in_xla
-from .replicas import Merging, Replica, recording
+from .keras_models import refuse_strategies, several_devices_in_xla
+from .replicas import Merging, Replica, TableGradients, recording
 from .sharding import ShardedArguments, are_arrays, as_tensors
-from .table_lookups import TableGradients
 
 # Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
 # else: what is saved must not name this machine's devices. (``__call__`` is what Keras 3 exports;
@@ -44,13 +43,13 @@ class ReplicatedCall(patching.InstanceMethod):
     autograph_info__ = {}  # type: dict
 
     supports_jit = None  # what jit_compile="auto" went by, in Keras 3
+    runs_whole = False  # as it was said
 
     def __init__(self, devices, belongs_to_step=False):
         super().__init__(devices)
         # Whether it is there for a model around this one, whose step may call this one.
         self.belongs_to_step = belongs_to_step
         self.traces = {}  # type: Dict[Any, Any]  # of eager calls
-        self.runs_whole = False  # as it was said
 
     def install(self, model):
         super().install(model)

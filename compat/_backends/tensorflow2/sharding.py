@@ -88,9 +88,8 @@ class ShardedArguments:
     def _is_data(self, value, is_input):
         if value is self.batch:
             return True
-        if not has_rows(value) or isinstance(value, tf.Variable):
-            return False
-        if self._is_constant(value) and not self.constant_batch:
+        is_constant = self._is_constant(value) and not self.constant_batch
+        if is_constant or not has_rows(value) or isinstance(value, tf.Variable):
             return False
         rows = rows_of(value)
         if isinstance(rows, int) and isinstance(self.rows, int):
@@ -102,9 +101,7 @@ class ShardedArguments:
             with tf.control_dependencies([] if check is None else [check]):
                 self.rows = tf.identity(self.rows)
             return True
-        if isinstance(rows, int):
-            return False
-        return tf.equal(rows, self.rows)
+        return False if isinstance(rows, int) else tf.equal(rows, self.rows)
 
     def shard(self, bounds):
         """What a replica is ``given`` that has the rows from ``bounds[0]`` to ``bounds[1]``."""

@@ -74,9 +74,7 @@ class _NativeCall(_verification.Step):
     given = ("args", "kwargs")
 
     def __init__(self, call, model, args, kwargs):
-        self.model = model
-        self.args = args
-        self.kwargs = kwargs
+        self.call, self.model, self.args, self.kwargs = call, model, args, kwargs
         self.is_recording = recording()
         self.replicated = functools.partial(call, model)
         self.undivided = functools.partial(call._unreplicated, model)
@@ -161,28 +159,20 @@ class _NativeCall(_verification.Step):
                 result = call(*self.args, **self.kwargs)
         named = self._outputs(result)
         random = np.random.RandomState(0)
-        heads = _heads(result)
+        heads = [tensor for tensor in tensors_of(result) if tensor.dtype.is_floating]
         upstream = [tf.cast(random.normal(size=head.numpy().shape), head.dtype) for head in heads]
-        weights = self._weights()
+        # By their names.
+        pairs = self.variables.items()
+        weights = {label.partition(" ")[2]: v for label, v in pairs if self.is_weight(label)}
         if heads and weights:
             for name, gradient in tape.gradient(heads, weights, upstream).items():
                 if gradient is not None:  # of an embedding, IndexedSlices
                     named["gradient of " + name] = tf.convert_to_tensor(gradient).numpy()
         return named
 
-    def _weights(self):
-        """The variables that gradients are compared of, by name."""
-        pairs = self.variables.items()
-        return {label.partition(" ")[2]: v for label, v in pairs if self.is_weight(label)}
-
     def operations(self):
-        @tf.function  # a graph is recorded when it is made
-        def step():
-            with tf.GradientTape() as tape:
-                result = self.model(*self.args, **self.kwargs)
-            gradients = tape.gradient(_heads(result), self._weights()).values()
-            return [gradient for gradient in gradients if gradient is not None]
-
+        # A graph is recorded when it is made.
+        step = functools.partial(self._differentiated, tf.function(self.replicated))
         return op_placement.products(op_placement.executed(step))
 
     def outputs(self, undivided):
@@ -192,23 +182,16 @@ class _NativeCall(_verification.Step):
 
     def _in_inference(self):
         """The arguments, with the one that switches training on set to False."""
-        plain = getattr(self.model, "python_function", None)
-        plain = plain or type(self.model)._compat_plain_class.__call__
+        called = self.model if _is_function(self.model) else self.call.plain(self.model)
         try:
-            signature = inspect.signature(getattr(plain, "python_function", plain))
-            own = () if _is_function(self.model) else (self.model,)
-            bound = signature.bind(*own + self.args, **self.kwargs)
+            signature = inspect.signature(getattr(called, "python_function", called))
+            bound = signature.bind(*self.args, **self.kwargs)
         except (TypeError, ValueError):
             return self.args, self.kwargs
         for name in _TRAINING:
             if name in signature.parameters:
                 bound.arguments[name] = False
-        return bound.args[len(own) :], bound.kwargs
-
-
-def _heads(result):
-    """What gradients of a call's results begin with."""
-    return [tensor for tensor in tensors_of(result) if tensor.dtype.is_floating]
+        return bound.args, bound.kwargs
 
 
 def _is_function(model):
