@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from compat import _rows
-from compat._backends.tensorflow2 import functions, graph_walk
+from compat._backends.tensorflow2 import functions, graph_walk, op_trial
 from compat._rows import Mixed, Partial, Sharded
 from compat.testing import rows
 
@@ -119,7 +119,7 @@ class Walked:
         walk = graph_walk.Walk(
             graph, dict(zip([graph.inputs[0].name], given)), handles, state,
             functions.Lookups(),
-            lambda op, placement: _rows.Across(op.name),
+            lambda op, placement: _rows.Across(op.name), op_trial.OpTrial({}, {}),
         )  # fmt: skip
         found = [walk.placement(tensor) for tensor in concrete.outputs]
         found.append(state.get(id(self.variable.handle), _rows.REPLICATED))

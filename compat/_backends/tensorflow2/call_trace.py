@@ -20,7 +20,7 @@ from . import layer_state, sharding
 from .functions import Lookups, captures, eager, may_be_set
 from .graph_walk import Added, Walk
 from .op_trial import LANES, OpTrial
-from .replicas import as_function, is_merged, tapes, tensors_of
+from .replicas import as_function, is_merged, tapes, tensors_of, with_tensors
 
 
 class Trace:
@@ -92,11 +92,9 @@ class Trace:
         for variable in graph.variables:
             if "seed_generator_state" in variable.name:  # Keras 3's, of random numbers
                 changed.pop(id(variable.handle), None)
-        self.variables = [
-            (handle, changed[id(handle)])
-            for _, handle in captures(graph)
-            if id(handle) in changed and getattr(handle._handle_data, "is_set", False)
-        ]
+        handles = [handle for _, handle in captures(graph) if id(handle) in changed]
+        known = [handle for handle in handles if getattr(handle._handle_data, "is_set", False)]
+        self.variables = [(handle, changed[id(handle)]) for handle in known]
         self._walk.trial = None  # and with it all values
 
     def _values(self, three_rows):
@@ -129,13 +127,9 @@ class Trace:
             return REPLICATED
         lanes = [trial.values.get(part.name) for part in parts]
         if None not in lanes:
-            whole, *found = [
-                tf.nest.pack_sequence_as(value, list(lane), expand_composites=True)
-                for lane in zip(*lanes)
-            ]
-            joined = tf.nest.flatten(sharding.concatenated(found), expand_composites=True)
-            whole = tf.nest.flatten(whole, expand_composites=True)
-            if all(_rows.trial.close(a, b) for a, b in zip(joined, whole)):
+            whole, *found = [with_tensors(value, lane) for lane in zip(*lanes)]
+            pairs = zip(tensors_of(sharding.concatenated(found)), tensors_of(whole))
+            if all(_rows.trial.close(*pair) for pair in pairs):
                 return Sharded(0, inner=None, even=False)
         return next(each for each in placements if not isinstance(each, Replicated))
 

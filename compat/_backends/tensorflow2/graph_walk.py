@@ -12,7 +12,7 @@ from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import own_gradients, row_operations, row_sizes
 from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
-from .op_trial import OpTrial, denominator_of
+from .op_trial import denominator_of
 
 #: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
 Denominator = namedtuple("Denominator", "tensor sum")
@@ -45,13 +45,13 @@ class Walk:
         state: how each variable's new value depends on the rows, by key; is written.
         lookups: the ``Lookups`` in variables, which are noted.
         describe: makes an ``Across`` of an operation and its reason.
-        trial: an ``OpTrial``; None: of what no input is needed for.
+        trial: an ``OpTrial``.
     """
 
-    def __init__(self, graph, placements, handles, state, lookups, describe, trial=None):
+    def __init__(self, graph, placements, handles, state, lookups, describe, trial):
         self.graph, self.placements, self.handles = graph, placements, handles
         self.state, self.lookups, self.describe = state, lookups, describe
-        self.trial = OpTrial({}, {}) if trial is None else trial
+        self.trial = trial
         self._old = {}  # name of a tensor -> the key of the variable whose old value it is
         self._sums = {}  # name of a tensor -> that of the sum from which alone it is computed
         self._inverses = {}  # name of a tensor -> the Denominator whose inverse it is

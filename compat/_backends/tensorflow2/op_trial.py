@@ -108,9 +108,7 @@ class OpTrial:
         if isinstance(placement, Unknown):
             # Rows that are not even long have lengths, of which each device has its own. Whole
             # numbers made of these are mostly lengths, too.
-            uneven = any(
-                isinstance(each, Unknown) or not getattr(each, "even", True) for each in given
-            )
+            uneven = any(isinstance(p, Unknown) or not getattr(p, "even", True) for p in given)
             if places is not None:
                 whole, *parts = [self._array(value) for value in places]
             told = None if uneven and whole.dtype.kind not in "fc" else _told(parts, whole, given)
@@ -223,11 +221,7 @@ def _told(parts, whole, given):
     for placement in trial.placements(parts, whole):
         if isinstance(placement, Sharded):
             rows = trial.cut(whole, placement, ((0,), (1,), (2,))) if placement.even else parts
-            if not any(
-                row.shape == other.shape and (row == other).all()
-                for place, row in enumerate(rows)
-                for other in rows[:place]
-            ):
+            if not any(np.array_equal(*pair) for pair in itertools.combinations(rows, 2)):
                 return placement
         elif isinstance(placement, Partial):
             linear = placement.how in ("sum", "mean") and whole.dtype.kind in "fc"

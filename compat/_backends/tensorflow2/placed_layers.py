@@ -62,7 +62,7 @@ def _place(node, device):
     names = ("operation", "layer", "outbound_layer")
     layer = next(getattr(node, name) for name in names if hasattr(node, name))
     refuse_loops(tf, [layer])
-    if not isinstance(getattr(vars(layer).get("call"), "__func__", None), PlacedCall):
+    if PlacedCall.of(layer) is None:
         PlacedCall([]).install(layer)
     announce = functools.partial(setattr, _next, "call", (layer, device))
     # tf.keras asks the node, Keras 3 its arguments; in TensorFlow 2.0 Keras copies them.

@@ -69,7 +69,7 @@ class Replica:
         trace: the ``Trace`` of the call; None for a single replica.
         call, scope, given: as of ``as_function``.
         check_rows: make sure that the outputs follow the rows of the batch.
-        join: what ``TableGradients`` make of a variable's gradient.
+        join: what ``joining_tables`` makes of a variable's gradient.
 
     Attributes:
         shard: the tensors that it was given.
@@ -124,8 +124,8 @@ class Replica:
         self.values = with_tensors(self.values, tensors)
 
 
-class TableGradients:
-    """The replicas' gradients of tables in which all look up the same rows.
+def joining_tables(keys, count):
+    """A function of the replicas' gradients of tables in which all look up the same rows.
 
     One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
     side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
@@ -136,26 +136,26 @@ class TableGradients:
     Arguments:
         keys: those of the variables.
         count: how many replicas there are.
+
+    Returns:
+        What tells, of a replica, counted from 0, a variable and its gradient, what that is to be.
     """
+    waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
 
-    def __init__(self, keys, count):
-        self.keys = keys
-        self.count = count
-        self.waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
-
-    def joined(self, replica, variable, gradient):
-        """What the gradient of a variable is to be of this replica, counted from 0."""
-        if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in self.keys:
+    def join(replica, variable, gradient):
+        if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in keys:
             return gradient
-        found = self.waiting.setdefault(id(variable), {})
+        found = waiting.setdefault(id(variable), {})
         if replica in found:  # of a pass that did not come to its end
             found.clear()
         found[replica] = gradient
-        if len(found) < self.count:
+        if len(found) < count:
             return None
-        del self.waiting[id(variable)]
+        del waiting[id(variable)]
         total = tf.add_n([each.values for each in found.values()])
         return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape)
+
+    return join
 
 
 @contextlib.contextmanager

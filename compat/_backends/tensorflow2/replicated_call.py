@@ -12,7 +12,7 @@ from ..._runtime import patching, work
 from . import counted_batches, layer_state
 from .call_trace import Trace
 from .keras_models import refuse_strategies, several_devices_in_xla
-from .replicas import Merging, Replica, TableGradients, recording
+from .replicas import Merging, Replica, joining_tables, recording
 from .sharding import ShardedArguments, are_arrays, as_tensors
 
 # Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
@@ -116,13 +116,12 @@ class ReplicatedCall(patching.InstanceMethod):
         """The devices' shares of the call, each computed there."""
         replicas, count, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
-        tables = TableGradients(trace.lookups.same() if trace else (), count)
+        join = joining_tables(trace.lookups.same() if trace else (), count)
         for index, device in enumerate(self.devices):
             first, last = split_rows.bounds(rows, count, index)
             given = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
             part = device, last - first, trace, call, state.replica, given
-            join = functools.partial(tables.joined, index)
-            replicas.append(Replica(*part, check_rows=arguments.has_others, join=join))
+            replicas.append(Replica(*part, arguments.has_others, functools.partial(join, index)))
         return replicas
 
     def _whole(self, model, call, arguments, across):

@@ -72,10 +72,8 @@ class ShardedArguments:
         # For each leaf whether it is data: True, False, or a tensor that says so later.
         self.is_data = [self._is_data(value, n < end) for n, value in enumerate(leaves)] * 2
         #: Whether something with rows of its own may go to each replica as it is.
-        self.has_others = any(
-            is_data is not True and has_rows(value)
-            for is_data, value in zip(self.is_data, self.leaves)
-        )
+        leaves = [v for v, is_data in zip(self.leaves, self.is_data) if is_data is not True]
+        self.has_others = any(map(has_rows, leaves))
 
     def _is_constant(self, value):
         from tensorflow.python.framework import tensor_util

@@ -38,10 +38,10 @@ class VerifiedCall:
 
     autograph_info__ = {}  # type: dict  # as in ReplicatedCall
 
+    _warned = False
+
     def __init__(self, call, verification):
-        self.call = call
-        self.verification = verification
-        self._warned = False
+        self.call, self.verification = call, verification
 
     @classmethod
     def install_on(cls, model, verification):
