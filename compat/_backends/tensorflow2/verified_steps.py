@@ -66,7 +66,6 @@ def _is_built(optimizer):
 
 class _TensorFlow2Step(keras_steps.KerasStep):
     variable_kinds = (tf.Variable,)
-    _dataset = None, None  # batches, and what repeats them
 
     def __init__(self, method, function, iterator):
         super().__init__(method, function)
@@ -89,12 +88,10 @@ class _TensorFlow2Step(keras_steps.KerasStep):
         spec = getattr(self.iterator, "element_spec", None)
         if spec is None:
             return self.batches if isinstance(self.iterator, list) else iter(self.batches)
-        if self._dataset[0] is not self.batches:
-            datasets = map(tf.data.Dataset.from_tensors, self.batches)
-            dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
-            variant = tf.data.experimental.to_variant(dataset)
-            self._dataset = self.batches, tf.data.experimental.from_variant(variant, spec)
-        return iter(self._dataset[1])
+        datasets = map(tf.data.Dataset.from_tensors, self.batches)
+        dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
+        variant = tf.data.experimental.to_variant(dataset)
+        return iter(tf.data.experimental.from_variant(variant, spec))
 
     def as_array(self, value):
         value = value.to_tensor() if hasattr(value, "to_tensor") else value
