@@ -1,6 +1,7 @@
 """The devices' shares of a call, each with a gradient of its own, and how they are merged."""
 
 import contextlib
+import functools
 
 import tensorflow as tf
 
@@ -92,8 +93,10 @@ class Replica:
 
         def results_of(*values):
             self.structure, self.values = compute(*values)
-            for name, found in self.values.items() if trace else ():
-                found[:] = [own(name, *each) for each in zip(found, trace.placements[name])]
+            for name, placements in trace.placements.items() if trace else ():
+                own_of = functools.partial(own, name)
+                # An error where there are more, or fewer, than in the trace.
+                self.values[name] = tf.nest.map_structure(own_of, self.values[name], placements)
             return tensors_of(self.values)
 
         @tf.custom_gradient
