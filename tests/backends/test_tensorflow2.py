@@ -20,8 +20,8 @@ import compat
 from compat import _api
 from compat._backends.tensorflow1 import sessions
 from compat._backends.tensorflow2 import TensorFlow2, backend
-from compat._backends.tensorflow2.compiled_steps import forget_compiled_steps
-from compat._backends.tensorflow2.device_configuration import chosen_gpus, config_function
+from compat._backends.tensorflow2.device_configuration import chosen_gpus
+from compat._backends.tensorflow2.keras_models import forget_compiled_steps
 from compat._backends.tensorflow2.op_placement import executed, products, short
 from compat._configuration import packages
 from compat._configuration.device_choice import Devices, choose
@@ -642,7 +642,9 @@ def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):
     """Stand-ins for GPUs: there is none here."""
     listed = ["GPU:0", "GPU:1", "GPU:2"]
     stand_in = types.SimpleNamespace(
-        config=types.SimpleNamespace(list_physical_devices=lambda kind: listed, experimental=None)
+        config=types.SimpleNamespace(
+            experimental=types.SimpleNamespace(list_physical_devices=lambda kind: listed)
+        )
     )
     chosen = functools.partial(chosen_gpus, stand_in)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -662,10 +664,9 @@ def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):
 @pytest.fixture
 def machine_of(monkeypatch, imitate):
     """Have TensorFlow list GPUs that are not here, as its plug-ins do: of the type "GPU"."""
-    real = config_function(tf, "list_physical_devices")("CPU")[0]
-
-    def owner(name):
-        return tf.config if hasattr(tf.config, name) else tf.config.experimental
+    experimental = tf.config.experimental
+    real = experimental.list_physical_devices("CPU")[0]
+    setter = tf.config if hasattr(tf.config, "set_visible_devices") else experimental
 
     def machine_of(number):
         names = ["/physical_device:GPU:{}".format(index) for index in range(number)]
@@ -681,11 +682,10 @@ def machine_of(monkeypatch, imitate):
         def set_visible_devices(devices, device_type=None):
             shown[device_type] = devices
 
-        for function in (list_physical_devices, get_visible_devices, set_visible_devices):
-            imitate(owner(function.__name__), function.__name__, function)
-        for name in ("get_logical_device_configuration", "get_virtual_device_configuration"):
-            if hasattr(owner(name), name):
-                imitate(owner(name), name, lambda device: None)
+        imitate(experimental, "list_physical_devices", list_physical_devices)
+        imitate(experimental, "get_visible_devices", get_visible_devices)
+        imitate(setter, "set_visible_devices", set_visible_devices)
+        imitate(experimental, "get_virtual_device_configuration", lambda device: None)
         for name in ("set_session_defaults", "ensure_no_other_session"):
             monkeypatch.setattr(sessions, name, lambda *arguments: None)
         return configured

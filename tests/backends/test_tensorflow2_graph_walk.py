@@ -9,8 +9,7 @@ import row_proof
 import tensorflow as tf
 
 from compat import _rows
-from compat._backends.tensorflow2 import functions, graph_walk, table_lookups
-from compat._backends.tensorflow2.call_trace import key_of
+from compat._backends.tensorflow2 import functions, graph_walk, op_trial
 from compat._rows import Mixed, Partial, Sharded
 
 START = np.zeros(4, "float32")
@@ -116,14 +115,14 @@ class Walked:
         shape = [None if given[0] == Sharded(axis) else size for axis, size in enumerate((3, 4))]
         concrete = self.function.get_concrete_function(tf.TensorSpec(shape))
         graph, state = concrete.graph, {}
-        handles = {inner.name: key_of(outer) for inner, outer in functions.captures(graph)}
+        handles = {inner.name: id(outer) for inner, outer in functions.captures(graph)}
         walk = graph_walk.Walk(
             graph, dict(zip([graph.inputs[0].name], given)), handles, state,
-            table_lookups.Lookups(),
-            lambda op, placement: _rows.Across(op.name),
+            functions.Lookups(),
+            lambda op, placement: _rows.Across(op.name), op_trial.OpTrial({}, {}),
         )  # fmt: skip
         found = [walk.placement(tensor) for tensor in concrete.outputs]
-        found.append(state.get(key_of(self.variable.handle), _rows.REPLICATED))
+        found.append(state.get(id(self.variable.handle), _rows.REPLICATED))
         # It starts from zero. What means with weights of their own are is tested elsewhere.
         found = [Partial("sum") if isinstance(p, graph_walk.Added) else p for p in found]
         return [Mixed() if getattr(each, "denominator", None) else each for each in found]

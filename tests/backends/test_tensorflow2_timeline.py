@@ -66,7 +66,7 @@ if hasattr(tf, "profiler"):  # from TensorFlow 2.2
         """A profile as TensorFlow makes it of GPUs: there is none here."""
         kind = collections.namedtuple("Device", "name")
         shown = [kind("/physical_device:GPU:2"), kind("/physical_device:GPU:0")]
-        monkeypatch.setattr(timeline, "config_function", lambda tf, name: lambda kind: shown)
+        monkeypatch.setattr(tf.config.experimental, "get_visible_devices", lambda kind: shown)
         try:
             from tensorflow.tsl.profiler.protobuf import xplane_pb2
         except ImportError:

@@ -15,10 +15,9 @@ from ..._ranks import clusters
 from ...backend import Backend
 from .. import tensorflow1
 from ..tensorflow1 import sessions
-from . import device_configuration, kinds
-from .compiled_steps import forget_compiled_steps
-from .device_configuration import OPTIONS, apply_setting, config_function
-from .refusals import refuse_strategies, refuse_unreached, unsupported
+from . import device_configuration, keras_models, kinds
+from .device_configuration import OPTIONS, apply_setting
+from .keras_models import unsupported
 from .runtime import full_name, has_listed_devices, in_v1_mode, runs_eagerly
 
 TYPE_CHECKING = False
@@ -84,14 +83,14 @@ class TensorFlow2(Backend):
     def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
         tf = self.import_framework()
         # Apple's and AMD's GPUs have the type "GPU", too.
-        settings.devices.settle(len(config_function(tf, "list_physical_devices")("GPU")))
+        physical = tf.config.experimental.list_physical_devices
+        settings.devices.settle(len(physical("GPU")))
         if in_v1_mode(tf) and sessions.sessions_made():
             v1 = tf.compat.v1
             config = tensorflow1.backend.session_config(v1, settings, None)
             sessions.ensure_no_other_session(v1, config)
         gpus = device_configuration.chosen_gpus(tf, settings.devices)
         visible = apply_setting(tf, "config.set_visible_devices", gpus, "GPU")
-        physical = config_function(tf, "list_physical_devices")
         applied = [visible] if physical("GPU") else []
         if settings.devices.simulated:
             cpu, limits = physical("CPU")[0], [None] * settings.devices.simulated
@@ -110,12 +109,10 @@ class TensorFlow2(Backend):
 
     def devices(self) -> "List[str]":
         """Reads the configuration; starting the runtime would fix it."""
-        tf = self.import_framework()
-        names = ("get_logical_device_configuration", "get_virtual_device_configuration")
-        config = config_function(tf, *names)
-        visible = config_function(tf, "get_visible_devices")
+        config = self.import_framework().config.experimental
         for kind in ("GPU", "CPU"):
-            count = sum(len(config(device) or [None]) for device in visible(kind))
+            made = map(config.get_virtual_device_configuration, config.get_visible_devices(kind))
+            count = sum(len(each or [None]) for each in made)
             named = self.kept.get("gpus")  # in the order configured
             if kind == "GPU" and named and len(named) == count:
                 return list(named)
@@ -175,9 +172,7 @@ class TensorFlow2(Backend):
             )
         _refuse_workers(tf, place)
         if in_v1_mode(tf):
-            from ..tensorflow1 import ranks as tensorflow1_ranks  # here for start-up time
-
-            return tensorflow1_ranks.distribute(model, place)
+            return tensorflow1.backend.distribute(model, place)
         if not runs_eagerly(tf):
             raise unsupported(
                 "train as one of several ranks after tf.compat.v1.disable_eager_execution()",
@@ -214,7 +209,7 @@ class TensorFlow2(Backend):
         if native:
             return native_models.parallelize(model, devices, replicated)
         if replicated:
-            refuse_strategies(tf, model)
+            keras_models.refuse_strategies(tf, model)
             _keras.warn_of_distribution(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
             reason = _keras.undivided(model)
@@ -222,12 +217,12 @@ class TensorFlow2(Backend):
                 _keras.warn_not_divided(model, reason, self.devices()[0])
                 replicated = False
             else:
-                refuse_unreached(tf, model)
+                keras_models.refuse_unreached(tf, model)
         changed = steps.remove(ReplicatedCall, model)
         if replicated:
             steps.install(ReplicatedCall, model, devices, self.devices()[0])
         if changed or replicated:
-            forget_compiled_steps(model)
+            keras_models.forget_compiled_steps(model)
         return model
 
     def placed_parts(self, model: "Any") -> "List[str]":
@@ -241,24 +236,20 @@ class TensorFlow2(Backend):
         tf = self.import_framework()
         if in_v1_mode(tf):
             tensorflow1.backend.verify(model, verification)
-            return
-        if self.is_native(model):
-            if not hasattr(tf.keras.Model, "train_step"):
-                # TensorFlow 2.0 dies where a thread of its own traces what another one has.
-                super().verify(model, verification)
-                return
+        elif not self.is_native(model):
+            from . import verified_steps  # here for start-up time
+
+            if verification is not None and _keras.undivided(model):
+                verification = None  # it runs on one device
+            verified_steps.VerifiedTensorFlow2Step.install_on(model, verification)
+        elif hasattr(tf.keras.Model, "train_step"):
             from . import verified_native  # here for start-up time
 
             verified_native.VerifiedCall.install_on(model, verification)
-            return
-        from . import verified_steps  # here for start-up time
+        else:  # TensorFlow 2.0 dies where a thread of its own traces what another one has.
+            super().verify(model, verification)
 
-        if verification is not None and _keras.undivided(model):
-            verification = None  # it runs on one device
-        verified_steps.VerifiedTensorFlow2Step.install_on(model, verification)
-
-    def is_native(self, model: "Any") -> bool:
-        return kinds.is_native(model)
+    is_native = staticmethod(kinds.is_native)
 
     def build(
         self, strategy: str, function: "Callable[[], Any]", devices: "Sequence[str]"

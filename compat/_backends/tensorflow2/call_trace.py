@@ -16,12 +16,11 @@ import tensorflow as tf
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
 from ..tensorflow1.batch_part import line_of
-from . import layer_state, merging, sharding
-from .functions import captures, eager, may_be_set
+from . import layer_state, sharding
+from .functions import Lookups, captures, eager, may_be_set
 from .graph_walk import Added, Walk
-from .op_trial import LANES, Executor, OpTrial
-from .replicas import as_function, tapes
-from .table_lookups import Lookups
+from .op_trial import LANES, OpTrial
+from .replicas import as_function, is_merged, tapes, tensors_of, with_tensors
 
 
 class Trace:
@@ -38,18 +37,21 @@ class Trace:
     Attributes:
         placements: lists of these, by the names of ``CallResults.values``.
         variables: pairs of the handle of one that the call sets, and how its new value depends on
-            the rows. States of random numbers are not among them.
+            the rows. States of random numbers are not among them. Handles are compared by
+            identity: TensorFlow has no other.
         lookups: what is looked up in variables.
     """
 
     def __init__(self, call, arguments, state, device):
         from tensorflow.python.autograph.core import ag_ctx
+        from tensorflow.python.eager.wrap_function import VariableHolder, WrappedFunction
+        from tensorflow.python.framework.func_graph import func_graph_from_py_func
 
-        tensors, compute = as_function(call, state.collected, arguments.given)
+        compute = as_function(call, state.collected, arguments.given)
         placements, layers = arguments.placements(), state.layers
         self._layers = {getattr(layer, "name", None) for layer in layers}
         specs = []
-        for tensor, placement in zip(tensors, placements):
+        for tensor, placement in zip(tensors_of(arguments.given), placements):
             shape = tensor.shape
             if not isinstance(placement, (Replicated, Count)):
                 shape = tf.TensorShape([None] + shape.as_list()[1:])
@@ -61,39 +63,38 @@ class Trace:
             return list(placeholders) or tf.constant(0)
 
         # Code that ran eagerly so far has its branches converted, as within a tf.function.
-        # Nothing here is computed, so no tape records it.
+        # Nothing here is computed, so no tape records it. What follows is what
+        # tf.compat.v1.wrap_function does, but in a graph of its name Keras takes no losses.
         converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-        with layer_state.normalizing_rows(layers), tapes().stop_recording(), converting:
-            self.function = _wrapped(traced, specs)
-        self.placeholders, results = made[-1]
-        self._results = results.values
-        graph = self.function.graph
+        holder = VariableHolder(traced)
+        with layer_state.normalizing_rows(layers), tapes.stop_recording(), converting:
+            graph = func_graph_from_py_func(
+                "compat_trace", holder, None, None, signature=specs, add_control_dependencies=False
+            )
+            self.function = WrappedFunction(graph, variable_holder=holder, signature=specs)
+        self.placeholders, (_, self._results) = made[-1]
         known = {t.name: placement for t, placement in zip(self.placeholders, placements)}
-        handles = {t.name: key_of(e) for t, e in captures(graph) if t.dtype.name == "resource"}
+        handles = {t.name: id(e) for t, e in captures(graph) if t.dtype.name == "resource"}
         changed = {}  # type: dict
         with tf.init_scope(), tf.device(device):
             values, copies = self._values(arguments.three_rows())
-            trial = OpTrial(values, Executor(copies))
+            trial = OpTrial(values, copies)
             self.lookups = Lookups()
             self._walk = Walk(graph, known, handles, changed, self.lookups, self._across, trial)
-            self.placements = {
-                name: [self._placement(value, trial) for value in self._results[name]]
-                for name in ("outputs", "losses")
-            }
-            self.placements["masks"] = self.placements["logits"] = self.placements["outputs"]
+            outputs = [self._placement(value, trial) for value in self._results["outputs"]]
+            losses = [self._placement(value, trial) for value in self._results["losses"]]
+            self.placements = dict(outputs=outputs, masks=outputs, logits=outputs, losses=losses)
             for copy in copies.values():
                 tf.raw_ops.DestroyResourceOp(resource=copy)
         for handle in layer_state.averages(layers):
-            if key_of(handle) in changed:
-                changed[key_of(handle)] = Partial("mean")
+            if id(handle) in changed:
+                changed[id(handle)] = Partial("mean")
         for variable in graph.variables:
             if "seed_generator_state" in variable.name:  # Keras 3's, of random numbers
-                changed.pop(key_of(variable.handle), None)
-        self.variables = [
-            (handle, changed[key_of(handle)])
-            for _, handle in captures(graph)
-            if key_of(handle) in changed and getattr(handle._handle_data, "is_set", False)
-        ]
+                changed.pop(id(variable.handle), None)
+        handles = [handle for _, handle in captures(graph) if id(handle) in changed]
+        known = [handle for handle in handles if getattr(handle._handle_data, "is_set", False)]
+        self.variables = [(handle, changed[id(handle)]) for handle in known]
         self._walk.trial = None  # and with it all values
 
     def _values(self, three_rows):
@@ -107,9 +108,8 @@ class Trace:
             if internal.dtype.name == "resource" and may_be_set(internal):
                 known[internal.name] = [_copy(value) for _ in range(LANES)]
                 copies.update((id(copy), copy) for copy in known[internal.name])
-        for tensor, lanes in zip(self.placeholders, three_rows):
-            if lanes is not None:
-                known[tensor.name] = lanes
+        rows = zip(self.placeholders, three_rows)
+        known.update((tensor.name, lanes) for tensor, lanes in rows if lanes is not None)
         return known, copies
 
     # What it shows ------------------------------------------------------------------------------
@@ -127,13 +127,9 @@ class Trace:
             return REPLICATED
         lanes = [trial.values.get(part.name) for part in parts]
         if None not in lanes:
-            whole, *found = [
-                tf.nest.pack_sequence_as(value, list(lane), expand_composites=True)
-                for lane in zip(*lanes)
-            ]
-            joined = tf.nest.flatten(sharding.concatenated(found), expand_composites=True)
-            whole = tf.nest.flatten(whole, expand_composites=True)
-            if all(_rows.trial.close(a, b) for a, b in zip(joined, whole)):
+            whole, *found = [with_tensors(value, lane) for lane in zip(*lanes)]
+            pairs = zip(tensors_of(sharding.concatenated(found)), tensors_of(whole))
+            if all(_rows.trial.close(*pair) for pair in pairs):
                 return Sharded(0, inner=None, even=False)
         return next(each for each in placements if not isinstance(each, Replicated))
 
@@ -143,11 +139,11 @@ class Trace:
             return _rows.Across(None, why="opaque")
         for name in ("losses", "outputs"):
             for value, placement in zip(self._results[name], self.placements[name]):
-                if not merging.is_merged(placement, getattr(value, "dtype", None)):
+                if not is_merged(placement, getattr(value, "dtype", None)):
                     return self._reason(value, placement)
         for handle, placement in self.variables:
             dtype = layer_state.type_of(handle)
-            if isinstance(placement, Sharded) or not merging.is_merged(placement, dtype):
+            if isinstance(placement, Sharded) or not is_merged(placement, dtype):
                 return self._reason(None, placement)
         return None
 
@@ -194,7 +190,7 @@ def _copy(handle):
 
     It is no tf.Variable: the function that is being traced may make none.
     """
-    value = layer_state.read_handle(handle)
+    value = layer_state.read(handle)
     name = f"compat_copy_{next(_copies)}"
     copy = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=copy, value=value)
@@ -202,21 +198,3 @@ def _copy(handle):
 
 
 _copies = itertools.count()
-
-
-def _wrapped(function, specs):
-    """``tf.compat.v1.wrap_function``: in a graph of its name Keras takes no losses."""
-    from tensorflow.python.eager import wrap_function
-    from tensorflow.python.framework import func_graph
-
-    holder = wrap_function.VariableHolder(function)
-    graph = func_graph.func_graph_from_py_func(
-        "compat_trace", holder, args=None, kwargs=None, signature=specs,
-        add_control_dependencies=False,
-    )  # fmt: skip
-    return wrap_function.WrappedFunction(graph, variable_holder=holder, signature=specs)
-
-
-def key_of(handle):
-    """Handles of variables are compared by identity: TensorFlow has no other."""
-    return id(handle)

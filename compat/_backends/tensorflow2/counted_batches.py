@@ -52,9 +52,7 @@ class Table:
     """How many batches of each number of rows there were, as graphs count them."""
 
     def __init__(self, devices, training, sizes):
-        self.devices = devices
-        self.training = training
-        self.sizes = sizes
+        self.devices, self.training, self.sizes = devices, training, sizes
         self.name = f"compat_batches_{next(_numbers)}"
 
     def count(self, rows):

@@ -1,4 +1,7 @@
-"""``tf.config``: devices, memory and threads, under the names that it has had over time."""
+"""``tf.config``: devices, memory and threads, under the names that it has had over time.
+
+What only reads has its name of TensorFlow 2.0, in ``tf.config.experimental``, in all later ones.
+"""
 
 import functools
 import os
@@ -15,12 +18,6 @@ OPTIONS = {
     "intra_op_parallelism_threads": "config.threading.set_intra_op_parallelism_threads",
     "log_device_placement": "debugging.set_log_device_placement",
 }
-
-
-def config_function(tf, *names):
-    """The first of these functions of ``tf.config``; some were experimental up to 2.0 or 2.3."""
-    places = [tf.config, tf.config.experimental]
-    return next(getattr(p, name) for name in names for p in places if hasattr(p, name))
 
 
 def session_config(soft):
@@ -67,7 +64,7 @@ def chosen_gpus(tf, devices):
     """TensorFlow's handles of the chosen GPUs, in the order asked for."""
     if not devices.gpus:
         return []
-    physical = config_function(tf, "list_physical_devices")("GPU")
+    physical = tf.config.experimental.list_physical_devices("GPU")
     if devices.undecided is not None:
         return [physical[position] for position in devices.positions]
     entries = visible.visible_entries(os.environ)[0]
@@ -85,13 +82,12 @@ def chosen_gpus(tf, devices):
 
 def split_device(tf, device, limits):
     """Make one logical device per memory limit (MiB, or None) on a physical one."""
-    make = config_function(tf, "LogicalDeviceConfiguration", "VirtualDeviceConfiguration")
     known = "logical" if hasattr(tf.config, "set_logical_device_configuration") else "virtual"
-    name = "config.set_{}_device_configuration".format(known)
-    setting = apply_setting(tf, name, device, [make(memory_limit=limit) for limit in limits])
-    made = " of {:g} MiB".format(limits[0]) if limits[0] else ""
-    name = setting.partition("(")[0]
-    return "{}: {} of {}{}".format(name, len(limits), device.name, made)
+    make = tf.config.experimental.VirtualDeviceConfiguration
+    made = [make(memory_limit=limit) for limit in limits]
+    setting = apply_setting(tf, f"config.set_{known}_device_configuration", device, made)
+    size = f" of {limits[0]:g} MiB" if limits[0] else ""
+    return "{}: {} of {}{}".format(setting.partition("(")[0], len(limits), device.name, size)
 
 
 def limit_memory(tf, gpus, settings):

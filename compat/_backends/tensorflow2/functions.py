@@ -1,6 +1,12 @@
-"""What a graph of TensorFlow 2 has that is not computing: functions, variables, captures."""
+"""What a graph of TensorFlow 2 has that is not computing: functions, variables, captures.
+
+And the tables among its variables in which it looks up the same rows for any batch, such as those
+of positions.
+"""
 
 import re
+
+from ..._rows import Replicated
 
 CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 CONDITIONS = {"If", "StatelessIf"}
@@ -12,6 +18,7 @@ READS = {
     "ResourceGatherNd", "VariableShape",
 }  # fmt: skip
 
+_LOOKUPS = {"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"}
 _RANDOM = re.compile("Multinomial|Normal|Random|Rng|Uniform")
 
 
@@ -70,3 +77,48 @@ def may_be_set(handle):
         if any(may_be_set(body.inputs[place]) for body in bodies for place in places):
             return True
     return False
+
+
+class Lookups:
+    """What is looked up in variables, and in what is computed from them alone.
+
+    Arguments:
+        found: whether the numbers of the rows are the same for any batch, each answer that was
+            found, by the variables' keys; is written.
+        sources: the keys of the variables that a graph's inputs are computed from, by the names of
+            these, and RANDOM where random numbers are in it; is written.
+    """
+
+    RANDOM = None
+
+    def __init__(self, found=None, sources=None):
+        self.found = {} if found is None else found
+        self.sources = {} if sources is None else sources
+
+    def note(self, op, given, handles):
+        """Note an operation, with the placements of its inputs and the keys of handles."""
+        known = [self.sources.get(tensor.name, set()) for tensor in op.inputs]
+        if known and op.inputs[0].name in handles:
+            known[0] = {handles[op.inputs[0].name]}
+        if op.type in _LOOKUPS:
+            is_same = self.RANDOM not in known[1] and isinstance(given[1], Replicated)
+            for key in known[0] - {self.RANDOM}:
+                self.found.setdefault(key, set()).add(is_same)
+        sources = set().union(*known)
+        if not all(isinstance(each, Replicated) for each in given):
+            sources &= {self.RANDOM}
+        if is_random(op) or op.op_def.is_stateful and op.type not in READS:
+            sources.add(self.RANDOM)
+        self.sources.update((output.name, sources) for output in op.outputs if sources)
+
+    def inside(self, graph, tensors):
+        """The same for the graph of a function, which is given these tensors."""
+        return Lookups(self.found, carried(self.sources, tensors, graph.inputs))
+
+    def same(self):
+        """The keys of the variables in which what is looked up is the same for any batch."""
+        return {key for key, answers in self.found.items() if answers == {True}}
+
+    def are_mixed(self):
+        """Whether in one variable something else is looked up besides what is the same."""
+        return {True, False} in self.found.values()

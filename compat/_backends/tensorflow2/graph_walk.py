@@ -12,7 +12,7 @@ from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import own_gradients, row_operations, row_sizes
 from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
-from .op_trial import Executor, OpTrial, denominator_of
+from .op_trial import denominator_of
 
 #: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
 Denominator = namedtuple("Denominator", "tensor sum")
@@ -23,7 +23,7 @@ ROWS = Denominator(None, None)
 _DIVISIONS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
 _SAME = {"Cast", "Identity", "PreventGradient", "Reshape", "Snapshot", "StopGradient"}
 _OLD = {"Identity", "Snapshot", "StopGradient"}
-_ADDING = {"AssignAddVariableOp": "AddV2", "AssignSubVariableOp": "Sub"}
+_ADDING = {"AssignAddVariableOp", "AssignSubVariableOp"}
 _SCATTER_ADDING = {"ResourceScatterAdd", "ResourceScatterNdAdd", "ResourceScatterSub"}
 
 
@@ -45,21 +45,16 @@ class Walk:
         state: how each variable's new value depends on the rows, by key; is written.
         lookups: the ``Lookups`` in variables, which are noted.
         describe: makes an ``Across`` of an operation and its reason.
-        trial: an ``OpTrial``; None: of what no input is needed for.
+        trial: an ``OpTrial``.
     """
 
-    def __init__(self, graph, placements, handles, state, lookups, describe, trial=None):
-        self.graph = graph
-        self.placements = placements
-        self.handles = handles
-        self.state = state
-        self.lookups = lookups
-        self.describe = describe
-        self.trial = OpTrial({}, Executor({})) if trial is None else trial
+    def __init__(self, graph, placements, handles, state, lookups, describe, trial):
+        self.graph, self.placements, self.handles = graph, placements, handles
+        self.state, self.lookups, self.describe = state, lookups, describe
+        self.trial = trial
         self._old = {}  # name of a tensor -> the key of the variable whose old value it is
         self._sums = {}  # name of a tensor -> that of the sum from which alone it is computed
         self._inverses = {}  # name of a tensor -> the Denominator whose inverse it is
-        self._divisions = {}  # name of a tensor of rows divided by a total -> what divided them
         for op in graph.get_operations():
             self._follow(op)
 
@@ -85,8 +80,6 @@ class Walk:
                 result = Partial(result.how)
             self.placements[output.name] = result
             self._note_sum(op, given, output, result)
-            if getattr(result, "per", None) is not None:
-                self._divisions[output.name] = self.reason(op)
 
     def _mixes_back(self, op, given, results):
         """Whether an operation's own gradient mixes rows."""
@@ -99,8 +92,12 @@ class Walk:
         return gradient.mixes(given, self.placement)
 
     def reason(self, op):
-        """The operation that is the reason why another one cannot be split."""
-        return next((self._divisions[t.name] for t in op.inputs if t.name in self._divisions), op)
+        """The operation that is the reason why another one cannot be split.
+
+        That is the one which divided rows by a total, of what has such rows.
+        """
+        divided = [t.op for t in op.inputs if getattr(self.placement(t), "per", None) is not None]
+        return self.reason(divided[0]) if divided and divided[0].inputs else op
 
     def _explained(self, op, placement):
         """With the operation that is the reason why rows are mixed."""
@@ -113,11 +110,8 @@ class Walk:
         if result in (Partial("sum"), Count()) and op.type not in _SAME:
             self._sums[output.name] = output.name
         elif not isinstance(result, (Replicated, Sharded)):
-            sums = {
-                self._sums.get(tensor.name)
-                for tensor, each in zip(op.inputs, given)
-                if not isinstance(each, Replicated)
-            }
+            depending = [t for t, each in zip(op.inputs, given) if each != REPLICATED]
+            sums = {self._sums.get(tensor.name) for tensor in depending}
             if len(sums) == 1 and None not in sums:
                 self._sums[output.name] = sums.pop()
 
@@ -242,7 +236,9 @@ class Walk:
         if op.type.startswith("Stateful"):  # random numbers, made by one
             return _rows.made(given[-1], op.outputs[0].shape.rank)
         if op.type == "AssignVariableOp":
-            result = self.assigned(key, op.inputs[-1])
+            result = Partial("sum") if given[-1] == Count() else given[-1]
+            if isinstance(result, Added) and result.key != key:
+                result = Mixed()
         elif op.type in _ADDING:
             result = self._added(key, given[-1])
         elif op.type in _SCATTER_ADDING:
@@ -253,13 +249,6 @@ class Walk:
             result = REPLICATED if same else Mixed()
         self.state[key] = self._explained(op, result)
         return REPLICATED
-
-    def assigned(self, key, value):
-        """How a variable depends on the rows that is set to the value of a tensor."""
-        placement = self.placement(value)
-        if isinstance(placement, Added):
-            return placement if placement.key == key else Mixed()
-        return Partial("sum") if placement == Count() else placement
 
     def _added(self, key, added):
         current, mean = self.state.get(key), Partial("mean")
@@ -278,10 +267,8 @@ class Walk:
         """A walk through a function; weights of means inside it are out of reach."""
         trial = self.trial.inside(graph, tensors if tried else [])
         placements = dict(zip([tensor.name for tensor in graph.inputs], given))
-        handles, lookups = (
-            carried(self.handles, tensors, graph.inputs),
-            self.lookups.inside(graph, tensors),
-        )
+        handles = carried(self.handles, tensors, graph.inputs)
+        lookups = self.lookups.inside(graph, tensors)
         walk = Walk(graph, placements, handles, state, lookups, self.describe, trial)
         if tried:
             self.trial.values.update(carried(trial.values, graph.outputs, op.outputs))

@@ -18,7 +18,5 @@ def held(model):
 
 
 def is_variable(value):
-    return any(
-        c.__name__ == "Variable" and c.__module__.startswith("tensorflow")
-        for c in type(value).__mro__
-    )
+    kinds = type(value).__mro__
+    return any(c.__name__ == "Variable" and c.__module__.startswith("tensorflow") for c in kinds)

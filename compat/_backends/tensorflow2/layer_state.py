@@ -24,17 +24,13 @@ def is_set(variable):
     return may_be_set(tf.compat.v1.get_default_graph().capture(variable.handle))
 
 
-def read(variable):
-    """The value in the variable's own dtype, whatever mixed precision casts it to."""
-    return tf.raw_ops.ReadVariableOp(resource=variable.handle, dtype=variable.dtype)
-
-
 def type_of(handle):
     """The type of the variable that this is the handle of."""
     return tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
 
 
-def read_handle(handle):
+def read(handle):
+    """The variable's value in its own type, whatever mixed precision casts it to."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=type_of(handle))
 
 
@@ -55,15 +51,13 @@ def normalizations(layers):
 
     Renormalization corrects them by averages over all batches, so that the parts matter.
     """
-    return [
-        layer
-        for layer in layers
-        if not getattr(layer, "renorm", False)
-        and (
-            hasattr(layer, "moving_mean")  # which one that is not built yet has not
-            or any(kind.__name__.startswith("BatchNormalization") for kind in type(layer).__mro__)
-        )
-    ]
+
+    def is_one(layer):
+        named = any(kind.__name__.startswith("BatchNormalization") for kind in type(layer).__mro__)
+        # What is not built yet has no average.
+        return (named or hasattr(layer, "moving_mean")) and not getattr(layer, "renorm", False)
+
+    return list(filter(is_one, layers))
 
 
 def averages(layers):
@@ -81,14 +75,11 @@ def normalizing_rows(layers):
     Then they are called as they would be, so that what they set can be seen.
     """
 
-    def in_inference(call):
-        def call_in_inference(*args, **kwargs):
-            given = dict(zip(inspect.signature(call).parameters, args), **kwargs)
-            result = call(**dict(given, training=False))
-            call(*args, **kwargs)
-            return result
-
-        return call_in_inference
+    def in_inference(call, *args, **kwargs):
+        given = dict(zip(inspect.signature(call).parameters, args), **kwargs)
+        result = call(**dict(given, training=False))
+        call(*args, **kwargs)
+        return result
 
     with contextlib.ExitStack() as stack:
         for layer in layers:
@@ -96,7 +87,8 @@ def normalizing_rows(layers):
                 stack.callback(setattr, layer, "_trainable_var", layer._trainable_var)
         for layer in normalizations(layers):
             if patching.find(layer, "call") is None:  # TensorFlow 2.0 lists shared layers twice
-                stack.enter_context(patching.replaced(layer, call=in_inference(layer.call)))
+                call = functools.partial(in_inference, layer.call)
+                stack.enter_context(patching.replaced(layer, call=call))
         yield
 
 
@@ -110,7 +102,6 @@ class ModelState:
     def __init__(self, layers):
         self.layers = layers
         self.added = []  # type: list  # for each loss, the list of its layer's that it was in
-        self.replicas = 0  # begun
         self.variables, self.before, self.after = [], [], []  # type: list, list, list
 
     def watch(self, variables):
@@ -121,13 +112,23 @@ class ModelState:
                 on the rows.
         """
         self.variables = variables
-        self.before = [read_handle(handle) for handle, _ in variables]
+        self.before = [read(handle) for handle, _ in variables]
 
     @contextlib.contextmanager
     def replica(self):
-        with self._seeds_apart(), self.collected() as losses:
-            yield losses
-        self.after.append([read_handle(handle) for handle, _ in self.variables])
+        """Give seeded layers other masks in each replica; up to TensorFlow 2.3 they would repeat.
+
+        There a layer hands its seed to an operation, whose random numbers start from it on every
+        device. Later it starts a generator of the layer's, which goes on from replica to replica.
+        """
+        further = 104729 * len(self.after)  # a prime: no neighbour's seed
+        with contextlib.ExitStack() as stack:
+            for layer in {id(layer): layer for layer in self.layers}.values():
+                seed = vars(layer).get("seed")
+                if isinstance(seed, int) and hasattr(layer, "_eager_losses"):  # not in Keras 3
+                    stack.enter_context(patching.replaced(layer, seed=seed + further))
+            yield stack.enter_context(self.collected())
+        self.after.append([read(handle) for handle, _ in self.variables])
         self.take_back()
 
     def take_back(self):
@@ -137,10 +138,8 @@ class ModelState:
 
     def finish(self, merging):
         """Set the state, once."""
-        for (handle, placement), before, values in zip(
-            self.variables, self.before, zip(*self.after)
-        ):
-            value = merging.value(list(values), placement, before)
+        for (handle, placement), before, *values in zip(self.variables, self.before, *self.after):
+            value = merging.value(values, placement, before)
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
     @contextlib.contextmanager
@@ -157,22 +156,6 @@ class ModelState:
                 losses += each[count:]
                 self.added += [each] * (len(each) - count)
                 del each[count:]
-
-    @contextlib.contextmanager
-    def _seeds_apart(self):
-        """Give seeded layers other masks in each replica; up to TensorFlow 2.3 they would repeat.
-
-        There a layer hands its seed to an operation, whose random numbers start from it on every
-        device. Later it starts a generator of the layer's, which goes on from replica to replica.
-        """
-        further = 104729 * self.replicas  # a prime: no neighbour's seed
-        self.replicas += 1
-        with contextlib.ExitStack() as stack:
-            for layer in {id(layer): layer for layer in self.layers}.values():
-                seed = vars(layer).get("seed")
-                if isinstance(seed, int) and hasattr(layer, "_eager_losses"):  # not in Keras 3
-                    stack.enter_context(patching.replaced(layer, seed=seed + further))
-            yield
 
 
 def read_kernels():

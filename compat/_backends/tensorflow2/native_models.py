@@ -42,14 +42,10 @@ def _replicated_class(plain, replicated_call):
 
         return method
 
-    members = {
-        "__call__": __call__,
-        "_compat_plain_class": plain,
-        "_compat_call": replicated_call,  # or what verifies its first calls
-        "autograph_info__": {},  # as in ReplicatedCall
-    }
-    for name in ("__doc__", "__module__", "__qualname__"):
-        members[name] = getattr(plain, name)
+    members = {name: getattr(plain, name) for name in ("__doc__", "__module__", "__qualname__")}
+    members.update(__call__=__call__, _compat_plain_class=plain)
+    members["_compat_call"] = replicated_call  # or what verifies its first calls
+    members["autograph_info__"] = {}  # as in ReplicatedCall
     # Copies and pickles are plain, and what TensorFlow saves: a __call__ that is a tf.function.
     for name in ("__reduce_ex__", "_trackable_children", "_list_functions_for_serialization"):
         if hasattr(plain, name):
@@ -60,9 +56,7 @@ def _replicated_class(plain, replicated_call):
 class NativeCall(ReplicatedCall):
     """The ``__call__`` of a native model, on several devices."""
 
-    def __init__(self, devices):
-        super().__init__(devices)
-        self._has_warned = False
+    _has_warned = False
 
     def _given(self, model, given):
         if are_arrays(given) and _is_function(model):  # which makes tensors in any case

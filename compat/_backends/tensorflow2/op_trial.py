@@ -5,6 +5,10 @@ each row by itself is found where it is, whatever dropout or batch normalization
 executed eagerly. Variables that the graph may set are copies, so that nothing is left behind.
 """
 
+import copy
+import functools
+import itertools
+
 import numpy as np
 import tensorflow as tf
 
@@ -18,28 +22,31 @@ LIMIT = 30000
 LANES = 1 + len(trial.PARTS)
 
 
-class CannotTry(Exception):
-    """An operation is not executed: it might leave a trace, or its inputs are not known."""
-
-
 class OpTrial:
     """The values of a graph's tensors: of the whole, and of the parts.
 
-    All are kept for as long as the trial lasts, as training keeps those of a whole batch.
+    All are kept for as long as the trial lasts, as training keeps those of a whole batch. None is
+    known of what might leave a trace.
 
     Arguments:
         values: a list of these for each tensor that is known from the start, by name. What is the
             same for all of them is the same object.
-        executor: an ``Executor``.
+        copies: the handles of variables that may be set, which are copies, by id; all others may
+            not.
     """
 
-    def __init__(self, values, executor):
+    def __init__(self, values, copies):
         self.values = values
-        self.executor = executor
+        self.copies = copies
+        self._left = iter(range(LIMIT))
+        self._constant = functools.lru_cache(None)(_constant)
+        self._attributes = functools.lru_cache(None)(_attributes)
 
     def inside(self, graph, tensors):
         """The trial of a function that is called with these tensors."""
-        return OpTrial(carried(self.values, tensors, graph.inputs), self.executor)
+        inside = copy.copy(self)
+        inside.values = carried(self.values, tensors, graph.inputs)
+        return inside
 
     def branch(self, op):
         """Which branch of a condition is taken, 0 or 1, where it is the same one everywhere."""
@@ -91,7 +98,7 @@ class OpTrial:
         (whole, *_), sizes = [self.values[tensor.name] for tensor in op.inputs]
         places = np.arange(np.prod(whole.shape)).reshape(whole.shape)
         places = self._cut(tf.constant(places, dtype), before)
-        return [self.executor.execute(op, pair)[0] for pair in zip(places, sizes)]
+        return [self._execute(op, pair)[0] for pair in zip(places, sizes)]
 
     def _shown(self, lanes, given, placement, places):
         same = lanes[0] is lanes[1] and not isinstance(placement, (Sharded, Unknown))
@@ -101,9 +108,7 @@ class OpTrial:
         if isinstance(placement, Unknown):
             # Rows that are not even long have lengths, of which each device has its own. Whole
             # numbers made of these are mostly lengths, too.
-            uneven = any(
-                isinstance(each, Unknown) or not getattr(each, "even", True) for each in given
-            )
+            uneven = any(isinstance(p, Unknown) or not getattr(p, "even", True) for p in given)
             if places is not None:
                 whole, *parts = [self._array(value) for value in places]
             told = None if uneven and whole.dtype.kind not in "fc" else _told(parts, whole, given)
@@ -133,11 +138,11 @@ class OpTrial:
         try:
             if is_random(op):
                 return self._drawn(op, inputs, claimed)
-            results = [self.executor.execute(op, [lanes[0] for lanes in inputs])]
+            results = [self._execute(op, [lanes[0] for lanes in inputs])]
             if all(lanes[0] is each for lanes in inputs for each in lanes):
                 return [[value] * LANES for value in results[0]]
             for lane in range(1, LANES):
-                results.append(self.executor.execute(op, [lanes[lane] for lanes in inputs]))
+                results.append(self._execute(op, [lanes[lane] for lanes in inputs]))
         except Exception as error:  # whatever an operation can have against three rows
             if trial.is_fault(error):
                 raise
@@ -159,6 +164,49 @@ class OpTrial:
             return self._cut(whole, placement)
         return [whole] * LANES
 
+    # Operations are executed eagerly, one by one; those of functions within, too -----------------
+
+    def _execute(self, op, inputs):
+        """The results of an operation."""
+        if op.type in CALLS:
+            return self._run(*bodies_of(op), inputs=inputs)
+        if op.type in CONDITIONS:
+            then, otherwise = bodies_of(op)
+            return self._run(then if inputs[0] else otherwise, inputs[1:])
+        if op.type in LOOPS:
+            condition, body = bodies_of(op)
+            while self._run(condition, inputs)[0]:
+                inputs = self._run(body, inputs)
+            return inputs
+        if next(self._left, None) is None:
+            raise NotImplementedError(op.type)
+        if op.type == "Const":
+            return [self._constant(op)]
+        if op.type not in READS:
+            resources = [value for value in inputs if value.dtype == tf.resource]
+            are_copies = all(id(value) in self.copies for value in resources)
+            if not are_copies or op.op_def.is_stateful and not resources:
+                raise NotImplementedError(op.type)
+        from tensorflow.python.eager import context, execute
+
+        kind, count, attributes = op.type.encode(), len(op.outputs), self._attributes(op)
+        return execute.execute(kind, count, list(inputs), attributes, context.context())
+
+    def _run(self, graph, inputs):
+        """The results of a function."""
+        if graph is None:
+            raise NotImplementedError("a function that TensorFlow does not show")
+        values = dict(zip([tensor.name for tensor in graph.inputs], inputs))
+        for op in graph.get_operations():
+            sets = any(map(is_resource, op.inputs))  # a variable
+            # What follows from a placeholder without a value is an own gradient that was followed.
+            known = all(tensor.name in values for tensor in op.inputs)
+            if op.type == "Placeholder" or not known or not op.outputs and not sets:
+                continue
+            results = self._execute(op, [values[tensor.name] for tensor in op.inputs])
+            values.update(zip([tensor.name for tensor in op.outputs], results))
+        return [values[tensor.name] for tensor in graph.outputs]
+
 
 def denominator_of(placement):
     """What rows were divided by, or a mean is weighted by; None: by nothing, or by the rows."""
@@ -173,11 +221,7 @@ def _told(parts, whole, given):
     for placement in trial.placements(parts, whole):
         if isinstance(placement, Sharded):
             rows = trial.cut(whole, placement, ((0,), (1,), (2,))) if placement.even else parts
-            if not any(
-                row.shape == other.shape and (row == other).all()
-                for place, row in enumerate(rows)
-                for other in rows[:place]
-            ):
+            if not any(np.array_equal(*pair) for pair in itertools.combinations(rows, 2)):
                 return placement
         elif isinstance(placement, Partial):
             linear = placement.how in ("sum", "mean") and whole.dtype.kind in "fc"
@@ -186,78 +230,17 @@ def _told(parts, whole, given):
     return None
 
 
-class Executor:
-    """Executes a graph's operations eagerly, one by one; those of functions within, too.
+def _constant(op):
+    """A constant's value as a tensor, which is no attribute of eager execution."""
+    from tensorflow.python.framework import tensor_util
 
-    Arguments:
-        copies: the handles of variables that may be set, which are copies; all others are not.
-    """
+    return tf.constant(tensor_util.constant_value(op.outputs[0]), op.outputs[0].dtype)
 
-    def __init__(self, copies):
-        self.copies = copies
-        self._left = LIMIT
-        self._prepared = {}  # type: dict  # op -> its attributes, or a constant's value
 
-    def execute(self, op, inputs):
-        """The results of an operation."""
-        if op.type in CALLS:
-            return self.run(*bodies_of(op), inputs=inputs)
-        if op.type in CONDITIONS:
-            then, otherwise = bodies_of(op)
-            return self.run(then if inputs[0] else otherwise, inputs[1:])
-        if op.type in LOOPS:
-            condition, body = bodies_of(op)
-            while self.run(condition, inputs)[0]:
-                inputs = self.run(body, inputs)
-            return inputs
-        self._left -= 1
-        if self._left < 0:
-            raise CannotTry(op.type)
-        if op not in self._prepared:
-            self._prepared[op] = self._prepare(op)
-        attributes = self._prepared[op]
-        if op.type == "Const":
-            return [attributes]
-        self._ensure_traceless(op, inputs)
-        from tensorflow.python.eager import context, execute
-
-        return execute.execute(
-            op.type.encode(), len(op.outputs), list(inputs), attributes, context.context()
-        )
-
-    def run(self, graph, inputs):
-        """The results of a function."""
-        if graph is None:
-            raise CannotTry("a function that TensorFlow does not show")
-        values = dict(zip([tensor.name for tensor in graph.inputs], inputs))
-        for op in graph.get_operations():
-            sets = any(map(is_resource, op.inputs))  # a variable
-            # What follows from a placeholder without a value is an own gradient that was followed.
-            known = all(tensor.name in values for tensor in op.inputs)
-            if op.type == "Placeholder" or not known or not op.outputs and not sets:
-                continue
-            results = self.execute(op, [values[tensor.name] for tensor in op.inputs])
-            values.update(zip([tensor.name for tensor in op.outputs], results))
-        return [values[tensor.name] for tensor in graph.outputs]
-
-    def _ensure_traceless(self, op, inputs):
-        resources = [value for value in inputs if value.dtype == tf.resource]
-        if op.type in READS:
-            return
-        are_copies = all(id(value) in self.copies for value in resources)
-        if not are_copies or op.op_def.is_stateful and not resources:
-            raise CannotTry(op.type)
-
-    def _prepare(self, op):
-        if op.type == "Const":
-            from tensorflow.python.framework import tensor_util
-
-            return tf.constant(tensor_util.constant_value(op.outputs[0]), op.outputs[0].dtype)
-        attributes = []
-        for name in op.node_def.attr:
-            if not name.startswith("_"):
-                attributes += [name, _attribute(op.get_attr(name))]
-        return tuple(attributes)
+def _attributes(op):
+    """Names of attributes, each followed by its value."""
+    pairs = [(n, _attribute(op.get_attr(n))) for n in op.node_def.attr if not n.startswith("_")]
+    return tuple(itertools.chain(*pairs))
 
 
 def _attribute(value):
@@ -265,7 +248,7 @@ def _attribute(value):
     if isinstance(value, list):
         return list(map(_attribute, value))
     if hasattr(value, "attr"):
-        raise CannotTry("an operation with a function")
+        raise NotImplementedError("an operation with a function")
     if hasattr(value, "unknown_rank"):  # a shape
         sizes = [None if size.size < 0 else size.size for size in value.dim]
         return None if value.unknown_rank else sizes

@@ -15,7 +15,7 @@ import threading
 import tensorflow as tf
 
 from ..._runtime import patching
-from .refusals import refuse_loops
+from .keras_models import refuse_loops
 from .replicated_call import ReplicatedCall
 
 # Where each Keras has its class of nodes.
@@ -62,7 +62,7 @@ def _place(node, device):
     names = ("operation", "layer", "outbound_layer")
     layer = next(getattr(node, name) for name in names if hasattr(node, name))
     refuse_loops(tf, [layer])
-    if not isinstance(getattr(vars(layer).get("call"), "__func__", None), PlacedCall):
+    if PlacedCall.of(layer) is None:
         PlacedCall([]).install(layer)
     announce = functools.partial(setattr, _next, "call", (layer, device))
     # tf.keras asks the node, Keras 3 its arguments; in TensorFlow 2.0 Keras copies them.

@@ -1,4 +1,4 @@
-"""The steps of tf.keras 2 in ranks. Those of Keras 3 are subclasses: ``keras3_steps``.
+"""The steps of tf.keras 2 in ranks. Those of Keras 3 are subclasses, in ``ranks``.
 
 A step of training is the model's ``train_step``, Keras' or the user's own. While it runs (or is
 traced), the model's optimizers have an ``apply_gradients`` of their own, which makes gradients
@@ -7,7 +7,6 @@ the mean over all ranks first. So the optimizers clip and scale that mean, and s
 
 import contextlib
 import functools
-import threading
 
 import tensorflow as tf
 
@@ -15,59 +14,42 @@ from ... import _keras
 from ..._ranks import keras_model, losses
 from ..._runtime import patching
 from ..._verification import keras_steps, reachable
-from . import own_losses
+from .keras_models import unsupported
 from .layer_state import is_set, read
-from .refusals import unsupported
-from .replicas import recording
+from .replicas import recording, with_tensors
 from .replicated_call import ReplicatedCall
 from .sharding import as_tensors, has_rows, rows_of
 
 
-class WaitingFunction:
-    """A function that Keras made to evaluate a model: its ranks may wait for each other in it."""
-
-    def __init__(self, engine, model, function):
-        self.engine = engine
-        self.model = model
-        self.function = function
-
-    def __call__(self, iterator):
-        with self.engine.waiting("for the others' losses"):
-            return self.function(iterator)
-
-
-class RankedFunction(WaitingFunction):
-    """The function that Keras made to train a model for a batch, or several, of an iterator."""
-
-    started = False
-
-    def __call__(self, iterator):
-        step = RankedStep.of(self.model)
-        with self.engine.waiting("for the others' gradients"):
-            if not self.started:
-                iterator, self.started = step.begin(self.model, self.function, iterator), True
-            result = self.function(iterator)
-        if step.first_batch is not None:
-            step.check_loss(self.model, step.first_batch)
-            step.first_batch = None
-        keras_model.RankedFit.of(self.model).comparison.stepped(self.model)
-        return result
-
-
 class RankedTrainFunction(keras_model.RankedMethod):
-    """The method that makes the function which trains: it begins with rank 0's weights."""
+    """The method that makes the function which trains for a batch, or several, of an iterator.
+
+    It begins with rank 0's weights, and its ranks wait for each other.
+    """
 
     method = "make_train_function"
     attribute = "train_function"
-    function = RankedFunction  # type: type
+    begun = None  # the function made by Keras that has begun with rank 0's weights
 
     def __call__(self, model, *args, **kwargs):
         self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
         made = getattr(model, self.attribute)
-        if not isinstance(made, self.function):
-            made = self.function(self.engine, model, made)
+        if not isinstance(made, functools.partial):
+            made = functools.partial(self.run, model, made)
             setattr(model, self.attribute, made)
         return made
+
+    def run(self, model, function, iterator):
+        step = RankedStep.of(model)
+        with self.engine.waiting("for the others' gradients"):
+            if self.begun is not function:
+                iterator, self.begun = step.begin(model, function, iterator), function
+            result = function(iterator)
+        if step.first_batch is not None:
+            step.check_loss(model, step.first_batch)
+            step.first_batch = None
+        keras_model.RankedFit.of(model).comparison.stepped(model)
+        return result
 
 
 class RankedTestFunction(RankedTrainFunction):
@@ -75,20 +57,10 @@ class RankedTestFunction(RankedTrainFunction):
 
     method = "make_test_function"
     attribute = "test_function"
-    function = WaitingFunction
 
-
-_step = threading.local()
-
-
-@contextlib.contextmanager
-def _stepping():
-    """Within, gradients are taken care of."""
-    outer, _step.running = getattr(_step, "running", False), True
-    try:
-        yield
-    finally:
-        _step.running = outer
+    def run(self, model, function, iterator):
+        with self.engine.waiting("for the others' losses"):
+            return function(iterator)
 
 
 class RankedStep(keras_model.RankedMethod):
@@ -96,45 +68,42 @@ class RankedStep(keras_model.RankedMethod):
 
     method = "train_step"
     autograph_info__ = {}  # type: dict  # as in ReplicatedCall
-
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.exchanged = 0  # lots of gradients, in the step that was traced last
-        self.started = None  # the optimizer with which an eager step began
-        self.first_batch = None  # where its loss is to be checked
-        self.kept = False  # as it is of one batch only
+    is_running = False  # then gradients are taken care of
+    exchanged = 0  # lots of gradients, in the step that was traced last
+    started = None  # the optimizer with which an eager step began
+    first_batch = None  # where its loss is to be checked
+    kept = False  # as it is of one batch only
 
     def __call__(self, model, data):
         with self.engine.noting():
-            return self.step(model, data)
-
-    def step(self, model, data):
-        data = as_tensors(data)  # Keras 3 hands arrays to a step that runs eagerly
-        asked_for = _keras.compiled_with(model).get("jit_compile")
-        # The second is Keras 3's, which warns and goes on without XLA.
-        if getattr(model, "_jit_compile", None) or asked_for not in (None, False, "auto"):
-            raise unsupported(
-                "train as one of several ranks under jit_compile=True: XLA compiles no messages",
-                "Compile the model with jit_compile=False.",
-            )
-        if tf.executing_eagerly():
-            self.begin_eagerly(model, data)
-        self.exchanged = 0
-        rows = _rows(data)
-        share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
-        state = self.state(model)
-        before = [read(variable) for variable in state]
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(_stepping())
-            stack.enter_context(self.computing(model, rows, lambda: share))
-            for optimizer in keras_steps.optimizers(model):
-                stack.enter_context(self.of_all_ranks(optimizer, share))
-            result = self.plain(model)(data)
-        self.check(model)
-        self.average_state(state, before, share)
-        if self.may_mix_rows(model):
-            self.keep_first(data, share)
-        return result
+            data = as_tensors(data)  # Keras 3 hands arrays to a step that runs eagerly
+            asked_for = _keras.compiled_with(model).get("jit_compile")
+            # The second is Keras 3's, which warns and goes on without XLA.
+            if getattr(model, "_jit_compile", None) or asked_for not in (None, False, "auto"):
+                raise unsupported(
+                    "train as one of several ranks under jit_compile=True: XLA compiles no "
+                    "messages",
+                    "Compile the model with jit_compile=False.",
+                )
+            if tf.executing_eagerly():
+                self.begin_eagerly(model, data)
+            self.exchanged = 0
+            rows = _rows(data)
+            share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
+            state = self.state(model)
+            before = [read(variable.handle) for variable in state]
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(patching.replaced(self, is_running=True))
+                stack.enter_context(self.computing(model, rows, lambda: share))
+                for optimizer in keras_steps.optimizers(model):
+                    methods = self.of_all_ranks(optimizer, share)
+                    stack.enter_context(patching.replaced(optimizer, **methods))
+                result = self.plain(model)(data)
+            self.check(model)
+            self.average_state(state, before, share)
+            if self.may_mix_rows(model):
+                self.keep_first(data, share)
+            return result
 
     # What is otherwise in Keras 3 -------------------------------------------------------------
 
@@ -152,7 +121,7 @@ class RankedStep(keras_model.RankedMethod):
         if self.started is not model.optimizer:
             self.started = model.optimizer
             counters = reachable.numbers(keras_steps.optimizers(model))
-            with _stepping():
+            with patching.replaced(self, is_running=True):
                 tf.function(self.plain(model)).get_concrete_function(data)
             counters.put_back()  # Nadam of Keras 2.15 counts when it is traced
             keras_model.same_start(model, self.engine)
@@ -176,29 +145,48 @@ class RankedStep(keras_model.RankedMethod):
         except ValueError:  # Keras: none is; a step that makes them is traced again to be run
             return []
 
-    may_mix_rows = staticmethod(own_losses.may_mix_rows)
-    check_loss = staticmethod(own_losses.check)
+    def may_mix_rows(self, model):
+        """Whether the loss, by Keras' own training step, may be no mean over rows."""
+        if not getattr(type(model).train_step, "__module__", "").startswith(losses.KERAS):
+            return False  # what it computes is not known
+        given = tf.nest.flatten(model.compiled_loss._user_losses)
+        if any(map(losses.may_mix_rows, [loss for loss in given if loss is not None])):
+            return True
+        return any(layer._losses or layer._eager_losses for layer in _keras.all_layers(model))
+
+    def check_loss(self, model, data):
+        """Check that the loss of a batch is the mean over its rows: see ``losses.check``."""
+        keras = _keras.keras_of(model)
+
+        def loss_of(rows):
+            some = tf.nest.map_structure(
+                lambda array: None if array is None else tf.convert_to_tensor(array[rows]), data
+            )
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(some)
+            outputs = model(x, training=False)
+            loss = model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
+            return float(loss)
+
+        trackers = [variable for metric in model.metrics for variable in metric.variables]
+        with _keras.kept(model, trackers):
+            dtype = getattr(model, "compute_dtype", None) or "float32"
+            losses.check(model.name, keras, len(tf.nest.flatten(data)[0]), loss_of, dtype)
 
     # ------------------------------------------------------------------------------------------
 
     def keep_first(self, data, share):
-        """Keep the batch of the step that runs first, for ``RankedFunction``."""
-        flat = tf.nest.flatten(data)
-        present = [value for value in flat if value is not None]
+        """Keep the batch of the step that runs first, for ``check_loss``."""
+        present = [value for value in tf.nest.flatten(data) if value is not None]
         if not all(isinstance(value, tf.Tensor) for value in present):
             return
 
         def keep(*arrays):
-            arrays = iter([array.copy() for array in arrays])
-            batch = [None if value is None else next(arrays) for value in flat]
-            self.first_batch, self.kept = tf.nest.pack_sequence_as(data, batch), True
+            self.first_batch = with_tensors(data, [array.copy() for array in arrays])
+            self.kept = True
             return 0.0
 
-        tf.cond(
-            self.engine.called(lambda share: not self.kept, [share], tf.bool),
-            lambda: tf.numpy_function(keep, present, tf.float64),
-            lambda: tf.constant(0.0, tf.float64),
-        )
+        is_first = self.engine.called(lambda share: not self.kept, [share], tf.bool)
+        tf.cond(is_first, lambda: tf.numpy_function(keep, present, tf.float64), lambda: share)
 
     def check(self, model):
         """Refuse a step whose gradients no other rank has seen."""
@@ -209,22 +197,41 @@ class RankedStep(keras_model.RankedMethod):
                 "Have train_step do that, with the optimizer given to compile() for example.",
             )
 
-    @contextlib.contextmanager
     def of_all_ranks(self, optimizer, share):
-        """Within, an optimizer applies the means of all ranks' gradients."""
-        apply_gradients = optimizer.apply_gradients
+        """Methods by which an optimizer applies the means of all ranks' gradients.
 
-        def apply_gradients_of_all_ranks(grads_and_vars, *args, **kwargs):
+        By those of a ``LossScaleOptimizer`` the gradients of one process overflow. The mean over a
+        rank's rows weighs each row more than the mean over all ranks' rows does, so that float16
+        would overflow under a loss scale that is right for one process.
+        """
+        apply = optimizer.apply_gradients
+
+        def apply_gradients(grads_and_vars, *args, **kwargs):
             pairs = list(grads_and_vars)
             means = self.means([gradient for gradient, _ in pairs], share)
             pairs = [(mean, variable) for mean, (_, variable) in zip(means, pairs)]
-            return apply_gradients(pairs, *args, **kwargs)
+            return apply(pairs, *args, **kwargs)
 
-        methods = {"apply_gradients": apply_gradients_of_all_ranks}
-        if hasattr(optimizer, "get_scaled_loss"):
-            methods.update(self.scaling(optimizer, share))
-        with patching.replaced(optimizer, **methods):
-            yield
+        methods = {"apply_gradients": apply_gradients}
+        if not hasattr(optimizer, "get_scaled_loss"):
+            return methods
+        scaled, unscaled = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
+
+        def of_share(loss):
+            return loss * tf.cast(share, loss.dtype)
+
+        def get_scaled_loss(loss):
+            return scaled((lambda: of_share(loss())) if callable(loss) else of_share(loss))
+
+        def get_unscaled_gradients(gradients):
+            return [
+                None if g is None else tf.math.scalar_mul(1 / tf.cast(share, g.dtype), g)
+                for g in unscaled(gradients)
+            ]
+
+        methods["get_scaled_loss"] = get_scaled_loss
+        methods["get_unscaled_gradients"] = get_unscaled_gradients
+        return methods
 
     def means(self, gradients, share):
         """The means of all ranks' gradients; None is one that nothing has."""
@@ -233,38 +240,11 @@ class RankedStep(keras_model.RankedMethod):
         self.exchanged += 1
         return [None if gradient is None else next(means) for gradient in gradients]
 
-    def scaling(self, optimizer, share):
-        """Methods by which a ``LossScaleOptimizer`` has the gradients of one process overflow.
-
-        The mean over a rank's rows weighs each row more than the mean over all ranks' rows does,
-        so that float16 would overflow under a loss scale that is right for one process.
-        """
-        scaled, unscaled = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
-
-        def of_share(loss):
-            return loss * tf.cast(share, loss.dtype)
-
-        def get_scaled_loss(loss):
-            if callable(loss):
-                return scaled(lambda: of_share(loss()))
-            return scaled(of_share(loss))
-
-        def get_unscaled_gradients(gradients):
-            return [
-                None if g is None else tf.math.scalar_mul(1 / tf.cast(share, g.dtype), g)
-                for g in unscaled(gradients)
-            ]
-
-        return {
-            "get_scaled_loss": get_scaled_loss,
-            "get_unscaled_gradients": get_unscaled_gradients,
-        }
-
     def average_state(self, state, before, share):
         """Set what the step has set (moving averages) to its mean over all ranks."""
         pairs = [(v, value) for v, value in zip(state, before) if is_set(v)]
         # Of the changes: what has none stays as it is to the bit.
-        changes = [read(variable) - value for variable, value in pairs]
+        changes = [read(variable.handle) - value for variable, value in pairs]
         for (variable, value), change in zip(pairs, self.engine.mean(changes, share, "state")):
             variable.assign(value + change)
 
@@ -310,7 +290,7 @@ class RankedCall(ReplicatedCall):
         super().__init__([])
 
     def __call__(self, model, *args, **kwargs):
-        is_of_step = getattr(_step, "running", False) or self._only_traced(model)
+        is_of_step = RankedStep.of(model).is_running or self._only_traced(model)
         if recording() and not is_of_step:
             raise unsupported(
                 "train {!r} as one of several ranks in a loop of your own around "

@@ -1,99 +1,103 @@
-"""One device's share of a call, with a gradient of its own."""
+"""The devices' shares of a call, each with a gradient of its own, and how they are merged."""
 
 import contextlib
 import functools
 
 import tensorflow as tf
 
-from ..._rows import Sharded, split_rows
+from ..._rows import Count, Partial, Replicated, Sharded, split_rows
+from ..._runtime import patching
 from . import sharding
-from .sharding import has_rows
+from .graph_walk import Added
+
+# TensorFlow's module for the gradient tapes of a thread, private to it.
+try:
+    from tensorflow.python.eager import record as tapes
+except ImportError:  # up to TensorFlow 2.12
+    from tensorflow.python.eager import tape as tapes
+
+#: Whether a gradient tape is recording.
+recording = tapes.could_possibly_record
 
 
-class CallResults:
-    """What a call returns, flat, and what belongs to that.
+def tensors_of(structure):
+    """All tensors that a structure consists of."""
+    values = tf.nest.flatten(structure, expand_composites=True)
+    return [value for value in values if tf.is_tensor(value)]
 
-    ``structure`` is what the model returned. ``values`` has lists: "outputs" is that, flat;
-    "logits" and "masks" are Keras' attributes of the outputs, or None; "losses" were added within
-    the call.
-    """
 
-    def __init__(self, structure, losses):
-        self.structure = structure
-        outputs = tf.nest.flatten(structure)
-        self.values = {
-            "outputs": outputs,
-            "masks": [getattr(output, "_keras_mask", None) for output in outputs],
-            "logits": [_logits(output) for output in outputs],
-            "losses": losses,
-        }
+def with_tensors(structure, tensors):
+    """The structure with these tensors in place of its ``tensors_of``."""
+    others = iter(tensors)
 
-    def tensors(self):
-        """All tensors that the values consist of."""
-        values = tf.nest.flatten(self.values, expand_composites=True)
-        return [value for value in values if tf.is_tensor(value)]
+    def other(value):
+        return next(others) if tf.is_tensor(value) else value
 
-    def take(self, tensors):
-        """Put the tensors back where ``tensors`` found them."""
-        tensors = iter(tensors)
-        flat = tf.nest.flatten(self.values, expand_composites=True)
-        flat = [next(tensors) if tf.is_tensor(value) else value for value in flat]
-        self.values = tf.nest.pack_sequence_as(self.values, flat, expand_composites=True)
+    return tf.nest.map_structure(other, structure, expand_composites=True)
 
 
 def as_function(call, scope, given):
     """A call as a function of the tensors that its arguments and their masks consist of.
 
+    It returns what the call returns, and lists: "outputs" has that, flat; "logits" and "masks" are
+    Keras' attributes of the outputs, or None; "losses" were added within the call.
+
     Arguments:
         scope: makes the context of the call, which yields the losses added in it.
         given: as ``ShardedArguments.given``.
-
-    Returns:
-        The tensors, and the function, which returns ``CallResults``.
     """
-    flat = tf.nest.flatten(given, expand_composites=True)
-    places = [place for place, value in enumerate(flat) if tf.is_tensor(value)]
 
     def compute(*values):
-        parts = list(flat)
-        for place, value in zip(places, values):
-            parts[place] = value
-        (args, kwargs), masks = tf.nest.pack_sequence_as(given, parts, expand_composites=True)
+        (args, kwargs), masks = with_tensors(given, values)
         for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
             if mask is not None:
                 value._keras_mask = mask
         with split_rows.undivided(), scope() as losses:
-            outputs = call(*args, **kwargs)
-        return CallResults(outputs, losses)
+            structure = call(*args, **kwargs)
+        outputs = tf.nest.flatten(structure)
+        masks = [getattr(output, "_keras_mask", None) for output in outputs]
+        logits = [_logits(output) for output in outputs]
+        return structure, dict(outputs=outputs, masks=masks, logits=logits, losses=losses)
 
-    return [flat[place] for place in places], compute
+    return compute
 
 
 class Replica:
-    """One device's share of a call, and its results."""
+    """One device's share of a call, computed there.
 
-    def __init__(self, device, size, trace):
-        self.device = device
-        self.size = size  # rows kept; none of the one row computed where this is 0
-        self.trace = trace  # None for a single replica
+    Arguments:
+        size: how many rows are kept; none of the one row computed where this is 0.
+        trace: the ``Trace`` of the call; None for a single replica.
+        call, scope, given: as of ``as_function``.
+        check_rows: make sure that the outputs follow the rows of the batch.
+        join: what ``joining_tables`` makes of a variable's gradient.
 
-    def run(self, call, scope, given, check_rows, join):
-        """Compute.
+    Attributes:
+        shard: the tensors that it was given.
+        structure, values: as the function of ``as_function`` returns them, with the replica's own
+            rows of the values.
+    """
 
-        Arguments:
-            call, scope, given: as of ``as_function``.
-            check_rows: make sure that the outputs follow the rows of the batch.
-            join: what ``TableGradients`` make of a variable's gradient.
-        """
-        device = self.device
-        self.batch = next(v for v in tf.nest.flatten(given) if has_rows(v))
-        self.shard, compute = as_function(call, scope, given)
+    def __init__(self, device, size, trace, call, scope, given, check_rows, join):
+        self.device, self.size = device, size
+        self.shard = tensors_of(given)
+        batch = next(value for value in tf.nest.flatten(given) if sharding.has_rows(value))
+        compute = as_function(call, scope, given)
+
+        def own(name, value, placement):
+            if not (tf.is_tensor(value) and isinstance(placement, Sharded)):
+                return value
+            if check_rows and name == "outputs":
+                value = sharding.checked(value, batch)
+            return sharding.kept(value, size)
 
         def results_of(*values):
-            self.results = compute(*values)
-            if self.trace is not None:
-                self._keep(check_rows)
-            return self.results.tensors()
+            self.structure, self.values = compute(*values)
+            for name, placements in trace.placements.items() if trace else ():
+                own_of = functools.partial(own, name)
+                # An error where there are more, or fewer, than in the trace.
+                self.values[name] = tf.nest.map_structure(own_of, self.values[name], placements)
+            return tensors_of(self.values)
 
         @tf.custom_gradient
         def replica(*values):
@@ -104,17 +108,13 @@ class Replica:
                 variables = list(kwargs.get("variables") or ())
                 # Integers and booleans have no gradient.
                 pairs = [(r, g) for r, g in zip(results, upstream) if r.dtype.is_floating]
+                heads, upstream = [r for r, _ in pairs], [g for _, g in pairs]
                 with tf.device(device):
-                    gradients = gradients_of(
-                        [result for result, _ in pairs],
-                        list(values) + variables,
-                        [gradient for _, gradient in pairs],
-                    )
-                    gradients = [_dense(each) for each in gradients]
-                    of_variables = list(map(join, variables, gradients[len(values) :]))
-                if not variables:
-                    return gradients
-                return gradients[: len(values)], of_variables
+                    found = gradients_of(heads, list(values) + variables, upstream)
+                    found = [_dense(each) for each in found]
+                    inputs, of_variables = found[: len(values)], found[len(values) :]
+                    of_variables = list(map(join, variables, of_variables))
+                return (inputs, of_variables) if variables else inputs
 
             return results, gradient
 
@@ -124,16 +124,41 @@ class Replica:
         else:  # predict, evaluate: no gradient to keep intermediate results for
             with tf.device(device):
                 tensors = results_of(*self.shard)
-        self.results.take(tensors)
+        self.values = with_tensors(self.values, tensors)
 
-    def _keep(self, check_rows):
-        """Keep this replica's own rows of the results."""
-        for name, values in self.results.values.items():
-            for place, (value, kind) in enumerate(zip(values, self.trace.placements[name])):
-                if tf.is_tensor(value) and isinstance(kind, Sharded):
-                    if check_rows and name == "outputs":
-                        value = sharding.checked(value, self.batch)
-                    values[place] = sharding.kept(value, self.size)
+
+def joining_tables(keys, count):
+    """A function of the replicas' gradients of tables in which all look up the same rows.
+
+    One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
+    side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
+    computed last has the sum of all, and the others have none.
+
+    TensorFlow never lets go of a gradient's function, so that nothing here may hold the model.
+
+    Arguments:
+        keys: those of the variables.
+        count: how many replicas there are.
+
+    Returns:
+        What tells, of a replica, counted from 0, a variable and its gradient, what that is to be.
+    """
+    waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
+
+    def join(replica, variable, gradient):
+        if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in keys:
+            return gradient
+        found = waiting.setdefault(id(variable), {})
+        if replica in found:  # of a pass that did not come to its end
+            found.clear()
+        found[replica] = gradient
+        if len(found) < count:
+            return None
+        del waiting[id(variable)]
+        total = tf.add_n([each.values for each in found.values()])
+        return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape)
+
+    return join
 
 
 @contextlib.contextmanager
@@ -143,16 +168,11 @@ def _listing_no_variables():
     TensorFlow 2.0 makes sets of those that layers have made within any tf.function, for a gradient
     of one's own, and fails: they have no hash.
     """
-    variables = []  # type: list
-    if not tf.executing_eagerly():
-        key = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
-        variables = tf.compat.v1.get_default_graph().get_collection_ref(key)
-    before = list(variables)
-    del variables[:]
-    try:
+    with contextlib.ExitStack() as stack:
+        if not tf.executing_eagerly():
+            lists = tf.compat.v1.get_default_graph()._collections
+            stack.enter_context(patching.replaced(lists, variables=[]))
         yield
-    finally:
-        variables[:0] = before
 
 
 def _dense(gradient):
@@ -192,21 +212,6 @@ def _differentiable(compute, values):
     return compute(*values), gradients_of
 
 
-@functools.lru_cache(None)  # to look for what is not there takes long, and each call asks
-def tapes():
-    """TensorFlow's module for the gradient tapes of a thread, private to it."""
-    try:
-        from tensorflow.python.eager import record
-    except ImportError:  # up to TensorFlow 2.12
-        from tensorflow.python.eager import tape as record
-    return record
-
-
-def recording():
-    """Whether a gradient tape is recording."""
-    return tapes().could_possibly_record()
-
-
 def _logits(output):
     """What went into a final softmax or sigmoid, where Keras' cross-entropy would look for it.
 
@@ -219,3 +224,99 @@ def _logits(output):
         if operation is not None and operation.type in ("Softmax", "Sigmoid"):
             logits = operation.inputs[0]
     return logits
+
+
+# Merging --------------------------------------------------------------------------------------
+
+
+def is_merged(placement, dtype):
+    """Whether there is a way to the value for all rows from those of the replicas."""
+    if isinstance(placement, Sharded):
+        return placement.axis == 0 and placement.copies == 1 and placement.per is None
+    if isinstance(placement, Partial) and placement.how == "mean":
+        return "float" in str(dtype) or "complex" in str(dtype)
+    return isinstance(placement, (Added, Partial, Replicated)) or placement == Count()
+
+
+_EXTREME = {"max": (tf.reduce_max, tf.reduce_any), "min": (tf.reduce_min, tf.reduce_all)}
+
+
+class Merging:
+    """The replicas' values become those of the whole batch.
+
+    Arguments:
+        rows: how many the batch has.
+        trace: the ``Trace`` of the plain call; None for a single replica.
+    """
+
+    def __init__(self, replicas, rows, trace):
+        self.replicas, self.rows, self.trace = replicas, rows, trace
+        self._shares = {}  # type: dict  # what means are weighted by -> the replicas' shares of it
+
+    def results(self):
+        """Those of the call for the whole batch, as ``Replica.values``."""
+        if self.trace is None:
+            return self.replicas[0].values
+        found = {}
+        for name, placements in self.trace.placements.items():
+            values = zip(*[replica.values[name] for replica in self.replicas])
+            found[name] = [self._result(name, *each) for each in zip(placements, values)]
+        return found
+
+    def _result(self, name, placement, values):
+        if not tf.is_tensor(values[0]):
+            return values[0]
+        if name in ("masks", "logits") and not isinstance(placement, Sharded):
+            return None  # they would belong to its rows
+        return self.value(list(values), placement)
+
+    def value(self, values, placement, before=None):
+        """One value for the whole batch.
+
+        Arguments:
+            placement: how it depends on the rows.
+            before: the old value, where this is the new value of a variable.
+        """
+        if isinstance(placement, Sharded):
+            return sharding.concatenated(values)
+        dtype, how = values[0].dtype, getattr(placement, "how", "sum")
+        if isinstance(placement, Replicated):
+            is_merged = before is None and (dtype.is_floating or dtype.is_complex)
+            return self._mean(values, None) if is_merged else values[0]
+        if how == "mean":
+            return self._mean(values, placement.denominator)
+        if how in _EXTREME:
+            of_numbers, of_booleans = _EXTREME[how]
+            reduce = of_booleans if dtype == tf.bool else of_numbers
+            return reduce(tf.stack(values), axis=0)
+        relative = isinstance(placement, Added)
+        parts = [value - before for value in values] if relative else values
+        parts = [self._own(*each) for each in zip(self.replicas, parts)]
+        return tf.add_n([before] + parts if relative else parts)
+
+    def _own(self, replica, value):
+        """The value; zero where the replica has no rows of its own."""
+        if isinstance(replica.size, int):
+            return value if replica.size else tf.zeros_like(value)
+        return value * tf.cast(tf.minimum(replica.size, 1), value.dtype)
+
+    def _mean(self, values, weight):
+        if weight not in self._shares:
+            self._shares[weight] = self._shares_of(weight)
+        shares = [tf.cast(share, values[0].dtype) for share in self._shares[weight]]
+        return tf.add_n([value * share for value, share in zip(values, shares)])
+
+    def _shares_of(self, weight):
+        """What the replicas' means count: by their rows, or by a mask's sum, for example."""
+        parts, total = [replica.size for replica in self.replicas], self.rows
+        if weight is not None:
+            parts, sums = [], []
+            for replica in self.replicas:
+                with tf.device(replica.device):
+                    weights = self.trace.weights(weight, replica.shard)
+                part, part_of_sum = [self._own(replica, each) for each in weights]
+                parts.append(part)
+                sums.append(part_of_sum)
+            total = self.trace.total(weight, sums)
+        total = tf.cast(total, tf.float64)
+        return [tf.math.divide_no_nan(tf.cast(part, tf.float64), total) for part in parts]

@@ -11,11 +11,9 @@ from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import counted_batches, layer_state
 from .call_trace import Trace
-from .merging import Merging
-from .refusals import refuse_strategies, several_devices_in_xla
-from .replicas import Replica, recording
+from .keras_models import refuse_strategies, several_devices_in_xla
+from .replicas import Merging, Replica, joining_tables, recording
 from .sharding import ShardedArguments, are_arrays, as_tensors
-from .table_lookups import TableGradients
 
 # Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
 # else: what is saved must not name this machine's devices. (``__call__`` is what Keras 3 exports;
@@ -37,7 +35,7 @@ class ReplicatedCall(patching.InstanceMethod):
     Losses added within ``call``, outputs without rows and state (counters, moving averages) leave
     the replicas as values of their own rows, and become those of all rows by ``Merging``: sums,
     means, maxima or minima, as a ``Trace`` of the plain call shows. Where it shows that rows are
-    mixed, the call runs with the whole batch on the first device. See ``sharding``, ``merging``,
+    mixed, the call runs with the whole batch on the first device. See ``sharding``, ``replicas``,
     ``layer_state`` and ``call_trace``.
     """
 
@@ -45,13 +43,13 @@ class ReplicatedCall(patching.InstanceMethod):
     autograph_info__ = {}  # type: dict
 
     supports_jit = None  # what jit_compile="auto" went by, in Keras 3
+    runs_whole = False  # as it was said
 
     def __init__(self, devices, belongs_to_step=False):
         super().__init__(devices)
         # Whether it is there for a model around this one, whose step may call this one.
         self.belongs_to_step = belongs_to_step
         self.traces = {}  # type: Dict[Any, Any]  # of eager calls
-        self.runs_whole = False  # as it was said
 
     def install(self, model):
         super().install(model)
@@ -112,20 +110,18 @@ class ReplicatedCall(patching.InstanceMethod):
                 output._keras_mask = mask
             if logits is not None:
                 output._keras_logits = logits
-        return tf.nest.pack_sequence_as(replicas[0].results.structure, results["outputs"])
+        return tf.nest.pack_sequence_as(replicas[0].structure, results["outputs"])
 
     def _computed(self, call, arguments, state, trace):
         """The devices' shares of the call, each computed there."""
         replicas, count, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
-        tables = TableGradients(trace.lookups.same() if trace else (), count)
+        join = joining_tables(trace.lookups.same() if trace else (), count)
         for index, device in enumerate(self.devices):
             first, last = split_rows.bounds(rows, count, index)
             given = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
-            join = functools.partial(tables.joined, index)
-            replica = Replica(device, last - first, trace)
-            replica.run(call, state.replica, given, arguments.has_others, join)
-            replicas.append(replica)
+            part = device, last - first, trace, call, state.replica, given
+            replicas.append(Replica(*part, arguments.has_others, functools.partial(join, index)))
         return replicas
 
     def _whole(self, model, call, arguments, across):

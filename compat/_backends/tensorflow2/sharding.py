@@ -72,10 +72,8 @@ class ShardedArguments:
         # For each leaf whether it is data: True, False, or a tensor that says so later.
         self.is_data = [self._is_data(value, n < end) for n, value in enumerate(leaves)] * 2
         #: Whether something with rows of its own may go to each replica as it is.
-        self.has_others = any(
-            is_data is not True and has_rows(value)
-            for is_data, value in zip(self.is_data, self.leaves)
-        )
+        leaves = [v for v, is_data in zip(self.leaves, self.is_data) if is_data is not True]
+        self.has_others = any(map(has_rows, leaves))
 
     def _is_constant(self, value):
         from tensorflow.python.framework import tensor_util
@@ -88,9 +86,8 @@ class ShardedArguments:
     def _is_data(self, value, is_input):
         if value is self.batch:
             return True
-        if not has_rows(value) or isinstance(value, tf.Variable):
-            return False
-        if self._is_constant(value) and not self.constant_batch:
+        is_constant = self._is_constant(value) and not self.constant_batch
+        if is_constant or not has_rows(value) or isinstance(value, tf.Variable):
             return False
         rows = rows_of(value)
         if isinstance(rows, int) and isinstance(self.rows, int):
@@ -102,9 +99,7 @@ class ShardedArguments:
             with tf.control_dependencies([] if check is None else [check]):
                 self.rows = tf.identity(self.rows)
             return True
-        if isinstance(rows, int):
-            return False
-        return tf.equal(rows, self.rows)
+        return False if isinstance(rows, int) else tf.equal(rows, self.rows)
 
     def shard(self, bounds):
         """What a replica is ``given`` that has the rows from ``bounds[0]`` to ``bounds[1]``."""

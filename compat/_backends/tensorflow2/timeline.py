@@ -3,8 +3,7 @@
 import collections
 import contextlib
 import gc
-import glob
-import os
+import pathlib
 import re
 import tempfile
 import time
@@ -12,7 +11,6 @@ import time
 from ... import errors
 from ..._runtime.operation_times import Operation, converted
 from ..tensorflow1 import timeline as tensorflow1_timeline
-from .device_configuration import config_function
 from .op_placement import recorded, short
 
 _KERNEL = re.compile(r"([\w./>-]+):(\w+)")  # "sequential/dense_1/MatMul_2:_FusedMatMul"
@@ -51,7 +49,7 @@ def _profile(tf):
                 tf.test.experimental.sync_devices()
             time.sleep(0.1)  # a thread ends its record after it has handed over its results
             profiler.stop()
-            for path in glob.glob(os.path.join(directory, "**", "*.xplane.pb"), recursive=True):
+            for path in pathlib.Path(directory).rglob("*.xplane.pb"):
                 planes.extend(_planes(path))
 
 
@@ -60,17 +58,14 @@ def _planes(path):
         from tensorflow.tsl.profiler.protobuf import xplane_pb2
     except ImportError:  # before TensorFlow 2.12
         from tensorflow.core.profiler.protobuf import xplane_pb2
-    space = xplane_pb2.XSpace()
-    with open(path, "rb") as file:
-        space.ParseFromString(file.read())
-    return space.planes
+    return xplane_pb2.XSpace.FromString(path.read_bytes()).planes
 
 
 def _gpu_planes(tf):
     """The profiler counts all GPUs that CUDA shows, devices those that TensorFlow is to use."""
-    gpus = config_function(tf, "get_visible_devices")("GPU")
-    numbers = [gpu.name.split(":")[-1] for gpu in gpus]
-    return {"/device:GPU:" + n: f"/gpu:{place}" for place, n in enumerate(numbers)}
+    gpus = tf.config.experimental.get_visible_devices("GPU")
+    names = ["/device:GPU:" + gpu.name.split(":")[-1] for gpu in gpus]
+    return {name: f"/gpu:{place}" for place, name in enumerate(names)}
 
 
 def executed(planes, devices, gpu_planes):
@@ -163,16 +158,12 @@ class _HostPlane:
         name = _INLINED.sub("", node)
         while name and name not in asked_for:
             name = name.rpartition("/")[0]
-        devices = asked_for.get(name, {None})
-        if None in devices:
-            devices = devices - {None} | {self._device_of_call(run, asked_for, default)}
-        return next(iter(devices)) if len(devices) == 1 else None
-
-    def _device_of_call(self, run, asked_for, default):
-        if run not in self.callers:
-            return None
-        caller = self.callers[run]
-        return default if caller is None else self._device(*caller + (asked_for, default))
+        devices = set(asked_for.get(name, {None}))
+        if None in devices and run in self.callers:
+            caller = self.callers[run]
+            by_call = self._device(*caller, asked_for, default) if caller else default
+            devices = devices - {None} | {by_call}
+        return devices.pop() if len(devices) == 1 else None
 
 
 def _nodes():

@@ -22,7 +22,7 @@ from ..._runtime import work
 from ..._verification import keras_steps, reachable
 from . import layer_state, op_placement
 from .kinds import held, is_variable
-from .replicas import recording
+from .replicas import recording, tensors_of
 
 # Names of the argument that switches between training and inference.
 _TRAINING = ("training", "is_training")
@@ -38,10 +38,10 @@ class VerifiedCall:
 
     autograph_info__ = {}  # type: dict  # as in ReplicatedCall
 
+    _warned = False
+
     def __init__(self, call, verification):
-        self.call = call
-        self.verification = verification
-        self._warned = False
+        self.call, self.verification = call, verification
 
     @classmethod
     def install_on(cls, model, verification):
@@ -74,9 +74,7 @@ class _NativeCall(_verification.Step):
     given = ("args", "kwargs")
 
     def __init__(self, call, model, args, kwargs):
-        self.model = model
-        self.args = args
-        self.kwargs = kwargs
+        self.call, self.model, self.args, self.kwargs = call, model, args, kwargs
         self.is_recording = recording()
         self.replicated = functools.partial(call, model)
         self.undivided = functools.partial(call._unreplicated, model)
@@ -150,11 +148,7 @@ class _NativeCall(_verification.Step):
         return result, dict(gradients, **self._outputs(result))
 
     def _outputs(self, result):
-        return _verification.numbered(value.numpy() for value in self._tensors(result))
-
-    def _tensors(self, result):
-        flat = tf.nest.flatten(result, expand_composites=True)
-        return [value for value in flat if tf.is_tensor(value)]
+        return _verification.numbered(value.numpy() for value in tensors_of(result))
 
     def _differentiated(self, call):
         """A call's results and, where the caller records a tape, its gradients, by label."""
@@ -165,29 +159,20 @@ class _NativeCall(_verification.Step):
                 result = call(*self.args, **self.kwargs)
         named = self._outputs(result)
         random = np.random.RandomState(0)
-        heads = [tensor for tensor in self._tensors(result) if tensor.dtype.is_floating]
+        heads = [tensor for tensor in tensors_of(result) if tensor.dtype.is_floating]
         upstream = [tf.cast(random.normal(size=head.numpy().shape), head.dtype) for head in heads]
-        weights = self._weights()
+        # By their names.
+        pairs = self.variables.items()
+        weights = {label.partition(" ")[2]: v for label, v in pairs if self.is_weight(label)}
         if heads and weights:
             for name, gradient in tape.gradient(heads, weights, upstream).items():
                 if gradient is not None:  # of an embedding, IndexedSlices
                     named["gradient of " + name] = tf.convert_to_tensor(gradient).numpy()
         return named
 
-    def _weights(self):
-        """The variables that gradients are compared of, by name."""
-        pairs = self.variables.items()
-        return {label.partition(" ")[2]: v for label, v in pairs if self.is_weight(label)}
-
     def operations(self):
-        @tf.function  # a graph is recorded when it is made
-        def step():
-            with tf.GradientTape() as tape:
-                result = self.model(*self.args, **self.kwargs)
-            heads = [tensor for tensor in self._tensors(result) if tensor.dtype.is_floating]
-            gradients = tape.gradient(heads, self._weights()).values()
-            return [gradient for gradient in gradients if gradient is not None]
-
+        # A graph is recorded when it is made.
+        step = functools.partial(self._differentiated, tf.function(self.replicated))
         return op_placement.products(op_placement.executed(step))
 
     def outputs(self, undivided):
@@ -197,18 +182,16 @@ class _NativeCall(_verification.Step):
 
     def _in_inference(self):
         """The arguments, with the one that switches training on set to False."""
-        plain = getattr(self.model, "python_function", None)
-        plain = plain or type(self.model)._compat_plain_class.__call__
+        called = self.model if _is_function(self.model) else self.call.plain(self.model)
         try:
-            signature = inspect.signature(getattr(plain, "python_function", plain))
-            own = () if _is_function(self.model) else (self.model,)
-            bound = signature.bind(*own + self.args, **self.kwargs)
+            signature = inspect.signature(getattr(called, "python_function", called))
+            bound = signature.bind(*self.args, **self.kwargs)
         except (TypeError, ValueError):
             return self.args, self.kwargs
         for name in _TRAINING:
             if name in signature.parameters:
                 bound.arguments[name] = False
-        return bound.args[len(own) :], bound.kwargs
+        return bound.args, bound.kwargs
 
 
 def _is_function(model):

@@ -66,7 +66,6 @@ def _is_built(optimizer):
 
 class _TensorFlow2Step(keras_steps.KerasStep):
     variable_kinds = (tf.Variable,)
-    _dataset = None, None  # batches, and what repeats them
 
     def __init__(self, method, function, iterator):
         super().__init__(method, function)
@@ -89,29 +88,10 @@ class _TensorFlow2Step(keras_steps.KerasStep):
         spec = getattr(self.iterator, "element_spec", None)
         if spec is None:
             return self.batches if isinstance(self.iterator, list) else iter(self.batches)
-        batches, dataset = self._dataset
-        if batches is not self.batches:
-            datasets = [self._dataset_of(batch, spec) for batch in self.batches]
-            dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
-            self._dataset = self.batches, dataset
-        return iter(dataset)
-
-    def _dataset_of(self, batch, spec):
-        def leaves(nested):
-            return tf.nest.flatten(nested, expand_composites=True)
-
-        def is_tensor(leaf):  # an optional input may be None
-            return hasattr(leaf, "dtype")
-
-        @tf.autograph.experimental.do_not_convert  # there is nothing to convert, which takes long
-        def packed(*values):
-            relaxed = tf.compat.v1.placeholder_with_default
-            given = iter(values)
-            parts = [relaxed(next(given), s.shape) if is_tensor(s) else None for s in leaves(spec)]
-            return tf.nest.pack_sequence_as(spec, parts, expand_composites=True)
-
-        tensors = tuple(filter(is_tensor, leaves(batch)))
-        return tf.data.Dataset.from_tensors(tensors).map(packed)
+        datasets = map(tf.data.Dataset.from_tensors, self.batches)
+        dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
+        variant = tf.data.experimental.to_variant(dataset)
+        return iter(tf.data.experimental.from_variant(variant, spec))
 
     def as_array(self, value):
         value = value.to_tensor() if hasattr(value, "to_tensor") else value
@@ -137,9 +117,7 @@ class _TensorFlow2Step(keras_steps.KerasStep):
         What counts in Python begins a graph on one device with the numbers of this one.
         """
         name = keras_steps.STEPS[self.kind]
-        plain = getattr(self.model, name)
-
-        traces = []
+        plain, traces = getattr(self.model, name), []
 
         def step(*args):
             if not tf.executing_eagerly():

@@ -1,4 +1,4 @@
-"""Models of Keras that cannot run on several devices."""
+"""Models of Keras: which cannot run on several devices, and what is compiled of their steps."""
 
 import functools
 
@@ -55,8 +55,7 @@ def _is_distributed(tf, model):
         return False  # asking for its variables would be an error
     # A Keras 3 variable has one of TensorFlow's.
     variables = [v if isinstance(v, tf.Variable) else v.value for v in model.weights]
-    parents = [parent for variable in variables for parent in type(variable).__mro__]
-    return any(parent.__name__ == "DistributedValues" for parent in parents)
+    return any(c.__name__ == "DistributedValues" for v in variables for c in type(v).__mro__)
 
 
 def refuse_loops(tf, layers):
@@ -76,3 +75,16 @@ def several_devices_in_xla():
         "run a model on several devices under jit_compile=True: XLA puts a whole step on one",
         "Compile the model with jit_compile=False.",
     )
+
+
+def forget_compiled_steps(model):
+    """Have Keras trace its steps again: the ones it has hold the call that was.
+
+    The optimizer and its state stay.
+    """
+    if _keras.compiled_with(model).get("jit_compile") == "auto":
+        model._jit_compile = None  # Keras 3 asks again whether the model supports XLA
+    for name in ("train_function", "train_tf_function", "test_function", "predict_function"):
+        if hasattr(model, name):
+            setattr(model, name, None)
+    vars(model).pop("_distributed_function_cache", None)  # TensorFlow 2.0's
