@@ -141,7 +141,7 @@ class BatchPart:
 
     def _across(self, op):
         whys = [getattr(self.rows.known(tensor), "why", None) for tensor in op.outputs]
-        why = next((each for each in whys if each in _rows.Across.REASONS), "mixed")
+        why = next((each for each in whys if each in _rows.policy.REASONS), "mixed")
         return _rows.Across(_list_of([op]), self._layer_of(op), line_of(op), why)
 
     def _layer_of(self, op):

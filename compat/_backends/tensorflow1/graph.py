@@ -177,18 +177,18 @@ def variables_of(operations, others=()):
     return {variable for variable in found if getattr(variable, "handle", variable).op in written}
 
 
-class _Copy:
-    """Copied operations, by the operations they were copied from."""
+class Copy:
+    """Copied operations by the operations they were copied from, and what replaces tensors."""
 
     def __init__(self, operations, replaced):
         self.operations = operations
         self.replaced = replaced
 
     def tensor(self, tensor):
-        """The copy of a tensor, or what was put in its place."""
-        if tensor.op in self.operations:
-            return self.operations[tensor.op].outputs[tensor.value_index]
-        return self.replaced.get(tensor, tensor)
+        """What was put in the place of a tensor, or its copy, or itself."""
+        if tensor in self.replaced or tensor.op not in self.operations:
+            return self.replaced.get(tensor, tensor)
+        return self.operations[tensor.op].outputs[tensor.value_index]
 
 
 def copy_operations(
@@ -206,7 +206,7 @@ def copy_operations(
         fixed_batch: the number of rows the originals were made for, where it is fixed; the
             copies compute other numbers.
     """
-    copies = _Copy({}, replaced)
+    copies = Copy({}, replaced)
     # Before 1.8 TensorFlow infers shapes as it imports, so inputs have to come first.
     operations = sorted(operations, key=lambda op: op._id)
     if not operations:
@@ -277,11 +277,15 @@ def _set_shapes(originals, copies, fixed_batch):
             copied.set_shape(shape)
 
 
+def attribute(op, name, default=None):
+    """An attribute of an operation, which need not have it."""
+    # Before 1.8 asking for one that is not there adds it to a dictionary.
+    return op.get_attr(name) if name in op.node_def.attr else default
+
+
 def has_custom_gradient(op):
     """Whether the gradient of ``op`` is a function of the user's, by ``tf.custom_gradient``."""
-    attributes = op.node_def.attr  # before 1.8 no copy: asking for one not there adds it
-    name = "_gradient_op_type" in attributes and attributes["_gradient_op_type"].s
-    return bool(name) and name.startswith(b"CustomGradient")
+    return attribute(op, "_gradient_op_type", b"").startswith(b"CustomGradient")
 
 
 _numbers = itertools.count()

@@ -56,7 +56,7 @@ class TensorRows:
         if isinstance(known, Unknown) and self._may_come_first(tensor):
             self.assumed.add(tensor)
             return True
-        return isinstance(known, Sharded) and (known.axis, known.copies, known.per) == (0, 1, None)
+        return is_in_order(known)
 
     def _may_come_first(self, tensor):
         if tensor.dtype.name in ("resource", "variant"):
@@ -147,6 +147,12 @@ class TensorRows:
     def has_fixed(self, tensor):
         """Whether the first dimension of ``tensor`` has as many rows as are fixed."""
         return self.fixed not in (None, 1) and (sizes_of(tensor) or [])[:1] == [self.fixed]
+
+
+def is_in_order(placement):
+    """Whether devices' values of this placement, put together in order, are the whole's."""
+    known = isinstance(placement, Sharded)
+    return known and (placement.axis, placement.copies, placement.per) == (0, 1, None)
 
 
 def _is_within(op, scope):

@@ -5,7 +5,8 @@ They find out an operation's attributes for the rules of ``_rows``.
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from .row_sizes import Positions, attribute, known_numbers, numbers, of_first, sizes_of
+from .graph import attribute
+from .row_sizes import Positions, known_numbers, numbers, of_first, sizes_of
 
 # Element by element ---------------------------------------------------------------------------
 
