@@ -33,7 +33,7 @@ class ReplicatedGraphFunctions:
         self.owner = model
         self.model = _keras.inner_model(model)
         self.devices = list(devices)
-        self._made = {}  # type: Dict[str, ReplicatedFunction]
+        self._made = {}  # type: Dict[str, ReplicatedGraphFunction]
         self._replicas = None  # type: Optional[GraphReplicas]
         self._replicas_key = []  # type: List[Any]
         self._tried = {}  # type: Dict[Any, Any]
@@ -68,7 +68,9 @@ class ReplicatedGraphFunctions:
                 make()
             made = getattr(self.model, name)
             if made is not before:  # what stands there already may be the user's own
-                self._made[name] = ReplicatedFunction(self, made, make_replicated, "train" in name)
+                self._made[name] = ReplicatedGraphFunction(
+                    self, made, make_replicated, "train" in name
+                )
                 setattr(self.model, name, self._made[name])
 
         return make_replicated
@@ -137,7 +139,7 @@ class ReplicatedGraphFunctions:
         )
 
 
-class ReplicatedFunction:
+class ReplicatedGraphFunction:
     """A function of a model that runs replicas: it checks and counts what it is fed.
 
     Arguments:

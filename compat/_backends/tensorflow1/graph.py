@@ -212,9 +212,7 @@ def copy_operations(
     if not operations:
         return copies
     tf, graph = v1_names(), operations[0].graph
-    copied = set(operations)
-    with graph.as_default(), graph.name_scope(scope) as prefix:
-        pass  # the scope is ours, as it was made unique
+    copied, prefix = set(operations), graph.unique_name(scope) + "/"
     definition = tf.GraphDef()
     definition.versions.CopyFrom(graph.graph_def_versions)
     outside, waiting = {}, []
