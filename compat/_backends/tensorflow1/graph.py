@@ -167,13 +167,13 @@ def variables_written(updates, others=()):
 
 def variables_of(operations, others=()):
     """The variables that operations write."""
-    tf = v1_names()
+    keys = v1_names().GraphKeys
     # An optimizer's operation (ResourceApplyAdam) writes its state, too.
     written = {source_of(handle) for op in operations for handle in handles(op)}
     found = list(others)
     for graph in {op.graph for op in operations}:
-        with graph.as_default():
-            found += tf.global_variables() + tf.local_variables()
+        found += graph.get_collection(keys.GLOBAL_VARIABLES)
+        found += graph.get_collection(keys.LOCAL_VARIABLES)
     return {variable for variable in found if getattr(variable, "handle", variable).op in written}
 
 

@@ -31,7 +31,12 @@ def distribute(model, place):
 
 
 class MakeTensorFlow1Function(keras2.MakeFunction):
-    """The method by which Keras makes one of a model's functions, whose graph gets some more."""
+    """The method by which Keras makes one of a model's functions, whose graph gets some more.
+
+    Subclasses have ``extend(model, made)``, which adds to what the function does, and
+    ``begin(function, inputs)``, which agrees on the step before the graph runs; that then asks for
+    no more.
+    """
 
     def __call__(self, model):
         before = vars(model).get(self.function)
@@ -40,9 +45,6 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
         if function is not before:
             with function.updates_op.graph.as_default(), self.engine.tf.name_scope("ranks"):
                 self.extend(model, function.made)
-
-    def extend(self, model, made):
-        """Add to what the function does."""
 
     def called(self, function, model):
         """A tensor: what ``function`` returns for the number of rows of the batch."""
@@ -59,9 +61,6 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
             if inputs and hasattr(inputs[0], "shape"):
                 inputs = self.begin(function, inputs)
             return function.made(inputs)
-
-    def begin(self, function, inputs):
-        """Agree on the step before the graph runs, which then asks for no more."""
 
 
 class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFunction):

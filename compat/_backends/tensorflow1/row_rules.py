@@ -56,9 +56,7 @@ def bias(op, values):
         return Unknown("a rank is not known")
     axis = _channels(op, value)
     shape = [1] * axis + list(bias.shape) + [1] * (value.rank - 1 - axis)
-    placement = bias.placement
-    if isinstance(placement, Sharded):
-        placement = placement.replace(axis=axis)
+    placement = _rows.expanded(bias, set(range(value.rank)) - {axis})
     return _rows.added([value, Value(placement, shape)])
 
 

@@ -39,13 +39,12 @@ def recorded(tf, **options):
         result.MergeFrom(trace)
         return result
 
-    def noted(run, *args, **kwargs):
-        if kwargs.get("run_metadata") is None:
-            kwargs["run_metadata"] = tf.RunMetadata()
+    def noted(run, *args, run_metadata=None):
+        metadata = tf.RunMetadata() if run_metadata is None else run_metadata
         try:
-            return run(*args, **kwargs)
+            return run(*args, run_metadata=metadata)
         finally:
-            runs.append(kwargs["run_metadata"])
+            runs.append(metadata)
 
     plain_run = BaseSession.run
 
