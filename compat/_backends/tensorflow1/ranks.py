@@ -64,9 +64,7 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
 
 
 class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFunction):
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.begun = False  # this step's rows are counted
+    begun = False  # this step's rows are counted
 
     def begin(self, function, inputs):
         if keras_model.is_in_step(function.model):
@@ -85,10 +83,8 @@ class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFuncti
 
 
 class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.share_tensor = None  # of the function made last
-        self.begun = None  # the share of the step, where it is known before the graph runs
+    share_tensor = None  # of the function made last
+    begun = None  # the share of the step, where it is known before the graph runs
 
     def begin(self, function, inputs):
         if keras2.knows_divisors(function.divisors.model):

@@ -106,7 +106,6 @@ class ReplicasTrial:
 
     def _tried(self, tensors, ran):
         """The placements of tensors by a trial, which adds to ``ran`` what it has computed."""
-        divided = self.replicas.read_in_shards()
         random = [t for t in self.replicas.part.drawn() if is_outermost(t.op)]
 
         def compute(rows):
@@ -114,7 +113,7 @@ class ReplicasTrial:
             return ran[-1]
 
         with self._writing_nothing():
-            values = {tensor: self._value_of(tensor) for tensor in divided}
+            values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}
             drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
             return dict(zip(tensors, trial.tried(compute)))
 
