@@ -84,10 +84,8 @@ def made(sizes, rank):
     if isinstance(sizes, Count):
         if sizes.places is None or rank is None:
             return Unknown("where a new value has its rows is not known")
-        if len(sizes.places) != 1:
-            return Mixed()
-        (axis,) = sizes.places
-        return Sharded(axis, inner=None)
+        axes = list(sizes.places)
+        return Sharded(axes[0], inner=None) if len(axes) == 1 else Mixed()
     return without_rows([sizes]) or Mixed()
 
 

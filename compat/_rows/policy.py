@@ -1,13 +1,38 @@
 """What becomes of what cannot be split: it runs whole, and says so."""
 
+from typing import Any, NamedTuple, Optional
+
 from .. import errors
 from .._runtime.process import process
 
 #: What runs whole where a graph can be cut: the subject of a sentence.
 FROM_THERE_ON = "It, and all that follows from it,"
 
+#: What is wrong with the subject of a sentence, by ``Across.why``.
+REASONS = {
+    "mixed": "{} computes across the rows of a batch, of which each device has a part.",
+    "tried": "{} gives other numbers for three rows of a batch together than for two of them "
+    "and the third, and each device has a part of the batch.",
+    "unknown": "{} may compute across the rows of a batch, of which each device has a part: "
+    "compat has no rule for it, and cannot try it.",
+    "fails": "{} fails on a part of a batch, of which each device has one.",
+    "diverged": "{} takes another path on a part of a batch, of which each device has one.",
+    "gradient": "{} has a gradient of its own that computes, or may compute, across the rows "
+    "of a batch, of which each device has a part.",
+    "opaque": "{} returns an object that is no tensor, such as a distribution, which cannot be "
+    "put together from those of the devices.",
+    "weight": "{} assigns to a trainable weight when it is called, and the devices share that "
+    "weight.",
+    "table": "{} looks up rows that depend on the batch and rows that do not in one table, and "
+    "the gradients of the two cannot be told apart.",
+    "compiled": "{} is a function that XLA compiles (jit_compile=True) with variables in it, "
+    "which all have to be on its device; each device has a part of the batch.",
+    "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
+    "second dimension of its arguments, so that compat cannot tell the rows.",
+}
 
-class Across:
+
+class Across(NamedTuple):
     """What computes, or may compute, across the rows of a batch.
 
     Arguments:
@@ -23,44 +48,21 @@ class Across:
             "rows" (it is not known which dimension has them), "compiled" (by XLA, with variables).
     """
 
-    REASONS = {
-        "mixed": "{} computes across the rows of a batch, of which each device has a part.",
-        "tried": "{} gives other numbers for three rows of a batch together than for two of them "
-        "and the third, and each device has a part of the batch.",
-        "unknown": "{} may compute across the rows of a batch, of which each device has a part: "
-        "compat has no rule for it, and cannot try it.",
-        "fails": "{} fails on a part of a batch, of which each device has one.",
-        "diverged": "{} takes another path on a part of a batch, of which each device has one.",
-        "gradient": "{} has a gradient of its own that computes, or may compute, across the rows "
-        "of a batch, of which each device has a part.",
-        "opaque": "{} returns an object that is no tensor, such as a distribution, which cannot be "
-        "put together from those of the devices.",
-        "weight": "{} assigns to a trainable weight when it is called, and the devices share that "
-        "weight.",
-        "table": "{} looks up rows that depend on the batch and rows that do not in one table, and "
-        "the gradients of the two cannot be told apart.",
-        "compiled": "{} is a function that XLA compiles (jit_compile=True) with variables in it, "
-        "which all have to be on its device; each device has a part of the batch.",
-        "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
-        "second dimension of its arguments, so that compat cannot tell the rows.",
-    }
-
-    def __init__(self, operation, layer=None, line=None, why="mixed"):
-        self.operation = operation
-        self.layer = layer
-        self.line = line
-        self.why = why
+    operation: Any
+    layer: "Optional[str]" = None
+    line: "Optional[str]" = None
+    why: str = "mixed"
 
     def __str__(self):
         text = str(self.operation)
         text += f" in {self.layer}" if self.layer else ""
         return text + (f" ({self.line})" if self.line else "")
 
-    def described(self, model):
-        """The operation and the model's name, as the subject of a sentence."""
-        if self.operation is None:
-            return f"Model {model!r}"
-        return f"The operation {self} of {model!r}"
+    def sentence(self, model):
+        """What is wrong with the operation of a model of this name, or with that."""
+        whole = self.operation is None
+        subject = f"Model {model!r}" if whole else f"The operation {self} of {model!r}"
+        return REASONS[self.why].format(subject)
 
 
 def runs_whole(model, across, device, reach=FROM_THERE_ON):
@@ -75,7 +77,7 @@ def runs_whole(model, across, device, reach=FROM_THERE_ON):
     Raises:
         UnsupportedError: under ``configure_gpu(strict=True)``.
     """
-    found = Across.REASONS[across.why].format(across.described(model))
+    found = across.sentence(model)
     configuration = process.configuration
     if configuration is not None and configuration.settings.strict:
         raise errors.UnsupportedError(

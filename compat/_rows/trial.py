@@ -27,17 +27,14 @@ def tried(compute):
         A list of placements: ``Mixed`` where the parts make up the whole in no way, ``Unknown``
         where the values are random.
     """
-    whole, parts = compute(WHOLE), [compute(rows) for rows in PARTS]
-    random = [not close(*pair) for pair in zip(whole, compute(WHOLE))]
-    turned = compute(WHOLE[::-1])
-    lengths = {len(whole), len(turned)} | {len(part) for part in parts}
-    if len(lengths) > 1:
+    whole, *parts, again, turned = map(compute, (WHOLE,) + PARTS + (WHOLE, WHOLE[::-1]))
+    if len({len(values) for values in [whole, turned] + parts}) > 1:
         return [Mixed("another number of results")] * len(whole)
     found = []
-    for value, other, is_random, values in zip(whole, turned, random, zip(*parts)):
+    for value, same, other, *values in zip(whole, again, turned, *parts):
         fitting = (each for each in placements(values, value) if is_turned(value, other, each))
-        told = next(fitting, Mixed("by a trial")) if not is_random else Unknown("it is random")
-        found.append(told)
+        is_random = not close(value, same)
+        found.append(Unknown("it is random") if is_random else next(fitting, Mixed("by a trial")))
     return found
 
 

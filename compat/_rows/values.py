@@ -32,10 +32,9 @@ class Value:
 
 def without_rows(placements):
     """The result of any operation none of whose inputs is ``Sharded`` or ``Partial``, or None."""
-    for kind in (Mixed, Unknown):
-        for placement in placements:
-            if isinstance(placement, kind):
-                return placement
+    untold = [each for kind in (Mixed, Unknown) for each in placements if isinstance(each, kind)]
+    if untold:
+        return untold[0]
     if all(isinstance(each, Replicated) for each in placements):
         return REPLICATED
     if all(isinstance(each, (Replicated, Count)) for each in placements):

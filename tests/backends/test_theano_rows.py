@@ -37,7 +37,7 @@ def graph_of(model):
 def whole(operation, name, layer=None, line=None, reach=_rows.FROM_THERE_ON, why="mixed"):
     """The text of the warning."""
     across = _rows.Across(operation, layer, line, why)
-    found = _rows.Across.REASONS[why].format(across.described(name))
+    found = across.sentence(name)
     return "{} {} runs on cpu:0 with the whole batch.".format(found, reach)
 
 

@@ -44,7 +44,7 @@ class BatchPart:
         depending = graph.reached(starts, consumers) - starts
         shapes = [tensor.get_shape() for tensor in inputs]
         sizes = [shape.as_list()[0] for shape in shapes if shape.ndims]
-        self.fixed = next((size for size in sizes if size is not None), None)
+        self.fixed = next(filter(None, sizes), None)
         layers = {part for v in normalizing for part in v.op.name.split("/")[-2:-1]}
         self.rows = TensorRows(inputs, depending, self.fixed, layers, tried)
         self._starts, inside = starts, set(graph.ancestors(outputs, starts)[0])
@@ -71,13 +71,8 @@ class BatchPart:
         # What these need besides is copied, too.
         self.operations = graph.reached(starts, consumers) - starts
         self.constants = list(self.rows.constants) + self._constants_of_loops()
-        self.divided = [
-            tensor
-            for tensor in inputs
-            if any(
-                c in self.operations for part in graph.dense_parts(tensor) for c in part.consumers()
-            )
-        ]
+        taken = {tensor for op in self.operations for tensor in op.inputs}
+        self.divided = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
 
     def before(self, tensor):
         """The tensors from which a tensor is computed, and itself."""
@@ -141,7 +136,7 @@ class BatchPart:
 
     def _across(self, op):
         whys = [getattr(self.rows.known(tensor), "why", None) for tensor in op.outputs]
-        why = next((each for each in whys if each in _rows.Across.REASONS), "mixed")
+        why = next((each for each in whys if each in _rows.REASONS), "mixed")
         return _rows.Across(_list_of([op]), self._layer_of(op), line_of(op), why)
 
     def _layer_of(self, op):

@@ -1,13 +1,25 @@
 """The functions of a Keras model, made to run the batch part of its graph on several devices."""
 
 import contextlib
+import re
 
-from ... import _keras, _rows
-from . import row_trial
-from .function_errors import become, explain
+from ... import _keras, _rows, errors
+from ..._rows import split_rows
+from ..._runtime import work
+from ..._runtime.process import process
+from . import op_placement, row_trial
 from .graph import v1_names
-from .replicas import GraphReplicas
+from .replicas import GraphReplicas, rows_differ
 from .step_counter import counting_in_order
+
+# What TensorFlow calls what runs a part of the batch, and what puts the parts together.
+_OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
+
+_HINT = (
+    "\n\nparallelize() runs the operations named replica_... of a part of the batch. An operation "
+    "that needs all rows, or a size that is the whole batch's, fails there: use sizes of its "
+    "inputs, such as K.shape(x)[0], or one device: parallelize(model, gpus=1)."
+)
 
 
 class ReplicatedGraphFunctions:
@@ -21,7 +33,7 @@ class ReplicatedGraphFunctions:
         self.owner = model
         self.model = _keras.inner_model(model)
         self.devices = list(devices)
-        self._made = {}  # type: Dict[str, Any]
+        self._made = {}  # type: Dict[str, ReplicatedGraphFunction]
         self._replicas = None  # type: Optional[GraphReplicas]
         self._replicas_key = []  # type: List[Any]
         self._tried = {}  # type: Dict[Any, Any]
@@ -32,14 +44,14 @@ class ReplicatedGraphFunctions:
         if _keras.wraps_a_model(self.owner):
             vars(self.owner)["build"] = self._build
         if self.model is not None:
-            for function in _keras.FUNCTIONS:
-                vars(self.model)["_make_" + function] = self._maker(function)
+            for name in _keras.FUNCTIONS:
+                vars(self.model)["_make_" + name] = self._maker(name)
 
     def uninstall(self):
         vars(self.owner).pop("build", None)
         del vars(self.owner)["_compat_functions"]
-        for function in _keras.FUNCTIONS if self.model is not None else ():
-            del vars(self.model)["_make_" + function]
+        for name in _keras.FUNCTIONS if self.model is not None else ():
+            del vars(self.model)["_make_" + name]
 
     def _build(self, input_shape=None):
         """What an old Sequential does to make its inner model anew, when layers were added."""
@@ -47,24 +59,23 @@ class ReplicatedGraphFunctions:
         self.model = _keras.inner_model(self.owner)
         self.install()
 
-    def _maker(self, function):
-        make = getattr(self.model, "_make_" + function)
+    def _maker(self, name):
+        make = getattr(self.model, "_make_" + name)
 
         def make_replicated():
-            before = getattr(self.model, function, None)
-            with self._training_on_replicas() if "train" in function else contextlib.ExitStack():
+            before = getattr(self.model, name, None)
+            with self._training_on_replicas() if "train" in name else contextlib.ExitStack():
                 make()
-            made = getattr(self.model, function)
+            made = getattr(self.model, name)
             if made is not before:  # what stands there already may be the user's own
-                replicas = self._replicas_now()
-                made.outputs = [replicas.whole(tensor) for tensor in made.outputs]
-                made.updates_op = replicas.whole(made.updates_op)
-                explain(made, self, replicas, "train" in function)
-                self._made[function] = made, make_replicated
+                self._made[name] = ReplicatedGraphFunction(
+                    self, made, make_replicated, "train" in name
+                )
+                setattr(self.model, name, self._made[name])
 
         return make_replicated
 
-    def try_on(self, replicas, inputs, values):
+    def try_on(self, replicas, fed):
         """Try what a function takes of the replicas on the first rows that it is fed.
 
         Where that gives other rows than the whole batch would, its functions are made anew.
@@ -77,7 +88,7 @@ class ReplicatedGraphFunctions:
         K = _keras.keras_of(self.model).backend
         K = K if hasattr(K, "get_session") else v1_names().keras.backend  # TensorFlow 2
         phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
-        trial = row_trial.ReplicasTrial(K, replicas, dict(zip(inputs, values)), phase)
+        trial = row_trial.ReplicasTrial(K, replicas, fed, phase)
         failed = trial.differing(taken) if taken else {}
         if failed:
             found = trial.placements(failed)
@@ -89,21 +100,21 @@ class ReplicatedGraphFunctions:
     def _make_anew(self):
         """Make all functions again; those that were there do from then on what the new ones do."""
         self._replicas = None
-        for function, (made, make) in list(self._made.items()):
-            current = getattr(self.model, function)
+        for name, function in list(self._made.items()):
+            current = getattr(self.model, name)
             # Keras makes new variables for the optimizer's state with every train function.
-            state = self.model.optimizer.get_weights() if "train" in function else None
-            setattr(self.model, function, None)
+            state = self.model.optimizer.get_weights() if function.training else None
+            setattr(self.model, name, None)
             try:
-                make()
-                become(made, self._made[function][0])
+                function.make()
+                vars(function).update(vars(self._made[name]))
             finally:
-                self._made[function] = made, make
-                setattr(self.model, function, current)
+                self._made[name] = function
+                setattr(self.model, name, current)
             if state is not None:
                 self.model.optimizer.set_weights(state)
 
-    def _replicas_now(self):
+    def replicas_now(self):
         """The replicas of the model as it is now: layers may have been added or frozen."""
         model = self.model
         updates = list(model.updates) + list(model.state_updates)
@@ -123,6 +134,80 @@ class ReplicatedGraphFunctions:
         """Within, the optimizer takes its gradients from the replicas, each on its device."""
         return counting_in_order(
             self.model.optimizer,
-            lambda loss, params: self._replicas_now().whole(loss),
-            lambda: self._replicas_now().gradients_colocated(),
+            lambda loss, params: self.replicas_now().whole(loss),
+            lambda: self.replicas_now().gradients_colocated(),
         )
+
+
+class ReplicatedGraphFunction:
+    """A function of a model that runs replicas: it checks and counts what it is fed.
+
+    Arguments:
+        owner: the ``ReplicatedGraphFunctions`` of the model.
+        made: what ``K.function`` returned.
+        make: has the model make the function again.
+        training: whether it trains.
+    """
+
+    def __init__(self, owner, made, make, training):
+        self.owner = owner
+        self.made = made
+        self.make = make
+        self.training = training
+        self.replicas = owner.replicas_now()
+        self.is_tried = False
+        made.outputs = [self.replicas.whole(tensor) for tensor in made.outputs]
+        made.updates_op = self.replicas.whole(made.updates_op)
+
+    def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
+        return getattr(self.made, name)
+
+    def __call__(self, inputs):
+        from tensorflow.python.framework.errors import InvalidArgumentError
+
+        rows = self.try_on(inputs)
+        try:
+            results = self.made(inputs)
+        except InvalidArgumentError as error:
+            if not _OF_REPLICAS.search(error.message):
+                raise
+            raise type(error)(error.node_def, error.op, error.message + _HINT) from error
+        self._count(inputs, rows)
+        return results
+
+    def try_on(self, inputs):
+        """Try what it takes of the replicas on the first rows; returns the rows it is fed."""
+        rows = self._checked_rows(inputs)
+        while not self.is_tried:
+            fed = dict(zip(self.made.inputs, inputs))
+            self.is_tried = not self.owner.try_on(self.replicas, fed)
+        return rows
+
+    def _count(self, inputs, rows):
+        devices, sizes = self.replicas.devices, None
+        if process.configuration is not None:
+            devices = op_placement.as_configured(devices, process.configuration.devices)
+        if rows:
+            sizes = split_rows.sizes(next(iter(rows.values())), len(devices))
+        elif not self.replicas.part.divided and inputs and _rows_of(inputs[0]) is not None:
+            sizes = work.undivided(devices, _rows_of(inputs[0]))
+        work.count(devices, sizes, self.training)  # None: the model has tensors that are not fed
+
+    def _checked_rows(self, inputs):
+        """The number of rows of each divided tensor that is fed, by name."""
+        divided = set(map(id, self.replicas.part.divided))
+        rows = {
+            getattr(tensor, "name", ""): _rows_of(value)
+            for tensor, value in zip(self.made.inputs, inputs)
+            if id(tensor) in divided and _rows_of(value) is not None
+        }
+        if len(set(rows.values())) > 1:
+            sizes = ", ".join(f"{name} has {rows[name]}" for name in sorted(rows))
+            raise errors.UnsupportedError(rows_differ(self.owner.model.name, ": " + sizes))
+        return rows
+
+
+def _rows_of(value):
+    """How many rows an array has; of a tensor of the graph, where that is known; else None."""
+    shape = getattr(value, "shape", None)
+    return getattr(shape[0], "value", shape[0]) if shape else None

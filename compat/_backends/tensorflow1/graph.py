@@ -167,28 +167,28 @@ def variables_written(updates, others=()):
 
 def variables_of(operations, others=()):
     """The variables that operations write."""
-    tf = v1_names()
+    keys = v1_names().GraphKeys
     # An optimizer's operation (ResourceApplyAdam) writes its state, too.
     written = {source_of(handle) for op in operations for handle in handles(op)}
     found = list(others)
     for graph in {op.graph for op in operations}:
-        with graph.as_default():
-            found += tf.global_variables() + tf.local_variables()
+        found += graph.get_collection(keys.GLOBAL_VARIABLES)
+        found += graph.get_collection(keys.LOCAL_VARIABLES)
     return {variable for variable in found if getattr(variable, "handle", variable).op in written}
 
 
-class _Copy:
-    """Copied operations, by the operations they were copied from."""
+class Copy:
+    """Copied operations by the operations they were copied from, and what replaces tensors."""
 
     def __init__(self, operations, replaced):
         self.operations = operations
         self.replaced = replaced
 
     def tensor(self, tensor):
-        """The copy of a tensor, or what was put in its place."""
-        if tensor.op in self.operations:
-            return self.operations[tensor.op].outputs[tensor.value_index]
-        return self.replaced.get(tensor, tensor)
+        """What was put in the place of a tensor, or its copy, or itself."""
+        if tensor in self.replaced or tensor.op not in self.operations:
+            return self.replaced.get(tensor, tensor)
+        return self.operations[tensor.op].outputs[tensor.value_index]
 
 
 def copy_operations(
@@ -206,15 +206,13 @@ def copy_operations(
         fixed_batch: the number of rows the originals were made for, where it is fixed; the
             copies compute other numbers.
     """
-    copies = _Copy({}, replaced)
+    copies = Copy({}, replaced)
     # Before 1.8 TensorFlow infers shapes as it imports, so inputs have to come first.
     operations = sorted(operations, key=lambda op: op._id)
     if not operations:
         return copies
     tf, graph = v1_names(), operations[0].graph
-    copied = set(operations)
-    with graph.as_default(), graph.name_scope(scope) as prefix:
-        pass  # the scope is ours, as it was made unique
+    copied, prefix = set(operations), graph.unique_name(scope) + "/"
     definition = tf.GraphDef()
     definition.versions.CopyFrom(graph.graph_def_versions)
     outside, waiting = {}, []
@@ -277,11 +275,15 @@ def _set_shapes(originals, copies, fixed_batch):
             copied.set_shape(shape)
 
 
+def attribute(op, name, default=None):
+    """An attribute of an operation, which need not have it."""
+    # Before 1.8 asking for one that is not there adds it to a dictionary.
+    return op.get_attr(name) if name in op.node_def.attr else default
+
+
 def has_custom_gradient(op):
     """Whether the gradient of ``op`` is a function of the user's, by ``tf.custom_gradient``."""
-    attributes = op.node_def.attr  # before 1.8 no copy: asking for one not there adds it
-    name = "_gradient_op_type" in attributes and attributes["_gradient_op_type"].s
-    return bool(name) and name.startswith(b"CustomGradient")
+    return attribute(op, "_gradient_op_type", b"").startswith(b"CustomGradient")
 
 
 _numbers = itertools.count()

@@ -50,13 +50,14 @@ class TensorRows:
 
     def come_first(self, tensor):
         """Whether the devices' values, one after the other, are those of the whole batch."""
-        known = self.known(tensor)
-        if not is_outermost(tensor.op):
-            return False
-        if isinstance(known, Unknown) and self._may_come_first(tensor):
-            self.assumed.add(tensor)
-            return True
-        return isinstance(known, Sharded) and (known.axis, known.copies, known.per) == (0, 1, None)
+        return is_outermost(tensor.op) and is_in_order(self._assumed(tensor, self.known(tensor)))
+
+    def _assumed(self, tensor, placement):
+        """The placement of a tensor, taken for rows where nothing tells."""
+        if not isinstance(placement, Unknown) or not self._may_come_first(tensor):
+            return placement
+        self.assumed.add(tensor)
+        return Sharded(0, inner=None)
 
     def _may_come_first(self, tensor):
         if tensor.dtype.name in ("resource", "variant"):
@@ -85,10 +86,7 @@ class TensorRows:
         for tensor, result in zip(op.outputs, results):
             result = self.tried.get(tensor, result)
             ends_layer = hasattr(tensor, "_keras_history")
-            if isinstance(result, Unknown) and ends_layer and self._may_come_first(tensor):
-                self.assumed.add(tensor)
-                result = Sharded(0, inner=None)
-            self._known[tensor] = result
+            self._known[tensor] = self._assumed(tensor, result) if ends_layer else result
         # Whether all rows are so, or any is: RNNs choose among implementations by that.
         if any(map(self._is_mixed, op.outputs)) and not any(map(self._is_mixed, op.inputs)):
             self.mixing.append(op)
@@ -147,6 +145,12 @@ class TensorRows:
     def has_fixed(self, tensor):
         """Whether the first dimension of ``tensor`` has as many rows as are fixed."""
         return self.fixed not in (None, 1) and (sizes_of(tensor) or [])[:1] == [self.fixed]
+
+
+def is_in_order(placement):
+    """Whether devices' values of this placement, put together in order, are the whole's."""
+    known = isinstance(placement, Sharded)
+    return known and (placement.axis, placement.copies, placement.per) == (0, 1, None)
 
 
 def _is_within(op, scope):

@@ -6,28 +6,6 @@ MATRIX_PRODUCTS = ("MatMul", "Conv2D")
 BACKWARD_PRODUCT = "Conv2DBackprop"
 
 
-def record(tf, function, step):
-    """Do a step, and return TensorFlow's record: the graphs that it ran, and their statistics.
-
-    Arguments:
-        tf: TensorFlow under its 1.x names.
-        function: the ``K.function`` of Keras that ``step()`` calls.
-    """
-    metadata = tf.RunMetadata()
-    options = tf.RunOptions(output_partition_graphs=True, trace_level=tf.RunOptions.FULL_TRACE)
-    if hasattr(function, "_callable_fn"):  # made once, for many runs
-        function.run_options, function.run_metadata = options, metadata
-        function._callable_fn = None
-    else:  # keras before 2.2
-        function.session_kwargs = {"options": options, "run_metadata": metadata}
-    try:
-        step()
-    finally:
-        function.run_options = function.run_metadata = function._callable_fn = None
-        function.session_kwargs = {}
-    return metadata
-
-
 def partitions(metadata):
     """The operations that ran, by device, constants left out."""
     graphs = [list(graph.node) for graph in metadata.partition_graphs if len(graph.node)]

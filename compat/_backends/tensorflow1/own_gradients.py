@@ -5,18 +5,18 @@ of what comes back to the operation is a part of the graph as any other, and is 
 """
 
 from ..._rows import Mixed, Partial, Replicated, Sharded
-from .graph import v1_names
+from .graph import attribute, v1_names
 
 
 def has_one(op):
     """Whether an operation's gradient is not TensorFlow's."""
     from tensorflow.python.framework import ops
 
+    if not op.inputs or not attribute(op, "_gradient_op_type"):
+        return False
     try:
-        if not op.get_attr("_gradient_op_type") or not op.inputs:
-            return False
         function = ops.get_gradient_function(op)
-    except (ValueError, LookupError):  # it has none, or none is known by this name
+    except LookupError:  # none is known by this name
         return False
     # What tf.custom_gradient registers calls the function that it was given. Those of TensorFlow
     # and Keras themselves are gradients of what they belong to, as in tf.recompute_grad.

@@ -31,7 +31,12 @@ def distribute(model, place):
 
 
 class MakeTensorFlow1Function(keras2.MakeFunction):
-    """The method by which Keras makes one of a model's functions, whose graph gets some more."""
+    """The method by which Keras makes one of a model's functions, whose graph gets some more.
+
+    Subclasses have ``extend(model, made)``, which adds to what the function does, and
+    ``begin(function, inputs)``, which agrees on the step before the graph runs; that then asks for
+    no more.
+    """
 
     def __call__(self, model):
         before = vars(model).get(self.function)
@@ -40,9 +45,6 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
         if function is not before:
             with function.updates_op.graph.as_default(), self.engine.tf.name_scope("ranks"):
                 self.extend(model, function.made)
-
-    def extend(self, model, made):
-        """Add to what the function does."""
 
     def called(self, function, model):
         """A tensor: what ``function`` returns for the number of rows of the batch."""
@@ -60,14 +62,9 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
                 inputs = self.begin(function, inputs)
             return function.made(inputs)
 
-    def begin(self, function, inputs):
-        """Agree on the step before the graph runs, which then asks for no more."""
-
 
 class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFunction):
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.begun = False  # this step's rows are counted
+    begun = False  # this step's rows are counted
 
     def begin(self, function, inputs):
         if keras_model.RankedFit.of(function.model).in_step:
@@ -86,10 +83,8 @@ class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFuncti
 
 
 class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.share_tensor = None  # of the function made last
-        self.begun = None  # the share of the step, where it is known before the graph runs
+    share_tensor = None  # of the function made last
+    begun = None  # the share of the step, where it is known before the graph runs
 
     def begin(self, function, inputs):
         if keras2.knows_divisors(function.divisors.model):

@@ -16,7 +16,6 @@ from ... import _keras, errors
 from ..._rows import split_rows
 from . import graph
 from .batch_part import BatchPart
-from .function_errors import rows_differ
 from .placed_layers import ColocateGradients
 
 
@@ -43,8 +42,8 @@ class GraphReplicas:
                 )
         # A row for each row of the batch.
         self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
-        self._replaced = {}  # type: Dict[Any, Any]
-        self._merged = {}  # type: Dict[Any, Any]
+        # What is computed again, of the whole batch, and in place of what leaves the replicas.
+        self._whole = graph.Copy({}, {})
         self.tried = set()  # type: Set[Any]
         self.part = BatchPart(model, losses, updates, _variables_of_batchnorm(model), tried)
         with self._apart():
@@ -91,7 +90,7 @@ class GraphReplicas:
 
     def taken(self):
         """The tensors of which others take the replicas' rows."""
-        return [tensor for tensor in self._merged if tensor not in self.part.averaged]
+        return [tensor for tensor in self._whole.replaced if tensor not in self.part.averaged]
 
     def _check_rows_of_tensors(self):
         """Check at run time that inputs that are not fed have as many rows as the others."""
@@ -156,17 +155,17 @@ class GraphReplicas:
             [source for source in consumers if self._is_divided(source)], consumers
         )
         between.update(graph.whole_loops([op for op in ops if op in between], ops))
-        new = [op for op in ops if op in between and op not in self._replaced]
+        new = [op for op in ops if op in between and op not in self._whole.operations]
         boundary = {
             tensor: self._whole_tensor(tensor)
             for op in new
             for tensor in op.inputs
-            if self._leaves_replicas(tensor) or tensor.op in self._replaced
+            if self._leaves_replicas(tensor) or tensor.op in self._whole.operations
         }
         copies = graph.copy_operations(new, boundary, "whole_batch", None, controls=self._control)
-        self._replaced.update(copies.operations)
+        self._whole.operations.update(copies.operations)
         if isinstance(fetch, self.tf.Operation):
-            return self._replaced.get(fetch, fetch)
+            return self._whole.operations.get(fetch, fetch)
         return self._whole_tensor(fetch)
 
     def _is_divided(self, source):
@@ -187,18 +186,15 @@ class GraphReplicas:
         """Operations to wait for where the undivided graph waits for ``op``."""
         if op in self.part.operations:
             return [replica.operations[op] for replica in self.copies if op in replica.operations]
-        return [self._replaced.get(op, op)]
+        return [self._whole.operations.get(op, op)]
 
     def _whole_tensor(self, tensor):
-        if self._leaves_replicas(tensor):
-            if tensor not in self._merged:
-                with self._apart():
-                    merge = self._mean if tensor in self.part.averaged else self._rows_in_order
-                    self._merged[tensor] = merge([copy.tensor(tensor) for copy in self.copies])
-            return self._merged[tensor]
-        if tensor.op in self._replaced:
-            return self._replaced[tensor.op].outputs[tensor.value_index]
-        return tensor
+        if self._leaves_replicas(tensor) and tensor not in self._whole.replaced:
+            merge = self._mean if tensor in self.part.averaged else self._rows_in_order
+            with self._apart():
+                merged = merge([copy.tensor(tensor) for copy in self.copies])
+            self._whole.replaced[tensor] = merged
+        return self._whole.tensor(tensor)
 
     def _rows_in_order(self, parts):
         tf = self.tf
@@ -227,3 +223,11 @@ def _variables_of_batchnorm(model):
         if any(parent.__name__.startswith("BatchNormalization") for parent in type(layer).__mro__)
         for weight in layer.weights
     ]
+
+
+def rows_differ(model, found=""):
+    return (
+        f"parallelize() divides each input of model {model!r} by its rows, but they do not have as "
+        f"many{found}. Give each input a row for each row of the batch, or use one device: "
+        "parallelize(model, gpus=1)."
+    )

@@ -5,7 +5,8 @@ They find out an operation's attributes for the rules of ``_rows``.
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from .row_sizes import Positions, attribute, known_numbers, numbers, of_first, sizes_of
+from .graph import attribute
+from .row_sizes import Positions, known_numbers, numbers, of_first, sizes_of
 
 # Element by element ---------------------------------------------------------------------------
 
@@ -55,9 +56,7 @@ def bias(op, values):
         return Unknown("a rank is not known")
     axis = _channels(op, value)
     shape = [1] * axis + list(bias.shape) + [1] * (value.rank - 1 - axis)
-    placement = bias.placement
-    if isinstance(placement, Sharded):
-        placement = placement.replace(axis=axis)
+    placement = _rows.expanded(bias, set(range(value.rank)) - {axis})
     return _rows.added([value, Value(placement, shape)])
 
 
@@ -76,18 +75,15 @@ def chosen(op, values):
 
 # Reductions and what goes along dimensions ------------------------------------------------------
 
-_HOW = {"EuclideanNorm": "norm", "ArgMax": "position", "ArgMin": "position"}
-
 
 @of_first
 def reduced(op, values):
-    how, axes = _HOW.get(op.type, op.type.lower()), known_numbers(op.inputs[1])
+    how, axes = op.type.lower(), known_numbers(op.inputs[1])
     kept = bool(attribute(op, "keep_dims"))
     if how == "mean" and op.outputs[0].dtype.is_integer:
         how = "rounded mean"
-    if axes is None and (kept or op.outputs[0].shape.ndims != 0):
-        if isinstance(values[0].placement, Partial):
-            return _rows.reduced(values[0], None, how, kept)
+    known = axes is not None or not kept and op.outputs[0].shape.ndims == 0
+    if not known and not isinstance(values[0].placement, Partial):
         return Unknown("the axes are not known")
     return _rows.reduced(values[0], axes, how, kept)
 
@@ -117,11 +113,10 @@ def along_last(*counts):
     """
 
     def applied(op, values):
-        before = [value.axis for value in values[: len(counts)]]
-        for place, count in enumerate(counts):
-            if before[place] is None or before[place] >= values[place].rank - count:
-                return Mixed()
-        return _rows.by_row(values, before + [None] * (len(values) - len(counts)))
+        pairs = list(zip(values, counts))
+        if any(v.axis is None or v.axis >= v.rank - count for v, count in pairs):
+            return Mixed()
+        return by_row(*[value.axis for value, _ in pairs])(op, values)
 
     return applied
 

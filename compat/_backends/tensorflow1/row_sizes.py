@@ -38,11 +38,6 @@ class Positions(Mixed):
 COORDINATES = Positions(Sharded(0))
 
 
-def attribute(op, name, default=None):
-    # Before 1.8 asking for one that is not there adds it to a dictionary.
-    return op.get_attr(name) if name in op.node_def.attr else default
-
-
 class NotKnown(Exception):
     """A rule needs numbers that are not known before a run."""
 

@@ -9,11 +9,7 @@ import contextlib
 
 from ..._rows import Mixed, Sharded, Unknown, trial
 from .graph import dense_parts, is_outermost, variables_of
-
-#: A first pair of rows by itself may fit by chance; a second one besides does not.
-WAYS = (trial.PARTS, ((0,), (1, 2)))
-#: How replicas' values are put together.
-IN_ORDER = Sharded(0, inner=None, even=False)
+from .graph_rows import is_in_order
 
 
 class ReplicasTrial:
@@ -38,7 +34,6 @@ class ReplicasTrial:
         self._fed = {t: v for t, v in self._given.items() if not any(t is d for d in divided)}
         if hasattr(phase, "op"):
             self._fed[phase] = False
-        self._values, self._drawn = {}, {}  # type: Any, Any
 
     def _value_of(self, tensor):
         """Rows of a tensor that the replica reads a shard of, from what is fed, or made up."""
@@ -60,26 +55,18 @@ class ReplicasTrial:
         """
         ran = []
         try:
-            with self._writing_nothing():
-                self._draw()
-                for rows in sum(WAYS, (trial.WHOLE,)):
-                    ran.append(self._run(tensors, rows))
-                found = {
-                    tensor: whole
-                    for tensor, whole, *parts in zip(tensors, *ran)
-                    if not all(trial.fits(way, whole, IN_ORDER) for way in (parts[:2], parts[2:]))
-                }
-                again = self._run(list(found)) if found else []
+            found = self._tried(tensors, ran)
         except Exception:
             if ran:  # of all rows, but not of some of them
                 return dict.fromkeys(tensors, "fails")
-            return {tensor: "unknown" for tensor in tensors if self._is_assumed(tensor)}
+            found = dict.fromkeys(tensors, Unknown())
         whys = {}
-        for (tensor, whole), other in zip(found.items(), again):
-            if trial.close(whole, other):
+        for tensor, placement in found.items():
+            if isinstance(placement, Unknown):  # also where it is random
+                if self._is_assumed(tensor):
+                    whys[tensor] = "unknown"
+            elif not is_in_order(placement):
                 whys[tensor] = "tried"
-            elif self._is_assumed(tensor):  # and random
-                whys[tensor] = "unknown"
         return whys
 
     def _is_assumed(self, tensor):
@@ -101,12 +88,9 @@ class ReplicasTrial:
             and tensor.dtype.name not in ("resource", "variant")
             and (self._is_untold(tensor) or hasattr(tensor, "_keras_history"))
         ]
-        try:
-            with self._writing_nothing():
-                tried = dict(zip(asked, trial.tried(lambda rows: self._run(asked, rows))))
-        except Exception:
-            tried = {}
-        found = {}
+        tried, found = {}, {}
+        with contextlib.suppress(Exception):
+            tried = self._tried(asked, [])
         for tensor, placement in tried.items():
             if self._is_untold(tensor) and not isinstance(placement, Unknown):
                 found[tensor] = placement
@@ -120,6 +104,19 @@ class ReplicasTrial:
     def _is_untold(self, tensor):
         return isinstance(self.rows.known(tensor), Unknown)
 
+    def _tried(self, tensors, ran):
+        """The placements of tensors by a trial, which adds to ``ran`` what it has computed."""
+        random = [t for t in self.replicas.part.drawn() if is_outermost(t.op)]
+
+        def compute(rows):
+            ran.append(self._run(tensors, values, drawn, rows))
+            return ran[-1]
+
+        with self._writing_nothing():
+            values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}
+            drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
+            return dict(zip(tensors, trial.tried(compute)))
+
     @contextlib.contextmanager
     def _writing_nothing(self):
         """Within, variables may be written that are, afterwards, as they were."""
@@ -130,27 +127,26 @@ class ReplicasTrial:
         finally:
             self.backend.batch_set_value(list(zip(variables, values)))
 
-    def _draw(self):
-        divided = self.replicas.read_in_shards()
-        self._values = {tensor: self._value_of(tensor) for tensor in divided}
-        tensors = [t for t in self.replicas.part.drawn() if is_outermost(t.op)]
-        values = self._run(tensors) if tensors else []
-        self._drawn = dict(zip(tensors, values))
+    def _run(self, tensors, values, drawn, rows):
+        """The arrays that the replica computes of some rows.
 
-    def _run(self, tensors, rows=trial.WHOLE):
+        Arguments:
+            values: of the tensors that it reads a shard of.
+            drawn: of random ones, for all rows.
+        """
         import numpy as np
 
         feed = dict(self._fed)
-        for tensor, value in self._values.items():
+        for tensor, value in values.items():
             shards = dense_parts(self.replica.shards[tensor])
             feed.update(zip(shards, _rows_of(value, rows)))
-        for tensor, value in self._drawn.items():
+        for tensor, value in drawn.items():
             placement = self.rows.known(tensor)
             if isinstance(placement, Sharded) and rows != trial.WHOLE:
                 value = trial.chosen(value, placement, rows)
             feed[self.replica.tensor(tensor)] = value
-        values = self.session.run([self.replica.tensor(tensor) for tensor in tensors], feed)
-        return [np.asarray(value) for value in values]
+        asked = [self.replica.tensor(tensor) for tensor in tensors]
+        return list(map(np.asarray, self.session.run(asked, feed) if asked else ()))
 
 
 def _rows_of(value, rows):

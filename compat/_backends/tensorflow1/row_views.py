@@ -149,16 +149,15 @@ def pad(op, values):
 # What is put together ---------------------------------------------------------------------------
 
 
-def _of_rows_and_counts(values):
-    """Rows beside their numbers, to look them up with, are best asked."""
+def _best_asked(values):
+    """``Unknown`` where there are rows beside their numbers, to look them up with; else None."""
     kinds = {type(value.placement) for value in values}
-    return kinds >= {Count, Sharded} and kinds <= {Count, Sharded, Replicated}
+    beside = kinds >= {Count, Sharded} and kinds <= {Count, Sharded, Replicated}
+    return Unknown("rows beside their numbers") if beside else None
 
 
 def pack(op, values):
-    if _of_rows_and_counts(values):
-        return Unknown("rows beside their numbers")
-    return _rows.stacked(values, op.get_attr("axis"))
+    return _best_asked(values) or _rows.stacked(values, op.get_attr("axis"))
 
 
 def unpack(op, values):
@@ -168,6 +167,4 @@ def unpack(op, values):
 def concat(op, values):
     axis = numbers(op.inputs[0 if op.type == "Concat" else -1])[0]
     values = without_axis(op, values)
-    if _of_rows_and_counts(values):
-        return Unknown("rows beside their numbers")
-    return _rows.concatenated(values, axis)
+    return _best_asked(values) or _rows.concatenated(values, axis)

@@ -130,5 +130,5 @@ def session_of(keras):
     """The session that this Keras made for itself, or None. Makes none."""
     module = sys.modules[keras.backend.get_session.__module__]
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
-    local = isinstance(session, threading.local)  # from TensorFlow 1.15
-    return getattr(session, "session", None) if local else session
+    is_local = isinstance(session, threading.local)  # from TensorFlow 1.15
+    return getattr(session, "session", None) if is_local else session

@@ -75,13 +75,8 @@ def updates_in_order(optimizer, get_updates, loss, params):
     variables the other one. Nadam reads its schedule of momentum twice, before and after it is set.
     tf.keras has an order of its own, which stays.
     """
-    counters = [
-        value
-        for each in _keras.wrapped_optimizers(optimizer)
-        for value in vars(each).values()
-        if hasattr(value, "handle")
-    ]
-
+    held = [value for each in _keras.wrapped_optimizers(optimizer) for value in vars(each).values()]
+    counters = [value for value in held if hasattr(value, "handle")]
     # What others made, such as what saves the counter, must not count.
     others = {op for counter in counters for op in counter.handle.consumers()}
     # Of a variable and its new value Keras makes an assignment, but later than can be seen here.

@@ -15,40 +15,42 @@ WAITING = ("_Send", "_Recv", "_HostSend", "_HostRecv", "IteratorGetNext", "Parti
 
 def profiled(tf, devices):
     """See ``Backend.profiled()``; ``tf`` is TensorFlow under its 1.x names."""
-    return converted(_recorded(tf), lambda statistics: executed(statistics, devices))
+    return converted(recorded(tf), lambda runs: executed([run.step_stats for run in runs], devices))
 
 
 @contextlib.contextmanager
-def _recorded(tf):
-    """Within, every run of a session is recorded: gives a list of statistics.
+def recorded(tf, **options):
+    """Within, every run of a session is recorded: gives a list of ``RunMetadata``.
 
     Runs are those of ``Session.run()`` and of Keras' functions, also of such as exist already.
     ``Session.make_callable()`` takes no part.
+
+    Arguments:
+        options: what ``RunOptions`` have to be recorded besides.
     """
     from tensorflow.python.client.session import BaseSession
 
-    statistics = []
+    runs, trace = [], tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE, **options)
 
-    def traced(options):
+    def traced(own):
         result = tf.RunOptions()
-        if options is not None:
-            result.CopyFrom(options)
-        result.trace_level = tf.RunOptions.FULL_TRACE
+        if own is not None:
+            result.CopyFrom(own)
+        result.MergeFrom(trace)
         return result
 
-    def recorded(run, *args, **kwargs):
-        if kwargs.get("run_metadata") is None:
-            kwargs["run_metadata"] = tf.RunMetadata()
+    def noted(run, *args, run_metadata=None):
+        metadata = tf.RunMetadata() if run_metadata is None else run_metadata
         try:
-            return run(*args, **kwargs)
+            return run(*args, run_metadata=metadata)
         finally:
-            statistics.append(kwargs["run_metadata"].step_stats)
+            runs.append(metadata)
 
     plain_run = BaseSession.run
 
     def run(session, fetches, feed_dict=None, options=None, run_metadata=None):
         run = plain_run, session, fetches, feed_dict, traced(options)
-        return recorded(*run, run_metadata=run_metadata)
+        return noted(*run, run_metadata=run_metadata)
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(patching.replaced(BaseSession, run=run))
@@ -61,13 +63,13 @@ def _recorded(tf):
                 return plain_make(session, options)
 
             def call(function, *args, **kwargs):
-                return recorded(plain_call, function, *args, **kwargs)
+                return noted(plain_call, function, *args, **kwargs)
 
             patches.enter_context(patching.replaced(BaseSession, _make_callable_from_options=make))
             patches.enter_context(patching.replaced(BaseSession._Callable, __call__=call))
             for keras_function in _keras_functions():
                 patches.enter_context(_made_anew(keras_function))
-        yield statistics
+        yield runs
 
 
 def _keras_functions():

@@ -4,7 +4,7 @@ from typing import Any, Optional
 
 from ... import _keras
 from ..._verification import Verification, keras2
-from . import op_placement
+from . import op_placement, timeline
 from .graph import v1_names, variables_written
 from .step_counter import counting_in_order
 
@@ -31,11 +31,9 @@ class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
         return super().step(function, args)
 
     def operations(self, step):
-        import tensorflow
-
-        tf, made = v1_names(tensorflow), step.function.made
-        record = op_placement.record(tf, made, lambda: made(step.inputs))
-        products = op_placement.products(op_placement.partitions(record))
+        with timeline.recorded(v1_names(), output_partition_graphs=True) as runs:
+            step.function.made(step.inputs)
+        products = op_placement.products(op_placement.partitions(runs[-1]))
         names = op_placement.as_configured(list(products), self.verification.record.devices)
         return dict(zip(names, products.values()))
 
