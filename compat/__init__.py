@@ -8,22 +8,52 @@ Two calls, the same on every backend::
     model = compat.parallelize(model)     # the same model object, now on both GPUs
 """
 
-from . import _api, _ranks, errors
-from ._api import *
-from ._api import device_use, legacy
-from ._api.device_use import *
-from ._api.legacy import *
+from ._api import configure_gpu, device, parallelize
+from ._api.device_use import environment, report, timeline
+from ._api.legacy import install_legacy_names, make_parallel, multi_gpu_model, unwrap
 from ._configuration.registry import register
 from ._configuration.settings import Configuration
-from ._ranks import *
+from ._ranks import (
+    barrier,
+    is_chief,
+    local_batch_size,
+    local_rank,
+    rank,
+    scaled_learning_rate,
+    shard,
+    size,
+)
 from ._version import __version__
 from .backend import Backend
-from .errors import *
+from .errors import (
+    AlreadyConfiguredError,
+    AmbiguousBackendError,
+    BrokenInstallError,
+    CompatError,
+    CompatWarning,
+    ConfigurationFileError,
+    DeviceFailedError,
+    DevicesNotFoundError,
+    InvalidArgumentError,
+    ModelFileError,
+    NotAModelError,
+    NotInstalledError,
+    PythonNotFoundError,
+    RankError,
+    RankLostError,
+    ResultsDifferError,
+    TooLateError,
+    UnknownOptionError,
+    UnsupportedError,
+)
 
-# Most public names are listed where they are defined.
 __all__ = ["Backend", "Configuration", "__version__", "register"]
-__all__ += _api.__all__
-__all__ += _ranks.__all__
-__all__ += device_use.__all__
-__all__ += errors.__all__
-__all__ += legacy.__all__
+__all__ += ["configure_gpu", "device", "environment", "parallelize", "report", "timeline"]
+__all__ += ["install_legacy_names", "make_parallel", "multi_gpu_model", "unwrap"]
+__all__ += ["barrier", "is_chief", "local_batch_size", "local_rank", "rank"]
+__all__ += ["scaled_learning_rate", "shard", "size"]
+__all__ += ["AlreadyConfiguredError", "AmbiguousBackendError", "BrokenInstallError"]
+__all__ += ["CompatError", "CompatWarning", "ConfigurationFileError", "DeviceFailedError"]
+__all__ += ["DevicesNotFoundError", "InvalidArgumentError", "ModelFileError", "NotAModelError"]
+__all__ += ["NotInstalledError", "PythonNotFoundError", "RankError", "RankLostError"]
+__all__ += ["ResultsDifferError", "TooLateError", "UnknownOptionError", "UnsupportedError"]

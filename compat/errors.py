@@ -7,28 +7,6 @@ the built-in exception that a caller would catch. A text with one caller stands 
 import os
 import sys
 
-__all__ = [
-    "AlreadyConfiguredError",
-    "AmbiguousBackendError",
-    "BrokenInstallError",
-    "CompatError",
-    "CompatWarning",
-    "ConfigurationFileError",
-    "DeviceFailedError",
-    "DevicesNotFoundError",
-    "InvalidArgumentError",
-    "ModelFileError",
-    "NotAModelError",
-    "NotInstalledError",
-    "PythonNotFoundError",
-    "RankError",
-    "RankLostError",
-    "ResultsDifferError",
-    "TooLateError",
-    "UnknownOptionError",
-    "UnsupportedError",
-]
-
 _LONGEST = 1900  # characters of a message
 
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .._configuration.settings import Configuration
     from .._configuration.typing import Built, Gpus, Model, Options
 
-__all__ = ["configure_gpu", "device", "parallelize"]
-
 
 def configure_gpu(
     gpus: "Gpus" = None,

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from .._runtime.reporting import Report
     from .environment import Environment
 
-__all__ = ["environment", "report", "timeline"]
-
 
 def environment() -> "Environment":
     """What ``compat env`` tells: backend, versions, GPUs, what is set, and what is wrong.

@@ -15,8 +15,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Sequence, Union
 
-__all__ = ["install_legacy_names", "make_parallel", "multi_gpu_model", "unwrap"]
-
 
 def multi_gpu_model(
     model: "Any",

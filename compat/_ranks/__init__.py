@@ -17,9 +17,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Mapping, Optional, Tuple
 
-__all__ = ["barrier", "is_chief", "local_batch_size", "local_rank"]
-__all__ += ["rank", "scaled_learning_rate", "shard", "size"]
-
 #: How long ranks wait for each other where the user sets nothing, in seconds.
 TIMEOUT = 600.0
 _ALONE = Place(0, 1, 0, 1, "")

@@ -6,9 +6,51 @@ split. Nothing here imports a framework.
 """
 
 from . import trial
-from .arithmetic import *
-from .lookups import *
-from .placements import *
-from .policy import *
-from .values import *
-from .views import *
+from .arithmetic import (
+    added,
+    along,
+    contracted,
+    divided,
+    divided_by_total,
+    extreme,
+    multiplied,
+    pointwise,
+    product,
+    reduced,
+)
+from .lookups import (
+    by_row,
+    chosen,
+    counted,
+    gathered,
+    made,
+    normalized,
+    scattered,
+    shape_of,
+    size_of,
+)
+from .placements import (
+    REPLICATED,
+    Count,
+    Mixed,
+    Partial,
+    Placement,
+    Replicated,
+    Sharded,
+    Unknown,
+)
+from .policy import FROM_THERE_ON, REASONS, Across, runs_whole
+from .values import Value, have_own_rows, settled, shared, without_rows
+from .views import (
+    broadcast,
+    concatenated,
+    expanded,
+    repeated,
+    reshaped,
+    resized,
+    sliced,
+    squeezed,
+    stacked,
+    tiled,
+    transposed,
+)
