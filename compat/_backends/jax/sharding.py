@@ -194,7 +194,7 @@ class CountedSteps(patching.InstanceMethod):
         training = getattr(step_function, "__name__", "") == "train_step"
 
         def step(state, data):
-            with work.uncounted():  # what it calls eagerly
+            with work.uncounted:  # what it calls eagerly
                 results = step_function(state, data)
             leaves = _keras.keras_of(model).tree.flatten(data)
             batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
