@@ -12,7 +12,7 @@ import termios
 import threading
 import time
 
-from conftest import ROOT
+from sources import ROOT
 
 from compat._runtime import progress
 from compat._verification import verification

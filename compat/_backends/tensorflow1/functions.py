@@ -15,6 +15,9 @@ from .step_counter import counting_in_order
 # What TensorFlow calls what runs a part of the batch, and what puts the parts together.
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
 
+# What of a function says how its runs are recorded.
+_RECORDING = ("run_options", "run_metadata")
+
 _HINT = (
     "\n\nparallelize() runs the operations named replica_... of a part of the batch. An operation "
     "that needs all rows, or a size that is the whole batch's, fails there: use sizes of its "
@@ -106,8 +109,10 @@ class ReplicatedGraphFunctions:
             state = self.model.optimizer.get_weights() if function.training else None
             setattr(self.model, name, None)
             try:
+                kept = {k: v for k, v in vars(function.made).items() if k in _RECORDING}
                 function.make()
                 vars(function).update(vars(self._made[name]))
+                vars(function.made).update(kept)
             finally:
                 self._made[name] = function
                 setattr(self.model, name, current)
@@ -150,17 +155,16 @@ class ReplicatedGraphFunction:
     """
 
     def __init__(self, owner, made, make, training):
-        self.owner = owner
-        self.made = made
-        self.make = make
-        self.training = training
-        self.replicas = owner.replicas_now()
-        self.is_tried = False
+        vars(self).update(owner=owner, made=made, make=make, training=training)
+        vars(self).update(replicas=owner.replicas_now(), is_tried=False)
         made.outputs = [self.replicas.whole(tensor) for tensor in made.outputs]
         made.updates_op = self.replicas.whole(made.updates_op)
 
     def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
         return getattr(self.made, name)
+
+    def __setattr__(self, name, value):  # what a run is to record, for example
+        setattr(self.made, name, value)
 
     def __call__(self, inputs):
         from tensorflow.python.framework.errors import InvalidArgumentError
@@ -180,7 +184,7 @@ class ReplicatedGraphFunction:
         rows = self._checked_rows(inputs)
         while not self.is_tried:
             fed = dict(zip(self.made.inputs, inputs))
-            self.is_tried = not self.owner.try_on(self.replicas, fed)
+            vars(self)["is_tried"] = not self.owner.try_on(self.replicas, fed)
         return rows
 
     def _count(self, inputs, rows):
