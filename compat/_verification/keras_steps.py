@@ -11,7 +11,7 @@ from .. import _keras, errors
 from .._rows import split_rows
 from .._runtime import patching
 from . import reachable, steps
-from .verification import random_numbers_noted, suspended
+from .verification import random_numbers, suspended
 
 # Kind of step -> the attribute that keeps its function.
 FUNCTIONS = {"train": "train_function", "evaluate": "test_function", "predict": "predict_function"}
@@ -132,8 +132,7 @@ class VerifiedFunction:
                 return self.made(*args)
         elif verification.is_due(method.kind):
             if self.undivided is None:
-                with contextlib.ExitStack() as afterwards, verification.shown(method.kind):
-                    afterwards.callback(random_numbers_noted())
+                with random_numbers(), verification.shown(method.kind):
                     self.undivided = method.make_undivided(self.model)
             return verification.verify(method.kind, method.step(method, self, *args))
         return self.made(*args)
@@ -238,7 +237,7 @@ class KerasStep(FunctionStep):
     def labelled(self):
         """All variables that the step may change, by label: a variable keeps the one it got."""
         model = self.model
-        kinds = self.variable_kinds + (getattr(_keras.keras_of(model), "Variable", None),)
+        kinds = self.variable_kinds + (getattr(_keras.keras_of(model), "Variable", ()),)
         trainable = {id(v) for v in model.trainable_variables}
         groups = [("state", _variables_of(model))]
         # Not all of an optimizer's variables are among those that it lists: a product of its own
@@ -293,8 +292,7 @@ class KerasStep(FunctionStep):
             except NotImplementedError:  # a model whose train_step calls its parts
                 return None
         named = outputs(self.model, results)
-        for place, loss in enumerate(losses):
-            named[f"output: loss {place + 1} of add_loss()"] = loss
+        named.update((f"output: loss {n} of add_loss()", loss) for n, loss in enumerate(losses, 1))
         return {label: self.as_array(value) for label, value in named.items()}
 
 

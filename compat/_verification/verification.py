@@ -24,15 +24,12 @@ _MOST_NUMBERS = 4
 suspended = Within()
 
 
-def random_numbers_noted():
-    """What lets Python's and numpy's own random numbers go on from where they are now."""
-    state, state_of_numpy = random.getstate(), np.random.get_state()
-
-    def put_back():
-        random.setstate(state)
-        np.random.set_state(state_of_numpy)
-
-    return put_back
+def random_numbers():
+    """A context after which Python's and numpy's own random numbers are those from now on."""
+    afterwards = contextlib.ExitStack()
+    afterwards.callback(random.setstate, random.getstate())
+    afterwards.callback(np.random.set_state, np.random.get_state())
+    return afterwards
 
 
 class Verification:
@@ -94,16 +91,16 @@ class Verification:
         self.left[kind] -= 1
         if kind == "train":
             self._unverified = 0
-        start, put_numbers_back = step.read(), random_numbers_noted()
+        start, numbers = step.read(), random_numbers()
         step.noted = step.attributes()
         try:
             with suspended, self.shown(kind):
                 # First, so that what the first step makes and traces is what it would be.
                 step.write(start)  # what is kept twice, for one device and for all, is the same
                 given, results = step.on_all_devices()
-                found, go_on = {**results, **step.read()}, random_numbers_noted()
+                found, after = {**results, **step.read()}, random_numbers()
                 step.write(start)
-                put_numbers_back()
+                numbers.close()
                 with _aside(step):
                     expected = {**step.on_one_device(), **step.read()}
 
@@ -126,7 +123,7 @@ class Verification:
                     with _aside(step):
                         self.record.operations = step.operations()
             step.write({label: value for label, value in found.items() if label not in results})
-            go_on()
+            after.close()
         except BaseException:
             # What the step itself has raised is what its caller must see.
             step.noted.put_back()

@@ -9,7 +9,6 @@ import itertools
 import jax
 import numpy as np
 
-from ..._rows import split_rows
 from ..._runtime import patching
 from ..._verification import keras_steps
 from . import op_placement
@@ -66,23 +65,15 @@ class _JAXStep(keras_steps.KerasStep):
         ]
         return jax.tree.unflatten(self.tree, placed)
 
-    def _run(self, function, shardings):
-        results, after = function(self._state(shardings), iter(self.data))
-        self.values = dict(zip(self.labels, map(np.asarray, jax.tree.leaves(after))))
-        return results, after
-
-    def on_one_device(self):
-        with split_rows.undivided():
-            results, _ = self._run(self.function.undivided, {})
-        return self.named(results)
-
-    def on_all_devices(self):
-        results, state = self._run(self.function.made, self.shardings)
+    def done(self, function):
+        shardings = {} if function is self.function.undivided else self.shardings
+        results, state = function(self._state(shardings), iter(self.data))
+        self.values = dict(zip(self.labels, map(np.asarray, jax.tree.leaves(state))))
         return (results, state), self.named(results)
 
     def operations(self):
         function = self.method.made_anew(self.model)
-        found = op_placement.executed(jax, lambda: self._run(function, self.shardings))
+        found = op_placement.executed(jax, lambda: self.done(function))
         return op_placement.products(found)
 
     def infer(self, inputs):

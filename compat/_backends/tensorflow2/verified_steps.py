@@ -43,24 +43,24 @@ def _is_built(optimizer):
     return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
 
 
+def _batches(model, iterator):
+    """Those that a call of the model's function consumes."""
+    if isinstance(iterator, list):  # Keras 3 predicts lists of batches
+        return iterator
+    count = getattr(model, "_steps_per_execution", None)
+    count = getattr(model, "steps_per_execution", 1) if count is None else count
+    count = int(count.numpy() if hasattr(count, "numpy") else count)
+    return [next(iterator)] + list(itertools.islice(iterator, count - 1))
+
+
 class _TensorFlow2Step(keras_steps.KerasStep):
     variable_kinds = (tf.Variable,)
 
     def __init__(self, method, function, iterator):
-        super().__init__(method, function, iterator)
+        super().__init__(method, function, _batches(function.model, iterator))
         self.iterator = iterator
-        self.data = self._taken()
 
     # Batches ------------------------------------------------------------------------------------
-
-    def _taken(self):
-        """The batches that this call of the function consumes."""
-        count = getattr(self.model, "_steps_per_execution", None)
-        count = getattr(self.model, "steps_per_execution", 1) if count is None else count
-        count = int(count.numpy() if hasattr(count, "numpy") else count)
-        if isinstance(self.iterator, list):  # Keras 3 predicts lists of batches
-            return self.iterator
-        return [next(self.iterator)] + list(itertools.islice(self.iterator, count - 1))
 
     def taken(self):
         """An iterator over the same batches, in which sizes are known as far as they were."""
@@ -120,10 +120,9 @@ class VerifiedTensorFlow2Step(keras_steps.Verified):
     has_built = False  # whether the optimizer made its state here, not in a step
 
     def is_ready(self, model):
-        if not getattr(model, "built", True):
-            return False
-        if self.kind != "train":
-            return True
+        is_built = getattr(model, "built", True)
+        if self.kind != "train" or not is_built:
+            return is_built
         optimizers = keras_steps.optimizers(model)
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and not _keras.is_users(type(model).train_step):
