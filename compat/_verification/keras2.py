@@ -168,10 +168,18 @@ class Keras2Step(ArraysStep):
 
     def outputs(self, undivided):
         has_phase = self.kind == "train" and isinstance(self.data[-1], (int, float))
+        # These tell what is random, and are set after the step.
+        going_on = set(filter(self.method.is_random, self.variables.values()))
 
         def run(kind, inputs):
+            function = self._function_of(kind, undivided)
+            written = self.method.written(function, self.model)
+            written = [v for v in written if v not in going_on]
+            before = self.keras.backend.batch_get_value(written)
             with suspended:
-                return self._function_of(kind, undivided)(inputs + ([0.0] if has_phase else []))
+                results = function(inputs + ([0.0] if has_phase else []))
+            self.keras.backend.batch_set_value(list(zip(written, before)))
+            return results
 
         return self.in_inference(run, self.data[:-1] if has_phase else self.data)
 
