@@ -1,5 +1,7 @@
 """What one device and several make of the same step: whether it differs, and why it may."""
 
+from .._runtime.on_demand import numpy as np
+
 # Sums in another order differ by some units in the last place (eps) for each factor of rows; 2^10
 # leaves room for sums over some millions of numbers, whose error grows with the square root.
 _UNITS = 2.0**10
@@ -50,8 +52,6 @@ class Comparison:
                 self._compare(label, found.get(label))
 
     def _compare(self, label, found):
-        import numpy as np
-
         expected, before = self.expected[label], self.start.get(label)
         if found is None or np.shape(found) != np.shape(expected):
             self.differing.append((label, float("inf"), 0.0, None))
@@ -138,8 +138,6 @@ def _order(label):
 
 def _change(value, before=None):
     """By how much a value has changed, in 64 bits; the value, where there is none before it."""
-    import numpy as np
-
     dtype = "complex128" if np.asarray(value).dtype.kind == "c" else "float64"
     # Without copies of both in 64 bits, which take longer than the difference.
     before = np.zeros((), dtype) if before is None else before
@@ -148,8 +146,6 @@ def _change(value, before=None):
 
 def _largest(values):
     """The largest of the absolute values that are finite."""
-    import numpy as np
-
     values = np.asarray(values)
     if values.size and values.dtype.kind == "f":
         largest = float(max(values.max(), -values.min()))
@@ -162,8 +158,6 @@ def _largest(values):
 
 def _ratio(expected, found):
     """The factor by which ``found`` is too large or too small, where it is one; else None."""
-    import numpy as np
-
     expected, found = np.ravel(expected).astype("float64"), np.ravel(found).astype("float64")
     norm = float(expected.dot(expected))
     if not np.isfinite(norm) or not norm:
@@ -175,8 +169,6 @@ def _ratio(expected, found):
 
 def largest_difference(first, second):
     """The largest absolute difference between two lists of arrays."""
-    import numpy as np
-
     assert len(first) == len(second)
     return max(float(np.abs(a - b).max()) for a, b in zip(first, second) if np.size(a))
 

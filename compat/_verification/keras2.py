@@ -9,14 +9,14 @@ import contextlib
 import functools
 
 from .. import _keras
-from . import keras_steps
+from . import keras_steps, reachable
 from .verification import suspended
 
 
 class VerifiedKeras2Step(keras_steps.Verified):
     """The method by which Keras 2 makes the function of a step.
 
-    Subclassed by each backend, with ``operations(step)`` as ``Step.operations()``.
+    Subclassed by each backend, with a ``Keras2Step`` of its own.
     """
 
     prefix = "_make_"
@@ -49,24 +49,19 @@ class VerifiedKeras2Step(keras_steps.Verified):
         with _attributes_kept(_keras.wrapped_optimizers(optimizer)), self.ordering(optimizer):
             return self.made_anew(model)
 
-    def step(self, function, args):
-        return Keras2Step(self, function, list(args[0]))
-
 
 @contextlib.contextmanager
 def _attributes_kept(optimizers):
     """Within, what an optimizer notes of the function that it makes is forgotten."""
-    kept = [(vars(each), dict(vars(each))) for each in optimizers]
-    values = [value for _, attributes in kept for value in attributes.values()]
+    attributes = reachable.Attributes(optimizers, lambda name, value: True)
+    values = [value for each in optimizers for value in vars(each).values()]
     lists = [(value, value[:]) for value in values if isinstance(value, list)]
     try:
         yield
     finally:
         for value, members in lists:
             value[:] = members
-        for attributes, before in kept:
-            attributes.clear()
-            attributes.update(before)
+        attributes.put_back()
 
 
 def _state_of(optimizer):
@@ -78,11 +73,8 @@ def _state_of(optimizer):
 class ArraysStep(keras_steps.FunctionStep):
     """A call of a function of Keras 2, with a list of arrays."""
 
-    given = ("inputs",)
-
-    def __init__(self, method, function, inputs):
-        super().__init__(method, function)
-        self.inputs = inputs
+    def __init__(self, method, function, data):
+        super().__init__(method, function, list(data))
         self.keras = _keras.keras_of(self.model)
         self.dtype = self.keras.backend.floatx()
 
@@ -105,8 +97,8 @@ class ArraysStep(keras_steps.FunctionStep):
 class Keras2Step(ArraysStep):
     """A call of one of the functions."""
 
-    def __init__(self, method, function, inputs):
-        super().__init__(method, function, inputs)
+    def __init__(self, method, function, data):
+        super().__init__(method, function, data)
         self._function_of = functools.lru_cache(maxsize=None)(self._function_made)
         written = method.written(function.made, self.model)
         undivided = method.written(function.undivided, self.model)
@@ -174,11 +166,8 @@ class Keras2Step(ArraysStep):
         self.undivided_last = function is self.function.undivided
         return super().done(function)
 
-    def operations(self):
-        return self.method.operations(self)
-
     def outputs(self, undivided):
-        has_phase = self.kind == "train" and isinstance(self.inputs[-1], (int, float))
+        has_phase = self.kind == "train" and isinstance(self.data[-1], (int, float))
         # These tell what is random, and are set after the step.
         going_on = set(filter(self.method.is_random, self.variables.values()))
 
@@ -192,7 +181,7 @@ class Keras2Step(ArraysStep):
             self.keras.backend.batch_set_value(list(zip(written, before)))
             return results
 
-        return self.in_inference(run, self.inputs[:-1] if has_phase else self.inputs)
+        return self.in_inference(run, self.data[:-1] if has_phase else self.data)
 
     def _function_made(self, kind, undivided):
         """The function by which the model infers, on one device or on all, made anew."""

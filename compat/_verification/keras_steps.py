@@ -11,7 +11,7 @@ from .. import _keras, errors
 from .._rows import split_rows
 from .._runtime import patching
 from . import reachable, steps
-from .verification import random_numbers_kept, suspended
+from .verification import random_numbers, suspended
 
 # Kind of step -> the attribute that keeps its function.
 FUNCTIONS = {"train": "train_function", "evaluate": "test_function", "predict": "predict_function"}
@@ -24,7 +24,8 @@ class Verified(patching.InstanceMethod):
     """The method that makes one of a model's functions, which verifies its first steps.
 
     Subclasses for a backend say how a step is done and what it changes; ``prefix`` is what the
-    names of Keras' own methods begin with, "make_" or, in Keras 2, "_make_".
+    names of Keras' own methods begin with, "make_" or, in Keras 2, "_make_"; ``step`` the kind of
+    ``FunctionStep`` that a call of the function is.
     """
 
     prefix = "make_"
@@ -71,9 +72,8 @@ class Verified(patching.InstanceMethod):
         """Have the function that Keras has made verified, and return it."""
         attribute = FUNCTIONS[self.kind]
         made = getattr(model, attribute, None)
-        if made is None or isinstance(made, VerifiedFunction):
-            return made
-        if self.verification.wants(self.kind):
+        is_plain = made is not None and not isinstance(made, VerifiedFunction)
+        if is_plain and self.verification.wants(self.kind):
             made = VerifiedFunction(self, model, made)
             setattr(model, attribute, made)
         return made
@@ -101,9 +101,6 @@ class Verified(patching.InstanceMethod):
         finally:
             for name, value in kept.items():
                 setattr(model, name, value)
-
-    def step(self, function, args):
-        """The ``steps.Step`` that a call of ``function`` with ``args`` is."""
 
 
 class VerifiedFunction:
@@ -135,9 +132,9 @@ class VerifiedFunction:
                 return self.made(*args)
         elif verification.is_due(method.kind):
             if self.undivided is None:
-                with random_numbers_kept(), verification.shown(method.kind):
+                with random_numbers(), verification.shown(method.kind):
                     self.undivided = method.make_undivided(self.model)
-            return verification.verify(method.kind, method.step(self, args))
+            return verification.verify(method.kind, method.step(method, self, *args))
         return self.made(*args)
 
 
@@ -178,17 +175,21 @@ class FunctionStep(steps.Step):
     Arguments:
         method: the ``Verified``.
         function: the ``VerifiedFunction`` that was called.
+        data: what the step consumes: arrays, or batches.
     """
 
-    def __init__(self, method, function):
+    given = ("data",)
+
+    def __init__(self, method, function, data):
         self.method = method
         self.function = function
+        self.data = data
         self.model = function.model
         self.kind = method.kind
 
     def taken(self):
         """What a function takes."""
-        return getattr(self, self.given[0])
+        return self.data
 
     def named(self, results):
         """What a step returns, by label, as arrays."""
@@ -208,18 +209,13 @@ class FunctionStep(steps.Step):
 
 
 class KerasStep(FunctionStep):
-    """A step of a model of tf.keras or Keras 3, whose variables are objects.
+    """A step of a model of tf.keras or Keras 3, whose variables are objects; of some batches."""
 
-    Subclasses set ``batches``, those that the step consumes.
-    """
-
-    given = ("batches",)
-    batches = ()  # type: tuple
     #: The classes of variables, besides Keras' own.
     variable_kinds = ()  # type: tuple
 
-    def __init__(self, method, function):
-        super().__init__(method, function)
+    def __init__(self, method, function, data):
+        super().__init__(method, function, data)
         self._labels, self._labelled = {}, {}  # by id; and the variables by label
         layers = _keras.all_layers(self.model)
         dtypes = {str(getattr(layer, "compute_dtype", None) or layer.dtype) for layer in layers}
@@ -241,7 +237,7 @@ class KerasStep(FunctionStep):
     def labelled(self):
         """All variables that the step may change, by label: a variable keeps the one it got."""
         model = self.model
-        kinds = self.variable_kinds + (getattr(_keras.keras_of(model), "Variable", None),)
+        kinds = self.variable_kinds + (getattr(_keras.keras_of(model), "Variable", ()),)
         trainable = {id(v) for v in model.trainable_variables}
         groups = [("state", _variables_of(model))]
         # Not all of an optimizer's variables are among those that it lists: a product of its own
@@ -287,7 +283,7 @@ class KerasStep(FunctionStep):
         return self.model(inputs, training=False), self.model.losses
 
     def outputs(self, undivided):
-        inputs = self.batches[0]
+        inputs = self.data[0]
         if isinstance(inputs, (tuple, list)):  # Keras takes a list, as of torch's loaders, too
             inputs = inputs[0]
         with split_rows.undivided() if undivided else contextlib.ExitStack():
@@ -296,8 +292,7 @@ class KerasStep(FunctionStep):
             except NotImplementedError:  # a model whose train_step calls its parts
                 return None
         named = outputs(self.model, results)
-        for place, loss in enumerate(losses):
-            named[f"output: loss {place + 1} of add_loss()"] = loss
+        named.update((f"output: loss {n} of add_loss()", loss) for n, loss in enumerate(losses, 1))
         return {label: self.as_array(value) for label, value in named.items()}
 
 

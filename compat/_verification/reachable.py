@@ -12,9 +12,8 @@ def variables(roots, kinds):
 
     Arguments:
         roots: the objects.
-        kinds: the classes of variables; None is none.
+        kinds: the classes of variables, as ``isinstance`` takes them.
     """
-    kinds = tuple(kind for kind in kinds if kind is not None)
     return [value for value in _all(roots, kinds) if isinstance(value, kinds)]
 
 
@@ -42,9 +41,7 @@ class Attributes:
         for attributes, values in self._held:
             for name in set(self._of(attributes)) - set(values) if self._forgets else ():
                 del attributes[name]
-            for name, value in values.items():
-                if attributes.get(name) is not value:
-                    attributes[name] = value
+            attributes.update(values)
 
 
 def numbers(roots):

@@ -9,6 +9,7 @@ from typing import Any, ContextManager, Sequence, Union
 from .. import errors
 from .._configuration.settings import Every
 from .._runtime import patching, progress, work
+from .._runtime.on_demand import numpy as np
 from .._runtime.process import process
 from .._runtime.within import Within
 from . import report
@@ -23,14 +24,12 @@ _MOST_NUMBERS = 4
 suspended = Within()
 
 
-@contextlib.contextmanager
-def random_numbers_kept():
-    """Within, nobody notices that Python's and numpy's own random numbers are drawn."""
-    numbers = _random_numbers()
-    try:
-        yield
-    finally:
-        _set_random_numbers(numbers)
+def random_numbers():
+    """A context after which Python's and numpy's own random numbers are those from now on."""
+    afterwards = contextlib.ExitStack()
+    afterwards.callback(random.setstate, random.getstate())
+    afterwards.callback(np.random.set_state, np.random.get_state())
+    return afterwards
 
 
 class Verification:
@@ -92,16 +91,16 @@ class Verification:
         self.left[kind] -= 1
         if kind == "train":
             self._unverified = 0
-        start, numbers = step.read(), _random_numbers()
+        start, numbers = step.read(), random_numbers()
         step.noted = step.attributes()
         try:
             with suspended, self.shown(kind):
                 # First, so that what the first step makes and traces is what it would be.
                 step.write(start)  # what is kept twice, for one device and for all, is the same
                 given, results = step.on_all_devices()
-                found, after = {**results, **step.read()}, _random_numbers()
+                found, after = {**results, **step.read()}, random_numbers()
                 step.write(start)
-                _set_random_numbers(numbers)
+                numbers.close()
                 with _aside(step):
                     expected = {**step.on_one_device(), **step.read()}
 
@@ -124,7 +123,7 @@ class Verification:
                     with _aside(step):
                         self.record.operations = step.operations()
             step.write({label: value for label, value in found.items() if label not in results})
-            _set_random_numbers(after)
+            after.close()
         except BaseException:
             # What the step itself has raised is what its caller must see.
             step.noted.put_back()
@@ -242,8 +241,6 @@ def _aside(step):
 
 def _changed(start, after):
     """The labels of the values that a step has changed."""
-    import numpy as np
-
     return {label for label in start if not np.array_equal(start[label], after.get(label))}
 
 
@@ -256,8 +253,6 @@ def _moved(step, start, seed):
     Arguments:
         seed: of how they are off; None: not at all.
     """
-    import numpy as np
-
     generator = np.random.RandomState(seed)
     moved = {}
     for label in sorted(start):
@@ -293,8 +288,6 @@ def given_moved(step, seed, number=None):
     Arguments:
         number: this number alone is off, in each place by another sign.
     """
-    import numpy as np
-
     signs = np.random.RandomState(seed)
 
     def moved(value):
@@ -321,8 +314,6 @@ def _frequent_numbers(step):
     Of a column of ones nothing is moved otherwise, and normalising it divides what is left by
     rounding by a deviation of zero.
     """
-    import numpy as np
-
     found = collections.Counter()  # type: collections.Counter
 
     def count(value):
@@ -346,17 +337,3 @@ def _mapped(value, function):
         parts = [_mapped(part, function) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return function(value)
-
-
-def _random_numbers():
-    """Where Python's and numpy's own random numbers are."""
-    import numpy as np
-
-    return random.getstate(), np.random.get_state()
-
-
-def _set_random_numbers(states):
-    import numpy as np
-
-    random.setstate(states[0])
-    np.random.set_state(states[1])

@@ -9,35 +9,16 @@ import itertools
 import jax
 import numpy as np
 
-from ..._rows import split_rows
 from ..._runtime import patching
 from ..._verification import keras_steps
 from . import op_placement
 
 
-class VerifiedJAXStep(keras_steps.Verified):
-    """The method by which Keras makes the function of a step."""
-
-    def made_anew(self, model):
-        name = keras_steps.STEPS[self.kind]
-        method = getattr(model, name)
-
-        def step(*args):
-            return method(*args)
-
-        # jax.jit() keeps one program for each function, and Keras gives it the model's method: by
-        # another object, or what was traced undivided would run in the place of the other.
-        step.__name__ = name
-        with patching.replaced(model, **{name: step}):
-            return super().made_anew(model)
-
-    def step(self, function, args):
-        return _JAXStep(self, function, *args)
-
-
 class _JAXStep(keras_steps.KerasStep):
     def __init__(self, method, function, state, iterator):
-        super().__init__(method, function)
+        first = next(iterator)
+        count = function.model.steps_per_execution
+        super().__init__(method, function, [first, *itertools.islice(iterator, count - 1)])
         model = self.model
         groups = [("weight", model.trainable_variables), ("state", model.non_trainable_variables)]
         if self.kind == "train":
@@ -50,8 +31,6 @@ class _JAXStep(keras_steps.KerasStep):
         self.values = dict(zip(self.labels, map(np.asarray, leaves)))
         # Of values that lie elsewhere JAX would compile a program of their own.
         self.shardings = dict(zip(self.labels, [leaf.sharding for leaf in leaves]))
-        first = next(iterator)
-        self.batches = [first] + list(itertools.islice(iterator, model.steps_per_execution - 1))
 
     def as_array(self, value):
         return np.asarray(value)
@@ -86,23 +65,15 @@ class _JAXStep(keras_steps.KerasStep):
         ]
         return jax.tree.unflatten(self.tree, placed)
 
-    def _run(self, function, shardings):
-        results, after = function(self._state(shardings), iter(self.batches))
-        self.values = dict(zip(self.labels, map(np.asarray, jax.tree.leaves(after))))
-        return results, after
-
-    def on_one_device(self):
-        with split_rows.undivided():
-            results, _ = self._run(self.function.undivided, {})
-        return self.named(results)
-
-    def on_all_devices(self):
-        results, state = self._run(self.function.made, self.shardings)
+    def done(self, function):
+        shardings = {} if function is self.function.undivided else self.shardings
+        results, state = function(self._state(shardings), iter(self.data))
+        self.values = dict(zip(self.labels, map(np.asarray, jax.tree.leaves(state))))
         return (results, state), self.named(results)
 
     def operations(self):
         function = self.method.made_anew(self.model)
-        found = op_placement.executed(jax, lambda: self._run(function, self.shardings))
+        found = op_placement.executed(jax, lambda: self.done(function))
         return op_placement.products(found)
 
     def infer(self, inputs):
@@ -114,3 +85,22 @@ class _JAXStep(keras_steps.KerasStep):
 
         weights, state, *_ = self._state({})
         return jax.jit(infer)(weights, state, inputs)
+
+
+class VerifiedJAXStep(keras_steps.Verified):
+    """The method by which Keras makes the function of a step."""
+
+    step = _JAXStep
+
+    def made_anew(self, model):
+        name = keras_steps.STEPS[self.kind]
+        method = getattr(model, name)
+
+        def step(*args):
+            return method(*args)
+
+        # jax.jit() keeps one program for each function, and Keras gives it the model's method: by
+        # another object, or what was traced undivided would run in the place of the other.
+        step.__name__ = name
+        with patching.replaced(model, **{name: step}):
+            return super().made_anew(model)

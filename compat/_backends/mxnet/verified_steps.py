@@ -11,19 +11,6 @@ from . import op_placement
 _PHASES = {"train": "train", "evaluate": "test", "predict": "predict"}
 
 
-class VerifiedMXNetStep(keras_steps.Verified):
-    """The method by which keras-mxnet makes the function of a step."""
-
-    prefix = "_make_"
-
-    def make_undivided(self, model):
-        replicas = model._compat_replicas
-        return replicas.undivided()(functools.partial(replicas.run, _PHASES[self.kind]))
-
-    def step(self, function, args):
-        return _MXNetStep(self, function, list(args[0]))
-
-
 class _MXNetStep(keras2.ArraysStep):
     def by_design(self, inference, changed):
         training = self.kind == "train" and not inference
@@ -56,10 +43,21 @@ class _MXNetStep(keras2.ArraysStep):
             self.model.optimizer.set_weights([values[label] for label in slots if label in values])
 
     def operations(self):
-        return op_placement.products(lambda: self.function.made(self.inputs))
+        return op_placement.products(lambda: self.function.made(self.data))
 
     def outputs(self, undivided):
         replicas = self.model._compat_replicas
         with replicas.undivided() if undivided else contextlib.ExitStack():
             run = replicas.run
-            return self.in_inference(lambda kind, rows: run(_PHASES[kind], rows), self.inputs)
+            return self.in_inference(lambda kind, rows: run(_PHASES[kind], rows), self.data)
+
+
+class VerifiedMXNetStep(keras_steps.Verified):
+    """The method by which keras-mxnet makes the function of a step."""
+
+    prefix = "_make_"
+    step = _MXNetStep
+
+    def make_undivided(self, model):
+        replicas = model._compat_replicas
+        return replicas.undivided()(functools.partial(replicas.run, _PHASES[self.kind]))

@@ -9,8 +9,25 @@ from .graph import v1_names, variables_written
 from .step_counter import counting_in_order
 
 
+class _TensorFlow1Step(keras2.Keras2Step):
+    def __init__(self, method, function, data):
+        # A trial that fails makes the function anew, with other variables for the optimizer.
+        if hasattr(function.made, "try_on"):  # it is of replicas
+            function.made.try_on(data)
+        super().__init__(method, function, data)
+
+    def operations(self):
+        with timeline.recorded(v1_names(), output_partition_graphs=True) as runs:
+            self.function.made(self.data)
+        products = op_placement.products(op_placement.partitions(runs[-1]))
+        devices = self.method.verification.record.devices
+        return dict(zip(op_placement.as_configured(list(products), devices), products.values()))
+
+
 class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
     """The method by which Keras 2 makes the function of a step."""
+
+    step = _TensorFlow1Step
 
     def written(self, function, model):
         metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
@@ -23,19 +40,6 @@ class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
     def ordering(self, optimizer):
         # Nothing else orders the two where Keras makes a function for itself.
         return counting_in_order(optimizer)
-
-    def step(self, function, args):
-        # A trial that fails makes the function anew, with other variables for the optimizer.
-        if hasattr(function.made, "try_on"):  # it is of replicas
-            function.made.try_on(args[0])
-        return super().step(function, args)
-
-    def operations(self, step):
-        with timeline.recorded(v1_names(), output_partition_graphs=True) as runs:
-            step.function.made(step.inputs)
-        products = op_placement.products(op_placement.partitions(runs[-1]))
-        names = op_placement.as_configured(list(products), self.verification.record.devices)
-        return dict(zip(names, products.values()))
 
 
 class _VerifiedInnerModel(_keras.InnerModel):

@@ -11,27 +11,6 @@ from ..._verification import keras_steps
 from . import op_placement
 
 
-class VerifiedTensorFlow2Step(keras_steps.Verified):
-    """The method by which tf.keras, or Keras 3 on TensorFlow, makes the function of a step."""
-
-    has_built = False  # whether the optimizer made its state here, not in a step
-
-    def is_ready(self, model):
-        if not getattr(model, "built", True):
-            return False
-        if self.kind != "train":
-            return True
-        optimizers = keras_steps.optimizers(model)
-        optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and not _keras.is_users(type(model).train_step):
-            self.has_built = _build(optimizer, model.trainable_variables) or self.has_built
-            optimizers = [optimizer]
-        return all(_is_built(optimizer) for optimizer in optimizers)
-
-    def step(self, function, args):
-        return _TensorFlow2Step(self, function, args[0])
-
-
 def _build(optimizer, variables):
     """Make the optimizer's state, which some versions of Keras make in the first step.
 
@@ -64,31 +43,31 @@ def _is_built(optimizer):
     return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
 
 
+def _batches(model, iterator):
+    """Those that a call of the model's function consumes."""
+    if isinstance(iterator, list):  # Keras 3 predicts lists of batches
+        return iterator
+    count = getattr(model, "_steps_per_execution", None)
+    count = getattr(model, "steps_per_execution", 1) if count is None else count
+    count = int(count.numpy() if hasattr(count, "numpy") else count)
+    return [next(iterator)] + list(itertools.islice(iterator, count - 1))
+
+
 class _TensorFlow2Step(keras_steps.KerasStep):
     variable_kinds = (tf.Variable,)
 
     def __init__(self, method, function, iterator):
-        super().__init__(method, function)
+        super().__init__(method, function, _batches(function.model, iterator))
         self.iterator = iterator
-        self.batches = self._taken()
 
     # Batches ------------------------------------------------------------------------------------
-
-    def _taken(self):
-        """The batches that this call of the function consumes."""
-        count = getattr(self.model, "_steps_per_execution", None)
-        count = getattr(self.model, "steps_per_execution", 1) if count is None else count
-        count = int(count.numpy() if hasattr(count, "numpy") else count)
-        if isinstance(self.iterator, list):  # Keras 3 predicts lists of batches
-            return self.iterator
-        return [next(self.iterator)] + list(itertools.islice(self.iterator, count - 1))
 
     def taken(self):
         """An iterator over the same batches, in which sizes are known as far as they were."""
         spec = getattr(self.iterator, "element_spec", None)
         if spec is None:
-            return self.batches if isinstance(self.iterator, list) else iter(self.batches)
-        datasets = map(tf.data.Dataset.from_tensors, self.batches)
+            return self.data if isinstance(self.iterator, list) else iter(self.data)
+        datasets = map(tf.data.Dataset.from_tensors, self.data)
         dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
         variant = tf.data.experimental.to_variant(dataset)
         return iter(tf.data.experimental.from_variant(variant, spec))
@@ -132,3 +111,21 @@ class _TensorFlow2Step(keras_steps.KerasStep):
         function = self.method.made_anew(self.model)
         nodes = op_placement.executed(lambda: function(self.taken()))
         return op_placement.products(nodes)
+
+
+class VerifiedTensorFlow2Step(keras_steps.Verified):
+    """The method by which tf.keras, or Keras 3 on TensorFlow, makes the function of a step."""
+
+    step = _TensorFlow2Step
+    has_built = False  # whether the optimizer made its state here, not in a step
+
+    def is_ready(self, model):
+        is_built = getattr(model, "built", True)
+        if self.kind != "train" or not is_built:
+            return is_built
+        optimizers = keras_steps.optimizers(model)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not _keras.is_users(type(model).train_step):
+            self.has_built = _build(optimizer, model.trainable_variables) or self.has_built
+            optimizers = [optimizer]
+        return all(_is_built(optimizer) for optimizer in optimizers)

@@ -13,8 +13,25 @@ PRODUCTS = (
 )  # fmt: skip
 
 
+class _TheanoStep(keras2.Keras2Step):
+    def operations(self):
+        """From the functions that Theano compiled for each device, and that this step calls."""
+        made = self.function.made
+        if not hasattr(made, "owner"):  # Keras' own function: nothing is divided
+            return {}
+        made(self.data)
+        devices = [device.name for device in made.owner.devices]
+        return {
+            name: (len(products(forward)), len(of_gradients(backward, len(made.back))))
+            for name, forward, backward in zip(devices, made.forward, made.backward)
+        }
+
+
 class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
     """The method by which Keras makes the function of a step."""
+
+    step = _TheanoStep
+    is_random = staticmethod(is_random)
 
     def written(self, function, model):
         if hasattr(function, "updates"):  # of replicas, whose generators go on by themselves
@@ -25,21 +42,6 @@ class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
             written = [i.variable for i in inputs if i.update is not None]
         written = [v for v in written if hasattr(v, "broadcastable")]  # no RandomState
         return sorted(written, key=lambda variable: int(variable.auto_name.partition("_")[2]))
-
-    def is_random(self, variable):
-        return is_random(variable)
-
-    def operations(self, step):
-        """From the functions that Theano compiled for each device, and that this step calls."""
-        made = step.function.made
-        if not hasattr(made, "owner"):  # Keras' own function: nothing is divided
-            return {}
-        made(step.inputs)
-        devices = [device.name for device in made.owner.devices]
-        return {
-            name: (len(products(forward)), len(of_gradients(backward, len(made.back))))
-            for name, forward, backward in zip(devices, made.forward, made.backward)
-        }
 
 
 def products(function):

@@ -2,13 +2,12 @@
 
 import contextlib
 import math
-import random
 
-import numpy as np
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ... import _rows
+from ..._verification import verification
 from . import batches, calls
 from .calls import RowCount, is_sharded, tag_of
 from .reductions import NotMergeable, is_number
@@ -24,11 +23,9 @@ def generators():
 
 def random_numbers():
     """A context after which the random numbers that a model may draw are those from now on."""
-    afterwards = contextlib.ExitStack()
+    afterwards = verification.random_numbers()
     for generator in generators().values():
         afterwards.callback(generator.set_state, generator.get_state())
-    afterwards.callback(random.setstate, random.getstate())
-    afterwards.callback(np.random.set_state, np.random.get_state())
     return afterwards
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ... import _keras, _verification
 from ..._rows import split_rows
+from ..._runtime import patching
 from ..._verification import keras_steps, reachable
 from . import batches, models, timeline, trials
 from .batches import tensors_in, to_numpy
@@ -34,9 +35,9 @@ class VerifiedTorchStep(keras_steps.Verified):
             return getattr(model, keras_steps.FUNCTIONS[self.kind])
         return super().verified(model)
 
-    def step(self, function, args):
-        kind = _RankedStep if self.verification.ranks else TorchStep
-        return kind(self, function, args[0])
+    @property
+    def step(self):
+        return _RankedStep if self.verification.ranks else TorchStep
 
 
 class _RandomStep(_verification.Step):
@@ -66,15 +67,11 @@ class _RandomStep(_verification.Step):
 
 
 class TorchStep(_RandomStep, keras_steps.KerasStep):
-    def __init__(self, method, function, batches):
-        super().__init__(method, function)
-        self.batches = batches
-
     def as_array(self, value):
         return _keras.keras_of(self.model).ops.convert_to_numpy(value)
 
     def operations(self):
-        return timeline.products(lambda: self.function.made(self.batches))
+        return timeline.products(lambda: self.function.made(self.data))
 
     def infer(self, inputs):
         with torch.no_grad():
@@ -96,7 +93,7 @@ class _RankedStep(TorchStep):
         sizes = self.ranked.engine.gather([len(first)])
         start = sum(size for (size,) in sizes[: self.ranked.engine.place.rank])
         self.rows = slice(start, start + len(first))
-        self.batches = tree.map_structure(self.of_all_ranks, batches)
+        self.data = tree.map_structure(self.of_all_ranks, batches)
 
     def of_all_ranks(self, leaf):
         if not np.ndim(leaf):
@@ -118,12 +115,9 @@ class _RankedStep(TorchStep):
 
     def outputs(self, undivided):
         """Those of this rank's rows, computed alone or among all rows."""
-        given, self.batches = self.batches, self.batches if undivided else self.own
-        try:
-            with self.ranked.alone():
-                found = super().outputs(True)
-        finally:
-            self.batches = given
+        data = self.data if undivided else self.own
+        with self.ranked.alone(), patching.replaced(self, data=data):
+            found = super().outputs(True)
         own = self.rows if undivided else slice(None)
         return found and {k: v[own] for k, v in found.items() if "output:" not in k}
 
