@@ -193,6 +193,11 @@ def cases():
         lambda x, w: np.stack([np.convolve(row, w) for row in x]),
         all_of(_rows.by_row, [0, None]),
     )
+    two = [array(3, 4), array(4, 3)]
+    yield "x * y.T", two, lambda x, y: x * y.T, all_of(_rows.by_row, [0, 1])
+    yield "x.T * y", two, lambda x, y: x.T * y, all_of(_rows.by_row, [0, 1], result=1)
+    condition = [array(3) > 0, array(3, 4), array(3, 4)]
+    yield "select", condition, lambda c, x, y: np.where(c[:, None], x, y), all_of(_rows.selected)
     yield (
         "batch normalization in inference",
         [array(3, 4), array(4)],

@@ -17,6 +17,7 @@ from .arithmetic import (
     pointwise,
     product,
     reduced,
+    selected,
 )
 from .lookups import (
     by_row,
@@ -39,7 +40,7 @@ from .placements import (
     Sharded,
     Unknown,
 )
-from .policy import FROM_THERE_ON, REASONS, Across, runs_whole
+from .policy import FROM_THERE_ON, REASONS, Across, nearest, runs_whole
 from .values import Value, have_own_rows, settled, shared, without_rows
 from .views import (
     broadcast,

@@ -10,7 +10,7 @@ A rule may always say ``Mixed``: that is slower, never wrong. So it does where i
 import string
 
 from .placements import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
-from .values import have_own_rows, listed, rule, shared, without_rows
+from .values import Value, have_own_rows, listed, rule, shared, without_rows
 
 #: Reductions over the rows of which the devices' results can be put together. On booleans "any" is
 #: a maximum, and "all" a minimum.
@@ -55,6 +55,14 @@ def pointwise(values):
     if any(isinstance(value.placement, (Partial, Count)) for value in values):
         return Mixed()  # what a device has of it is not that of all rows
     return _aligned(values) or Mixed()
+
+
+def selected(values):
+    """Of two values, by a condition; a vector of conditions selects along the first dimension."""
+    condition, *rest = values
+    if condition.rank == 1 and rest[0].rank not in (None, 1):
+        condition = Value(condition.placement, condition.shape + (1,) * (rest[0].rank - 1))
+    return pointwise([condition] + rest)
 
 
 @rule

@@ -44,18 +44,21 @@ def scattered(values, how="sum"):
 
 
 @rule
-def by_row(values, axes):
+def by_row(values, axes, result=None):
     """A function of each row by itself, such as a convolution.
 
     Arguments:
         axes: for each value, the dimension where the function has its batch; None for what is the
-            same for all rows, such as weights.
+            same for all rows, such as weights, as is all beyond ``axes``.
+        result: the dimension where the result has it; by default that of the first with rows.
     """
-    pairs = list(zip(values, axes))
-    rows = [value.placement for value, axis in pairs if axis is not None]
-    if not rows or any(value.axis != axis or not have_own_rows([value]) for value, axis in pairs):
+    axes = list(axes) + [None] * (len(values) - len(axes))
+    own = have_own_rows(values) and [value.axis for value in values] == axes[: len(values)]
+    rows = [value.placement for value in values if value.axis is not None]
+    if not rows or not own:
         return Mixed()
-    return shared(rows) or Mixed()
+    axis = rows[0].axis if result is None else result
+    return shared([each.replace(axis=axis) for each in rows]) or Mixed()
 
 
 def normalized(values, axes, training, statistics=0):

@@ -65,7 +65,7 @@ class Across(NamedTuple):
         return REASONS[self.why].format(subject)
 
 
-def runs_whole(model, across, device, reach=FROM_THERE_ON):
+def runs_whole(model, across, device, reach=FROM_THERE_ON, owner=None):
     """Warn that a model, or a part of it, runs with the whole batch on one device.
 
     Arguments:
@@ -73,10 +73,13 @@ def runs_whole(model, across, device, reach=FROM_THERE_ON):
         across: an ``Across``.
         device: the device it runs on.
         reach: what runs there, as the subject of a sentence in the singular, such as "The model".
+        owner: what runs it, if that says so only once.
 
     Raises:
         UnsupportedError: under ``configure_gpu(strict=True)``.
     """
+    if getattr(owner, "said_to_run_whole", False):
+        return
     found = across.sentence(model)
     configuration = process.configuration
     if configuration is not None and configuration.settings.strict:
@@ -92,4 +95,25 @@ def runs_whole(model, across, device, reach=FROM_THERE_ON):
     elif across.operation is None:
         divided = "not divided"
     process.whole[model] = divided.format(across)
+    if owner is not None:
+        owner.said_to_run_whole = True
     errors.warn(f"{found} {reach} runs on {device} with the whole batch.")
+
+
+def nearest(wanted, is_found, inputs_of):
+    """What is nearest to ``wanted`` in a graph of which a function is true, each once, in order.
+
+    Arguments:
+        inputs_of: what something in the graph is computed from; nothing for leaves.
+    """
+    found, seen, stack = [], set(), list(reversed(wanted))
+    while stack:
+        each = stack.pop()
+        if each in seen:
+            continue
+        seen.add(each)
+        if is_found(each):
+            found.append(each)
+        else:
+            stack += reversed(list(inputs_of(each)))
+    return found

@@ -58,7 +58,6 @@ class BlockReplicas:
         self._split = {}  # by the place of an array among the arguments: whether it was split
         self._operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
-        self._warned = False
         self.verification = None  # of the first calls
         methods = {name: getattr(self, name) for name in self.METHODS}
         vars(block).update(methods, _compat_replicas=self)
@@ -190,9 +189,7 @@ class BlockReplicas:
         return kind
 
     def _leave_whole(self, kind, across):
-        if not self._warned:
-            _rows.runs_whole(self.block.name, across, self.contexts[0], "The block")
-            self._warned = True
+        _rows.runs_whole(self.block.name, across, self.contexts[0], "The block", self)
         self._kinds[kind] = None, 2
 
     def _decide(self, args):

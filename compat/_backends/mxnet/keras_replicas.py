@@ -108,7 +108,6 @@ class ModelReplicas:
 
     def __init__(self, model):
         self.model = model
-        self.warned = False  # that the devices do not share all of the work
         self._source = None  # the symbol, or the outputs, that arrays and phases were made for
         if model.compiled:
             K.set_model(model)  # it may have been compiled before keras-mxnet was fixed

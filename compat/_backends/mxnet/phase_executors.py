@@ -114,10 +114,10 @@ class Phase:
                 self.head_symbol, self.contexts[0], dict(shapes, **whole), types, self.arrays[0],
                 differentiated, self.sparse,
             )  # fmt: skip
-        if self.across is not None and not self.replicas.warned:
+        if self.across is not None:
+            owner, first = self.replicas, self.contexts[0]
             reach = _rows.FROM_THERE_ON if self.across.operation else "The model"
-            _rows.runs_whole(self.replicas.model.name, self.across, self.contexts[0], reach)
-            self.replicas.warned = True
+            _rows.runs_whole(owner.model.name, self.across, first, reach, owner)
         self.shapes = shapes
 
     # One batch ----------------------------------------------------------------------------------

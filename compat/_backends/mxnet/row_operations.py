@@ -38,29 +38,9 @@ class SymbolNode(collections.namedtuple("SymbolNode", "attributes values result 
         return self.values[0]
 
 
-def rowwise(values, axes, result=0, inner=1):
-    """A function of each row by itself.
-
-    Arguments:
-        axes: for each value, the dimension where the operation has the batch; None for weights.
-        result: the dimension where the result has it, and ``inner`` elements of each row.
-    """
-
-    first = [  # with the batch in the first dimension, for ``_rows.by_row``
-        value
-        if value.axis is None or axis is None
-        else Value(value.placement.replace(axis=value.axis - axis), value.shape)
-        for value, axis in zip(values, axes)
-    ]
-    found = _rows.by_row(first, [None if axis is None else 0 for axis in axes])
-    if not isinstance(found, Sharded):
-        return found
-    return found.replace(axis=result, inner=found.inner and found.inner * inner)
-
-
-def by_row(*axes):
-    """As above; the last of ``axes`` holds for all further inputs, too."""
-    return lambda op: rowwise(op.values, axes + axes[-1:] * len(op.values))
+def by_row(*axes, result=None):
+    """A function of each row by itself, for any number of inputs as ``axes`` are there for."""
+    return lambda op: _rows.by_row(op.values, axes, result)
 
 
 def reduction(op, how, default=None):
@@ -80,7 +60,7 @@ def along(op, default):
 def softmax(op):
     if op.get("use_length", False):
         axis = op.get("axis", -1) % op.value.rank
-        return rowwise(op.values, [0 if axis else -1, 0])
+        return _rows.by_row(op.values, [0 if axis else -1, 0])
     return along(op, -1)
 
 
@@ -91,23 +71,16 @@ def by_mode(op):
     return _rows.along(op.value, modes[op.get("mode", "instance")])
 
 
-def where(op):
-    condition, rest = op.value, op.values[1:]
-    if condition.rank == 1 and rest[0].rank > 1:  # an element for each of the first dimension
-        condition = Value(condition.placement, condition.shape + (1,) * (rest[0].rank - 1))
-    return _rows.pointwise([condition] + rest)
-
-
 def normalized(op):
     """BatchNorm. Its other results are the statistics of a device's own rows."""
     channel = op.get("axis", 1) % op.value.rank
     axis = -1 if op.value.axis == channel else op.value.axis
-    return [rowwise(op.values, [axis] + [None] * 4, result=axis)] + [Mixed()] * 2
+    return [_rows.by_row(op.values, [axis])] + [Mixed()] * 2
 
 
 def fully_connected(op):
     if op.get("flatten", True):
-        return rowwise(op.values, [0, None, None])
+        return _rows.by_row(op.values, [0])
     return product(op, transposed=True)
 
 
@@ -193,14 +166,14 @@ def of_sequences(op, alike, keeps=True):
     if not op.get("use_sequence_length", False):
         return alike
     batch = 1 - op.get("axis", 0)
-    return rowwise(op.values, [batch, 0], batch if keeps else 0)
+    return _rows.by_row(op.values, [batch, 0], batch if keeps else 0)
 
 
 def rnn(op):
     axes = [1, None] + [1] * (len(op.values) - 2)
     if op.get("use_sequence_length", False):
         axes[-1] = 0
-    return rowwise(op.values, axes, 1)
+    return _rows.by_row(op.values, axes)
 
 
 def loss(op, found):
@@ -209,19 +182,25 @@ def loss(op, found):
 
 
 def cross_entropy(op):
-    found = rowwise(op.values, [0, 0])
+    found = _rows.by_row(op.values, [0, 0])
     return Partial("sum") if isinstance(found, Sharded) else found
 
 
 def leaky(op):
-    return _rows.pointwise(op.values) if len(op.values) == 1 else rowwise(op.values, [0, None])
+    return _rows.pointwise(op.values) if len(op.values) == 1 else _rows.by_row(op.values, [0])
+
+
+def attention_weights(op):
+    """For each row so many heads, side by side."""
+    rows = Value(_rows.by_row(op.values, [1, 1], 0), [None] * 3)
+    return _rows.repeated(rows, 0, op.get("heads"))
 
 
 def attention_values(op):
     heads, rows = op.get("heads"), op.values[1].placement
     if isinstance(rows, Sharded) and rows.axis == 0 and rows.inner and rows.inner % heads == 0:
         rows = rows.replace(inner=rows.inner // heads)
-    return rowwise([op.value, Value(rows, op.values[1].shape)], [1, 0], 1)
+    return _rows.by_row([op.value, Value(rows, op.values[1].shape)], [1, 0])
 
 
 def placements(name, operation):
@@ -290,7 +269,7 @@ RULES = {}
 for _names, _rule in [
     # Each element by itself
     (" ".join([POINTWISE, SCALAR, PAIRS, "_npi_where broadcast_like"]), _all(_rows.pointwise)),
-    ("where", where),
+    ("where", _all(_rows.selected)),
     ("elemwise_add elemwise_sub broadcast_add broadcast_sub add_n _grad_add _npi_add "
      "_npi_subtract", _all(_rows.added)),
     (SHIFTED, lambda op: _rows.added(op.values + [Value(REPLICATED, ())])),
@@ -341,11 +320,11 @@ for _names, _rule in [
     ("pick batch_take", pick),
     # Layers
     ("LeakyReLU", leaky),
-    ("Convolution Deconvolution InstanceNorm GroupNorm IdentityAttachKLSparseReg", by_row(0, None)),
-    ("_contrib_DeformableConvolution", by_row(0, 0, None)),
+    ("Convolution Deconvolution InstanceNorm GroupNorm IdentityAttachKLSparseReg", by_row(0)),
+    ("_contrib_DeformableConvolution", by_row(0, 0)),
     ("Pooling LRN BilinearSampler GridGenerator SpatialTransformer space_to_depth "
      "depth_to_space im2col Crop _contrib_AdaptiveAvgPooling2D _contrib_BilinearResize2D "
-     "LinearRegressionOutput MAERegressionOutput LogisticRegressionOutput SVMOutput", by_row(0)),
+     "LinearRegressionOutput MAERegressionOutput LogisticRegressionOutput SVMOutput", by_row(0, 0)),
     ("BatchNorm _contrib_SyncBatchNorm", normalized),
     ("RNN", rnn),
     ("SequenceMask", lambda op: of_sequences(op, _rows.pointwise(op.values))),
@@ -353,13 +332,13 @@ for _names, _rule in [
         op, _rows.sliced(op.value, {op.get("axis", 0): "one"}), keeps=False)),
     ("SequenceReverse", lambda op: of_sequences(op, _rows.along(op.value, [0]))),
     ("_contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_encdec_qk",
-     lambda op: rowwise(op.values, [1, 1], 0, op.get("heads"))),
+     attention_weights),
     ("_contrib_interleaved_matmul_selfatt_valatt _contrib_interleaved_matmul_encdec_valatt",
      attention_values),
-    ("SoftmaxOutput", lambda op: loss(op, rowwise(op.values, [0, 0]))),
+    ("SoftmaxOutput", lambda op: loss(op, _rows.by_row(op.values, [0, 0]))),
     ("MakeLoss", lambda op: loss(op, _rows.multiplied(op.values))),
     ("softmax_cross_entropy", cross_entropy),
-    ("CTCLoss", by_row(1, 0)),
+    ("CTCLoss", by_row(1, 0, result=0)),
     # Made by a shape, drawn, counted
     ("_zeros _ones _full _zeros_without_dtype _npi_zeros _npi_ones _random_uniform _random_normal "
      "_random_gamma _random_exponential _random_poisson _random_randint _npi_uniform _npi_normal",

@@ -260,17 +260,12 @@ class Graph:
 
         Variables are left out, and, where ``inside`` is given, what other nodes compute.
         """
-        found, seen, stack = [], set(), list(reversed(entries))
-        while stack:
-            entry = stack.pop()
-            if entry in seen or self.nodes[entry[0]]["op"] == "null":
-                continue
-            seen.add(entry)
-            if self.has_rows(entry) and (inside is None or entry[0] in inside):
-                found.append(entry)
-            else:
-                stack.extend(reversed(self.inputs[entry[0]]))
-        return found
+
+        def is_found(entry):
+            computed = self.nodes[entry[0]]["op"] != "null"
+            return computed and self.has_rows(entry) and (inside is None or entry[0] in inside)
+
+        return _rows.nearest(entries, is_found, lambda entry: self.inputs[entry[0]])
 
     def ancestors(self, entries):
         """The nodes that entries follow from, which stand before those that use them."""

@@ -88,21 +88,19 @@ class BatchPart:
 
         And what others, losses and updates, take of layers and of costly operations.
         """
-        pending, seen, found = list(outputs), set(), []
+        wanted = list(outputs)
         for other in others:  # an operation, or a tensor
-            pending += getattr(other, "inputs", [other])
-        while pending:
-            tensor = pending.pop()
-            if tensor in seen or tensor.op not in depending:
-                continue
-            seen.add(tensor)
+            wanted += getattr(other, "inputs", [other])
+
+        def is_found(tensor):
             ends = tensor in outputs or hasattr(tensor, "_keras_history") or _is_costly(tensor.op)
-            ends = ends and tensor.op not in self._mixed and self.rows.come_first(tensor)
-            if ends and not self._needs_other_rows(tensor):
-                found.append(tensor)
-            else:
-                pending.extend(tensor.op.inputs)
-        return found
+            ends = ends and tensor.op in depending and tensor.op not in self._mixed
+            return ends and self.rows.come_first(tensor) and not self._needs_other_rows(tensor)
+
+        def inputs_of(tensor):
+            return tensor.op.inputs if tensor.op in depending else ()
+
+        return _rows.nearest(wanted, is_found, inputs_of)
 
     def _needs_other_rows(self, target):
         """Whether it needs rows that are no input's of the model, such as those to predict."""

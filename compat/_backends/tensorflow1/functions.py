@@ -40,7 +40,6 @@ class ReplicatedGraphFunctions:
         self._replicas = None  # type: Optional[GraphReplicas]
         self._replicas_key = []  # type: List[Any]
         self._tried = {}  # type: Dict[Any, Any]
-        self._warned = False
 
     def install(self):
         vars(self.owner)["_compat_functions"] = self
@@ -130,9 +129,8 @@ class ReplicatedGraphFunctions:
             self._replicas = GraphReplicas(model, losses, updates, self._tried, self.devices)
             self._replicas_key = key
             across = self._replicas.part.across
-            if across is not None and not self._warned:
-                self._warned = True
-                _rows.runs_whole(model.name, across, self.devices[0])
+            if across is not None:
+                _rows.runs_whole(model.name, across, self.devices[0], owner=self)
         return self._replicas
 
     def _training_on_replicas(self):

@@ -97,14 +97,12 @@ class TensorRows:
             return False
         mixing = list(self.mixing)
         try:
-            gradient = own_gradients.OwnGradient(op)
+            gradient = own_gradients.OwnGradient(op, results)
         except Exception:  # whatever a function of the user's does
             return True
-        for tensor, result in zip(gradient.upstream, results):
-            self._known[tensor] = own_gradients.upstream_of(result)
+        self._known.update(gradient.upstream)
         for each in gradient.operations:
-            if each.type != "Placeholder":
-                self._look_at(each)
+            self._look_at(each)
         self.mixing = mixing
         return gradient.mixes(given, self.known)
 

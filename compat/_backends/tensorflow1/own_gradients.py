@@ -31,23 +31,29 @@ def has_one(op):
 class OwnGradient:
     """What an operation's gradient computes, in the operation's graph.
 
+    Arguments:
+        results: the placements of its outputs.
+
     Attributes:
-        upstream: a placeholder for the gradient of each of its outputs.
+        upstream: for each of its outputs a placeholder for what comes back to it, and how that
+            depends on the rows.
         operations: those that compute the gradients of its inputs, in order.
         downstream: these gradients, None where there is none.
     """
 
-    def __init__(self, op):
+    def __init__(self, op, results):
         from tensorflow.python.framework import ops
 
         tf = v1_names()
         with op.graph.as_default(), ops.control_dependencies(None):
-            self.upstream = [tf.placeholder(each.dtype, each.shape) for each in op.outputs]
+            upstream = [tf.placeholder(each.dtype, each.shape) for each in op.outputs]
             before = len(op.graph.get_operations())
-            found = ops.get_gradient_function(op)(op, *self.upstream)
+            found = ops.get_gradient_function(op)(op, *upstream)
             found = found if isinstance(found, (list, tuple)) else [found]
             self.downstream = [g if g is None else tf.convert_to_tensor(g) for g in found]
             self.operations = op.graph.get_operations()[before:]
+        kinds = [Partial("sum") if isinstance(each, Replicated) else each for each in results]
+        self.upstream = list(zip(upstream, kinds))
 
     def mixes(self, given, placement):
         """Whether the devices' gradients are not those of the whole batch.
@@ -60,11 +66,6 @@ class OwnGradient:
             gradient is None or not gradient.dtype.is_floating or _fits(before, placement(gradient))
             for before, gradient in zip(given, self.downstream)
         )
-
-
-def upstream_of(placement):
-    """The placement of what comes back to an output."""
-    return Partial("sum") if isinstance(placement, Replicated) else placement
 
 
 def _fits(before, after):

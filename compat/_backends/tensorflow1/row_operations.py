@@ -85,7 +85,7 @@ _TYPES = {
     row_rules.with_sizes: "EnsureShape",
     row_rules.cast: "Cast",
     row_rules.bias: "BiasAdd BiasAddV1",
-    row_rules.chosen: "Select",
+    row_rules.selected: "Select",
     row_rules.reduced: "All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum",
     row_rules.half_of_squares: "L2Loss",
     row_rules.all_but_channels: "BiasAddGrad",
@@ -173,7 +173,7 @@ def _by_name(types):
 
 RULES, _OF_SIZES = _by_name(_TYPES), _by_name(_TYPES_OF_SIZES)
 _CALCULATING = (row_rules.pointwise, row_rules.added, row_rules.multiplied, row_rules.divided)
-_MEETING = _CALCULATING + (row_rules.chosen, row_views.pack, row_views.concat)
+_MEETING = _CALCULATING + (row_rules.selected, row_views.pack, row_views.concat)
 _ASKED_ALWAYS = (
     row_rules.same, row_rules.joined, row_rules.switched, row_sizes.shape, row_sizes.size,
     row_sizes.rank,

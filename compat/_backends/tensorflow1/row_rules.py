@@ -21,6 +21,7 @@ def _of_values(rule):
 pointwise = _of_values(_rows.pointwise)
 added = _of_values(_rows.added)
 multiplied = _of_values(_rows.multiplied)
+selected = _of_values(_rows.selected)
 
 
 def extreme(op, values):
@@ -62,15 +63,6 @@ def bias(op, values):
 
 def _channels(op, value):
     return 1 if attribute(op, "data_format") == b"NCHW" else value.rank - 1
-
-
-def chosen(op, values):
-    """``Select``: a vector chooses rows; a scalar all of either."""
-    condition = values[0]
-    if condition.rank == 1 and values[1].rank not in (None, 1):
-        shape = list(condition.shape) + [1] * (values[1].rank - 1)
-        condition = Value(condition.placement, shape)
-    return _rows.pointwise([condition] + list(values[1:]))
 
 
 # Reductions and what goes along dimensions ------------------------------------------------------
@@ -116,7 +108,7 @@ def along_last(*counts):
         pairs = list(zip(values, counts))
         if any(v.axis is None or v.axis >= v.rank - count for v, count in pairs):
             return Mixed()
-        return by_row(*[value.axis for value, _ in pairs])(op, values)
+        return by_row(*[values[0].axis] * len(pairs))(op, values)
 
     return applied
 
@@ -235,7 +227,7 @@ def by_row(*axes):
     """A function of each row by itself; inputs beyond ``axes`` are the same for all rows."""
 
     def applied(op, values):
-        return _rows.by_row(values, list(axes) + [None] * (len(values) - len(axes)))
+        return _rows.by_row(values, axes)
 
     return applied
 

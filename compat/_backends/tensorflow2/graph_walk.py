@@ -83,9 +83,9 @@ class Walk:
 
     def _mixes_back(self, op, given, results):
         """Whether an operation's own gradient mixes rows."""
-        gradient = own_gradients.OwnGradient(op)
-        for tensor, output, result in zip(gradient.upstream, op.outputs, results):
-            self.placements[tensor.name] = own_gradients.upstream_of(result)
+        gradient = own_gradients.OwnGradient(op, results)
+        for (tensor, placement), output, result in zip(gradient.upstream, op.outputs, results):
+            self.placements[tensor.name] = placement
             self.trial.draw(tensor, output, result)
         for each in gradient.operations:
             self._follow(each)

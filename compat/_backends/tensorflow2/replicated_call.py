@@ -43,7 +43,6 @@ class ReplicatedCall(patching.InstanceMethod):
     autograph_info__ = {}  # type: dict
 
     supports_jit = None  # what jit_compile="auto" went by, in Keras 3
-    runs_whole = False  # as it was said
 
     def __init__(self, devices, belongs_to_step=False):
         super().__init__(devices)
@@ -130,10 +129,9 @@ class ReplicatedCall(patching.InstanceMethod):
         with tf.device(self.devices[0]), split_rows.undivided():
             results = call(*args, **kwargs)
         counted_batches.count(self.devices, arguments.rows, recording(), work.undivided)
-        if not self.runs_whole:  # what it says is true of the model, whatever it is called for
-            name = getattr(model, "name", None) or type(model).__name__
-            _rows.runs_whole(name, across, self.devices[0], "The model")
-            self.runs_whole = True
+        name = getattr(model, "name", None) or type(model).__name__
+        # What it says is true of the model, whatever it is called for.
+        _rows.runs_whole(name, across, self.devices[0], "The model", self)
         return results
 
     def _trace(self, call, arguments, state):

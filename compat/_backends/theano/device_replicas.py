@@ -25,7 +25,7 @@ import functools
 
 from theano.gof import graph
 
-from ... import _keras, _rows, errors
+from ... import _keras, errors
 from ..._runtime.patching import replaced
 from .context_device import Device
 from .graph_variables import placeholder_like
@@ -73,7 +73,6 @@ class ReplicatedTheanoFunctions:
         self.doubt = None  # why what no rule knows is not split, after a trial
         # The devices' functions that compute variables at cuts, which functions have in common.
         self.forward = {}  # type: dict
-        self._warned = False
         for name in self.METHODS:
             vars(model)[name] = functools.partial(self._make, getattr(model, name))
         vars(model)["_compat_functions"] = self
@@ -102,9 +101,3 @@ class ReplicatedTheanoFunctions:
 
         with replaced(K, function=function, gradients=gradients):
             make()
-
-    def runs_whole(self, across, reach=_rows.FROM_THERE_ON):
-        """Say, once, that the devices do not share all of the work."""
-        if not self._warned:
-            _rows.runs_whole(self.model.name, across, self.devices[0].name, reach)
-            self._warned = True

@@ -4,7 +4,7 @@ from theano import tensor
 from theano.compile.ops import as_op
 from theano.gof import graph
 
-from ... import errors
+from ... import _rows, errors
 from .context_device import context_of
 
 
@@ -25,17 +25,14 @@ def nearest(wanted, is_found, inputs_of=lambda node: node.inputs):
     Arguments:
         inputs_of: the inputs of a node that are looked at.
     """
-    found, seen, stack = [], set(), list(reversed(wanted))
-    while stack:
-        variable = stack.pop()
-        if variable in seen or variable.owner is None:
-            continue
-        seen.add(variable)
-        if is_found(variable):
-            found.append(variable)
-        else:
-            stack += reversed(inputs_of(variable.owner))
-    return found
+
+    def is_one(variable):
+        return variable.owner is not None and is_found(variable)
+
+    def before(variable):
+        return () if variable.owner is None else inputs_of(variable.owner)
+
+    return _rows.nearest(wanted, is_one, before)
 
 
 def gradients_of(total, variables, known=None):

@@ -178,7 +178,7 @@ class ReplicatedFunction:
             self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
             across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
-            owner.runs_whole(across, reach)
+            _rows.runs_whole(owner.model.name, across, owner.devices[0].name, reach, owner)
 
     def _in_inference(self, given, rows, chosen):
         """What the first device computes of some rows of the batch: the values at the cuts.

@@ -6,7 +6,6 @@ asked only where an input has rows, or is a part of a sum, unless it is one of `
 
 import os
 import sys
-from functools import partial
 
 from theano.scan_module.scan_utils import scan_args
 from theano.tensor.subtensor import get_idx_list
@@ -194,8 +193,8 @@ def _diagonal(node, values, rows):
 # Layers, new values, ---------------------------------------------------------------------------
 
 
-def _by_row(axes, node, values, rows):
-    return _rows.by_row(values, axes + [None] * (len(values) - len(axes)))
+def _by_row(axes):
+    return lambda node, values, rows: _rows.by_row(values, axes)
 
 
 def _pooled(node, values, rows):
@@ -339,10 +338,10 @@ _KINDS = [
     (_looked_up, "AdvancedSubtensor"),
     (_repeated, "RepeatOp"),
     (_diagonal, "ExtractDiag"),
-    (partial(_by_row, [0, None, 0]), "CrossentropySoftmaxArgmax1HotWithBias"),
-    (partial(_by_row, [0, 0]), "CrossentropyCategorical1Hot"),
-    (partial(_by_row, [0]), "AbstractConv RFFTOp IRFFTOp"),
-    (partial(_by_row, [None, 0]), "AbstractConv_gradInputs"),
+    (_by_row([0, None, 0]), "CrossentropySoftmaxArgmax1HotWithBias"),
+    (_by_row([0, 0]), "CrossentropyCategorical1Hot"),
+    (_by_row([0]), "AbstractConv RFFTOp IRFFTOp"),
+    (_by_row([None, 0]), "AbstractConv_gradInputs"),
     (_pooled, "AveragePoolGrad MaxPoolGrad Pool"),
     (_normalized, "AbstractBatchNormTrain"),
     (drawn, "RandomFunction mrg_uniform"),

@@ -47,7 +47,6 @@ class ReplicatedMethod(patching.InstanceMethod):
         self.known = {}
         self.choices = None  # where the rows may be: arguments of ``batches.layout``
         self.names = None
-        self.warned = False  # that it runs whole
         self.tried = {}  # functions without a rule, by the kind of call
 
     @torch.compiler.disable  # what it makes of a model around a parallelized one stops here
@@ -103,10 +102,9 @@ class ReplicatedMethod(patching.InstanceMethod):
             found, unflatten, _ = batches.flatten((args, kwargs))
         unflatten([untagged(own(leaf)) for leaf in found])  # it may change the caller's containers
         work.count(self.devices, work.undivided(self.devices, rows), torch.is_grad_enabled())
-        if error is not None and not self.warned:
-            self.warned = True
+        if error is not None:
             name = type(model).__name__ if _keras.keras_of(model) is None else model.name
-            _rows.runs_whole(name, error.across, self.devices[0], "The model")
+            _rows.runs_whole(name, error.across, self.devices[0], "The model", self)
         return result
 
     def computed(self, model, arguments, layout, known):
