@@ -110,6 +110,11 @@ KERAS = ("keras.", "tensorflow.python.keras.", "tensorflow_core.python.keras.", 
 _ACROSS_ROWS = ("circle", "dice", "tversky")
 
 
+def tree_of(keras):
+    """What takes structures of tensors apart: Keras 3 has a module for that."""
+    return getattr(keras, "tree", None) or sys.modules["tensorflow"].nest
+
+
 def may_mix_rows(loss):
     """Whether a loss, as given to ``compile()``, is to be tried: it may be no mean over rows."""
     function = getattr(loss, "fn", loss)

@@ -151,8 +151,8 @@ class RankedJAXStep:
         rows = _rows(self.model, data)
         keras_model.count(self.model, rows, True)
         share = self.engine.share(rows)
-        if not self.count:
-            self.check_loss(state, data)
+        if not self.count and keras3.may_mix_rows(self.model):
+            keras3.check_loss(self.model, data, partial(_loss, state))
         logs, parts, trainable, others = self.compute(state, data, lambda: share)
         means = self.engine.sum_array(parts) if parts.size else parts
         trainable, others = self.update(trainable, others, means)
@@ -231,18 +231,15 @@ class RankedJAXStep:
         checksum.verify(self.engine, list(paths.values()), now, write, self.count)
         return jax.tree.unflatten(tree, values)
 
-    def check_loss(self, state, data):
-        trainable, non_trainable, _, metrics = state
-        keras = _keras.keras_of(self.model)
 
-        def loss_of(data):
-            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-            loss, _ = self.model.compute_loss_and_updates(
-                trainable, non_trainable, metrics, x, y, weights, training=False
-            )
-            return float(loss)
-
-        keras3.check_loss(self.model, data, loss_of)
+def _loss(state, model, data):
+    """The loss in inference, whatever the model's own variables hold."""
+    x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
+    trainable, non_trainable, _, metrics = state
+    loss, _ = model.compute_loss_and_updates(
+        trainable, non_trainable, metrics, x, y, weights, training=False
+    )
+    return loss
 
 
 class RankedStatelessCall(keras_model.RankedMethod):

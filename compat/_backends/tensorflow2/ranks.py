@@ -115,9 +115,6 @@ class RankedKeras3Step(ranked_steps.RankedStep):
     def state(self, model):
         return [variable._value for variable in keras3.averaged(model)]
 
-    may_mix_rows = staticmethod(keras3.may_mix_rows)
-    check_loss = staticmethod(keras3.check_loss_eagerly)
-
     def of_all_ranks(self, optimizer, share):
         """Methods by which a ``LossScaleOptimizer``, too, scales this rank's share of the rows.
 
