@@ -55,6 +55,29 @@ def warn_of_mean(variable):
     )
 
 
+def scaling(optimizer, share):
+    """What has a ``LossScaleOptimizer`` scale the loss of this rank's share of the rows.
+
+    So gradients overflow where those of one process would.
+
+    Arguments:
+        share: a function that gives the share in a loss's type of number.
+
+    Returns:
+        The method to replace, by its name; and a list, empty until a loss was scaled.
+    """
+    scaled = []  # type: list
+    if not hasattr(optimizer, "inner_optimizer"):
+        return {}, scaled
+    scale_loss = optimizer.scale_loss
+
+    def scale_share(loss):
+        scaled.append(loss)
+        return scale_loss(loss) * share(loss.dtype)
+
+    return {"scale_loss": scale_share}, scaled
+
+
 # Losses that may be no means ------------------------------------------------------------------
 
 

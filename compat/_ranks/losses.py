@@ -83,7 +83,10 @@ class Reductions:
 
     def reduce(self, plain, values, sample_weight=None, reduction="sum_over_batch_size", **options):
         if reduction in (None, "none") and len(values.shape):
-            raise _not_reduced()
+            raise errors.UnsupportedError(
+                "A loss with reduction='none' cannot train on several ranks: what becomes of its "
+                "values is not known there. Use reduction='sum_over_batch_size' or 'sum'."
+            )
         loss = plain(values, sample_weight, reduction, **options)
         cast = functools.partial(self.ops.cast, dtype=loss.dtype)
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -93,13 +96,6 @@ class Reductions:
         if reduction == "sum" and len(values.shape):
             loss = loss / cast(self.share())
         return loss
-
-
-def _not_reduced():
-    return errors.UnsupportedError(
-        "A loss with reduction='none' cannot train on several ranks: what becomes of its values "
-        "is not known there. Use reduction='sum_over_batch_size' or 'sum'."
-    )
 
 
 # Losses that may be no means ------------------------------------------------------------------
