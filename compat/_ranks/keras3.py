@@ -111,9 +111,9 @@ def loss_in_inference(model, data):
     x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
     with _keras.kept(model, metrics.variables(model)):
         outputs = model(x, training=False)
-        if hasattr(model, "compiled_loss"):
-            return model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
-        return model._compute_loss(x, y, outputs, weights, training=False)
+        if hasattr(model, "_compile_loss"):  # Keras 3
+            return model._compute_loss(x, y, outputs, weights, training=False)
+        return model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
 
 
 def may_mix_rows(model):
@@ -121,12 +121,12 @@ def may_mix_rows(model):
     if not getattr(type(model).train_step, "__module__", "").startswith(losses.KERAS):
         return False  # what it computes is not known
     layers = _keras.all_layers(model)
-    if hasattr(model, "compiled_loss"):
-        given = model.compiled_loss._user_losses
-        adds = any(layer._losses or layer._eager_losses for layer in layers)
-    else:
+    if hasattr(model, "_compile_loss"):  # Keras 3
         given = getattr(model._compile_loss, "_user_loss", None)
         adds = any(map(_adds_losses, {type(layer) for layer in layers}))
+    else:
+        given = model.compiled_loss._user_losses
+        adds = any(layer._losses or layer._eager_losses for layer in layers)
     tree = losses.tree_of(_keras.keras_of(model))
     return adds or any(map(losses.may_mix_rows, tree.flatten(given)))
 

@@ -69,15 +69,15 @@ class MPI(engines.Engine):
         """The sum of an array over all ranks, in its place: on all of them the same bits."""
         flat = array.view()
         flat.shape = -1  # no copy, or an error
-        self._exchange(what, flat, lambda piece: self.comm.Iallreduce(self.mpi.IN_PLACE, piece))
+        self._in_pieces(what, flat, lambda piece: self.comm.Iallreduce(self.mpi.IN_PLACE, piece))
         return array
 
     def broadcast_bytes(self, content):
         received = content.copy()  # may be written to
-        self._exchange("for the broadcast from rank 0", received, self.comm.Ibcast)
+        self._in_pieces("for the broadcast from rank 0", received, self.comm.Ibcast)
         return received
 
-    def _exchange(self, what, array, begin):
+    def _in_pieces(self, what, array, begin):
         """Exchange an array, piece by piece."""
         self._agree(what, len(array))
         size = _PIECE // array.itemsize
