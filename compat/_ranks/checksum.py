@@ -23,7 +23,7 @@ LARGEST = 2**24
 _COLUMNS = 1021
 _WORD = 8  # bytes
 # Arrays of fewer bytes are put together: to begin with each takes longer than to add it up.
-_SMALL = 2**20
+_SMALL = 2**18
 # Ranks whose processors differ may round differently. More than this, relative to the largest
 # number of a variable, is no rounding.
 _ROUNDING = 1e-4

@@ -11,7 +11,7 @@ import contextlib
 import numpy as np
 
 from .. import _keras, errors
-from . import keras_model, losses
+from . import keras_model, losses, ranked_method
 from .keras_model import RankedFit, RankedMethod, count
 
 # In place of weights that are all zero, by whose number Keras would divide: adds nothing.
@@ -30,12 +30,10 @@ def install(model, engine, kinds):
     if RankedFit.of(model) is not None:
         return
 
-    def install_inside(maker):
-        for kind in kinds:
-            kind(engine).install(maker)
-
     with _keras.rebuilding_functions(_keras.inner_model(model)):
-        _keras.InnerModel.have_prepared(model, install_inside)
+        _keras.InnerModel.have_prepared(
+            model, lambda maker: ranked_method.install(maker, engine, kinds)
+        )
     keras_model.install(model, engine)
     RankedFit.of(model).divides = _divides
 

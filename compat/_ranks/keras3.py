@@ -1,7 +1,10 @@
-"""What ranks of Keras 3 have in common on all its backends: state, and losses of the user's own."""
+"""What ranks of Keras 3 have in common on all its backends: state, and losses of the user's own.
+
+The losses of tf.keras 2 are looked at in the same way.
+"""
 
 from .. import _keras, errors
-from . import losses
+from . import losses, metrics
 
 # State ----------------------------------------------------------------------------------------
 
@@ -52,60 +55,80 @@ def warn_of_mean(variable):
     )
 
 
+def scaling(optimizer, share):
+    """What has a ``LossScaleOptimizer`` scale the loss of this rank's share of the rows.
+
+    So gradients overflow where those of one process would.
+
+    Arguments:
+        share: a function that gives the share in a loss's type of number.
+
+    Returns:
+        The method to replace, by its name; and a list, empty until a loss was scaled.
+    """
+    scaled = []  # type: list
+    if not hasattr(optimizer, "inner_optimizer"):
+        return {}, scaled
+    scale_loss = optimizer.scale_loss
+
+    def scale_share(loss):
+        scaled.append(loss)
+        return scale_loss(loss) * share(loss.dtype)
+
+    return {"scale_loss": scale_share}, scaled
+
+
 # Losses that may be no means ------------------------------------------------------------------
 
 
-def check_loss(model, data, loss_of_data):
-    """Check the loss of the first batch by ``losses.check``, where it may be no mean.
+def check_loss(model, data, loss_of):
+    """Check the loss of the first batch by ``losses.check``, where ``may_mix_rows``.
 
     Arguments:
         data: what Keras hands to a step.
-        loss_of_data: a function of such data, of fewer rows: their loss in inference, as a float.
+        loss_of: a function of the model and of such data, of fewer rows: their loss in inference.
 
     Raises:
         UnsupportedError: it contains a sum over rows.
     """
     keras = _keras.keras_of(model)
-    if not may_mix_rows(model):
-        return
-    leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+    tree = losses.tree_of(keras)
+    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     rows = {leaf.shape[0] if getattr(leaf, "shape", None) else None for leaf in leaves}
     if len(rows) > 1 or None in rows:
         return
 
-    def loss_of(places):
-        return loss_of_data(
-            keras.tree.map_structure(lambda leaf: None if leaf is None else leaf[places], data)
-        )
+    def loss_of_rows(places):
+        some = tree.map_structure(lambda leaf: None if leaf is None else leaf[places], data)
+        return float(loss_of(model, some))
 
-    losses.check(model.name, keras, rows.pop(), loss_of, model.compute_dtype)
+    dtype = getattr(model, "compute_dtype", None) or "float32"
+    losses.check(model.name, keras, rows.pop(), loss_of_rows, dtype)
 
 
-def check_loss_eagerly(model, data):
-    """``check_loss`` where a model computes eagerly, and keeps the state of its metrics.
-
-    Raises:
-        UnsupportedError: as ``check_loss``.
-    """
-    keras = _keras.keras_of(model)
-
-    def loss_of(data):
-        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+def loss_in_inference(model, data):
+    """The loss of a model that computes eagerly. The state of its metrics stays."""
+    x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
+    with _keras.kept(model, metrics.variables(model)):
         outputs = model(x, training=False)
-        return float(model._compute_loss(x, y, outputs, weights, training=False))
-
-    with _keras.kept(model, model.metrics_variables):
-        check_loss(model, data, loss_of)
+        if hasattr(model, "_compile_loss"):  # Keras 3
+            return model._compute_loss(x, y, outputs, weights, training=False)
+        return model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
 
 
 def may_mix_rows(model):
     """Whether the loss, by Keras' own training step, may be no mean over rows."""
-    if not type(model).train_step.__module__.startswith("keras."):
+    if not getattr(type(model).train_step, "__module__", "").startswith(losses.KERAS):
         return False  # what it computes is not known
-    given = _keras.keras_of(model).tree.flatten(getattr(model._compile_loss, "_user_loss", None))
-    if any(map(losses.may_mix_rows, [loss for loss in given if loss is not None])):
-        return True
-    return any(map(_adds_losses, {type(layer) for layer in _keras.all_layers(model)}))
+    layers = _keras.all_layers(model)
+    if hasattr(model, "_compile_loss"):  # Keras 3
+        given = getattr(model._compile_loss, "_user_loss", None)
+        adds = any(map(_adds_losses, {type(layer) for layer in layers}))
+    else:
+        given = model.compiled_loss._user_losses
+        adds = any(layer._losses or layer._eager_losses for layer in layers)
+    tree = losses.tree_of(_keras.keras_of(model))
+    return adds or any(map(losses.may_mix_rows, tree.flatten(given)))
 
 
 def _adds_losses(kind):

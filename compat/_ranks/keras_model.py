@@ -272,10 +272,15 @@ class RankedFitGenerator(RankedMethod):
 
 
 class RankedEvaluate(RankedMethod):
-    """``evaluate`` with metrics over all ranks' rows. Within an epoch the epoch's end does that."""
+    """``evaluate`` with metrics over all ranks' rows. Within an epoch the epoch's end does that.
 
-    method = "evaluate"
-    training = False
+    So is ``evaluate_generator`` of Keras 2; ``train_on_batch`` and ``test_on_batch`` give the loss
+    and the metrics of all ranks' rows of the batch.
+    """
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.training = self.method == "train_on_batch"
 
     def __call__(self, model, *args, **kwargs):
         evaluate = self.plain(model)
@@ -320,22 +325,6 @@ class RankedEvaluate(RankedMethod):
         return {name: found[name] if name in found else means[name] for name in result}
 
 
-class RankedTestOnBatch(RankedEvaluate):
-    """``test_on_batch`` with the loss and metrics of all ranks' rows."""
-
-    method = "test_on_batch"
-
-
-class RankedTrainOnBatch(RankedEvaluate):
-    method = "train_on_batch"
-    training = True
-
-
-class RankedEvaluateGenerator(RankedEvaluate):
-    """The method of Keras 2 that is ``evaluate`` for batches that come from a generator."""
-
-    method = "evaluate_generator"
-
-
-_KINDS = (RankedFit, RankedFitGenerator, RankedEvaluate, RankedEvaluateGenerator,
-          RankedTestOnBatch, RankedTrainOnBatch, RankedResetMetrics)  # fmt: skip
+_KINDS = (RankedFit, RankedFitGenerator, RankedResetMetrics) + ranked_method.named(
+    RankedEvaluate, "evaluate", "evaluate_generator", "test_on_batch", "train_on_batch"
+)

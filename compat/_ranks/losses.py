@@ -83,7 +83,10 @@ class Reductions:
 
     def reduce(self, plain, values, sample_weight=None, reduction="sum_over_batch_size", **options):
         if reduction in (None, "none") and len(values.shape):
-            raise _not_reduced()
+            raise errors.UnsupportedError(
+                "A loss with reduction='none' cannot train on several ranks: what becomes of its "
+                "values is not known there. Use reduction='sum_over_batch_size' or 'sum'."
+            )
         loss = plain(values, sample_weight, reduction, **options)
         cast = functools.partial(self.ops.cast, dtype=loss.dtype)
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -95,19 +98,17 @@ class Reductions:
         return loss
 
 
-def _not_reduced():
-    return errors.UnsupportedError(
-        "A loss with reduction='none' cannot train on several ranks: what becomes of its values "
-        "is not known there. Use reduction='sum_over_batch_size' or 'sum'."
-    )
-
-
 # Losses that may be no means ------------------------------------------------------------------
 
 #: What the names of Keras' own modules begin with.
 KERAS = ("keras.", "tensorflow.python.keras.", "tensorflow_core.python.keras.", "tf_keras.")
 # Keras' own that read several rows at once, whatever their options; others do by axis=0.
 _ACROSS_ROWS = ("circle", "dice", "tversky")
+
+
+def tree_of(keras):
+    """What takes structures of tensors apart: Keras 3 has a module for that."""
+    return getattr(keras, "tree", None) or sys.modules["tensorflow"].nest
 
 
 def may_mix_rows(loss):

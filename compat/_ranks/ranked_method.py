@@ -11,6 +11,11 @@ class RankedMethod(patching.InstanceMethod):
         self.engine = engine
 
 
+def named(kind, *names):
+    """Subclasses of a kind of method that does the same under each of these names."""
+    return tuple(type(kind.__name__, (kind,), {"method": name}) for name in names)
+
+
 def install(model, engine, kinds):
     """Give a model those of these methods that its class has. A second time changes nothing."""
     for kind in kinds:

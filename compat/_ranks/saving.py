@@ -23,8 +23,6 @@ def never_save(model, place):
 class RankedSave(ranked_method.RankedMethod):
     """A method that saves, on rank 0 alone, and atomically. Other ranks do nothing there."""
 
-    method = "save"
-
     def __call__(self, model, *args, **kwargs):
         if self.engine.place.rank:
             return None
@@ -39,15 +37,7 @@ class RankedSave(ranked_method.RankedMethod):
             return save(*bound.args, **bound.kwargs)
 
 
-class RankedSaveWeights(RankedSave):
-    method = "save_weights"
-
-
-class RankedExport(RankedSave):
-    method = "export"
-
-
-KINDS = RankedSave, RankedSaveWeights, RankedExport
+KINDS = ranked_method.named(RankedSave, "save", "save_weights", "export")
 
 
 def written_by_rank_0(keras, place, callbacks):

@@ -151,8 +151,8 @@ class RankedJAXStep:
         rows = _rows(self.model, data)
         keras_model.count(self.model, rows, True)
         share = self.engine.share(rows)
-        if not self.count:
-            self.check_loss(state, data)
+        if not self.count and keras3.may_mix_rows(self.model):
+            keras3.check_loss(self.model, data, partial(_loss, state))
         logs, parts, trainable, others = self.compute(state, data, lambda: share)
         means = self.engine.sum_array(parts) if parts.size else parts
         trainable, others = self.update(trainable, others, means)
@@ -162,27 +162,16 @@ class RankedJAXStep:
         return logs, self.verified(state) if checksum.is_due(self.count) else state
 
     def gradients(self, state, data, share):
-        """Keras' own step up to the update: this rank's part of gradients and averages.
-
-        A ``LossScaleOptimizer`` scales the loss of this rank's share of the rows, so that gradients
-        overflow where those of one process would.
-        """
+        """Keras' own step up to the update: this rank's part of gradients and averages."""
         trainable, before, _, _ = state
-        optimizer, given, scaled = self.model.optimizer, [], []
-        scale_loss = optimizer.scale_loss
+        optimizer, given = self.model.optimizer, []
+        ours, scaled = keras3.scaling(optimizer, lambda dtype: jnp.asarray(share(), dtype))
 
         def capture(variables, gradients, trainable):
             given.append(gradients)
             return trainable, variables
 
-        def scale_share(loss):
-            scaled.append(True)
-            return scale_loss(loss) * jnp.asarray(share(), loss.dtype)
-
-        ours = {"stateless_apply": capture}
-        if hasattr(optimizer, "inner_optimizer"):
-            ours["scale_loss"] = scale_share
-        with patching.replaced(optimizer, **ours):
+        with patching.replaced(optimizer, stateless_apply=capture, **ours):
             logs, (trainable, non_trainable, variables, metrics) = self.model.train_step(
                 state, data
             )
@@ -199,8 +188,7 @@ class RankedJAXStep:
         non_trainable = list(non_trainable)
         for place in self.averaged:
             non_trainable[place] = before[place]
-        dtype = "float64" if any(part.dtype == "float64" for part in parts) else "float32"
-        flat, _ = ravel_pytree([part.astype(dtype) for part in parts])
+        flat, _ = ravel_pytree([jnp.zeros(0, "float32"), *parts])  # float64 if any is
         return logs, flat, trainable, (non_trainable, variables, metrics)
 
     def updated(self, trainable, others, means):
@@ -231,18 +219,15 @@ class RankedJAXStep:
         checksum.verify(self.engine, list(paths.values()), now, write, self.count)
         return jax.tree.unflatten(tree, values)
 
-    def check_loss(self, state, data):
-        trainable, non_trainable, _, metrics = state
-        keras = _keras.keras_of(self.model)
 
-        def loss_of(data):
-            x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
-            loss, _ = self.model.compute_loss_and_updates(
-                trainable, non_trainable, metrics, x, y, weights, training=False
-            )
-            return float(loss)
-
-        keras3.check_loss(self.model, data, loss_of)
+def _loss(state, model, data):
+    """The loss in inference, whatever the model's own variables hold."""
+    x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
+    trainable, non_trainable, _, metrics = state
+    loss, _ = model.compute_loss_and_updates(
+        trainable, non_trainable, metrics, x, y, weights, training=False
+    )
+    return loss
 
 
 class RankedStatelessCall(keras_model.RankedMethod):

@@ -11,7 +11,7 @@ import functools
 import tensorflow as tf
 
 from ... import _keras
-from ..._ranks import keras_model, losses
+from ..._ranks import keras3, keras_model, losses
 from ..._runtime import patching
 from ..._verification import keras_steps, reachable
 from .keras_models import unsupported
@@ -46,7 +46,7 @@ class RankedTrainFunction(keras_model.RankedMethod):
                 iterator, self.begun = step.begin(model, function, iterator), function
             result = function(iterator)
         if step.first_batch is not None:
-            step.check_loss(model, step.first_batch)
+            keras3.check_loss(model, step.first_batch, _loss)
             step.first_batch = None
         keras_model.RankedFit.of(model).comparison.stepped(model)
         return result
@@ -101,7 +101,7 @@ class RankedStep(keras_model.RankedMethod):
                 result = self.plain(model)(data)
             self.check(model)
             self.average_state(state, before, share)
-            if self.may_mix_rows(model):
+            if keras3.may_mix_rows(model):
                 self.keep_first(data, share)
             return result
 
@@ -145,37 +145,10 @@ class RankedStep(keras_model.RankedMethod):
         except ValueError:  # Keras: none is; a step that makes them is traced again to be run
             return []
 
-    def may_mix_rows(self, model):
-        """Whether the loss, by Keras' own training step, may be no mean over rows."""
-        if not getattr(type(model).train_step, "__module__", "").startswith(losses.KERAS):
-            return False  # what it computes is not known
-        given = tf.nest.flatten(model.compiled_loss._user_losses)
-        if any(map(losses.may_mix_rows, [loss for loss in given if loss is not None])):
-            return True
-        return any(layer._losses or layer._eager_losses for layer in _keras.all_layers(model))
-
-    def check_loss(self, model, data):
-        """Check that the loss of a batch is the mean over its rows: see ``losses.check``."""
-        keras = _keras.keras_of(model)
-
-        def loss_of(rows):
-            some = tf.nest.map_structure(
-                lambda array: None if array is None else tf.convert_to_tensor(array[rows]), data
-            )
-            x, y, weights = keras.utils.unpack_x_y_sample_weight(some)
-            outputs = model(x, training=False)
-            loss = model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
-            return float(loss)
-
-        trackers = [variable for metric in model.metrics for variable in metric.variables]
-        with _keras.kept(model, trackers):
-            dtype = getattr(model, "compute_dtype", None) or "float32"
-            losses.check(model.name, keras, len(tf.nest.flatten(data)[0]), loss_of, dtype)
-
     # ------------------------------------------------------------------------------------------
 
     def keep_first(self, data, share):
-        """Keep the batch of the step that runs first, for ``check_loss``."""
+        """Keep the batch of the step that runs first, for ``keras3.check_loss``."""
         present = [value for value in tf.nest.flatten(data) if value is not None]
         if not all(isinstance(value, tf.Tensor) for value in present):
             return
@@ -225,7 +198,7 @@ class RankedStep(keras_model.RankedMethod):
 
         def get_unscaled_gradients(gradients):
             return [
-                None if g is None else tf.math.scalar_mul(1 / tf.cast(share, g.dtype), g)
+                None if g is None else tf.scalar_mul(1 / tf.cast(share, g.dtype), g)
                 for g in unscaled(gradients)
             ]
 
@@ -275,6 +248,13 @@ class RankedTestStep(keras_model.RankedMethod):
             return self.plain(model)(data)
 
     computing = RankedStep.computing
+
+
+def _loss(model, arrays):
+    tensors = tf.nest.map_structure(
+        lambda array: None if array is None else tf.convert_to_tensor(array), arrays
+    )
+    return keras3.loss_in_inference(model, tensors)
 
 
 def _rows(data):

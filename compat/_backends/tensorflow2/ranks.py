@@ -115,29 +115,15 @@ class RankedKeras3Step(ranked_steps.RankedStep):
     def state(self, model):
         return [variable._value for variable in keras3.averaged(model)]
 
-    may_mix_rows = staticmethod(keras3.may_mix_rows)
-    check_loss = staticmethod(keras3.check_loss_eagerly)
-
     def of_all_ranks(self, optimizer, share):
-        """Methods by which a ``LossScaleOptimizer``, too, scales this rank's share of the rows.
-
-        So gradients overflow where those of one process would.
-        """
-        apply, scale_loss = optimizer.apply, optimizer.scale_loss
-        scaled = []
+        apply = optimizer.apply
+        methods, scaled = keras3.scaling(optimizer, lambda dtype: tf.cast(share, dtype))
 
         def apply_of_all_ranks(grads, *args, **kwargs):
             means = self.means(list(grads), tf.ones_like(share) if scaled else share)
             return apply(means, *args, **kwargs)
 
-        def scale_share(loss):
-            scaled.append(loss)
-            return scale_loss(loss) * tf.cast(share, loss.dtype)
-
-        methods = {"apply": apply_of_all_ranks}
-        if hasattr(optimizer, "inner_optimizer"):
-            methods["scale_loss"] = scale_share
-        return methods
+        return dict(methods, apply=apply_of_all_ranks)
 
 
 class TestStep(ranked_steps.RankedTestStep):

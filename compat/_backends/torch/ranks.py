@@ -166,7 +166,7 @@ class RankedTrainStep(keras_model.RankedMethod):
         if batch is None or exchange.rows.step is not None or exchange.source.is_alone:
             return step(data, *args, **kwargs)
         if type(model).train_step.__module__.startswith("keras."):
-            exchange.is_suspect = True  # check_loss_eagerly() tells of it
+            exchange.is_suspect = True  # check_loss() tells of it
         rows = exchange.rows.step = int(batch.shape[0])
         keras_model.count(model, rows, self.training)
         with contextlib.ExitStack() as stack:
@@ -178,8 +178,9 @@ class RankedTrainStep(keras_model.RankedMethod):
             result = step(data, *args, **kwargs)
         if self.training and not exchange.checked:
             exchange.checked = True
-            with torch.no_grad():
-                keras3.check_loss_eagerly(model, data)
+            if keras3.may_mix_rows(model):
+                with torch.no_grad():
+                    keras3.check_loss(model, data, keras3.loss_in_inference)
         return result
 
     def reductions(self, model, exchange):

@@ -87,7 +87,7 @@ class TensorFlowEngine(engines.Engine):
                 results[place].set_shape(tensors[place].shape)
         for place, tensor in enumerate(tensors):
             if isinstance(tensor, tf.IndexedSlices):
-                weighted = tf.math.scalar_mul(tf.cast(share, tensor.values.dtype), tensor)
+                weighted = tf.scalar_mul(tf.cast(share, tensor.values.dtype), tensor)
                 results[place] = self.concatenate(weighted, "{}_{}".format(name, place), before)
                 before = [results[place]]
         return [
