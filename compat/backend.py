@@ -2,7 +2,8 @@
 
 A backend answers in two phases, since that is this field's central difficulty: what can be
 set before the framework is imported (``environ``, pure), and what afterwards (``configure``).
-Methods not overridden raise ``UnsupportedError``; overriding one *is* the capability.
+Methods not overridden raise ``UnsupportedError``; overriding one *is* the capability. The types
+of arguments and results stand here alone: those of compat's own backends are the same.
 
 All types that compat hands to a backend, and those that it subclasses, are importable from here:
 
@@ -95,7 +96,7 @@ class Backend:
     strategies = {}  # type: Mapping[str, str]
     #: The file that ``persist=True`` writes; empty where the framework reads none.
     configuration_file = ""  # type: str
-    #: Environment variables worth showing in a report.
+    #: Environment variables worth showing in a report, besides CUDA's, which always are.
     variables = ()  # type: Sequence[str]
     #: Environment variables with which the framework records each operation by itself.
     recording = {}  # type: Mapping[str, str]

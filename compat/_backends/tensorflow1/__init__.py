@@ -31,16 +31,6 @@ from .graph import v1_names
 from .placed_layers import placed_on, placed_parts
 from .variables import switch_resource_variables_on, warn_of_reference_variables
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, ContextManager, List, Optional, Sequence, Tuple
-
-    from ..._configuration.settings import Settings
-    from ..._ranks import Job
-    from ..._ranks.place import Place
-    from ..._runtime.operation_times import Operation
-    from ..._verification import Verification
-
 
 class TensorFlow1(Backend):
     name = "tensorflow1"
@@ -54,19 +44,19 @@ class TensorFlow1(Backend):
         "log_device_placement",
         "device_count",
     )
-    variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
+    variables = ("TF_FORCE_GPU_ALLOW_GROWTH",)
 
-    def accepts(self, version: str) -> bool:
+    def accepts(self, version):
         return version.startswith("1.")
 
-    def initialised(self) -> "Optional[str]":
+    def initialised(self):
         if "tensorflow" in sys.modules:
             return "tensorflow is imported, and may have asked CUDA for its GPUs"
         return None
 
     # Configuring ------------------------------------------------------------------------------
 
-    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+    def configure(self, settings):
         late = self.initialised()
         tf = v1_names(self.import_framework())
         config = self.session_config(tf, settings, late)
@@ -125,7 +115,7 @@ class TensorFlow1(Backend):
         # One fraction holds for all GPUs: that of the largest, so that none takes more.
         return min(1.0, memory.size / float(max(totals)))
 
-    def devices(self) -> "List[str]":
+    def devices(self):
         tf = v1_names(self.import_framework())
         settings = self.kept.get("settings")
         if settings is not None:
@@ -158,7 +148,7 @@ class TensorFlow1(Backend):
 
     # Parallelizing ----------------------------------------------------------------------------
 
-    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+    def parallelize(self, model, devices):
         """Run ``model`` on ``devices``, the same object; see the head of this file.
 
         Raises:
@@ -197,15 +187,15 @@ class TensorFlow1(Backend):
             step_counter.order(model)
         return model
 
-    def placed_parts(self, model: "Any") -> "List[str]":
+    def placed_parts(self, model):
         return placed_parts(model)
 
-    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+    def verify(self, model, verification):
         from . import verified_steps  # here for start-up time
 
         verified_steps.verify(model, verification)
 
-    def profiled(self) -> "ContextManager[List[Operation]]":
+    def profiled(self):
         """From the statistics that sessions record of each run: see ``timeline``."""
         from . import timeline  # here for start-up time
 
@@ -213,12 +203,12 @@ class TensorFlow1(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, job: "Job") -> "List[str]":
+    def launcher(self, job):
         from ..._ranks.engines import horovod  # here for start-up time
 
         return horovod.launcher(job, self.framework)
 
-    def distribute(self, model: "Any", place: "Place") -> "Any":
+    def distribute(self, model, place):
         """See ``ranks``."""
         from . import ranks  # here for start-up time
 
@@ -226,7 +216,7 @@ class TensorFlow1(Backend):
 
     # Devices of parts of a model --------------------------------------------------------------
 
-    def device(self, device: str) -> "ContextManager[Any]":
+    def device(self, device):
         """Place on ``device`` what is built inside, and its gradients; variables where first used.
 
         A layer that is called on several devices keeps its weights where it was called first.
