@@ -55,7 +55,7 @@ class CNTK(Backend):
         device = _wanted(cntk, settings, warnings)
         if device is not None:
             applied.append(_set_default(cntk, device, imported))
-        self.kept["simulated"] = settings.devices.simulated or 0
+        self.kept["simulated"] = settings.devices.simulated
         if settings.memory and settings.devices.gpus:
             warnings.append(
                 f"memory={settings.memory} was asked for, but CNTK has no setting for a GPU's "
@@ -70,9 +70,8 @@ class CNTK(Backend):
 
     def devices(self):
         """The default device; one name each for simulated ones, which all are the CPU."""
-        if self.kept.get("simulated"):
-            return [f"cpu:{index}" for index in range(self.kept["simulated"])]
-        return [_name(self.import_framework().device.use_default_device())]
+        simulated = [f"cpu:{index}" for index in range(self.kept.get("simulated", 0))]
+        return simulated or [_name(self.import_framework().device.use_default_device())]
 
     def parallelize(self, model, devices):
         """Return ``model`` as it is: it runs on the default device.
@@ -82,8 +81,7 @@ class CNTK(Backend):
         """
         first = self.devices()[0]
         if list(devices) != [first]:
-            raise errors.unsupported(
-                self.name,
+            raise self._cannot(
                 f"run a model on {listed(devices)} in one process: all of it runs on {first}",
                 "Start one process per device, with compat run -n, or train on that one, "
                 "with parallelize(model, gpus=1).",

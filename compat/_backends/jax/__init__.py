@@ -6,7 +6,7 @@ See ``sharding`` for several devices, ``ranks`` for several processes.
 import os
 import sys
 
-from ... import _ranks, errors
+from ... import _keras, _ranks, errors
 from ..._configuration.discovery import usable_cores
 from ..._configuration.numeric import whole_number
 from ..._configuration.settings import listed
@@ -53,9 +53,7 @@ class JAX(Backend):
     def initialised(self):
         """Variables and configuration count until JAX makes its devices."""
         bridge = sys.modules.get("jax._src.xla_bridge")
-        if bridge is None or not getattr(bridge, "_backends", None):
-            return None
-        return "JAX has made its devices"
+        return "JAX has made its devices" if getattr(bridge, "_backends", None) else None
 
     # After the import -------------------------------------------------------------------------
 
@@ -126,14 +124,11 @@ class JAX(Backend):
         if list(devices) != self.devices()[:1]:
             sharding.install(model, [by_name[name] for name in devices])
         if sharding.ShardedCall.of(model) is not before:
-            # Keras traces its steps again: the ones it has hold the call that was.
-            for name in ("train_function", "test_function", "predict_function"):
-                setattr(model, name, None)
+            _keras.forget_compiled_steps(model)
         return model
 
     def device(self, device):
-        raise errors.unsupported(
-            "jax",
+        raise self._cannot(
             f"place parts of a model on {device}: under jax.jit a step is one program, all of "
             "which runs on the same devices",
             "Leave compat.device() out; parallelize() splits the batches of the whole model.",

@@ -171,8 +171,7 @@ class MXNet(Backend):
     def distribute(self, model, place):
         """See ``ranks`` and ``keras2.install``; for models of Keras."""
         if self.is_native(model):
-            raise errors.unsupported(
-                self.name,
+            raise self._cannot(
                 f"train a {type(model).__name__} of MXNet's own as one of several ranks",
                 "Use a model of Keras, or start the script without a launcher.",
             )

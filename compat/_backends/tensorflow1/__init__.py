@@ -67,7 +67,7 @@ class TensorFlow1(Backend):
             gpus = [name for name in self.devices() if "GPU" in name]
             settings.devices.settle(len(gpus), restricted=True)
             if gpus and settings.memory and settings.memory.size:
-                raise _memory_total_unknown(settings.memory)
+                raise self._memory_total_unknown(settings.memory)
             if not gpus:
                 config.CopyFrom(self.session_config(tf, settings, late))
         shown = " ".join(str(config).split())
@@ -111,9 +111,16 @@ class TensorFlow1(Backend):
         """The fraction of each GPU that is ``memory.size``; TensorFlow 1 takes nothing else."""
         totals = devices.memory_totals()
         if not any(totals):
-            raise _memory_total_unknown(memory)
+            raise self._memory_total_unknown(memory)
         # One fraction holds for all GPUs: that of the largest, so that none takes more.
         return min(1.0, memory.size / float(max(totals)))
+
+    def _memory_total_unknown(self, memory):
+        return self._cannot(
+            f"limit memory to {memory}: it takes a fraction of each GPU only, and nvidia-smi does "
+            "not tell how much memory the GPUs have",
+            'Use a fraction such as memory=0.5, or memory="grow".',
+        )
 
     def devices(self):
         tf = v1_names(self.import_framework())
@@ -187,8 +194,7 @@ class TensorFlow1(Backend):
             step_counter.order(model)
         return model
 
-    def placed_parts(self, model):
-        return placed_parts(model)
+    placed_parts = staticmethod(placed_parts)
 
     def verify(self, model, verification):
         from . import verified_steps  # here for start-up time
@@ -237,15 +243,6 @@ def _may_list_gpus(tf):
         return True
     except OSError:
         return False
-
-
-def _memory_total_unknown(memory):
-    return errors.unsupported(
-        "tensorflow1",
-        f"limit memory to {memory}: it takes a fraction of each GPU only, and nvidia-smi does not "
-        "tell how much memory the GPUs have",
-        'Use a fraction such as memory=0.5, or memory="grow".',
-    )
 
 
 backend = TensorFlow1()

@@ -210,7 +210,7 @@ class TensorFlow2(Backend):
         if replicated:
             steps.install(ReplicatedCall, model, devices, self.devices()[0])
         if changed or replicated:
-            keras_models.forget_compiled_steps(model)
+            _keras.forget_compiled_steps(model)
         return model
 
     def placed_parts(self, model):

@@ -45,8 +45,7 @@ class Torch(Backend):
         """CUDA's variables count until CUDA starts, and Keras starts it on its import."""
         if "keras.src.backend.torch.core" in sys.modules:
             return "keras was imported, which asks torch for GPUs"
-        cuda = sys.modules.get("torch.cuda")
-        if cuda is not None and getattr(cuda, "is_initialized", bool)():
+        if getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)():
             return "torch has started CUDA"
         return None
 
