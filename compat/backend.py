@@ -96,7 +96,7 @@ class Backend:
     strategies = {}  # type: Mapping[str, str]
     #: The file that ``persist=True`` writes; empty where the framework reads none.
     configuration_file = ""  # type: str
-    #: Environment variables worth showing in a report, besides CUDA's, which always are.
+    #: Environment variables worth showing in a report.
     variables = ()  # type: Sequence[str]
     #: Environment variables with which the framework records each operation by itself.
     recording = {}  # type: Mapping[str, str]

@@ -25,7 +25,7 @@ class CNTK(Backend):
     distributions = ("cntk", "cntk-gpu")
     extra = "cntk"
     options = ("excluded_devices",)
-    variables = ("LD_LIBRARY_PATH",)
+    variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
 
     def accepts(self, version):
         return version.startswith("2.")

@@ -25,6 +25,8 @@ class JAX(Backend):
     distributions = ("jax",)
     extra = "jax"
     variables = (
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
         "JAX_PLATFORMS",
         _THREADS,
         "XLA_FLAGS",

@@ -45,7 +45,7 @@ class MXNet(Backend):
     extra = "mxnet"
     options = tuple(sorted(_WORKERS))
     variables = tuple(sorted(_WORKERS.values())) + (_RESERVE, "MXNET_GPU_MEM_POOL_TYPE")
-    variables += ("MXNET_ENGINE_TYPE", "DMLC_ROLE")
+    variables += ("MXNET_ENGINE_TYPE", "DMLC_ROLE", "CUDA_VISIBLE_DEVICES")
 
     # Configuring ------------------------------------------------------------------------------
 

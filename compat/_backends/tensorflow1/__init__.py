@@ -44,7 +44,7 @@ class TensorFlow1(Backend):
         "log_device_placement",
         "device_count",
     )
-    variables = ("TF_FORCE_GPU_ALLOW_GROWTH",)
+    variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
 
     def accepts(self, version):
         return version.startswith("1.")

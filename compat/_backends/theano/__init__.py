@@ -42,6 +42,8 @@ class Theano(Backend):
     variables = (
         "THEANO_FLAGS",
         "THEANORC",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_DEVICE_ORDER",
         "CUDA_ROOT",
         "OMP_NUM_THREADS",
         "THEANO_GPU_IS_ALREADY_ACTIVE",

@@ -20,7 +20,7 @@ class Torch(Backend):
     distributions = ("torch",)
     extra = "torch"
     verifies_ranks = True
-    variables = (_DEVICE, "PYTORCH_CUDA_ALLOC_CONF")
+    variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", _DEVICE, "PYTORCH_CUDA_ALLOC_CONF")
 
     # Before the first use of a GPU --------------------------------------------------------------
 
