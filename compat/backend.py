@@ -2,7 +2,8 @@
 
 A backend answers in two phases, since that is this field's central difficulty: what can be
 set before the framework is imported (``environ``, pure), and what afterwards (``configure``).
-Methods not overridden raise ``UnsupportedError``; overriding one *is* the capability.
+Methods not overridden raise ``UnsupportedError``; overriding one *is* the capability. The types
+of arguments and results stand here alone: those of compat's own backends are the same.
 
 All types that compat hands to a backend, and those that it subclasses, are importable from here:
 

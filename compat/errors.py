@@ -216,13 +216,6 @@ def rank_lost(place, waited, absent, problem):
     )
 
 
-def no_script(path):
-    return InvalidArgumentError(
-        f"there is no file {path}. Give the path of a script, or -m and the name of a module; "
-        "what follows are its own arguments."
-    )
-
-
 def user_of_host(hosts, launcher):
     return InvalidArgumentError(
         f"--hosts {hosts}: {launcher} takes no user@ in front of a machine. Name the user in "

@@ -3,9 +3,14 @@
 import ast
 import collections
 import functools
+import inspect
 import re
 
+import pytest
 from sources import MODULES, nodes, texts, tree
+
+import compat
+from compat._configuration import registry
 
 # From the top to the ground. A module imports from its own room and from those below it. Rooms on
 # one line do not import each other.
@@ -262,3 +267,12 @@ def test_all_files_are_written_in_one_way():
                 found.add(module)
     found = {each for each in found if not each.startswith("compat.testing")}
     assert found - {"compat.__main__"} - TEMPORARY == set(OTHERS)
+
+
+@pytest.mark.parametrize("backend", registry.backends(), ids=lambda backend: backend.name)
+def test_methods_of_backends_take_what_the_contract_hands_them(backend):
+    """The types stand in the contract alone, so that no type checker compares the two."""
+    for name, method in vars(compat.Backend).items():
+        if inspect.isfunction(method):
+            taken = inspect.signature(getattr(backend, name)).parameters
+            assert list(taken) == list(inspect.signature(method).parameters)[1:], name

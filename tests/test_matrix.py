@@ -7,7 +7,7 @@ import re
 
 import support_table
 
-from compat._configuration import pip_extras, registry, verified
+from compat._configuration import pip_extras, registry
 
 ROOT = support_table.ROOT
 
@@ -67,9 +67,9 @@ def test_pins_are_for_the_pythons_that_environments_test():
     for name, python in support_table.environments():
         for extra in set(name.split("-")[1:]) & extras():
             tested.setdefault(extra, set()).add(tuple(map(int, python.split("."))))
-    assert {extra: set(pythons) for extra, pythons in verified.PYTHONS.items()} == tested
-    assert all(list(pythons) == sorted(pythons) for pythons in verified.PYTHONS.values())
-    first = {name: next(iter(brought)) for name, brought in verified.ROWS.items()}
+    assert {extra: set(pythons) for extra, pythons in pip_extras.TESTED.items()} == tested
+    assert all(list(pythons) == sorted(pythons) for pythons in pip_extras.TESTED.values())
+    first = {name: next(iter(brought)) for name, brought in pip_extras.EXTRAS.items()}
     assert first == {backend.name: backend.extra for backend in registry.backends()}
 
 
@@ -106,7 +106,7 @@ def test_ci_runs_the_command_of_the_readme():
 
 def test_generated_matrix_runs_three_backends():
     (names,) = re.findall(r"generated_matrix\.py .* ([\w,]+)$", read("tox.ini"), re.M)
-    assert len({verified.backend(extra) for extra in names.split(",")}) == 3
+    assert len({pip_extras.BACKENDS[extra] for extra in names.split(",")}) == 3
 
 
 def test_support_table_has_every_environment():

@@ -11,9 +11,9 @@ from test_main import command, here, refused
 
 import compat
 from compat._commands import pins, python_requires
-from compat._configuration import verified
+from compat._configuration import pip_extras
 
-PAIRS = [(extra, python) for extra in verified.PYTHONS for python in verified.PYTHONS[extra]]
+PAIRS = [(extra, python) for extra in pip_extras.TESTED for python in pip_extras.TESTED[extra]]
 
 
 def declared(extra, python):
@@ -21,7 +21,7 @@ def declared(extra, python):
     setup = configparser.ConfigParser()
     setup.read(os.path.join(ROOT, "setup.cfg"), encoding="utf-8")
     lines = filter(None, setup["options.extras_require"][extra].splitlines())
-    environment = {"python_version": verified.spelled(python)}
+    environment = {"python_version": pip_extras.spelled(python)}
     requirements = [Requirement(line) for line in lines]
     return {
         (each.name, each.specifier)
@@ -79,8 +79,8 @@ def test_constraints_leave_out_what_has_no_version():
     "name, extra", [("tf-keras", "tf_keras"), ("tensorflow2", "tensorflow"), ("Theano", "theano")]
 )
 def test_other_spellings_and_names_of_backends(name, extra):
-    python = verified.PYTHONS[extra][-1]
-    head = HEAD.format(extra, verified.spelled(python))
+    python = pip_extras.TESTED[extra][-1]
+    head = HEAD.format(extra, pip_extras.spelled(python))
     assert pins.formatted(name, python, "requirements").startswith(head)
 
 

@@ -15,7 +15,7 @@ import compat
 from compat import errors
 from compat._commands import pins, python_requires
 from compat._commands import tox as tox_command
-from compat._configuration import verified
+from compat._configuration import pip_extras
 
 # The settings that all rows share; tox's environment `generated` runs what is written.
 SETTINGS = {
@@ -159,7 +159,7 @@ def test_all_rows_of_a_project_without_limits(project):
     assert out.splitlines()[1] == "python any: no limit in pyproject.toml, setup.cfg, setup.py"
     expected = {
         "py{}{}-{}".format(*python + (extra,))
-        for extra, pythons in verified.PYTHONS.items()
+        for extra, pythons in pip_extras.TESTED.items()
         for python in pythons
     }
     assert set(rows(project)) == expected - {"py36-cntk"}

@@ -15,7 +15,7 @@ import sys
 from typing import List, Tuple
 
 from .. import __version__, errors
-from .._configuration import packages, spelling, verified
+from .._configuration import packages, pip_extras, spelling
 from . import python_requires
 
 DISTRIBUTION = "keras-gpu-compat"
@@ -23,7 +23,7 @@ FORMATS = "requirements", "extras", "constraints"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("backend", help="an extra's name: " + ", ".join(verified.PYTHONS))
+    parser.add_argument("backend", help="an extra's name: " + ", ".join(pip_extras.TESTED))
     told = "for that Python (default: this one)"
     here = sys.version_info[:2]
     parser.add_argument("--python", type=_python, default=here, metavar="3.7", help=told)
@@ -56,7 +56,7 @@ def formatted(extra: str, python: Tuple[int, int], form: str) -> str:
     if form == "extras":
         lines = ["[options.extras_require]", extra + " ="] + ["    " + line for line in lines]
     head = "# {} on Python {}: as keras-gpu-compat {} is tested"
-    return "\n".join([head.format(extra, verified.spelled(python), __version__)] + lines)
+    return "\n".join([head.format(extra, pip_extras.spelled(python), __version__)] + lines)
 
 
 def _constraint(line):
@@ -71,14 +71,14 @@ def known(extra: str) -> str:
     Raises:
         InvalidArgumentError: there is none of that name.
     """
-    for name in verified.PYTHONS:
+    for name in pip_extras.TESTED:
         if spelling.plain(name) == spelling.plain(extra):
             return name
-    if extra in verified.ROWS:
-        return next(iter(verified.ROWS[extra]))
-    meant = spelling.closest(extra, verified.PYTHONS)
+    if extra in pip_extras.EXTRAS:
+        return next(iter(pip_extras.EXTRAS[extra]))
+    meant = spelling.closest(extra, pip_extras.TESTED)
     meant = f" (did you mean {meant}?)" if meant else ""
-    names = ", ".join(verified.PYTHONS)
+    names = ", ".join(pip_extras.TESTED)
     raise errors.InvalidArgumentError(
         f"there are no pins for {extra!r}{meant}. Use one of {names}."
     )
@@ -96,11 +96,11 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
         UnsupportedError: the metadata has a requirement that is not understood.
     """
     extra = known(extra)
-    if python not in verified.PYTHONS[extra]:
-        asked, newest = map(verified.spelled, (python, verified.PYTHONS[extra][-1]))
+    if python not in pip_extras.TESTED[extra]:
+        asked, newest = map(pip_extras.spelled, (python, pip_extras.TESTED[extra][-1]))
         raise errors.InvalidArgumentError(
             f"{extra} is not tested on Python {asked}, so there are no pins for it. It is tested "
-            f"on {verified.phrase(extra)}; choose one of these with --python, such as --python "
+            f"on {pip_extras.tested(extra)}; choose one of these with --python, such as --python "
             f"{newest}."
         )
     pairs = [line.partition(";")[::2] for line in _declared(extra)]

@@ -46,4 +46,7 @@ def check(script, is_there):
             "`jupyter nbconvert --to script`, or call compat.configure_gpu() in its first cell."
         )
     if script[0] != "-m" and not is_there:
-        raise errors.no_script(name)
+        raise errors.InvalidArgumentError(
+            f"there is no file {name}. Give the path of a script, or -m and the name of a module; "
+            "what follows are its own arguments."
+        )

@@ -21,7 +21,7 @@ import sys
 from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 from .. import __version__, errors
-from .._configuration import verified
+from .._configuration import pip_extras
 from .._runtime import safe_files
 from . import pins, python_requires
 from .python_requires import PythonRequires
@@ -87,8 +87,8 @@ def execute(arguments):
     if allowed.source is None:
         print("python any: no limit in {}".format(", ".join(python_requires.FILES)))
     print("rows   {}".format(", ".join(map(_name, chosen))))
-    there = LEFT_OUT + tuple(verified.backend(extra) for extra, _ in chosen)
-    missing = ", ".join(each for each in verified.ROWS if each not in there)
+    there = LEFT_OUT + tuple(pip_extras.BACKENDS[extra] for extra, _ in chosen)
+    missing = ", ".join(each for each in pip_extras.EXTRAS if each not in there)
     if arguments.backends is None and missing:
         print(f"none   {missing}: {allowed}")
     print(f"next   pip install tox tox-uv && {_run_command(aside)}")
@@ -128,25 +128,25 @@ def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> L
     """
     found: List[Row] = []
     asked = [[extra] for extra in dict.fromkeys(map(pins.known, extras or ()))]
-    of_each_backend = [list(verified.ROWS[name]) for name in verified.ROWS if name not in LEFT_OUT]
+    of_each_backend = [each for name, each in pip_extras.EXTRAS.items() if name not in LEFT_OUT]
     for brought in asked or of_each_backend:
         first = brought[0]
         if first in LEFT_OUT:
             raise errors.InvalidArgumentError(
                 f"--backends {first}: no row can be generated for it, since it needs libraries of "
                 f"OpenMPI, which no Python package has. `compat pins {first} --python "
-                f"{verified.spelled(verified.PYTHONS[first][-1])}` prints its requirements, and "
+                f"{pip_extras.spelled(pip_extras.TESTED[first][-1])}` prints its requirements, and "
                 "`compat env` the command that installs the libraries."
             )
         options = list(filter(None, (_rows_of(extra, every, allowed) for extra in brought)))
         if asked and not options:
             raise errors.InvalidArgumentError(
-                f"--backends {first}: it is tested on {verified.phrase(first)}, which {allowed} "
+                f"--backends {first}: it is tested on {pip_extras.tested(first)}, which {allowed} "
                 "does not allow."
             )
         found += sum(options if every else options[:1], [])
     if not found:
-        tested = map(verified.spelled, sorted(set(sum(verified.PYTHONS.values(), ()))))
+        tested = map(pip_extras.spelled, sorted(set(sum(pip_extras.TESTED.values(), ()))))
         raise errors.InvalidArgumentError(
             f"{allowed} allows no Python that a backend is tested on: none of {', '.join(tested)}."
         )
@@ -155,7 +155,7 @@ def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> L
 
 def _rows_of(extra, every, allowed):
     """The rows of an extra, the newest Python's only unless every one is asked for."""
-    pythons = list(filter(allowed.allows, verified.PYTHONS[extra]))
+    pythons = list(filter(allowed.allows, pip_extras.TESTED[extra]))
     return [(extra, python) for python in (pythons if every else pythons[-1:])]
 
 
@@ -242,7 +242,7 @@ def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
     head, job, container = _beside("compat.yml.txt").split("%%\n")
     text = head.format(version=__version__)
     for row in chosen:
-        python = verified.spelled(row[1])
+        python = pip_extras.spelled(row[1])
         if row[1] in IMAGES:
             needed = [compat.replace("{tox_root}", "."), "pytest"] + pins.pins(*row)
             needed = ['"{}"'.format(re.sub(r'(["$`\\])', r"\\\1", each)) for each in needed]
@@ -255,7 +255,7 @@ def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
                 path="/" + path if path else "",
             )
         else:
-            pythons = _indented(dict.fromkeys([python, verified.spelled(RUNS_TOX)]), 12)
+            pythons = _indented(dict.fromkeys([python, pip_extras.spelled(RUNS_TOX)]), 12)
             text += job.format(name=_name(row), pythons=pythons, tox=_run_command(aside))
     return text
 
@@ -273,7 +273,7 @@ def _variables(row):
     from .._configuration import registry  # for start-up time
 
     extra, _ = row
-    variables = {"KERAS_BACKEND": registry.load(verified.backend(extra)).framework}
+    variables = {"KERAS_BACKEND": registry.load(pip_extras.BACKENDS[extra]).framework}
     if variables["KERAS_BACKEND"] == "tensorflow":
         variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
     if extra == "tf_keras":

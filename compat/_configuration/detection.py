@@ -160,7 +160,7 @@ def _named(name, reason, typed):
     elif pip_extras.installs(extra):
         told += f'install it: pip install "keras-gpu-compat[{extra}]".'
     else:
-        here = "{}.{}".format(*pip_extras.here())
+        here = pip_extras.spelled(pip_extras.here())
         told += (
             f"run the script on {pip_extras.pythons(extra)}, where pip install "
             f'"keras-gpu-compat[{extra}]" brings it: this is Python {here}.'

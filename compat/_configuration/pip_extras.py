@@ -1,4 +1,4 @@
-"""The extras of keras-gpu-compat: which one brings a backend, on this Python."""
+"""The extras of keras-gpu-compat: what each brings, on which Pythons, and what fits this one."""
 
 import sys
 
@@ -23,7 +23,12 @@ TABLE = {
     "theano": ("theano", ((3, 6), (3, 8)), ((3, 6), (3, 7), (3, 8))),
     "cntk": ("cntk", ((3, 6), (3, 6)), ((3, 6),)),
 }
+BACKENDS = {extra: backend for extra, (backend, _, _) in TABLE.items()}
 PYTHONS = {extra: pythons for extra, (_, pythons, _) in TABLE.items()}
+TESTED = {extra: pythons for extra, (_, _, pythons) in TABLE.items()}
+EXTRAS = {}  # type: dict  # of each backend
+for _extra, _backend in BACKENDS.items():
+    EXTRAS.setdefault(_backend, []).append(_extra)
 
 
 def here():
@@ -39,9 +44,19 @@ def installs(extra):
 
 def pythons(extra):
     """On which Pythons an extra installs, as a phrase."""
-    texts = ["{}.{}".format(*each) for each in PYTHONS[extra]]
+    texts = list(map(spelled, PYTHONS[extra]))
     word = " to " if PYTHONS[extra][1][1] - PYTHONS[extra][0][1] > 1 else " or "
     return "Python " + word.join(sorted(set(texts), key=texts.index))
+
+
+def tested(extra):
+    """The Pythons on which an extra is tested, as a phrase: "Python 3.6, 3.7 and 3.8"."""
+    *others, last = map(spelled, TESTED[extra])
+    return "Python " + (", ".join(others) + " and " if others else "") + last
+
+
+def spelled(python):
+    return "{}.{}".format(*python)
 
 
 def of(backends, keras=(None, None)):

@@ -198,6 +198,19 @@ def compiled_with(model):
     return getattr(getattr(model, "_compile_config", None), "config", None) or {}
 
 
+def forget_compiled_steps(model):
+    """Have tf.keras or Keras 3 trace its steps again: those that it has hold the call that was.
+
+    The optimizer and its state stay.
+    """
+    if compiled_with(model).get("jit_compile") == "auto":
+        model._jit_compile = None  # Keras 3 asks again whether the model supports XLA
+    for name in FUNCTIONS + ("train_tf_function",):
+        if hasattr(model, name):
+            setattr(model, name, None)
+    vars(model).pop("_distributed_function_cache", None)  # TensorFlow 2.0's
+
+
 def wrapped_optimizers(optimizer):
     """An optimizer, and those that it wraps, each once: one may know what wraps it."""
     found = [] if optimizer is None else [optimizer]

@@ -17,11 +17,10 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat import _api
+from compat import _api, _keras
 from compat._backends.tensorflow1 import sessions
 from compat._backends.tensorflow2 import TensorFlow2, backend
 from compat._backends.tensorflow2.device_configuration import chosen_gpus
-from compat._backends.tensorflow2.keras_models import forget_compiled_steps
 from compat._backends.tensorflow2.op_placement import executed, products, short
 from compat._configuration import packages
 from compat._configuration.device_choice import Devices, choose
@@ -46,7 +45,7 @@ from .shared_parts import KerasParts
 
 def train_in_a_new_graph(model, inputs, targets):
     """A step on one batch; a graph is recorded when it is first made."""
-    forget_compiled_steps(model)
+    _keras.forget_compiled_steps(model)
     if TRAIN_STEP:
         model.train_on_batch(inputs, targets)
     else:  # there TensorFlow 2.0 computes eagerly

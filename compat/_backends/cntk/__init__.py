@@ -13,14 +13,6 @@ from ... import errors
 from ..._configuration.settings import listed
 from ...backend import Backend
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, List, Mapping, Optional, Sequence, Tuple
-
-    from ..._configuration.settings import Settings
-    from ..._ranks import Job
-    from ..._ranks.place import Place
-
 # OpenMPI 1.10's names of the libraries that CNTK's own are linked with, and today's files.
 _LIBRARIES = {"libmpi.so.12": "libmpi.so.40", "libmpi_cxx.so.1": "libmpi_cxx.so.40"}
 
@@ -35,10 +27,10 @@ class CNTK(Backend):
     options = ("excluded_devices",)
     variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
 
-    def accepts(self, version: str) -> bool:
+    def accepts(self, version):
         return version.startswith("2.")
 
-    def import_framework(self) -> "Any":
+    def import_framework(self):
         try:
             return super().import_framework()
         except errors.BrokenInstallError as error:
@@ -47,14 +39,14 @@ class CNTK(Backend):
                 raise
             raise _cntk_without_openmpi(*missing) from error
 
-    def initialised(self) -> "Optional[str]":
+    def initialised(self):
         """CNTK looks for GPUs when it is imported."""
         return "cntk was imported" if self.framework in sys.modules else None
 
-    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+    def configure(self, settings):
         imported = [name for name in ("keras", "cntk") if name in sys.modules]
         cntk = self.import_framework()
-        applied, warnings = [], []  # type: List[str], List[str]
+        applied, warnings = [], []
         excluded = _excluded(cntk, settings)
         if excluded:
             cntk.device.set_excluded_devices(excluded)
@@ -63,7 +55,7 @@ class CNTK(Backend):
         device = _wanted(cntk, settings, warnings)
         if device is not None:
             applied.append(_set_default(cntk, device, imported))
-        self.kept["simulated"] = settings.devices.simulated or 0
+        self.kept["simulated"] = settings.devices.simulated
         if settings.memory and settings.devices.gpus:
             warnings.append(
                 f"memory={settings.memory} was asked for, but CNTK has no setting for a GPU's "
@@ -76,13 +68,12 @@ class CNTK(Backend):
             )
         return applied, warnings
 
-    def devices(self) -> "List[str]":
+    def devices(self):
         """The default device; one name each for simulated ones, which all are the CPU."""
-        if self.kept.get("simulated"):
-            return [f"cpu:{index}" for index in range(self.kept["simulated"])]
-        return [_name(self.import_framework().device.use_default_device())]
+        simulated = [f"cpu:{index}" for index in range(self.kept.get("simulated", 0))]
+        return simulated or [_name(self.import_framework().device.use_default_device())]
 
-    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+    def parallelize(self, model, devices):
         """Return ``model`` as it is: it runs on the default device.
 
         Raises:
@@ -90,20 +81,19 @@ class CNTK(Backend):
         """
         first = self.devices()[0]
         if list(devices) != [first]:
-            raise errors.unsupported(
-                self.name,
+            raise self._cannot(
                 f"run a model on {listed(devices)} in one process: all of it runs on {first}",
                 "Start one process per device, with compat run -n, or train on that one, "
                 "with parallelize(model, gpus=1).",
             )
         return model
 
-    def launcher(self, job: "Job") -> "List[str]":
+    def launcher(self, job):
         from ..._ranks.engines import mpi  # here for start-up time
 
         return mpi.launcher(job)
 
-    def distribute(self, model: "Any", place: "Place") -> "Any":
+    def distribute(self, model, place):
         """See ``ranks`` and ``keras2.install``; NotInstalledError where mpi4py is missing."""
         from ..._ranks import keras2
         from ..._ranks.engines import mpi  # these import numpy
@@ -113,7 +103,7 @@ class CNTK(Backend):
         keras2.install(model, mpi.MPI.join(place), kinds)
         return model
 
-    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+    def problems(self, environ):
         missing = _missing_libraries(environ)
         return [str(_cntk_without_openmpi(*missing))] if missing else []
 

@@ -6,21 +6,11 @@ See ``sharding`` for several devices, ``ranks`` for several processes.
 import os
 import sys
 
-from ... import _ranks, errors
+from ... import _keras, _ranks, errors
 from ..._configuration.discovery import usable_cores
 from ..._configuration.numeric import whole_number
 from ..._configuration.settings import listed
 from ...backend import Backend
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
-
-    from ..._configuration.settings import Settings
-    from ..._ranks import Job
-    from ..._ranks.place import Place
-    from ..._runtime.operation_times import Operation
-    from ..._verification import Verification
 
 _FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 _FRACTION_SINCE_2025 = "XLA_CLIENT_MEM_FRACTION"  # both at once are an error of JAX
@@ -47,9 +37,7 @@ class JAX(Backend):
 
     # Before the first operation ---------------------------------------------------------------
 
-    def environ(
-        self, settings: "Settings", environ: "Mapping[str, str]"
-    ) -> "Dict[str, Optional[str]]":
+    def environ(self, settings, environ):
         """JAX reads them when it makes its devices ("GPU memory allocation" in its docs)."""
         variables = dict(super().environ(settings, environ))
         memory = settings.memory
@@ -64,19 +52,17 @@ class JAX(Backend):
             variables.update(_threads(settings.devices.simulated, environ))
         return variables
 
-    def initialised(self) -> "Optional[str]":
+    def initialised(self):
         """Variables and configuration count until JAX makes its devices."""
         bridge = sys.modules.get("jax._src.xla_bridge")
-        if bridge is None or not getattr(bridge, "_backends", None):
-            return None
-        return "JAX has made its devices"
+        return "JAX has made its devices" if getattr(bridge, "_backends", None) else None
 
     # After the import -------------------------------------------------------------------------
 
-    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+    def configure(self, settings):
         jax = self.import_framework()
         chosen = settings.devices
-        changes = {}  # type: Dict[str, Any]
+        changes = {}
         applied, warnings = [], []
         made = bool(self.initialised())
         if made:
@@ -118,7 +104,7 @@ class JAX(Backend):
                 raise _one_fraction_for_all_gpus(settings.memory)
         return applied, warnings
 
-    def devices(self) -> "List[str]":
+    def devices(self):
         """As Keras names them. Simulated ones are known before JAX makes them."""
         jax = self.import_framework()
         simulated = getattr(jax.config, "jax_num_cpu_devices", -1)
@@ -128,7 +114,7 @@ class JAX(Backend):
 
     # Replicas ---------------------------------------------------------------------------------
 
-    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+    def parallelize(self, model, devices):
         """Give the instance a ``call`` that is sharded, or the class's own one back."""
         jax = self.import_framework()
         from . import sharding  # imports jax
@@ -140,31 +126,28 @@ class JAX(Backend):
         if list(devices) != self.devices()[:1]:
             sharding.install(model, [by_name[name] for name in devices])
         if sharding.ShardedCall.of(model) is not before:
-            # Keras traces its steps again: the ones it has hold the call that was.
-            for name in ("train_function", "test_function", "predict_function"):
-                setattr(model, name, None)
+            _keras.forget_compiled_steps(model)
         return model
 
-    def device(self, device: str) -> "ContextManager[Any]":
-        raise errors.unsupported(
-            "jax",
+    def device(self, device):
+        raise self._cannot(
             f"place parts of a model on {device}: under jax.jit a step is one program, all of "
             "which runs on the same devices",
             "Leave compat.device() out; parallelize() splits the batches of the whole model.",
         )
 
-    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+    def verify(self, model, verification):
         from . import verified_steps  # not at start-up
 
         verified_steps.VerifiedJAXStep.install_on(model, verification)
 
-    def memory_peaks(self) -> "Dict[str, int]":
+    def memory_peaks(self):
         """``memory_stats()``, which CPU devices do not have."""
         devices, key = _devices(self.import_framework()), "peak_bytes_in_use"
         told = {name: device.memory_stats() or {} for name, device in devices.items()}
         return {name: stats[key] for name, stats in told.items() if key in stats}
 
-    def profiled(self) -> "ContextManager[List[Operation]]":
+    def profiled(self):
         """From JAX's profiler."""
         from . import timeline  # not at start-up
 
@@ -172,13 +155,13 @@ class JAX(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, job: "Job") -> "List[str]":
+    def launcher(self, job):
         """JAX has none of its own."""
         from ..._ranks.launch import starter  # not at start-up
 
         return starter.launcher(job)
 
-    def distribute(self, model: "Any", place: "Place") -> "Any":
+    def distribute(self, model, place):
         """See ``ranks``."""
         self.import_framework()
         from . import ranks, sharding  # they import jax

@@ -14,16 +14,6 @@ from ..._configuration import packages
 from ...backend import Backend
 from .context_names import context_named, visible_gpus
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, ContextManager, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
-
-    from ..._configuration.settings import Settings
-    from ..._ranks import Job
-    from ..._ranks.place import Place
-    from ..._runtime.operation_times import Operation
-    from ..._verification import Verification
-
 # Options of configure_gpu(), and the variables that MXNet reads for them when it is imported
 # (its documentation, "Environment Variables").
 _WORKERS = {
@@ -54,21 +44,12 @@ class MXNet(Backend):
     )
     extra = "mxnet"
     options = tuple(sorted(_WORKERS))
-    variables = (
-        "CUDA_VISIBLE_DEVICES",
-        "MXNET_CPU_WORKER_NTHREADS",
-        "MXNET_GPU_WORKER_NTHREADS",
-        "MXNET_GPU_MEM_POOL_TYPE",
-        "MXNET_GPU_MEM_POOL_RESERVE",
-        "MXNET_ENGINE_TYPE",
-        "DMLC_ROLE",
-    )
+    variables = tuple(sorted(_WORKERS.values())) + (_RESERVE, "MXNET_GPU_MEM_POOL_TYPE")
+    variables += ("MXNET_ENGINE_TYPE", "DMLC_ROLE", "CUDA_VISIBLE_DEVICES")
 
     # Configuring ------------------------------------------------------------------------------
 
-    def environ(
-        self, settings: "Settings", environ: "Mapping[str, str]"
-    ) -> "Dict[str, Optional[str]]":
+    def environ(self, settings, environ):
         wanted = {
             variable: _number(option, settings.options[option])
             for option, variable in sorted(_WORKERS.items())
@@ -79,10 +60,10 @@ class MXNet(Backend):
         changed = {name: value for name, value in wanted.items() if environ.get(name) != value}
         return dict(settings.devices.environ(environ), **changed)
 
-    def initialised(self) -> "Optional[str]":
+    def initialised(self):
         return "mxnet is imported, and reads its variables then" if "mxnet" in sys.modules else None
 
-    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+    def configure(self, settings):
         missing = self.environ(settings, os.environ)
         late = {name: value for name, value in missing.items() if not name.startswith("CUDA_")}
         if late:
@@ -94,8 +75,7 @@ class MXNet(Backend):
             )
         mx = self.import_framework()
         self.kept["names"] = self._contexts(mx, settings.devices)
-        warnings: "List[str]" = []
-        lines = [f"models not parallelized run on {self.kept['names'][0]}"]
+        lines, warnings = [f"models not parallelized run on {self.kept['names'][0]}"], []
         if settings.devices.gpus and not visible_gpus(mx):
             lines.append(_no_gpu())
         elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):
@@ -115,20 +95,20 @@ class MXNet(Backend):
         ids = [index for index in devices.ordinals(os.environ) if index < visible]
         return [f"gpu({index})" for index in ids] or ["cpu(0)"]
 
-    def devices(self) -> "List[str]":
+    def devices(self):
         if "names" not in self.kept:  # nothing was configured: what MXNet sees
             mx = self.import_framework()
             gpus = [f"gpu({i})" for i in range(visible_gpus(mx))]
             self.kept["names"] = gpus or ["cpu(0)"]
         return list(self.kept["names"])
 
-    def profiled(self) -> "ContextManager[List[Operation]]":
+    def profiled(self):
         """From the profiler of MXNet's engine."""
         from . import op_placement  # not at start-up
 
         return op_placement.profiled(self.devices())
 
-    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+    def problems(self, environ):
         found, role = [], environ.get("DMLC_ROLE")
         if role in ("server", "scheduler"):
             found.append(
@@ -145,10 +125,10 @@ class MXNet(Backend):
 
     # Parallelizing ----------------------------------------------------------------------------
 
-    def is_native(self, model: "Any") -> bool:
+    def is_native(self, model):
         return _is_block(model) or _is_module(model)
 
-    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+    def parallelize(self, model, devices):
         """Run ``model`` on ``devices``; see ``keras_replicas`` for what that means.
 
         keras-mxnet's own several contexts are not used: they sum gradients of shard means, drop
@@ -171,7 +151,7 @@ class MXNet(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+    def verify(self, model, verification):
         replicas = getattr(model, "_compat_replicas", None)
         if _is_module(model):
             super().verify(model, verification)
@@ -183,16 +163,15 @@ class MXNet(Backend):
         elif replicas is not None:
             replicas.verification = verification
 
-    def launcher(self, job: "Job") -> "List[str]":
+    def launcher(self, job):
         from ..._ranks.engines import horovod  # here for start-up time
 
         return horovod.launcher(job, self.framework)
 
-    def distribute(self, model: "Any", place: "Place") -> "Any":
+    def distribute(self, model, place):
         """See ``ranks`` and ``keras2.install``; for models of Keras."""
         if self.is_native(model):
-            raise errors.unsupported(
-                self.name,
+            raise self._cannot(
                 f"train a {type(model).__name__} of MXNet's own as one of several ranks",
                 "Use a model of Keras, or start the script without a launcher.",
             )
@@ -207,7 +186,7 @@ class MXNet(Backend):
     # Placing parts of a model -----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def device(self, device: str) -> "Iterator[None]":
+    def device(self, device):
         """Build Keras layers, symbols, parameters and arrays for ``device``.
 
         What Keras layers compute gets the attribute ``ctx_group``, which names the device, and

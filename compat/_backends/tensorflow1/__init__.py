@@ -31,16 +31,6 @@ from .graph import v1_names
 from .placed_layers import placed_on, placed_parts
 from .variables import switch_resource_variables_on, warn_of_reference_variables
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, ContextManager, List, Optional, Sequence, Tuple
-
-    from ..._configuration.settings import Settings
-    from ..._ranks import Job
-    from ..._ranks.place import Place
-    from ..._runtime.operation_times import Operation
-    from ..._verification import Verification
-
 
 class TensorFlow1(Backend):
     name = "tensorflow1"
@@ -56,17 +46,17 @@ class TensorFlow1(Backend):
     )
     variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
 
-    def accepts(self, version: str) -> bool:
+    def accepts(self, version):
         return version.startswith("1.")
 
-    def initialised(self) -> "Optional[str]":
+    def initialised(self):
         if "tensorflow" in sys.modules:
             return "tensorflow is imported, and may have asked CUDA for its GPUs"
         return None
 
     # Configuring ------------------------------------------------------------------------------
 
-    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+    def configure(self, settings):
         late = self.initialised()
         tf = v1_names(self.import_framework())
         config = self.session_config(tf, settings, late)
@@ -77,7 +67,7 @@ class TensorFlow1(Backend):
             gpus = [name for name in self.devices() if "GPU" in name]
             settings.devices.settle(len(gpus), restricted=True)
             if gpus and settings.memory and settings.memory.size:
-                raise _memory_total_unknown(settings.memory)
+                raise self._memory_total_unknown(settings.memory)
             if not gpus:
                 config.CopyFrom(self.session_config(tf, settings, late))
         shown = " ".join(str(config).split())
@@ -121,11 +111,18 @@ class TensorFlow1(Backend):
         """The fraction of each GPU that is ``memory.size``; TensorFlow 1 takes nothing else."""
         totals = devices.memory_totals()
         if not any(totals):
-            raise _memory_total_unknown(memory)
+            raise self._memory_total_unknown(memory)
         # One fraction holds for all GPUs: that of the largest, so that none takes more.
         return min(1.0, memory.size / float(max(totals)))
 
-    def devices(self) -> "List[str]":
+    def _memory_total_unknown(self, memory):
+        return self._cannot(
+            f"limit memory to {memory}: it takes a fraction of each GPU only, and nvidia-smi does "
+            "not tell how much memory the GPUs have",
+            'Use a fraction such as memory=0.5, or memory="grow".',
+        )
+
+    def devices(self):
         tf = v1_names(self.import_framework())
         settings = self.kept.get("settings")
         if settings is not None:
@@ -158,7 +155,7 @@ class TensorFlow1(Backend):
 
     # Parallelizing ----------------------------------------------------------------------------
 
-    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+    def parallelize(self, model, devices):
         """Run ``model`` on ``devices``, the same object; see the head of this file.
 
         Raises:
@@ -197,15 +194,14 @@ class TensorFlow1(Backend):
             step_counter.order(model)
         return model
 
-    def placed_parts(self, model: "Any") -> "List[str]":
-        return placed_parts(model)
+    placed_parts = staticmethod(placed_parts)
 
-    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+    def verify(self, model, verification):
         from . import verified_steps  # here for start-up time
 
         verified_steps.verify(model, verification)
 
-    def profiled(self) -> "ContextManager[List[Operation]]":
+    def profiled(self):
         """From the statistics that sessions record of each run: see ``timeline``."""
         from . import timeline  # here for start-up time
 
@@ -213,12 +209,12 @@ class TensorFlow1(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, job: "Job") -> "List[str]":
+    def launcher(self, job):
         from ..._ranks.engines import horovod  # here for start-up time
 
         return horovod.launcher(job, self.framework)
 
-    def distribute(self, model: "Any", place: "Place") -> "Any":
+    def distribute(self, model, place):
         """See ``ranks``."""
         from . import ranks  # here for start-up time
 
@@ -226,7 +222,7 @@ class TensorFlow1(Backend):
 
     # Devices of parts of a model --------------------------------------------------------------
 
-    def device(self, device: str) -> "ContextManager[Any]":
+    def device(self, device):
         """Place on ``device`` what is built inside, and its gradients; variables where first used.
 
         A layer that is called on several devices keeps its weights where it was called first.
@@ -247,15 +243,6 @@ def _may_list_gpus(tf):
         return True
     except OSError:
         return False
-
-
-def _memory_total_unknown(memory):
-    return errors.unsupported(
-        "tensorflow1",
-        f"limit memory to {memory}: it takes a fraction of each GPU only, and nvidia-smi does not "
-        "tell how much memory the GPUs have",
-        'Use a fraction such as memory=0.5, or memory="grow".',
-    )
 
 
 backend = TensorFlow1()

@@ -20,16 +20,6 @@ from .device_configuration import OPTIONS, apply_setting
 from .keras_models import unsupported
 from .runtime import full_name, has_listed_devices, in_v1_mode, runs_eagerly
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
-
-    from ..._configuration.settings import Settings
-    from ..._ranks import Job
-    from ..._ranks.place import Place
-    from ..._runtime.operation_times import Operation
-    from ..._verification import Verification
-
 
 class TensorFlow2(Backend):
     """TensorFlow from 2.0."""
@@ -47,14 +37,12 @@ class TensorFlow2(Backend):
     options = tuple(sorted(OPTIONS))
     variables = tensorflow1.backend.variables + ("TF_USE_LEGACY_KERAS",)
 
-    def accepts(self, version: str) -> bool:
+    def accepts(self, version):
         return version.startswith("2.")
 
     # Before the import ------------------------------------------------------------------------
 
-    def environ(
-        self, settings: "Settings", environ: "Mapping[str, str]"
-    ) -> "Dict[str, Optional[str]]":
+    def environ(self, settings, environ):
         variables = dict(super().environ(settings, environ))
         memory = settings.memory
         # TensorFlow lets this variable beat tf.config ("Limiting GPU memory growth").
@@ -64,11 +52,11 @@ class TensorFlow2(Backend):
             variables["TF_FORCE_GPU_ALLOW_GROWTH"] = "true"
         return variables
 
-    def initialised(self) -> "Optional[str]":
+    def initialised(self):
         """CUDA's variables count until TensorFlow lists its devices for the first time."""
         return "TensorFlow has listed its devices" if has_listed_devices() else None
 
-    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+    def problems(self, environ):
         asked = environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
         if not asked or packages.version("tf_keras"):
             return []
@@ -80,7 +68,7 @@ class TensorFlow2(Backend):
 
     # After the import -------------------------------------------------------------------------
 
-    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+    def configure(self, settings):
         tf = self.import_framework()
         # Apple's and AMD's GPUs have the type "GPU", too.
         physical = tf.config.experimental.list_physical_devices
@@ -107,7 +95,7 @@ class TensorFlow2(Backend):
         self.kept["gpus"] = [f"/gpu:{numbered.index(gpu)}" for gpu in gpus]
         return applied, []
 
-    def devices(self) -> "List[str]":
+    def devices(self):
         """Reads the configuration; starting the runtime would fix it."""
         config = self.import_framework().config.experimental
         for kind in ("GPU", "CPU"):
@@ -120,14 +108,14 @@ class TensorFlow2(Backend):
                 return [f"/{kind.lower()}:{index}" for index in range(count)]
         return ["/cpu:0"]
 
-    def memory_peaks(self) -> "Dict[str, int]":
+    def memory_peaks(self):
         """``tf.config.experimental.get_memory_info()``, from TensorFlow 2.5."""
         tf = self.import_framework()
         told = getattr(tf.config.experimental, "get_memory_info", None)
         names = [name for name in self.devices() if "gpu" in name.lower()]
         return {name: told(name.lstrip("/"))["peak"] for name in names} if told else {}
 
-    def profiled(self) -> "ContextManager[List[Operation]]":
+    def profiled(self):
         """See ``timeline``; without eager execution, ``tensorflow1.timeline``."""
         tf = self.import_framework()
         if not runs_eagerly(tf):
@@ -140,7 +128,7 @@ class TensorFlow2(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, job: "Job") -> "List[str]":
+    def launcher(self, job):
         """horovodrun where Horovod is installed; else what starts TF_CONFIG's workers."""
         # Both here for start-up time.
         from ..._ranks.engines import horovod  # for start-up time
@@ -150,7 +138,7 @@ class TensorFlow2(Backend):
             return starter.launcher(job, "--cluster")
         return horovod.launcher(job, self.framework)
 
-    def join(self, place: "Place") -> None:
+    def join(self, place):
         """TensorFlow's workers are joined before TensorFlow starts."""
         if place.launcher == clusters.TF_CONFIG:
             _refuse_workers(self.import_framework(), place)
@@ -158,11 +146,11 @@ class TensorFlow2(Backend):
 
             ranks.join(place)
 
-    def ranks_train_under(self, strategy: str, place: "Place") -> bool:
+    def ranks_train_under(self, strategy, place):
         """Workers of ``TF_CONFIG`` are mirrored over all devices of all of them."""
         return strategy == "mirrored" and place.launcher == clusters.TF_CONFIG
 
-    def distribute(self, model: "Any", place: "Place") -> "Any":
+    def distribute(self, model, place):
         """See ``ranks``; after ``disable_v2_behavior()``, ``tensorflow1.ranks``."""
         tf = self.import_framework()
         if self.is_native(model):
@@ -184,7 +172,7 @@ class TensorFlow2(Backend):
 
     # Replicas ---------------------------------------------------------------------------------
 
-    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+    def parallelize(self, model, devices):
         """Replace the instance's ``call``, or give the class's own one back.
 
         A stateful model, or one with a fixed batch size, stays in one piece on the first device,
@@ -222,17 +210,17 @@ class TensorFlow2(Backend):
         if replicated:
             steps.install(ReplicatedCall, model, devices, self.devices()[0])
         if changed or replicated:
-            keras_models.forget_compiled_steps(model)
+            _keras.forget_compiled_steps(model)
         return model
 
-    def placed_parts(self, model: "Any") -> "List[str]":
+    def placed_parts(self, model):
         if in_v1_mode(self.import_framework()):
             return tensorflow1.backend.placed_parts(model)
         from . import placed_layers  # here for start-up time
 
         return placed_layers.placed_parts(model)
 
-    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+    def verify(self, model, verification):
         tf = self.import_framework()
         if in_v1_mode(tf):
             tensorflow1.backend.verify(model, verification)
@@ -251,9 +239,7 @@ class TensorFlow2(Backend):
 
     is_native = staticmethod(kinds.is_native)
 
-    def build(
-        self, strategy: str, function: "Callable[[], Any]", devices: "Sequence[str]"
-    ) -> "Any":
+    def build(self, strategy, function, devices):
         """Under ``tf.distribute.MirroredStrategy``: a copy of each weight on each device.
 
         ``function`` should compile the model, too: its optimizer belongs into the strategy's
@@ -267,7 +253,7 @@ class TensorFlow2(Backend):
             raise errors.builds_no_model(function.__qualname__, model)
         return model
 
-    def device(self, device: str) -> "ContextManager[Any]":
+    def device(self, device):
         """Layers called inside run on ``device``, forward and backward, whenever the model does.
 
         A functional model's layers run where they were called; other operations at once, as in

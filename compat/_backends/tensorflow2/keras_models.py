@@ -1,4 +1,4 @@
-"""Models of Keras: which cannot run on several devices, and what is compiled of their steps."""
+"""Models of Keras which cannot run on several devices."""
 
 import functools
 
@@ -75,16 +75,3 @@ def several_devices_in_xla():
         "run a model on several devices under jit_compile=True: XLA puts a whole step on one",
         "Compile the model with jit_compile=False.",
     )
-
-
-def forget_compiled_steps(model):
-    """Have Keras trace its steps again: the ones it has hold the call that was.
-
-    The optimizer and its state stay.
-    """
-    if _keras.compiled_with(model).get("jit_compile") == "auto":
-        model._jit_compile = None  # Keras 3 asks again whether the model supports XLA
-    for name in ("train_function", "train_tf_function", "test_function", "predict_function"):
-        if hasattr(model, name):
-            setattr(model, name, None)
-    vars(model).pop("_distributed_function_cache", None)  # TensorFlow 2.0's

@@ -14,7 +14,7 @@ from ..._ranks import clusters, keras3, keras_model
 from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from ..._runtime import patching
 from . import ranked_steps
-from .keras_models import forget_compiled_steps, unsupported
+from .keras_models import unsupported
 
 
 def distribute(model, place):
@@ -32,7 +32,7 @@ def distribute(model, place):
     engine = join(place)
     if ranked_steps.RankedStep.of(model) is None:
         keras_model.install(model, engine, kinds)
-        forget_compiled_steps(model)
+        _keras.forget_compiled_steps(model)
     return model
 
 

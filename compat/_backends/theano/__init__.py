@@ -14,15 +14,6 @@ from ..._configuration import detection
 from ...backend import Backend
 from . import flag_problems, gpu_startup, theano_flags, theanorc
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
-
-    from ..._configuration.settings import Settings
-    from ..._ranks import Job
-    from ..._ranks.place import Place
-    from ..._verification import Verification
-
 
 class Theano(Backend):
     """GPUs as ``device=cuda0`` and, for several, ``contexts=dev0->cuda0;dev1->cuda1``, too.
@@ -60,16 +51,14 @@ class Theano(Backend):
 
     # Configuring ------------------------------------------------------------------------------
 
-    def environ(
-        self, settings: "Settings", environ: "Mapping[str, str]"
-    ) -> "Dict[str, Optional[str]]":
+    def environ(self, settings, environ):
         flags = self._flags(settings, environ, range(len(settings.devices.gpus)))
         before = environ.get("THEANO_FLAGS", "")
         merged = theano_flags.merge_flags(before, flags)
         changed = {} if merged == before else {"THEANO_FLAGS": merged}
         return dict(settings.devices.environ(environ), **changed)
 
-    def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
+    def overruled(self, settings, environ):
         """A GPU named in a flag or a file, where none is used, nor was declined."""
         device = theano_flags.Flags(environ).get("device") or "cpu"
         chosen = self._flags(settings, environ, range(len(settings.devices.gpus))).get("device")
@@ -85,21 +74,21 @@ class Theano(Backend):
             + remedy
         ]
 
-    def initialised(self) -> "Optional[str]":
+    def initialised(self):
         # Theano reads its flags in this module, first of all.
         if "theano.configparser" not in sys.modules:
             return None
         importer = _importer()
         return "theano was imported" + (f" (by {importer})" if importer else "")
 
-    def import_framework(self) -> "Any":
+    def import_framework(self):
         if _ranks.own_place():
             from ..._ranks.engines import mpi  # here for start-up time
 
             mpi.leave_to_engine()  # Theano imports mpi4py.MPI where it can
         return super().import_framework()
 
-    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+    def configure(self, settings):
         failure = gpu_startup.Failure()
         logger = logging.getLogger("theano.gpuarray")
         logger.addHandler(failure)
@@ -178,7 +167,7 @@ class Theano(Backend):
             for name, text in flags.items()
         ]
 
-    def devices(self) -> "List[str]":
+    def devices(self):
         """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
         device (``"cpu:0"``): functions and weights of its own, on the one CPU."""
         simulated = [f"cpu:{number}" for number in range(self.kept.get("simulated", 0))]
@@ -186,7 +175,7 @@ class Theano(Backend):
 
     # Parallelizing ----------------------------------------------------------------------------
 
-    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+    def parallelize(self, model, devices):
         """Run ``model`` on ``devices``, the same object; see ``device_replicas.py``.
 
         BatchNorm normalises each device's rows by their own statistics; its moving averages are
@@ -211,17 +200,17 @@ class Theano(Backend):
         device_replicas.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])
         return model
 
-    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+    def verify(self, model, verification):
         from . import verified_steps  # here for start-up time
 
         verified_steps.VerifiedTheanoStep.install_on(model, verification)
 
-    def launcher(self, job: "Job") -> "List[str]":
+    def launcher(self, job):
         from ..._ranks.engines import mpi  # here for start-up time
 
         return mpi.launcher(job)
 
-    def distribute(self, model: "Any", place: "Place") -> "Any":
+    def distribute(self, model, place):
         """See ``ranks`` and ``keras2.install``; NotInstalledError where mpi4py is missing."""
         from ..._ranks import keras2
         from ..._ranks.engines import mpi  # these import numpy
@@ -233,7 +222,7 @@ class Theano(Backend):
 
     # Reporting --------------------------------------------------------------------------------
 
-    def problems(self, environ: "Mapping[str, str]") -> "List[str]":
+    def problems(self, environ):
         found = [
             f"THEANORC names {path}, which does not exist. For Theano's own files: unset THEANORC"
             for path in (theano_flags.files(environ) if "THEANORC" in environ else [])

@@ -9,12 +9,6 @@ import sys
 from ... import _keras, errors
 from ...backend import Backend
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
-
-    from ...backend import Job, Operation, Place, Settings, Verification
-
 _DEVICE = "KERAS_TORCH_DEVICE"
 
 
@@ -30,9 +24,7 @@ class Torch(Backend):
 
     # Before the first use of a GPU --------------------------------------------------------------
 
-    def environ(
-        self, settings: "Settings", environ: "Mapping[str, str]"
-    ) -> "Dict[str, Optional[str]]":
+    def environ(self, settings, environ):
         """Keras reads its device when it is imported (keras/src/backend/torch/core.py)."""
         variables = dict(super().environ(settings, environ))
         device = environ.get(_DEVICE)
@@ -43,24 +35,23 @@ class Torch(Backend):
             variables[_DEVICE] = None  # the first GPU is Keras' own choice
         return variables
 
-    def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
+    def overruled(self, settings, environ):
         device = environ.get(_DEVICE)
         if device and self.environ(settings, environ).get(_DEVICE, device) != device:
             return [f"KERAS_TORCH_DEVICE says {device}, but compat chose {settings.devices}."]
         return []
 
-    def initialised(self) -> "Optional[str]":
+    def initialised(self):
         """CUDA's variables count until CUDA starts, and Keras starts it on its import."""
         if "keras.src.backend.torch.core" in sys.modules:
             return "keras was imported, which asks torch for GPUs"
-        cuda = sys.modules.get("torch.cuda")
-        if cuda is not None and getattr(cuda, "is_initialized", bool)():
+        if getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)():
             return "torch has started CUDA"
         return None
 
     # After the import -------------------------------------------------------------------------
 
-    def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
+    def configure(self, settings):
         torch = self.import_framework()
         chosen = settings.devices
         too_late = self.initialised()
@@ -82,7 +73,7 @@ class Torch(Backend):
             applied.append(f"torch.set_default_dtype(torch.{settings.floatx})")
         return applied, []
 
-    def devices(self) -> "List[str]":
+    def devices(self):
         """torch has one CPU: what stands in for GPUs are names, and replicas that run there."""
         torch = self.import_framework()
         names = self.kept.get("names")  # simulated, or chosen among those that torch lists
@@ -92,11 +83,11 @@ class Torch(Backend):
 
     # Replicas ---------------------------------------------------------------------------------
 
-    def is_native(self, model: "Any") -> bool:
+    def is_native(self, model):
         torch = sys.modules.get("torch")
         return torch is not None and isinstance(model, torch.nn.Module)
 
-    def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
+    def parallelize(self, model, devices):
         """Give the instance a ``call`` or ``forward`` that is divided, or the class's one back.
 
         A stateful Keras model, or one with a fixed batch size, stays in one piece, with a warning.
@@ -121,22 +112,22 @@ class Torch(Backend):
             steps.install(models.ReplicatedKerasCall, model, devices, "one device")
         return model
 
-    def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
+    def verify(self, model, verification):
         from . import verified_steps as kinds  # imports torch
 
         in_ranks = verification is not None and verification.ranks
-        kind, is_left = kinds.VerifiedModuleForward, in_ranks  # type: Any, bool
+        kind, is_left = kinds.VerifiedModuleForward, in_ranks
         if _keras.keras_of(model) is not None:
             kind, is_left = kinds.VerifiedTorchStep, not in_ranks and _keras.undivided(model)
         kind.install_on(model, None if is_left else verification)
 
-    def memory_peaks(self) -> "Dict[str, int]":
+    def memory_peaks(self):
         """``torch.cuda.max_memory_allocated()``."""
         torch = self.import_framework()
         names = [name for name in self.devices() if name.startswith("cuda")]
         return {name: torch.cuda.max_memory_allocated(name) for name in names}
 
-    def profiled(self) -> "ContextManager[List[Operation]]":
+    def profiled(self):
         """From torch's profiler."""
         from . import timeline  # not at start-up
 
@@ -144,7 +135,7 @@ class Torch(Backend):
 
     # Ranks ------------------------------------------------------------------------------------
 
-    def launcher(self, job: "Job") -> "List[str]":
+    def launcher(self, job):
         """compat's own: torchrun's store listens at all addresses of the machine."""
         from ..._ranks.launch import starter  # not at start-up
 
@@ -152,7 +143,7 @@ class Torch(Backend):
         threads = [] if "OMP_NUM_THREADS" in job.environ else ["env", "OMP_NUM_THREADS=1"]
         return threads + starter.launcher(job)
 
-    def distribute(self, model: "Any", place: "Place") -> "Any":
+    def distribute(self, model, place):
         """See ``ranks``."""
         self.import_framework()
         from . import ranks  # imports torch
