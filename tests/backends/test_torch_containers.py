@@ -117,6 +117,18 @@ def _tensors(value):
     return compat._backends.torch.batches.tensors_in(value, 5) if value else ()
 
 
+class Batch(dict):
+    """A mapping of a class of its own, which torch.utils._pytree does not look into."""
+
+
+def test_the_tensors_of_a_mapping_are_found():
+    from compat._backends.torch.batches import are_same, tensors_in
+
+    held = [torch.ones(2), torch.zeros(3)]
+    found = list(tensors_in([Batch(x=held[0], deep=Batch(y=held[1]))]))
+    assert are_same(found, held)
+
+
 def test_what_a_call_leaves_alone_stays_the_callers():
     """A batch in an object: its tensors are not those that were put together again."""
     module = compat.parallelize(computing(lambda m, y, batch: (y + batch.more, batch)).double())

@@ -233,6 +233,10 @@ class Slotted:
     __slots__ = ("inner",)
 
 
+class Mapped(dict):
+    "As tokenizers give."
+
+
 class Takes(Module):
     def forward(self, batch):
         return Output(types.SimpleNamespace(deep=super().forward(batch.inner["x"])))
@@ -251,6 +255,14 @@ train(
     lambda rows, targets: ((model(slotted(rows)).prediction.deep - targets) ** 2).mean(),
 )
 
+
+class TakesMapped(Module):
+    def forward(self, batch):
+        return Mapped(y=super().forward(batch["x"]))
+
+
+model = made(TakesMapped)
+train("mapped", model, lambda x, y: ((model(Mapped(x=x))["y"] - y) ** 2).mean())
 
 model = made(lambda: nn.Sequential(nn.LazyLinear(5), nn.Tanh(), nn.LazyLinear(1)))
 first = list(batches())[0]

@@ -50,6 +50,8 @@ def tensors_in(value, depth=3):
             parts = getattr(leaf, "__dict__", None) or {
                 name: getattr(leaf, name, None) for name in getattr(leaf, "__slots__", ())
             }
+            if hasattr(leaf, "keys") and hasattr(leaf, "__getitem__"):
+                parts = {key: leaf[key] for key in leaf.keys()}
             yield from tensors_in(list(parts.values()), depth - 1)
 
 
