@@ -118,3 +118,10 @@ def test_a_gradient_is_tried_where_the_first_call_had_none():
         compat.parallelize(net)(rows(13, 6))
     with pytest.warns(compat.CompatWarning, match="a gradient of its own"):
         net(rows(13, 6)).sum().backward()
+
+
+def test_a_term_that_a_loss_has_twice_is_one():
+    from compat._backends.torch import loss_terms
+
+    term = torch.ones(4, 2, requires_grad=True).square().mean()
+    assert len(loss_terms._loss(term + term).terms) == 1

@@ -122,7 +122,7 @@ def _loss(tensors):
             terms.append(Term(node, reduction))
         elif all(map(_is_of_scalars, inputs)):
             others = others or name not in _ARITHMETIC
-            nodes += [each for each in inputs if each not in nodes]
+            nodes += [each for each in dict.fromkeys(inputs) if each not in nodes]
         else:
             others = True
     return Loss(terms, others)
