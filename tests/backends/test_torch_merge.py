@@ -437,6 +437,24 @@ class TestState:
             plain(rows(ROWS, 4))
         same((plain.calls, plain.rows_seen, plain.loss, plain.features), found, 1e-12)
 
+    def test_a_number_of_rows_in_an_attribute(self, monkeypatch):
+        """It is that of the batch, whatever an earlier batch has left there."""
+        from compat._backends.torch import watch
+
+        def forward(self, y):
+            self.batch = y.shape[0]
+            return y, 2 * y.shape[0]
+
+        plain, module = pair(forward)
+        for number in (6, 6, 9, 3, 9, 27, 13):
+            same(plain(rows(number, 4)), module(rows(number, 4)), 1e-12)
+            assert module.batch == plain.batch == number
+        monkeypatch.setattr(watch.Watch, "__torch_function__", None)  # fails where it is used
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            module(rows(12, 4))
+        assert module.batch == 12
+
     def test_memory_of_rows_runs_whole(self):
         """All parts of 12 rows have as many, so that their mean would have a shape that fits."""
 

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ... import _rows
 from . import batches
-from .calls import tag_of
+from .calls import RowCount, tag_of
 from .reductions import EXPRESSIONS, NotMergeable, State, Total, is_number, together, weighted_mean
 from .trials import close, fits
 
@@ -21,8 +21,8 @@ class Rule:
 
     Arguments:
         kind: "rows" (one after the other), "first" (all are the same), "unchanged" (state), "sum"
-            (of changes, where there was a value before), "mean" (weighted by rows) or "expression"
-            (see ``together``).
+            (of changes, where there was a value before), "count" (a number of rows, which is a sum
+            whatever was before), "mean" (weighted by rows) or "expression" (see ``together``).
         lasting: whether it needs no tags, so that later calls need not be watched.
         dim, copies: where the rows are.
         numbers: for an expression, what becomes of each number in it.
@@ -64,6 +64,8 @@ class Rule:
             values = [value.to(home) for value in values]
         if self.kind == "sum":
             return sum(values) - (len(values) - 1) * before if before else sum(values)
+        if self.kind == "count":
+            return sum(map(int, values))
         return weighted_mean(values, sizes) if self.kind == "mean" else values[0]
 
 
@@ -181,6 +183,8 @@ def _of_numbers(key, values, before, trial):
 
     What counts may do something else by its count: such calls are watched.
     """
+    if all(isinstance(value, RowCount) for value in values):
+        return Rule("count")
     if before is not None and all(value == before for value in values):
         return Rule("unchanged")
     found = trial.values(key)
@@ -223,7 +227,9 @@ def form(value):
     found, dims = tag_of(value), value.dim() if isinstance(value, torch.Tensor) else None
     if isinstance(found, Total):
         return type(value), dims, Total, found.kind, found.regular
-    return type(value), dims, found if isinstance(found, _rows.Placement) else type(found)
+    # Numbers of rows are plain ones where nothing watches.
+    kind = int if isinstance(value, RowCount) else type(value)
+    return kind, dims, found if isinstance(found, _rows.Placement) else type(found)
 
 
 def is_one_devices(escapes, home):

@@ -91,7 +91,10 @@ class Known:
         return (total in self.totals or not differ) and all(map(self.fits, outcomes))
 
     def fits(self, outcome):
-        return outcome.described == self.described and all(
+        # A number of rows that is what an attribute was before does not show that it was set.
+        counts = {key for key, rule in self.rules.items() if rule.kind == "count"}
+        is_alike = outcome.described == self.described and counts <= outcome.values.keys()
+        return is_alike and all(
             key in self.rules and self.rules[key].fits(value, outcome.rows, outcome.given.get(key))
             for key, value in outcome.values.items()
         )
