@@ -149,7 +149,10 @@ class Watch(torch.overrides.TorchFunctionMode):
             return call.args[0]
         result = call.func(*call.args, **call.kwargs)
         for tensor in calls.tensors_in([result]):
-            tensor.fill_(0.5 if tensor.is_floating_point() else 0)
+            if call.name == "randperm":
+                tensor.copy_(torch.arange(len(tensor)).flip(0))
+            else:
+                tensor.fill_(0.5 if tensor.is_floating_point() else 0)
         return self.made(call, result)
 
     def as_count(self, value):
