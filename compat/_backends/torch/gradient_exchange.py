@@ -334,8 +334,8 @@ class Exchange:
                 "not, so that their gradients cannot be weighted. Have all ranks compute the same "
                 "loss."
             )
-        if unknown and "rows" not in self.warned and place.rank == 0:
-            self.warned.add("rows")
+        if unknown and ("rows",) not in self.warned and place.rank == 0:
+            self.warned.add(("rows",))
             errors.warn(
                 f"A backward pass reached the parameters of {name}, but no call of the model in "
                 "which rows of a batch are seen. So all ranks count alike, which is one process's "
@@ -358,17 +358,17 @@ class Exchange:
     def verify(self, when):
         """Compare the model's variables on all ranks. See ``_ranks.checksum.verify``."""
         for named, *causes in self.source.verified(self.model()):
-            if named:
+            if named or not causes:  # another rank's model may have variables: that is an error
                 self.compare(named, when, *causes)
 
     def compare(self, named, when, *causes):
-        names, tensors = zip(*named)
+        tensors = [tensor for _, tensor in named]
 
         def write(place, value):
             with torch.no_grad():
                 tensors[place].copy_(torch.as_tensor(value))
 
-        arrays = [to_numpy(tensor) for tensor in tensors]
+        names, arrays = [name for name, _ in named], [to_numpy(tensor) for tensor in tensors]
         checksum.verify(self.engine, names, arrays, write, when, *causes)
 
     def look(self, parameters):
