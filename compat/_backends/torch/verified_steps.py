@@ -264,7 +264,12 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         return timeline.products(step)
 
     def outputs(self, undivided):
-        alone = split_rows.undivided() if undivided else contextlib.ExitStack()
-        with alone, torch.no_grad(), trials.evaluating(self.module.modules()):
-            with self._without_a_trace() as (args, kwargs):
-                return _outputs(self.forward(*args, **kwargs))
+        modes = [(part, part.training) for part in self.module.modules()]
+        self.module.eval()  # which may be the user's own
+        try:
+            with split_rows.undivided() if undivided else contextlib.ExitStack():
+                with torch.no_grad(), self._without_a_trace() as (args, kwargs):
+                    return _outputs(self.forward(*args, **kwargs))
+        finally:
+            for part, training in modes:
+                part.training = training
