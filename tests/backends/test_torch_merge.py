@@ -499,6 +499,15 @@ def test_containers():
     agree(computing(lambda m, y, given: y * given["x"]), rows(ROWS, 4), Output(x=rows(ROWS, 5)))
 
 
+def test_replicas_without_rows_of_their_own_get_gradients():
+    from compat._backends.torch import timeline
+
+    module, x = compat.parallelize(torch.nn.Linear(4, 5).double()), rows(2, 4)
+    module(x)
+    placed = timeline.products(lambda: module(x).sum().backward())
+    assert len(placed) == DEVICES and len(set(placed.values())) == 1, placed
+
+
 # What is watched --------------------------------------------------------------------------------
 
 

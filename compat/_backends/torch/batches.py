@@ -241,24 +241,40 @@ class DividedArguments:
 
     @contextlib.contextmanager
     def given(self, leaves):
-        """Within, the containers have these leaves.
-
-        Gives ``args, kwargs``, and a function by which a leaf that the call leaves behind in a
-        container becomes ``Unchanged``, if it is a tensor as it was given.
-        """
-        tensors = [each for each in zip(leaves, self.kept) if isinstance(each[0], torch.Tensor)]
-        known = {id(leaf): (leaf, leaf._version, kept) for leaf, kept in tensors}
-
-        def own(leaf):
-            _, version, kept = known.get(id(leaf), (None, None, None))
-            return leaf if kept is None or leaf._version != version else kept
-
+        """Within, the containers have these leaves: ``args, kwargs`` and what they were given."""
         try:
             rest = iter(leaves)
             values = [unflatten(rest) for unflatten in self.parts]
-            yield values[: self.count], dict(zip(self.keywords, values[self.count :])), own
+            args, kwargs = values[: self.count], dict(zip(self.keywords, values[self.count :]))
+            yield args, kwargs, Given(self, leaves, args, kwargs)
         finally:
             self.restore()
+
+
+class Given:
+    """What a call was given, which may change the containers in it, and tensors in place."""
+
+    def __init__(self, arguments, leaves, args, kwargs):
+        self.values = (args, kwargs) if arguments.contents else ()
+        self.before = flatten(self.values)
+        self.known = {
+            id(leaf): (leaf, leaf._version, kept)
+            for leaf, kept in zip(leaves, arguments.kept)
+            if isinstance(leaf, torch.Tensor)
+        }
+
+    def changed(self):
+        """The containers, where anything in them is not as it was given; else nothing."""
+        leaves, _, described = flatten(self.values)
+        before, _, described_before = self.before
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        same = described == described_before and are_same(leaves, before)
+        return () if same and all(self.own(leaf) is not leaf for leaf in tensors) else self.values
+
+    def own(self, leaf):
+        """``Unchanged`` for a tensor that is as it was given; any other leaf as it is."""
+        _, version, kept = self.known.get(id(leaf), (None, None, None))
+        return leaf if kept is None or leaf._version != version else kept
 
 
 class Unchanged:

@@ -97,10 +97,11 @@ class ReplicatedMethod(patching.InstanceMethod):
         """
         home = self.home(model, arguments)
         leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
-        with split_rows.undivided(), arguments.given(leaves) as (args, kwargs, own):
+        with split_rows.undivided(), arguments.given(leaves) as (args, kwargs, given):
             result = self.plain(model)(*args, **kwargs)
-            found, unflatten, _ = batches.flatten((args, kwargs))
-        unflatten([untagged(own(leaf)) for leaf in found])  # it may change the caller's containers
+            found, unflatten, _ = batches.flatten(given.changed())
+        # It may change the caller's containers.
+        unflatten([untagged(given.own(leaf)) for leaf in found])
         work.count(self.devices, work.undivided(self.devices, rows), torch.is_grad_enabled())
         if error is not None:
             name = type(model).__name__ if _keras.keras_of(model) is None else model.name
@@ -183,7 +184,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                 tag(leaf if isinstance(leaf, torch.Tensor) else leaf.data, where)
             leaves.append(leaf)
         watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
-        with arguments.given(leaves) as (args, kwargs, own):
+        with arguments.given(leaves) as (args, kwargs, given):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
             with split_rows.undivided(), eager:
@@ -198,12 +199,11 @@ class ReplicatedMethod(patching.InstanceMethod):
                 finally:
                     if watched:
                         watch.paused = True  # an interruption may have kept it from saying so
-            results = (result, args, kwargs) if arguments.contents else (result,)
-            outcome = Outcome(len(rows), results, values, buffers, watch)
+            outcome = Outcome(len(rows), (result, given.changed()), values, buffers, watch)
             # What is the replica's own becomes what it is of the whole batch.
             for key, value in outcome.values.items():
                 if isinstance(value, torch.Tensor):
-                    outcome.values[key] = own(value)
+                    outcome.values[key] = given.own(value)
                 elif isinstance(value, torch.device) and value == device:
                     outcome.values[key] = self.home(model, arguments)
         return outcome
@@ -225,6 +225,12 @@ class ReplicatedMethod(patching.InstanceMethod):
             rule = known.rules[key]
             if rule.kind != "unchanged":
                 values = [outcome.values[key] for outcome in counted]
+                is_tensor = isinstance(first.values[key], torch.Tensor)
+                if rule.kind == "rows" and rule.copies == 1 and is_tensor:
+                    # Of a replica without rows of its own none: it gets gradients, 0, too.
+                    none = _rows.Sharded(rule.dim), range(0)
+                    values = [outcome.values[key] for outcome in outcomes]
+                    values = [v if n else _on(home, *none, v) for v, n in zip(values, all_sizes)]
                 with torch.set_grad_enabled(torch.is_grad_enabled() and key[0] != "state"):
                     merged[key] = rule.merged(values, sizes, home, state.before.get(key))
         for key in first.numbers:
