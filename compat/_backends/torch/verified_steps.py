@@ -15,7 +15,6 @@ from ..._runtime import patching
 from ..._verification import keras_steps, reachable
 from . import batches, models, timeline, trials
 from .batches import tensors_in, to_numpy
-from .ranks import RankedKerasCall
 
 _RANDOM = "random numbers of "
 
@@ -86,6 +85,8 @@ class _RankedStep(TorchStep):
 
     def __init__(self, method, function, batches):
         super().__init__(method, function, batches)
+        from .ranks import RankedKerasCall  # not where there are no ranks: imports their engines
+
         self.ranked = RankedKerasCall.of(self.model)
         self.ranked.start(self.model)  # rank 0's weights, from which the step begins
         self.own, tree = batches, _keras.keras_of(self.model).tree
