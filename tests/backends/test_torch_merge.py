@@ -263,6 +263,19 @@ def test_what_takes_the_whole_batch_runs_whole(name, count):
     agree(computing(function), rows(count, 4), whole=whole(operation, function, why))
 
 
+def test_a_sum_of_rows_in_place_runs_whole_once_it_needs_a_gradient():
+    function, operation, why = WHOLE["sorted in"]
+    module, x = computing(function).double(), rows(ROWS, 4)
+    with torch.no_grad():
+        compat.parallelize(module)(x)
+    assert replicas(lambda: module(x)) == DEVICES
+    with pytest.warns(compat.CompatWarning, match=operation):
+        module(x).square().sum().backward()
+    plain = computing(function).double()
+    plain(x).square().sum().backward()
+    same_gradients(plain, module)
+
+
 PATHS = {
     "other totals": lambda m, y: y.mean() if turns(y) else y.sum(),
     "other functions": lambda m, y: y.mean().exp() if turns(y) else y.mean().sqrt(),
@@ -404,6 +417,13 @@ def _extremes(self, y):
     return scaled
 
 
+def _histogram(self, y):
+    places, ones = (y.detach()[:, 0] > 0).long(), torch.ones_like(y.detach())
+    self.seen.index_add_(0, places, ones[:, 0])
+    self.sums.scatter_add_(0, places[:, None].expand(-1, 5), y.detach())
+    return y
+
+
 def _attributes(self, y):
     self.calls = getattr(self, "calls", 0) + 1
     self.rows_seen = getattr(self, "rows_seen", 0) + len(y)
@@ -416,6 +436,7 @@ STATES = {
     "counters": (_counters, {"steps": 0, "calls": 0.0, "seen": 0, "total": 0.0}),
     "averages of the user's": (_averages, {"mean": [0.0] * 5, "power": [0.0] * 5}),
     "extremes": (_extremes, {"least": [0.1] * 5, "most": [-0.1] * 5}),
+    "histogram": (_histogram, {"seen": [1.0] * 2, "sums": [[0.0] * 5] * 2}),
     "unchanged": (lambda m, y: (y * m.scale)[:, m.order], {"scale": [2.0] * 5, "order": [1, 0]}),
 }
 
