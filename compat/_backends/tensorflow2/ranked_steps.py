@@ -13,12 +13,15 @@ import tensorflow as tf
 from ... import _keras
 from ..._ranks import keras3, keras_model, losses
 from ..._runtime import patching
+from ..._runtime.within import Within
 from ..._verification import keras_steps, reachable
 from .keras_models import unsupported
 from .layer_state import is_set, read
 from .replicas import recording, with_tensors
 from .replicated_call import ReplicatedCall
 from .sharding import as_tensors, has_rows, rows_of
+
+_stepping = Within()  # then gradients are taken care of, also those of models within
 
 
 class RankedTrainFunction(keras_model.RankedMethod):
@@ -68,7 +71,6 @@ class RankedStep(keras_model.RankedMethod):
 
     method = "train_step"
     autograph_info__ = {}  # type: dict  # as in ReplicatedCall
-    is_running = False  # then gradients are taken care of
     exchanged = 0  # lots of gradients, in the step that was traced last
     started = None  # the optimizer with which an eager step began
     first_batch = None  # where its loss is to be checked
@@ -93,7 +95,7 @@ class RankedStep(keras_model.RankedMethod):
             state = self.state(model)
             before = [read(variable.handle) for variable in state]
             with contextlib.ExitStack() as stack:
-                stack.enter_context(patching.replaced(self, is_running=True))
+                stack.enter_context(_stepping)
                 stack.enter_context(self.computing(model, rows, lambda: share))
                 for optimizer in keras_steps.optimizers(model):
                     methods = self.of_all_ranks(optimizer, share)
@@ -121,7 +123,7 @@ class RankedStep(keras_model.RankedMethod):
         if self.started is not model.optimizer:
             self.started = model.optimizer
             counters = reachable.numbers(keras_steps.optimizers(model))
-            with patching.replaced(self, is_running=True):
+            with _stepping:
                 tf.function(self.plain(model)).get_concrete_function(data)
             counters.put_back()  # Nadam of Keras 2.15 counts when it is traced
             keras_model.same_start(model, self.engine)
@@ -270,7 +272,7 @@ class RankedCall(ReplicatedCall):
         super().__init__([])
 
     def __call__(self, model, *args, **kwargs):
-        is_of_step = RankedStep.of(model).is_running or self._only_traced(model)
+        is_of_step = _stepping.here() or self._only_traced(model)
         if recording() and not is_of_step:
             raise unsupported(
                 "train {!r} as one of several ranks in a loop of your own around "
