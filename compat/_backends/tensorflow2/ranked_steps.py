@@ -24,30 +24,30 @@ from .sharding import as_tensors, has_rows, rows_of
 _stepping = Within()  # then gradients are taken care of, also those of models within
 
 
-class RankedTrainFunction(keras_model.RankedMethod):
-    """The method that makes the function which trains for a batch, or several, of an iterator.
+class WaitingFunction:
+    """A function that Keras made to evaluate a model: its ranks may wait for each other in it."""
 
-    It begins with rank 0's weights, and its ranks wait for each other.
-    """
+    def __init__(self, engine, model, function):
+        self.engine = engine
+        self.model = model
+        self.function = function
 
-    method = "make_train_function"
-    attribute = "train_function"
-    begun = None  # the function made by Keras that has begun with rank 0's weights
+    def __call__(self, iterator):
+        with self.engine.waiting("for the others' losses"):
+            return self.function(iterator)
 
-    def __call__(self, model, *args, **kwargs):
-        self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
-        made = getattr(model, self.attribute)
-        if not isinstance(made, functools.partial):
-            made = functools.partial(self.run, model, made)
-            setattr(model, self.attribute, made)
-        return made
 
-    def run(self, model, function, iterator):
-        step = RankedStep.of(model)
+class RankedFunction(WaitingFunction):
+    """The function that Keras made to train a model for a batch, or several, of an iterator."""
+
+    begun = False  # with rank 0's weights
+
+    def __call__(self, iterator):
+        model, step = self.model, RankedStep.of(self.model)
         with self.engine.waiting("for the others' gradients"):
-            if self.begun is not function:
-                iterator, self.begun = step.begin(model, function, iterator), function
-            result = function(iterator)
+            if not self.begun:
+                iterator, self.begun = step.begin(model, self.function, iterator), True
+            result = self.function(iterator)
         if step.first_batch is not None:
             keras3.check_loss(model, step.first_batch, _loss)
             step.first_batch = None
@@ -55,15 +55,28 @@ class RankedTrainFunction(keras_model.RankedMethod):
         return result
 
 
+class RankedTrainFunction(keras_model.RankedMethod):
+    """The method that makes the function which trains: it begins with rank 0's weights."""
+
+    method = "make_train_function"
+    attribute = "train_function"
+    function = RankedFunction  # type: type
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
+        made = getattr(model, self.attribute)
+        if not isinstance(made, self.function):
+            made = self.function(self.engine, model, made)
+            setattr(model, self.attribute, made)
+        return made
+
+
 class RankedTestFunction(RankedTrainFunction):
     """The method that makes the function which evaluates."""
 
     method = "make_test_function"
     attribute = "test_function"
-
-    def run(self, model, function, iterator):
-        with self.engine.waiting("for the others' losses"):
-            return function(iterator)
+    function = WaitingFunction
 
 
 class RankedStep(keras_model.RankedMethod):
