@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import re
 import subprocess
 import sys
@@ -287,6 +288,12 @@ class TestTensorFlow1(KerasParts):
         undivided = vars(model)["_compat_functions"]._replicas.part.operations
         assert len(undivided) > more_than
         assert not names & {op.name for op in undivided}
+
+    def test_functions_may_be_copied(self, keras):
+        model = compat.parallelize(CASES["dense"].build(keras))
+        model.compile(optimizer(keras, "sgd"), "mse")
+        function = function_of(model)
+        assert copy.copy(function).made is function.made
 
     # What runs ------------------------------------------------------------------------------
 
