@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from compat._backends.jax.sharding import device_name
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
+from compat._runtime import work
 from compat.testing import (
     CASES,
     DEVICES,
@@ -334,6 +336,26 @@ def test_eager_steps_of_batches_that_do_and_do_not_divide(keras):
         for rows in (7, 6):
             model.train_on_batch(ROWS[:rows], TARGETS[:rows])
     assert_same(models)
+
+
+def test_batches_of_other_threads_count_while_a_step_runs(keras):
+    """Of other models, too."""
+
+    class Waiting(keras.Sequential):
+        def train_step(self, state, data):
+            thread = threading.Thread(target=other.predict_on_batch, args=(ROWS[:9],))
+            thread.start()
+            thread.join()
+            return super().train_step(state, data)
+
+    model, other = (
+        compat.parallelize(kind([keras.layers.Input((8,)), keras.layers.Dense(4)]))
+        for kind in (Waiting, keras.Sequential)
+    )
+    model.compile("sgd", "mse", run_eagerly=True)
+    before = sum(work.batches().values())
+    model.train_on_batch(ROWS[:6], TARGETS[:6])
+    assert sum(work.batches().values()) == before + 2
 
 
 def test_several_batches_in_one_execution(keras):

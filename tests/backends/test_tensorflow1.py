@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import copy
 import re
 import subprocess
 import sys
@@ -195,8 +196,8 @@ class TestTensorFlow1(KerasParts):
     def test_each_next_model_is_built_as_the_first(self, keras, monkeypatch):
         """In the graph that all models of a process share, and as often as plain Keras runs it.
 
-        Besides, the first step is tried: on three rows, twice, on two parts of them, and in another
-        order.
+        Besides, the first step is tried: on three rows, twice, on two parts of them, on two other
+        parts, and in another order.
         """
         from tensorflow.python.client.session import BaseSession
 
@@ -228,7 +229,7 @@ class TestTensorFlow1(KerasParts):
         built(1)  # the first of a process also makes what all share
         plain, two, three = built(1), built(2), built(3)
         assert built(3) == three
-        assert two[1] == three[1] == {name: count + 5 for name, count in plain[1].items()}
+        assert two[1] == three[1] == {name: count + 7 for name, count in plain[1].items()}
         assert three[0] - two[0] <= plain[0]
 
     def name(self, device):
@@ -287,6 +288,12 @@ class TestTensorFlow1(KerasParts):
         undivided = vars(model)["_compat_functions"]._replicas.part.operations
         assert len(undivided) > more_than
         assert not names & {op.name for op in undivided}
+
+    def test_functions_may_be_copied(self, keras):
+        model = compat.parallelize(CASES["dense"].build(keras))
+        model.compile(optimizer(keras, "sgd"), "mse")
+        function = function_of(model)
+        assert copy.copy(function).made is function.made
 
     # What runs ------------------------------------------------------------------------------
 

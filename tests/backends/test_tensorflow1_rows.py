@@ -354,6 +354,32 @@ def test_what_no_rule_knows_is_tried(keras, function):
     assert "runs on /device:CPU:0 with the whole batch" in text
 
 
+def mean_of_class(x):
+    """Rows with the mean of all that have the same first number."""
+    means = [x[x[:, 0] == row[0]].mean(axis=0) for row in x]
+    return np.float32(means)
+
+
+def classes(x):
+    return np.repeat(np.unique(x[:, :1], axis=0), 2, axis=1)
+
+
+@pytest.mark.parametrize("function", [mean_of_class, classes])
+def test_rows_that_belong_together_by_chance_are_tried_in_other_pairs(keras, function):
+    """Of the first three rows, two are computed together by the first trial, and fit."""
+
+    def across(x):
+        result = v1.py_func(function, [x], "float32")
+        result.set_shape((None, 2))
+        return result
+
+    inputs = keras.layers.Input(shape=(2,))
+    model = keras.models.Model(inputs, keras.layers.Lambda(across)(inputs))
+    compat.parallelize(model)
+    batch = np.float32([[0, 1], [0, 3], [1, 5], [0, 9], [1, 7], [0, 2], [1, 4]])
+    np.testing.assert_allclose(model.predict_on_batch(batch), function(batch))
+
+
 def test_last_layer_across_rows_is_not_warned_of(keras):
     """All that is costly is divided."""
     K, layers = keras.backend, keras.layers

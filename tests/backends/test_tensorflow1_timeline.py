@@ -1,5 +1,8 @@
 """TensorFlow 1: which runs a timeline has, and on which devices."""
 
+import threading
+from _thread import get_ident
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,7 +10,7 @@ import tensorflow as tf
 import compat
 from compat import _api
 from compat._backends.tensorflow1.graph import v1_names
-from compat._backends.tensorflow1.timeline import executed
+from compat._backends.tensorflow1.timeline import executed, recorded
 from compat._runtime import patching
 from compat._runtime.operation_times import Operation
 from compat.testing import DEVICES, keras_under_test, span
@@ -55,6 +58,18 @@ def test_runs_of_functions_and_of_sessions_are_recorded(K):
     before([ONES])
     assert len([each for each in operations if "MatMul: " in each.name]) == 4
     assert getattr(before, "_callable_fn", None) is None or before.run_options is None
+
+
+def test_runs_of_one_thread_alone_are_recorded(K):
+    """As where a step is verified while another model trains."""
+    session, product = K.get_session(), v1.matmul(ONES, ONES)
+    with recorded(v1, get_ident()) as runs:
+        thread = threading.Thread(target=session.run, args=(product,))
+        thread.start()
+        thread.join()
+        assert not runs
+        session.run(product)
+    assert len(runs) == 1
 
 
 @span

@@ -144,3 +144,14 @@ def test_no_walk_claims_what_is_not_true():
     assert claimed["moving average"][-1] == Partial("mean")
     assert claimed["broadcast"][0] == Sharded(0)  # as take_along_axis() of Keras 3 has it
     assert claimed["turns"] == [Sharded(0), _rows.REPLICATED]
+
+
+def test_a_division_is_found_before_any_number_of_operations():
+    def divided(_, x):
+        x = x / tf.reduce_sum(x, 0)
+        for _ in range(1100):
+            x = -x
+        return tf.sort(x, 0)
+
+    (claimed, _) = Walked(divided).claim([Sharded(0)])
+    assert isinstance(claimed, Mixed) and claimed.why.operation == "truediv"

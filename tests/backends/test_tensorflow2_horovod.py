@@ -76,6 +76,8 @@ data = compat.shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH), BAT
 trained(Own(), data, steps_per_execution=2)
 eager = keras.Sequential([dense(4, activation="tanh"), dense(1)], name="eager")
 trained(eager, data, run_eagerly=True)
+part = compat.parallelize(keras.Sequential([dense(3, input_shape=(6,))], name="part"))
+trained(keras.Sequential([part, dense(1)], name="around"), data)
 
 
 

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat._backends.tensorflow2 import replicas
 from compat._backends.tensorflow2.op_placement import BACKWARD, PRODUCTS, executed, short
 from compat._rows import split_rows
 from compat.testing import (
@@ -457,3 +458,13 @@ def test_models_without_keras_are_verified_or_it_is_said(keras, monkeypatch):
     with told() as texts:
         compat.parallelize(Plain())
     assert any("cannot compare" in text for text in texts) == (not TRAIN_STEP)
+
+
+def test_variables_that_a_replica_makes_stay_listed():
+    """TensorFlow 1's Saver, for example, saves what the graph lists."""
+    with tf.Graph().as_default():
+        before = tf.compat.v1.get_variable("before", ())
+        with replicas._listing_no_variables():
+            assert not tf.compat.v1.global_variables()
+            within = tf.compat.v1.get_variable("within", ())
+        assert [v.name for v in tf.compat.v1.global_variables()] == [before.name, within.name]

@@ -14,6 +14,9 @@ from ... import _keras, errors
 from ..._ranks import arrays, checksum, keras3, keras_model, losses
 from ..._ranks.engines.jax_distributed import JaxDistributed
 from ..._runtime import patching
+from ..._runtime.within import Within
+
+_step = Within()  # also where it trains models within
 
 
 def distribute(model, place):
@@ -171,7 +174,7 @@ class RankedJAXStep:
             given.append(gradients)
             return trainable, variables
 
-        with patching.replaced(optimizer, stateless_apply=capture, **ours):
+        with _step, patching.replaced(optimizer, stateless_apply=capture, **ours):
             logs, (trainable, non_trainable, variables, metrics) = self.model.train_step(
                 state, data
             )
@@ -237,8 +240,7 @@ class RankedStatelessCall(keras_model.RankedMethod):
     method = "stateless_call"
 
     def __call__(self, model, *args, **kwargs):
-        in_step = patching.find(getattr(model, "optimizer", None), "stateless_apply")
-        if kwargs.get("training") and in_step is None:
+        if kwargs.get("training") and not _step.here():
             raise errors.unsupported(
                 "jax",
                 "train model {!r} in a loop of the script's own in {}: gradients of such a "

@@ -15,6 +15,7 @@ from ... import _keras, errors
 from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
+from ..._runtime.within import Within
 
 
 def check_distribution(model):
@@ -110,6 +111,7 @@ class ShardedCall(patching.InstanceMethod):
         self.names = [device_name(device) for device in devices]
         # The numbers of rows of batches that have been split, now or in a program.
         self.split = set() if belongs_to is None else belongs_to.split
+        self.in_step = Within()  # of Keras' loops, which counts
         mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
         self.whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -144,7 +146,8 @@ class ShardedCall(patching.InstanceMethod):
         rows = batch.shape[0]
         if not isinstance(batch, jax.core.Tracer):
             self.place(model)
-            self.count(rows, self.divides(rows), False)
+            if not (self.belongs_to or self).in_step.here():
+                self.count(rows, self.divides(rows), False)
         args, kwargs = self.shard((args, kwargs), rows, tree)
         with split_rows.undivided():
             outputs = call(*args, **kwargs)
@@ -194,7 +197,7 @@ class CountedSteps(patching.InstanceMethod):
         training = getattr(step_function, "__name__", "") == "train_step"
 
         def step(state, data):
-            with work.uncounted:  # what it calls eagerly
+            with sharded.in_step:
                 results = step_function(state, data)
             leaves = _keras.keras_of(model).tree.flatten(data)
             batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)

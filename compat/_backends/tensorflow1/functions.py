@@ -159,6 +159,8 @@ class ReplicatedGraphFunction:
         made.updates_op = self.replicas.whole(made.updates_op)
 
     def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
+        if name == "made":  # of a copy, before it has anything
+            raise AttributeError(name)
         return getattr(self.made, name)
 
     def __setattr__(self, name, value):  # what a run is to record, for example

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import sys
+from _thread import get_ident
 
 from ..._runtime import patching
 from ..._runtime.operation_times import Operation, converted
@@ -19,13 +20,14 @@ def profiled(tf, devices):
 
 
 @contextlib.contextmanager
-def recorded(tf, **options):
+def recorded(tf, thread=None, **options):
     """Within, every run of a session is recorded: gives a list of ``RunMetadata``.
 
     Runs are those of ``Session.run()`` and of Keras' functions, also of such as exist already.
     ``Session.make_callable()`` takes no part.
 
     Arguments:
+        thread: the one whose runs are given; None: all threads.
         options: what ``RunOptions`` have to be recorded besides.
     """
     from tensorflow.python.client.session import BaseSession
@@ -44,7 +46,8 @@ def recorded(tf, **options):
         try:
             return run(*args, run_metadata=metadata)
         finally:
-            runs.append(metadata)
+            if thread in (None, get_ident()):
+                runs.append(metadata)
 
     plain_run = BaseSession.run
 

@@ -1,5 +1,6 @@
 """Verification of Keras 2 models in TensorFlow's graphs."""
 
+from _thread import get_ident
 from typing import Any, Optional
 
 from ... import _keras
@@ -17,7 +18,8 @@ class _TensorFlow1Step(keras2.Keras2Step):
         super().__init__(method, function, data)
 
     def operations(self):
-        with timeline.recorded(v1_names(), output_partition_graphs=True) as runs:
+        recording = timeline.recorded(v1_names(), get_ident(), output_partition_graphs=True)
+        with recording as runs:  # other threads may run other functions meanwhile
             self.function.made(self.data)
         products = op_placement.products(op_placement.partitions(runs[-1]))
         devices = self.method.verification.record.devices

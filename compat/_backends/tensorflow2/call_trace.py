@@ -35,7 +35,7 @@ class Trace:
         device: where its operations are tried.
 
     Attributes:
-        placements: lists of these, by the names of ``CallResults.values``.
+        placements: lists of these, by the names of those that ``as_function``'s function returns.
         variables: pairs of the handle of one that the call sets, and how its new value depends on
             the rows. States of random numbers are not among them. Handles are compared by
             identity: TensorFlow has no other.

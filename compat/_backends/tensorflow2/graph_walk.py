@@ -96,8 +96,13 @@ class Walk:
 
         That is the one which divided rows by a total, of what has such rows.
         """
-        divided = [t.op for t in op.inputs if getattr(self.placement(t), "per", None) is not None]
-        return self.reason(divided[0]) if divided and divided[0].inputs else op
+        while True:
+            divided = [
+                t.op for t in op.inputs if getattr(self.placement(t), "per", None) is not None
+            ]
+            if not divided or not divided[0].inputs:
+                return op
+            op = divided[0]
 
     def _explained(self, op, placement):
         """With the operation that is the reason why rows are mixed."""

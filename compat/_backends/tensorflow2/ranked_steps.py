@@ -13,6 +13,7 @@ import tensorflow as tf
 from ... import _keras
 from ..._ranks import keras3, keras_model, losses
 from ..._runtime import patching
+from ..._runtime.within import Within
 from ..._verification import keras_steps, reachable
 from .keras_models import unsupported
 from .layer_state import is_set, read
@@ -20,31 +21,33 @@ from .replicas import recording, with_tensors
 from .replicated_call import ReplicatedCall
 from .sharding import as_tensors, has_rows, rows_of
 
+_stepping = Within()  # then gradients are taken care of, also those of models within
 
-class RankedTrainFunction(keras_model.RankedMethod):
-    """The method that makes the function which trains for a batch, or several, of an iterator.
 
-    It begins with rank 0's weights, and its ranks wait for each other.
-    """
+class WaitingFunction:
+    """A function that Keras made to evaluate a model: its ranks may wait for each other in it."""
 
-    method = "make_train_function"
-    attribute = "train_function"
-    begun = None  # the function made by Keras that has begun with rank 0's weights
+    def __init__(self, engine, model, function):
+        self.engine = engine
+        self.model = model
+        self.function = function
 
-    def __call__(self, model, *args, **kwargs):
-        self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
-        made = getattr(model, self.attribute)
-        if not isinstance(made, functools.partial):
-            made = functools.partial(self.run, model, made)
-            setattr(model, self.attribute, made)
-        return made
+    def __call__(self, iterator):
+        with self.engine.waiting("for the others' losses"):
+            return self.function(iterator)
 
-    def run(self, model, function, iterator):
-        step = RankedStep.of(model)
+
+class RankedFunction(WaitingFunction):
+    """The function that Keras made to train a model for a batch, or several, of an iterator."""
+
+    begun = False  # with rank 0's weights
+
+    def __call__(self, iterator):
+        model, step = self.model, RankedStep.of(self.model)
         with self.engine.waiting("for the others' gradients"):
-            if self.begun is not function:
-                iterator, self.begun = step.begin(model, function, iterator), function
-            result = function(iterator)
+            if not self.begun:
+                iterator, self.begun = step.begin(model, self.function, iterator), True
+            result = self.function(iterator)
         if step.first_batch is not None:
             keras3.check_loss(model, step.first_batch, _loss)
             step.first_batch = None
@@ -52,15 +55,28 @@ class RankedTrainFunction(keras_model.RankedMethod):
         return result
 
 
+class RankedTrainFunction(keras_model.RankedMethod):
+    """The method that makes the function which trains: it begins with rank 0's weights."""
+
+    method = "make_train_function"
+    attribute = "train_function"
+    function = RankedFunction  # type: type
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
+        made = getattr(model, self.attribute)
+        if not isinstance(made, self.function):
+            made = self.function(self.engine, model, made)
+            setattr(model, self.attribute, made)
+        return made
+
+
 class RankedTestFunction(RankedTrainFunction):
     """The method that makes the function which evaluates."""
 
     method = "make_test_function"
     attribute = "test_function"
-
-    def run(self, model, function, iterator):
-        with self.engine.waiting("for the others' losses"):
-            return function(iterator)
+    function = WaitingFunction
 
 
 class RankedStep(keras_model.RankedMethod):
@@ -68,7 +84,6 @@ class RankedStep(keras_model.RankedMethod):
 
     method = "train_step"
     autograph_info__ = {}  # type: dict  # as in ReplicatedCall
-    is_running = False  # then gradients are taken care of
     exchanged = 0  # lots of gradients, in the step that was traced last
     started = None  # the optimizer with which an eager step began
     first_batch = None  # where its loss is to be checked
@@ -93,7 +108,7 @@ class RankedStep(keras_model.RankedMethod):
             state = self.state(model)
             before = [read(variable.handle) for variable in state]
             with contextlib.ExitStack() as stack:
-                stack.enter_context(patching.replaced(self, is_running=True))
+                stack.enter_context(_stepping)
                 stack.enter_context(self.computing(model, rows, lambda: share))
                 for optimizer in keras_steps.optimizers(model):
                     methods = self.of_all_ranks(optimizer, share)
@@ -121,7 +136,7 @@ class RankedStep(keras_model.RankedMethod):
         if self.started is not model.optimizer:
             self.started = model.optimizer
             counters = reachable.numbers(keras_steps.optimizers(model))
-            with patching.replaced(self, is_running=True):
+            with _stepping:
                 tf.function(self.plain(model)).get_concrete_function(data)
             counters.put_back()  # Nadam of Keras 2.15 counts when it is traced
             keras_model.same_start(model, self.engine)
@@ -270,7 +285,7 @@ class RankedCall(ReplicatedCall):
         super().__init__([])
 
     def __call__(self, model, *args, **kwargs):
-        is_of_step = RankedStep.of(model).is_running or self._only_traced(model)
+        is_of_step = _stepping.here() or self._only_traced(model)
         if recording() and not is_of_step:
             raise unsupported(
                 "train {!r} as one of several ranks in a loop of your own around "

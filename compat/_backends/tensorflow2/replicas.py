@@ -6,7 +6,6 @@ import functools
 import tensorflow as tf
 
 from ..._rows import Count, Partial, Replicated, Sharded, split_rows
-from ..._runtime import patching
 from . import sharding
 from .graph_walk import Added
 
@@ -168,11 +167,16 @@ def _listing_no_variables():
     TensorFlow 2.0 makes sets of those that layers have made within any tf.function, for a gradient
     of one's own, and fails: they have no hash.
     """
-    with contextlib.ExitStack() as stack:
-        if not tf.executing_eagerly():
-            lists = tf.compat.v1.get_default_graph()._collections
-            stack.enter_context(patching.replaced(lists, variables=[]))
+    variables = []  # type: list
+    if not tf.executing_eagerly():
+        key = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
+        variables = tf.compat.v1.get_default_graph().get_collection_ref(key)
+    before = list(variables)
+    del variables[:]
+    try:
         yield
+    finally:
+        variables[:0] = before
 
 
 def _dense(gradient):
