@@ -393,6 +393,43 @@ def test_gradients_of_ones_own(mx, of, mixes):
     check_same(run)
 
 
+def test_another_module_shares_the_executors_of_one_that_ran_on_few_rows(mx):
+    net, outputs, modules = (
+        mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="a"),
+        [],
+        [],
+    )
+    for options in ({}, {"shared_module": 0}):
+        options = {name: modules[number] for name, number in options.items()}
+        module = compat.parallelize(mx.mod.Module(net, label_names=None))
+        module.bind([("data", (13, 8))], for_training=False, **options)
+        if not modules:
+            module.init_params(mx.init.Uniform())
+        modules.append(module)
+        for rows in (13, 2):
+            module.forward(mx.io.DataBatch([mx.nd.array(data(rows)[0])], None))
+            outputs.append(module.get_outputs()[0].asnumpy())
+    np.testing.assert_allclose(outputs[0], outputs[2], atol=1e-6)
+    np.testing.assert_allclose(outputs[1], outputs[3], atol=1e-6)
+    assert len(module._exec_group.execs) == 3  # also those without rows
+
+
+def test_a_bind_that_the_module_has_of_its_own_is_called_and_kept(mx):
+    net, calls = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="a"), []
+    module = mx.mod.Module(net, label_names=None)
+    bind = module.bind
+
+    def own(*args, **kwargs):
+        calls.append(args)
+        return bind(*args, **kwargs)
+
+    module.bind = own
+    compat.parallelize(module).bind([("data", (13, 8))], for_training=False)
+    assert len(calls) == 1 and len(module._exec_group.execs) == 3
+    compat.parallelize(module, gpus=1)
+    assert module.bind is own and len(calls) == 2
+
+
 def test_rows_in_another_dimension(mx):
     """``layout`` says where: time first, and no operation across rows for that."""
     shapes = [mx.io.DataDesc("data", (5, 13, 4), layout="TNC")]
