@@ -245,6 +245,14 @@ def test_test_as_json_where_nothing_can_be_compared():
     assert json.loads(out) == {"same": None, "error": NO_BACKEND.rstrip("\n")}
 
 
+def test_test_prints_no_json_where_it_is_interrupted(verified_toy, capfd, monkeypatch):
+    from compat._commands import selftest
+
+    monkeypatch.setattr(selftest, "run", mock.Mock(side_effect=KeyboardInterrupt))
+    status = __main__.main(["test", "--json", "--devices", "2", "--simulate"])
+    assert (status, capfd.readouterr().out) == (130, "")
+
+
 def test_test_of_a_script_as_json(toy, capfd, monkeypatch, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -312,6 +320,19 @@ def test_help_says_what_the_exit_status_means():
         "exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong arguments "
         "or no\nbackend."
     ) in here("test", "--help")[1]
+
+
+def test_help_where_there_are_no_signals_of_unix():
+    program = (
+        "import signal\n"
+        "del signal.SIGHUP, signal.SIGKILL\n"
+        "from compat import __main__\n"
+        "__main__.main({!r})\n"
+    )
+    for name in ("run", "test"):
+        python = [sys.executable, "-c", program.format([name, "--help"])]
+        status, out, err = ended(python, {"PYTHONPATH": ROOT})
+        assert (status, err) == (0, "") and out.startswith("usage: compat " + name)
 
 
 def test_help_says_what_else_takes_a_call():

@@ -3,12 +3,14 @@
 pytest finds it by its entry point: this package is installed in each environment of tox.
 """
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -21,6 +23,22 @@ def project(pytester, monkeypatch):
     for name in ("COMPAT_SIMULATE", "PYTEST_ADDOPTS", "COMPAT_VERIFY", "CI"):
         monkeypatch.delenv(name, raising=False)
     return pytester
+
+
+def test_reports_have_pairs_as_pytest_makes_them(tmp_path):
+    """Once they came from another process, as JSON, which has no tuples."""
+    from compat._commands.pytest_plugin import own_process
+
+    pairs = {"sections": [["Captured stdout call", "text"]], "user_properties": [["name", 1]]}
+    (tmp_path / "reports").write_text(json.dumps(["report", dict(pairs, longrepr=None)]) + "\n")
+    hook = types.SimpleNamespace(
+        pytest_report_from_serializable=lambda config, data: types.SimpleNamespace(**data)
+    )
+    config = types.SimpleNamespace(hook=hook)
+    item = types.SimpleNamespace(config=config, nodeid="test", location=None)
+    (report,) = own_process._received(item, tmp_path)
+    assert report.sections == [("Captured stdout call", "text")]
+    assert report.user_properties == [("name", 1)]
 
 
 def run(project, *arguments):

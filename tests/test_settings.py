@@ -7,9 +7,20 @@ import pytest
 from conftest import refusal
 
 import compat
-from compat._configuration.settings import Memory, parse_memory
+from compat._configuration.device_choice import Devices
+from compat._configuration.settings import Memory, Settings, parse_memory
 
 pytestmark = pytest.mark.usefixtures("process")
+
+
+def test_what_backends_are_given_takes_the_same_arguments_as_ever():
+    """Plug-ins' tests make it."""
+    settings = Settings(Devices((), (), (), 2), None, "float64")
+    assert (settings.floatx, settings.devices.simulated) == ("float64", 2)
+    assert settings == Settings(Devices(simulated=2), floatx="float64", verify=0, strict=False)
+    for make in (lambda: Settings(Devices(), flaotx="float64"), lambda: Devices(simulate=2)):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            make()
 
 
 @pytest.mark.parametrize(

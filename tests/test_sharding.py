@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing.pool
 import pickle
+import sys
 import threading
 import types
 import warnings
@@ -13,7 +14,7 @@ from conftest import refusal
 from thread_ranks import Threads, together
 
 import compat
-from compat._ranks import agreement, own_place
+from compat._ranks import agreement, keras_model, own_place
 from compat._ranks.launchers import LAUNCHERS
 from compat._runtime.process import process as own_process
 
@@ -440,6 +441,14 @@ def test_epochs_end_with_the_same_batches(as_rank):
             agreed.epoch_ended([of_rank[0] for of_rank in engine.gather([agreed.position()])])
 
     assert together(2, function) == [differs("generator")] * 2
+
+
+@pytest.mark.skipif(sys.version_info < (3, 8), reason="of Python 3.8")
+def test_arguments_without_a_name_stay_where_they_are():
+    """A method that a model has in place of Keras' own ``fit``."""
+    own = {}
+    exec("def fit(x, /, y=None, callbacks=None): pass", own)
+    assert keras_model._by_name(own["fit"], (1, 2), {"callbacks": 3}) == ((1, 2), {"callbacks": 3})
 
 
 @pytest.mark.row("compat.barrier()")

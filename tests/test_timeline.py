@@ -206,6 +206,21 @@ def test_a_script_that_parallelizes_nothing_is_told(script, tmp_path):
     assert not os.path.exists(timeline)
 
 
+def test_a_file_that_could_not_be_written_is_not_told(script, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = script(
+        "import shutil\n"
+        "compat.parallelize(network)\n"
+        "network.train_on_batch(inputs, targets)\n"
+        "shutil.rmtree({!r})\n".format(str(folder))
+    )
+    status, _, err = run(*(COMMAND + ("--timeline", str(folder / "timeline.json"), path)))
+    assert status == 1
+    assert "FileNotFoundError" in err, err
+    assert "the timeline is in" not in err
+
+
 def test_a_backend_that_records_none_is_told_before(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('started')")

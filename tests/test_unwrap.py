@@ -116,6 +116,12 @@ def test_whose_a_weight_is(weights, layers, owners):
     assert found == (owners and owners.split())
 
 
+def test_a_weight_of_a_layer_that_is_not_listed():
+    config = {"class_name": "Sequential", "config": [layer("x", "InputLayer"), layer("a")]}
+    with pytest.raises(compat.ModelFileError, match="old.h5 cannot be unwrapped: the names of"):
+        unwrap._layers("old.h5", ["x/k", "a/k"], config)
+
+
 def test_a_layer_that_has_others():
     inner = layer("encoder", "Sequential", layers=[layer("d_1"), layer("d_2")])
     both = layer("both", "Bidirectional", layer=layer("rnn"))

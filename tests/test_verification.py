@@ -1,6 +1,7 @@
 """Verification, on a model of a few numbers: what is compared, what is found, what is said."""
 
 import random
+import types
 
 import numpy as np
 import pytest
@@ -9,7 +10,15 @@ from conftest import refusal
 import compat
 from compat import _keras, _verification
 from compat._configuration.settings import Every, parse_verify, simulated_from_outside
+from compat._verification import keras_steps
 from compat._verification.verification import given_moved
+
+
+def test_layers_are_not_asked_for_variables_where_none_has_moved():
+    """Of a user's layer of Keras 2 ``variables`` may be a method of its own."""
+    layer = types.SimpleNamespace(trainable=True, variables=lambda: 1 / 0)
+    assert keras_steps.trained_layers([layer], True) == [layer]
+    assert keras_steps.trained_layers([layer], False) == []
 
 
 class Regression(_verification.Step):

@@ -47,9 +47,8 @@ def main(arguments: List[str]) -> None:
 
         atexit.register(report)
     recording = contextlib.ExitStack()
+    said = _record(timeline, recording) if timeline else []
     try:
-        if timeline:
-            _record(timeline, recording)
         if backend:
             process.configured_by = "compat run --parallelize"
             place = _api.configure_gpu(backend=backend, parallelize=True).place
@@ -66,6 +65,8 @@ def main(arguments: List[str]) -> None:
     finally:
         if os.getpid() == owner:  # none that has been forked
             recording.close()
+            if said:
+                _say("compat run: " + said[-1])
 
 
 def _say(text):
@@ -120,9 +121,12 @@ def _run_file(arguments):
 
 
 def _record(path, recording):
-    """Have a timeline recorded from the first model that is parallelized to the end of a stack."""
+    """Have a timeline recorded from the first model that is parallelized to the end of a stack.
+
+    Returns:
+        A list whose last sentence is to be said once the stack has ended well.
+    """
     said = [f"--timeline {path}: no model was parallelized, so nothing was recorded."]
-    recording.callback(lambda: _say("compat run: " + said[-1]))
 
     def begin(model, where):
         if len(said) == 1:
@@ -132,6 +136,7 @@ def _record(path, recording):
 
     process.on_parallelized.append(begin)
     recording.callback(process.on_parallelized.remove, begin)
+    return said
 
 
 def tell(report, as_json, as_html):

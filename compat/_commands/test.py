@@ -68,6 +68,7 @@ def _printed():
         gets the text of the error that is the reason.
     """
     outcome = {"same": None, "error": None}  # type: dict
+    failure = None
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
@@ -75,11 +76,12 @@ def _printed():
         with contextlib.redirect_stdout(sys.stderr):
             yield outcome
     except errors.CompatError as error:
-        outcome["error"] = str(error)
-        raise
+        outcome["error"], failure = str(error), error
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)
-        # JSON has neither NaN nor infinity: None in place of them.
-        finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
-        print(json.dumps(finite, indent=2, allow_nan=False), flush=True)
+    # JSON has neither NaN nor infinity: None in place of them.
+    finite = json.loads(json.dumps(outcome), parse_constant=lambda constant: None)
+    print(json.dumps(finite, indent=2, allow_nan=False), flush=True)
+    if failure is not None:
+        raise failure

@@ -243,13 +243,13 @@ def _planned_of_weights(path, weights, groups, config):
 def _layers(path, flat, config):
     """The layers of a model whose configuration is known, each with its weights."""
     owners = wrapped_model.owners(flat, config)
-    if owners is None:
+    weights = {layer: [] for layer in wrapped_model.layers_with_groups(config)}  # type: dict
+    if owners is None or not weights.keys() >= set(owners):
         model = wrapped_model.name_of(config) or config["class_name"]
         raise errors.ModelFileError(
             f"{path} cannot be unwrapped: the names of its weights ({', '.join(flat[:3])}, ...) "
             f"do not tell which layers of {model!r} have them."
         )
-    weights = {layer: [] for layer in wrapped_model.layers_with_groups(config)}  # type: dict
     for weight, owner in zip(flat, owners):
         weights[owner].append(weight)
     return list(weights.items())

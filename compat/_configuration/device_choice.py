@@ -30,11 +30,6 @@ class Devices:
     ``settle()`` chooses once the framework has said how many there are.
     """
 
-    simulated = 0
-    declined = False
-    shortage: "Optional[Tuple[str, str]]" = None
-    variable = CUDA
-    reason = ""
     undecided: "Optional[Selection]" = None  # see above
     listed: "Optional[int]" = None  # how many the framework lists, once it was asked
     # Of an undecided rank: its place, to take one GPU of the selection, and whether a scheduler has
@@ -42,12 +37,27 @@ class Devices:
     place = None
     bound = False
 
-    def __init__(self, gpus=(), positions=(), uuids=(), problems=(), **others):
+    def __init__(
+        self,
+        gpus=(),
+        positions=(),
+        uuids=(),
+        simulated=0,
+        declined=False,
+        shortage=None,
+        problems=(),
+        variable=CUDA,
+        reason="",
+    ):
         self.gpus = tuple(gpus)
         self.positions = tuple(positions)
         self.uuids = tuple(uuids) or ("",) * len(self.gpus)
+        self.simulated = simulated
+        self.declined = declined
+        self.shortage: "Optional[Tuple[str, str]]" = shortage
         self.problems = list(map(errors.shortened, problems))
-        vars(self).update(others)
+        self.variable = variable
+        self.reason = reason
 
     def __len__(self):
         return self.simulated or len(self.gpus)

@@ -186,16 +186,27 @@ class Settings:
         gpus: how the devices were asked for, for reports: "gpus=2".
     """
 
-    floatx: "Optional[str]" = None
-    persist = strict = parallelize = False
-    verify: "Union[int, Every]" = 0
-    gpus = ""
-
-    def __init__(self, devices, memory=None, options=None, **others):
+    def __init__(
+        self,
+        devices,
+        memory=None,
+        floatx=None,
+        persist=False,
+        strict=False,
+        options=None,
+        verify=0,
+        parallelize=False,
+        gpus="",
+    ):
         self.devices = devices
         self.memory = memory
+        self.floatx: "Optional[str]" = floatx
+        self.persist = persist
+        self.strict = strict
         self.options = dict(options or {})
-        vars(self).update(others)
+        self.verify: "Union[int, Every]" = verify
+        self.parallelize = parallelize
+        self.gpus = gpus
 
     def __eq__(self, other):
         return dict(vars(self), gpus="") == dict(vars(other), gpus="")

@@ -119,7 +119,10 @@ def _rows(place, dataset, batch_size):
 
     def is_mine(row, element):
         at, is_whole = row % batch_size, row < whole
-        return (is_whole & (start <= at) & (at < stop)) | (~is_whole & (first <= at) & (at < end))
+        mine = (start <= at) & (at < stop)
+        if last:  # only then are there rows of a smaller last batch
+            mine = (is_whole & mine) | (~is_whole & (first <= at) & (at < end))
+        return mine
 
     shown = dataset.enumerate().filter(is_mine).map(lambda row, element: element)
     rows = whole // batch_size * (stop - start) + end - first

@@ -7,6 +7,7 @@ saves does so on rank 0 alone. How gradients are averaged is each backend's.
 
 import collections
 import inspect
+import itertools
 from typing import Any
 
 from .. import _keras, errors
@@ -45,7 +46,8 @@ def _by_name(function, args, kwargs):
     By name Keras 2 takes all of them, by position no more than its old versions did.
     """
     parameters = inspect.signature(function).parameters.values()
-    names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    named = itertools.takewhile(lambda each: each.kind is each.POSITIONAL_OR_KEYWORD, parameters)
+    names = [each.name for each in named]
     return (args, kwargs) if len(args) > len(names) else ((), dict(zip(names, args), **kwargs))
 
 

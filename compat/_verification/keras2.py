@@ -6,7 +6,6 @@ the one to the other.
 """
 
 import contextlib
-import functools
 
 from .. import _keras
 from . import keras_steps, reachable
@@ -99,7 +98,7 @@ class Keras2Step(ArraysStep):
 
     def __init__(self, method, function, data):
         super().__init__(method, function, data)
-        self._function_of = functools.lru_cache(maxsize=None)(self._function_made)
+        self._inferring = {}  # of (kind, whether undivided), the function
         written = method.written(function.made, self.model)
         undivided = method.written(function.undivided, self.model)
         # Most optimizers make their state anew for each function.
@@ -183,8 +182,14 @@ class Keras2Step(ArraysStep):
 
         return self.in_inference(run, self.data[:-1] if has_phase else self.data)
 
+    def _function_of(self, kind, undivided):
+        """The function by which the model infers, on one device or on all."""
+        key = kind, undivided
+        if key not in self._inferring:
+            self._inferring[key] = self._function_made(kind, undivided)
+        return self._inferring[key]
+
     def _function_made(self, kind, undivided):
-        """The function by which the model infers, on one device or on all, made anew."""
         model, attribute = self.model, keras_steps.FUNCTIONS[kind]
         with suspended:
             if undivided:

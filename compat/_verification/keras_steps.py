@@ -324,12 +324,12 @@ def trained_layers(layers, training, moved=(), frozen=False):
         moved: the variables that it changes. By ``training=True``, or a learning phase that is set,
             batch normalization moves its averages in any step.
     """
-    moved = set(map(id, moved))
+    moved = set(map(id, moved))  # where it is empty, no layer is asked for its variables
     return [
         layer
         for layer in layers
         if training and (layer.trainable or not getattr(layer, "_USE_V2_BEHAVIOR", not frozen))
-        or not moved.isdisjoint(map(id, _variables_of(layer)))
+        or moved and not moved.isdisjoint(map(id, _variables_of(layer)))
     ]  # fmt: skip
 
 

@@ -217,6 +217,29 @@ def test_parallelize_verifies_as_configured(mx, monkeypatch):
     net(inputs)
 
 
+def test_parameters_of_training_alone_are_verified_once_they_are_made(mx):
+    class Block(mx.gluon.Block):
+        def __init__(self):
+            super().__init__()
+            with self.name_scope():
+                self.dense, self.trained = mx.gluon.nn.Dense(4), mx.gluon.nn.Dense(4)
+
+        def forward(self, x):
+            x = self.dense(x)
+            return self.trained(x) if mx.autograd.is_training() else x
+
+    net = Block()
+    net.initialize()
+    compat.parallelize(net)
+    record, steps = verified(net), []
+    for _ in range(2):
+        with mx.autograd.record():
+            net(mx.nd.array(data(13)[0]))
+        steps.append(record.steps["train"])
+    assert steps == [0, 1]
+    assert record.compared == 1 + 2 * 4  # the output, four parameters and their gradients
+
+
 def test_products_are_counted_by_context(mx, monkeypatch):
     """What ``compat test script.py`` tells of a block."""
     monkeypatch.setattr(process, "records_operations", True)

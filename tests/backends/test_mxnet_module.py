@@ -295,19 +295,24 @@ def test_what_computes_across_rows_runs_whole(mx, name, bound_first):
     assert done == [13, 0, 0]
 
 
-def custom(mx, name, forward=lambda x: x, backward=lambda gradient: gradient, states=()):
+def custom(
+    mx, name, forward=lambda x: x, backward=lambda gradient: gradient, states=(), trained=False
+):
     """An operation of one's own for symbols: functions of its input and of what comes back.
 
     Arguments:
         states: names of numbers that it keeps, which ``forward`` is given, too.
+        trained: whether ``backward`` is for training alone.
     """
 
     class Own(mx.operator.CustomOp):
         def forward(self, is_train, req, in_data, out_data, aux):
+            self.is_train = is_train
             self.assign(out_data[0], req[0], forward(in_data[0], *aux))
 
         def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-            self.assign(in_grad[0], req[0], backward(out_grad[0]))
+            is_plain = trained and not self.is_train
+            self.assign(in_grad[0], req[0], out_grad[0] if is_plain else backward(out_grad[0]))
 
     @mx.operator.register(name)
     class Properties(mx.operator.CustomOpProp):
@@ -343,11 +348,28 @@ def test_operations_without_a_rule_are_tried(mx):
         assert len(module._exec_group.execs) == (1 if mixes else 3)
 
 
-@pytest.mark.parametrize("mixes", [True, False])
-@pytest.mark.parametrize("of", ["rows", "weights"])
+def pairs(mx):
+    """The means of the first two rows, of the next two, and so on."""
+
+    def function(gradient):
+        found = gradient.asnumpy()
+        for row in range(0, len(found) - 1, 2):
+            found[row : row + 2] = found[row : row + 2].mean(axis=0)
+        return mx.nd.array(found)
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "of, mixes",
+    [("rows", "yes"), ("rows", ""), ("weights", "yes"), ("weights", ""), ("rows", "in training"),
+     ("rows", "in pairs")],
+)  # fmt: skip
 def test_gradients_of_ones_own(mx, of, mixes):
     function = (lambda g: g / mx.nd.norm(g)) if mixes else (lambda g: -0.5 * g)
-    own = custom(mx, "compat_own_%s_%d" % (of, mixes), backward=function)
+    function = pairs(mx) if mixes == "in pairs" else function
+    name = "compat_own_%s_%s" % (of, mixes.replace(" ", "_"))
+    own = custom(mx, name, backward=function, trained=mixes == "in training")
 
     def run(parallel):
         if of == "rows":
@@ -364,11 +386,48 @@ def test_gradients_of_ones_own(mx, of, mixes):
             module.init_params(arg_params={"a_weight": mx.nd.array(start)}, allow_missing=True)
             optimised(module)
             outputs = [step(mx, module, 13) for _ in range(3)]
-        assert len(texts) == (parallel and mixes)
+        assert len(texts) == (parallel and bool(mixes))
         assert all("has a gradient of its own that computes" in text for text in texts)
         return outputs + weights(module)
 
     check_same(run)
+
+
+def test_another_module_shares_the_executors_of_one_that_ran_on_few_rows(mx):
+    net, outputs, modules = (
+        mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="a"),
+        [],
+        [],
+    )
+    for options in ({}, {"shared_module": 0}):
+        options = {name: modules[number] for name, number in options.items()}
+        module = compat.parallelize(mx.mod.Module(net, label_names=None))
+        module.bind([("data", (13, 8))], for_training=False, **options)
+        if not modules:
+            module.init_params(mx.init.Uniform())
+        modules.append(module)
+        for rows in (13, 2):
+            module.forward(mx.io.DataBatch([mx.nd.array(data(rows)[0])], None))
+            outputs.append(module.get_outputs()[0].asnumpy())
+    np.testing.assert_allclose(outputs[0], outputs[2], atol=1e-6)
+    np.testing.assert_allclose(outputs[1], outputs[3], atol=1e-6)
+    assert len(module._exec_group.execs) == 3  # also those without rows
+
+
+def test_a_bind_that_the_module_has_of_its_own_is_called_and_kept(mx):
+    net, calls = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=4, name="a"), []
+    module = mx.mod.Module(net, label_names=None)
+    bind = module.bind
+
+    def own(*args, **kwargs):
+        calls.append(args)
+        return bind(*args, **kwargs)
+
+    module.bind = own
+    compat.parallelize(module).bind([("data", (13, 8))], for_training=False)
+    assert len(calls) == 1 and len(module._exec_group.execs) == 3
+    compat.parallelize(module, gpus=1)
+    assert module.bind is own and len(calls) == 2
 
 
 def test_rows_in_another_dimension(mx):

@@ -534,6 +534,29 @@ def test_the_reason_is_theanos_own():
     )
 
 
+def test_the_importer_may_have_parts_of_theano_alone(theano_process, tmp_path):
+    (tmp_path / "imports_parts.py").write_text("from theano import function, shared\n")
+    shown = theano_process(
+        """
+        import sys
+        sys.path.insert(0, {!r})
+        import imports_parts
+        from compat._backends.theano import backend
+        show(said=backend.initialised())
+        """.format(str(tmp_path))
+    )
+    assert shown["said"] == "theano was imported (by imports_parts)"
+
+
+def test_gpus_of_the_old_back_end():
+    from types import SimpleNamespace
+
+    from compat._backends.theano import gpu_startup
+
+    old = SimpleNamespace(config=SimpleNamespace(device="gpu0"))  # which has no flag "contexts"
+    assert gpu_startup.active_gpus(old) == {}
+
+
 # Devices --------------------------------------------------------------------------------------
 
 TRAIN_BOTH = """
@@ -824,6 +847,14 @@ def test_flags_that_theano_ignores_or_refuses(problems, theano):
         + overruling("exception_verbosity=low"),
         "floatX=float31: Theano takes float16, float32 or float64. For example: "
         + overruling("floatX=float32"),
+    ]
+
+
+def test_flags_of_the_old_back_end(problems, monkeypatch):
+    monkeypatch.setattr(detection, "installed_version", lambda backend: "0.8.2")
+    assert problems(THEANO_FLAGS="device=gpu0") == []
+    assert problems(THEANO_FLAGS="device=cuda0") == [
+        "device=cuda0: this version of Theano calls it gpu0: " + overruling("device=gpu0")
     ]
 
 

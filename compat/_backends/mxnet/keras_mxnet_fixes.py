@@ -74,9 +74,9 @@ class _Models:
         self._models.add(model)
 
     def _sync_weights(self):
-        if any(model._auxs for model in self._models if model._weights_dirty):
+        if any(model._auxs for model in list(self._models) if model._weights_dirty):
             symbol_executors.wait_for_updates()
-        for model in self._models:
+        for model in list(self._models):
             model._sync_weights()
 
     def set_weight(self, name, array):

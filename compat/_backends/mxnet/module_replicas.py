@@ -6,16 +6,13 @@ drift apart, and gradients not summed under ``kvstore=None``. What computes acro
 batch, such as a loss that is divided by their number, runs on the first context, with a warning.
 """
 
-import itertools
-from functools import partial
-
 import mxnet as mx
 import numpy as np
 
 from ... import _rows, errors
 from ..._rows import split_rows
 from ..._runtime import work
-from ..._runtime.patching import replaced
+from ..._runtime.patching import InstanceMethod, replaced
 from . import symbol_executors, symbol_graph
 
 
@@ -36,7 +33,8 @@ def parallelize(module, contexts):
             "parallelize() runs an mx.mod.Module on several devices, not a {0}. Give context=[...] "
             "to the {0} itself.".format(type(module).__name__)
         )
-    if vars(module).get("_compat_contexts", module._context) == contexts:
+    divided = _BindDivided.of(module)
+    if (module._context if divided is None else divided.devices) == contexts:
         return
     if module.optimizer_initialized:
         raise errors.UnsupportedError(
@@ -45,12 +43,12 @@ def parallelize(module, contexts):
         )
     module._context = contexts
     module._work_load_list = [1] * len(contexts)
-    own = {"bind": partial(_bind, module), "init_optimizer": partial(_init_optimizer, module)}
-    own["_compat_contexts"] = contexts
-    for name in own:
-        vars(module).pop(name, None)
-    if len(contexts) > 1:
-        vars(module).update(own)
+    for kind in (_BindDivided, _InitOptimizerWithKVStore):
+        method = kind.of(module)
+        if method is not None:
+            method.remove(module)
+        if len(contexts) > 1:
+            kind(contexts).install(module)
     if module.binded:
         if module.params_initialized:
             module.get_params()  # brings them from the executors, which are dropped
@@ -62,56 +60,49 @@ def parallelize(module, contexts):
         )  # fmt: skip
 
 
-def _bind(module, data_shapes, label_shapes=None, for_training=True, *args, **kwargs):
+class _BindDivided(InstanceMethod):
     """Splits batches as ``compat`` does, also those of fewer rows than contexts."""
-    bind, contexts = partial(type(module).bind, module), module._compat_contexts
-    if module.binded and not kwargs.get("force_rebind"):
-        return bind(data_shapes, label_shapes, for_training, *args, **kwargs)
-    inputs = [
-        each if isinstance(each, mx.io.DataDesc) else mx.io.DataDesc(*each)
-        for each in list(data_shapes) + list(label_shapes or ())
-    ]
-    across = _across(module, inputs, contexts[0])
-    if across is not None:
-        _rows.runs_whole("Module", across, contexts[0], "The Module")
-    module._context = contexts if across is None else contexts[:1]
-    with replaced(mx.module.module, DataParallelExecutorGroup=_Group):
-        bind(data_shapes, label_shapes, True, *args, **kwargs)
-    group = module._exec_group
-    # Bound for inference, oneDNN's convolutions would keep the weights of their first batch.
-    module.for_training = group.for_training = for_training
-    group.names = [str(context) for context in contexts]
+
+    method = "bind"
+
+    def __call__(self, module, data_shapes, label_shapes=None, for_training=True, *args, **kwargs):
+        bind = self.plain(module)
+        if module.binded and not kwargs.get("force_rebind"):
+            return bind(data_shapes, label_shapes, for_training, *args, **kwargs)
+        inputs = [
+            each if isinstance(each, mx.io.DataDesc) else mx.io.DataDesc(*each)
+            for each in list(data_shapes) + list(label_shapes or ())
+        ]
+        across = _across(module, inputs, self.devices[0])
+        if across is not None:
+            _rows.runs_whole("Module", across, self.devices[0], "The Module")
+        module._context = self.devices if across is None else self.devices[:1]
+        with replaced(mx.module.module, DataParallelExecutorGroup=_Group):
+            bind(data_shapes, label_shapes, True, *args, **kwargs)
+        group = module._exec_group
+        # Bound for inference, oneDNN's convolutions would keep the weights of their first batch.
+        module.for_training = group.for_training = for_training
+        group.names = [str(context) for context in self.devices]
 
 
-def _init_optimizer(module, kvstore="local", *args, **kwargs):
+class _InitOptimizerWithKVStore(InstanceMethod):
     """Without a kvstore gradients would not be summed, and the contexts' weights drift apart."""
-    type(module).init_optimizer(module, kvstore or "local", *args, **kwargs)
+
+    method = "init_optimizer"
+
+    def __call__(self, module, kvstore="local", *args, **kwargs):
+        self.plain(module)(kvstore or "local", *args, **kwargs)
 
 
 class _Group(mx.module.executor_group.DataParallelExecutorGroup):
-    """MXNet's group of executors, of which those that have rows of their own run.
+    """MXNet's group of executors, of which some may have no rows of their own.
 
     Where the batch runs whole, there is the first context's alone.
     """
 
-    def bind_exec(self, *args, **kwargs):
-        if self._default_execs is not None:
-            self.execs, self.contexts = self._default_execs[:], self._every_context
-        self._every_context = self.contexts
-        super().bind_exec(*args, **kwargs)
-        self._default_execs = self._default_execs or self.execs
-        self.sizes = split_rows.sizes(self.batch_size, len(self.contexts))
-
-        def filled(items):
-            return list(itertools.compress(items, self.sizes))
-
-        for name in ("execs", "slices", "contexts"):
-            setattr(self, name, filled(getattr(self, name)))
-        self.input_grad_arrays = list(map(filled, self.input_grad_arrays or ()))
-
-    def set_params(self, *args, **kwargs):
-        with replaced(self, execs=self._default_execs):  # they share their weights with all
-            super().set_params(*args, **kwargs)
+    @property
+    def sizes(self):
+        return split_rows.sizes(self.batch_size, len(self.contexts))
 
     def decide_slices(self, data_shapes):
         axes = [_axis(desc.layout) for desc in data_shapes]
@@ -122,20 +113,43 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         self.slices = [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
         return axes
 
+    def _where_rows_are(self, method, *args, **kwargs):
+        """Call a method as if there were only the executors that have rows of their own."""
+        filled = [i for i, size in enumerate(self.sizes) if size]
+        whole = {name: getattr(self, name) for name in ("execs", "slices", "contexts")}
+        parts = {name: [items[i] for i in filled] for name, items in whole.items()}
+        with replaced(self, **parts):
+            return method(*args, **kwargs)
+
     def forward(self, data_batch, is_train=None):
-        super().forward(data_batch, is_train)
+        self._where_rows_are(super().forward, data_batch, is_train)
         training = self.for_training if is_train is None else is_train
-        idle = len(self.names) - len(self.sizes)
+        idle = len(self.names) - len(self.contexts)
         work.count(self.names, self.sizes + [0] * idle, training)
 
     def backward(self, out_grads=None):
-        super().backward(out_grads)
+        self._where_rows_are(super().backward, out_grads)
+        sizes = self.sizes
         for name, arrays in zip(self.param_names, self.grad_arrays):
-            for array, size in zip(arrays, self.sizes):
+            for array, size in zip(arrays, sizes):
                 if array is not None and not size and self.grad_req[name] == "write":
                     array[:] = 0
-        if len(self.sizes) > 1:  # else it would only wait
-            symbol_executors.unite(self.aux_arrays, self.sizes)
+        if len(sizes) > 1:  # else it would only wait
+            symbol_executors.unite(self.aux_arrays, sizes)
+
+    def get_outputs(self, *args, **kwargs):
+        return self._where_rows_are(super().get_outputs, *args, **kwargs)
+
+    def get_input_grads(self, merge_multi_context=True):
+        filled = [
+            [array for array, size in zip(arrays, self.sizes) if size]
+            for arrays in self.input_grad_arrays
+        ]
+        with replaced(self, input_grad_arrays=filled):
+            return super().get_input_grads(merge_multi_context)
+
+    def update_metric(self, *args, **kwargs):
+        self._where_rows_are(super().update_metric, *args, **kwargs)
 
 
 # What can be divided ------------------------------------------------------------------------------

@@ -116,10 +116,10 @@ def _is_numpy(array):
 
 # They may compute across rows on the way back. An ``mx.autograd.Function`` in a Gluon block is seen
 # by nobody, and ``Custom`` in a graph may be anything. So the gradients of three rows together are
-# compared with those of two of them and of the third.
+# compared with those of two of them and of the third, and with those of the three in another order.
 
 
-def mixes_back(parameters, args, placements, context, compute):
+def mixes_back(parameters, args, placements, context, compute, train_mode=False):
     """Whether the gradients of a block, or of an operation, mix rows, or cannot be tried.
 
     Arguments:
@@ -128,30 +128,40 @@ def mixes_back(parameters, args, placements, context, compute):
         placements: how its results are put together.
         context: the one for that.
         compute: takes such arguments and numbers of rows, and returns what it gives for them.
+        train_mode: whether it is tried as in training, or in inference.
     """
     trained = [p for p in parameters if p._data is not None and p.grad_req != "null"]
-    found, upstream, random = [], None, np.random.RandomState(0)  # type: Any, Any, Any
+    found, upstream, random = [], [], np.random.RandomState(0)  # type: Any, Any, Any
     with mx.autograd.pause(), gradients_kept(trained):
         given = _mapped(lambda place, array: _marked(array), args)
         gradients = [gradient for parameter in trained for gradient in parameter.list_grad()]
         gradients += [array.grad for array in _arrays(given) if array.grad is not None]
         try:
-            for parts in (trial.WHOLE,), trial.PARTS:
+            for parts in (trial.WHOLE,), trial.PARTS, (trial.WHOLE[::-1],):
                 for gradient in gradients:
                     gradient[:] = 0
-                with mx.autograd.record(train_mode=False):
+                with mx.autograd.record(train_mode=train_mode):
                     results = [compute(given, part) for part in parts]
                     whole = merged(placements, results, list(map(len, parts)), context)
+                    placed = zip(_arrays(whole), placements)
+                    floats = [(array, where) for array, where in placed if _is_float(array)]
                     # What is detached would have no gradient; a marked 0 always has one.
-                    heads = [a + _marked(a.detach() * 0) for a in _arrays(whole) if _is_float(a)]
-                upstream = upstream or [like(random.uniform(0.5, 1.5, h.shape), h) for h in heads]
+                    heads = [array + _marked(array.detach() * 0) for array, _ in floats]
+                upstream = upstream or [random.uniform(0.5, 1.5, head.shape) for head in heads]
+                order = [row for part in parts for row in part]
+                back = [
+                    trial.chosen(each, placement, order) if isinstance(placement, Sharded) else each
+                    for each, (_, placement) in zip(upstream, floats)
+                ]
                 if heads:
-                    mx.autograd.backward(heads, upstream, train_mode=False)
+                    back = list(map(like, back, heads))
+                    mx.autograd.backward(heads, back, train_mode=train_mode)
                 found.append([gradient.asnumpy() for gradient in gradients])
         except Exception:  # whatever a function of the user's does
             clear_errors()
             return True
-    return not all(map(trial.close, *found))
+    whole, *others = found
+    return not all(all(map(trial.close, each, whole)) for each in others)
 
 
 @contextlib.contextmanager

@@ -198,7 +198,8 @@ class Graph:
         placement = self.placements[result]
         if placement == REPLICATED:
             placement = Partial("mean")  # what comes back to it is a sum over the rows
-        return not can_be_merged(placement) or mixes_back([], drawn, [placement], mx.cpu(), compute)
+        given = [], drawn, [placement], mx.cpu(), compute
+        return not can_be_merged(placement) or mixes_back(*given, train_mode=True)
 
     def across(self, outputs, with_rows=True):
         """The first operation that mixes rows, if outputs follow from one (with rows), or None.

@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sys
+import types
 
 from ... import _keras, _ranks, errors
 from ..._configuration import detection
@@ -245,15 +246,21 @@ backend = Theano()
 
 
 def _importer():
-    """The module that imported Theano, or None: the last one begun before it that has one of its.
+    """The module that imported Theano, or None: the last one begun before it that refers to it.
 
     From Python 3.8 on, modules stand in the order in which they were done, which does not tell.
     """
-    theanos = {id(m) for name, m in sys.modules.items() if name.partition(".")[0] == "theano"}
     importer = None
     for name, module in list(sys.modules.items()):  # in the order in which they were begun
-        if id(module) in theanos:
+        if name.partition(".")[0] == "theano":
             return importer if name == "theano" else None
-        if not theanos.isdisjoint(map(id, list(getattr(module, "__dict__", {}).values()))):
+        if any(map(_is_theanos, list(getattr(module, "__dict__", {}).values()))):
             importer = name
     return None
+
+
+def _is_theanos(value):
+    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
+        return False
+    name = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None)
+    return str(name).partition(".")[0] == "theano"

@@ -5,7 +5,6 @@ from collections import OrderedDict
 import theano
 from theano.tensor import tensor_copy
 
-from ..._runtime.patching import replaced
 from .context_device import is_random
 from .graph_variables import depending_on, gradients_of, nearest, placeholder_like, value_like
 
@@ -82,12 +81,16 @@ def copied(function, swap):
     gives the copied graph no DestroyHandler. Gradients of recurrent layers read what had been
     overwritten.
     """
-    maker_of = type(function.maker)
-    make, held = maker_of.__init__, [given.variable for given in function.maker.inputs]
+    maker = function.maker
+    of_theano, held = type(maker), [given.variable for given in maker.inputs]
 
-    def make_in_order(maker, *args, **options):
-        options["fgraph"].attach_feature(theano.gof.DestroyHandler())
-        make(maker, *args, **options)
+    class Maker(of_theano):
+        def __init__(self, *args, **options):
+            options["fgraph"].attach_feature(theano.gof.DestroyHandler())
+            super(Maker, self).__init__(*args, **options)
 
-    with replaced(maker_of, __init__=make_in_order):
+    maker.__class__ = Maker  # of this one alone: other threads may be compiling
+    try:
         return function.copy(swap={old: new for old, new in swap.items() if old in held})
+    finally:
+        maker.__class__ = of_theano

@@ -24,7 +24,8 @@ def found(environ, version):
         said, known = theano_flags.Flags(environ), defined(version)
         for name, value in said.spelled_as(known):
             yield from _wrong(name, value, known, version)
-        yield from _not_up(said.get("device") or "cpu", environ)
+        if theano_flags.has_gpuarray(version):
+            yield from _not_up(said.get("device") or "cpu", environ)
         yield from _overruled((said.get("floatX") or "").strip(), environ)
     except errors.CompatError as error:
         yield str(error)
@@ -109,6 +110,8 @@ def _wrong(name, value, known, version):
         yield _no_flag(name, value, known, version)
         return
     choices, is_device = known.get(name), name in ("device", "init_gpu_device")
+    gpuarray = theano_flags.has_gpuarray(version)
+    of_gpuarray = is_device and gpuarray
     is_word = value.lower() in ("yes", "no", "on", "off", "true", "false")
     if choices and value not in choices:
         why, right = f"Theano takes {' or '.join(choices)}. For example", choices[0]
@@ -117,10 +120,10 @@ def _wrong(name, value, known, version):
     elif is_word and value not in _BOOLEANS and name != "dnn.enabled":
         why = f"Theano takes {', '.join(_BOOLEANS)} only for yes or no"
         right = str(value.lower() in ("yes", "on", "true"))
-    elif is_device and value.startswith("gpu"):  # as before Theano 0.9
-        right = "cuda" + (value[3:] or "0")
+    elif is_device and value.startswith("gpu" if gpuarray else "cuda"):
+        right = "cuda" + (value[3:] or "0") if gpuarray else "gpu" + (value[4:] or "0")
         why = f"this version of Theano calls it {right}"
-    elif is_device and value not in ("cpu", "", *_BOOLEANS) and not value.startswith(_DEVICES):
+    elif of_gpuarray and value not in ("cpu", "", *_BOOLEANS) and not value.startswith(_DEVICES):
         why, right = "Theano takes cpu, cuda0 or opencl0:0. For example", "cpu"
     else:
         return

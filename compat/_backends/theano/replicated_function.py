@@ -11,6 +11,7 @@ from theano.gof import graph
 from ... import _keras, _rows
 from ..._rows import split_rows
 from ..._runtime import progress, work
+from ..._runtime.patching import replaced
 from . import device_body, graph_cuts
 from .graph_variables import computed_by, gradients_of, value_like
 
@@ -65,10 +66,10 @@ class ReplicatedFunction:
         count, sizes = len(self.cuts), split_rows.sizes(rows, len(devices))
         # For each cut what the devices have computed.
         parts = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
-        self.batch = [s + values[count:] for s, values in zip(shards, computed)], parts, sizes
+        handed_over = [s + values[count:] for s, values in zip(shards, computed)]
         whole = [cut.merge(each, sizes) for cut, each in zip(self.cuts, parts)]
-        results = self.head(*(list(inputs) + whole))
-        self.batch = None
+        with replaced(self, batch=(handed_over, parts, sizes)):
+            results = self.head(*(list(inputs) + whole))
         names = [device.name for device in devices]
         split = sizes if self.cuts else work.undivided(names, rows)  # the head computes all
         work.count(names, split, self.loss is not None)

@@ -181,27 +181,32 @@ def readable(path):
 # What is asked, in Theano's words -------------------------------------------------------------
 
 
+def has_gpuarray(version):
+    """Whether Theano of this version has the GPU back-end that came with 0.9."""
+    return packages.release(version or "1.0") >= (0, 9)
+
+
 def asked(settings, environ, ids, version):
     """The flags that say what was asked, with Theano's numbers of the GPUs.
 
     Arguments:
-        version: Theano's, or None. The GPU back-end of today came with 0.9.
+        version: Theano's, or None.
     """
-    has_gpuarray = packages.release(version or "1.0") >= (0, 9)
+    gpuarray = has_gpuarray(version)
     options = _checked(settings.options.get("theano_flags", {}))
     said = Flags(environ)
-    names = ["{}{}".format("cuda" if has_gpuarray else "gpu", i) for i in ids]
+    names = ["{}{}".format("cuda" if gpuarray else "gpu", i) for i in ids]
     # OpenCL's GPUs, of which no command of a driver tells, are kept where the flags name them.
     named = [said.get(name) or "" for name in ("device", "contexts", "init_gpu_device")]
     keeps = settings.devices.undecided is not None and "opencl" in " ".join(named)
     flags = {} if keeps else {"device": names[0] if names else "cpu"}
-    if len(names) > 1 and has_gpuarray:
+    if len(names) > 1 and gpuarray:
         flags["contexts"] = ";".join(map("dev{}->{}".format, range(len(names)), names))
     for other in ("contexts", "init_gpu_device"):  # both would bring up further GPUs
         if other not in flags and said.get(other) and not keeps:
             flags[other] = ""
     if settings.memory and (names or keeps):
-        name = "gpuarray.preallocate" if has_gpuarray else "lib.cnmem"
+        name = "gpuarray.preallocate" if gpuarray else "lib.cnmem"
         flags[name] = _megabytes(settings.memory)
     if settings.floatx:
         flags["floatX"] = settings.floatx

@@ -184,6 +184,8 @@ def _received(item: Any, folder: pathlib.Path) -> List[Any]:
         report.nodeid, report.location = item.nodeid, item.location
         if isinstance(report.longrepr, list):  # of a skipped test; JSON has no tuples
             report.longrepr = tuple(report.longrepr)
+        for name in ("sections", "user_properties"):
+            setattr(report, name, [tuple(pair) for pair in getattr(report, name)])
         reports.append(report)
     return reports
 

@@ -40,7 +40,8 @@ _KEPT = 10000
 # And so many wait at most for the end of their line.
 _WAITING = 1000000
 # Signals that are passed on to ranks, and to their scripts.
-PASSED_ON = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+_SIGNALS = "SIGINT", "SIGTERM", "SIGHUP"  # Windows has no SIGHUP
+PASSED_ON = tuple(getattr(signal, name) for name in _SIGNALS if hasattr(signal, name))
 # How long a rank that was told to end may take.
 _GRACE = 5.0
 # How long a rank that only lost others delays its own end, so that theirs are reported first. One
@@ -284,12 +285,12 @@ def _gpus(environ):
     return device_choice.choose(selection, None, environ).environ(environ)
 
 
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Get this signal when the process that started this one ends in any way. (Linux.)"""
+def die_with_parent(number: Optional[int] = None) -> None:
+    """Get this signal (SIGKILL) when the process that started this one ends in any way. (Linux.)"""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(1, number or signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _end_group(leader):
