@@ -95,9 +95,9 @@ def runs_whole(model, across, device, reach=FROM_THERE_ON, owner=None):
     elif across.operation is None:
         divided = "not divided"
     process.whole[model] = divided.format(across)
+    errors.warn(f"{found} {reach} runs on {device} with the whole batch.")
     if owner is not None:
         owner.said_to_run_whole = True
-    errors.warn(f"{found} {reach} runs on {device} with the whole batch.")
 
 
 def nearest(wanted, is_found, inputs_of):

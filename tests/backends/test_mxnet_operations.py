@@ -241,6 +241,9 @@ def cases():
     found += [("SoftmaxOutput", {"multi_output": True}, [CUBE, numbers(3, 3)])]
     found += [("MakeLoss", {}, [SQUARE]), ("softmax_cross_entropy", {}, [SQUARE, numbers(3)])]
     found += [("CTCLoss", {}, [array(6, 3, 5), 1 + numbers(3, 3)])]
+    lengths = {"use_data_lengths": True, "use_label_lengths": True}
+    sequences = [array(6, 3, 5), 1 + numbers(3, 3), 3 + numbers(3), 1 + numbers(3)]
+    found += [("CTCLoss", lengths, sequences)]
     # Counted, and made of shapes
     found += of_axes("_contrib_arange_like", [A], (None, 0, 1))
     found += [("_contrib_MultiBoxPrior", {"sizes": (0.5,)}, [INSTANCES])]

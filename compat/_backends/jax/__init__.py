@@ -126,7 +126,9 @@ class JAX(Backend):
         if list(devices) != self.devices()[:1]:
             sharding.install(model, [by_name[name] for name in devices])
         if sharding.ShardedCall.of(model) is not before:
-            _keras.forget_compiled_steps(model)
+            # Keras traces its steps again: the ones it has hold the call that was.
+            for name in _keras.FUNCTIONS:
+                setattr(model, name, None)
         return model
 
     def device(self, device):

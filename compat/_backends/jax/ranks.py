@@ -191,7 +191,8 @@ class RankedJAXStep:
         non_trainable = list(non_trainable)
         for place in self.averaged:
             non_trainable[place] = before[place]
-        flat, _ = ravel_pytree([jnp.zeros(0, "float32"), *parts])  # float64 if any is
+        dtype = "float64" if any(part.dtype == "float64" for part in parts) else "float32"
+        flat, _ = ravel_pytree([jnp.zeros(0, dtype)] + [part.astype(dtype) for part in parts])
         return logs, flat, trainable, (non_trainable, variables, metrics)
 
     def updated(self, trainable, others, means):

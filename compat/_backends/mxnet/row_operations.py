@@ -338,7 +338,7 @@ for _names, _rule in [
     ("SoftmaxOutput", lambda op: loss(op, _rows.by_row(op.values, [0, 0]))),
     ("MakeLoss", lambda op: loss(op, _rows.multiplied(op.values))),
     ("softmax_cross_entropy", cross_entropy),
-    ("CTCLoss", by_row(1, 0, result=0)),
+    ("CTCLoss", by_row(1, 0, 0, 0, result=0)),
     # Made by a shape, drawn, counted
     ("_zeros _ones _full _zeros_without_dtype _npi_zeros _npi_ones _random_uniform _random_normal "
      "_random_gamma _random_exponential _random_poisson _random_randint _npi_uniform _npi_normal",

@@ -116,9 +116,12 @@ class _RankedStep(TorchStep):
 
     def outputs(self, undivided):
         """Those of this rank's rows, computed alone or among all rows."""
-        data = self.data if undivided else self.own
-        with self.ranked.alone(), patching.replaced(self, data=data):
-            found = super().outputs(True)
+        given, self.data = self.data, self.data if undivided else self.own
+        try:  # inputs that are off by rounding may have replaced them already
+            with self.ranked.alone():
+                found = super().outputs(True)
+        finally:
+            self.data = given
         own = self.rows if undivided else slice(None)
         return found and {k: v[own] for k, v in found.items() if "output:" not in k}
 
