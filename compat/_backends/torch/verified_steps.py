@@ -11,7 +11,6 @@ import torch
 
 from ... import _keras, _verification
 from ..._rows import split_rows
-from ..._runtime import patching
 from ..._verification import keras_steps, reachable
 from . import batches, models, timeline, trials
 from .batches import tensors_in, to_numpy
