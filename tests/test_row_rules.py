@@ -326,6 +326,18 @@ def test_a_trial_tells_rows_from_what_needs_all_of_them():
     ]  # fmt: skip
 
 
+def test_two_rows_that_belong_together_by_chance_are_not_taken_for_rows_alone():
+    """The first two here have one class, whose mean they get, and are equal."""
+    values, classes = np.array([1.0, 3.0, 8.0]), np.array([0, 0, 1])
+
+    def compute(rows):
+        x, c = values[list(rows)], classes[list(rows)]
+        means = np.array([x[c == each].mean() for each in c])
+        return [means, np.unique(np.array([5.0, 5.0, 7.0])[list(rows)]), x * 2]
+
+    assert _rows.trial.tried(compute) == [Mixed("by a trial"), Mixed("by a trial"), Sharded(0)]
+
+
 def test_faults_of_the_rules_are_told_from_what_they_are_given():
     for compute, is_fault in (
         (lambda: _rows.trial.cut(None, Sharded(0)), True),

@@ -1,6 +1,7 @@
 """Asking a computation itself: three rows together, against two of them and the third.
 
-And against the three in another order, since they may be sorted by chance.
+And against the other two and the first, and the three in another order, since some of them may
+belong together, or be sorted, by chance.
 
 What no rule knows is never assumed to compute each row by itself. It is tried, on rows of the first
 batch and in inference, and counts as ``Mixed`` where that does not tell. Three rows fit anywhere.
@@ -11,6 +12,8 @@ from .placements import REPLICATED, Mixed, Partial, Sharded, Unknown
 #: The rows that are computed together, and in parts. One row alone might fit by chance.
 WHOLE, PARTS = (0, 1, 2), ((0, 1), (2,))
 SIZES = tuple(len(part) for part in PARTS)
+#: Other parts: what two rows have in common may hide that each depends on the other.
+OTHER_PARTS, OTHER_SIZES = ((0,), (1, 2)), (1, 2)
 
 #: How far two values may be apart that only rounding tells apart, by the bits of a number.
 TOLERANCES = {16: 2e-2, 32: 1e-4, 64: 1e-8}
@@ -27,12 +30,17 @@ def tried(compute):
         A list of placements: ``Mixed`` where the parts make up the whole in no way, ``Unknown``
         where the values are random.
     """
-    whole, *parts, again, turned = map(compute, (WHOLE,) + PARTS + (WHOLE, WHOLE[::-1]))
-    if len({len(values) for values in [whole, turned] + parts}) > 1:
+    whole, again, turned = map(compute, (WHOLE, WHOLE, WHOLE[::-1]))
+    parts, others = list(map(compute, PARTS)), list(map(compute, OTHER_PARTS))
+    if len({len(values) for values in [whole, turned] + parts + others}) > 1:
         return [Mixed("another number of results")] * len(whole)
     found = []
-    for value, same, other, *values in zip(whole, again, turned, *parts):
-        fitting = (each for each in placements(values, value) if is_turned(value, other, each))
+    for value, same, other, *values in zip(whole, again, turned, *parts, *others):
+        fitting = (
+            each
+            for each in placements(values[:2], value)
+            if fits(values[2:], value, each, OTHER_SIZES) and is_turned(value, other, each)
+        )
         is_random = not close(value, same)
         found.append(Unknown("it is random") if is_random else next(fitting, Mixed("by a trial")))
     return found

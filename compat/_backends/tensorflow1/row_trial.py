@@ -11,11 +11,6 @@ from ..._rows import Mixed, Sharded, Unknown, trial
 from .graph import dense_parts, is_outermost, variables_of
 from .graph_rows import is_in_order
 
-#: A first pair of rows by itself may fit by chance; a second one besides does not.
-SECOND = ((0,), (1, 2))
-#: How replicas' values are put together.
-IN_ORDER = Sharded(0, inner=None, even=False)
-
 
 class ReplicasTrial:
     """A trial of replicas.
@@ -120,12 +115,7 @@ class ReplicasTrial:
         with self._writing_nothing():
             values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}
             drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
-            found = trial.tried(compute)
-            second = [compute(rows) for rows in SECOND]
-        for place, (whole, *parts) in enumerate(zip(ran[0], *second)):
-            if is_in_order(found[place]) and not trial.fits(parts, whole, IN_ORDER):
-                found[place] = Mixed("tried")
-        return dict(zip(tensors, found))
+            return dict(zip(tensors, trial.tried(compute)))
 
     @contextlib.contextmanager
     def _writing_nothing(self):
