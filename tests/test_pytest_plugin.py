@@ -29,6 +29,7 @@ def test_reports_have_pairs_as_pytest_makes_them(tmp_path):
     """Once they came from another process, as JSON, which has no tuples."""
     from compat._commands.pytest_plugin import own_process
 
+    del sys.modules[own_process.__name__]  # it would say that tests run in other processes
     pairs = {"sections": [["Captured stdout call", "text"]], "user_properties": [["name", 1]]}
     (tmp_path / "reports").write_text(json.dumps(["report", dict(pairs, longrepr=None)]) + "\n")
     hook = types.SimpleNamespace(
