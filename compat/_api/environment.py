@@ -27,7 +27,7 @@ _GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_
 _OPTIONAL = "HIP_VISIBLE_DEVICES", "LD_LIBRARY_PATH", "ROCR_VISIBLE_DEVICES"
 # Distributions whose versions explain failures, besides those of the frameworks themselves.
 _PACKAGES = r"jax-(cuda|rocm).+|jaxlib|numpy|nvidia-.+|tensorflow-metal|triton"
-# How a problem ends where a command mends it.
+# How a problem ends where a command fixes it.
 _COMMAND = re.compile(r": ((?:apt-get|conda|export|mv|pip|unset) .+?)\.?$", re.DOTALL)
 _PLACE = "launcher", "rank", "size", "local_rank", "local_size"
 #: Columns of the text; paths and the like, which are not broken, may be longer.
@@ -66,7 +66,7 @@ def collect() -> Environment:
 
 
 def _add(problems, texts, command=None):
-    """Note problems that are new, each with the command that mends it, or None."""
+    """Note problems that are new, each with the command that fixes it, or None."""
     for text in map(str, texts):
         match = _COMMAND.search(text)
         if text not in [each["problem"] for each in problems]:
@@ -242,7 +242,7 @@ def _at_commas(line, width):
 
 
 def _problem_lines(problem, width):
-    """A problem, and below it the command that mends it, as it can be pasted into a shell."""
+    """A problem, and below it the command that fixes it, as it can be pasted into a shell."""
     text, command = problem["problem"], problem["command"]
     if command and text.rstrip(".").endswith(command):
         text = text.rstrip(".")[: -len(command)].rstrip()

@@ -220,7 +220,7 @@ def execute(options: Any) -> int:
         if report:
             environ[rank_process.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
         launcher = chosen.launcher(_ranks.Job(ranks, interpreter, environ, hosts))
-        # mpirun is told the names of all variables.
+        # mpirun passes on the variables that are named to it.
         shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")
         lines.append(f"{ranks} ranks: {shown}")
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)

@@ -8,8 +8,6 @@ if TYPE_CHECKING:
     from typing import Any, Callable, Dict, List, Optional, Tuple
 
     from .._configuration.settings import Configuration
-    from .._verification import Record
-    from .operation_times import Activity
 
 
 class Process:
@@ -53,12 +51,12 @@ class Process:
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
         self.whole: "Dict[str, str]" = {}
         self.batches: "Dict[Any, int]" = {}
-        self.verified: "List[Record]" = []
+        self.verified: "List[Any]" = []
         self.records_operations = False
         self.comparisons = 0
         self.graph_counters: "Dict[Any, Callable[[], Any]]" = {}
         self.recording_timeline: "Optional[str]" = None
-        self.activities: "Dict[str, Activity]" = {}
+        self.activities: "Dict[str, Any]" = {}
         self.claims: "Dict[str, int]" = {}
         self.engines: "Dict[type, Any]" = {}
         self.of_backends: "Dict[Any, Dict[str, Any]]" = {}

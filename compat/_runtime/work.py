@@ -35,7 +35,7 @@ def undivided(devices: "Sequence[str]", rows: int) -> "Sequence[int]":
 def batches() -> "Dict[Any, int]":
     """How many batches there were of each kind: those that Python saw, and those of graphs.
 
-    A kind is the devices, their sizes and whether it was training, as ``count()`` is told them.
+    A kind is the arguments of ``count()``: the devices, their sizes, and whether it was training.
     """
     found = dict(process.batches)
     for read in process.graph_counters.values():
