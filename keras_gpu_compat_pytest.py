@@ -9,9 +9,8 @@ import os
 import pytest
 
 MARK = (
-    "compat(timeout=None, **arguments): run the test in a process of its own, where "
-    "configure_gpu(**arguments) of keras-gpu-compat is called first, if there are any; after "
-    "`timeout` seconds the process is killed."
+    "compat(**arguments): run the test in a process of its own, where configure_gpu(**arguments) "
+    "of keras-gpu-compat is called first, if there are any."
 )
 
 

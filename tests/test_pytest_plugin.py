@@ -240,7 +240,7 @@ def test_outcomes_are_as_if_the_test_ran_here(project, monkeypatch):
 
 
 ENDS = """
-    import os, signal, subprocess, time
+    import os, signal, threading, time
     import pytest
 
     @pytest.mark.compat
@@ -252,20 +252,20 @@ ENDS = """
     def test_exits_pytest():
         pytest.exit("enough")
 
-    @pytest.mark.compat(timeout=0.5)
+    @pytest.mark.compat
+    @pytest.mark.timeout(1000, method="signal")
     def test_hangs():
         open("hangs", "w").close()
         time.sleep(100)
 
-    wait = subprocess.Popen.wait
-
-    def wait_for_what_hangs(process, timeout=None):
-        "Count the time from there on: to start takes longer where others use the cores."
-        while timeout == 0.5 and process.poll() is None and not os.path.exists("hangs"):
+    def end_what_hangs():
+        "The time is up as soon as it hangs: to start takes longer where others use the cores."
+        while not os.path.exists("hangs"):
             time.sleep(0.05)
-        return wait(process, timeout)
+        os.kill(os.getpid(), signal.SIGALRM)
 
-    subprocess.Popen.wait = wait_for_what_hangs
+    if os.environ.setdefault("STARTED_BY", str(os.getpid())) == str(os.getpid()):
+        threading.Thread(target=end_what_hangs, daemon=True).start()
 
     @pytest.fixture
     def deadly():
@@ -303,6 +303,7 @@ ENDS = """
 
 
 NOTHING = "It printed nothing.\n"
+TIME_IS_UP = "was killed: Timeout (>1000.0s) from pytest-timeout."
 IN_TEARDOWN = "ERROR at teardown of test_"
 
 
@@ -315,7 +316,7 @@ def test_a_process_that_ends_is_a_failed_test(project):
         ("test_dies", "was killed by signal 9 (SIGKILL).", "Its stdout:\nbefore it\n"),
         ("test_with_an_unruly_plugin", "ended with exit status 3.", "Its stderr:\nTraceback"),
         ("test_exits_pytest", "ended with exit status 2.", "Its stderr:\n_pytest.outcomes.Exit"),
-        ("test_hangs", "was killed after 0.5 seconds, its timeout.", "Its stderr:\nFatal Python"),
+        ("test_hangs", TIME_IS_UP, "Its stderr:\nFatal Python"),
         (IN_TEARDOWN + "dies_in_teardown", "ended before it had run the test.", NOTHING),
         (IN_TEARDOWN + "what_is_written_late_fails", "ended with exit status 9.", NOTHING),
     ):
@@ -359,10 +360,6 @@ CONFIGURED = """
     def test_without_a_name():
         pass
 
-    @pytest.mark.compat(timeout=0)
-    def test_no_time():
-        pass
-
     @pytest.mark.compat(gpus={1})
     def test_no_text():
         pass
@@ -376,15 +373,13 @@ CONFIGURED = """
 def test_arguments_of_configure_gpu(project):
     project.makepyfile(CONFIGURED)
     result = run(project, "--compat-simulate", "4")
-    result.assert_outcomes(passed=3, failed=3, errors=1, warnings=1)
+    result.assert_outcomes(passed=3, failed=2, errors=1, warnings=1)
     lines = result.stdout.str()
     for text in (
         "\nUnknownOptionError: configure_gpu() has no argument 'sinulate', and no backend has an "
         "option of that name. Did you mean simulate",
-        "\n@pytest.mark.compat takes keyword arguments, those of configure_gpu() and timeout=, but "
-        "it was given 3. Name it, as in @pytest.mark.compat(simulate=3).\n",
-        "\n@pytest.mark.compat(timeout=0) is not understood. Use a number of seconds above 0, or "
-        "leave it out to wait for as long as the test takes.\n",
+        "\n@pytest.mark.compat takes keyword arguments, those of configure_gpu(), but it was given "
+        "3. Name it, as in @pytest.mark.compat(simulate=3).\n",
         "\n@pytest.mark.compat(gpus={1}) cannot be told another process. Use texts, numbers, True, "
         "False, None, and lists of these.\n",
         "CompatWarning: configure_gpu() of the script changes nothing: @pytest.mark.compat has "

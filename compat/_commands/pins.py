@@ -12,14 +12,13 @@ import email
 import pathlib
 import re
 import sys
+from operator import eq, ge, gt, le, lt, ne
 from typing import List, Tuple
 
 from .. import __version__, errors
 from .._configuration import packages, pip_extras, spelling
-from . import python_requires
 
 DISTRIBUTION = "keras-gpu-compat"
-FORMATS = "requirements", "extras", "constraints"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,8 +26,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     told = "for that Python (default: this one)"
     here = sys.version_info[:2]
     parser.add_argument("--python", type=_python, default=here, metavar="3.7", help=told)
-    told = "lines for pip (the default), a part of a setup.cfg, or a file for pip's -c"
-    parser.add_argument("--format", choices=FORMATS, default=FORMATS[0], help=told)
 
 
 def _python(text):
@@ -39,30 +36,11 @@ def _python(text):
 
 
 def execute(arguments):
-    print(formatted(arguments.backend, arguments.python, arguments.format))
+    lines, extra = pins(arguments.backend, arguments.python), known(arguments.backend)
+    python = pip_extras.spelled(arguments.python)
+    print(f"# {extra} on Python {python}: as keras-gpu-compat {__version__} is tested")
+    print("\n".join(lines))
     return 0
-
-
-def formatted(extra: str, python: Tuple[int, int], form: str) -> str:
-    """The pins as one of ``FORMATS``.
-
-    Raises:
-        as ``pins()``.
-    """
-    extra = known(extra)
-    lines = pins(extra, python)
-    if form == "constraints":
-        lines = [line for line in map(_constraint, lines) if line]
-    if form == "extras":
-        lines = ["[options.extras_require]", extra + " ="] + ["    " + line for line in lines]
-    head = "# {} on Python {}: as keras-gpu-compat {} is tested"
-    return "\n".join([head.format(extra, pip_extras.spelled(python), __version__)] + lines)
-
-
-def _constraint(line):
-    """A requirement as pip takes it for a constraint; "" where it leaves the version open."""
-    line = re.sub(r"\[.*?\]", "", line)
-    return line if re.search(r"[<>=!~]", line) else ""
 
 
 def known(extra: str) -> str:
@@ -103,8 +81,7 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
             f"on {pip_extras.tested(extra)}; choose one of these with --python, such as --python "
             f"{newest}."
         )
-    pairs = [line.partition(";")[::2] for line in _declared(extra)]
-    return [_plain(line) for line, marker in pairs if _applies(marker, extra, python, line)]
+    return list(filter(None, (_applying(line, extra, python) for line in _declared(extra))))
 
 
 def _declared(extra: str) -> List[str]:
@@ -129,40 +106,32 @@ def _declared(extra: str) -> List[str]:
     return metadata.get_all("Requires-Dist", [])
 
 
-_MARKER = re.compile(r"(?:python_version\s*(<=|>=|<|>|==|!=)|extra\s*==)\s*(['\"])([\w.-]+)\2")
+_REQUIREMENT = re.compile(r"([\w.-]+)\s*\(?([^()@]*)\)?")
+_CLAUSE = re.compile(r"(?:python_version\s*(<=|>=|<|>|==|!=)|extra\s*==)\s*(['\"])([\w.-]+)\2")
+_COMPARISONS = {"==": eq, "!=": ne, "<=": le, ">=": ge, "<": lt, ">": gt}
 
 
-def _applies(marker, extra, python, requirement):
-    """Whether a marker, clauses joined by ``and``, is true for an extra on a Python."""
-    clauses = re.sub(r"[()]", " ", marker).split(" and ")  # `or` fails below
-    of_extra, on_python = False, True  # without a clause about extras it is the package's own
-    for clause in filter(None, map(str.strip, clauses)):
-        match = _MARKER.fullmatch(clause)
-        if match is None:
-            raise errors.UnsupportedError(
-                f"the marker {marker.strip()!r} of {requirement.strip()!r} is not understood: "
-                "`compat pins` reads comparisons of python_version and extra, joined by `and`. "
-                "Install this version of keras-gpu-compat anew; if that does not help, please "
-                "report it."
-            )
-        comparison, _, value = match.groups()
-        if comparison is None:  # an extra, which setuptools may have normalised
-            of_extra = packages.normalised(value) == extra
-        else:
-            on_python = on_python and python_requires.allow(comparison + value, python)
-    return of_extra and on_python
+def _applying(line, extra, python):
+    """A requirement as one writes it, the lower bound first, without spaces and parentheses.
 
-
-_REQUIREMENT = re.compile(r"([\w.-]+(?:\[[\w., -]*\])?)\s*\(?([^()@]*)\)?")
-
-
-def _plain(requirement):
-    """A requirement as one writes it: the lower bound first, without spaces and parentheses."""
-    match = _REQUIREMENT.fullmatch(requirement.strip())
-    if match is None:
+    None where its marker, clauses joined by ``and``, is not true for an extra on a Python.
+    """
+    requirement, _, marker = line.partition(";")
+    clauses = re.sub(r"[()]", " ", marker).split(" and ")
+    found = _REQUIREMENT.fullmatch(requirement.strip())
+    conditions = [_CLAUSE.fullmatch(clause.strip()) for clause in clauses]
+    if found is None or None in conditions:
         raise errors.UnsupportedError(
-            f"the requirement {requirement.strip()!r} in the metadata of keras-gpu-compat is not "
+            f"the requirement {line.strip()!r} in the metadata of keras-gpu-compat is not "
             "understood. Install this version of it anew; if that does not help, please report it."
         )
-    clauses = [re.sub(r"\s", "", clause) for clause in match.group(2).split(",")]
-    return match.group(1) + ",".join(sorted(clauses, reverse=True))
+    for comparison, _, value in (condition.groups() for condition in conditions):
+        if comparison is None:  # an extra, which setuptools may have normalised
+            applies = packages.normalised(value) == extra
+        else:
+            release = tuple(int(number) for number in value.split("."))
+            applies = _COMPARISONS[comparison](python, release)
+        if not applies:
+            return None
+    bounds = [re.sub(r"\s", "", bound) for bound in found.group(2).split(",")]
+    return found.group(1) + ",".join(sorted(bounds, reverse=True))

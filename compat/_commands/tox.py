@@ -3,8 +3,7 @@ Write a tox.ini, and the toxfile.py that it needs, which run the tests of the pr
 on each backend, on simulated devices: a row for each backend and Python, of those that
 keras-gpu-compat is tested with and the project's python_requires allows. Where the project has a
 tox configuration of its own, they are written to a folder of their own, compat-tox, and that
-configuration stays in force. No file is overwritten; with --force, those that differ are kept as
-tox.ini.before-compat and so on.
+configuration stays in force. No file is overwritten but those that this command has written.
 
 exit status: 0, or 2 where nothing was written."""
 
@@ -12,13 +11,12 @@ exit status: 0, or 2 where nothing was written."""
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import pathlib
 import re
 import sys
-from typing import Any, Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Tuple
 
 from .. import __version__, errors
 from .._configuration import pip_extras
@@ -45,8 +43,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     told = "what installs keras-gpu-compat: a requirement, or a path of a checkout or a wheel "
     told += "(default: %(default)s)"
     parser.add_argument("--compat", default=COMPAT, metavar="REQUIREMENT", help=told)
-    told = "replace files that are there, which are kept beside"
-    parser.add_argument("--force", action="store_true", help=told)
 
 
 def _names(text):
@@ -63,10 +59,11 @@ def execute(arguments):
             f"-o {folder}: there is no such folder. Give the one of your project."
         )
     allowed = python_requires.read(folder)
-    if allowed.source and not allowed.specifier:
+    if allowed.source and allowed.specifiers is None:
         print(
-            f"compat tox: python_requires in {allowed.source} is computed there and was not read: "
-            "rows are chosen as if it allowed every Python.",
+            f"compat tox: python_requires in {allowed.source} was not read, as it is computed or "
+            "no version specifier such as '>=3.6,<3.9': rows are chosen as if it allowed every "
+            "Python.",
             file=sys.stderr,
         )
     chosen = rows(arguments.backends, arguments.every, allowed)
@@ -78,10 +75,8 @@ def execute(arguments):
     files[os.path.join(aside, "toxfile.py")] = _beside("toxfile.py")
     if arguments.ci:
         files[".github/workflows/compat.yml"] = workflow(chosen, compat, path, aside)
-    kept = write(folder, files, arguments.force)
+    write(folder, files)
     print("wrote  {}".format(", ".join(files)))
-    if kept:
-        print("kept   what was there, as {}".format(", ".join(kept)))
     if own:
         print(f"kept   the project's own configuration of tox, in {own}")
     if allowed.source is None:
@@ -104,11 +99,16 @@ def _own_configuration(folder):
     """The file with a configuration of tox that is not written by this command, or None."""
     for name in _CONFIGURATIONS:
         if os.path.lexists(os.path.join(folder, name)):
-            text = python_requires.text_of(folder, name) or ""  # of a FIFO, for example
+            text = python_requires.text_of(folder, name)
             is_for_tox = re.search(_SECTIONS.get(name, ""), text, re.MULTILINE)
-            if is_for_tox and "`compat tox` of" not in text[:500]:
+            if is_for_tox and not _is_ours(text):
                 return name
     return None
+
+
+def _is_ours(text):
+    """Whether this command wrote a file, which says so in its first lines."""
+    return "`compat tox` of keras-gpu-compat" in text[:500]
 
 
 # Rows -----------------------------------------------------------------------------------------
@@ -284,50 +284,32 @@ def _variables(row):
 # Files ----------------------------------------------------------------------------------------
 
 
-def write(folder: str, files: Dict[str, str], force: bool = False) -> List[str]:
+def write(folder: str, files: Dict[str, str]) -> None:
     """Write files, all of them or none.
 
     Arguments:
         files: texts, by the paths from the folder.
-        force: replace those that are there.
-
-    Returns:
-        The paths of new files, with what was there and is another text.
 
     Raises:
-        ConfigurationFileError: one is there already, or cannot be written.
+        ConfigurationFileError: one is there that this command did not write, or cannot be written.
     """
     there = [path for path in files if os.path.lexists(os.path.join(folder, path))]
-    if there and not force:
+    others = [path for path in there if not _is_ours(python_requires.text_of(folder, path))]
+    if others:
         raise errors.ConfigurationFileError(
-            f"{' and '.join(there)} in {os.path.abspath(folder)}: there already, so nothing was "
-            "written. Move what is there, or overwrite it with --force."
+            f"{' and '.join(others)} in {os.path.abspath(folder)}: there already, so nothing was "
+            "written. Move what is there."
         )
-    contents: Dict[str, Tuple[bytes, Any]] = {}  # and what a new file is made like
     try:
-        for path, text in files.items():
-            target = pathlib.Path(folder, path)
-            contents[path] = text.encode("utf-8"), None
-            if target.is_file() and target.read_bytes() != contents[path][0]:
-                contents[_unused(folder, path)] = target.read_bytes(), target.stat()
         with contextlib.ExitStack() as all_or_none:
-            # What is kept is in place before the new one is.
-            for path, (content, like) in contents.items():
+            for path, text in files.items():
                 target = pathlib.Path(folder, path)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                file = all_or_none.enter_context(safe_files.written(str(target), like))
-                file.write(content)
+                file = all_or_none.enter_context(safe_files.written(str(target)))
+                file.write(text.encode("utf-8"))
                 file.flush()  # an error, where the disk is full
     except OSError as error:
         raise errors.ConfigurationFileError(
             f"the files cannot be written, so none was: {error}. Make {os.path.abspath(folder)} "
             "writable, or name another folder with -o."
         ) from None
-    return [path for path in contents if path not in files]
-
-
-def _unused(folder, path):
-    """The path under which a file is kept, with a number at its end where it is taken."""
-    first = path + ".before-compat"
-    paths = itertools.chain([first], map((first + ".{}").format, itertools.count(2)))
-    return next(each for each in paths if not os.path.lexists(os.path.join(folder, each)))

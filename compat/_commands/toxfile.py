@@ -1,6 +1,6 @@
 """What tox.ini beside it cannot say: where interpreters are, a home of their own for the tests.
 
-`compat tox` of keras-gpu-compat wrote this file; tox loads it.
+`compat tox` of keras-gpu-compat wrote this file, and writes it anew while this line is here.
 """
 
 import os

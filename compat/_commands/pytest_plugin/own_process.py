@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List
 
 import pytest
 
@@ -59,8 +59,7 @@ def _reports(item):
     """The reports of the test's phases."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="compat-test-"))
     try:
-        timeout, configure = _asked(item)
-        ended = _run_child(item, _job(item, folder, configure), folder, timeout)
+        ended = _run_child(item, _job(item, folder, _asked(item)), folder)
         reports = _received(item, folder)
         if ended is not None or [r.when for r in reports][-1:] != ["teardown"]:
             ended = ended or "ended before it had run the test"
@@ -72,29 +71,21 @@ def _reports(item):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _asked(item: Any) -> Tuple[Optional[float], Dict[str, Any]]:
-    """What the mark says: the timeout, and the arguments of ``configure_gpu()``."""
+def _asked(item: Any) -> Dict[str, Any]:
+    """The arguments of ``configure_gpu()`` that the mark has."""
     mark = item.get_closest_marker("compat")
-    arguments = dict(mark.kwargs)
-    timeout = arguments.pop("timeout", None)
     if mark.args:
         raise errors.InvalidArgumentError(
-            "@pytest.mark.compat takes keyword arguments, those of configure_gpu() and timeout=, "
-            f"but it was given {mark.args[0]!r}. Name it, as in @pytest.mark.compat(simulate=3)."
+            "@pytest.mark.compat takes keyword arguments, those of configure_gpu(), but it was "
+            f"given {mark.args[0]!r}. Name it, as in @pytest.mark.compat(simulate=3)."
         )
-    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and timeout > 0):
-        raise errors.InvalidArgumentError(
-            f"@pytest.mark.compat(timeout={timeout!r}) is not understood. Use a number of seconds "
-            "above 0, or leave it out to wait for as long as the test takes."
-        )
-    for name, value in arguments.items():
+    for name, value in mark.kwargs.items():
         if not _is_plain(value):
             raise errors.InvalidArgumentError(
                 f"@pytest.mark.compat({name}={value!r}) cannot be told another process. Use "
                 "texts, numbers, True, False, None, and lists of these."
             )
-    return timeout, arguments
+    return mark.kwargs
 
 
 def _is_plain(value):
@@ -136,7 +127,7 @@ def _job(item, folder, configure):
     }
 
 
-def _run_child(item, job, folder, timeout):
+def _run_child(item, job, folder):
     """Run the process; how it ended, as a phrase, where that was not well; else None."""
     path = folder / "job"
     path.write_text(json.dumps(job), encoding="utf-8")
@@ -152,17 +143,15 @@ def _run_child(item, job, folder, timeout):
         options.update((n, stack.enter_context(open(p, "ab"))) for n, p in job["streams"])
         process = subprocess.Popen(command, cwd=folder_of_run, env=environ, **options)
     try:
-        status = process.wait(timeout)
+        status = process.wait()
     except BaseException as error:
-        timed_out = isinstance(error, subprocess.TimeoutExpired)
-        # pytest's faulthandler tells where it is.
-        process.send_signal(signal.SIGABRT if timed_out else signal.SIGINT)
+        interrupted = isinstance(error, (KeyboardInterrupt, pytest.exit.Exception))
+        # pytest's faulthandler tells where a process is that gets SIGABRT.
+        process.send_signal(signal.SIGINT if interrupted else signal.SIGABRT)
         starter.wait([process], GRACE)
-        if isinstance(error, (KeyboardInterrupt, pytest.exit.Exception)):
+        if interrupted:
             raise
-        if timed_out:
-            return f"was killed after {timeout:g} seconds, its timeout"
-        return f"was killed: {error}"  # by another plugin's timeout
+        return "was killed: " + str(error).rstrip(".")  # by another plugin's timeout
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

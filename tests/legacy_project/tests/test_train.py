@@ -23,7 +23,7 @@ def test_predictions_are_probabilities():
     assert np.allclose(predicted.sum(axis=1), 1, atol=1e-5)
 
 
-@pytest.mark.compat(simulate=2, timeout=300)
+@pytest.mark.compat(simulate=2)
 def test_two_devices_train_to_what_one_trains_to(compat_twins):
     twins = compat_twins(train.compiled)
     twins.fit(*train.data(), batch_size=61, epochs=2)
