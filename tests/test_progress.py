@@ -4,10 +4,8 @@ Verification, Theano's functions and ``compat unwrap`` are seen in ``compat.test
 ``tests/backends``.
 """
 
-import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 
@@ -168,74 +166,25 @@ def test_not_in_a_pipe_nor_in_the_background():
 
 # Commands --------------------------------------------------------------------------------------
 
-SCRIPT = """\
-import os, sys, time
-print("begins", sys.stdout.isatty(), os.get_terminal_size().columns, flush=True)
-time.sleep(0.5)
-print("goes on", file=sys.stderr)
-time.sleep(float(sys.argv[1]))
-sys.exit(3)
-"""
-
-
-@pytest.fixture
-def jax(tmp_path):
-    """A folder where it is installed, as far as can be told without an import."""
-    (tmp_path / "site").mkdir()
-    Site(tmp_path / "site").install("jax", "0.7.2", "jax")
-    return str(tmp_path / "site")
-
-
-@pytest.fixture
-def script(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
-
 
 def compat(*arguments, **options):
     return seen(*(COMPAT + list(arguments)), **options)
 
 
-def test_compat_test_of_a_script(script, jax):
-    """Between what the script prints, which sees a terminal as wide as the user's."""
-    command = "test", "-n", "0", "--backend", "jax"
-    found = compat(*command + (script, "0.5"), PYTHONPATH=jax)
-    said = "compat test: {} on 3 simulated devices (jax)\nbegins True 300\n".format(script)
-    told = "running {} on 3 simulated devices".format(script)
-    shown = "\ncompat: {} ... ".format(told)
-    assert [s for s in found.screens if s.startswith(said + shown)]
-    assert [s for s in found.screens if s.startswith(said + "goes on\n" + shown)]
-    assert found.last.startswith(said + "goes on\n\n---")
-    assert "The script ended with exit status 3." in found.last
-    quiet = compat(*command + ("--quiet", script, "0"), PYTHONPATH=jax)
-    assert (quiet.last, quiet.lines()) == (found.last, [])
-
-
-def test_ctrl_c_at_compat_test_of_a_script(script, jax):
-    command = "test", "-n", "0", "--backend", "jax", script, "60"
-    found = compat(*command, PYTHONPATH=jax, when="goes on\r\n", send=b"\x03")
+def test_ctrl_c_at_compat_test_of_a_script(tmp_path):
+    Site(tmp_path).install("jax", "0.7.2", "jax")  # as far as can be told without an import
+    script = tmp_path / "train.py"
+    script.write_text("import time\nprint('begins', flush=True)\ntime.sleep(60)\n")
+    command = "test", "-n", "0", "--backend", "jax", script
+    found = compat(*command, PYTHONPATH=str(tmp_path), when="begins\r\n", send=b"\x03")
     assert found.last.endswith("\nKeyboardInterrupt") and "compat: " not in found.last
     assert found.status == 130
 
 
-def test_what_a_script_has_started_may_print_on(tmp_path, jax):
-    script = tmp_path / "leaves.py"
-    script.write_text(
-        "import subprocess, sys\n"
-        "program = 'import time\\nwhile True: print(1, flush=True); time.sleep(0.01)'\n"
-        "left = subprocess.Popen([sys.executable, '-c', program])\n"
-        "print('left: {}.'.format(left.pid), flush=True)\n"
-    )
-    found = compat("test", "-n", "0", "--backend", "jax", script, PYTHONPATH=jax)
-    assert "Nothing was verified" in found.printed
-    with contextlib.suppress(ProcessLookupError):  # its terminal is gone
-        os.kill(int(re.search(r"left: ([0-9]+)\.", found.printed).group(1)), signal.SIGKILL)
-
-
-def test_ranks_that_start(script):
+def test_ranks_that_start(tmp_path):
     """Until one has printed something, and not again where all are silent later."""
     options = "--backend=jax", "--python", sys.executable, "-n", "2"
+    script = tmp_path / "train.py"
     script.write_text(
         "import os, sys, time\ntime.sleep(1)\nprint('begins', flush=True)\ntime.sleep(0.5)\n"
     )

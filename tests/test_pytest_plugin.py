@@ -87,14 +87,11 @@ DEVICES = """
     [
         (None, None, "4", "4", "compat_simulate in tox.ini"),
         (None, "2", None, "2", "the environment"),
-        (None, "2", "4", "2", "the environment, not compat_simulate = 4 in tox.ini"),
-        (
-            "3", "2", "4", "3",
-            "--compat-simulate, not 2 of the environment or compat_simulate = 4 in tox.ini",
-        ),
-        ("", "2", None, "", "--compat-simulate, not 2 of the environment"),
+        (None, "2", "4", "2", "the environment"),
+        ("3", "2", "4", "3", "--compat-simulate"),
+        ("", "2", None, "", "--compat-simulate"),
     ],
-)  # fmt: skip
+)
 def test_simulated_devices(project, monkeypatch, option, environment, file, expected, source):
     if environment is not None:
         monkeypatch.setenv("COMPAT_SIMULATE", environment)

@@ -17,9 +17,3 @@ def number(what, fewest, most=sys.maxsize, others=()):
         return int(text)
 
     return number
-
-
-def ranks(text):
-    if not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of processes; write -n 4")
-    return int(text)

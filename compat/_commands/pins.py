@@ -119,8 +119,8 @@ def _applying(line, extra, python):
     requirement, _, marker = line.partition(";")
     clauses = re.sub(r"[()]", " ", marker).split(" and ")
     found = _REQUIREMENT.fullmatch(requirement.strip())
-    conditions = [_CLAUSE.fullmatch(clause.strip()) for clause in clauses]
-    if found is None or None in conditions:
+    conditions = list(filter(None, (_CLAUSE.fullmatch(clause.strip()) for clause in clauses)))
+    if found is None or len(conditions) < len(clauses):
         raise errors.UnsupportedError(
             f"the requirement {line.strip()!r} in the metadata of keras-gpu-compat is not "
             "understood. Install this version of it anew; if that does not help, please report it."

@@ -24,7 +24,7 @@ from .._ranks.launch import output, rank_process, watching
 from .._ranks.place import Place
 from .._runtime import by_path, reporting, safe_files
 from ..backend import Backend
-from . import number, ranks, reported_script, scripts
+from . import number, reported_script, scripts
 
 USAGE = scripts.usage("run")
 GPUS = """\
@@ -34,6 +34,7 @@ for none (default: all visible ones)"""
 
 def add_options(parser):
     told = "as so many ranks, each with one of the GPUs, that train together (1: alone)"
+    ranks = number("processes, 1 or more", 1)
     parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=told)
     told = "machines, reached by ssh, and how many ranks each may run: first:4,second:4"
     parser.add_argument("--hosts", help=told)
@@ -193,11 +194,6 @@ def execute(options: Any) -> int:
     script = scripts.of(options)
     if not script:
         options.parser.error("a script is needed, or -m and a module")
-    if options.ranks is not None and options.ranks < 1:
-        raise errors.InvalidArgumentError(
-            f"-n {options.ranks} is not understood. Use the number of processes to start, 1 or "
-            "more."
-        )
     if options.hosts is not None:
         options.ranks, options.hosts = ranks_on(options.hosts, options.ranks)
     ranks, hosts = options.ranks, options.hosts

@@ -15,7 +15,7 @@ import os
 import sys
 
 from .. import errors
-from . import QUIET, number, ranks, scripts, selftest, verify_script
+from . import QUIET, number, scripts, selftest, verify_script
 
 USAGE = "compat test [options]\n       " + scripts.usage("test")
 
@@ -29,18 +29,14 @@ def add_options(parser):
     told = "use CPU devices even where there are GPUs (with a script always)"
     parser.add_argument("--simulate", action="store_true", help=told)
     told = "of a script: as so many ranks the second time (default: 2; 0: not at all)"
-    parser.add_argument("-n", dest="ranks", type=_ranks_to_compare, metavar="N", help=told)
+    ranks = number("ranks to compare: 2 or more, or 0 for none", 2, others=[0])
+    parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=told)
     told = "of a script: run the ranks on these machines, as compat run --hosts does"
     parser.add_argument("--hosts", help=told)
     told = "print the outcome as one JSON object, and all else to stderr"
     parser.add_argument("--json", action="store_true", help=told)
     parser.add_argument("--quiet", **QUIET)
     scripts.add_to(parser)
-
-
-def _ranks_to_compare(text):
-    ranks(text)  # its error where this is no number at all
-    return number("ranks to compare: 2 or more, or 0 for none", 2, others=[0])(text)
 
 
 def execute(arguments):

@@ -3,17 +3,15 @@
 import json
 import os
 import pathlib
-import select
 import subprocess
 import sys
 import tempfile
-import time
-from typing import Any, List, Mapping, Optional, Sequence
+from typing import Any, List, Optional
 
 from .. import _verification, errors
 from .._configuration import detection
 from .._ranks.launch import output
-from .._runtime import by_path, progress
+from .._runtime import by_path
 from ..backend import Backend
 from . import scripts
 from .run import ranks_on
@@ -83,10 +81,9 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
 
 def _on_replicas(script, environ, chosen, devices, outcome, folder):
     """The lines of the verdict on simulated devices."""
-    told = f"{outcome['script']} on {devices} simulated devices"
-    output.say(f"compat test: {told} ({chosen.name})")
+    output.say(f"compat test: {outcome['script']} on {devices} simulated devices ({chosen.name})")
     environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=str(folder))
-    status = _call([sys.executable] + script, environ, "running " + told)
+    status = subprocess.call([sys.executable] + script, env=environ)
     reports = [json.loads(each.read_text("utf-8")) for each in sorted(folder.iterdir())]
     records: List[Any] = sum(reports, [])
     script_name = os.path.basename(outcome["script"])
@@ -110,13 +107,12 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
 def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
     """The verdict on ranks as a line."""
     where = "" if hosts is None else " on " + hosts
-    told = f"{outcome['script']} as {ranks} ranks{where}"
-    output.say("compat test: " + told)
+    output.say(f"compat test: {outcome['script']} as {ranks} ranks{where}")
     command = by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
     command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
     report = folder / "ranks.json"
     command += ["--report-json", str(report)] + script
-    status = _call(command, environ, "running " + told)
+    status = subprocess.call(command, env=environ)
     compared = report.exists() and json.loads(report.read_text("utf-8"))["comparisons"]
     # A script that ends like this on simulated devices, too, does so for a reason of its own.
     is_own = status == outcome["simulated"]["status"] != 0
@@ -128,62 +124,3 @@ def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
     elif not compared:
         said = "all ended well, but nothing was compared: they trained no model together."
     return f"As {ranks} ranks{where}: {said}"
-
-
-# A command that prints to this terminal, with a line while it prints nothing ------------------
-
-# How long a command may take to end after Ctrl-C, as in subprocess.call(), in seconds.
-_GRACE = 0.25
-
-
-def _call(command: Sequence[str], environ: Mapping[str, str], doing: str) -> int:
-    """Run a command, and return its exit status, as ``subprocess.call()`` does.
-
-    On a terminal the command gets another one, whose output is copied: else nobody could tell when
-    it prints nothing.
-
-    Arguments:
-        doing: what the line says.
-    """
-    if not progress.is_wanted():
-        return subprocess.call(command, env=environ)
-    import tty  # not on Windows
-
-    controller, terminal = (os.fdopen(number, "r+b", 0) for number in os.openpty())
-    with controller:
-        with terminal:
-            # The user's own makes a carriage return of each newline.
-            tty.setraw(terminal.fileno())
-            stdout = terminal if os.isatty(1) else None
-            process = subprocess.Popen(command, env=environ, stdout=stdout, stderr=terminal)
-        with process, progress.shown(doing) as line:
-            try:
-                _show(process, controller, line)
-                return process.wait()
-            except KeyboardInterrupt:  # the command has got it, too
-                _show(process, controller, line, time.monotonic() + _GRACE)
-                raise
-            finally:
-                process.kill()  # unless it has ended
-
-
-def _show(process, controller, line, until=None):
-    """Show what a process prints to its terminal, until it has ended."""
-    import fcntl  # not on Windows
-    import termios
-
-    while until is None or time.monotonic() < until:
-        if until is None and process.poll() is not None:
-            until = time.monotonic() + _GRACE  # what it leaves behind may print on and on
-        size = fcntl.ioctl(sys.stderr, termios.TIOCGWINSZ, b" " * 8)
-        fcntl.ioctl(controller, termios.TIOCSWINSZ, size)
-        if select.select([controller], [], [], 0.1)[0]:
-            try:
-                data = controller.read(65536)
-            except OSError:  # nobody has it open any more
-                return
-            line.erase()
-            while data:
-                data = data[os.write(2, data) :]
-        elif process.poll() is not None:
-            return

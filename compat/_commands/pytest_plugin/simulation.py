@@ -29,14 +29,11 @@ class Simulation:
         in_file = config.getini("compat_simulate")
         file = config.inipath.name if config.inipath else "-o"
         told = [
-            ("--compat-simulate", option, ""),
-            ("the environment", before or None, f"{before} of the environment"),
-            (f"compat_simulate in {file}", in_file, f"compat_simulate = {in_file} in {file}"),
+            ("--compat-simulate", option),
+            ("the environment", before or None),
+            (f"compat_simulate in {file}", in_file),
         ]
-        (self.source, self.value, _), *others = [each for each in told if each[1] is not None]
-        overruled = [told for _, value, told in others if value not in ("", self.value)]
-        if overruled:
-            self.source += ", not {}".format(" or ".join(overruled))
+        self.source, self.value = next(each for each in told if each[1] is not None)
         try:
             simulated_from_outside({VARIABLE: self.value})
         except errors.InvalidArgumentError as error:
