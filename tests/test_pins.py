@@ -71,10 +71,6 @@ NAMES = (
 @pytest.mark.parametrize(
     "arguments, text",
     [
-        (
-            ["thaeno"],
-            "there are no pins for 'thaeno' (did you mean theano?). Use one of " + NAMES + ".",
-        ),
         (["caffe"], "there are no pins for 'caffe'. Use one of {}.".format(NAMES)),
         (
             ["theano", "--python", "3.13"],

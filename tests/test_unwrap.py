@@ -5,7 +5,6 @@
 
 import json
 import sys
-import zipfile
 
 import conftest
 import pytest
@@ -28,24 +27,7 @@ def test_what_is_no_hdf5_file(tmp_path):
         "{} is not an HDF5 file. compat unwrap takes what model.save() or model.save_weights() "
         "wrote with a name that ends in .h5.".format(path)
     )
-    with zipfile.ZipFile(str(path), "w") as archive:
-        archive.writestr("config.json", "{}")
-    assert refusal(path) == (
-        "{} is a zip file, such as Keras 3's .keras format. Wrappers of multi_gpu_model are older "
-        "and lie in HDF5 files, often named .h5 or .hdf5.".format(path)
-    )
-
-
-def test_a_folder(tmp_path):
-    assert refusal(tmp_path) == (
-        "{} is a folder. compat unwrap takes an HDF5 file, from model.save() or "
-        "model.save_weights() with a name that ends in .h5.".format(tmp_path)
-    )
-    (tmp_path / "saved_model.pb").write_bytes(b"")
-    assert refusal(tmp_path) == (
-        "{} is a folder, such as a SavedModel. compat unwrap takes an HDF5 file, from "
-        "model.save() or model.save_weights() with a name that ends in .h5.".format(tmp_path)
-    )
+    assert refusal(tmp_path) == "{} cannot be read: Is a directory.".format(tmp_path)
 
 
 def test_without_h5py(tmp_path, monkeypatch):

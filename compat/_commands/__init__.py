@@ -2,10 +2,6 @@
 
 import argparse
 import sys
-from typing import Any, Dict
-
-#: The option ``--quiet`` of a command that shows progress.
-QUIET: Dict[str, Any] = {"action": "store_true", "help": "show no line about work that takes long"}
 
 
 def number(what, fewest, most=sys.maxsize, others=()):

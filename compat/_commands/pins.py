@@ -54,12 +54,8 @@ def known(extra: str) -> str:
             return name
     if extra in pip_extras.EXTRAS:
         return next(iter(pip_extras.EXTRAS[extra]))
-    meant = spelling.closest(extra, pip_extras.TESTED)
-    meant = f" (did you mean {meant}?)" if meant else ""
     names = ", ".join(pip_extras.TESTED)
-    raise errors.InvalidArgumentError(
-        f"there are no pins for {extra!r}{meant}. Use one of {names}."
-    )
+    raise errors.InvalidArgumentError(f"there are no pins for {extra!r}. Use one of {names}.")
 
 
 def pins(extra: str, python: Tuple[int, int]) -> List[str]:

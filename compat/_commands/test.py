@@ -15,7 +15,7 @@ import os
 import sys
 
 from .. import errors
-from . import QUIET, number, scripts, selftest, verify_script
+from . import number, scripts, selftest, verify_script
 
 USAGE = "compat test [options]\n       " + scripts.usage("test")
 
@@ -35,7 +35,8 @@ def add_options(parser):
     parser.add_argument("--hosts", help=told)
     told = "print the outcome as one JSON object, and all else to stderr"
     parser.add_argument("--json", action="store_true", help=told)
-    parser.add_argument("--quiet", **QUIET)
+    told = "show no line about work that takes long"
+    parser.add_argument("--quiet", action="store_true", help=told)
     scripts.add_to(parser)
 
 

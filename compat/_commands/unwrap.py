@@ -13,12 +13,11 @@ import collections
 import itertools
 import json
 import os
-import zipfile
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 from .. import errors
-from .._runtime import progress, safe_files
-from . import QUIET, wrapped_model
+from .._runtime import safe_files
+from . import wrapped_model
 
 
 def add_options(parser):
@@ -28,7 +27,6 @@ def add_options(parser):
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     told = "of weights: to_json() of the plain model, where the weights' names do not tell"
     parser.add_argument("--model", metavar="JSON", help=told)
-    parser.add_argument("--quiet", **QUIET)
 
 
 def execute(arguments):
@@ -71,7 +69,7 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
             f"{output} is there already. Name another file with -o, or replace it with --force."
         )
     try:
-        with progress.shown("unwrapping " + path), h5py.File(path, "r") as old:
+        with h5py.File(path, "r") as old:
             plan = _planned(path, old, config)
             _check_writable(output)
             with safe_files.written(output, os.stat(path)) as file:
@@ -88,29 +86,17 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
 
 
 def _check(path):
-    """That the file is HDF5, in words that tell what else it is."""
-    if os.path.isdir(path):
-        kind = ", such as a SavedModel" * os.path.exists(os.path.join(path, "saved_model.pb"))
-        raise errors.ModelFileError(
-            f"{path} is a folder{kind}. compat unwrap takes an HDF5 file, from model.save() or "
-            "model.save_weights() with a name that ends in .h5."
-        )
+    """That the file is HDF5: what h5py says of others tells nobody what to do."""
     try:
         with open(path, "rb", opener=safe_files.plain) as file:
             start = file.read(8)
     except OSError as error:
         raise errors.ModelFileError(f"{path} cannot be read: {error.strerror or error}.") from error
-    if start == b"\x89HDF\r\n\x1a\n":
-        return
-    if zipfile.is_zipfile(path):
+    if start != b"\x89HDF\r\n\x1a\n":
         raise errors.ModelFileError(
-            f"{path} is a zip file, such as Keras 3's .keras format. Wrappers of multi_gpu_model "
-            "are older and lie in HDF5 files, often named .h5 or .hdf5."
+            f"{path} is not an HDF5 file. compat unwrap takes what model.save() or "
+            "model.save_weights() wrote with a name that ends in .h5."
         )
-    raise errors.ModelFileError(
-        f"{path} is not an HDF5 file. compat unwrap takes what model.save() or "
-        "model.save_weights() wrote with a name that ends in .h5."
-    )
 
 
 def _architecture(path):

@@ -87,7 +87,7 @@ class AutomaticContract(BackendContract):
         exec(UNCHANGED, on_one)
         command = ["-m", "compat", "run", "--backend", self.instance().framework]
         command += ["--parallelize", "--simulate", str(DEVICES), str(script)]
-        completed = self.python(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        completed = self.python(*command, stderr=subprocess.PIPE)
         assert completed.returncode == 0, completed.stderr
         (line,) = re.findall("HISTORY (.*)", completed.stdout)
         assert on_one["numbers"] == pytest.approx([float(n) for n in line.split()], abs=1e-4)

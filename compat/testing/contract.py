@@ -38,15 +38,16 @@ class OfBackend:
         return found
 
     def python(self, *arguments, **options):
-        """Run Python in a process of its own, which uses this backend.
+        """Run Python in a process of its own, which uses this backend, and keep its output.
 
         Arguments:
             arguments: of its command line.
             options: of ``subprocess.run()``.
         """
+        options.update(stdout=subprocess.PIPE, universal_newlines=True)
         environ = dict(os.environ, KERAS_BACKEND=self.instance().framework)
         command = [sys.executable] + list(arguments)
-        return subprocess.run(command, env=environ, universal_newlines=True, **options)
+        return subprocess.run(command, env=environ, **options)
 
 
 class Contract(OfBackend):
@@ -134,14 +135,9 @@ class Contract(OfBackend):
 
     # The command line -------------------------------------------------------------------------
 
-    def command(self, program):
-        """Run a program in a process of its own; its exit status and what it printed."""
-        completed = self.python("-c", program, stdout=subprocess.PIPE)
-        return completed.returncode, completed.stdout
-
     @span
     def test_env_command_finds_the_backend_and_imports_nothing(self):
-        status, out = self.command(
+        program = (
             "import os, sys\n"
             "from compat import __main__\n"
             "status = __main__.main(['env'])\n"
@@ -152,7 +148,9 @@ class Contract(OfBackend):
             "        assert 'libcuda' not in file.read()\n"  # with which a GPU is initialised
             "sys.exit(status)\n"
         )
-        assert status == 0, out
+        completed = self.python("-c", program)
+        out = completed.stdout
+        assert completed.returncode == 0, out
         assert f"backend     {self.instance().name} (" in out
         assert out.endswith("problems    none\n")
 

@@ -108,10 +108,20 @@ def _recurrent_data(rows):
     return words, (words.sum(axis=1, keepdims=True) > 60).astype("float32")
 
 
+def _words(keras):
+    """An embedding, whose gradient is sparse on some backends."""
+    layers = [keras.layers.Embedding(20, 5, name="embedding"), keras.layers.Flatten()]
+    words = x = keras.layers.Input(shape=(6,), name="words")
+    for layer in layers + [keras.layers.Dense(1, activation="sigmoid", name="mood")]:
+        x = layer(x)
+    return keras.models.Model(words, x)
+
+
 _CASES = [
     Case("dense", _dense, "categorical_crossentropy", _dense_data),
     Case("conv", _convolutional, "sparse_categorical_crossentropy", _convolutional_data),
     Case("multi", _multi, {"score": "mse", "same": "binary_crossentropy"}, _multi_data),
+    Case("words", _words, "binary_crossentropy", _recurrent_data),
 ] + [
     Case(kind.lower(), functools.partial(_recurrent, kind), "binary_crossentropy", _recurrent_data)
     for kind in ("LSTM", "SimpleRNN")

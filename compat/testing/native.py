@@ -89,10 +89,6 @@ class NativeContract(NativeModels, SeveralDevicesContract):
         verdict = "All 3 devices worked: {} to {} rows each."
         assert report.verdict == verdict.format(min(rows), max(rows))
 
-    def test_function_that_builds_the_model(self, configuration):
-        model = compat.parallelize(lambda: self.build())
-        assert len(self.devices_of(model, *self.data(61))) == DEVICES
-
     # Verification -----------------------------------------------------------------------------
 
     @span

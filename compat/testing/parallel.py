@@ -5,7 +5,7 @@ import pytest
 import compat
 
 from .automatic import AutomaticContract
-from .models import CASES, DEVICES, SHARDS, fit_in_order, keras_under_test, optimizer
+from .models import SHARDS, fit_in_order, keras_under_test
 from .reporting import ReportContract
 from .saving import SavingContract
 from .several import SeveralDevicesContract
@@ -74,9 +74,3 @@ class ParallelContract(
         lines = []
         model.summary(print_fn=lambda line, **_: lines.append(line))
         return lines
-
-    @any_backend
-    def test_function_that_builds_the_model(self, keras):
-        model = compat.parallelize(lambda: self.build(keras, "dense"))
-        model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
-        assert len(self.placement(model, *CASES["dense"].data(61))) == DEVICES

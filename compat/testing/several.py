@@ -77,6 +77,10 @@ class SeveralDevicesContract(TrainedModels, Contract):
                 # The step that was recorded has trained, too.
                 self.train(plain, inputs, targets)
 
+    def test_function_that_builds_the_model(self, configuration):
+        model = compat.parallelize(lambda: self.plain())
+        assert len(self.devices_of(model, *self.data(61))) == DEVICES
+
     @any_backend
     def test_trained_before(self, configuration):
         """What the optimizer keeps stays as it is."""
@@ -89,27 +93,6 @@ class SeveralDevicesContract(TrainedModels, Contract):
         self.close(self.weights(plain), self.weights(model))
         assert len(self.devices_of(model, *self.data(14))) == DEVICES
 
-    def disturb(self, monkeypatch):
-        """Change a weight, or a gradient, after each step on several devices by a tenth too much.
-
-        Returns:
-            A list, which gets the labels of what was changed.
-        """
-        labels = []
-        verify = _verification.Comparison.compare
-
-        def compare(comparison, found):
-            for label in sorted(found, reverse=True):  # weights come before gradients
-                change = found[label] - comparison.start.get(label, 0.0)
-                if label.startswith(("weight", "gradient")) and np.any(change):
-                    labels.append(label)
-                    found = dict(found, **{label: found[label] + 0.1 * change})
-                    break
-            verify(comparison, found)
-
-        monkeypatch.setattr(_verification.Comparison, "compare", compare)
-        return labels
-
     def test_a_difference_is_found_and_the_model_left_as_it_was(self, configuration, monkeypatch):
         """Something that a step on several devices changes by a tenth too much."""
         inputs, targets = self.data(45)
@@ -117,11 +100,23 @@ class SeveralDevicesContract(TrainedModels, Contract):
         self.train(model, inputs, targets)
         start = self.weights(model)
         name = self.verified(model).model
-        difference = self.disturb(monkeypatch)
+        changed = []
+        verify = _verification.Comparison.compare
+
+        def compare(comparison, found):
+            for label in sorted(found, reverse=True):  # weights come before gradients
+                change = found[label] - comparison.start.get(label, 0.0)
+                if label.startswith(("weight", "gradient")) and np.any(change):
+                    changed.append(label)
+                    found = dict(found, **{label: found[label] + 0.1 * change})
+                    break
+            verify(comparison, found)
+
+        monkeypatch.setattr(_verification.Comparison, "compare", compare)
         with pytest.raises(compat.ResultsDifferError) as caught:
             self.train(model, inputs, targets)
         assert f"model {name!r} does a training step on 3 devices" in str(caught.value)
-        assert difference and difference[0] in str(caught.value)
+        assert changed and changed[0] in str(caught.value)
         self.close(start, self.weights(model), 1e-12)
         self.train(model, inputs, targets)  # it can be trained on
         assert largest_difference(start, self.weights(model)) > 1e-4

@@ -185,7 +185,7 @@ class KerasParts(SharedParts, ParallelContract):
     @any_backend
     def test_test_command_compares_step_by_step(self):
         """And says where weights differ, or where one device did all the work."""
-        status, out = self.command(
+        program = (
             self.prelude + "import sys\n"
             "from compat._configuration import registry; from compat import __main__\n"
             "from compat._commands import selftest\n"
@@ -198,7 +198,9 @@ class KerasParts(SharedParts, ParallelContract):
             "kind.parallelize, selftest.TOLERANCE = parallelize, tolerance\n"
             "sys.exit(__main__.main(command))\n"
         )
-        assert status == 0, out
+        completed = self.python("-c", program)
+        out = completed.stdout
+        assert completed.returncode == 0, out
         alone, same = re.split("^backend ", out, flags=re.MULTILINE)[1:]
         for report in (alone, same):
             assert f"{DEVICES} simulated on the CPU" in report

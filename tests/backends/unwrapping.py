@@ -9,18 +9,15 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import h5py
 import numpy as np
 import pytest
 import tensorflow as tf
-from terminals import terminal
 
 import compat
 from compat import __main__, _api
 from compat._commands import unwrap
-from compat._runtime import progress
 from compat.testing import (
     DEVICES,
     in_span,
@@ -255,18 +252,6 @@ class Unwrapping:
             names = [name.decode() for name in file.attrs["layer_names"]]
         expected = [layer.name for layer in compat.unwrap(wrapped).layers if layer.weights]
         assert names == expected or wrapper is relocated  # which has other names in TensorFlow
-
-    def test_a_large_file_shows_that_it_goes_on(self, keras, path, monkeypatch):
-        wrapped = self.wrapped(keras, sequential(keras), WRAPPERS[0], monkeypatch)
-        wrapped.save_weights(path)
-        write = unwrap._write
-        monkeypatch.setattr(unwrap, "_write", lambda *given: time.sleep(0.05) or write(*given))
-        monkeypatch.setenv(progress.VARIABLE, "1")
-        for options in ([], ["--force", "--quiet"]):
-            with terminal(monkeypatch) as printed:
-                assert __main__.main(["unwrap", path] + options) == 0
-            assert printed[:-1] == ([] if options else ["unwrapping " + path])
-            assert printed[-1].startswith(path.replace("old.h5", "old.unwrapped.h5: 4 weights of"))
 
     def test_weights_that_do_not_tell_the_layers(self, keras, path, tmp_path, capsys, monkeypatch):
         model = branched(keras)

@@ -3,7 +3,6 @@
 What a framework has configured stays so until its process ends. ``child`` is what runs there.
 """
 
-import builtins
 import contextlib
 import json
 import os
@@ -188,8 +187,6 @@ def _pass_on(item, warning, when, location):
     """Have a warning shown at the end, as pytest does with those of this process."""
     module, name, text, *place = warning
     kind = type(name, (Warning,), {"__module__": module})  # which need not be imported here
-    if module == "builtins":
-        kind = getattr(builtins, name)
     message = warnings.WarningMessage(kind(text), kind, *place)
     location = location and tuple(location)
     told = dict(warning_message=message, when=when, nodeid=item.nodeid, location=location)

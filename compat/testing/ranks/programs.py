@@ -14,9 +14,7 @@ import numpy as np
 
 import compat
 
-from ..models import fit_in_order, initialise, keras_under_test, optimizer
-from . import stopping
-from .cases import CASES
+from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
 from .faults import FAULTS, FAULTY
 from .graphs import new_graph
 from .unchanged import unchanged  # noqa: F401  # which main() calls
@@ -170,7 +168,7 @@ def train_on(keras, folder, extension):
         [float(value) for value in call(x[rows], y[rows])]
         for call in (model.train_on_batch, model.test_on_batch, model.train_on_batch)
     ]
-    facts["stopped"] = [len(_fit(model, "dense", 4, callbacks=[stopping.stop(keras, moment)]))
+    facts["stopped"] = [len(_fit(model, "dense", 4, callbacks=[_stop(keras, moment)]))
                         for moment in ("batch", "epoch")]  # fmt: skip
     facts["written"] = sum(len(files) for _, _, files in os.walk(board))
     if compat.rank() == compat.size() - 1:
@@ -184,6 +182,21 @@ def train_on(keras, folder, extension):
         _fit(averages, "dense", 2, callbacks=[keras.callbacks.SwapEMAWeights(swap_on_epoch=True)])
         arrays.update(_weights(averages, "averages"))
     return arrays, facts
+
+
+def _stop(keras, moment):
+    """A callback that ends training on the last rank alone, in the second epoch or at its end."""
+
+    class Stop(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
+        def on_epoch_begin(self, epoch, logs=None):
+            self.stops = compat.rank() == compat.size() - 1 and epoch == 1
+
+        def stop(self, number, logs=None):
+            if self.stops:
+                self.model.stop_training = True
+
+    setattr(Stop, "on_{}_end".format(moment), Stop.stop)
+    return Stop()
 
 
 def _saved_over(model, folder, extension):
