@@ -107,13 +107,13 @@ def test_test_of_a_module(monkeypatch):
 
     asked = []
 
-    def run(*arguments, outcome, hosts):
+    def run(*arguments):
         asked.append(arguments)
-        return outcome is None
+        return True
 
     monkeypatch.setattr(verify_script, "run", run)
     assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
-    assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0)]
+    assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0, None)]
     assert scripts.name_of(asked[0][0]) == "package.train"
 
 

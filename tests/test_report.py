@@ -17,7 +17,6 @@ from test_main import here
 
 import compat
 from compat._commands import machines
-from compat._commands import run as run_command
 from compat._runtime import reporting, work
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -438,46 +437,3 @@ def test_standard_output_that_is_closed(script):
         status, _, err = finished(devices, "--report", script, before=command)
         assert status == 0 and "Traceback" not in err, err
         assert "All 2 {} worked: ".format("ranks" if devices == "-n2" else "devices") in err
-
-
-# compat test --hosts --------------------------------------------------------------------------
-
-
-def test_a_script_is_compared_with_ranks_on_two_machines(script):
-    command = machines.command(
-        2, sys.executable, "-m", "compat", "test", "--json", "--backend=numpy",
-        "--hosts=node1:1,node2:2", script,
-    )  # fmt: skip
-    status, out, err = ended(command)
-    assert status == 0, out + err
-    found = json.loads(out)
-    hosts = "node1:1,node2:2"
-    assert found["ranks"] == {"size": 3, "hosts": hosts, "status": 0, "same": True}
-    assert "As 3 ranks on node1:1,node2:2: all ended well, with the same weights." in err
-
-
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (
-            ["--hosts", "a"],
-            "compat test: error: argument --hosts: a script is needed, or -m and a module",
-        ),
-        (
-            ["--hosts", "a", "-n", "0", "x.py"],
-            "compat test: error: argument --hosts: not with -n 0, which asks for no ranks",
-        ),
-    ],
-)
-def test_hosts_that_make_no_ranks(arguments, said):
-    status, _, err = here("test", *arguments)
-    assert status == 2
-    assert err.endswith(said + "\n")
-
-
-def test_a_backend_without_ranks(toy):
-    from compat._commands import verify_script
-
-    with pytest.raises(compat.UnsupportedError, match="toy cannot train as one of several ranks"):
-        verify_script.run([__file__], backend="toy", hosts="a,b")
-    assert run_command.ranks_on("a,b:2", None) == (3, "a:1,b:2")

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from typing import Any, List, Optional, Tuple
+from typing import Any, List
 
 from .. import _ranks, errors
 from .._configuration import detection, device_choice, gpu_selection, idle
@@ -160,22 +160,6 @@ def _of_this_machine(chosen, selection, options, environ):
     return str(devices), dict(variables, **devices.trusting(environ)), notes
 
 
-def ranks_on(hosts: str, ranks: Optional[int]) -> Tuple[int, str]:
-    """How many ranks machines run, two or more, and which of them are needed.
-
-    Raises:
-        InvalidArgumentError: ``hosts`` is not understood, or there is room for one rank only.
-    """
-    ranks, hosts = _ranks.fill_hosts(hosts, ranks)
-    if ranks == 1:
-        raise errors.InvalidArgumentError(
-            f"--hosts {hosts} makes one rank, which has nobody to train with. Give the machines "
-            "room for 2 or more, such as --hosts first:4,second:4, or run the script on that "
-            "machine, without --hosts."
-        )
-    return ranks, hosts
-
-
 def execute(options: Any) -> int:
     """Become the script, or start it as several ranks.
 
@@ -195,7 +179,13 @@ def execute(options: Any) -> int:
     if not script:
         options.parser.error("a script is needed, or -m and a module")
     if options.hosts is not None:
-        options.ranks, options.hosts = ranks_on(options.hosts, options.ranks)
+        options.ranks, options.hosts = _ranks.fill_hosts(options.hosts, options.ranks)
+        if options.ranks == 1:
+            raise errors.InvalidArgumentError(
+                f"--hosts {options.hosts} makes one rank, which has nobody to train with. Give the "
+                "machines room for 2 or more, such as --hosts first:4,second:4, or run the script "
+                "on that machine, without --hosts."
+            )
     ranks, hosts = options.ranks, options.hosts
     files = _files_of(options)
     report_json, report_html, timeline = files

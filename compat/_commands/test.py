@@ -31,8 +31,6 @@ def add_options(parser):
     told = "of a script: as so many ranks the second time (default: 2; 0: not at all)"
     ranks = number("ranks to compare: 2 or more, or 0 for none", 2, others=[0])
     parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=told)
-    told = "of a script: run the ranks on these machines, as compat run --hosts does"
-    parser.add_argument("--hosts", help=told)
     told = "print the outcome as one JSON object, and all else to stderr"
     parser.add_argument("--json", action="store_true", help=told)
     told = "show no line about work that takes long"
@@ -42,18 +40,14 @@ def add_options(parser):
 
 def execute(arguments):
     script = scripts.of(arguments)
-    for option, given in (("-n", arguments.ranks), ("--hosts", arguments.hosts)):
-        if given is not None and not script:
-            arguments.parser.error(f"argument {option}: a script is needed, or -m and a module")
-    if arguments.hosts is not None and arguments.ranks == 0:
-        arguments.parser.error("argument --hosts: not with -n 0, which asks for no ranks")
+    if arguments.ranks is not None and not script:
+        arguments.parser.error("argument -n: a script is needed, or -m and a module")
     asked = arguments.devices, arguments.backend
     with contextlib.ExitStack() as stack:
         outcome = stack.enter_context(_printed()) if arguments.json else None
         if not script:
             return not selftest.run(*asked, arguments.simulate, outcome)
-        ranks, hosts = arguments.ranks, arguments.hosts
-        return not verify_script.run(script, *asked, ranks, outcome=outcome, hosts=hosts)
+        return not verify_script.run(script, *asked, arguments.ranks, outcome)
 
 
 @contextlib.contextmanager

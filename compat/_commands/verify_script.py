@@ -14,7 +14,6 @@ from .._ranks.launch import output
 from .._runtime import by_path
 from ..backend import Backend
 from . import scripts
-from .run import ranks_on
 
 RANKS = 2
 #: How many training steps of each model are verified.
@@ -27,7 +26,7 @@ VERDICTS = {
 }
 
 
-def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None) -> bool:
+def run(script, devices=None, backend=None, ranks=None, outcome=None) -> bool:
     """Run a script as it is, twice, and print a verdict on what was verified.
 
     Arguments:
@@ -35,7 +34,6 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
         devices: how many simulated ones; None: 3.
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
-        hosts: machines for the ranks, as ``compat run --hosts`` takes them; None: this one.
         outcome: a dictionary that gets what is printed, with the keys of docs/command-line.md.
 
     Returns:
@@ -43,20 +41,14 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
         be compared; False, too, where nothing was, or where the script failed.
 
     Raises:
-        InvalidArgumentError: there is no such script, it is a notebook, or ``hosts`` is not
-            understood.
-        UnsupportedError: there are hosts, and the backend has no ranks.
+        InvalidArgumentError: there is no such script, or it is a notebook.
         NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
     """
     scripts.check(script, os.path.isfile(script[0]))
-    if hosts is not None:
-        ranks, hosts = ranks_on(hosts, ranks)
     devices = devices or 3
     outcome = {} if outcome is None else outcome
     chosen, _ = detection.choose(backend, os.environ, typed=True)
     has_ranks = type(chosen).distribute is not Backend.distribute
-    if hosts is not None and not has_ranks:
-        raise errors.no_ranks(chosen.name)
     paths = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
     path = os.pathsep.join(filter(None, paths))  # the script finds this compat
     environ = dict(os.environ, COMPAT_VERIFY=str(STEPS), PYTHONPATH=path, **chosen.recording)
@@ -71,7 +63,7 @@ def run(script, devices=None, backend=None, ranks=None, outcome=None, hosts=None
         lines = _on_replicas(script, environ, chosen, devices, outcome, folder)
         ranks = RANKS if ranks is None else ranks
         if ranks and has_ranks:
-            lines += ["", _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder)]
+            lines += ["", _as_ranks(script, environ, chosen, ranks, outcome, folder)]
     runs = [each for each in (outcome["simulated"], outcome["ranks"]) if each]
     found = [each["same"] for each in runs]
     outcome["same"] = next((same for same in (False, None) if same in found), True)
@@ -104,12 +96,11 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
     return lines
 
 
-def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
+def _as_ranks(script, environ, chosen, ranks, outcome, folder):
     """The verdict on ranks as a line."""
-    where = "" if hosts is None else " on " + hosts
-    output.say(f"compat test: {outcome['script']} as {ranks} ranks{where}")
+    output.say(f"compat test: {outcome['script']} as {ranks} ranks")
     command = by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
-    command += ["--backend", chosen.framework] + (["--hosts", hosts] if hosts else [])
+    command += ["--backend", chosen.framework]
     report = folder / "ranks.json"
     command += ["--report-json", str(report)] + script
     status = subprocess.call(command, env=environ)
@@ -117,10 +108,10 @@ def _as_ranks(script, environ, chosen, ranks, outcome, hosts, folder):
     # A script that ends like this on simulated devices, too, does so for a reason of its own.
     is_own = status == outcome["simulated"]["status"] != 0
     same = not status if compared and not is_own else None
-    outcome["ranks"] = {"size": ranks, "hosts": hosts, "status": status, "same": same}
+    outcome["ranks"] = {"size": ranks, "status": status, "same": same}
     said = "all ended well, with the same weights."
     if status:
         said = f"NOT well, exit status {status} (see above)."
     elif not compared:
         said = "all ended well, but nothing was compared: they trained no model together."
-    return f"As {ranks} ranks{where}: {said}"
+    return f"As {ranks} ranks: {said}"
