@@ -313,7 +313,7 @@ def test_logs_that_cannot_be_written_are_told_before_anything_is_started(tmp_pat
 
 @pytest.mark.parametrize(
     "options",
-    ["--quiet", "--log-dir x", "--log-dir x -n 1", "--max-restarts 1", "--max-restarts 1 -n 1"],
+    ["--log-dir x", "--log-dir x -n 1", "--max-restarts 1", "--max-restarts 1 -n 1"],
 )
 def test_what_only_ranks_can_have(script, options):
     assert refused("run", "--backend=theano", *(options.split() + [script])) == (

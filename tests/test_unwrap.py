@@ -210,24 +210,3 @@ def test_names_of_outputs_in_what_was_compiled():
     assert unwrap._renamed({"out": "mse", "b": 1}, {"out": "d"}) == {"d": "mse", "b": 1}
     assert unwrap._renamed({"class_name": "Mean"}, {"out": "d"}) == {"class_name": "Mean"}
     assert unwrap._renamed("mse", {"out": "d"}) == "mse"
-
-
-@pytest.mark.parametrize(
-    "state, fits",
-    [
-        ([()], True),  # a counter only
-        ([(), (4, 5), (5,), (4, 5), (5,)], True),
-        ([(), (4, 5), (4, 5), (5,), (5,)], True),  # one weight after the other
-        ([(), (4, 5), (5,), (4, 5), (5,), (1,), (1,)], True),
-        ([(), (4, 5), (5,), (4, 5)], False),
-        ([(), (3,)], False),
-    ],
-)
-def test_the_optimizers_state_fits_the_weights(state, fits):
-    assert unwrap._lines_up(state, [(4, 5), (5,), (5,)]) == fits
-    told = unwrap.Plan(None, [("d", ["d/k", "d/b"]), ("e", [])], {}, fits)
-    assert told.told() == "2 weights of 1 layers (d)" + (
-        ", and the optimizer's state"
-        if fits
-        else ", without the optimizer's state, whose shapes are not those of the weights"
-    )

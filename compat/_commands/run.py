@@ -284,9 +284,8 @@ def _misplaced(script, parser):
 
 
 def _check_there_are_ranks(options):
-    """Refuse options that only ranks can have. (What rank 0 prints, a script alone does, too.)"""
+    """Refuse options that only ranks can have. (--quiet shows what rank 0 prints: all, alone.)"""
     given = {"--log-dir": options.log_dir is not None, "--max-restarts": options.max_restarts}
-    given["--quiet"] = options.quiet and options.ranks is None
     for option in given:
         if given[option] and options.ranks in (None, 1):
             raise errors.InvalidArgumentError(

@@ -169,12 +169,6 @@ def _requirement(compat, folder, ci):
     """What installs keras-gpu-compat, a path as ``{tox_root}`` or an absolute one."""
     is_path = os.path.exists(compat)
     path = os.path.realpath(compat) if is_path else compat
-    if not compat.isprintable() or re.search(r"[{}]|\s#|\\$", path):
-        raise errors.InvalidArgumentError(
-            f"--compat {compat!r} cannot be written to tox.ini, where braces, ' #', a backslash "
-            "at the end and what cannot be printed have meanings of their own. Rename what the "
-            "path names, or give another requirement."
-        )
     if not is_path and not _REQUIREMENT.match(compat):
         raise errors.InvalidArgumentError(
             f"--compat {compat}: there is no such file or folder. Give the path of a checkout or "

@@ -9,7 +9,6 @@ exit status: 0 written, 2 it could not be."""
 # With h5py alone: no framework is imported, no layer is made, and no code in the file (Lambda
 # layers have some) is looked at.
 
-import collections
 import itertools
 import json
 import os
@@ -124,23 +123,20 @@ class Plan(NamedTuple):
         source: the group of the wrapper's layer that has all the weights.
         layers: names of layers, each with the names of its weights, in Keras' order.
         attributes: to be written as JSON.
-        optimizer: whether its state goes along; None: there is none.
+        optimizer: whether the file has its state, which is that of the weights in their order.
         note: what else is to be told, a line of its own.
     """
 
     source: Any
     layers: List[Tuple[str, List[str]]]
     attributes: Dict[str, Any] = {}
-    optimizer: Optional[bool] = None
+    optimizer: bool = False
     note: str = ""
 
     def told(self) -> str:
         layers = [name for name, weights in self.layers if weights]
-        number, state = sum(len(weights) for _, weights in self.layers), ""
-        if self.optimizer is not None:
-            state = ", and the optimizer's state"
-        if self.optimizer is False:
-            state = ", without the optimizer's state, whose shapes are not those of the weights"
+        number = sum(len(weights) for _, weights in self.layers)
+        state = ", and the optimizer's state" if self.optimizer else ""
         return f"{number} weights of {len(layers)} layers ({', '.join(layers)}){state}{self.note}"
 
 
@@ -190,12 +186,8 @@ def _planned(path, old, config):
         training = json.loads(_text(old.attrs["training_config"]))
         training = {key: _renamed(value, found.outputs) for key, value in training.items()}
         attributes["training_config"] = training
-    optimizer = None
-    if "optimizer_weights" in old:
-        state = old["optimizer_weights"]
-        shapes = [state[each].shape for each in _names(state, "weight_names")]
-        optimizer = _lines_up(shapes, [weights[name][each].shape for each in flat])
-    return Plan(weights[name], _layers(path, flat, found.layer), attributes, optimizer)
+    layers = _layers(path, flat, found.layer)
+    return Plan(weights[name], layers, attributes, "optimizer_weights" in old)
 
 
 def _planned_of_weights(path, weights, groups, config):
@@ -248,21 +240,6 @@ def _renamed(value, outputs):
     return value
 
 
-def _lines_up(state, weights):
-    """Whether an optimizer's arrays have the shapes of the weights that it trains, each so often.
-
-    The trained weights are the first ones. Counters are scalars, and what an optimizer does not
-    use has the shape (1,) for each weight.
-    """
-    for trained in range(len(weights), 0, -1):
-        once, rest = collections.Counter(weights[:trained]), collections.Counter(state)
-        times = min(rest[shape] // number for shape, number in once.items())
-        rest.subtract({shape: times * number for shape, number in once.items()})
-        if times and not any(number for shape, number in rest.items() if shape not in ((), (1,))):
-            return True
-    return all(shape == () for shape in state)
-
-
 # Reading and writing --------------------------------------------------------------------------
 
 
@@ -278,9 +255,9 @@ def _write(old, new, plan):
     if plan.attributes:  # of a whole model
         source, target = old["model_weights"], new.create_group("model_weights")
         _copy_attributes(old, new, plan.attributes)
-        left = ["model_weights"] + ["optimizer_weights"] * (plan.optimizer is False)
-        for name in [name for name in old if name not in left]:
-            old.copy(name, new)
+        for name in old:
+            if name != "model_weights":
+                old.copy(name, new)
     _copy_attributes(source, target, {})
     _write_names(target, "layer_names", [name for name, _ in plan.layers])
     for name, weights in plan.layers:

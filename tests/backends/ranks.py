@@ -498,7 +498,7 @@ def of_keras_3(program):
 # Runs programs, each with names of its own.
 IN_TURN = """
 import runpy, sys
-from compat.testing.ranks.graphs import new_graph
+from compat.testing.models import new_graph
 
 for place, path in enumerate(sys.argv[1:]):
     if place:

@@ -14,9 +14,8 @@ import numpy as np
 
 import compat
 
-from ..models import CASES, fit_in_order, initialise, keras_under_test, optimizer
+from ..models import CASES, fit_in_order, initialise, keras_under_test, new_graph, optimizer
 from .faults import FAULTS, FAULTY
-from .graphs import new_graph
 from .unchanged import unchanged  # noqa: F401  # which main() calls
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
