@@ -11,7 +11,6 @@ import configparser
 import email
 import pathlib
 import re
-import sys
 from operator import eq, ge, gt, le, lt, ne
 from typing import List, Tuple
 
@@ -24,7 +23,7 @@ DISTRIBUTION = "keras-gpu-compat"
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", help="an extra's name: " + ", ".join(pip_extras.TESTED))
     told = "for that Python (default: this one)"
-    here = sys.version_info[:2]
+    here = pip_extras.here()
     parser.add_argument("--python", type=_python, default=here, metavar="3.7", help=told)
 
 

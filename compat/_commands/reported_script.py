@@ -107,17 +107,13 @@ def _run_file(arguments):
         runpy.run_path(path, run_name="__main__")
         return
     main_module = types.ModuleType("__main__")
-    if path == "-":
-        folder, name, source = "", "<stdin>", sys.stdin.buffer.read()
-    else:
-        folder, name = os.path.dirname(os.path.realpath(path)), path
-        with open(path, "rb") as file:
-            source = file.read()
-        main_module.__file__ = path
-    sys.path.insert(0, folder)
+    with open(path, "rb") as file:
+        source = file.read()
+    main_module.__file__ = path
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     vars(main_module)["__builtins__"] = __builtins__
     sys.modules["__main__"] = main_module
-    exec(compile(source, name, "exec"), vars(main_module))
+    exec(compile(source, path, "exec"), vars(main_module))
 
 
 def _record(path, recording):

@@ -30,13 +30,9 @@ backends. Register the three markers in your pytest's configuration.
 from .._verification import largest_difference
 from .contract import BackendContract
 from .models import (
-    BATCHES,
     CASES,
     DEVICES,
     SHARDS,
-    SPAN_TRIALS,
-    TRIALS,
-    UNEVEN,
     Case,
     initialise,
     keras_under_test,
@@ -47,13 +43,9 @@ from .parallel import ParallelContract
 from .spans import any_backend, contract_of, in_span, slow, span
 
 __all__ = [
-    "BATCHES",
     "CASES",
     "DEVICES",
     "SHARDS",
-    "SPAN_TRIALS",
-    "TRIALS",
-    "UNEVEN",
     "BackendContract",
     "Case",
     "NativeContract",

@@ -35,7 +35,6 @@ NOT_PASSED_ON = """
 """.split()
 
 STREAMS = "stdout", "stderr"
-FAILS = "The process of this test {}.\n\n{}"
 
 
 def run(item: Any, nextitem: Any) -> bool:
@@ -62,7 +61,8 @@ def _reports(item):
         reports = _received(item, folder)
         if ended is not None or [r.when for r in reports][-1:] != ["teardown"]:
             ended = ended or "ended before it had run the test"
-            reports = _with_failure(item, reports, FAILS.format(ended, _output(folder)))
+            text = f"The process of this test {ended}.\n\n{_output(folder)}"
+            reports = _with_failure(item, reports, text)
         return reports
     except errors.InvalidArgumentError as error:
         return _with_failure(item, [], str(error))
