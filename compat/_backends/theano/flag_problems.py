@@ -1,31 +1,33 @@
-"""What Theano will not take as it was meant: flags of its environment and its files."""
+"""What Theano will not take as it was meant: flags of its environment and its files.
 
-import contextlib
+A value that it refuses is Theano's own error when it is imported, which names those that it takes.
+"""
+
 import importlib.util
 import os
+import re
 
 from ... import errors
-from ..._configuration import detection, device_choice, gpu_selection, packages
+from ..._configuration import detection, device_choice, gpu_selection
 from . import theano_flags
 
 _DEVICES = "cuda", "opencl"
 _FLOATX = "float16", "float32", "float64", "16", "32", "64"
-_BOOLEANS = ("True", "true", "1", "False", "false", "0")
 
 
 def found(environ, version):
-    """A sentence for each flag that Theano ignores or refuses, or that comes to nothing.
+    """A sentence for each flag that Theano ignores, or that comes to nothing.
 
     Arguments:
         version: Theano's, or None.
     """
     try:
         yield from _ignored(theano_flags.split_flags(environ.get("THEANO_FLAGS", "")))
-        said, known = theano_flags.Flags(environ), defined(version)
+        said, known = theano_flags.Flags(environ), defined()
         for name, value in said.spelled_as(known):
-            yield from _wrong(name, value, known, version)
-        if theano_flags.has_gpuarray(version):
-            yield from _not_up(said.get("device") or "cpu", environ)
+            if known and name not in known:
+                yield _no_flag(name, value, known, version)
+        yield from _not_up(said.get("device") or "cpu", environ)
         yield from _overruled((said.get("floatX") or "").strip(), environ)
     except errors.CompatError as error:
         yield str(error)
@@ -45,32 +47,18 @@ def misspelled(said, known, version):
     return [problem for problem in problems if problem.endswith("?")]
 
 
-def defined(version):
-    """The flags of the installed Theano, and the values that each takes, or None: see there.
+def defined():
+    """The names of the installed Theano's flags; none where they are not known.
 
     Read from its ``configdefaults.py``, since importing that configures Theano and may bring up a
-    GPU. No flags where they are not known.
+    GPU.
     """
-    import ast  # here for start-up time
-
     spec = importlib.util.find_spec("theano")
-    if spec is None or not spec.origin or not version or packages.release(version) < (1, 0):
-        return {}  # of others some flags are defined elsewhere
+    if spec is None or not spec.origin:
+        return set()
     path = os.path.join(os.path.dirname(spec.origin), "configdefaults.py")
     with open(path, encoding="utf-8") as file:
-        tree = ast.parse(file.read())
-    flags = {}  # type: dict
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "AddConfigVar":
-            with contextlib.suppress(ValueError):  # not written out
-                name = ast.literal_eval(node.args[0])
-                flags[name] = None
-                parameter = node.args[2]  # type: Any
-                # convert= makes other spellings of a value one of them.
-                spelled = "convert" in [keyword.arg for keyword in parameter.keywords]
-                if getattr(parameter.func, "id", None) == "EnumStr" and not spelled:
-                    flags[name] = [ast.literal_eval(argument) for argument in parameter.args]
-    return flags
+        return set(re.findall(r"AddConfigVar\(\s*['\"]([\w.]+)", file.read()))
 
 
 def _no_flag(name, value, known, version):
@@ -96,43 +84,8 @@ def _not_up(device, environ):
     if device.startswith("cuda") and not everything.gpus and not everything.shortage:
         yield (
             f"device={device}: no GPU is visible, and Theano goes on with the CPU. To say so: "
-            + _overruling("device", "cpu")
+            'export THEANO_FLAGS="$THEANO_FLAGS,device=cpu"'
         )
-
-
-def _wrong(name, value, known, version):
-    """Why Theano does not take this value, if so, and what to type for one that it takes.
-
-    Arguments:
-        known: Theano's flags, and the values that each takes, or None.
-    """
-    if known and name not in known:
-        yield _no_flag(name, value, known, version)
-        return
-    choices, is_device = known.get(name), name in ("device", "init_gpu_device")
-    gpuarray = theano_flags.has_gpuarray(version)
-    of_gpuarray = is_device and gpuarray
-    is_word = value.lower() in ("yes", "no", "on", "off", "true", "false")
-    if choices and value not in choices:
-        why, right = f"Theano takes {' or '.join(choices)}. For example", choices[0]
-    elif name == "floatX" and value not in _FLOATX:
-        why, right = "Theano takes float16, float32 or float64. For example", "float32"
-    elif is_word and value not in _BOOLEANS and name != "dnn.enabled":
-        why = f"Theano takes {', '.join(_BOOLEANS)} only for yes or no"
-        right = str(value.lower() in ("yes", "on", "true"))
-    elif is_device and value.startswith("gpu" if gpuarray else "cuda"):
-        right = "cuda" + (value[3:] or "0") if gpuarray else "gpu" + (value[4:] or "0")
-        why = f"this version of Theano calls it {right}"
-    elif of_gpuarray and value not in ("cpu", "", *_BOOLEANS) and not value.startswith(_DEVICES):
-        why, right = "Theano takes cpu, cuda0 or opencl0:0. For example", "cpu"
-    else:
-        return
-    yield f"{name}={value}: {why}: {_overruling(name, right)}"
-
-
-def _overruling(name, value):
-    """What to type for another value: of entries of THEANO_FLAGS, and of files, the last counts."""
-    return f'export THEANO_FLAGS="$THEANO_FLAGS,{name}={value}"'
 
 
 def _ignored(entries):
