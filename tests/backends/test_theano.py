@@ -1,10 +1,8 @@
 """Theano: what every backend must do, its flags, files and GPUs, and models on its contexts."""
 
-import importlib.util
 import json
 import os
 import stat
-import sys
 import textwrap
 
 import numpy as np
@@ -797,25 +795,6 @@ def test_flags_that_theano_ignores(problems, theano):
 def test_the_flags_read_from_the_file_are_theanos(theano):
     parameters = theano.import_framework().configparser._config_var_list
     assert flag_problems.defined() == {parameter.fullname for parameter in parameters}
-
-
-def test_a_device_that_cannot_be_brought_up(problems, machine, tmp_path, monkeypatch):
-    if importlib.util.find_spec("pygpu") is None:
-        assert problems(THEANO_FLAGS="device=cuda0") == [
-            "device=cuda0: Theano needs the package pygpu for it, which is not installed, and goes "
-            "on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: conda "
-            "install pygpu=0.7"
-        ]
-    path = os.environ["PATH"]
-    (tmp_path / "pygpu.py").write_text("raise ImportError('imported')")
-    monkeypatch.setattr(sys, "path", [str(tmp_path)] + sys.path)
-    importlib.invalidate_caches()
-    assert problems(THEANO_FLAGS="device=cuda0") == [
-        "device=cuda0: no GPU is visible, and Theano goes on with the CPU. To say so: "
-        'export THEANO_FLAGS="$THEANO_FLAGS,device=cpu"'
-    ]
-    machine.plug(1)
-    assert problems(THEANO_FLAGS="device=cuda0", PATH=path) == []
 
 
 def test_what_is_wrong(problems, tmp_path):

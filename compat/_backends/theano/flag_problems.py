@@ -8,15 +8,14 @@ import os
 import re
 
 from ... import errors
-from ..._configuration import detection, device_choice, gpu_selection
+from ..._configuration import detection
 from . import theano_flags
 
-_DEVICES = "cuda", "opencl"
 _FLOATX = "float16", "float32", "float64", "16", "32", "64"
 
 
 def found(environ, version):
-    """A sentence for each flag that Theano ignores, or that comes to nothing.
+    """A sentence for each flag that Theano, or Keras, ignores.
 
     Arguments:
         version: Theano's, or None.
@@ -24,27 +23,27 @@ def found(environ, version):
     try:
         yield from _ignored(theano_flags.split_flags(environ.get("THEANO_FLAGS", "")))
         said, known = theano_flags.Flags(environ), defined()
-        for name, value in said.spelled_as(known):
-            if known and name not in known:
-                yield _no_flag(name, value, known, version)
-        yield from _not_up(said.get("device") or "cpu", environ)
+        if known:
+            yield from unknown(said, known, version)
         yield from _overruled((said.get("floatX") or "").strip(), environ)
     except errors.CompatError as error:
         yield str(error)
 
 
-def misspelled(said, known, version):
-    """A sentence for each flag that is none of Theano's, but close to one.
-
-    Others may be those of another version, in a file for several: ``compat env`` tells them.
+def unknown(said, known, version):
+    """A sentence for each flag that is none of Theano's.
 
     Arguments:
         said: the flags, a ``theano_flags.Flags``.
-        known: the names of those that the imported Theano has.
+        known: the names of Theano's.
     """
-    unknown = [pair for pair in said.spelled_as(known) if pair[0] not in known]
-    problems = [_no_flag(*pair, known, version) for pair in unknown]
-    return [problem for problem in problems if problem.endswith("?")]
+    from ..._configuration import spelling  # here for start-up time
+
+    for name, value in said.spelled_as(known):
+        if name not in known:
+            meant = spelling.closest(name, known)
+            hint = f" Did you mean {meant}?" if meant else ""
+            yield f"{name}={value}: Theano {version} has no flag {name}, and ignores it.{hint}"
 
 
 def defined():
@@ -59,33 +58,6 @@ def defined():
     path = os.path.join(os.path.dirname(spec.origin), "configdefaults.py")
     with open(path, encoding="utf-8") as file:
         return set(re.findall(r"AddConfigVar\(\s*['\"]([\w.]+)", file.read()))
-
-
-def _no_flag(name, value, known, version):
-    from ..._configuration import spelling  # here for start-up time
-
-    meant = spelling.closest(name, known)
-    text = f"{name}={value}: Theano {version} has no flag {name}, and ignores it."
-    return text + (f" Did you mean {meant}?" if meant else "")
-
-
-def _not_up(device, environ):
-    """Why the device of the flags cannot be brought up, if it cannot."""
-    if not device.startswith(_DEVICES):
-        return
-    if importlib.util.find_spec("pygpu") is None:
-        yield (
-            f"device={device}: Theano needs the package pygpu for it, which is not installed, "
-            "and goes on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: "
-            "conda install pygpu=0.7"
-        )
-        return
-    everything = device_choice.choose(gpu_selection.parse_gpus(None), None, environ)
-    if device.startswith("cuda") and not everything.gpus and not everything.shortage:
-        yield (
-            f"device={device}: no GPU is visible, and Theano goes on with the CPU. To say so: "
-            'export THEANO_FLAGS="$THEANO_FLAGS,device=cpu"'
-        )
 
 
 def _ignored(entries):
