@@ -268,21 +268,3 @@ def test_the_table_claims_nothing_but_the_truth(monkeypatch):
         "MakeVector", "ScalarFromTensor", "ScalarOp", "Shape", "Shape_i", "TensorFromScalar"
     }  # fmt: skip
     missing_rules.check("Theano", found)
-
-
-def test_a_class_of_the_users_own_has_no_rule():
-    """Not even with the name of one of Theano's, or as a subclass."""
-    from theano import tensor
-
-    from compat._backends.theano.graph_rows import VariableRows
-    from compat._backends.theano.graph_sizes import ROWS, Sizes
-    from compat._rows import Unknown
-
-    class Softmax(tensor.nnet.Softmax):
-        pass
-
-    x = tensor.matrix()
-    followed = VariableRows({x: Sharded(0)}, Sizes({x: [list(ROWS), [4] * len(ROWS)]}))
-    theanos, users = tensor.nnet.softmax(x), Softmax()(x)
-    followed.follow([theanos, users])
-    assert [followed.of(theanos), followed.of(users)] == [Sharded(0), Unknown()]
