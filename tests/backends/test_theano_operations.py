@@ -37,6 +37,7 @@ def cases():
     from theano import ifelse, sparse, tensor
     from theano.sandbox.rng_mrg import MRG_RandomStreams
     from theano.tensor import blas, extra_ops, fft, nnet
+    from theano.tensor.opt import Assert
     from theano.tensor.signal import pool
 
     x, square, cube, wide = floats(3, 4), floats(3, 3), floats(3, 4, 6), floats(3, 6)
@@ -69,6 +70,9 @@ def cases():
     yield "Print", [x], lambda a: theano.printing.Print("", global_fn=lambda *said: None)(a)
     yield "Rebroadcast", [floats(3, 1)], lambda a: tensor.unbroadcast(a, 1)
     yield "ViewOp", [x], theano.gradient.disconnected_grad
+    yield "Assert", [x], lambda a: Assert()(a, tensor.all(a > -1e6))
+    yield "Assert", [x], lambda a: Assert()(a, tensor.gt(a.shape[0], 2))
+
     for axis in (None, 0, 1, (0, 2), -1):
         for how in "sum", "mean", "max", "min", "prod", "std":
             yield "CAReduce", [cube], lambda a, how=how, axis=axis: getattr(tensor, how)(a, axis)

@@ -294,7 +294,7 @@ def test_what_asks_for_the_number_of_rows_runs_whole(keras):
     first = keras.layers.Input(shape=(8,))
     model = keras.models.Model(first, checked(first), name="checked")
     line = "test_theano_rows.py, line {}".format(checked.function.__code__.co_firstlineno)
-    text = whole("Assert{msg='few'}", "checked", "layer 'check'", line, why="unknown")
+    text = whole("Assert{msg='few'}", "checked", "layer 'check'", line)
     assert_runs_whole(model, np.ones((13, 8)), text)
 
 

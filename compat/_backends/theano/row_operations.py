@@ -51,6 +51,12 @@ def _all(rule):
     return lambda node, values, rows: rule(values)
 
 
+def _checked(node, values, rows):
+    """``Assert``: each device may check its own rows, but not how many it has."""
+    own = all(value.placement in (REPLICATED, Partial("min")) for value in values[1:])
+    return values[0].placement if own else Mixed()
+
+
 # Reductions, and what goes along dimensions -------------------------------------------------------
 
 _HOW = {"add": "sum", "maximum": "max", "minimum": "min", "or": "any", "and": "all"}
@@ -281,6 +287,7 @@ _KINDS = [
         "CpuContiguous DeepCopyOp DenseFromSparse Print Rebroadcast ScalarFromTensor "
         "SparseFromDense TensorFromScalar ViewOp",
     ),
+    (_checked, "Assert"),
     (_reduced, "CAReduce"),
     (_maximum, "Argmax MaxAndArgmax"),
     (_along, "CumOp DiffOp TopKOp"),
