@@ -464,7 +464,7 @@ def test_one_training_step_in_so_many():
             assert verification.is_due("evaluate") and verification.is_due("predict")
             verification.verify("predict", Regression())
         assert not verification.is_due("predict")
-        assert verification.wants("train") and not verification.is_over("predict")
+        assert verification.wants("train") and verification.wants("predict")
     assert verified == [0, 3, 6]
     assert verification.record.steps == {"train": 3, "evaluate": 0, "predict": 3}
 

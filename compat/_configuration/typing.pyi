@@ -46,7 +46,6 @@ class Options(TypedDict, total=False):
     allow_soft_placement: Optional[bool]
     cpu_worker_threads: Optional[int]
     device_count: Optional[Dict[str, int]]
-    excluded_devices: Any
     gpu_worker_threads: Optional[int]
     inter_op_parallelism_threads: Optional[int]
     intra_op_parallelism_threads: Optional[int]

@@ -123,7 +123,7 @@ class VerifiedFunction:
     def __call__(self, *args):
         method = self.method
         verification = method.verification
-        if verification.is_over(method.kind):
+        if not suspended and not verification.wants(method.kind):
             attribute = FUNCTIONS[method.kind]
             if getattr(self.model, attribute, None) is self:
                 setattr(self.model, attribute, self.made)

@@ -70,10 +70,6 @@ class Verification:
             self.left[kind] = int(self._unverified >= self._interval)
         return self.left[kind] > 0
 
-    def is_over(self, kind: str) -> bool:
-        """Whether no later step of this kind is verified, as far as is known now."""
-        return not self.left[kind] and not self._interval
-
     def shown(self, kind: str) -> "ContextManager[Any]":
         """Within, a line on the terminal says that a step is verified, if that takes long."""
         return progress.shown(

@@ -1,10 +1,8 @@
 """Theano: what every backend must do, its flags, files and GPUs, and models on its contexts."""
 
-import importlib.util
 import json
 import os
 import stat
-import sys
 import textwrap
 
 import numpy as np
@@ -13,8 +11,8 @@ from terminals import terminal
 
 import compat
 from compat._backends.theano import flag_problems, theano_flags
-from compat._backends.theano.verified_steps import of_gradients, products
-from compat._configuration import detection, packages, registry
+from compat._backends.theano.verified_steps import products
+from compat._configuration import packages, registry
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
@@ -33,8 +31,6 @@ IN_PYTHON = "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCh
 COMPILING = "gcc.cxxflags=-O0 -g0"
 os.environ.setdefault("THEANO_FLAGS", ",".join([IN_PYTHON, RECORDING]))
 
-# Whether the order of sys.modules tells who imported a module.
-ORDERED = sys.version_info < (3, 8)
 # What is compiled once is used by every process here, and by other checkouts under tox.
 COMPILED = os.environ.get("COMPAT_TEST_COMPILED", os.path.expanduser("~/.theano"))
 MISSING = (
@@ -114,12 +110,9 @@ def ran(model):
     """For each device, how many products of layers ran there so far, and of their gradients."""
     if not getattr(model.train_function, "forward", None):  # not made yet
         return {}
-    given = len(model.train_function.back)
     return {
-        device: np.array(
-            [runs(forward, products(forward)), runs(backward, of_gradients(backward, given))]
-        )
-        for device, (forward, backward) in functions(model).items()
+        device: np.array([runs(function, products(function)) for function in made])
+        for device, made in functions(model).items()
     }
 
 
@@ -534,29 +527,6 @@ def test_the_reason_is_theanos_own():
     )
 
 
-def test_the_importer_may_have_parts_of_theano_alone(theano_process, tmp_path):
-    (tmp_path / "imports_parts.py").write_text("from theano import function, shared\n")
-    shown = theano_process(
-        """
-        import sys
-        sys.path.insert(0, {!r})
-        import imports_parts
-        from compat._backends.theano import backend
-        show(said=backend.initialised())
-        """.format(str(tmp_path))
-    )
-    assert shown["said"] == "theano was imported (by imports_parts)"
-
-
-def test_gpus_of_the_old_back_end():
-    from types import SimpleNamespace
-
-    from compat._backends.theano import gpu_startup
-
-    old = SimpleNamespace(config=SimpleNamespace(device="gpu0"))  # which has no flag "contexts"
-    assert gpu_startup.active_gpus(old) == {}
-
-
 # Devices --------------------------------------------------------------------------------------
 
 TRAIN_BOTH = """
@@ -662,9 +632,9 @@ def test_after_the_import_what_theano_allows_is_set(theano_process):
     )
     assert shown["late"] == (
         "TooLateError: configure_gpu() came too late for theano: base_compiledir and compiledir "
-        "were fixed when theano was imported{}.\n"
+        "were fixed when theano was imported.\n"
         "Call it before the first `import theano` or `import keras`."
-    ).format(" (by keras.backend.theano_backend)" if ORDERED else "")
+    )
     assert shown["untouched"] == ["float32", "float32"] and shown["before"][0] == "float32"
     assert shown["config"] == ["float64", "fast_run", False, "py"]
     assert shown["keras"] == "float64"
@@ -742,24 +712,6 @@ def test_a_file_that_theano_cannot_read_is_an_error_before_the_import(theano_pro
 
 
 @pytest.mark.parametrize(
-    "version, one, several",
-    [
-        ("0.8.2", {"device": "gpu2", "lib.cnmem": "0.5"}, "gpu0"),
-        ("0.9.0", {"device": "cuda2", "gpuarray.preallocate": "0.5"}, "cuda0"),
-        ("1.0.5", {"device": "cuda2", "gpuarray.preallocate": "0.5"}, "cuda0"),
-    ],
-)
-def test_names_by_version(theano, tmp_path, monkeypatch, version, one, several):
-    monkeypatch.setattr(detection, "installed_version", lambda backend: version)
-    environ = {"HOME": str(tmp_path)}
-    settings = Settings(Devices(["5"], [5]), memory=Memory(fraction=0.5))
-    assert theano._flags(settings, environ, [2]) == one
-    flags = theano._flags(Settings(Devices(["5", "1"], [5, 1])), environ, [0, 1])
-    contexts = {"contexts": "dev0->cuda0;dev1->cuda1"} if several == "cuda0" else {}
-    assert flags == dict({"device": several}, **contexts)
-
-
-@pytest.mark.parametrize(
     "memory, megabytes",
     [
         (Memory(grow=True), "0"),
@@ -770,9 +722,10 @@ def test_names_by_version(theano, tmp_path, monkeypatch, version, one, several):
         (Memory(size=2**20), "2"),  # 1 would be a fraction: all of it
     ],
 )
-def test_memory(theano, tmp_path, memory, megabytes):
-    flags = theano._flags(Settings(Devices(["0"], [0]), memory), {"HOME": str(tmp_path)}, [0])
-    assert flags == {"device": "cuda0", "gpuarray.preallocate": megabytes}
+def test_memory(tmp_path, memory, megabytes):
+    settings = Settings(Devices(["5"], [5]), memory)
+    flags = theano_flags.asked(settings, {"HOME": str(tmp_path)}, [2])
+    assert flags == {"device": "cuda2", "gpuarray.preallocate": megabytes}
 
 
 @span
@@ -819,10 +772,6 @@ def problems(theano, tmp_path):
     return problems
 
 
-def overruling(flag):
-    return 'export THEANO_FLAGS="$THEANO_FLAGS,{}"'.format(flag)
-
-
 @span
 def test_nothing_is_wrong(problems):
     assert problems() == []
@@ -830,7 +779,7 @@ def test_nothing_is_wrong(problems):
 
 
 @span
-def test_flags_that_theano_ignores_or_refuses(problems, theano):
+def test_flags_that_theano_ignores(problems, theano):
     unknown = "Theano {} has no flag".format(theano.import_framework().__version__)
     flags = "FloatX=float32,optimiser=fast_run,gpuarray.prealocate=1,bogus=1"
     assert problems(THEANO_FLAGS=flags) == [
@@ -840,67 +789,25 @@ def test_flags_that_theano_ignores_or_refuses(problems, theano):
         "gpuarray.preallocate?".format(unknown),
         "bogus=1: {} bogus, and ignores it.".format(unknown),
     ]
-    assert problems(THEANO_FLAGS="device=CPU,exception_verbosity=hi,floatX=float31") == [
-        "device=CPU: Theano takes cpu, cuda0 or opencl0:0. For example: "
-        + overruling("device=cpu"),
-        "exception_verbosity=hi: Theano takes low or high. For example: "
-        + overruling("exception_verbosity=low"),
-        "floatX=float31: Theano takes float16, float32 or float64. For example: "
-        + overruling("floatX=float32"),
-    ]
-
-
-def test_flags_of_the_old_back_end(problems, monkeypatch):
-    monkeypatch.setattr(detection, "installed_version", lambda backend: "0.8.2")
-    assert problems(THEANO_FLAGS="device=gpu0") == []
-    assert problems(THEANO_FLAGS="device=cuda0") == [
-        "device=cuda0: this version of Theano calls it gpu0: " + overruling("device=gpu0")
-    ]
 
 
 @span
 def test_the_flags_read_from_the_file_are_theanos(theano):
     parameters = theano.import_framework().configparser._config_var_list
-    defined = flag_problems.defined(detection.installed_version(theano))
-    assert set(defined) == {parameter.fullname for parameter in parameters}
-    for parameter in parameters:
-        for value in defined[parameter.fullname] or []:
-            assert parameter.filter(value) == value
-
-
-def test_a_device_that_cannot_be_brought_up(problems, machine, tmp_path, monkeypatch):
-    if importlib.util.find_spec("pygpu") is None:
-        assert problems(THEANO_FLAGS="device=cuda0") == [
-            "device=cuda0: Theano needs the package pygpu for it, which is not installed, and goes "
-            "on with the CPU. Install libgpuarray and pygpu 0.7, in a conda environment: conda "
-            "install pygpu=0.7"
-        ]
-    path = os.environ["PATH"]
-    (tmp_path / "pygpu.py").write_text("raise ImportError('imported')")
-    monkeypatch.setattr(sys, "path", [str(tmp_path)] + sys.path)
-    importlib.invalidate_caches()
-    assert problems(THEANO_FLAGS="device=cuda0") == [
-        "device=cuda0: no GPU is visible, and Theano goes on with the CPU. To say so: "
-        + overruling("device=cpu")
-    ]
-    machine.plug(1)
-    assert problems(THEANO_FLAGS="device=cuda0", PATH=path) == []
+    assert flag_problems.defined() == {parameter.fullname for parameter in parameters}
 
 
 def test_what_is_wrong(problems, tmp_path):
-    assert problems(THEANO_FLAGS="device = cpu,openmp,floatX= float32,allow_gc=yes") == [
+    assert problems(THEANO_FLAGS="device = cpu,openmp,floatX= float32") == [
         "THEANO_FLAGS: 'device = cpu' has a space beside its '=', Theano does not take it for "
         "device. Write device=cpu.",
         "THEANO_FLAGS: 'openmp' has no value, Theano ignores it.",
         "THEANO_FLAGS: 'floatX= float32' has a space beside its '=', Theano does not take it for "
         "floatX. Write floatX=float32.",
-        "allow_gc=yes: Theano takes True, true, 1, False, false, 0 only for yes or no: "
-        + overruling("allow_gc=True"),
     ]
-    assert problems(THEANO_FLAGS="device=gpu1", PATH=str(tmp_path)) == [
+    assert problems(PATH=str(tmp_path)) == [
         "g++ is not on PATH: Theano runs everything in Python, slowly. On Debian and Ubuntu: "
         "apt-get install g++",
-        "device=gpu1: this version of Theano calls it cuda1: " + overruling("device=cuda1"),
     ]
     assert problems(THEANO_GPU_IS_ALREADY_ACTIVE="Yes", THEANO_FLAGS="a='") == [
         "THEANO_GPU_IS_ALREADY_ACTIVE is set: a process that uses a GPU started this one, and "
@@ -912,19 +819,17 @@ def test_what_is_wrong(problems, tmp_path):
 
 def test_what_is_wrong_in_files(problems, tmp_path):
     path = tmp_path / "rc"
-    path.write_text("[global]\nopenmp = on\nfloatX = float64\n")
+    path.write_text("[global]\nfloatX = float64\n")
     keras = tmp_path / "keras.json"
     keras.write_text('{"floatx": "float16"}')
     assert problems(THEANORC="{}:~/missing".format(path)) == [
         "THEANORC names {}, which does not exist. For Theano's own files: unset THEANORC".format(
             tmp_path / "missing"
         ),
-        "openmp=on: Theano takes True, true, 1, False, false, 0 only for yes or no: "
-        + overruling("openmp=True"),
         "floatX=float64: Keras sets float16 when it is imported, as {} says or by default. Pass "
         "floatx= to configure_gpu(), which sets both.".format(keras),
     ]
-    path.write_text("openmp = on\n")
+    path.write_text("openmp = True\n")
     found = problems(THEANORC=str(path))
     assert len(found) == 1
     assert found[0].startswith("{} cannot be read: File contains no section".format(path))

@@ -2,7 +2,6 @@
 
 import collections
 import configparser
-import fcntl
 import json
 import os
 import random
@@ -234,7 +233,7 @@ def generate_claims(seed, folder):
     if before is None:
         return [(environ, None)]
     settings = generate_settings(rng)
-    ours = theano._flags(settings, environ, range(len(settings.devices.gpus)))
+    ours = theano_flags.asked(settings, environ, range(len(settings.devices.gpus)))
     merged = dict(environ, **theano.environ(settings, environ))
     claims = [(environ, before), (merged, dict(before, **ours))]
     assert readings(merged) == claims[1][1]
@@ -247,7 +246,7 @@ def generate_claims(seed, folder):
         if name != "THEANO_FLAGS"
     }
     before = readings(without)
-    ours = theano._flags(settings, without, range(len(settings.devices.gpus)))
+    ours = theano_flags.asked(settings, without, range(len(settings.devices.gpus)))
     path = theanorc.file_to_write(without)
     comments, order = comments_and_order(path)
     earlier = [other for other in theano_flags.files(without) if other != path]
@@ -335,7 +334,7 @@ NEW = """\
 ldflags = -lopenblas  -lm
 
 [global]
-floatX: float32
+floatX = float32
 device = cuda1
     # the old name
 
@@ -431,9 +430,10 @@ def test_write_refuses_what_theano_cannot_read(rc, text, problem):
 
 def test_write_says_why_it_cannot(tmp_path):
     path = tmp_path / "missing" / "rc"
-    assert refusal(theanorc.write, str(path), FLAGS) == (
-        "{} could not be written: [Errno 2] No such file or directory: '{}.lock'. The file is as "
-        "it was before.".format(path, path)
+    told = re.sub("compat-[0-9a-f]+", "compat-", refusal(theanorc.write, str(path), FLAGS))
+    assert told == (
+        "{} could not be written: [Errno 2] No such file or directory: '{}/.compat-.tmp'. The file "
+        "is as it was before.".format(path, path.parent)
     )
 
 
@@ -459,11 +459,10 @@ TRAPS = {
 }
 
 
-@pytest.mark.parametrize("ending", [".before-compat", ".lock"])
 @pytest.mark.parametrize("trap", sorted(TRAPS))
-def test_a_backup_or_a_lock_that_is_no_file_is_an_error(rc, tmp_path, trap, ending):
+def test_a_backup_that_is_no_file_is_an_error(rc, tmp_path, trap):
     (tmp_path / "treasure").write_text("mine")
-    path = str(rc) + ending
+    path = str(rc) + ".before-compat"
     TRAPS[trap](path)
     before = os.lstat(path)
     told = refusal(theanorc.write, str(rc), FLAGS)
@@ -471,19 +470,6 @@ def test_a_backup_or_a_lock_that_is_no_file_is_an_error(rc, tmp_path, trap, endi
     assert told.endswith("'{}'. The file is as it was before.".format(path))
     assert rc.read_text() == OLD and os.lstat(path) == before
     assert (tmp_path / "treasure").read_text() == "mine" and not (tmp_path / "no").exists()
-
-
-def test_a_lock_that_another_process_keeps_is_not_waited_for_for_ever(rc, monkeypatch):
-    monkeypatch.setattr(theanorc, "_PATIENCE", 0.1)
-    lock = str(rc) + ".lock"
-    with open(lock, "w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        told = refusal(theanorc.write, str(rc), FLAGS)
-    assert told == (
-        "{0} could not be written: [Errno 16] Another process has held it for 0.1 seconds: "
-        "'{0}.lock'. The file is as it was before.".format(rc)
-    )
-    assert rc.read_text() == OLD
 
 
 @pytest.mark.parametrize("trap", ["FIFO", "folder"])
@@ -518,32 +504,6 @@ def test_a_file_to_read_that_is_none(tmp_path):
     assert theano_flags.Flags({"THEANORC": os.devnull}).get("device") is None
 
 
-def test_an_empty_home_is_not_the_root_of_the_system():
-    for listed, name in (({}, "/.theanorc"), ({"THEANORC": "/etc/theanorc:~/rc"}, "/rc")):
-        environ = dict(listed, HOME="")
-        assert theano_flags.files(environ)[-1] == name  # as Theano reads it
-        assert refusal(theanorc.file_to_write, environ) == (
-            "persist=True would write {}: HOME is set and empty. Set HOME to the home folder, "
-            "unset it, or name a file in THEANORC.".format(name)
-        )
-        # This is what containers say that have no other.
-        assert theanorc.file_to_write(dict(environ, HOME="/")) == name
-    assert theanorc.file_to_write({"HOME": "", "THEANORC": "/etc/theanorc"}) == "/etc/theanorc"
-
-
-def test_a_nul_in_the_path(tmp_path):
-    for environ, path in (
-        ({"THEANORC": "/a\0b"}, "/a\0b"),
-        ({"HOME": "/a\0b"}, "/a\0b/.theanorc"),
-    ):
-        for call in (theanorc.file_to_write, theano_flags.Flags):
-            assert refusal(call, environ) == (
-                "{!r} is the path of no file: it holds a NUL character. Give THEANORC, or HOME, "
-                "another value.".format(path)
-            )
-    assert "embedded null byte" in refusal(theanorc.write, str(tmp_path / "a\0b"), FLAGS)
-
-
 DEFAULTS = "[DEFAULT]\nfloatX = float64\nmode = FAST_COMPILE\n"
 
 
@@ -558,15 +518,11 @@ def test_defaults_do_not_begin_to_hold_in_a_new_section(rc, tmp_path, elsewhere)
     environ = {"THEANORC": os.pathsep.join(before + [str(rc)])}
     assert theano_flags.Flags(environ).get("mode") is None
     assert refusal(theanorc.write, str(rc), {"floatX": "float32"}, before) == (
-        "persist=True has written nothing: it needs a section [{0}], and what a section [DEFAULT] "
-        "says of {1} would then hold there, where it does not yet. Move that from [DEFAULT] into "
-        "the sections that it is for, or add the line [{0}] yourself.".format("global", "mode")
+        "persist=True has written nothing: it needs a section [global], and what a section "
+        "[DEFAULT] says of floatx and mode would then hold there, where it does not yet. Move that "
+        "from [DEFAULT] into the sections that it is for, or add the line [global] yourself."
     )
     assert rc.read_text() == own and names(rc) == sorted([".theanorc", "first"])
-    # All that it says is asked for, or its section is there.
-    asked = {"floatX": "float32", "mode": "FAST_RUN"}
-    theanorc.write(str(rc), asked, before)
-    assert rc.read_text().endswith("[global]\nfloatX = float32\nmode = FAST_RUN\n")
     rc.write_text(own + "[global]\n")
     theanorc.write(str(rc), {"floatX": "float32"}, before)
     flags = theano_flags.Flags(environ)
@@ -587,7 +543,7 @@ def content(path):
 
 def is_system_call(function):
     module = getattr(function, "__module__", None)
-    return (module or type(function.__self__).__module__) in ("posix", "_io", "io", "fcntl")
+    return (module or type(function.__self__).__module__) in ("posix", "_io", "io")
 
 def killed(at):
     child = os.fork()
@@ -650,31 +606,3 @@ def test_a_full_disk_leaves_the_old_file(rc, monkeypatch, at, left):
         "before.".format(rc)
     )
     assert rc.read_text() == OLD and names(rc) == [".theanorc"] + left
-
-
-WRITE_MANY = """
-import sys
-from compat._backends.theano import theanorc
-path, name = sys.argv[1:]
-for number in range(8):
-    theanorc.write(path, {"%s.o%d" % (name, number): str(number), "last": name})
-"""
-
-
-def test_processes_that_write_at_once_lose_nothing(rc):
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITE_MANY, str(rc), name], env=dict(os.environ, PYTHONPATH=ROOT)
-        )
-        for name in "abc"
-    ]
-    while any(writer.poll() is None for writer in writers):
-        parser = configparser.ConfigParser()
-        parser.read(str(rc))  # a reader never sees half a file
-        assert parser.get("blas", "ldflags") == "-lopenblas  -lm"
-    assert [writer.returncode for writer in writers] == [0] * 3
-    parser = configparser.ConfigParser()
-    parser.read(str(rc))
-    for name in "abc":
-        assert parser.items(name) == [("o%d" % n, str(n)) for n in range(8)]
-    assert names(rc) == [".theanorc", ".theanorc.before-compat"]

@@ -24,7 +24,6 @@ class CNTK(Backend):
     framework = "cntk"
     distributions = ("cntk", "cntk-gpu")
     extra = "cntk"
-    options = ("excluded_devices",)
     variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
 
     def accepts(self, version):
@@ -47,11 +46,6 @@ class CNTK(Backend):
         imported = [name for name in ("keras", "cntk") if name in sys.modules]
         cntk = self.import_framework()
         applied, warnings = [], []
-        excluded = _excluded(cntk, settings)
-        if excluded:
-            cntk.device.set_excluded_devices(excluded)
-            names = ", ".join(map(_name, excluded))
-            applied.append(f"cntk.device.set_excluded_devices([{names}])")
         device = _wanted(cntk, settings, warnings)
         if device is not None:
             applied.append(_set_default(cntk, device, imported))
@@ -160,27 +154,9 @@ def _device_failed(device, problem):
         "cntk",
         device,
         problem,
-        "See that excluded_devices does not name it, and that no other process holds it.",
+        "See that cntk.device.set_excluded_devices() does not name it, and that no other process "
+        "holds it.",
     )
-
-
-def _excluded(cntk, settings):
-    """CNTK's descriptors of the devices that ``excluded_devices`` names."""
-    asked, excluded = settings.options.get("excluded_devices", ()), []
-    if isinstance(asked, (int, str)):
-        asked = [asked]
-    for entry in asked:
-        if entry == "cpu":
-            excluded.append(cntk.device.cpu())
-        elif isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0:
-            if any(d.type() != 0 and d.id() == entry for d in cntk.device.all_devices()):
-                excluded.append(cntk.device.gpu(entry))
-        else:
-            raise errors.InvalidArgumentError(
-                'excluded_devices={!r} is not understood. Use a list of GPU ids and "cpu", '
-                'such as [1, "cpu"].'.format(settings.options["excluded_devices"])
-            )
-    return excluded
 
 
 # Installation ---------------------------------------------------------------------------------

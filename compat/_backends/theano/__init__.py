@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import sys
-import types
 
 from ... import _keras, _ranks, errors
 from ..._configuration import detection
@@ -53,7 +52,7 @@ class Theano(Backend):
     # Configuring ------------------------------------------------------------------------------
 
     def environ(self, settings, environ):
-        flags = self._flags(settings, environ, range(len(settings.devices.gpus)))
+        flags = theano_flags.asked(settings, environ, range(len(settings.devices.gpus)))
         before = environ.get("THEANO_FLAGS", "")
         merged = theano_flags.merge_flags(before, flags)
         changed = {} if merged == before else {"THEANO_FLAGS": merged}
@@ -62,14 +61,14 @@ class Theano(Backend):
     def overruled(self, settings, environ):
         """A GPU named in a flag or a file, where none is used, nor was declined."""
         device = theano_flags.Flags(environ).get("device") or "cpu"
-        chosen = self._flags(settings, environ, range(len(settings.devices.gpus))).get("device")
+        flags = theano_flags.asked(settings, environ, range(len(settings.devices.gpus)))
         asked = settings.devices.declined or settings.devices.simulated
-        if asked or chosen != "cpu" or device.startswith("cpu"):
+        if asked or flags.get("device") != "cpu" or device.startswith("cpu"):
             return []
         remedy = "`compat env` tells which GPUs are visible."
         if not device.startswith(("cuda", "gpu")):
-            flags = f'{{"device": "{device}"}}'
-            remedy = f"For a device that is no CUDA GPU pass theano_flags={flags}."
+            option = f'{{"device": "{device}"}}'
+            remedy = f"For a device that is no CUDA GPU pass theano_flags={option}."
         return [
             f"Theano's flags say device={device}, but compat chose CPU, so device=cpu was set. "
             + remedy
@@ -77,10 +76,7 @@ class Theano(Backend):
 
     def initialised(self):
         # Theano reads its flags in this module, first of all.
-        if "theano.configparser" not in sys.modules:
-            return None
-        importer = _importer()
-        return "theano was imported" + (f" (by {importer})" if importer else "")
+        return "theano was imported" if "theano.configparser" in sys.modules else None
 
     def import_framework(self):
         if _ranks.own_place():
@@ -98,7 +94,7 @@ class Theano(Backend):
         finally:
             logger.removeHandler(failure)
         devices = settings.devices
-        flags = self._flags(settings, os.environ, devices.ordinals(os.environ))
+        flags = theano_flags.asked(settings, os.environ, devices.ordinals(os.environ))
         known = {p.fullname: p for p in theano.configparser._config_var_list}
         lines = self._apply(theano, flags, known, settings)
         self.kept["simulated"] = devices.simulated
@@ -107,7 +103,9 @@ class Theano(Backend):
         started, warnings = gpu_startup.check(theano, failure.error, settings)
         lines += started
         said = theano_flags.Flags(os.environ)
-        warnings += flag_problems.misspelled(said, known, detection.installed_version(self))
+        unknown = flag_problems.unknown(said, known, detection.installed_version(self))
+        # Others may be those of another version, in a file for several: `compat env` tells them.
+        warnings += [problem for problem in unknown if problem.endswith("?")]
         lines += [f"{p} is read, too" for p in said.files]
         if settings.persist:
             lines.append(self._written(settings))
@@ -116,16 +114,13 @@ class Theano(Backend):
     def _written(self, settings):
         """Write the file; a line for the report. It is read without what this process has set."""
         environ = dict(os.environ, THEANO_FLAGS="")
-        flags = self._flags(settings, environ, settings.devices.positions)
+        flags = theano_flags.asked(settings, environ, settings.devices.positions)
         path = theanorc.file_to_write(environ)
         before = [other for other in theano_flags.files(environ) if other != path]
         backup = theanorc.write(path, flags, before)
         if backup == path:
             return f"{path} says so already"
         return f"{path} written" + (f", as it was: {backup}" if backup else "")
-
-    def _flags(self, settings, environ, ids):
-        return theano_flags.asked(settings, environ, ids, detection.installed_version(self))
 
     def _apply(self, theano, flags, known, settings):
         """Make ``theano.config`` say what the flags say.
@@ -243,24 +238,3 @@ class Theano(Backend):
 
 
 backend = Theano()
-
-
-def _importer():
-    """The module that imported Theano, or None: the last one begun before it that refers to it.
-
-    From Python 3.8 on, modules stand in the order in which they were done, which does not tell.
-    """
-    importer = None
-    for name, module in list(sys.modules.items()):  # in the order in which they were begun
-        if name.partition(".")[0] == "theano":
-            return importer if name == "theano" else None
-        if any(map(_is_theanos, list(getattr(module, "__dict__", {}).values()))):
-            importer = name
-    return None
-
-
-def _is_theanos(value):
-    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
-        return False
-    name = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None)
-    return str(name).partition(".")[0] == "theano"

@@ -1,7 +1,6 @@
 """Whether the GPUs that Theano's flags name came up when Theano was imported."""
 
 import logging
-import sys
 
 from ... import errors
 
@@ -28,16 +27,13 @@ def active_gpus(theano):
 def _contexts_of_flags(config):
     """Context and GPU, for each that the flags ask for; None is the default context."""
     asked = [(None, config.device)] if config.device != "cpu" else []
-    for entry in filter(None, getattr(config, "contexts", "").split(";")):
+    for entry in filter(None, config.contexts.split(";")):
         name, _, gpu = entry.partition("->")
         asked.append((name.strip(), gpu.strip()))
     return asked
 
 
 def _active_contexts(theano):
-    if theano.config.device.startswith("gpu"):  # the back-end of Theano 0.8
-        cuda = sys.modules.get("theano.sandbox.cuda")
-        return (None,) if getattr(cuda, "cuda_enabled", False) else ()
     gpuarray = getattr(theano, "gpuarray", None)
     return gpuarray.type.list_contexts() if gpuarray and gpuarray.pygpu_activated else ()
 

@@ -57,15 +57,6 @@ def _checked(node, values, rows):
     return values[0].placement if own else Mixed()
 
 
-def _shaped(node, values, rows):
-    """``SpecifyShape``: as that of the whole batch, if that does not name its number of rows."""
-    wanted, sizes = rows.sizes.numbers(node.inputs[1]), rows.sizes.dimensions(node.inputs[0])
-    axis = values[0].axis
-    known = axis is not None and wanted is not None
-    same = known and [each[axis] for each in wanted] == sizes[axis]
-    return values[0].placement if same else Mixed()
-
-
 # Reductions, and what goes along dimensions -------------------------------------------------------
 
 _HOW = {"add": "sum", "maximum": "max", "minimum": "min", "or": "any", "and": "all"}
@@ -172,22 +163,9 @@ def _assigned(node, values, rows):
     return target if isinstance(both, Sharded) and both.axis == part.axis else Mixed()
 
 
-def _looked_up(node, values, rows):
-    """By one tensor of numbers. What several look up is tried."""
-    tensors = [axis for axis, value in enumerate(values[1:]) if value.rank is not None]
-    others = [v for v, value in zip(node.inputs[1:], values[1:]) if value.rank is None]
-    if len(tensors) == 1 and all(getattr(v, "data", None) == slice(None) for v in others):
-        return _rows.gathered([values[0], values[1 + tensors[0]]], tensors[0])
-    return unknown(node, values, rows)
-
-
 def _repeated(node, values, rows):
     found = _rows.repeated(values[0], node.op.axis, rows.sizes.constant(node.inputs[1]))
     return found if _are_replicated(values[1:]) else Mixed()
-
-
-def _diagonal(node, values, rows):
-    return _rows.squeezed(values[0], [node.op.axis1, node.op.axis2])  # of two, the last is left
 
 
 # Layers, new values, ---------------------------------------------------------------------------
@@ -198,12 +176,10 @@ def _by_row(axes):
 
 
 def _pooled(node, values, rows):
-    """Along the last dimensions; of gradients, several inputs have one shape."""
-    several = [value for value in values if value.rank == values[0].rank]
-    if not _are_replicated([value for value in values if value not in several]):
+    """Along the last dimensions."""
+    if not _are_replicated(values[1:]):
         return Mixed()
-    found = _rows.by_row(several, [values[0].axis or 0] * len(several))
-    return _rows.resized(Value(found, values[0].shape), list(range(-node.op.ndim, 0)))
+    return _rows.resized(values[0], list(range(-node.op.ndim, 0)))
 
 
 def _normalized(node, values, rows):
@@ -247,14 +223,6 @@ def _branched(node, values, rows):
     kinds = [value.placement for value in values]
     pairs = zip(kinds[1 : 1 + count], kinds[1 + count :])
     return [_rows.chosen(kinds[0], pair) for pair in pairs]
-
-
-def _inlined(node, values, rows):
-    """``OpFromGraph``."""
-    inputs = zip(node.op.local_inputs, node.inputs, values)
-    pairs = [(inner, outer, value.placement, 0) for inner, outer, value in inputs]
-    inside = rows.inside(pairs, node.op.local_outputs)
-    return [inside.value(each).placement for each in node.op.local_outputs]
 
 
 def _looped(node, values, rows):
@@ -320,7 +288,6 @@ _KINDS = [
         "SparseFromDense TensorFromScalar ViewOp",
     ),
     (_checked, "Assert"),
-    (_shaped, "SpecifyShape"),
     (_reduced, "CAReduce"),
     (_maximum, "Argmax MaxAndArgmax"),
     (_along, "CumOp DiffOp TopKOp"),
@@ -335,27 +302,22 @@ _KINDS = [
     (_sliced, "Subtensor"),
     (_assigned, "IncSubtensor"),
     (_all(lambda values: _rows.gathered(values, 0)), "AdvancedSubtensor1"),
-    (_looked_up, "AdvancedSubtensor"),
     (_repeated, "RepeatOp"),
-    (_diagonal, "ExtractDiag"),
-    (_by_row([0, None, 0]), "CrossentropySoftmaxArgmax1HotWithBias"),
-    (_by_row([0, 0]), "CrossentropyCategorical1Hot"),
     (_by_row([0]), "AbstractConv RFFTOp IRFFTOp"),
     (_by_row([None, 0]), "AbstractConv_gradInputs"),
-    (_pooled, "AveragePoolGrad MaxPoolGrad Pool"),
+    (_pooled, "Pool"),
     (_normalized, "AbstractBatchNormTrain"),
     (drawn, "RandomFunction mrg_uniform"),
     (_filled, "Alloc AllocEmpty"),
     (_shape, "Shape Shape_i"),
     (_branched, "IfElse"),
-    (_inlined, "OpFromGraph"),
     (_looped, "Scan"),
 ]
 #: By the names of the classes of operations, or of their parents.
 TABLE = {name: rule for rule, names in _KINDS for name in names.split()}
 
 #: Those which tell more of what has no rows than ``without_rows``: of sizes, and of each result.
-OF_SIZES = (_filled, _shape, drawn, _branched, _inlined)
+OF_SIZES = (_filled, _shape, drawn, _branched)
 
 #: What leaves random numbers what they are.
 ARRANGING = set(

@@ -14,7 +14,6 @@ import shlex
 import sys
 
 from ... import errors
-from ..._configuration import packages
 from ..._ranks import launchers
 from ..._runtime.safe_files import plain
 
@@ -63,22 +62,11 @@ def _escaped(entry):
 
 
 def files(environ):
-    """The files that Theano reads, present or not; what a later one says wins.
-
-    Raises:
-        ConfigurationFileError: no file can have such a path.
-    """
+    """The files that Theano reads, present or not; what a later one says wins."""
     on_windows = sys.platform == "win32"
     usual = os.pathsep.join(["~/.theanorc"] + ["~/.theanorc.txt"] * on_windows)
     named = environ.get("THEANORC", usual).split(os.pathsep)
-    paths = [_expanduser(path, environ) for path in named if path]
-    for path in paths:
-        if "\0" in path:
-            raise errors.ConfigurationFileError(
-                f"{path!r} is the path of no file: it holds a NUL character. Give THEANORC, or "
-                "HOME, another value."
-            )
-    return paths
+    return [_expanduser(path, environ) for path in named if path]
 
 
 def _expanduser(path, environ):
@@ -181,33 +169,22 @@ def readable(path):
 # What is asked, in Theano's words -------------------------------------------------------------
 
 
-def has_gpuarray(version):
-    """Whether Theano of this version has the GPU back-end that came with 0.9."""
-    return packages.release(version or "1.0") >= (0, 9)
-
-
-def asked(settings, environ, ids, version):
-    """The flags that say what was asked, with Theano's numbers of the GPUs.
-
-    Arguments:
-        version: Theano's, or None.
-    """
-    gpuarray = has_gpuarray(version)
+def asked(settings, environ, ids):
+    """The flags that say what was asked, with Theano's numbers of the GPUs."""
     options = _checked(settings.options.get("theano_flags", {}))
     said = Flags(environ)
-    names = ["{}{}".format("cuda" if gpuarray else "gpu", i) for i in ids]
+    names = list(map("cuda{}".format, ids))
     # OpenCL's GPUs, of which no command of a driver tells, are kept where the flags name them.
     named = [said.get(name) or "" for name in ("device", "contexts", "init_gpu_device")]
     keeps = settings.devices.undecided is not None and "opencl" in " ".join(named)
     flags = {} if keeps else {"device": names[0] if names else "cpu"}
-    if len(names) > 1 and gpuarray:
+    if len(names) > 1:
         flags["contexts"] = ";".join(map("dev{}->{}".format, range(len(names)), names))
     for other in ("contexts", "init_gpu_device"):  # both would bring up further GPUs
         if other not in flags and said.get(other) and not keeps:
             flags[other] = ""
     if settings.memory and (names or keeps):
-        name = "gpuarray.preallocate" if gpuarray else "lib.cnmem"
-        flags[name] = _megabytes(settings.memory)
+        flags["gpuarray.preallocate"] = _megabytes(settings.memory)
     if settings.floatx:
         flags["floatX"] = settings.floatx
     if launchers.launched(environ):

@@ -1,12 +1,9 @@
 """Writing Theano's flags into ``.theanorc``, whose other lines stay as they are."""
 
 import configparser
-import contextlib
-import errno
 import io
 import locale
 import os
-import time
 
 from ... import errors
 from ..._runtime.safe_files import NOFOLLOW, plain, replacement
@@ -18,19 +15,13 @@ def file_to_write(environ):
     """The file whose settings win: the last of those that Theano reads.
 
     Raises:
-        ConfigurationFileError: ``THEANORC`` names no file at all, or one in a home that is not set.
+        ConfigurationFileError: ``THEANORC`` names no file at all.
     """
     paths = theano_flags.files(environ)
     if not paths:
         raise errors.ConfigurationFileError(
             "persist=True has no file to write: THEANORC is set and names none. Unset it, "
             "for ~/.theanorc, or name a file."
-        )
-    named = [path for path in environ.get("THEANORC", "~").split(os.pathsep) if path]
-    if named[-1][:2] in ("~", "~/") and environ.get("HOME") == "" and os.name == "posix":
-        raise errors.ConfigurationFileError(
-            f"persist=True would write {paths[-1]}: HOME is set and empty. Set HOME to the home "
-            "folder, unset it, or name a file in THEANORC."
         )
     if "THEANORC" not in environ:  # on Windows ~/.theanorc.txt only where it is in use
         paths = [path for path in paths if os.path.exists(path)] or paths[:1]
@@ -40,8 +31,8 @@ def file_to_write(environ):
 def write(path, flags, before=()):
     """Set these flags in a file, and keep all else in it, its rights and links to it.
 
-    A crash at any point leaves the old file or the new one, complete; two processes that write
-    at once wait for each other. Others may write to its folder, too: new files have unpredictable
+    A crash at any point leaves the old file or the new one, complete; of two processes that write
+    at once the later wins. Others may write to its folder, too: new files have unpredictable
     names, and nothing that stands in the way is followed or waited for.
 
     Arguments:
@@ -57,24 +48,23 @@ def write(path, flags, before=()):
     encoding = locale.getpreferredencoding(False)  # in which Theano reads it
     try:
         path = os.path.realpath(path)
-        with _alone(path + ".lock"):
-            old, model = _read(path)
-            with readable(path):
-                text = (old or b"").decode(encoding)
-                configparser.RawConfigParser().read_file(io.StringIO(text, newline=None), path)
-                changed = set_options(text, flags)
-            if old is not None and changed == text:
-                return path
-            _check_defaults(before, text, flags)
-            content, backup = changed.encode(encoding), None
-            if old is not None:
-                backup = path + ".before-compat"
-                _read(backup)  # an error: something is there that is no file
-                with replacement(backup, model) as file:
-                    file.write(old)
-            with replacement(path, model) as file:
-                file.write(content)
-            return backup
+        old, model = _read(path)
+        with readable(path):
+            text = (old or b"").decode(encoding)
+            configparser.RawConfigParser().read_file(io.StringIO(text, newline=None), path)
+            changed = set_options(text, flags)
+        if old is not None and changed == text:
+            return path
+        _check_defaults(before, text, flags)
+        content, backup = changed.encode(encoding), None
+        if old is not None:
+            backup = path + ".before-compat"
+            _read(backup)  # an error: something is there that is no file
+            with replacement(backup, model) as file:
+                file.write(old)
+        with replacement(path, model) as file:
+            file.write(content)
+        return backup
     except errors.CompatError:
         raise
     except (OSError, ValueError) as error:
@@ -130,22 +120,17 @@ def _with_option(text, section, option, value):
 
     of_section = lines_of(lambda options: options.get(section))
     same = lines_of(lambda options: options.get(section, {}).get(option.lower()))
-    if same:
-        first, *rest = same
-        old = lines[first].rstrip()
-        start = configparser.RawConfigParser.OPTCRE.match(old).start("value")
-        lines[first] = old[:start] + value + end
-        yield "".join(line for number, line in enumerate(lines) if number not in rest)
-    elif of_section:
-        # Indented like another line, so that it continues no value and nothing continues its.
-        place = of_section[-1] + 1
-        for line in filter(str.strip, lines[:place][::-1] + lines[place:]):
-            margin = line[: len(line) - len(line.lstrip())]
-            new = [f"{margin}{option} = {value}{end}"]
-            yield "".join(lines[:place] + new + lines[place:])
-    else:
+    if not of_section:
         lines += [end] * bool(lines) + [f"[{section}]{end}", f"{option} = {value}{end}"]
         yield "".join(lines)
+        return
+    near = same[0] if same else of_section[-1]
+    before = lines[:near] if same else lines[: near + 1]
+    after = [line for number, line in enumerate(lines) if number > near and number not in same]
+    # Indented like another line, so that it continues no value and nothing continues its.
+    for line in filter(str.strip, lines[near::-1] + lines[near:]):
+        margin = line[: len(line) - len(line.lstrip())]
+        yield "".join(before + [f"{margin}{option} = {value}{end}"] + after)
 
 
 def _check_defaults(before, text, flags):
@@ -162,16 +147,14 @@ def _check_defaults(before, text, flags):
     for path in before:
         read_into(path, parser)
     parser.read_file(io.StringIO(text, newline=None))
-    wanted = [section_and_option(name) for name in flags]
-    for section, _ in wanted:
-        set_there = [option.lower() for other, option in wanted if other == section]
-        more = sorted(set(parser.defaults()).difference(set_there))
-        if more and not parser.has_section(section):
+    for section, _ in map(section_and_option, flags):
+        if parser.defaults() and not parser.has_section(section):
+            options = " and ".join(sorted(parser.defaults()))
             raise errors.ConfigurationFileError(
                 f"persist=True has written nothing: it needs a section [{section}], and what a "
-                f"section [DEFAULT] says of {' and '.join(more)} would then hold there, where it "
-                "does not yet. Move that from [DEFAULT] into the sections that it is for, or add "
-                f"the line [{section}] yourself."
+                f"section [DEFAULT] says of {options} would then hold there, where it does not "
+                "yet. Move that from [DEFAULT] into the sections that it is for, or add the line "
+                f"[{section}] yourself."
             )
 
 
@@ -189,35 +172,3 @@ def _read(path):
             return file.read(), os.fstat(file.fileno())
     except FileNotFoundError:
         return None, None
-
-
-# How long another process may hold the lock, in seconds.
-_PATIENCE = 60.0
-
-
-@contextlib.contextmanager
-def _alone(path):
-    """Hold this lock file, waiting for it. The system drops the lock of a process that dies."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: of two writers at once the later wins
-        yield
-        return
-    until, is_held = time.monotonic() + _PATIENCE, False
-    while not is_held:
-        with open(path, "ab", opener=_no_link) as lock:
-            # Its holder has it, or has removed the file meanwhile.
-            with contextlib.suppress(BlockingIOError, FileNotFoundError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                is_held = os.path.samestat(os.lstat(path), os.fstat(lock.fileno()))
-            if is_held:
-                try:
-                    yield
-                finally:
-                    with contextlib.suppress(OSError):
-                        os.unlink(path)
-            elif time.monotonic() > until:
-                text = f"Another process has held it for {_PATIENCE:g} seconds"
-                raise OSError(errno.EBUSY, text, path)
-            else:
-                time.sleep(0.01)

@@ -22,7 +22,7 @@ class _TheanoStep(keras2.Keras2Step):
         made(self.data)
         devices = [device.name for device in made.owner.devices]
         return {
-            name: (len(products(forward)), len(of_gradients(backward, len(made.back))))
+            name: (len(products(forward)), len(products(backward)))
             for name, forward, backward in zip(devices, made.forward, made.backward)
         }
 
@@ -48,19 +48,3 @@ def products(function):
     """The nodes of a compiled function's graph that are products of layers."""
     nodes = function.maker.fgraph.apply_nodes
     return [node for node in nodes if type(node.op).__name__.replace("Gpu", "") in PRODUCTS]
-
-
-def of_gradients(function, given):
-    """The products that depend on the gradients which a device is given at its outputs.
-
-    Arguments:
-        given: how many these are: the function's last inputs.
-    """
-    graph = function.maker.fgraph
-    pairs = zip(graph.inputs, function.maker.inputs)
-    inputs = [i for i, given_as in pairs if not hasattr(given_as.variable, "get_value")]
-    depend = set(inputs[len(inputs) - given :])
-    for node in graph.toposort():
-        if depend.intersection(node.inputs):
-            depend.update(node.outputs)
-    return [node for node in products(function) if depend.intersection(node.inputs)]
