@@ -196,6 +196,10 @@ class Site:
         if module:
             (self.folder / (module + ".py")).write_text(textwrap.dedent(source))
 
+    def install_all(self, **versions):
+        for distribution, version in versions.items():
+            self.install(distribution, version)
+
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
