@@ -147,8 +147,7 @@ def process(tmp_path, monkeypatch, machine):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     process.start_afresh()
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # NVML would tell of other GPUs
-    for name in ("_DRIVER", "_WSL"):  # and so would what a driver has left
+    for name in ("_DRIVER", "_WSL"):  # what a driver has left
         monkeypatch.setattr(discovery, name, str(tmp_path / name))
     machine.plug()
     yield
@@ -196,6 +195,10 @@ class Site:
             (self.folder / name / "entry_points.txt").write_text(textwrap.dedent(entry_points))
         if module:
             (self.folder / (module + ".py")).write_text(textwrap.dedent(source))
+
+    def install_all(self, **versions):
+        for distribution, version in versions.items():
+            self.install(distribution, version)
 
 
 @pytest.fixture

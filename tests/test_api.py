@@ -124,21 +124,6 @@ def test_fewer_gpus_than_asked_for_of_those_that_the_framework_lists(metal):
     assert warned(compat.configure_gpu, 3)[1] == [start + "Going on with GPU 0,1."]
 
 
-def test_gpus_that_only_the_framework_lists_can_be_declined(metal):
-    configuration = configure(0)
-    assert configuration.devices == ["cpu:0"]
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
-    assert "asked      gpus=0\nchosen     CPU, as asked\n" in str(configuration)
-
-
-def test_a_driver_that_does_not_work_is_a_warning(toy, machine, monkeypatch):
-    machine.plug(status=9)
-    assert warned(compat.configure_gpu)[1] == [
-        "gpus=None was asked for, but no GPU is visible: nvidia-smi fails (exit status 9). Going "
-        "on with CPU."
-    ]
-
-
 def test_a_variable_can_be_removed(toy, monkeypatch):
     monkeypatch.setenv("TOY_FLAGS", "old")
     monkeypatch.setattr(
@@ -231,15 +216,12 @@ def test_an_option_that_no_backend_knows(other):
         ("num_gpus", 2, "gpus=2"),
         ("n_gpus", 2, "gpus=2"),
         ("devices", ["GPU-" + "f" * 40], "gpus=..."),
-        ("ctx", [0], "gpus=[0]"),
+        ("gpu_ids", [0], "gpus=[0]"),
         ("allow_growth", True, 'memory="grow"'),
         ("gpu_memory_fraction", 0.3, "memory=0.3"),
         ("per_process_gpu_memory_fraction", None, "memory=0.5"),
-        ("memory_limit", 2048, 'memory="2048MiB"'),
         ("float", "float32", "floatx='float32'"),
         ("floatX", "float32", "floatx='float32'"),
-        ("framework", "theano", "backend='theano'"),
-        ("strategy", "mirrored", "parallelize(model, strategy=...)"),
         ("epochs", 3, None),
     ],
 )
@@ -362,13 +344,6 @@ def test_of_two_threads_that_contradict_each_other_one_gets_the_error(toy, machi
     for each in threads:
         each.join()
     assert results == [["gpu:0"], compat.AlreadyConfiguredError]
-
-
-def test_an_idle_gpu_stays_chosen(toy, machine):
-    machine.plug(2)
-    first = configure("free:1")
-    assert configure("free:1") is first
-    assert configure("free:1", backend="toy") is first
 
 
 # Failures leave nothing behind ----------------------------------------------------------------
@@ -741,14 +716,9 @@ def test_very_many_devices_are_named_in_short(able):
     short = "cpu:0, cpu:1, cpu:2, ..., cpu:998 (999 devices)"
     compat.parallelize(Native())
     assert "\nmodels     Native on {}\n".format(short) in str(configuration)
-    assert str(compat.report()) == (
-        "device  rows  in training  steps\n"
-        "cpu:0      0            0      0\n"
-        "cpu:1      0            0      0\n"
-        "cpu:2      0            0      0\n"
-        "... and 996 more that got no rows\n"
-        "No batch was split: model 'Native' was given cpu:0, cpu:1, cpu:2, ..., cpu:998\n"
-        "(999 devices), and was never trained or called, or ran in one piece."
+    assert compat.report().verdict == (
+        "No batch was split: model 'Native' was given {}, and was never trained or called, or ran "
+        "in one piece.".format(short)
     )
     assert refusal(compat.InvalidArgumentError, compat.device, "x") == (
         "device('x') is not understood. Use a number, counted among the configured devices from "

@@ -160,7 +160,7 @@ def check_mention(words):
 
 def check_extras(text):
     for names in re.findall(r"(?:(?<=[\"' ])\.|keras-gpu-compat)\[([\w,]+)\]", text):
-        assert set(names.split(",")) <= set(pip_extras.PYTHONS) | {"nvml", "EXTRA"}, names
+        assert set(names.split(",")) <= set(pip_extras.PYTHONS) | {"EXTRA"}, names
 
 
 # What is printed ------------------------------------------------------------------------------

@@ -82,9 +82,7 @@ def test_asked_by_framework_the_installed_version_decides(site, version, name):
 
 
 def test_what_is_asked_beats_all_else(site, monkeypatch):
-    site.install("theano", "1.0.5")
-    site.install("tensorflow", "1.15.5")
-    site.install("Keras", "2.2.4")
+    site.install_all(theano="1.0.5", tensorflow="1.15.5", Keras="2.2.4")
     monkeypatch.setenv("KERAS_BACKEND", "theano")
     assert choice("tensorflow1") == ("tensorflow1", "backend='tensorflow1' was asked for")
 
@@ -148,8 +146,7 @@ chosen_meanwhile = detection.choose()
 
 
 def test_the_imported_keras_decides(site, monkeypatch):
-    site.install("theano", "1.0.5")
-    site.install("mxnet", "1.9.1")
+    site.install_all(theano="1.0.5", mxnet="1.9.1")
     site.install("Keras", "2.2.4", "keras", KERAS)
     monkeypatch.setenv("KERAS_BACKEND", "mxnet")
     import keras
@@ -171,9 +168,7 @@ def test_a_keras_without_a_backend_decides_nothing(site):
 
 
 def test_keras_backend(site, monkeypatch):
-    site.install("theano", "1.0.5")
-    site.install("tensorflow", "1.15.5")
-    site.install("Keras", "2.3.1")
+    site.install_all(theano="1.0.5", tensorflow="1.15.5", Keras="2.3.1")
     monkeypatch.setenv("KERAS_BACKEND", "theano")
     assert choice() == ("theano", "KERAS_BACKEND=theano")
     monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
@@ -223,10 +218,7 @@ def keras_json(tmp_path):
 
 
 def test_keras_json(site, monkeypatch, tmp_path, keras_json):
-    site.install("theano", "1.0.5")
-    site.install("mxnet", "1.9.1")
-    site.install("tensorflow", "1.15.5")
-    site.install("Keras", "2.2.4")
+    site.install_all(theano="1.0.5", mxnet="1.9.1", tensorflow="1.15.5", Keras="2.2.4")
     assert choice() == ("tensorflow1", "it is the default of keras 2.2.4")
     keras_json('{"floatx": "float32"}')
     assert choice() == ("tensorflow1", "it is the default of keras 2.2.4")
@@ -242,9 +234,7 @@ def test_keras_json(site, monkeypatch, tmp_path, keras_json):
 
 
 def test_keras_home_is_unknown_to_keras_before_2_2(site, monkeypatch, tmp_path, keras_json):
-    site.install("theano", "1.0.5")
-    site.install("mxnet", "1.9.1")
-    site.install("Keras", "2.1.6")
+    site.install_all(theano="1.0.5", mxnet="1.9.1", Keras="2.1.6")
     path = keras_json('{"backend": "theano"}')
     keras_json('{"backend": "mxnet"}', "elsewhere")
     monkeypatch.setenv("KERAS_HOME", str(tmp_path / "elsewhere"))
@@ -266,8 +256,7 @@ def test_a_home_that_cannot_be_written_is_none_for_keras(site, monkeypatch, tmp_
     ],
 )
 def test_keras_json_unreadable(site, monkeypatch, keras_json, content, problem):
-    site.install("theano", "1.0.5")
-    site.install("Keras", "2.2.4")
+    site.install_all(theano="1.0.5", Keras="2.2.4")
     path = keras_json(content)
     assert refused(compat.ConfigurationFileError) == (
         "{} cannot be read: {}. Keras would ignore it silently. Correct it, set KERAS_BACKEND, or "
@@ -286,8 +275,7 @@ def test_keras_json_that_is_no_file_is_not_waited_for(tmp_path):
 
 
 def test_keras_mxnet(site, monkeypatch, keras_json):
-    site.install("mxnet", "1.9.1")
-    site.install("theano", "1.0.5")
+    site.install_all(mxnet="1.9.1", theano="1.0.5")
     site.install("keras-mxnet", "2.2.4.3")
     assert choice() == ("mxnet", "it is the default of keras-mxnet 2.2.4.3")
     path = keras_json('{"backend": "theano"}')
@@ -305,8 +293,7 @@ def test_keras_mxnet(site, monkeypatch, keras_json):
 def test_keras_of_tensorflow_reads_neither_variable_nor_file(
     site, monkeypatch, keras_json, version
 ):
-    site.install("theano", "1.0.5")
-    site.install("tensorflow", "2.10.1")
+    site.install_all(theano="1.0.5", tensorflow="2.10.1")
     site.install("keras", version)
     keras_json('{"backend": "theano"}')
     assert detection.problems(os.environ) == []
@@ -319,8 +306,7 @@ def test_keras_of_tensorflow_reads_neither_variable_nor_file(
 
 
 def test_keras_3_reads_both_again(site, monkeypatch):
-    site.install("tensorflow", "2.21.0")
-    site.install("keras", "3.15.0")
+    site.install_all(tensorflow="2.21.0", keras="3.15.0")
     assert choice() == ("tensorflow2", "it is the default of keras 3.15.0")
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     assert detection.problems(os.environ) == []
@@ -331,8 +317,7 @@ def test_keras_3_reads_both_again(site, monkeypatch):
 
 
 def test_several_installed_are_not_guessed_from(site, monkeypatch):
-    site.install("mxnet", "1.9.1")
-    site.install("theano", "1.0.5")
+    site.install_all(mxnet="1.9.1", theano="1.0.5")
     start = (
         "Several backends are installed and nothing says which one this script uses: mxnet, "
         "theano. "
@@ -431,8 +416,7 @@ def test_no_extra_for_it_installs_here(on_python, python, asked, framework, pyth
 
 
 def test_a_version_that_is_not_accepted_is_not_chosen(site):
-    site.install("tensorflow", "0.12")
-    site.install("mxnet", "1.9.1")
+    site.install_all(tensorflow="0.12", mxnet="1.9.1")
     assert choice() == ("mxnet", "the only backend installed")
 
 

@@ -1,13 +1,10 @@
-"""Which GPUs a machine has: NVML, nvidia-smi, AMD's commands, and where none of these tells."""
+"""Which GPUs a machine has: nvidia-smi, AMD's commands, and where none of these tells."""
 
-import inspect
 import json
-import sys
-import types
 
 import pytest
 
-from compat._configuration import device_choice, discovery
+from compat._configuration import device_choice
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import Selection, parse_gpus
 from compat._ranks.place import Place
@@ -34,125 +31,6 @@ def command(machine):
 
 def chosen(gpus=None, **environ):
     return choose(parse_gpus(gpus), None, environ)
-
-
-# NVML -----------------------------------------------------------------------------------------
-
-
-class Recorded:
-    """A machine's answers, as nvidia-smi and as NVML gives them; None: not supported."""
-
-    gpus = [
-        ("GPU-aa11", "NVIDIA H100 80GB HBM3", 81559, 1234, 56, []),
-        ("GPU-bb22", "NVIDIA A100-SXM4-40GB", 40960, 3, None, [object()]),
-    ]
-
-    def smi(self, machine):
-        for uuid, name, total, used, utilization, processes in self.gpus:
-            machine.add(used, total, "[N/A]" if utilization is None else utilization, name)
-            machine.lines[-1] = machine.lines[-1].replace(machine.uuids[-1], uuid)
-            machine.busy += [uuid] * bool(processes)
-        machine.plug()
-
-    def nvml(self):
-        """A module with what compat calls, each function with the real one's arguments."""
-        real = _real_pynvml()
-        fake = types.ModuleType("pynvml")
-        fake.NVMLError = real.NVMLError
-        fake.nvmlMemory_v2 = real.nvmlMemory_v2
-        fake.shut_down = 0
-
-        def nvmlInit():
-            pass
-
-        def nvmlShutdown():
-            fake.shut_down += 1
-
-        def nvmlDeviceGetCount():
-            return len(self.gpus)
-
-        def nvmlDeviceGetHandleByIndex(index):
-            return self.gpus[index]
-
-        def nvmlDeviceGetUUID(handle):
-            return handle[0]
-
-        def nvmlDeviceGetName(handle):
-            return handle[1].encode()  # as older ones do
-
-        def nvmlDeviceGetMemoryInfo(handle, version=None):
-            memory = real.c_nvmlMemory_v2_t() if version else real.c_nvmlMemory_t()
-            # The first version counts what the driver keeps for itself.
-            memory.total, memory.used = handle[2] << 20, (handle[3] + (0 if version else 500)) << 20
-            return memory
-
-        def nvmlDeviceGetUtilizationRates(handle):
-            if handle[4] is None:
-                raise real.NVMLError(real.NVML_ERROR_NOT_SUPPORTED)
-            rates = real.c_nvmlUtilization_t()
-            rates.gpu = handle[4]
-            return rates
-
-        def nvmlDeviceGetComputeRunningProcesses(handle):
-            return handle[5]
-
-        def nvmlSystemGetDriverVersion():
-            return b"535.104.05"
-
-        def nvmlSystemGetCudaDriverVersion():
-            return 12020
-
-        for name, function in list(locals().items()):
-            if name.startswith("nvml"):
-                signature = inspect.signature(getattr(real, name))
-                assert inspect.signature(function) == signature, name
-                setattr(fake, name, function)
-        return fake
-
-
-def _real_pynvml():
-    """nvidia-ml-py, which the environments of the core install: the extra ``nvml``."""
-    before = sys.modules.pop("pynvml", None)
-    try:
-        import pynvml
-
-        return pynvml
-    finally:
-        sys.modules["pynvml"] = before
-
-
-def fields(gpus):
-    return [tuple(getattr(gpu, name) for name in gpu.__slots__) for gpu in gpus]
-
-
-def test_nvml_and_nvidia_smi_give_the_same_gpus(machine, monkeypatch):
-    recorded = Recorded()
-    recorded.smi(machine)
-    by_command, busy = device_choice.discover(), discovery.busy()
-    assert len(by_command) == 2 and busy == ["GPU-bb22"]
-    fake = recorded.nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
-    monkeypatch.setenv("PATH", "")  # nvidia-smi is not asked
-    assert fields(device_choice.discover()) == fields(by_command)
-    assert [uuid for uuid in discovery.busy() if uuid] == busy
-    found = discovery.drivers()
-    assert (found["nvidia"], found["cuda"]) == ("535.104.05", "12.2")
-    assert fake.shut_down == 3
-    assert chosen("free").gpus == ()  # one is busy, the other one has a process
-
-
-def test_where_nvml_fails_nvidia_smi_is_asked(machine, monkeypatch):
-    machine.plug(1)
-    real = _real_pynvml()
-    fake = Recorded().nvml()
-
-    def fails():
-        raise real.NVMLError(real.NVML_ERROR_DRIVER_NOT_LOADED)
-
-    monkeypatch.setattr(fake, "nvmlInit", fails)
-    for module in (fake, types.ModuleType("pynvml")):  # another package of that name
-        monkeypatch.setitem(sys.modules, "pynvml", module)
-        assert [gpu.uuid for gpu in device_choice.discover()] == machine.uuids
 
 
 # AMD ------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ def main(capsys, *arguments):
     assert dict(os.environ) == before
     out = capsys.readouterr().out
     if not arguments:
-        assert [line for line in out.split("\n") if len(line) > 80 and "/" not in line] == []
+        assert [
+            line for line in out.split("\n") if len(line) > 80 and not re.search("/|&&", line)
+        ] == []
     return status, out
 
 
@@ -64,7 +66,7 @@ def found(capsys):
 
 def plain(out):
     """A text without the breaks of its lines."""
-    return " ".join(out.replace(" \\\n", " ").split())
+    return " ".join(out.split())
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def whole(toy, site, machine, monkeypatch, tmp_path):
     machine.add(name="NVIDIA A100-SXM4-40GB", total=40960, used=0)
     machine.plug()
     site.install("Keras", "2.2.4")
-    for name in ("nvidia-cudnn-cu12", "nvidia-cublas-cu12", "nvidia-ml-py", "jax-cuda12-plugin"):
+    for name in ("nvidia-cudnn-cu12", "jax-cuda12-plugin"):
         site.install(name, "9.1.0.70")
     monkeypatch.setenv("KERAS_BACKEND", "toyframework")
     monkeypatch.setenv("TOY_FLAGS", "a=1")
@@ -94,8 +96,8 @@ def test_text(whole, machine, capsys):
     assert re.sub(r"keras\.json  (.|\n)*?\ndrivers", "drivers", out) == HEAD + (
         "backend     toy (KERAS_BACKEND=toyframework)\n"
         "versions    toyframework 1.2, keras 2.2.4\n"
-        "packages    jax-cuda12-plugin 9.1.0.70, nvidia-ml-py 9.1.0.70, toy-framework 1.2\n"
-        "            nvidia-*-cu12: cublas 9.1.0.70, cudnn 9.1.0.70\n"
+        "packages    jax-cuda12-plugin 9.1.0.70, nvidia-cudnn-cu12 9.1.0.70,\n"
+        "              toy-framework 1.2\n"
         "variables   CUDA_VISIBLE_DEVICES=1\n"
         "            KERAS_BACKEND=toyframework\n"
         "            TOY_FLAGS=a=1\n"
@@ -127,9 +129,7 @@ def test_json(whole, machine, capsys):
         "versions": {"toyframework": "1.2", "keras": "2.2.4"},
         "packages": {
             "jax-cuda12-plugin": "9.1.0.70",
-            "nvidia-cublas-cu12": "9.1.0.70",
             "nvidia-cudnn-cu12": "9.1.0.70",
-            "nvidia-ml-py": "9.1.0.70",
             "toy-framework": "1.2",
         },
         "variables": {
@@ -203,8 +203,7 @@ def test_what_is_wrong_and_what_to_type(toy, site, machine, capsys, monkeypatch,
         "problems    A toy is broken.\n"
         "            keras and keras-mxnet are both installed; they overwrite each\n"
         "              other's files. Uninstall both, then install one:\n"
-        "                pip uninstall -y keras keras-mxnet && pip install \\\n"
-        "                  keras-mxnet==2.2.4.3\n"
+        "                pip uninstall -y keras keras-mxnet && pip install keras-mxnet==2.2.4.3\n"
     ) in out
     assert out.endswith(
         "            CUDA_DEVICE_ORDER=FASTEST_FIRST: ids may mean other GPUs than in\n"
@@ -237,26 +236,6 @@ def test_how_to_name_another_backend(
         site.install("Keras", "2.2.4")
         monkeypatch.setenv("KERAS_BACKEND", asked)
     assert [each["command"] for each in found(capsys)["problems"]] == [what]
-
-
-def test_commands_can_be_pasted():
-    quoted = "mv '/a folder/with/a/long/name/keras.json' '/a folder/with/a/long/name/keras.wrong'"
-    lines = environment._command_lines(quoted, 60)
-    assert lines == [
-        "    mv '/a folder/with/a/long/name/keras.json' \\",
-        "      '/a folder/with/a/long/name/keras.wrong'",
-    ]
-    assert environment._command_lines("unset X", 60) == ["    unset X"]
-
-
-def test_long_lists_are_broken_at_commas(toy, capsys, monkeypatch):
-    uuids = ",".join("GPU-{}0000000-1111-2222-3333-444444444444".format(i) for i in range(3))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", uuids)
-    assert (
-        "variables   CUDA_VISIBLE_DEVICES=GPU-00000000-1111-2222-3333-444444444444,\n"
-        "              GPU-10000000-1111-2222-3333-444444444444,\n"
-        "              GPU-20000000-1111-2222-3333-444444444444\n"
-    ) in main(capsys)[1]
 
 
 def test_gpus_without_nvidia_smi(toy, capsys, monkeypatch):
@@ -453,7 +432,7 @@ def test_no_backend_is_installed():
 
 
 def test_no_framework_is_imported_and_no_gpu_is_initialised(run, package, site):
-    """Those here end the process that imports them; numpy and NVML are the real ones."""
+    """Those here end the process that imports them; numpy is the real one."""
     names = "keras tensorflow theano mxnet cntk jax torch horovod mpi4py".split()
     for name in names:
         package(name, "1.0", {})

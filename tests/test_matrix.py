@@ -41,13 +41,12 @@ def test_every_backend_has_a_test_file_and_no_other_file_is_there():
 
 
 def test_every_extra_has_an_environment_and_no_environment_is_without():
-    assert environment_extras() | {"nvml"} == extras()
-    assert "extras =\n    core: nvml\n" in read("tox.ini")
+    assert environment_extras() == extras()
 
 
 def test_advice_on_extras_knows_their_pythons():
     """As the table in docs/install.md says, and on which the matrix installs them."""
-    backend_extras = extras() - {"nvml"}
+    backend_extras = extras()
     assert set(pip_extras.PYTHONS) == backend_extras
     page = read("docs", "install.md")
     table = re.findall(r"^\| (`.*\[.*?) \| .* \| (3[\d., to]*) \|$", page, re.M)

@@ -27,8 +27,8 @@ THREE = ["cpu:0", "cpu:1", "cpu:2"]
 MODELS = {"net": "cpu:0, cpu:1, cpu:2"}
 
 
-def reported(names=THREE, rank=None, models=MODELS, peaks=(), loads=()):
-    return reporting.of_this_process(names, rank, models, dict(peaks), loads)
+def reported(names=THREE, rank=None, models=MODELS, peaks=()):
+    return reporting.of_this_process(names, rank, models, dict(peaks))
 
 
 def test_what_was_counted_is_a_table_and_a_sentence():
@@ -55,22 +55,21 @@ def test_what_was_counted_is_a_table_and_a_sentence():
         "steps": 4,
         "busy": None,
         "memory_peak": None,
-        "load": None,
         "idle": None,
         "timeline_seconds": None,
         "busy_parts": None,
     }
 
 
-def test_a_table_has_memory_and_load_where_they_are_told_and_80_columns():
+def test_a_table_has_memory_where_it_is_told_and_80_columns():
     devices = ["/device:GPU:{}".format(index) for index in range(3)]
     work.count(devices, [10**9] * 3, True)
-    report = reported(devices, None, {}, {devices[0]: 3 * 2**30}, [0.97, None, 1.0])
+    report = reported(devices, None, {}, {devices[0]: 3 * 2**30})
     assert str(report) == (
-        "device                  rows    in training  steps  memory peak  load\n"
-        "/device:GPU:0  1,000,000,000  1,000,000,000      1    3,072 MiB   97%\n"
-        "/device:GPU:1  1,000,000,000  1,000,000,000      1            -     -\n"
-        "/device:GPU:2  1,000,000,000  1,000,000,000      1            -  100%\n"
+        "device                  rows    in training  steps  memory peak\n"
+        "/device:GPU:0  1,000,000,000  1,000,000,000      1    3,072 MiB\n"
+        "/device:GPU:1  1,000,000,000  1,000,000,000      1            -\n"
+        "/device:GPU:2  1,000,000,000  1,000,000,000      1            -\n"
         "All 3 devices worked: 1,000,000,000 rows each."
     )
     assert max(map(len, str(report).splitlines())) <= 80
@@ -121,25 +120,13 @@ def test_the_verdict_tells_what_ran(batches, verdict):
     assert reported().verdict == verdict.replace("1 rows", "1 row")
 
 
-def test_very_many_idle_devices_have_no_rows_of_their_own():
+def test_very_many_idle_devices_are_named_in_short():
     names = ["cpu:{}".format(number) for number in range(999)]
     work.count(names, [1] * 2 + [0] * 997, True)
-    report = reported(names)
-    assert str(report) == (
-        "device  rows  in training  steps\n"
-        "cpu:0      1            1      1\n"
-        "cpu:1      1            1      1\n"
-        "cpu:2      0            0      0\n"
-        "cpu:3      0            0      0\n"
-        "cpu:4      0            0      0\n"
-        "... and 994 more that got no rows\n"
-        "Only 2 of 999 devices worked. cpu:2, cpu:3, cpu:4, ..., cpu:998 (997 devices)\n"
-        "got no rows: no batch had more than 2 rows, too few for 999 devices."
+    assert reported(names).verdict == (
+        "Only 2 of 999 devices worked. cpu:2, cpu:3, cpu:4, ..., cpu:998 (997 devices) got no "
+        "rows: no batch had more than 2 rows, too few for 999 devices."
     )
-    page = report.to_html()
-    assert "... and 994 more that got no rows" in page
-    assert "cpu:4<" in page and "cpu:5<" not in page
-    assert len(report.as_dict()["devices"]) == 999
 
 
 def test_what_was_not_trained_is_told():
@@ -216,14 +203,6 @@ def test_under_configure_gpu_alone(toy):
     report = compat.report()
     assert [each.device for each in report.devices] == configuration.devices
     assert report.verdict.startswith("No batch was counted: no model was given")
-
-
-def test_load_is_that_of_the_driver(toy, machine):
-    machine.add(utilization=40)
-    machine.add(utilization=7)
-    machine.plug()
-    compat.configure_gpu(gpus=[1])
-    assert [each.load for each in compat.report().devices] == [0.07]
 
 
 # compat run --report --------------------------------------------------------------------------

@@ -59,12 +59,12 @@ def test_it_is_a_warning_that_names_operation_layer_and_line_and_an_error_under_
 
 
 def test_the_report_says_how_much_was_divided():
-    assert reporting.of_this_process(["cpu:0"], None, {}, {}, ()).as_dict()["whole"] == {}
+    assert reporting.of_this_process(["cpu:0"], None, {}, {}).as_dict()["whole"] == {}
     with pytest.warns(compat.CompatWarning):
         _rows.runs_whole("net", MEAN, "cpu:0")
         _rows.runs_whole("other", across("unknown"), "cpu:0", "The model")
         _rows.runs_whole("third", across("tried"), "cpu:0", "The model")
-    report = reporting.of_this_process(["cpu:0"], None, {}, {}, ())
+    report = reporting.of_this_process(["cpu:0"], None, {}, {})
     assert str(report).endswith(
         "Model 'net' was divided up to the operation lambda/Mean (Mean) in layer 'lambda'\n"
         "(train.py, line 12), whole from there on.\n"

@@ -39,14 +39,13 @@ def report() -> "Report":
     from .._runtime import reporting  # for start-up time
 
     configuration, place = process.configuration, _ranks.own_place()
-    names, peaks, loads = [], {}, []
+    names, peaks = [], {}
     models = {name: settings.listed(devices) for name, devices in process.parallelized_before}
     if configuration is not None:
         names, peaks = configuration.devices, _api.configured_backend().memory_peaks()
-        loads = configuration.settings.devices.loads()
         models.update(configuration.parallelized)
     rank = None if place is None else place.rank
-    return reporting.of_this_process(names, rank, models, peaks, loads)
+    return reporting.of_this_process(names, rank, models, peaks)
 
 
 def timeline(path: str) -> "ContextManager[Timeline]":

@@ -30,7 +30,7 @@ _PACKAGES = r"jax-(cuda|rocm).+|jaxlib|numpy|nvidia-.+|tensorflow-metal|triton"
 # How a problem ends where a command fixes it.
 _COMMAND = re.compile(r": ((?:apt-get|conda|export|mv|pip|unset) .+?)\.?$", re.DOTALL)
 _PLACE = "launcher", "rank", "size", "local_rank", "local_size"
-#: Columns of the text; paths and the like, which are not broken, may be longer.
+#: Columns of the text; commands, paths and the like, which are not broken, may be longer.
 WIDTH = 80
 _NO_BACKEND = {"name": "none", "reason": "see the problems"}
 _CGROUP_LIMITS = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
@@ -207,7 +207,7 @@ def _sections(found: Dict[str, Any], width: int = sys.maxsize) -> List[Tuple[str
         ("system", _system_lines(found["system"])),
         ("backend", ["{name} ({reason})".format(**found["backend"] or _NO_BACKEND)]),
         ("versions", [_pairs(found["versions"]) or "no framework, no Keras"]),
-        ("packages", _package_lines(found["packages"])),
+        ("packages", [_pairs(found["packages"]) or "none"]),
         ("variables", _variable_lines(found["variables"])),
         ("keras.json", [_keras_json_line(found["keras_json"])]),
         ("drivers", [_drivers_line(found["drivers"])]),
@@ -225,20 +225,7 @@ def _wrapped(lines, width):
     wrapper = textwrap.TextWrapper(
         width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
-    return [p for line in lines for part in wrapper.wrap(line) for p in _at_commas(part, width)]
-
-
-def _at_commas(line, width):
-    """A long list without spaces, as variables have it, on several lines."""
-    parts = []
-    while len(line) > width and line.find(",", 2) > 0:
-        cut = line.rfind(",", 2, width)
-        cut = (cut if cut > 0 else line.find(",", 2)) + 1
-        if cut == len(line):
-            break
-        parts.append(line[:cut])
-        line = "  " + line[cut:]
-    return parts + [line]
+    return [part for line in lines for part in wrapper.wrap(line)]
 
 
 def _problem_lines(problem, width):
@@ -246,20 +233,7 @@ def _problem_lines(problem, width):
     text, command = problem["problem"], problem["command"]
     if command and text.rstrip(".").endswith(command):
         text = text.rstrip(".")[: -len(command)].rstrip()
-    lines = _wrapped(text.split("\n"), width)
-    return lines + (_command_lines(command, width) if command else [])
-
-
-def _command_lines(command, width):
-    """Continued by backslashes, as a shell takes it; what is quoted stays in one piece."""
-    lines = [""]
-    for word in re.findall(r"""(?:'[^']*'|"[^"]*"|[^\s'"])+""", command):
-        if lines[-1] and len(lines[-1] + word) + 3 > width:  # a space before, and the backslash
-            lines[-1] += " \\"
-            lines.append("      " + word)
-        else:
-            lines[-1] += (" " if lines[-1] else "    ") + word
-    return lines
+    return _wrapped(text.split("\n"), width) + (["    " + command] if command else [])
 
 
 def _pairs(versions):
@@ -279,17 +253,6 @@ def _system_lines(system):
 
 def _gib(number):
     return f"{number / 2**30:.1f} GiB"
-
-
-def _package_lines(packages):
-    """NVIDIA's are many: those of one version of CUDA go on a line of their own."""
-    by_kind: Dict[str, Dict[str, str]] = {}
-    for name, version in packages.items():
-        kind, match = "", re.match(r"nvidia-(.+?)(-cu\d+)?$", name)
-        if match is not None and name != "nvidia-ml-py":
-            kind, name = "nvidia-*" + (match.group(2) or ""), match.group(1)
-        by_kind.setdefault(kind, {})[name] = version
-    return [k + ": " * bool(k) + _pairs(by_kind[k]) for k in sorted(by_kind)] or ["none"]
 
 
 def _variable_lines(variables):

@@ -157,17 +157,8 @@ class Devices:
 
     def memory_totals(self):
         """The memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
-        return [gpu.memory_total or 0 for gpu in self._listed_by_driver()]
-
-    def loads(self):
-        """How busy the driver says that each of these GPUs is now, a share; None if unknown."""
-        known = [gpu.utilization for gpu in self._listed_by_driver()]
-        return [None if percent is None else percent / 100.0 for percent in known]
-
-    def _listed_by_driver(self):
-        """Each of these GPUs as the driver lists it now."""
         machine = discover() or [] if self.gpus else []
-        return [_gpu_of(entry, machine) for entry in self.gpus]
+        return [_gpu_of(entry, machine).memory_total or 0 for entry in self.gpus]
 
     def environ(self, environ):
         """The variables that show a process these GPUs and no other; none where undecided."""

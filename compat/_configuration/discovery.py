@@ -64,17 +64,15 @@ class Listing(list):
 def discover():
     """The machine's GPUs, in PCI order, or None where nothing tells how many there are.
 
-    Asks NVML, where nvidia-ml-py is installed, else nvidia-smi, else the driver's folder; then,
-    where there is none of NVIDIA's, AMD's commands. Initialises no GPU and no framework.
+    Asks nvidia-smi, else the driver's folder; then, where there is none of NVIDIA's, AMD's
+    commands. Initialises no GPU and no framework.
     """
     listing = Listing()
-    gpus, asked = _nvml(_nvml_gpu), "NVML"
-    if gpus is None:
-        query = "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu"
-        lines, asked = _nvidia_smi(query, listing), "nvidia-smi"
-        gpus = lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
+    query = "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu"
+    lines = _nvidia_smi(query, listing)
+    gpus = lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
     if gpus == []:
-        listing.answers.append(asked + " lists none")
+        listing.answers.append("nvidia-smi lists none")
     if gpus is None and os.access(_DRIVER, os.R_OK):
         gpus = [GPU(index) for index, _ in enumerate(os.listdir(_DRIVER))]
     elif gpus is None:
@@ -86,67 +84,9 @@ def discover():
     return listing
 
 
-def _nvml(ask):
-    """For each GPU, what ``ask`` reads from NVML, or None where NVML is missing or fails."""
-
-    def ask_all(pynvml):
-        handles = map(pynvml.nvmlDeviceGetHandleByIndex, range(pynvml.nvmlDeviceGetCount()))
-        return [ask(pynvml, index, handle) for index, handle in enumerate(handles)]
-
-    return _within_nvml(ask_all)
-
-
-def _within_nvml(ask):
-    # Not installed, or another package of that name; or no driver, a very old pynvml, ...:
-    # nvidia-smi says more of it.
-    with contextlib.suppress(Exception):
-        import pynvml
-
-        pynvml.nvmlInit()
-        try:
-            return ask(pynvml)
-        finally:
-            pynvml.nvmlShutdown()
-    return None
-
-
-def _nvml_gpu(pynvml, index, handle):
-    """A GPU as nvidia-smi would list it."""
-    mebi = 2**20
-
-    def told(function, *arguments):
-        with contextlib.suppress(pynvml.NVMLError):  # as under MIG
-            return function(handle, *arguments)
-        return None
-
-    # The second version does not count what the driver keeps for itself; nor does nvidia-smi.
-    memory = told(pynvml.nvmlDeviceGetMemoryInfo, pynvml.nvmlMemory_v2)
-    memory = memory or told(pynvml.nvmlDeviceGetMemoryInfo)
-    rates = told(pynvml.nvmlDeviceGetUtilizationRates)
-    return GPU(
-        index,
-        _text(pynvml.nvmlDeviceGetUUID(handle)),
-        _text(pynvml.nvmlDeviceGetName(handle)),
-        memory and memory.total // mebi * mebi,
-        memory and memory.used // mebi * mebi,
-        rates and rates.gpu,
-    )
-
-
-def _nvml_is_busy(pynvml, index, handle):
-    """The UUID of a GPU on which a process computes, or None."""
-    processes = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    return _text(pynvml.nvmlDeviceGetUUID(handle)) if processes else None
-
-
-def _text(value):  # bytes up to nvidia-ml-py 11
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
-
-
 def busy():
     """The UUIDs of GPUs on which a process computes, or None where nothing tells."""
-    uuids = _nvml(_nvml_is_busy)
-    return _nvidia_smi("--query-compute-apps=gpu_uuid", Listing()) if uuids is None else uuids
+    return _nvidia_smi("--query-compute-apps=gpu_uuid", Listing())
 
 
 def _nvidia_smi(query, listing):
@@ -203,23 +143,16 @@ def drivers():
         A dictionary: "nvidia", the driver; "cuda", the newest CUDA that it runs; "amdgpu", AMD's
         driver; "rocm", the installed ROCm. None each where nothing tells.
     """
-    versions = _within_nvml(_nvml_versions)
-    if versions is None:
-        table = "\n".join(_nvidia_smi(None, Listing()) or [])
-        # Newer ones call it the KMD's (kernel mode driver's), and CUDA's the UMD's.
-        versions = [
-            _match(r"(?:Driver|KMD) Version\s*: *([0-9.]+)", table)
-            or _match(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", content(_DRIVER_VERSION)),
-            _match(r"CUDA (?:UMD )?Version\s*: *([0-9.]+)", table),
-        ]
-    versions += [content(path).strip() or None for path in (_AMDGPU_VERSION, _ROCM_VERSION)]
-    return dict(zip(("nvidia", "cuda", "amdgpu", "rocm"), versions))
-
-
-def _nvml_versions(pynvml):
-    number = pynvml.nvmlSystemGetCudaDriverVersion()  # 12040
-    cuda = f"{number // 1000}.{number % 1000 // 10}"
-    return [_text(pynvml.nvmlSystemGetDriverVersion()), cuda]
+    table = "\n".join(_nvidia_smi(None, Listing()) or [])
+    # Newer ones call it the KMD's (kernel mode driver's), and CUDA's the UMD's.
+    told = _match(r"(?:Driver|KMD) Version\s*: *([0-9.]+)", table)
+    loaded = _match(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", content(_DRIVER_VERSION))
+    return {
+        "nvidia": told or loaded,
+        "cuda": _match(r"CUDA (?:UMD )?Version\s*: *([0-9.]+)", table),
+        "amdgpu": content(_AMDGPU_VERSION).strip() or None,
+        "rocm": content(_ROCM_VERSION).strip() or None,
+    }
 
 
 def _match(pattern, text):

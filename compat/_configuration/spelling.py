@@ -3,27 +3,8 @@
 import difflib
 import re
 
-# Names of other libraries and other versions for arguments of configure_gpu(), without underscores.
-_GPUS = """
-    gpu gpuid gpuids gpucount gpulist ngpu ngpus nogpus numgpu numgpus numberofgpus device devices
-    deviceid deviceids ndevices numdevices visibledevices visibledevicelist cudavisibledevices
-    cudadevice cudadevices ctx context contexts
-"""
-_GROW = """
-    growth grow allowgrowth gpuallowgrowth memorygrowth gpumemorygrowth allowmemorygrowth
-    setmemorygrowth enablememorygrowth memorygrow
-"""
-_FRACTION = """
-    fraction gpufraction memfraction memoryfraction gpumemoryfraction gpumemfraction
-    perprocessgpumemoryfraction perprocessmemoryfraction preallocate
-"""
-_LIMIT = "limit memorylimit gpumemorylimit memorysize maxmemory gpumemory memorymb memlimit"
-_FLOATX = "float floattype dtype precision"
-_BACKEND = "framework kerasbackend engine library"
-_SIMULATE = """
-    simulated simulation simulategpus fakegpus fakedevices virtualgpus virtualdevices logicaldevices
-    numcpudevices cpudevices
-"""
+# Other libraries' names for gpus=, without underscores, which are no misspellings of it.
+_GPUS = "numgpus device devices deviceids numdevices visibledevices visibledevicelist".split()
 
 
 def plain(name):
@@ -52,19 +33,12 @@ def meant(name, value, known):
         known: its arguments, and the options of backends.
     """
     short = plain(name)
-    if short in _GROW.split():
+    if "grow" in short:
         return 'memory="grow"'
-    if short in _FRACTION.split():
+    if "fraction" in short:
         right = isinstance(value, float) and 0 < value <= 1
         return f"memory={value if right else 0.5}"
-    if short in _LIMIT.split():
-        size = value if isinstance(value, int) and value > 1 else 4096
-        return f'memory="{size}MiB"'
-    if short in ("strategy", "distributionstrategy", "distribute"):
-        return "parallelize(model, strategy=...)"
-    names = {"gpus": _GPUS, "floatx": _FLOATX, "backend": _BACKEND, "simulate": _SIMULATE}
-    found = [right for right, others in names.items() if short in others.split()]
-    right_name = found[0] if found else closest(name, known)
+    right_name = "gpus" if short in _GPUS else closest(name, known)
     if right_name is None:
         return None
     text = repr(value)

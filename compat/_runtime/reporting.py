@@ -22,7 +22,6 @@ class DeviceUse(NamedTuple):
         steps: batches of which it has computed rows.
         busy: the share of the last ``timeline()`` in which it was executing operations; or None.
         memory_peak: the most memory of its GPU that the framework has taken, in bytes; or None.
-        load: how busy the driver says that the GPU is, a share, at the time of the report; or None.
         idle: why it has computed no rows, a phrase; None where it has.
         timeline_seconds: how long the last ``timeline()`` is; or None.
         busy_parts: ``busy`` of each of equal parts of it, in their order; or None.
@@ -35,7 +34,6 @@ class DeviceUse(NamedTuple):
     steps: int = 0
     busy: "Optional[float]" = None
     memory_peak: "Optional[int]" = None
-    load: "Optional[float]" = None
     idle: "Optional[str]" = None
     timeline_seconds: "Optional[float]" = None
     busy_parts: "Optional[Sequence[float]]" = None
@@ -146,15 +144,14 @@ class Report(NamedTuple):
     def __str__(self):
         said = [self.verdict] + self._undivided()
         lines = [line for text in said for line in textwrap.wrap(text, WIDTH)]
-        uses, more = self._shown()
-        return "\n".join(_table(uses) + more + lines)
+        return "\n".join(_table(self.devices) + lines)
 
     def to_html(self) -> str:
         """The same for a browser: a page with a picture that has a row for each device."""
         return markup.document("What each device did", self._repr_html_())
 
     def _repr_html_(self):
-        (uses, more), most = self._shown(), max([each.rows for each in self.devices] + [1])
+        uses, most = self.devices, max([each.rows for each in self.devices] + [1])
         shares = [(use, use.rows / most) for use in uses]
         lanes = [markup.Lane(u.title, _rows(u.rows), share, wrong=not share) for u, share in shares]
         lanes += [markup.Lane(f"rank {n}", "no report", 0, wrong=True) for n in self.absent]
@@ -174,15 +171,7 @@ class Report(NamedTuple):
             rows = zip(*([name] + values for name, values in columns))
             idle = [1 + place for place, use in enumerate(uses) if not use.rows]
             shown.append(markup.table(rows, idle, heading=True))
-        return "\n".join(shown + list(map(markup.sentence, more)))
-
-    def _shown(self):
-        """The devices that get a row, and a line on the others: idle ones, if those are many."""
-        idle = [use for use in self.devices if not use.rows]
-        if len(idle) <= settings.LISTED:
-            return self.devices, []
-        shown = [use for use in self.devices if use.rows or use in idle[:3]]
-        return shown, [f"... and {len(self.devices) - len(shown):,} more that got no rows"]
+        return "\n".join(shown)
 
     def _undivided(self):
         return ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]
@@ -226,7 +215,6 @@ def _columns(uses):
         ("steps", [f"{each.steps:,}" for each in uses]),
         ("busy", [operation_times.share(each.busy) for each in uses]),
         ("memory peak", [_mebibytes(each.memory_peak) for each in uses]),
-        ("load", [operation_times.share(each.load) for each in uses]),
     ]
     return [column for column in columns if any(value != "-" for value in column[1])]
 
@@ -248,7 +236,7 @@ def _mebibytes(value):
 # What was counted -----------------------------------------------------------------------------
 
 
-def of_this_process(names, rank, models, memory_peaks, loads) -> "Report":
+def of_this_process(names, rank, models, memory_peaks) -> "Report":
     """The report of what this process has done so far.
 
     Arguments:
@@ -256,7 +244,6 @@ def of_this_process(names, rank, models, memory_peaks, loads) -> "Report":
         rank: this process's; None where it is alone.
         models: where each parallelized model runs, by its name.
         memory_peaks: of GPUs, by their names, in bytes.
-        loads: of the configured devices.
     """
     if rank is not None:
         names = list(names[:1]) or ["-"]
@@ -268,7 +255,7 @@ def of_this_process(names, rank, models, memory_peaks, loads) -> "Report":
         for name, size in zip(list(seen)[:1] if devices == ("",) else devices, sizes or ()):
             seen.setdefault(name, []).append((size * number, number, training, sizes))
     uses = []
-    for place, (name, batches) in enumerate(seen.items()):
+    for name, batches in seen.items():
         rows = sum(rows for rows, _, _, _ in batches)
         use = DeviceUse(
             name,
@@ -277,7 +264,6 @@ def of_this_process(names, rank, models, memory_peaks, loads) -> "Report":
             training_rows=sum(rows for rows, _, training, _ in batches if training),
             steps=sum(number for rows, number, _, _ in batches if rows),
             memory_peak=memory_peaks.get(name),
-            load=loads[place] if place < len(loads) else None,
             idle=None if rows else _why_idle([sizes for _, _, _, sizes in batches]),
             **process.activities[name]._asdict() if name in process.activities else {},
         )

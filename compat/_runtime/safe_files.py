@@ -98,7 +98,6 @@ def replacement(path: str, like: "Optional[os.stat_result]" = None) -> "Iterator
         with contextlib.suppress(OSError):
             os.unlink(file.name)
         raise
-    _sync_folder(os.path.dirname(path))
 
 
 def give(place: "Any", like: "os.stat_result") -> None:
@@ -157,14 +156,3 @@ def _beside(path, like):
         "xb",
         opener=lambda path, flags: os.open(path, flags | NOFOLLOW, rights),
     )
-
-
-def _sync_folder(path):
-    """Make the change of name last through a power cut, where the system can."""
-    if os.name == "posix":
-        with contextlib.suppress(OSError):
-            folder = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
