@@ -198,12 +198,6 @@ def cases():
     yield "x.T * y", two, lambda x, y: x.T * y, all_of(_rows.by_row, [0, 1], result=1)
     condition = [array(3) > 0, array(3, 4), array(3, 4)]
     yield "select", condition, lambda c, x, y: np.where(c[:, None], x, y), all_of(_rows.selected)
-    yield (
-        "batch normalization in inference",
-        [array(3, 4), array(4)],
-        lambda x, w: x / np.sqrt(w + 9),
-        lambda given: _rows.normalized(given, [0, None], training=False),
-    )
 
 
 CASES = list(cases())
@@ -281,7 +275,6 @@ def test_unknown_and_mixed_go_through_every_rule():
         assert rule([unknown, mixed]) == Mixed()
     assert _rows.reduced(unknown, 0, "sum") == Unknown()
     assert _rows.by_row([mixed, constant], [0, None]) == Mixed()
-    assert _rows.normalized([mixed], [0], True, 2) == [Mixed()] * 3
 
 
 def test_rows_of_unknown_sizes_meet_others_in_products():
@@ -311,7 +304,7 @@ def test_rows_that_are_sorted_by_chance_are_told_from_those_that_are_left_where_
 
 
 def test_a_trial_tells_rows_from_what_needs_all_of_them():
-    batch = array(5, 4).astype("float32")
+    batch = np.random.RandomState(1).normal(size=(5, 4)).astype("float32")
 
     def compute(chosen):
         x = batch[[row % 5 for row in chosen]]

@@ -354,32 +354,6 @@ def test_what_no_rule_knows_is_tried(keras, function):
     assert "runs on /device:CPU:0 with the whole batch" in text
 
 
-def mean_of_class(x):
-    """Rows with the mean of all that have the same first number."""
-    means = [x[x[:, 0] == row[0]].mean(axis=0) for row in x]
-    return np.float32(means)
-
-
-def classes(x):
-    return np.repeat(np.unique(x[:, :1], axis=0), 2, axis=1)
-
-
-@pytest.mark.parametrize("function", [mean_of_class, classes])
-def test_rows_that_belong_together_by_chance_are_tried_in_other_pairs(keras, function):
-    """Of the first three rows, two are computed together by the first trial, and fit."""
-
-    def across(x):
-        result = v1.py_func(function, [x], "float32")
-        result.set_shape((None, 2))
-        return result
-
-    inputs = keras.layers.Input(shape=(2,))
-    model = keras.models.Model(inputs, keras.layers.Lambda(across)(inputs))
-    compat.parallelize(model)
-    batch = np.float32([[0, 1], [0, 3], [1, 5], [0, 9], [1, 7], [0, 2], [1, 4]])
-    np.testing.assert_allclose(model.predict_on_batch(batch), function(batch))
-
-
 def test_last_layer_across_rows_is_not_warned_of(keras):
     """All that is costly is divided."""
     K, layers = keras.backend, keras.layers
@@ -506,30 +480,6 @@ def test_fixed_number_of_rows_is_tried(keras, mixes):
     difference, texts = trained(one_and_three(build), steps=(7, 7))
     assert difference <= 1e-5
     assert len(texts) == mixes and all("runs on " in text for text in texts)
-
-
-def test_sparse_adjacency(keras):
-    """A graph's edges between all rows, and K.function on a sparse input."""
-    from scipy import sparse
-
-    K, layers = keras.backend, keras.layers
-    if keras.__name__ != "keras" or keras.__version__.startswith("2.3"):
-        return  # there a sparse input fails on one device: see test_sparse_input
-    random = np.random.RandomState(0)
-    edges, nodes = sparse.csr_matrix(random.rand(13, 13)), rows_of(13)
-
-    def build():
-        inputs = [layers.Input(batch_shape=(None, None), sparse=True), layers.Input(shape=(4,))]
-        hidden = layers.Dense(3, activation="tanh")(inputs[1])
-        product = layers.Lambda(lambda ab: K.dot(ab[0], ab[1]), output_shape=(3,))
-        return keras.models.Model(inputs, layers.Dense(2)(product([inputs[0], hidden])))
-
-    found = []
-    for model in one_and_three(build):
-        losses = [model.train_on_batch([edges, nodes], rows_of(13, 2)) for _ in range(2)]
-        outputs = K.function(model.inputs, model.outputs)([edges, nodes])
-        found.append([np.array(losses)] + outputs + model.get_weights())
-    assert largest_difference(*found) <= 1e-5
 
 
 # Losses ---------------------------------------------------------------------------------------
@@ -704,19 +654,6 @@ def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
 
     models = one_and_three(lambda: model_with(keras, layer_of(keras, "looping", call)))
     assert train_both(models) <= 1e-5
-
-
-@slow  # the test before it has a loop, too
-def test_losses_with_a_loop(keras):
-    def build():
-        inputs = keras.layers.Input(shape=(4,))
-        return keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
-
-    def loss(expected, found):
-        totals = tf.scan(lambda total, row: 0.5 * total + row, found)
-        return keras.backend.sum(keras.backend.square(totals - expected))
-
-    assert train_both(one_and_three(build, loss)) <= 1e-5
 
 
 def test_products_that_a_loss_alone_needs_and_that_cannot_be_divided(keras):

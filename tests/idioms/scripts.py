@@ -12,6 +12,13 @@ def _small(kit, width=2, activation=None, inputs=6):
     return model
 
 
+def _compiled(kit, parallel):
+    model = _small(kit)
+    kit.parallel(model, parallel)
+    kit.compile(model, "mse")
+    return model
+
+
 def _normal(kit, seed, rows, width=6):
     return np.random.RandomState([seed, rows]).normal(size=(rows, width)).astype(kit.floatx)
 
@@ -113,9 +120,7 @@ def callbacks(kit, parallel):
 @script("K.function of a layer's output")
 def features(kit, parallel):
     K = kit.keras.backend
-    observed, model = Observed(), _small(kit)
-    kit.parallel(model, parallel)
-    kit.compile(model, "mse")
+    observed, model = Observed(), _compiled(kit, parallel)
     inside = K.function([model.layers[0].input], [model.layers[1].output])
     rows = kit.rows
     for step in range(STEPS):
@@ -127,9 +132,7 @@ def features(kit, parallel):
 @script("K.gradients: saliency of the inputs")
 def saliency(kit, parallel):
     K = kit.keras.backend
-    observed, model = Observed(), _small(kit)
-    kit.parallel(model, parallel)
-    kit.compile(model, "mse")
+    observed, model = Observed(), _compiled(kit, parallel)
     model.train_on_batch(_normal(kit, 1, kit.rows), _normal(kit, 2, kit.rows, 2))
     gradient = K.gradients(K.sum(model.output[:, 0]), [model.input])[0]
     observed.note("saliency", *K.function([model.input], [gradient])([_normal(kit, 9, kit.rows)]))
@@ -140,9 +143,7 @@ def saliency(kit, parallel):
 def updates(kit, parallel):
     """A training function of one's own, as agents of reinforcement learning have."""
     K = kit.keras.backend
-    observed, model = Observed(), _small(kit)
-    kit.parallel(model, parallel)
-    kit.compile(model, "mse")
+    observed, model = Observed(), _compiled(kit, parallel)
     advantage = K.placeholder(shape=(None, 2))
     loss = K.mean(K.square(model.output) * advantage)
     optimizer = kit.keras.optimizers.SGD(lr=0.05)

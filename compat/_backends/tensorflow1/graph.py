@@ -59,17 +59,6 @@ def whole_loops(operations, among):
 _WRITES = ("Assign", "Scatter", "Apply", "SparseApply")  # maybe after "Resource"
 
 
-def dense_parts(tensor):
-    """The dense tensors that a tensor consists of: three, for a sparse one."""
-    if hasattr(tensor, "dense_shape"):
-        return [tensor.indices, tensor.values, tensor.dense_shape]
-    return [tensor]
-
-
-def operations_of(inputs):
-    return {part.op for tensor in inputs for part in dense_parts(tensor)}
-
-
 def ancestors(fetches, stop, cut=None):
     """The operations that ``fetches`` need, those in ``stop`` left out, and who consumes what.
 

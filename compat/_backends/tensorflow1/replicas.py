@@ -34,7 +34,7 @@ class GraphReplicas:
         self.graph = model.outputs[0].graph
         self.inputs = list(model.inputs)
         for tensor in self.inputs:
-            if not isinstance(tensor, (self.tf.Tensor, self.tf.SparseTensor)):
+            if not isinstance(tensor, self.tf.Tensor):
                 raise errors.UnsupportedError(
                     f"parallelize() divides the inputs of model {self.name!r} by rows, and cannot "
                     f"divide a variable: {tensor.name}. Give its value: "
@@ -62,7 +62,7 @@ class GraphReplicas:
 
     def _replica(self, index):
         """Copy the batch part to the device, there to compute its shard."""
-        tf, shards = self.tf, {}  # type: Any, Any
+        tf = self.tf
         shapes = self.part.rows.shapes.items()
         replaced = {t: tf.constant(sizes, t.dtype) for t, sizes in shapes if None not in sizes}
         for tensor in self.read_in_shards():
@@ -70,9 +70,8 @@ class GraphReplicas:
                 # Of a fixed number, a replica could only compute as many rows as it always has.
                 count = tf.placeholder_with_default(self._count(tensor), ())
                 first, end = split_rows.run_bounds(count, len(self.devices), index, tf.maximum)
-                shards[tensor] = shard = self._shard(tensor, first, end)
-                replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
-        replica = graph.copy_operations(
+                replaced[tensor] = tensor[first:end]
+        return graph.copy_operations(
             self.part.needed,
             replaced,
             f"replica_{index}",
@@ -81,8 +80,6 @@ class GraphReplicas:
             controls=lambda op: [op] if op in self.part.once else [],
             fixed_batch=self.part.fixed,
         )
-        replica.shards = shards
-        return replica
 
     def read_in_shards(self):
         """The tensors of whose rows each replica reads its own."""
@@ -95,7 +92,7 @@ class GraphReplicas:
     def _check_rows_of_tensors(self):
         """Check at run time that inputs that are not fed have as many rows as the others."""
         tf = self.tf
-        fed = [graph.dense_parts(t)[0].op.type.startswith("Placeholder") for t in self.part.divided]
+        fed = [t.op.type.startswith("Placeholder") for t in self.part.divided]
         self._checks = []
         if len(fed) < 2 or all(fed):
             return
@@ -118,18 +115,7 @@ class GraphReplicas:
         return self.tf.colocate_with(tensor.op)
 
     def _count(self, tensor):
-        if isinstance(tensor, self.tf.SparseTensor):
-            return self.tf.cast(tensor.dense_shape[0], self.tf.int32)
         return self.tf.shape(tensor)[0]
-
-    def _shard(self, tensor, first, end):
-        tf = self.tf
-        if not isinstance(tensor, tf.SparseTensor):
-            return tensor[first:end]
-        first, rows = tf.cast(first, tf.int64), tf.cast(end - first, tf.int64)
-        start = tf.concat([[first], tf.zeros_like(tensor.dense_shape[1:])], axis=0)
-        size = tf.concat([[rows], tensor.dense_shape[1:]], axis=0)
-        return tf.sparse_slice(tensor, start, size)
 
     @contextlib.contextmanager
     def gradients_colocated(self):
