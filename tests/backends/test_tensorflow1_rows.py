@@ -656,24 +656,6 @@ def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
     assert train_both(models) <= 1e-5
 
 
-def test_products_that_a_loss_alone_needs_and_that_cannot_be_divided(keras):
-    def call(layer, x):
-        layer.add_loss(tf.reduce_sum(tf.matmul(tf.ones((2, 3)), x, transpose_b=True)))
-        return x
-
-    models = one_and_three(lambda: model_with(keras, layer_of(keras, "selecting", call)))
-    difference, (text,) = trained(models)
-    assert difference <= 1e-5
-    assert re.fullmatch(
-        r"A loss or an update of model '{}' needs operations that its outputs do not need and that "
-        r"parallelize\(\) cannot divide, so they run on one device: selecting\S* \(MatMul\)\. To "
-        r"have them divided, make what they compute an output of the model\.".format(
-            models[1].name
-        ),
-        text,
-    )
-
-
 @span
 def test_errors_of_tensorflow_tell_of_the_divided_batch(keras):
     """What takes a whole batch of 13 rows alone fails on a part of it."""
