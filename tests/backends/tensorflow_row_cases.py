@@ -224,7 +224,7 @@ def _reductions():
     yield "Sum of all", [x], lambda x: tf.reduce_sum(x)
     for axis in (0, 1):
         yield from simple("ArgMax ArgMin", x, dimension=axis)
-    yield from simple("BiasAddGrad", x)
+    yield from simple("L2Loss BiasAddGrad", x)
     channels_first = {"label": "BiasAddGrad NCHW", "data_format": "NCHW"}
     yield from simple("BiasAddGrad", array(3, 3, 2), **channels_first)
     for axis in (0, 1, -1):
@@ -334,6 +334,17 @@ def _lookups():
     yield "where, times 0", [array(3, 3)], lambda x: tf.gather(x, 0 * v1.where(x[:, 0] > 0.1)[:, 0])
     segments = "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentSum UnsortedSegmentProd"
     yield from simple(segments, x, places, num_segments=4)
+    unweighted = {"size": 4, "weights": np.float32([])}
+    yield from simple("Bincount", places, **unweighted)
+    yield (
+        "Bincount weighted",
+        [places, array(3)],
+        lambda n, w: raw.Bincount(arr=n, size=4, weights=w),
+    )
+    for given, binary in itertools.product((places, whole_numbers(4, 3, 3)), (False, True)):
+        label = "DenseBincount {} {}".format(given.ndim, binary)
+        yield from simple("DenseBincount", given, label=label, binary_output=binary, **unweighted)
+    yield from simple("HistogramFixedWidth", x, value_range=np.float32([0, 1]), nbins=4)
     yield from simple("ScatterNd", places[:, None], array(3, 4), shape=[5, 4])
     classes = whole_numbers(4, 3, 3)
     for axis in (-1, 0, 1):

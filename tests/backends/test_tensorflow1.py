@@ -387,7 +387,7 @@ class TestTensorFlow1(KerasParts):
             initialise(model)
             models.append(model)
         for model in models:
-            reset_momentum(model)
+            model.optimizer.set_weights([0 * w for w in model.optimizer.get_weights()])
             model.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
         self.close(models[0].get_weights(), models[1].get_weights())
         assert len(self.placement(models[1], inputs, targets)) == DEVICES
@@ -766,10 +766,6 @@ def whole_outputs(keras, model, inputs, training=False):
     phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
     feed = {model.inputs[0]: inputs, phase: training}
     return K.get_session().run(function_of(model, "predict_function").outputs[0], feed)
-
-
-def reset_momentum(model):
-    model.optimizer.set_weights([0 * w for w in model.optimizer.get_weights()])
 
 
 # Configuring, a process for each case ---------------------------------------------------------

@@ -1,5 +1,7 @@
 """What idioms are written in: one vocabulary for every Keras, and how a model is trained."""
 
+import contextlib
+
 import numpy as np
 from kerases import is_keras_3, one, optimizer, randomized, runs_eagerly
 
@@ -196,6 +198,28 @@ class Kit:
     def tensor(self, values):
         """Keras 3 on torch hands arrays to steps of one's own."""
         return self.ops.convert_to_tensor(values) if self.is_3 else values
+
+    def gradients(self, model, loss_of):
+        """A loss, and pairs of gradient and weight, by a tape or autograd."""
+        if self.backend == "torch":
+            model.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            return loss, [(weight.value.grad, weight) for weight in model.trainable_weights]
+        import tensorflow
+
+        with tensorflow.GradientTape() as tape:
+            loss = loss_of()
+        variables = model.trainable_variables
+        return loss, list(zip(tape.gradient(loss, variables), variables))
+
+    def untracked(self):
+        """The context in which autograd does not follow what is computed."""
+        if self.backend != "torch":
+            return contextlib.ExitStack()
+        import torch
+
+        return torch.no_grad()
 
     # Data ----------------------------------------------------------------------------------------
 

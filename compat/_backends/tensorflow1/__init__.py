@@ -160,9 +160,8 @@ class TensorFlow1(Backend):
         """Run ``model`` on ``devices``, the same object; see the head of this file.
 
         Raises:
-            UnsupportedError: in a loop, an operation's gradient is by ``tf.custom_gradient``; an
-                input is a variable; a call writes a variable by what depends on the batch; all of
-                these when Keras makes the model's functions.
+            UnsupportedError: in a loop, an operation's gradient is by ``tf.custom_gradient``; when
+                Keras makes the model's functions.
 
         BatchNorm normalises each replica's rows by their own statistics, and its moving
         averages take the mean of the replicas' updates, once a step. Dropout masks of replicas
@@ -176,7 +175,7 @@ class TensorFlow1(Backend):
         undivided graph.
         """
         inputs = getattr(model, "inputs", None) or ()
-        kinds = {"nested_row_splits": "ragged", "dense_shape": "sparse"}
+        kinds = {"nested_row_splits": "ragged", "dense_shape": "sparse", "assign": "a variable"}
         found = [kinds[name] for name in kinds if any(hasattr(each, name) for each in inputs)]
         if len(devices) > 1 and found:
             _keras.warn_not_divided(model, f"an input of it is {found[0]}", devices[0])

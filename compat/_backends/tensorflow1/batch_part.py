@@ -66,7 +66,6 @@ class BatchPart:
             for op in needed
             if not (graph.is_shared(op) or op not in depending and own_gradients.has_one(op))
         ]
-        self._refuse_custom_gradients_in_loops()
         # What these need besides is copied, too.
         self.operations = graph.reached(starts, consumers) - starts
         self.constants = list(self.rows.constants) + self._constants_of_loops()
@@ -130,16 +129,6 @@ class BatchPart:
                     return tensor._keras_history[0].name
             pending += [user for user in self._consumers.get(each, ()) if user not in pending]
         return None
-
-    def _refuse_custom_gradients_in_loops(self):
-        for op in self.needed:
-            if graph.has_custom_gradient(op) and graph.loop_of(op) is not None:
-                raise errors.unsupported(
-                    "tensorflow",
-                    f"run {op.name} on several devices: it is in a loop and has a gradient by "
-                    "tf.custom_gradient, which is bound to the undivided batch",
-                    "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
-                )
 
     def _constants_of_loops(self):
         """What loops begin with, weights left out, that has a fixed number of rows: zeros."""

@@ -5,6 +5,8 @@ import copy
 import itertools
 import sys
 
+from ... import errors
+
 
 def v1_names(tensorflow=None):
     """TensorFlow under its 1.x names, which late versions of it call deprecated elsewhere."""
@@ -285,6 +287,14 @@ def _gradient_of_copy(op, copies):
     computed of the copies.
     """
     from tensorflow.python.framework import ops
+
+    if loop_of(op) is not None:
+        raise errors.unsupported(
+            "tensorflow",
+            f"run {op.name} on several devices: it is in a loop and has a gradient by "
+            "tf.custom_gradient, which is bound to the undivided batch",
+            "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
+        )
 
     gradient = ops.get_gradient_function(op)
     name = f"CustomGradientOfCopy{next(_numbers)}"

@@ -12,7 +12,7 @@ average becomes the mean of what the replicas would write.
 
 import contextlib
 
-from ... import _keras, errors
+from ... import _keras
 from ..._rows import split_rows
 from . import graph
 from .batch_part import BatchPart
@@ -33,13 +33,6 @@ class GraphReplicas:
         self.devices = devices
         self.graph = model.outputs[0].graph
         self.inputs = list(model.inputs)
-        for tensor in self.inputs:
-            if not isinstance(tensor, self.tf.Tensor):
-                raise errors.UnsupportedError(
-                    f"parallelize() divides the inputs of model {self.name!r} by rows, and cannot "
-                    f"divide a variable: {tensor.name}. Give its value: "
-                    "Input(tensor=tf.identity(variable))."
-                )
         # A row for each row of the batch.
         self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
         # What is computed again, of the whole batch, and in place of what leaves the replicas.
@@ -48,7 +41,7 @@ class GraphReplicas:
         self.part = BatchPart(model, losses, updates, _variables_of_batchnorm(model), tried)
         with self._apart():
             self._check_rows_of_tensors()
-            rows = self._count((self.part.divided or self.inputs)[0])
+            rows = self.tf.shape((self.part.divided or self.inputs)[0])[0]
             self.sizes = split_rows.sizes(rows, len(devices))
             self.copies = [self._replica(index) for index in range(len(devices))]
         device_of = {
@@ -68,7 +61,7 @@ class GraphReplicas:
         for tensor in self.read_in_shards():
             with self._where_it_lies(tensor), tf.control_dependencies(self._checks):
                 # Of a fixed number, a replica could only compute as many rows as it always has.
-                count = tf.placeholder_with_default(self._count(tensor), ())
+                count = tf.placeholder_with_default(tf.shape(tensor)[0], ())
                 first, end = split_rows.run_bounds(count, len(self.devices), index, tf.maximum)
                 replaced[tensor] = tensor[first:end]
         return graph.copy_operations(
@@ -97,7 +90,7 @@ class GraphReplicas:
         if len(fed) < 2 or all(fed):
             return
         with tf.device("/cpu:0"):
-            counts = [self._count(tensor) for tensor in self.part.divided]
+            counts = [tf.shape(tensor)[0] for tensor in self.part.divided]
             same = tf.reduce_all(tf.equal(counts, counts[0]))
             self._checks.append(tf.Assert(same, [rows_differ(self.name) + " Rows:"] + counts))
 
@@ -113,9 +106,6 @@ class GraphReplicas:
         if tensor.op.type.startswith("Placeholder"):
             return self.tf.device("/cpu:0")
         return self.tf.colocate_with(tensor.op)
-
-    def _count(self, tensor):
-        return self.tf.shape(tensor)[0]
 
     @contextlib.contextmanager
     def gradients_colocated(self):

@@ -87,6 +87,7 @@ _TYPES = {
     row_rules.bias: "BiasAdd BiasAddV1",
     row_rules.selected: "Select",
     row_rules.reduced: "All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum",
+    row_rules.half_of_squares: "L2Loss",
     row_rules.all_but_channels: "BiasAddGrad",
     row_rules.along: "Cumprod Cumsum CumulativeLogsumexp Reverse ReverseV2 Roll",
     row_rules.along_last(1): (
@@ -110,6 +111,7 @@ _TYPES = {
     row_rules.segments: (
         "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum"
     ),
+    row_rules.counted_in: "Bincount DenseBincount HistogramFixedWidth",
     row_rules.scattered: "ScatterNd",
     row_rules.where: "Where",
     row_rules.sequences_reversed: "ReverseSequence",

@@ -6,7 +6,7 @@ They find out an operation's attributes for the rules of ``_rows``.
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
 from .graph import attribute
-from .row_sizes import Positions, known_numbers, numbers, of_first
+from .row_sizes import Positions, known_numbers, numbers, of_first, sizes_of
 
 # Element by element ---------------------------------------------------------------------------
 
@@ -78,6 +78,10 @@ def reduced(op, values):
     if not known and not isinstance(values[0].placement, Partial):
         return Unknown("the axes are not known")
     return _rows.reduced(values[0], axes, how, kept)
+
+
+def half_of_squares(op, values):
+    return _rows.reduced(Value(_rows.pointwise(values), values[0].shape), None, "sum")
 
 
 def all_but_channels(op, values):
@@ -170,6 +174,23 @@ def segments(op, values):
             return Mixed()
         return data.placement.replace(axis=data.axis - places.rank + 1)
     return _rows.scattered([places, data], op.type[len("UnsortedSegment") :].lower())
+
+
+def counted_in(op, values):
+    """Histograms of a fixed number of places."""
+    if op.type == "HistogramFixedWidth":
+        counted, fixed = values[:1], values[1:]
+    else:
+        counted, fixed = [values[0]] + list(values[2:]), values[1:2]
+    if sizes_of(op.inputs[-1]) == [0]:  # no weights
+        counted = counted[:1]
+    if not all(isinstance(each.placement, Replicated) for each in fixed):
+        return Mixed()
+    if op.type == "DenseBincount" and values[0].rank != 1:
+        two = values[0].rank == 2 and values[0].axis == 0
+        return _rows.by_row(counted, [0] * len(counted)) if two else Mixed()
+    binary = attribute(op, "binary_output", False)
+    return _rows.scattered(counted, "max" if binary else "sum")
 
 
 def scattered(op, values):
