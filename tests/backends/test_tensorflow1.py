@@ -344,7 +344,7 @@ class TestTensorFlow1(KerasParts):
         ones = np.ones((12, 40), "float32")
         losses = model.train_on_batch(ones, ones)
         assert np.isfinite(losses)
-        outputs = whole_outputs(keras, model, ones, training=True)
+        (outputs,) = whole_outputs(keras, model, ones, training=True)
         masks = [shard.ravel() > 0 for shard in np.split(outputs, 3)]
         for first, second in [(0, 1), (1, 2), (0, 2)]:
             assert 0.3 < np.mean(masks[first] == masks[second]) < 0.7
@@ -765,7 +765,7 @@ def whole_outputs(keras, model, inputs, training=False):
     K = keras.backend
     phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
     feed = {model.inputs[0]: inputs, phase: training}
-    return K.get_session().run(function_of(model, "predict_function").outputs[0], feed)
+    return K.get_session().run(function_of(model, "predict_function").outputs, feed)
 
 
 # Configuring, a process for each case ---------------------------------------------------------

@@ -22,6 +22,7 @@ from compat.testing import (
 )
 
 from . import graph_cases
+from .test_tensorflow1 import whole_outputs
 
 v1 = v1_names(tf)
 #: Rows of steps: even, uneven, fewer than devices.
@@ -276,14 +277,9 @@ def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
         return keras.models.Model(inputs, outputs + [hidden])
 
     plain, parallel = initialise(build()), compat.parallelize(initialise(build()))
-    found = []
-    for model in (plain, parallel):
-        model._make_predict_function()
-        for rows in STEPS:
-            feed = {model.inputs[0]: rows_of(rows)}
-            phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
-            feed[phase] = False
-            found.append(K.get_session().run(model.predict_function.outputs, feed))
+    found = [
+        whole_outputs(keras, model, rows_of(rows)) for model in (plain, parallel) for rows in STEPS
+    ]
     for expected, result in zip(found[: len(STEPS)], found[len(STEPS) :]):
         assert largest_difference(expected, result) <= 1e-5
 
