@@ -45,8 +45,11 @@ class ReplicatedGraphFunctions:
         if _keras.wraps_a_model(self.owner):
             vars(self.owner)["build"] = self._build
         if self.model is not None:
-            for name in self._names:
-                vars(self.model)["_make_" + name] = self._maker(name)
+            self._install_makers()
+
+    def _install_makers(self):
+        for name in self._names:
+            vars(self.model)["_make_" + name] = self._maker(name)
 
     def uninstall(self):
         vars(self.owner).pop("build", None)
@@ -58,7 +61,7 @@ class ReplicatedGraphFunctions:
         """What an old Sequential does to make its inner model anew, when layers were added."""
         type(self.owner).build(self.owner, input_shape)
         self.model = _keras.inner_model(self.owner)
-        self.install()
+        self._install_makers()  # and not "build", which verification may have hidden by its own
 
     def _maker(self, name):
         make = getattr(self.model, "_make_" + name)
