@@ -2,6 +2,8 @@
 
 import os
 
+import numpy as np
+
 import compat
 from compat import _keras
 from compat._configuration import packages
@@ -50,6 +52,21 @@ def variables(model):
     if "keras.engine" in str(type(model).__mro__):  # Keras 2 lists those that are trained first
         return [variable for layer in model.layers for variable in layer.weights]
     return model.weights
+
+
+def randomized(model, random):
+    """Random values for the weights of a model; variances and other state stay as they are made."""
+    kept = {id(weight) for weight in model.non_trainable_weights}
+    return [
+        value if id(weight) in kept and np.ndim(value) < 2
+        else (random.normal(size=value.shape) * 0.4).astype(value.dtype)
+        for weight, value in zip(variables(model), model.get_weights())
+    ]  # fmt: skip
+
+
+def one(values):
+    """Keras takes a list of one as well; what most people write is the one."""
+    return values[0] if isinstance(values, list) and len(values) == 1 else values
 
 
 def optimizer(keras, kind, options):

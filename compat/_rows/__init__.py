@@ -25,7 +25,6 @@ from .lookups import (
     counted,
     gathered,
     made,
-    normalized,
     scattered,
     shape_of,
     size_of,

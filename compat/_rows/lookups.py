@@ -61,22 +61,6 @@ def by_row(values, axes, result=None):
     return shared([each.replace(axis=axis) for each in rows]) or Mixed()
 
 
-def normalized(values, axes, training, statistics=0):
-    """Batch normalization: by each device's own rows, as documented; and its statistics.
-
-    Arguments:
-        axes: as for ``by_row``.
-        statistics: how many further results there are: means over the rows, in training.
-
-    Returns:
-        A list of placements.
-    """
-    rows = by_row(values, axes)
-    if not isinstance(rows, Sharded):
-        return [rows] * (1 + statistics)
-    return [rows] + [Partial("mean") if training else REPLICATED] * statistics
-
-
 def made(sizes, rank):
     """New values of a shape, each of them drawn or filled in without looking at the others.
 

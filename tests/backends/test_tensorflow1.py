@@ -18,7 +18,7 @@ from compat._backends import tensorflow1
 from compat._backends.tensorflow1 import op_placement, sessions, timeline
 from compat._backends.tensorflow1.graph import ancestors, v1_names
 from compat._backends.tensorflow1.op_placement import partitions, products
-from compat._backends.tensorflow1.step_counter import OrderedCounting
+from compat._backends.tensorflow1.step_counter import counts_without_order
 from compat.testing import (
     CASES,
     DEVICES,
@@ -49,11 +49,6 @@ def record(model, inputs, targets):
     with timeline.recorded(v1, output_partition_graphs=True) as runs:
         model.train_on_batch(inputs, targets)
     return max(runs, key=v1.RunMetadata.ByteSize)  # others read and write variables, for a trial
-
-
-def counts_without_order(keras):
-    """Whether Adam may read its step counter before or after the increment."""
-    return "get_updates" in vars(keras.optimizers.Adam)  # not that of all later optimizers
 
 
 def unordered_reads(model):
@@ -101,8 +96,8 @@ class TestTensorFlow1(KerasParts):
         """Adam of keras 2.2 and 2.3 repeats only with the order that ``parallelize`` gives it."""
         model = super().compiled(keras, name, optimizer_name, parallel)
         if optimizer_name == "adam":
-            if counts_without_order(keras) and not parallel:
-                OrderedCounting([]).install(_keras.inner_model(model))
+            if not parallel:
+                self.instance().parallelize(model, self.instance().devices()[:1])
             assert not unordered_reads(model)
         return model
 
@@ -110,7 +105,7 @@ class TestTensorFlow1(KerasParts):
     def test_nothing_orders_the_step_counter_of_plain_adam(self, keras):
         """In keras 2 the plain model does not repeat; tf.keras has an order from 1.14 on."""
         model = super().compiled(keras, "dense", "adam")
-        assert bool(unordered_reads(model)) == counts_without_order(keras)
+        assert bool(unordered_reads(model)) == counts_without_order(model)
 
     @pytest.mark.parametrize("gpus", in_span([None, 1], [None]))
     def test_first_step_of_adam_is_step_one(self, keras, gpus):
@@ -154,7 +149,7 @@ class TestTensorFlow1(KerasParts):
     @slow
     def test_tensors_are_fed_in_place_of_arrays(self, keras):
         """Keras 2.2 and 2.3 run them first; their rows are TensorFlow's numbers."""
-        if not counts_without_order(keras) or not HAS_SUBCLASSED_MODELS:
+        if keras.__name__ != "keras" or not HAS_SUBCLASSED_MODELS:
             return  # tf.keras builds the model on them
         K = keras.backend
         results = []
@@ -258,7 +253,10 @@ class TestTensorFlow1(KerasParts):
 
     @pytest.mark.parametrize("devices", [1, DEVICES])
     def test_one_step_is_right_200_times_of_200(self, keras, devices):
-        """keras 2.2.4 alone is wrong in some of 200: its reference variables race."""
+        """keras 2.2.4 alone is wrong in some of 200: its reference variables race.
+
+        That a step is right as such, the contract's tests tell.
+        """
         inputs, targets = CASES["dense"].data(61)
         layers = keras.layers
         model = keras.models.Sequential(
@@ -270,13 +268,13 @@ class TestTensorFlow1(KerasParts):
         except TypeError:
             model.compile(keras.optimizers.SGD(lr=0.5), "mse")
         start = model.get_weights()
-        expected = step_by_numpy(start, inputs, targets, 0.5)
-        wrong = 0
+        found = []
         for _ in range(200):
             model.set_weights(start)
             model.train_on_batch(inputs, targets)
-            wrong += largest_difference(expected, model.get_weights()) > 1e-6
-        assert wrong == 0
+            found.append(model.get_weights())
+        assert largest_difference(start, found[0]) > 1e-3
+        assert max(largest_difference(found[0], each) for each in found) <= 1e-6
 
     def check_nothing_undivided(self, model, ran, more_than=0):
         """That a step ran no operation of the part of the graph that computes the whole batch.
@@ -346,7 +344,7 @@ class TestTensorFlow1(KerasParts):
         ones = np.ones((12, 40), "float32")
         losses = model.train_on_batch(ones, ones)
         assert np.isfinite(losses)
-        outputs = whole_outputs(keras, model, ones, training=True)
+        (outputs,) = whole_outputs(keras, model, ones, training=True)
         masks = [shard.ravel() > 0 for shard in np.split(outputs, 3)]
         for first, second in [(0, 1), (1, 2), (0, 2)]:
             assert 0.3 < np.mean(masks[first] == masks[second]) < 0.7
@@ -389,7 +387,7 @@ class TestTensorFlow1(KerasParts):
             initialise(model)
             models.append(model)
         for model in models:
-            reset_momentum(model)
+            model.optimizer.set_weights([0 * w for w in model.optimizer.get_weights()])
             model.fit(inputs, targets, batch_size=16, epochs=2, shuffle=False, verbose=0)
         self.close(models[0].get_weights(), models[1].get_weights())
         assert len(self.placement(models[1], inputs, targets)) == DEVICES
@@ -430,20 +428,17 @@ class TestTensorFlow1(KerasParts):
                 str(raised.value),
             )
 
-    def test_sparse_input(self, keras):
-        from scipy import sparse
-
-        def build():
-            inputs = keras.layers.Input(shape=(8,), sparse=True)
-            return keras.models.Model(inputs, keras.layers.Dense(4)(inputs))
-
-        inputs, targets = CASES["dense"].data(13)
-        inputs = sparse.csr_matrix(inputs)
-        if keras.__name__ == "keras" and not keras.__version__.startswith("2.3"):
-            self.train_both(keras, build, "mse", inputs, targets, batch=13)
-        else:
-            with pytest.raises(ValueError):  # on one device, neither
-                build().predict(inputs)
+    def test_sparse_inputs_stay_on_one_device(self, keras, configuration):
+        inputs = keras.layers.Input(shape=(8,), sparse=True)
+        model = keras.models.Model(inputs, keras.layers.Dense(4)(inputs))
+        with pytest.warns(compat.CompatWarning) as warned:
+            compat.parallelize(model)
+        assert str(warned[0].message) == (
+            "parallelize() leaves model {!r} on {}: an input of it is sparse, so its batches "
+            "cannot be split. The numbers are those of one device, and so is the speed.".format(
+                model.name, configuration.devices[0].replace("/cpu", "/device:CPU")
+            )
+        )
 
     # Subclassed models ------------------------------------------------------------------------
 
@@ -692,12 +687,11 @@ class TestTensorFlow1(KerasParts):
         model = self.compiled(keras, "dense")
         known = vars(_keras.inner_model(model))  # of the inner one, in an old Sequential
         before = dict(known)
-        orders = {"_make_train_function"} if counts_without_order(keras) else set()
-        assert compat.parallelize(model, gpus=1) is model
+        for gpus in (1, None, 1):
+            assert compat.parallelize(model, gpus=gpus) is model
+        orders = {"_make_train_function", "_compat_functions"}
+        assert ("_make_train_function" in known) == counts_without_order(model)
         assert {name: known[name] for name in set(known) - orders} == before
-        compat.parallelize(model)
-        compat.parallelize(model, gpus=1)
-        assert set(known) == set(before) | orders
 
     @span
     def test_reference_variables_are_warned_of(self, keras):
@@ -766,29 +760,12 @@ def reference_variables():
         tf.Variable.__new__ = resources
 
 
-def step_by_numpy(weights, inputs, targets, rate):
-    """One SGD step of a tanh layer and a linear one on the mean squared error."""
-    first, first_bias, second, second_bias = [w.astype("float64") for w in weights]
-    hidden = np.tanh(inputs @ first + first_bias)
-    outputs = hidden @ second + second_bias
-    to_outputs = 2 * (outputs - targets) / outputs.size
-    to_hidden = to_outputs @ second.T * (1 - hidden**2)
-    gradients = [
-        inputs.T @ to_hidden, to_hidden.sum(axis=0), hidden.T @ to_outputs, to_outputs.sum(axis=0)
-    ]  # fmt: skip
-    return [w - rate * g for w, g in zip((first, first_bias, second, second_bias), gradients)]
-
-
 def whole_outputs(keras, model, inputs, training=False):
     """What the model's predict function gives for a batch, in training mode if asked."""
     K = keras.backend
     phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
     feed = {model.inputs[0]: inputs, phase: training}
-    return K.get_session().run(function_of(model, "predict_function").outputs[0], feed)
-
-
-def reset_momentum(model):
-    model.optimizer.set_weights([0 * w for w in model.optimizer.get_weights()])
+    return K.get_session().run(function_of(model, "predict_function").outputs, feed)
 
 
 # Configuring, a process for each case ---------------------------------------------------------

@@ -1,6 +1,5 @@
 """TensorFlow 1: what depends on several rows of a batch, of which each replica sees a part."""
 
-import inspect
 import re
 import warnings
 
@@ -23,6 +22,7 @@ from compat.testing import (
 )
 
 from . import graph_cases
+from .test_tensorflow1 import whole_outputs
 
 v1 = v1_names(tf)
 #: Rows of steps: even, uneven, fewer than devices.
@@ -88,13 +88,6 @@ def assert_runs_whole(texts, model, operation, layer, why=MIXED):
     )
 
 
-def add_updates(layer, updates, inputs):
-    if "inputs" in inspect.signature(layer.add_update).parameters:
-        layer.add_update(updates, inputs)
-    else:  # TensorFlow 2
-        layer.add_update(updates)
-
-
 def layer_of(keras, name, call, **state):
     """A layer whose outputs have the shape of its inputs.
 
@@ -156,7 +149,7 @@ def test_state_of_layers_is_computed_of_the_whole_batch(keras):
 
     def call(layer, inputs):
         for name, (_, update) in states:
-            add_updates(layer, [update(getattr(layer, name), inputs)], inputs)
+            layer.add_update([update(getattr(layer, name), inputs)], inputs)
         return inputs
 
     def build():
@@ -182,7 +175,7 @@ def test_state_that_the_outputs_need_the_statistics_of(keras):
             K.update_add(layer.rows, rows),
             K.update(layer.largest, K.exp(largest)),
         ]
-        add_updates(layer, updates, x)
+        layer.add_update(updates, x)
         return x - mean + 0 * rows / largest
 
     def build():
@@ -199,7 +192,7 @@ def test_number_of_rows_that_the_outputs_need_too(keras):
 
     def call(layer, x):
         rows = K.shape(x)[0]
-        add_updates(layer, [K.update_add(layer.rows, K.cast(rows, "float32"))], x)
+        layer.add_update([K.update_add(layer.rows, K.cast(rows, "float32"))], x)
         return K.reshape(x, (rows, 3))
 
     models = one_and_three(lambda: model_with(keras, layer_of(keras, "counting", call, rows=())))
@@ -284,14 +277,9 @@ def test_outputs_without_rows_are_computed_of_the_whole_batch(keras):
         return keras.models.Model(inputs, outputs + [hidden])
 
     plain, parallel = initialise(build()), compat.parallelize(initialise(build()))
-    found = []
-    for model in (plain, parallel):
-        model._make_predict_function()
-        for rows in STEPS:
-            feed = {model.inputs[0]: rows_of(rows)}
-            phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
-            feed[phase] = False
-            found.append(K.get_session().run(model.predict_function.outputs, feed))
+    found = [
+        whole_outputs(keras, model, rows_of(rows)) for model in (plain, parallel) for rows in STEPS
+    ]
     for expected, result in zip(found[: len(STEPS)], found[len(STEPS) :]):
         assert largest_difference(expected, result) <= 1e-5
 
@@ -318,15 +306,6 @@ def test_layers_across_rows_see_the_whole_batch(keras, name):
     assert_runs_whole(texts, models[1], r"{}[_0-9]*/\S+".format(name), name)
 
 
-def summed_in_a_loop(x):
-    def step(row, total):
-        return row + 1, total + x[row]
-
-    count = tf.shape(x)[0]
-    total = tf.while_loop(lambda row, _: row < count, step, [0, tf.zeros_like(x[0])])[1]
-    return x + 0.1 * total
-
-
 def paired(x):
     pairs = tf.range(tf.shape(x)[0]) // 2
     return tf.gather(tf.segment_mean(x, pairs), pairs)
@@ -337,7 +316,7 @@ def of_numpy(x):
     return tf.matmul(tf.stop_gradient(tf.reshape(result, (tf.shape(x)[0],) * 2)), x)
 
 
-@pytest.mark.parametrize("function", [of_numpy, paired, pytest.param(summed_in_a_loop, marks=slow)])
+@pytest.mark.parametrize("function", [of_numpy, paired])
 def test_what_no_rule_knows_is_tried(keras, function):
     name = function.__name__
 
@@ -352,32 +331,6 @@ def test_what_no_rule_knows_is_tried(keras, function):
     (text,) = texts
     assert " in {} (test_tensorflow1_rows.py, line ".format(name) in text
     assert "runs on /device:CPU:0 with the whole batch" in text
-
-
-def mean_of_class(x):
-    """Rows with the mean of all that have the same first number."""
-    means = [x[x[:, 0] == row[0]].mean(axis=0) for row in x]
-    return np.float32(means)
-
-
-def classes(x):
-    return np.repeat(np.unique(x[:, :1], axis=0), 2, axis=1)
-
-
-@pytest.mark.parametrize("function", [mean_of_class, classes])
-def test_rows_that_belong_together_by_chance_are_tried_in_other_pairs(keras, function):
-    """Of the first three rows, two are computed together by the first trial, and fit."""
-
-    def across(x):
-        result = v1.py_func(function, [x], "float32")
-        result.set_shape((None, 2))
-        return result
-
-    inputs = keras.layers.Input(shape=(2,))
-    model = keras.models.Model(inputs, keras.layers.Lambda(across)(inputs))
-    compat.parallelize(model)
-    batch = np.float32([[0, 1], [0, 3], [1, 5], [0, 9], [1, 7], [0, 2], [1, 4]])
-    np.testing.assert_allclose(model.predict_on_batch(batch), function(batch))
 
 
 def test_last_layer_across_rows_is_not_warned_of(keras):
@@ -403,8 +356,11 @@ def test_last_layer_across_rows_is_not_warned_of(keras):
     assert largest_difference(*found) <= 1e-6
 
 
-def harmless(keras):
-    """A model whose outputs have each row computed from that row, but for BatchNorm's."""
+def test_no_false_alarms(keras):
+    """Of the contract's models and of idioms no part runs undivided, either: their tests see it.
+
+    Each row of the outputs here is computed from that row, but for BatchNorm's.
+    """
     K, layers = keras.backend, keras.layers
     inputs = layers.Input(shape=(6, 4))
     x = layers.Conv1D(5, 3, padding="same")(inputs)
@@ -423,12 +379,7 @@ def harmless(keras):
     x = layers.Flatten()(layers.UpSampling2D()(x))
     inner_inputs = layers.Input(shape=(32,))
     inner = keras.models.Model(inner_inputs, layers.BatchNormalization()(inner_inputs))
-    return keras.models.Model(inputs, layers.Dense(2)(inner(x)))
-
-
-def test_no_false_alarms(keras):
-    """Of the contract's models and of idioms no part runs undivided, either: their tests see it."""
-    model = compat.parallelize(harmless(keras))
+    model = compat.parallelize(keras.models.Model(inputs, layers.Dense(2)(inner(x))))
     model.compile("sgd", "mse")
     assert not warned(model._make_train_function)
 
@@ -506,30 +457,6 @@ def test_fixed_number_of_rows_is_tried(keras, mixes):
     difference, texts = trained(one_and_three(build), steps=(7, 7))
     assert difference <= 1e-5
     assert len(texts) == mixes and all("runs on " in text for text in texts)
-
-
-def test_sparse_adjacency(keras):
-    """A graph's edges between all rows, and K.function on a sparse input."""
-    from scipy import sparse
-
-    K, layers = keras.backend, keras.layers
-    if keras.__name__ != "keras" or keras.__version__.startswith("2.3"):
-        return  # there a sparse input fails on one device: see test_sparse_input
-    random = np.random.RandomState(0)
-    edges, nodes = sparse.csr_matrix(random.rand(13, 13)), rows_of(13)
-
-    def build():
-        inputs = [layers.Input(batch_shape=(None, None), sparse=True), layers.Input(shape=(4,))]
-        hidden = layers.Dense(3, activation="tanh")(inputs[1])
-        product = layers.Lambda(lambda ab: K.dot(ab[0], ab[1]), output_shape=(3,))
-        return keras.models.Model(inputs, layers.Dense(2)(product([inputs[0], hidden])))
-
-    found = []
-    for model in one_and_three(build):
-        losses = [model.train_on_batch([edges, nodes], rows_of(13, 2)) for _ in range(2)]
-        outputs = K.function(model.inputs, model.outputs)([edges, nodes])
-        found.append([np.array(losses)] + outputs + model.get_weights())
-    assert largest_difference(*found) <= 1e-5
 
 
 # Losses ---------------------------------------------------------------------------------------
@@ -673,24 +600,22 @@ def test_inputs_that_are_tensors_of_different_rows(keras):
 
 
 @span
-def test_inputs_that_are_variables_are_refused(keras):
+def test_inputs_that_are_variables_stay_on_one_device(keras):
     try:
         inputs = keras.layers.Input(tensor=keras.backend.variable(rows_of(3)))
     except (AttributeError, TypeError, ValueError):
         return  # by Keras itself
-    outputs = keras.layers.Dense(2)(inputs)
-    model = compat.parallelize(keras.models.Model(inputs, outputs))
+    model = keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
     if isinstance(model.inputs[0], tf.Tensor):
         return  # Keras has taken its value
-    model.compile("sgd", "mse")
-    with pytest.raises(compat.UnsupportedError) as raised:
-        model.train_on_batch(None, rows_of(3, 2))
-    assert str(raised.value) == (
-        "parallelize() divides the inputs of model {!r} by rows, and cannot divide a variable: {}. "
-        "Give its value: Input(tensor=tf.identity(variable)).".format(
-            model.name, model.inputs[0].name
+    assert warned(lambda: compat.parallelize(model)) == [
+        "parallelize() leaves model {!r} on /device:CPU:0: an input of it is a variable, so its "
+        "batches cannot be split. The numbers are those of one device, and so is the speed.".format(
+            model.name
         )
-    )
+    ]
+    model.compile("sgd", "mse")
+    assert np.isfinite(model.train_on_batch(None, rows_of(3, 2)))
 
 
 def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
@@ -704,37 +629,6 @@ def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):
 
     models = one_and_three(lambda: model_with(keras, layer_of(keras, "looping", call)))
     assert train_both(models) <= 1e-5
-
-
-@slow  # the test before it has a loop, too
-def test_losses_with_a_loop(keras):
-    def build():
-        inputs = keras.layers.Input(shape=(4,))
-        return keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
-
-    def loss(expected, found):
-        totals = tf.scan(lambda total, row: 0.5 * total + row, found)
-        return keras.backend.sum(keras.backend.square(totals - expected))
-
-    assert train_both(one_and_three(build, loss)) <= 1e-5
-
-
-def test_products_that_a_loss_alone_needs_and_that_cannot_be_divided(keras):
-    def call(layer, x):
-        layer.add_loss(tf.reduce_sum(tf.matmul(tf.ones((2, 3)), x, transpose_b=True)))
-        return x
-
-    models = one_and_three(lambda: model_with(keras, layer_of(keras, "selecting", call)))
-    difference, (text,) = trained(models)
-    assert difference <= 1e-5
-    assert re.fullmatch(
-        r"A loss or an update of model '{}' needs operations that its outputs do not need and that "
-        r"parallelize\(\) cannot divide, so they run on one device: selecting\S* \(MatMul\)\. To "
-        r"have them divided, make what they compute an output of the model\.".format(
-            models[1].name
-        ),
-        text,
-    )
 
 
 @span

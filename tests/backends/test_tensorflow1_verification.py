@@ -6,22 +6,14 @@ import tensorflow as tf
 
 import compat
 from compat._configuration import registry
-from compat.testing import CASES, DEVICES, initialise, keras_under_test, largest_difference, slow
+from compat.testing import CASES, initialise, keras_under_test, largest_difference, slow
 
 from . import graph_cases
-from .test_tensorflow1_rows import paired
+from .test_tensorflow1_rows import paired, three_devices  # noqa: F401  # the fixture
 from .verification_cases import verified
 
 backend = registry.find("tensorflow1")
 OLD = keras_under_test() is not getattr(tf, "keras", None)
-
-
-@pytest.fixture(name="keras")
-def three_devices():
-    compat.configure_gpu(simulate=DEVICES)
-    keras = keras_under_test()
-    yield keras
-    keras.backend.clear_session()
 
 
 def wrapping(keras):
@@ -75,14 +67,7 @@ def grouping(keras):
 
 
 @slow
-@pytest.mark.parametrize(
-    "make",
-    [
-        graph_cases.accumulating,
-        pytest.param(wrapping, marks=slow),
-        pytest.param(grouping, marks=slow),
-    ],
-)
+@pytest.mark.parametrize("make", [graph_cases.accumulating, wrapping, grouping])
 def test_state_that_an_optimizer_does_not_list(keras, make):
     graph_cases.check_state_that_an_optimizer_does_not_list(keras, backend, make)
 

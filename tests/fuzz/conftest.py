@@ -10,7 +10,6 @@ from backends.conftest import (  # noqa: F401
     pytest_collection_modifyitems,
     record_versions,
 )
-from comparing import ALONE, SPLIT, WHOLE
 from operations import Operations
 
 from compat.testing import keras_under_test, slow
@@ -75,11 +74,3 @@ def pytest_terminal_summary(terminalreporter, config):
             ", ".join("{} {}".format(count, kind) for kind, count in kinds.most_common()),
         )
     )
-    reasons = collections.defaultdict(list)
-    for program, outcome in outcomes:
-        if outcome.kind not in (SPLIT, WHOLE, ALONE):
-            key = outcome.kind, program.subject or "plain", outcome.reason[:110]
-            reasons[key].append(program.seed)
-    for key in sorted(reasons):
-        line = "{} ({}): {}".format(*key).replace("\n", " ")
-        terminalreporter.line("{} x {}: seeds {}".format(len(reasons[key]), line, reasons[key][:6]))

@@ -4,7 +4,7 @@ import kerases
 import numpy as np
 import parts
 from comparing import TOLERANCES, verdict
-from kerases import variables
+from kerases import one, variables
 
 import compat
 
@@ -46,20 +46,8 @@ def data(program, step, rows, floatx):
     return inputs, targets, weights
 
 
-def _one(values):
-    """Keras takes a list of one as well; what most people write is the one."""
-    return values[0] if len(values) == 1 else values
-
-
 def weights_of(program, model, salt=0):
-    """Random weights for a model; variances and other state stay as they are made."""
-    random = np.random.RandomState([program.seed % 2**32, 7000 + salt])
-    kept = {id(weight) for weight in model.non_trainable_weights}
-    return [
-        value if id(weight) in kept and np.ndim(value) < 2
-        else random.normal(size=value.shape).astype(value.dtype) * 0.4
-        for weight, value in zip(variables(model), model.get_weights())
-    ]  # fmt: skip
+    return kerases.randomized(model, np.random.RandomState([program.seed % 2**32, 7000 + salt]))
 
 
 class Run:
@@ -83,7 +71,7 @@ class Run:
         losses = [names.get(loss, loss) for loss in self.program.losses]
         steps = list(enumerate(self.program.steps))
         self.step(*steps.pop(0))
-        self.model.compile(optimizer, _one(losses), **self.program.compile_options)
+        self.model.compile(optimizer, one(losses), **self.program.compile_options)
         self.model.set_weights(weights_of(self.program, self.model))
         self.note_weights()
         for place, step in steps:
@@ -115,8 +103,8 @@ class Run:
             return
         inputs, targets, weights = data(self.program, place, options.pop("rows"), self.floatx)
         if options.pop("sample_weight", False):
-            options["sample_weight"] = _one(weights)
-        inputs, targets = _one(inputs), _one(targets)
+            options["sample_weight"] = one(weights)
+        inputs, targets = one(inputs), one(targets)
         if verb == "call":
             found = self.model(inputs)
             found = found if isinstance(found, (list, tuple)) else [found]

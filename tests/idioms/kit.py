@@ -1,7 +1,9 @@
 """What idioms are written in: one vocabulary for every Keras, and how a model is trained."""
 
+import contextlib
+
 import numpy as np
-from kerases import is_keras_3, optimizer, runs_eagerly, variables
+from kerases import is_keras_3, one, optimizer, randomized, runs_eagerly
 
 import compat
 from compat import _keras
@@ -197,6 +199,28 @@ class Kit:
         """Keras 3 on torch hands arrays to steps of one's own."""
         return self.ops.convert_to_tensor(values) if self.is_3 else values
 
+    def gradients(self, model, loss_of):
+        """A loss, and pairs of gradient and weight, by a tape or autograd."""
+        if self.backend == "torch":
+            model.zero_grad()
+            loss = loss_of()
+            loss.backward()
+            return loss, [(weight.value.grad, weight) for weight in model.trainable_weights]
+        import tensorflow
+
+        with tensorflow.GradientTape() as tape:
+            loss = loss_of()
+        variables = model.trainable_variables
+        return loss, list(zip(tape.gradient(loss, variables), variables))
+
+    def untracked(self):
+        """The context in which autograd does not follow what is computed."""
+        if self.backend != "torch":
+            return contextlib.ExitStack()
+        import torch
+
+        return torch.no_grad()
+
     # Data ----------------------------------------------------------------------------------------
 
     def shapes(self, tensors):
@@ -214,13 +238,7 @@ class Kit:
 
     def initialise(self, model):
         """Random weights; state stays as it is made."""
-        random = np.random.RandomState(5)
-        kept = {id(weight) for weight in model.non_trainable_weights}
-        model.set_weights([
-            value if id(weight) in kept and np.ndim(value) < 2
-            else (random.normal(size=value.shape) * 0.4).astype(value.dtype)
-            for weight, value in zip(variables(model), model.get_weights())
-        ])  # fmt: skip
+        model.set_weights(randomized(model, np.random.RandomState(5)))
 
     def compile(self, model, loss, **options):
         if self.eager and self.backend == "tensorflow":
@@ -237,7 +255,7 @@ class Kit:
         random = np.random.RandomState([seed, rows])
         inputs, targets = (setup.data or self._normal(setup))(random, rows)
         options = setup.fit(random, rows) if setup.fit else {}
-        return _one(inputs), _one(targets), options
+        return one(inputs), one(targets), options
 
     def _normal(self, setup):
         return lambda random, rows: self.normal(random, setup.model, rows)
@@ -258,8 +276,3 @@ class Kit:
         found = model.predict(inputs, batch_size=rows, verbose=0)
         observed.note("predict", *(found if isinstance(found, list) else [found]))
         return observed
-
-
-def _one(values):
-    """Keras takes a list of one as well; what most people write is the one."""
-    return values[0] if isinstance(values, list) and len(values) == 1 else values

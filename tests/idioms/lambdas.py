@@ -3,6 +3,21 @@
 from catalog import model
 from kit import WIDTH, Setup
 
+
+def around(name, *shape):
+    """An idiom that is a Lambda layer, a function of the operations and a value.
+
+    Arguments:
+        shape: of what comes out, without the rows.
+    """
+
+    def add(function):
+        model(name)(lambda kit: kit.around(lambda x: function(kit.ops, x), *shape))
+        return function
+
+    return add
+
+
 # Each row by itself ------------------------------------------------------------------------------
 
 #: Functions of the operations and a value, in a Lambda layer.
@@ -49,14 +64,10 @@ def pixels(kit):
     return _setup(kit, x, kit.layers.Flatten()(kit.apply(each_pixel, x, 2, 2, 3)))
 
 
-@model("Lambda: normalised over the features")
-def layer_norm(kit):
-    def norm(x):
-        mean = kit.ops.mean(x, axis=-1, keepdims=True)
-        return (x - mean) / kit.ops.sqrt(kit.ops.mean(kit.ops.square(x - mean), axis=-1,
-                                                      keepdims=True) + 0.1)  # fmt: skip
-
-    return kit.around(norm)
+@around("Lambda: normalised over the features")
+def layer_norm(o, x):
+    mean = o.mean(x, axis=-1, keepdims=True)
+    return (x - mean) / o.sqrt(o.mean(o.square(x - mean), axis=-1, keepdims=True) + 0.1)
 
 
 @model("Lambda: the weights of another layer")
@@ -127,35 +138,26 @@ def virtual(kit):
     return setup
 
 
-@model("GAN: minibatch discrimination")
-def discrimination(kit):
-    def apart(x):
-        pairs = kit.ops.expand_dims(x, 0) - kit.ops.expand_dims(x, 1)
-        near = kit.ops.exp(-kit.ops.sum(kit.ops.abs(pairs), axis=2))
-        return kit.ops.concatenate([x, kit.ops.sum(near, axis=1, keepdims=True)], axis=1)
-
-    return kit.around(apart, 7)
+@around("GAN: minibatch discrimination", 7)
+def discrimination(o, x):
+    pairs = o.expand_dims(x, 0) - o.expand_dims(x, 1)
+    near = o.exp(-o.sum(o.abs(pairs), axis=2))
+    return o.concatenate([x, o.sum(near, axis=1, keepdims=True)], axis=1)
 
 
-@model("GAN: minibatch standard deviation")
-def deviation(kit):
-    def appended(x):
-        spread = kit.ops.mean(kit.ops.std(x, axis=0))
-        return kit.ops.concatenate([x, 0.0 * x[:, :1] + spread], axis=1)
-
-    return kit.around(appended, 7)
+@around("GAN: minibatch standard deviation", 7)
+def deviation(o, x):
+    spread = o.mean(o.std(x, axis=0))
+    return o.concatenate([x, 0.0 * x[:, :1] + spread], axis=1)
 
 
-@model("Sinkhorn: normalised over rows and columns")
-def sinkhorn(kit):
-    def assign(x):
-        q = kit.ops.exp(x)
-        for _ in range(2):
-            q = q / kit.ops.sum(q, axis=0, keepdims=True)
-            q = q / kit.ops.sum(q, axis=1, keepdims=True)
-        return q
-
-    return kit.around(assign)
+@around("Sinkhorn: normalised over rows and columns")
+def sinkhorn(o, x):
+    q = o.exp(x)
+    for _ in range(2):
+        q = q / o.sum(q, axis=0, keepdims=True)
+        q = q / o.sum(q, axis=1, keepdims=True)
+    return q
 
 
 @model("graph convolution: a batch is a graph")
@@ -172,9 +174,5 @@ def _setup(kit, inputs, hidden):
     return Setup(kit.model(inputs, kit.dense(hidden, 2, None)))
 
 
-def _around(function):
-    return lambda kit: kit.around(lambda x: function(kit.ops, x))
-
-
 for _name, _function in list(EACH_ROW.items()) + list(ACROSS.items()):
-    model(_name)(_around(_function))
+    around(_name)(_function)

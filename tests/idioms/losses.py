@@ -5,38 +5,49 @@ from catalog import model
 from kit import Setup
 
 
-def _labels(kit, classes=3):
-    """Inputs, and a class for each row."""
+def loss(name, width=4, activation=None, targets=None):
+    """An idiom that is a loss, a function of the operations, the targets and the predictions.
 
-    def data(random, rows):
-        x = random.normal(size=(rows, 6)).astype(kit.floatx)
-        return [x], [(np.arange(rows) % classes).reshape(-1, 1).astype(kit.floatx)]
+    Arguments:
+        width, activation: of the model's last layer.
+        targets: makes them of a ``RandomState`` and a number of rows; default: any numbers.
+    """
 
-    return data
+    def add(function):
+        def make(kit):
+            def data(random, rows):
+                x = random.normal(size=(rows, 6)).astype(kit.floatx)
+                return [x], [targets(random, rows).astype(kit.floatx)]
+
+            def applied(t, p):
+                return function(kit.ops, t, p)
+
+            return kit.with_loss(applied, width, activation, targets and data)
+
+        model(name)(make)
+        return function
+
+    return add
 
 
 # Each row by itself ------------------------------------------------------------------------------
 
 
-@model("loss: a value for each row")
-def by_row(kit):
-    o = kit.ops
-    return kit.with_loss(lambda t, p: o.mean(o.log(1.0 + o.square(t - p)), axis=-1))
+@loss("loss: a value for each row")
+def by_row(o, t, p):
+    return o.mean(o.log(1.0 + o.square(t - p)), axis=-1)
 
 
-@model("loss: sum of everything")
-def total(kit):
-    return kit.with_loss(lambda t, p: 0.1 * kit.ops.sum(kit.ops.square(t - p)))
+@loss("loss: sum of everything")
+def total(o, t, p):
+    return 0.1 * o.sum(o.square(t - p))
 
 
-@model("loss: triplets in one output")
-def triplets(kit):
-    def loss(t, p):
-        near = kit.ops.sum(kit.ops.square(p[:, :2] - p[:, 2:4]), axis=1)
-        far = kit.ops.sum(kit.ops.square(p[:, :2] - p[:, 4:]), axis=1)
-        return kit.ops.maximum(near - far + 0.5, 0.0 * near) + 0.0 * kit.ops.sum(t, axis=1)
-
-    return kit.with_loss(loss, 6)
+@loss("loss: triplets in one output", width=6)
+def triplets(o, t, p):
+    near = o.sum(o.square(p[:, :2] - p[:, 2:4]), axis=1)
+    far = o.sum(o.square(p[:, :2] - p[:, 4:]), axis=1)
+    return o.maximum(near - far + 0.5, 0.0 * near) + 0.0 * o.sum(t, axis=1)
 
 
 @model("loss: of every layer's weights")
@@ -52,126 +63,80 @@ def weights(kit):
 # Over the batch ----------------------------------------------------------------------------------
 
 
-@model("loss: masked mean")
-def masked(kit):
+def _some_unknown(random, rows):
+    return random.randint(-1, 2, size=(rows, 4))
+
+
+def _classes(random, rows):
+    return (np.arange(rows) % 3).reshape(-1, 1)
+
+
+@loss("loss: masked mean", targets=_some_unknown)
+def masked(o, t, p):
     """Targets of -1 do not count."""
-    o = kit.ops
-
-    def loss(t, p):
-        known = o.cast(o.greater(t, -0.5), kit.floatx)
-        return o.sum(known * o.square(t - p)) / (o.sum(known) + 1e-6)
-
-    def data(random, rows):
-        x = random.normal(size=(rows, 6)).astype(kit.floatx)
-        return [x], [random.randint(-1, 2, size=(rows, 4)).astype(kit.floatx)]
-
-    return kit.with_loss(loss, data=data)
+    known = o.cast(o.greater(t, -0.5), o.floatx)
+    return o.sum(known * o.square(t - p)) / (o.sum(known) + 1e-6)
 
 
-@model("loss: Dice coefficient of the batch")
-def dice(kit):
-    o = kit.ops
-
-    def loss(t, p):
-        both = o.sum(o.abs(t) * p)
-        return 1.0 - 2.0 * both / (o.sum(o.abs(t)) + o.sum(p) + 1.0)
-
-    return kit.with_loss(loss, 4, "sigmoid")
+@loss("loss: Dice coefficient of the batch", activation="sigmoid")
+def dice(o, t, p):
+    both = o.sum(o.abs(t) * p)
+    return 1.0 - 2.0 * both / (o.sum(o.abs(t)) + o.sum(p) + 1.0)
 
 
-@model("loss: correlation with the targets")
-def correlation(kit):
-    o = kit.ops
-
-    def loss(t, p):
-        t, p = t - o.mean(t), p - o.mean(p)
-        return 1.0 - o.sum(t * p) / o.sqrt(o.sum(o.square(t)) * o.sum(o.square(p)) + 1e-3)
-
-    return kit.with_loss(loss)
+@loss("loss: correlation with the targets")
+def correlation(o, t, p):
+    t, p = t - o.mean(t), p - o.mean(p)
+    return 1.0 - o.sum(t * p) / o.sqrt(o.sum(o.square(t)) * o.sum(o.square(p)) + 1e-3)
 
 
-@model("loss: hardest triplets of the batch")
-def hardest(kit):
-    o = kit.ops
-
-    def loss(t, p):
-        pairs = o.expand_dims(p, 0) - o.expand_dims(p, 1)
-        apart = o.sum(o.square(pairs), axis=2)
-        same = o.cast(o.equal(o.transpose(t), t), kit.floatx)
-        far = o.max(apart * same, axis=1)
-        near = o.min(apart + 100.0 * same, axis=1)
-        return o.mean(o.maximum(far - near + 1.0, 0.0 * far))
-
-    return kit.with_loss(loss, data=_labels(kit))
+@loss("loss: hardest triplets of the batch", targets=_classes)
+def hardest(o, t, p):
+    pairs = o.expand_dims(p, 0) - o.expand_dims(p, 1)
+    apart = o.sum(o.square(pairs), axis=2)
+    same = o.cast(o.equal(o.transpose(t), t), o.floatx)
+    far = o.max(apart * same, axis=1)
+    near = o.min(apart + 100.0 * same, axis=1)
+    return o.mean(o.maximum(far - near + 1.0, 0.0 * far))
 
 
-@model("loss: in-batch negatives")
-def negatives(kit):
+@loss("loss: in-batch negatives")
+def negatives(o, t, p):
     """Each row's target is its own; those of all other rows are wrong."""
-    o = kit.ops
-
-    def loss(t, p):
-        scores = o.similar(p, t)
-        return o.log(o.sum(o.exp(scores), axis=1)) - o.sum(p * t, axis=1)
-
-    return kit.with_loss(loss)
+    scores = o.similar(p, t)
+    return o.log(o.sum(o.exp(scores), axis=1)) - o.sum(p * t, axis=1)
 
 
-@model("loss: pairwise ranking")
-def ranking(kit):
-    o = kit.ops
-
-    def loss(t, p):
-        right = o.cast(o.greater(t - o.transpose(t), 0.0), kit.floatx)
-        return o.mean(right * o.log(1.0 + o.exp(o.transpose(p) - p)))
-
-    return kit.with_loss(loss, 1)
+@loss("loss: pairwise ranking", width=1)
+def ranking(o, t, p):
+    right = o.cast(o.greater(t - o.transpose(t), 0.0), o.floatx)
+    return o.mean(right * o.log(1.0 + o.exp(o.transpose(p) - p)))
 
 
-@model("loss: Cox partial likelihood")
-def cox(kit):
+@loss("loss: Cox partial likelihood", width=1)
+def cox(o, t, p):
     """The rows are sorted by time."""
-    o = kit.ops
-
-    def loss(t, p):
-        at_risk = o.log(o.cumsum(o.exp(p), axis=0))
-        return o.mean((at_risk - p) * o.abs(t))
-
-    return kit.with_loss(loss, 1)
+    at_risk = o.log(o.cumsum(o.exp(p), axis=0))
+    return o.mean((at_risk - p) * o.abs(t))
 
 
-@model("loss: cross-correlation of features (Barlow Twins)")
-def barlow(kit):
-    o = kit.ops
-
-    def loss(t, p):
-        t, p = t - o.mean(t, axis=0, keepdims=True), p - o.mean(p, axis=0, keepdims=True)
-        return o.mean(o.square(o.matmul(o.transpose(t), p) / o.rows(p)))
-
-    return kit.with_loss(loss)
+@loss("loss: cross-correlation of features (Barlow Twins)")
+def barlow(o, t, p):
+    t, p = t - o.mean(t, axis=0, keepdims=True), p - o.mean(p, axis=0, keepdims=True)
+    return o.mean(o.square(o.matmul(o.transpose(t), p) / o.rows(p)))
 
 
-@model("loss: the hardest rows alone (OHEM)")
-def hard_rows(kit):
-    o = kit.ops
-
-    def loss(t, p):
-        each = o.mean(o.square(t - p), axis=1)
-        above = o.cast(o.greater(each, o.mean(each)), kit.floatx)
-        return o.sum(each * above) / (o.sum(above) + 1e-6)
-
-    return kit.with_loss(loss)
+@loss("loss: the hardest rows alone (OHEM)")
+def hard_rows(o, t, p):
+    each = o.mean(o.square(t - p), axis=1)
+    above = o.cast(o.greater(each, o.mean(each)), o.floatx)
+    return o.sum(each * above) / (o.sum(above) + 1e-6)
 
 
-@model("loss: K.switch on the batch")
-def switched(kit):
-    o = kit.ops
-
-    def loss(t, p):
-        error = o.mean(o.square(t - p))
-        return o.where(o.greater(error, 100.0), 0.5 * error, o.square(error))
-
-    return kit.with_loss(loss)
+@loss("loss: K.switch on the batch")
+def switched(o, t, p):
+    error = o.mean(o.square(t - p))
+    return o.where(o.greater(error, 100.0), 0.5 * error, o.square(error))
 
 
 # Layers that hold the loss -----------------------------------------------------------------------

@@ -12,6 +12,13 @@ def _small(kit, width=2, activation=None, inputs=6):
     return model
 
 
+def _compiled(kit, parallel):
+    model = _small(kit)
+    kit.parallel(model, parallel)
+    kit.compile(model, "mse")
+    return model
+
+
 def _normal(kit, seed, rows, width=6):
     return np.random.RandomState([seed, rows]).normal(size=(rows, width)).astype(kit.floatx)
 
@@ -113,9 +120,7 @@ def callbacks(kit, parallel):
 @script("K.function of a layer's output")
 def features(kit, parallel):
     K = kit.keras.backend
-    observed, model = Observed(), _small(kit)
-    kit.parallel(model, parallel)
-    kit.compile(model, "mse")
+    observed, model = Observed(), _compiled(kit, parallel)
     inside = K.function([model.layers[0].input], [model.layers[1].output])
     rows = kit.rows
     for step in range(STEPS):
@@ -127,9 +132,7 @@ def features(kit, parallel):
 @script("K.gradients: saliency of the inputs")
 def saliency(kit, parallel):
     K = kit.keras.backend
-    observed, model = Observed(), _small(kit)
-    kit.parallel(model, parallel)
-    kit.compile(model, "mse")
+    observed, model = Observed(), _compiled(kit, parallel)
     model.train_on_batch(_normal(kit, 1, kit.rows), _normal(kit, 2, kit.rows, 2))
     gradient = K.gradients(K.sum(model.output[:, 0]), [model.input])[0]
     observed.note("saliency", *K.function([model.input], [gradient])([_normal(kit, 9, kit.rows)]))
@@ -140,9 +143,7 @@ def saliency(kit, parallel):
 def updates(kit, parallel):
     """A training function of one's own, as agents of reinforcement learning have."""
     K = kit.keras.backend
-    observed, model = Observed(), _small(kit)
-    kit.parallel(model, parallel)
-    kit.compile(model, "mse")
+    observed, model = Observed(), _compiled(kit, parallel)
     advantage = K.placeholder(shape=(None, 2))
     loss = K.mean(K.square(model.output) * advantage)
     optimizer = kit.keras.optimizers.SGD(lr=0.05)
@@ -169,22 +170,9 @@ def train_step(kit, parallel):
     class Own(kit.keras.models.Model):
         def train_step(self, data):
             x, y = data[:2]
-            if kit.backend == "torch":
-                self.zero_grad()
-                loss = self.own(y, self(x, training=True))
-                loss.backward()
-                gradients = [variable.value.grad for variable in self.trainable_weights]
-                import torch
-
-                with torch.no_grad():
-                    self.optimizer.apply(gradients, self.trainable_weights)
-            else:
-                import tensorflow
-
-                with tensorflow.GradientTape() as tape:
-                    loss = self.own(y, self(x, training=True))
-                gradients = tape.gradient(loss, self.trainable_variables)
-                self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+            loss, pairs = kit.gradients(self, lambda: self.own(y, self(x, training=True)))
+            with kit.untracked():
+                self.optimizer.apply_gradients(pairs)
             return {"loss": loss}
 
         def own(self, y, p):
@@ -246,24 +234,11 @@ def loop(kit, parallel):
         return o.mean(o.log(o.sum(o.exp(scores), axis=1)) - o.sum(p * p, axis=1))
 
     def step(x):
-        if kit.backend == "torch":
-            import torch
-
-            loss = loss_of(torch.tensor(x))
-            model.zero_grad()
-            loss.backward()
-            with torch.no_grad():
-                for variable in model.trainable_weights:
-                    variable.value.sub_(0.05 * variable.value.grad)
-            return float(loss.detach())
-        import tensorflow
-
-        with tensorflow.GradientTape() as tape:
-            loss = loss_of(tensorflow.constant(x))
-        variables = model.trainable_variables
-        for variable, gradient in zip(variables, tape.gradient(loss, variables)):
-            variable.assign(variable - 0.05 * gradient)
-        return float(loss)
+        loss, pairs = kit.gradients(model, lambda: loss_of(kit.tensor(x)))
+        with kit.untracked():
+            for gradient, variable in pairs:
+                variable.assign(variable - 0.05 * gradient)
+            return float(loss)
 
     if kit.backend not in ("tensorflow", "torch") or not kit.eager:
         raise NotImplementedError("nothing is computed outside of graphs")

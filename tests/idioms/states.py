@@ -6,68 +6,68 @@ from kit import Setup
 # State -------------------------------------------------------------------------------------------
 
 
-def _keeping(kit, value, use, *shape, **weight):
-    """A layer with a variable: ``value(held, x)`` is assigned to it, and ``use(held, x)`` read."""
+def keeping(name, use, *shape, **weight):
+    """An idiom that is a layer with a variable: its next value, of the operations, it and ``x``.
 
-    def build(layer):
-        layer.held = kit.weight(layer, "held", *shape, trainable=False, **weight)
+    Arguments:
+        use: what the layer puts out, of the same.
+        shape: of the variable.
+    """
 
-    def call(layer, x):
-        held = layer.held * 1.0  # torch assigns in place
-        found = use(held, x)
-        kit.update(layer, layer.held, value(held, x), x)
-        # Without an order between reading and assigning, what is read would be random.
-        return found if kit.eager else x * 1.0
+    def add(value):
+        def make(kit):
+            def build(layer):
+                layer.held = kit.weight(layer, "held", *shape, trainable=False, **weight)
 
-    return kit.with_layer(kit.layer(call, build))
+            def call(layer, x):
+                held = layer.held * 1.0  # torch assigns in place
+                found = use(kit.ops, held, x)
+                kit.update(layer, layer.held, value(kit.ops, held, x), x)
+                # Without an order between reading and assigning, what is read would be random.
+                return found if kit.eager else x * 1.0
 
+            return kit.with_layer(kit.layer(call, build))
 
-@model("state: a counter of steps")
-def counter(kit):
-    return _keeping(kit, lambda held, x: held + 1.0, lambda held, x: x + 0.1 * held)
+        model(name)(make)
+        return value
 
-
-@model("state: moving average of the batch's mean")
-def moving(kit):
-    def value(held, x):
-        return 0.9 * held + 0.1 * kit.ops.mean(x, axis=0)
-
-    return _keeping(kit, value, lambda held, x: x - held, 6)
-
-
-@model("state: moving maximum")
-def maximum(kit):
-    def value(held, x):
-        return kit.ops.maximum(held, kit.ops.max(kit.ops.abs(x), axis=0))
-
-    return _keeping(kit, value, lambda held, x: x / (1.0 + held), 6)
+    return add
 
 
-@model("state: memory queue (MoCo)")
-def queue(kit):
-    def value(held, x):
-        return kit.ops.concatenate([x, held], axis=0)[:16]
-
-    def use(held, x):
-        return kit.ops.matmul(kit.ops.softmax(kit.ops.similar(x, held)), held) + x
-
-    return _keeping(kit, value, use, 16, 6, initializer="ones")
+@keeping("state: a counter of steps", lambda o, held, x: x + 0.1 * held)
+def counter(o, held, x):
+    return held + 1.0
 
 
-@model("state: moving averages of a codebook (VQ-VAE)")
-def codebook(kit):
-    o = kit.ops
+@keeping("state: moving average of the batch's mean", lambda o, held, x: x - held, 6)
+def moving(o, held, x):
+    return 0.9 * held + 0.1 * o.mean(x, axis=0)
 
-    def value(held, x):
-        apart = o.sum(o.square(o.expand_dims(x, 1) - o.expand_dims(held, 0)), axis=2)
-        near = o.softmax(-10.0 * apart)
-        counts = o.expand_dims(o.sum(near, axis=0), 1)
-        return 0.9 * held + 0.1 * o.matmul(o.transpose(near), x) / (counts + 1.0)
 
-    def use(held, x):
-        return x + 0.1 * o.mean(held)
+@keeping("state: moving maximum", lambda o, held, x: x / (1.0 + held), 6)
+def maximum(o, held, x):
+    return o.maximum(held, o.max(o.abs(x), axis=0))
 
-    return _keeping(kit, value, use, 4, 6, initializer="ones")
+
+def _attended(o, held, x):
+    return o.matmul(o.softmax(o.similar(x, held)), held) + x
+
+
+@keeping("state: memory queue (MoCo)", _attended, 16, 6, initializer="ones")
+def queue(o, held, x):
+    return o.concatenate([x, held], axis=0)[:16]
+
+
+def _with_mean(o, held, x):
+    return x + 0.1 * o.mean(held)
+
+
+@keeping("state: moving averages of a codebook (VQ-VAE)", _with_mean, 4, 6, initializer="ones")
+def codebook(o, held, x):
+    apart = o.sum(o.square(o.expand_dims(x, 1) - o.expand_dims(held, 0)), axis=2)
+    near = o.softmax(-10.0 * apart)
+    counts = o.expand_dims(o.sum(near, axis=0), 1)
+    return 0.9 * held + 0.1 * o.matmul(o.transpose(near), x) / (counts + 1.0)
 
 
 @model("VQ-VAE: straight-through")

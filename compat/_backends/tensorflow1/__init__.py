@@ -25,10 +25,11 @@ import sys
 from ... import _keras, errors
 from ..._configuration import device_choice, gpu_selection
 from ...backend import Backend
-from . import sessions, step_counter
+from . import sessions
 from .functions import ReplicatedGraphFunctions
 from .graph import v1_names
 from .placed_layers import placed_on, placed_parts
+from .step_counter import counts_without_order
 from .variables import switch_resource_variables_on, warn_of_reference_variables
 
 
@@ -159,9 +160,8 @@ class TensorFlow1(Backend):
         """Run ``model`` on ``devices``, the same object; see the head of this file.
 
         Raises:
-            UnsupportedError: in a loop, an operation's gradient is by ``tf.custom_gradient``; an
-                input is a variable; a call writes a variable by what depends on the batch; all of
-                these when Keras makes the model's functions.
+            UnsupportedError: in a loop, an operation's gradient is by ``tf.custom_gradient``; when
+                Keras makes the model's functions.
 
         BatchNorm normalises each replica's rows by their own statistics, and its moving
         averages take the mean of the replicas' updates, once a step. Dropout masks of replicas
@@ -175,8 +175,10 @@ class TensorFlow1(Backend):
         undivided graph.
         """
         inputs = getattr(model, "inputs", None) or ()
-        if len(devices) > 1 and any(hasattr(each, "nested_row_splits") for each in inputs):
-            _keras.warn_not_divided(model, "an input of it is ragged", devices[0])
+        kinds = {"nested_row_splits": "ragged", "dense_shape": "sparse", "assign": "a variable"}
+        found = [kinds[name] for name in kinds if any(hasattr(each, name) for each in inputs)]
+        if len(devices) > 1 and found:
+            _keras.warn_not_divided(model, f"an input of it is {found[0]}", devices[0])
             devices = devices[:1]
         current = vars(model).get("_compat_functions")
         if current is not None:
@@ -185,13 +187,11 @@ class TensorFlow1(Backend):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 current.uninstall()
         if len(devices) > 1:
-            step_counter.leave_as_it_was(model)
             warn_of_reference_variables(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
+        if len(devices) > 1 or counts_without_order(model):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 ReplicatedGraphFunctions(model, devices).install()
-        elif step_counter.counts_without_order(model):
-            step_counter.order(model)
         return model
 
     placed_parts = staticmethod(placed_parts)

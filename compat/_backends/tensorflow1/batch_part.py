@@ -38,7 +38,7 @@ class BatchPart:
         inputs, outputs = list(model.inputs), list(model.outputs)
         self.name = model.name
         values = [update[1] if isinstance(update, tuple) else update for update in updates]
-        starts = graph.operations_of(inputs)
+        starts = {tensor.op for tensor in inputs}
         _, consumers = graph.ancestors(outputs + losses + values, starts)
         self._consumers = consumers
         depending = graph.reached(starts, consumers) - starts
@@ -57,8 +57,7 @@ class BatchPart:
         self.averaged = set(averaged)
         targets = self._rows_nearest_to(outputs, losses + values, depending) + averaged
         needed, _ = graph.ancestors(targets, starts)
-        costly = set(filter(_is_costly, depending.difference(needed)))
-        self._look_at_undivided(inside, mixing, costly)
+        self.across = self._costly_after(mixing, inside & depending.difference(needed))
         self.once = {op for op in needed if graph.writes(op)}
         needed, consumers = graph.ancestors(targets, starts | self.once)
         # A gradient of the user's own is computed once of all that comes back to a weight.
@@ -67,12 +66,11 @@ class BatchPart:
             for op in needed
             if not (graph.is_shared(op) or op not in depending and own_gradients.has_one(op))
         ]
-        self._refuse_custom_gradients_in_loops()
         # What these need besides is copied, too.
         self.operations = graph.reached(starts, consumers) - starts
         self.constants = list(self.rows.constants) + self._constants_of_loops()
         taken = {tensor for op in self.operations for tensor in op.inputs}
-        self.divided = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
+        self.divided = [tensor for tensor in inputs if tensor in taken]
 
     def before(self, tensor):
         """The tensors from which a tensor is computed, and itself."""
@@ -111,31 +109,16 @@ class BatchPart:
             for tensor in op.outputs
         )
 
-    def _look_at_undivided(self, inside, mixing, costly):
-        """Find what to say of costly operations that run on one device."""
-        self.across = None
-        after = costly & self._mixed & inside - set(mixing)
-        if after:
-            needed = set(graph.ancestors(after, self._starts)[0])
-            self.across = self._across(min(needed.intersection(mixing), key=lambda op: op._id))
-        others = {
-            op
-            for op in costly - inside - self._mixed
-            if not isinstance(self.rows.known(op.outputs[0]), _rows.Partial)
-            and not self._needs_other_rows(op)
-        }
-        if others:
-            errors.warn(
-                f"A loss or an update of model {self.name!r} needs operations that its outputs do "
-                "not need and that parallelize() cannot divide, so they run on one device: "
-                f"{_list_of(others)}. To have them divided, make what they compute an output of "
-                "the model."
-            )
+    def _costly_after(self, mixing, operations):
+        """What makes costly ones among operations run whole, as an ``Across``, or None."""
+        after = filter(_is_costly, operations.intersection(self._mixed).difference(mixing))
+        needed = set(graph.ancestors(after, self._starts)[0]).intersection(mixing)
+        return self._across(min(needed, key=lambda op: op._id)) if needed else None
 
     def _across(self, op):
         whys = [getattr(self.rows.known(tensor), "why", None) for tensor in op.outputs]
         why = next((each for each in whys if each in _rows.REASONS), "mixed")
-        return _rows.Across(_list_of([op]), self._layer_of(op), line_of(op), why)
+        return _rows.Across(f"{op.name} ({op.type})", self._layer_of(op), line_of(op), why)
 
     def _layer_of(self, op):
         """The name of the layer whose output is the next one after an operation, or None."""
@@ -146,16 +129,6 @@ class BatchPart:
                     return tensor._keras_history[0].name
             pending += [user for user in self._consumers.get(each, ()) if user not in pending]
         return None
-
-    def _refuse_custom_gradients_in_loops(self):
-        for op in self.needed:
-            if graph.has_custom_gradient(op) and graph.loop_of(op) is not None:
-                raise errors.unsupported(
-                    "tensorflow",
-                    f"run {op.name} on several devices: it is in a loop and has a gradient by "
-                    "tf.custom_gradient, which is bound to the undivided batch",
-                    "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
-                )
 
     def _constants_of_loops(self):
         """What loops begin with, weights left out, that has a fixed number of rows: zeros."""
@@ -188,13 +161,6 @@ def _values_written(updates, stop, variables):
 def _is_costly(op):
     """Whether an operation is worth running on all devices, also where only a loss needs it."""
     return op.type.startswith(_COSTLY)
-
-
-def _list_of(operations):
-    """Operations by name and type, as a text."""
-    ordered = sorted(operations, key=lambda op: op._id)
-    names = [f"{op.name} ({op.type})" for op in ordered[:4]]
-    return ", ".join(names) + (" and others" if len(ordered) > 4 else "")
 
 
 def line_of(op):

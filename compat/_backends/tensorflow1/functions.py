@@ -15,9 +15,6 @@ from .step_counter import counting_in_order
 # What TensorFlow calls what runs a part of the batch, and what puts the parts together.
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
 
-# What of a function says how its runs are recorded.
-_RECORDING = ("run_options", "run_metadata")
-
 _HINT = (
     "\n\nparallelize() runs the operations named replica_... of a part of the batch. An operation "
     "that needs all rows, or a size that is the whole batch's, fails there: use sizes of its "
@@ -29,13 +26,15 @@ class ReplicatedGraphFunctions:
     """The three functions of a Keras model, made to run its batch part on several devices.
 
     Keras makes a function when it is first needed, by a method of the model. The instance gets
-    methods of its own for that, which call Keras' and rewire what it made.
+    methods of its own for that, which call Keras' and rewire what it made. On one device this is
+    done to the training function alone, so that its first step is step 1.
     """
 
     def __init__(self, model, devices):
         self.owner = model
         self.model = _keras.inner_model(model)
         self.devices = list(devices)
+        self._names = _keras.FUNCTIONS if len(self.devices) > 1 else ("train_function",)
         self._made = {}  # type: Dict[str, ReplicatedGraphFunction]
         self._replicas = None  # type: Optional[GraphReplicas]
         self._replicas_key = []  # type: List[Any]
@@ -46,30 +45,34 @@ class ReplicatedGraphFunctions:
         if _keras.wraps_a_model(self.owner):
             vars(self.owner)["build"] = self._build
         if self.model is not None:
-            for name in _keras.FUNCTIONS:
-                vars(self.model)["_make_" + name] = self._maker(name)
+            self._install_makers()
+
+    def _install_makers(self):
+        for name in self._names:
+            vars(self.model)["_make_" + name] = self._maker(name)
 
     def uninstall(self):
         vars(self.owner).pop("build", None)
         del vars(self.owner)["_compat_functions"]
-        for name in _keras.FUNCTIONS if self.model is not None else ():
+        for name in self._names if self.model is not None else ():
             del vars(self.model)["_make_" + name]
 
     def _build(self, input_shape=None):
         """What an old Sequential does to make its inner model anew, when layers were added."""
         type(self.owner).build(self.owner, input_shape)
         self.model = _keras.inner_model(self.owner)
-        self.install()
+        self._install_makers()  # and not "build", which verification may have hidden by its own
 
     def _maker(self, name):
         make = getattr(self.model, "_make_" + name)
 
         def make_replicated():
             before = getattr(self.model, name, None)
-            with self._training_on_replicas() if "train" in name else contextlib.ExitStack():
+            with self._training() if "train" in name else contextlib.ExitStack():
                 make()
             made = getattr(self.model, name)
-            if made is not before:  # what stands there already may be the user's own
+            # What stands there already may be the user's own.
+            if made is not before and len(self.devices) > 1:
                 self._made[name] = ReplicatedGraphFunction(
                     self, made, make_replicated, "train" in name
                 )
@@ -108,10 +111,8 @@ class ReplicatedGraphFunctions:
             state = self.model.optimizer.get_weights() if function.training else None
             setattr(self.model, name, None)
             try:
-                kept = {k: v for k, v in vars(function.made).items() if k in _RECORDING}
                 function.make()
                 vars(function).update(vars(self._made[name]))
-                vars(function.made).update(kept)
             finally:
                 self._made[name] = function
                 setattr(self.model, name, current)
@@ -133,8 +134,13 @@ class ReplicatedGraphFunctions:
                 _rows.runs_whole(model.name, across, self.devices[0], owner=self)
         return self._replicas
 
-    def _training_on_replicas(self):
-        """Within, the optimizer takes its gradients from the replicas, each on its device."""
+    def _training(self):
+        """Within, the optimizer counts its steps in order.
+
+        It takes its gradients from the replicas, if there are any, each on its device.
+        """
+        if len(self.devices) == 1:
+            return counting_in_order(self.model.optimizer)
         return counting_in_order(
             self.model.optimizer,
             lambda loss, params: self.replicas_now().whole(loss),

@@ -5,6 +5,8 @@ import copy
 import itertools
 import sys
 
+from ... import errors
+
 
 def v1_names(tensorflow=None):
     """TensorFlow under its 1.x names, which late versions of it call deprecated elsewhere."""
@@ -57,17 +59,6 @@ def whole_loops(operations, among):
 # Graphs ---------------------------------------------------------------------------------------
 
 _WRITES = ("Assign", "Scatter", "Apply", "SparseApply")  # maybe after "Resource"
-
-
-def dense_parts(tensor):
-    """The dense tensors that a tensor consists of: three, for a sparse one."""
-    if hasattr(tensor, "dense_shape"):
-        return [tensor.indices, tensor.values, tensor.dense_shape]
-    return [tensor]
-
-
-def operations_of(inputs):
-    return {part.op for tensor in inputs for part in dense_parts(tensor)}
 
 
 def ancestors(fetches, stop, cut=None):
@@ -296,6 +287,14 @@ def _gradient_of_copy(op, copies):
     computed of the copies.
     """
     from tensorflow.python.framework import ops
+
+    if loop_of(op) is not None:
+        raise errors.unsupported(
+            "tensorflow",
+            f"run {op.name} on several devices: it is in a loop and has a gradient by "
+            "tf.custom_gradient, which is bound to the undivided batch",
+            "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
+        )
 
     gradient = ops.get_gradient_function(op)
     name = f"CustomGradientOfCopy{next(_numbers)}"

@@ -9,9 +9,9 @@ import re
 
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value
 from . import own_gradients
-from .graph import dense_parts, is_outermost, loop_of
+from .graph import is_outermost, loop_of
 from .row_operations import ALIGNED, placements
-from .row_sizes import COORDINATES, Positions, sizes_of
+from .row_sizes import Positions, sizes_of
 
 
 class TensorRows:
@@ -37,11 +37,7 @@ class TensorRows:
         self.mixing, self.assumed = [], set()
         self.statistics, self.constants, self.shapes = {}, set(), {}
         self._normalizing = normalizing
-        self._known = {}
-        for tensor in inputs:
-            parts = dense_parts(tensor)  # of a sparse one: indices, values and shape
-            kinds = (COORDINATES, Sharded(0, inner=None, even=False), Count([0]))
-            self._known.update(zip(parts, kinds if len(parts) > 1 else [Sharded(0)]))
+        self._known = dict.fromkeys(inputs, Sharded(0))
         for op in _in_order(operations):
             self._look_at(op)
 

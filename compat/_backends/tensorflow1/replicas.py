@@ -12,7 +12,7 @@ average becomes the mean of what the replicas would write.
 
 import contextlib
 
-from ... import _keras, errors
+from ... import _keras
 from ..._rows import split_rows
 from . import graph
 from .batch_part import BatchPart
@@ -33,13 +33,6 @@ class GraphReplicas:
         self.devices = devices
         self.graph = model.outputs[0].graph
         self.inputs = list(model.inputs)
-        for tensor in self.inputs:
-            if not isinstance(tensor, (self.tf.Tensor, self.tf.SparseTensor)):
-                raise errors.UnsupportedError(
-                    f"parallelize() divides the inputs of model {self.name!r} by rows, and cannot "
-                    f"divide a variable: {tensor.name}. Give its value: "
-                    "Input(tensor=tf.identity(variable))."
-                )
         # A row for each row of the batch.
         self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
         # What is computed again, of the whole batch, and in place of what leaves the replicas.
@@ -48,7 +41,7 @@ class GraphReplicas:
         self.part = BatchPart(model, losses, updates, _variables_of_batchnorm(model), tried)
         with self._apart():
             self._check_rows_of_tensors()
-            rows = self._count((self.part.divided or self.inputs)[0])
+            rows = self.tf.shape((self.part.divided or self.inputs)[0])[0]
             self.sizes = split_rows.sizes(rows, len(devices))
             self.copies = [self._replica(index) for index in range(len(devices))]
         device_of = {
@@ -62,17 +55,16 @@ class GraphReplicas:
 
     def _replica(self, index):
         """Copy the batch part to the device, there to compute its shard."""
-        tf, shards = self.tf, {}  # type: Any, Any
+        tf = self.tf
         shapes = self.part.rows.shapes.items()
         replaced = {t: tf.constant(sizes, t.dtype) for t, sizes in shapes if None not in sizes}
         for tensor in self.read_in_shards():
             with self._where_it_lies(tensor), tf.control_dependencies(self._checks):
                 # Of a fixed number, a replica could only compute as many rows as it always has.
-                count = tf.placeholder_with_default(self._count(tensor), ())
+                count = tf.placeholder_with_default(tf.shape(tensor)[0], ())
                 first, end = split_rows.run_bounds(count, len(self.devices), index, tf.maximum)
-                shards[tensor] = shard = self._shard(tensor, first, end)
-                replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
-        replica = graph.copy_operations(
+                replaced[tensor] = tensor[first:end]
+        return graph.copy_operations(
             self.part.needed,
             replaced,
             f"replica_{index}",
@@ -81,8 +73,6 @@ class GraphReplicas:
             controls=lambda op: [op] if op in self.part.once else [],
             fixed_batch=self.part.fixed,
         )
-        replica.shards = shards
-        return replica
 
     def read_in_shards(self):
         """The tensors of whose rows each replica reads its own."""
@@ -95,12 +85,12 @@ class GraphReplicas:
     def _check_rows_of_tensors(self):
         """Check at run time that inputs that are not fed have as many rows as the others."""
         tf = self.tf
-        fed = [graph.dense_parts(t)[0].op.type.startswith("Placeholder") for t in self.part.divided]
+        fed = [t.op.type.startswith("Placeholder") for t in self.part.divided]
         self._checks = []
         if len(fed) < 2 or all(fed):
             return
         with tf.device("/cpu:0"):
-            counts = [self._count(tensor) for tensor in self.part.divided]
+            counts = [tf.shape(tensor)[0] for tensor in self.part.divided]
             same = tf.reduce_all(tf.equal(counts, counts[0]))
             self._checks.append(tf.Assert(same, [rows_differ(self.name) + " Rows:"] + counts))
 
@@ -116,20 +106,6 @@ class GraphReplicas:
         if tensor.op.type.startswith("Placeholder"):
             return self.tf.device("/cpu:0")
         return self.tf.colocate_with(tensor.op)
-
-    def _count(self, tensor):
-        if isinstance(tensor, self.tf.SparseTensor):
-            return self.tf.cast(tensor.dense_shape[0], self.tf.int32)
-        return self.tf.shape(tensor)[0]
-
-    def _shard(self, tensor, first, end):
-        tf = self.tf
-        if not isinstance(tensor, tf.SparseTensor):
-            return tensor[first:end]
-        first, rows = tf.cast(first, tf.int64), tf.cast(end - first, tf.int64)
-        start = tf.concat([[first], tf.zeros_like(tensor.dense_shape[1:])], axis=0)
-        size = tf.concat([[rows], tensor.dense_shape[1:]], axis=0)
-        return tf.sparse_slice(tensor, start, size)
 
     @contextlib.contextmanager
     def gradients_colocated(self):

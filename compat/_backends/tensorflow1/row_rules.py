@@ -129,13 +129,9 @@ def einsum(op, values):
     return _rows.contracted(values, letters.split(","), result)
 
 
-def sparse_product(op, values):
-    """A sparse matrix, whose shape tells where it has rows, times a dense one."""
-    positions, found, shape, dense = [value.placement for value in values]
-    if not isinstance(positions, Positions) or shape != Count([0]):
-        return Mixed()
-    rows = isinstance(found, Sharded) and isinstance(dense, Replicated)
-    return Sharded(0) if rows and not op.get_attr("adjoint_a") else Mixed()
+def mixed(op, values):
+    """What no rule knows of, and what a trial might take for rows by chance."""
+    return Mixed()
 
 
 # Looking up and sorting in ----------------------------------------------------------------------
@@ -249,7 +245,11 @@ def normalized(op, values):
     training, others = op.get_attr("is_training"), len(op.outputs) - 1
     channels = op.get_attr("data_format").index(b"C")
     if values[0].axis != channels:
-        return _rows.normalized(values, [0] + [None] * (len(values) - 1), training, others)
+        rows = _rows.by_row(values, [0])
+        if not isinstance(rows, Sharded):
+            return rows
+        # By each device's own rows, as documented.
+        return [rows] + [Partial("mean") if training else REPLICATED] * others
     # Each row is a channel, as in tf.keras' LayerNormalization; only inference gets statistics.
     given = values[: 3 if training else 5]
     if not _rows.have_own_rows(given) or any(value.axis != 0 for value in given[1:]):

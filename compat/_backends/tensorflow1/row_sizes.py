@@ -34,10 +34,6 @@ class Positions(Mixed):
         return placement.replace(inner=None, even=False) if same else Mixed()
 
 
-#: The coordinates of what is in a sparse tensor of rows.
-COORDINATES = Positions(Sharded(0))
-
-
 class NotKnown(Exception):
     """A rule needs numbers that are not known before a run."""
 

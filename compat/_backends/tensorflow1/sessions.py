@@ -66,12 +66,9 @@ def _without_defaults(own):
 
 def _missing(config, other):
     """The fields of ``config`` that ``other`` does not have, as a text."""
-    missing, fields = [], [field.name for field, _ in config.ListFields()]
-    for name in fields:
-        part = copy.deepcopy(config)
-        for another in set(fields) - {name}:
-            part.ClearField(another)
-        both = copy.deepcopy(other)
+    missing = []
+    for field, value in config.ListFields():
+        part, both = type(config)(**{field.name: value}), copy.deepcopy(other)
         both.MergeFrom(part)
         if both != other:
             missing.append(" ".join(str(part).split()))

@@ -7,41 +7,6 @@ from ..._runtime import patching
 from .graph import ancestors
 
 
-class OrderedCounting(patching.InstanceMethod):
-    """How a model on one device makes its training function, so that its first step is step 1."""
-
-    method = "_make_train_function"
-
-    def __call__(self, model):
-        with counting_in_order(model.optimizer):
-            self.plain(model)()
-
-
-class _CountedInnerModel(_keras.InnerModel):
-    """The inner models of an old Sequential whose first step is step 1."""
-
-
-def order(model):
-    """Have the first training step of a model on one device be step 1. Twice changes nothing."""
-    method = _CountedInnerModel if _keras.wraps_a_model(model) else OrderedCounting
-    if method.of(model) is not None:
-        return
-
-    def order_inside(maker):
-        with _keras.rebuilding_functions(maker):
-            OrderedCounting([]).install(maker)
-
-    _CountedInnerModel.have_prepared(model, order_inside)
-
-
-def leave_as_it_was(model):
-    """Take back what ``order`` did, if it did anything."""
-    maker = _keras.inner_model(model)
-    for method, owner in ((OrderedCounting, maker), (_CountedInnerModel, model)):
-        if owner is not None and method.of(owner) is not None:
-            method.of(owner).remove(owner)
-
-
 def counts_without_order(model):
     """Whether an Adam of this model's Keras may read its step counter before or after it grows."""
     adam = _keras.keras_of(model).optimizers.Adam
