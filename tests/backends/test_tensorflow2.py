@@ -22,7 +22,6 @@ from compat._backends.tensorflow1 import sessions
 from compat._backends.tensorflow2 import TensorFlow2, backend
 from compat._backends.tensorflow2.device_configuration import chosen_gpus
 from compat._backends.tensorflow2.op_placement import executed, products, short
-from compat._configuration import packages
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
@@ -626,15 +625,6 @@ def test_environ():
     assert environ(gpus, grow, dict(order, TF_FORCE_GPU_ALLOW_GROWTH="false")) == growth
     assert environ(gpus, grow, dict(order, **growth)) == {}
     assert environ(Devices(simulated=2), grow) == {"CUDA_VISIBLE_DEVICES": "-1"}
-
-
-def test_legacy_keras_that_is_not_installed_is_a_problem(monkeypatch):
-    monkeypatch.setattr(packages, "version", lambda name: None)
-    assert backend.problems({}) == []
-    assert backend.problems({"TF_USE_LEGACY_KERAS": "1"}) == [
-        "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. Install "
-        "tf_keras of TensorFlow's version, or drop the variable: unset TF_USE_LEGACY_KERAS"
-    ]
 
 
 def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):

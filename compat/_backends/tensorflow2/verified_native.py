@@ -22,7 +22,8 @@ from ..._runtime import work
 from ..._verification import keras_steps, reachable
 from . import layer_state, op_placement
 from .kinds import held, is_variable
-from .replicas import recording, tensors_of
+from .replicas import recording
+from .sharding import tensors_of
 
 # Names of the argument that switches between training and inference.
 _TRAINING = ("training", "is_training")
@@ -99,7 +100,8 @@ class _NativeCall(_verification.Step):
         # Where it fails for being traced, what the model holds is all that is known.
         with contextlib.suppress(Exception):
             # Makes the variables that a first call makes, too.
-            found += self._traced().graph.variables
+            traced = tf.function(self._plain).get_concrete_function(*self.args, **self.kwargs)
+            found += traced.graph.variables
         found += list(getattr(self.model, "variables", ()))
         # A tf.random.Generator has one.
         values = [getattr(value, "_state_var", value) for value in held(self.model)]
@@ -108,13 +110,6 @@ class _NativeCall(_verification.Step):
         for variable in {id(variable): variable for variable in found}.values():
             labelled[keras_steps.unlike(_label(variable), labelled)] = variable
         return labelled
-
-    def _traced(self):
-        if _is_function(self.model):
-            plain = type(self.model)._compat_plain_class
-            return plain.get_concrete_function(self.model, *self.args, **self.kwargs)
-        function = tf.function(self._plain)
-        return function.get_concrete_function(*self.args, **self.kwargs)
 
     def _plain(self, *args, **kwargs):
         with split_rows.undivided():
@@ -182,9 +177,11 @@ class _NativeCall(_verification.Step):
 
     def _in_inference(self):
         """The arguments, with the one that switches training on set to False."""
-        called = self.model if _is_function(self.model) else self.call.plain(self.model)
+        called = self.call.plain(self.model)
+        for function in (called, self.model):  # the last of which may be one of tf.function
+            called = getattr(function, "python_function", called)
         try:
-            signature = inspect.signature(getattr(called, "python_function", called))
+            signature = inspect.signature(called)
             bound = signature.bind(*self.args, **self.kwargs)
         except (TypeError, ValueError):
             return self.args, self.kwargs
@@ -192,10 +189,6 @@ class _NativeCall(_verification.Step):
             if name in signature.parameters:
                 bound.arguments[name] = False
         return bound.args, bound.kwargs
-
-
-def _is_function(model):
-    return hasattr(model, "get_concrete_function")
 
 
 def _label(variable):
