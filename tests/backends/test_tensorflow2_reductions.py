@@ -125,7 +125,6 @@ def test_losses_have_the_value_of_one_device(keras, eagerly, pytestconfig):
         same(trained(lambda: adding(*map(LOSSES.get, names)), eagerly=eagerly))
 
 
-@slow  # as test_native_model_sums_count_as_on_one_device() has them
 def test_fewer_rows_than_devices_add_nothing_twice(keras):
     losses = LOSSES["sum"], LOSSES["mean"]
     same(trained(lambda: adding(*losses), ROWS[:2], TARGETS[:2]))
@@ -225,60 +224,6 @@ def test_state_of_all_kinds_is_that_of_one_device(keras, eagerly):
         assert [int(tf.convert_to_tensor(n)) for n in numbers] == [4, 4, 47, 47]
         results.append(model.get_weights())
     same(results)
-
-
-class Decaying(Layer):
-    def build(self, shape):
-        self.sums = self.add_weight(name="decaying", shape=(), initializer="zeros", trainable=False)
-
-    def call(self, x):
-        self.sums.assign(0.9 * self.sums + 0.1 * tf.reduce_sum(x))
-        return x
-
-
-def test_state_of_the_whole_batch_runs_whole(keras):
-    def build():
-        inputs = keras.layers.Input((8,))
-        return keras.models.Model(inputs, keras.layers.Dense(4)(Decaying()(inputs)))
-
-    with runs_whole():
-        same(trained(build))
-
-
-class Module(tf.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = tf.Variable(np.random.RandomState(3).normal(size=(8, 4)).astype("float32"))
-        self.steps, self.rows = tf.Variable(0), tf.Variable(0.0)  # trainable, as tf.Variable is
-        self.sums = tf.Variable(tf.zeros(4))
-
-    def __call__(self, x):
-        outputs = x @ self.weight
-        self.steps.assign_add(1)
-        self.rows.assign_add(rows_of(x))
-        self.sums.assign_add(tf.reduce_sum(outputs, axis=0))
-        return outputs, tf.reduce_sum(outputs), tf.reduce_mean(outputs, axis=0)
-
-
-@slow
-def test_native_model_sums_count_as_on_one_device(keras):
-    results = []
-    for is_parallel in (False, True):
-        model = Module()
-        if is_parallel:
-            compat.parallelize(model)
-
-        @tf.function
-        def step(x, model=model):
-            with tf.GradientTape() as tape:
-                outputs, total, mean = model(x)
-                loss = total + tf.reduce_sum(mean**2) + tf.reduce_mean(outputs**2)
-            return [tape.gradient(loss, model.weight), total, mean]
-
-        found = [value.numpy() for n in (44, 45, 2) for value in step(tf.constant(ROWS[:n]))]
-        assert (model.steps.numpy(), model.rows.numpy()) == (3, 91.0)
-        results.append(found + [model.sums.numpy()])
-    same(results, rtol=1e-4, atol=1e-5)
 
 
 class Sizing(tf.Module):
@@ -487,22 +432,6 @@ def test_ragged_batches_run_whole(keras):
 
 
 # What the trace shows besides -----------------------------------------------------------------
-
-
-@slow
-def test_normalization_is_divided(keras):
-    """tf.keras computes that of layers by that of fused batches, where each row is a channel."""
-    layers = keras.layers
-
-    def build(normalized):
-        inputs = layers.Input((8,))
-        hidden = normalized()(layers.Dense(5)(inputs))
-        outputs = layers.Dense(4, activity_regularizer="l2")(hidden)
-        return keras.models.Model(inputs, outputs)
-
-    with is_divided():
-        same(trained(lambda: build(layers.LayerNormalization)))
-        trained(lambda: build(layers.BatchNormalization), parallel=[True])
 
 
 @tf.custom_gradient

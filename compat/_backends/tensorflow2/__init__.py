@@ -220,9 +220,9 @@ class TensorFlow2(Backend):
                 verification = None  # it runs on one device
             verified_steps.VerifiedTensorFlow2Step.install_on(model, verification)
         elif hasattr(tf.keras.Model, "train_step"):
-            from . import verified_native  # here for start-up time
+            from . import native_models  # here for start-up time
 
-            verified_native.VerifiedCall.install_on(model, verification)
+            native_models.verify(model, verification)
         else:  # TensorFlow 2.0 dies where a thread of its own traces what another one has.
             super().verify(model, verification)
 

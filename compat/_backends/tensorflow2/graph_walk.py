@@ -38,7 +38,7 @@ class Walk:
     """
 
     def __init__(self, graph, placements, handles, state, lookups, describe, trial):
-        self.graph, self.placements, self.handles = graph, placements, handles
+        self.placements, self.handles = placements, handles
         self.state, self.lookups, self.describe = state, lookups, describe
         self.trial = trial
         self._old = {}  # name of a tensor -> the key of the variable whose old value it is

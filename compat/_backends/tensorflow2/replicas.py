@@ -145,10 +145,8 @@ def _listing_no_variables():
     TensorFlow 2.0 makes sets of those that layers have made within any tf.function, for a gradient
     of one's own, and fails: they have no hash.
     """
-    variables = []  # type: list
-    if not tf.executing_eagerly():
-        key = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
-        variables = tf.compat.v1.get_default_graph().get_collection_ref(key)
+    key = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
+    variables = tf.compat.v1.get_default_graph().get_collection_ref(key)
     before = list(variables)
     del variables[:]
     try:

@@ -16,68 +16,29 @@ import inspect
 import numpy as np
 import tensorflow as tf
 
-from ... import _verification, errors
+from ... import _verification
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._verification import keras_steps, reachable
 from . import layer_state, op_placement
 from .kinds import held, is_variable
 from .replicas import recording
+from .replicated_call import ReplicatedCall
 from .sharding import tensors_of
 
 # Names of the argument that switches between training and inference.
 _TRAINING = ("training", "is_training")
 
 
-class VerifiedCall:
-    """What a native model calls in place of its ``NativeCall``, for its first calls.
+class VerifiedCall(_verification.Step):
+    """A call of a ``native_models.NativeCall``."""
 
-    Arguments:
-        call: the ``native_models.NativeCall``.
-        verification: the calls to verify.
-    """
-
-    autograph_info__ = {}  # type: dict  # as in ReplicatedCall
-
-    _warned = False
-
-    def __init__(self, call, verification):
-        self.call, self.verification = call, verification
-
-    @classmethod
-    def install_on(cls, model, verification):
-        """Verify calls of ``model``, if it runs on several devices; None: no more."""
-        kind = type(model)
-        if "_compat_call" not in vars(kind):
-            return
-        call = getattr(kind._compat_call, "call", kind._compat_call)
-        kind._compat_call = call if verification is None else cls(call, verification)
-
-    def __call__(self, model, *args, **kwargs):
-        verification = self.verification
-        kind = "train" if recording() else "predict"
-        if verification.wants(kind) and not split_rows.runs_undivided():
-            if tf.executing_eagerly():
-                if verification.is_due(kind):
-                    return verification.verify(kind, _NativeCall(self.call, model, args, kwargs))
-            elif not self._warned:
-                self._warned = True
-                errors.warn(
-                    f"verify={verification.asked}: model {verification.record.model!r} is called "
-                    "within a tf.function, where there are no numbers to compare yet, so those "
-                    "calls are not verified. Call it once outside, within a tf.GradientTape for "
-                    "its gradients: model(batch)."
-                )
-        return self.call(model, *args, **kwargs)
-
-
-class _NativeCall(_verification.Step):
     given = ("args", "kwargs")
 
     def __init__(self, call, model, args, kwargs):
         self.call, self.model, self.args, self.kwargs = call, model, args, kwargs
         self.is_recording = recording()
-        self.replicated = functools.partial(call, model)
+        self.replicated = functools.partial(ReplicatedCall.__call__, call, model)
         self.undivided = functools.partial(call._unreplicated, model)
         self.variables = self._found()
         self.dtype = keras_steps.coarsest({v.dtype.name for v in self.variables.values()})
