@@ -222,14 +222,8 @@ def test_shapes_count_rows():
     assert _rows.size_of(Value(Count(), (None,))) == Count()
 
 
-def test_what_rows_are_divided_by_comes_out_as_a_weighted_mean():
-    x, mask = Value(Sharded(0), (None, 4)), object()
-    divided = _rows.divided_by_total([x, Value(Partial("sum"), ())], mask)
-    assert _rows.reduced(Value(divided, (None, 4)), None, "sum") == Partial("mean", mask)
-    assert isinstance(_rows.pointwise([Value(divided, (None, 4))]), Mixed)
-    doubled = _rows.multiplied([Value(divided, (None, 4)), Value(Replicated(), ())])
-    assert _rows.reduced(Value(doubled, (None, 4)), 0, "sum") == Partial("mean", mask)
-    assert _rows.divided_by_total([Value(Partial("sum"), ())], mask) == Partial("mean", mask)
+def test_weighted_means_are_added_to_one_another_alone():
+    mask = object()
     weighted, constant = Value(Partial("mean", mask), ()), Value(Replicated(), ())
     assert _rows.added([weighted, weighted]) == Partial("mean", mask)
     assert _rows.added([weighted, constant]) == Mixed()  # the weights need not add up

@@ -11,7 +11,6 @@ from .arithmetic import (
     along,
     contracted,
     divided,
-    divided_by_total,
     extreme,
     multiplied,
     pointwise,

@@ -27,7 +27,7 @@ def _meeting(values, letters):
     """
     pairs = list(zip(values, letters))
     moving = [pair for pair in pairs if isinstance(pair[0].placement, Sharded)]
-    rows = shared([v.placement.replace(axis=names[v.axis], per=None) for v, names in moving])
+    rows = shared([v.placement.replace(axis=names[v.axis]) for v, names in moving])
     for value, names in pairs:
         if rows is None or names.count(rows.axis) > 1:
             return None
@@ -38,23 +38,14 @@ def _meeting(values, letters):
     return rows
 
 
-def _aligned(values, linear=False):
-    """The rows of the result where dimensions are matched from the last one on, or None."""
-    ranks = [value.rank for value in values]
-    pers = {v.placement.per for v in values if isinstance(v.placement, Sharded)}
-    if None in ranks or len(pers) > 1 or not linear and pers != {None}:
-        return None
-    rank = max(ranks)
-    rows = _meeting(values, [range(rank - each, rank) for each in ranks])
-    return rows if rows is None else rows.replace(per=pers.pop())
-
-
 @rule
 def pointwise(values):
-    """Any function of the elements at the same place."""
-    if any(isinstance(value.placement, (Partial, Count)) for value in values):
-        return Mixed()  # what a device has of it is not that of all rows
-    return _aligned(values) or Mixed()
+    """Any function of the elements at the same place, dimensions matched from the last one on."""
+    ranks = [value.rank for value in values]
+    if None in ranks or any(isinstance(value.placement, (Partial, Count)) for value in values):
+        return Mixed()  # what a device has of a sum or a number is not that of all rows
+    rank = max(ranks)
+    return _meeting(values, [range(rank - each, rank) for each in ranks]) or Mixed()
 
 
 def selected(values):
@@ -70,8 +61,6 @@ def added(values):
     """Sums and differences, which are linear: also those of sums over the rows."""
     placements = [value.placement for value in values]
     moving = [each for each in placements if not isinstance(each, Replicated)]
-    if all(isinstance(each, Sharded) for each in placements):
-        return _aligned(values, linear=True) or Mixed()
     if not all(isinstance(each, Partial) for each in moving):
         return pointwise(values)
     kind = moving[0]
@@ -91,7 +80,7 @@ def multiplied(values):
         return pointwise(values)
     if isinstance(moving[0], Partial):
         return moving[0] if moving[0].how in ("sum", "mean") else Mixed()
-    return _aligned(values, linear=True) or Mixed()
+    return pointwise(values)
 
 
 @rule
@@ -106,19 +95,6 @@ def divided(values):
     if isinstance(values[1].placement, Replicated):
         return multiplied(values)
     return pointwise(values)
-
-
-def divided_by_total(values, denominator):
-    """A quotient by a sum over the rows, or by their number, that the backend names.
-
-    Rows divided so are wrong until they are added up; so are not sums.
-    """
-    numerator = values[0].placement
-    if isinstance(numerator, Sharded) and numerator.per is None:
-        return numerator.replace(per=denominator)
-    if numerator == Partial("sum"):
-        return Partial("mean", denominator)
-    return without_rows([numerator, Mixed()]) or Mixed()
 
 
 # Reductions and what goes along dimensions ------------------------------------------------------
@@ -138,15 +114,11 @@ def reduced(value, axes, how, keepdims=False, denominator=None):
         return placement if len(same) == 1 or same == {"sum", "mean"} else Mixed()
     axes = listed(axes, value.rank)
     if placement.axis not in axes:
-        if placement.per is not None and how not in ("sum", "mean"):
-            return Mixed()
         if keepdims:
             return placement
         return placement.replace(axis=placement.axis - sum(a < placement.axis for a in axes))
     if how not in PARTIAL:
         return Mixed()
-    if placement.per is not None:
-        return Partial("mean", placement.per) if how == "sum" else Mixed()
     if how == "mean" and not placement.even:
         return Mixed() if denominator is None else Partial("mean", denominator)
     return Partial(PARTIAL[how])
@@ -172,12 +144,11 @@ def contracted(values, letters, result):
         linear = isinstance(placements[0], Partial) and placements[0].how in ("sum", "mean")
         return placements[0] if linear and len(placements) == 1 else Mixed()
     rows = _meeting(values, letters)
-    per = [each.per for each in placements if each.per is not None]
-    if rows is None or len(per) > 1 or not rows.even and len(placements) > 1:
+    if rows is None or not rows.even and len(placements) > 1:
         return Mixed()
     if rows.axis in result:
-        return rows.replace(axis=result.index(rows.axis), per=per[0] if per else None)
-    return Partial("mean", per[0]) if per else Partial("sum")
+        return rows.replace(axis=result.index(rows.axis))
+    return Partial("sum")
 
 
 def product(values, transpose_first=False, transpose_second=False):

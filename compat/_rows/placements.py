@@ -46,19 +46,15 @@ class Sharded(Placement):
         copies: how often the batch is there, one copy after the other: (time, rows) reshaped to
             one dimension has ``time`` copies.
         even: whether each row has as many elements as any other.
-        per: the total over the rows that each row was divided by, as the backend names it. It is
-            the device's own, so the rows are wrong until they are added up: to a mean with this
-            denominator.
     """
 
-    __slots__ = ("axis", "inner", "copies", "even", "per")
+    __slots__ = ("axis", "inner", "copies", "even")
 
-    def __init__(self, axis, inner=1, copies=1, even=True, per=None):
+    def __init__(self, axis, inner=1, copies=1, even=True):
         self.axis = axis
         self.inner = inner
         self.copies = copies
         self.even = even
-        self.per = per
 
     def replace(self, **changes):
         said = {name: changes.get(name, getattr(self, name)) for name in self.__slots__}

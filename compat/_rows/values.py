@@ -67,11 +67,7 @@ def rule(function):
 
 def have_own_rows(values):
     """Whether values with rows have them as they are, no parts of sums, and none is a size."""
-    return all(
-        isinstance(value.placement, (Replicated, Sharded))
-        and getattr(value.placement, "per", None) is None
-        for value in values
-    )
+    return all(isinstance(value.placement, (Replicated, Sharded)) for value in values)
 
 
 def listed(axes, rank):
@@ -85,7 +81,7 @@ def listed(axes, rank):
 def shared(placements):
     """The one ``Sharded`` placement that all of these are, or None."""
     first, inner = placements[0], {each.inner for each in placements} - {None}
-    if len({(each.axis, each.copies, each.per) for each in placements}) > 1 or len(inner) > 1:
+    if len({(each.axis, each.copies) for each in placements}) > 1 or len(inner) > 1:
         return None
     return first.replace(
         inner=inner.pop() if inner else None, even=all(each.even for each in placements)

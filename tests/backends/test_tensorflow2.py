@@ -5,11 +5,8 @@ import contextlib
 import copy
 import functools
 import inspect
-import os
 import pickle
-import subprocess
 import sys
-import textwrap
 import types
 
 import numpy as np
@@ -22,7 +19,6 @@ from compat._backends.tensorflow1 import sessions
 from compat._backends.tensorflow2 import TensorFlow2, backend
 from compat._backends.tensorflow2.device_configuration import chosen_gpus
 from compat._backends.tensorflow2.op_placement import executed, products, short
-from compat._configuration import packages
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings
@@ -302,44 +298,6 @@ def test_subclassed_model_with_dictionaries_and_a_scalar_output(keras):
         np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.row("subclassed models")
-def test_subclassed_model_within_another_trains_to_the_numbers_of_one_device(keras):
-    layers = keras.layers
-
-    class Block(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.hidden = layers.Dense(6, activation="tanh")
-
-        def call(self, inputs, training=None):
-            hidden = self.hidden(inputs)
-            return 2.0 * hidden if training else hidden
-
-    class Model(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.block, self.last = Block(), layers.Dense(4)
-
-        def call(self, inputs, training=None):
-            return self.last(self.block(inputs, training=training))
-
-    def build():
-        model = Model()
-        model(ROWS[:2])
-        return model
-
-    results = []
-    for model in pair(build):
-        model.compile(keras.optimizers.SGD(0.1), "mse")
-        model.fit(ROWS, TARGETS, batch_size=16, shuffle=False, verbose=0)
-        results.append(model.get_weights() + [model.predict(ROWS, verbose=0)])
-    for expected, found in zip(*results):
-        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
-    placement = TestTensorFlow2().placement(model, ROWS, TARGETS)
-    assert sorted(placement) == ["/cpu:0", "/cpu:1", "/cpu:2"]
-    assert len(set(placement.values())) == 1 and all(placement["/cpu:1"]), placement
-
-
 if KERAS3:
 
     def test_a_trainer_that_is_no_model_is_left_alone(keras):
@@ -359,17 +317,10 @@ if KERAS3:
 
 
 def test_model_without_shapes_before_its_first_batch(keras):
-    layers = keras.layers
     models = []
-    for parallel in (False, True):
-        model = keras.models.Sequential(
-            [
-                layers.Dense(5, kernel_initializer="ones"),
-                layers.Dense(4, kernel_initializer="ones"),
-            ]
-        )
-        if parallel:
-            compat.parallelize(model)
+    for prepare in (lambda model: model, compat.parallelize):
+        layers = [keras.layers.Dense(units, kernel_initializer="ones") for units in (5, 4)]
+        model = prepare(keras.models.Sequential(layers))
         model.compile(keras.optimizers.SGD(0.1), "mse")
         model.train_on_batch(ROWS, TARGETS)
         models.append(model.get_weights()[0])
@@ -405,41 +356,31 @@ def test_replicas_never_nest(keras):
 
 def penalty(model, rows):
     """A gradient of a gradient."""
-    with tf.GradientTape() as tape:
-        with tf.GradientTape() as inner:
-            inner.watch(rows)
-            loss = tf.reduce_sum(model(rows, training=True) ** 2)
-        penalty = tf.reduce_sum(inner.gradient(loss, rows) ** 2)
-    return tape.gradient(penalty, weights_of(model))
+    with tf.GradientTape() as inner:
+        inner.watch(rows)
+        loss = tf.reduce_sum(model(rows, training=True) ** 2)
+    return [tf.reduce_sum(inner.gradient(loss, rows) ** 2)]
 
 
 def twice(model, rows):
-    with tf.GradientTape(persistent=True) as tape:
-        loss = tf.reduce_sum(model(rows, training=True) ** 2)
-        double = loss * 2
-    return tape.gradient(loss, weights_of(model)) + tape.gradient(double, weights_of(model))
+    loss = tf.reduce_sum(model(rows, training=True) ** 2)
+    return [loss, loss * 2]
 
 
 def function_within(model, rows):
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(tf.function(model)(rows, training=True) ** 2)
-    return tape.gradient(loss, weights_of(model))
+    return [tf.reduce_sum(tf.function(model)(rows, training=True) ** 2)]
 
 
 def loop(model, rows):
-    with tf.GradientTape() as tape:
-        for _ in tf.range(3):
-            rows = model(rows, training=True)
-        loss = tf.reduce_sum(rows**2)
-    return tape.gradient(loss, weights_of(model))
+    for _ in tf.range(3):
+        rows = model(rows, training=True)
+    return [tf.reduce_sum(rows**2)]
 
 
 def branch(model, rows):
-    with tf.GradientTape() as tape:
-        if tf.reduce_sum(rows) > -1e9:
-            rows = model(rows, training=True)
-        loss = tf.reduce_sum(rows**2)
-    return tape.gradient(loss, weights_of(model))
+    if tf.reduce_sum(rows) > -1e9:
+        rows = model(rows, training=True)
+    return [tf.reduce_sum(rows**2)]
 
 
 def weights_of(model):
@@ -454,11 +395,11 @@ MORE = [(twice, False), (twice, True), (function_within, True)]
 
 
 @pytest.mark.parametrize(
-    "gradients, eagerly",
+    "losses_of, eagerly",
     in_span(WAYS, [(loop if TRAIN_STEP else function_within, False)])
     + [pytest.param(*each, marks=slow) for each in MORE],
 )
-def test_gradients_of_ones_own(keras, gradients, eagerly):
+def test_gradients_of_ones_own(keras, losses_of, eagerly):
     layers = keras.layers
     batch = tf.constant(ROWS[:7])
 
@@ -469,7 +410,13 @@ def test_gradients_of_ones_own(keras, gradients, eagerly):
 
     results = []
     for model in pair(build):
-        step = functools.partial(gradients, model)
+
+        def step(rows, model=model):
+            with tf.GradientTape(persistent=losses_of is twice) as tape:
+                losses = losses_of(model, rows)
+            found = [tape.gradient(loss, weights_of(model)) for loss in losses]
+            return sum(found, [])
+
         if not eagerly:
             step = tf.function(step, input_signature=[tf.TensorSpec((None, 8), tf.float32)])
         results.append([gradient.numpy() for gradient in step(batch)])
@@ -628,15 +575,6 @@ def test_environ():
     assert environ(Devices(simulated=2), grow) == {"CUDA_VISIBLE_DEVICES": "-1"}
 
 
-def test_legacy_keras_that_is_not_installed_is_a_problem(monkeypatch):
-    monkeypatch.setattr(packages, "version", lambda name: None)
-    assert backend.problems({}) == []
-    assert backend.problems({"TF_USE_LEGACY_KERAS": "1"}) == [
-        "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. Install "
-        "tf_keras of TensorFlow's version, or drop the variable: unset TF_USE_LEGACY_KERAS"
-    ]
-
-
 def test_chosen_gpus_count_inside_what_tensorflow_listed(monkeypatch):
     """Stand-ins for GPUs: there is none here."""
     listed = ["GPU:0", "GPU:1", "GPU:2"]
@@ -730,16 +668,7 @@ def test_gpus_of_a_rocm_machine(machine_of):
     assert configured(4)[::2] == (["/gpu:0", "/gpu:1", "/gpu:2"], "3 GPUs are visible")
 
 
-def run(script):
-    """Run a script in a process of its own, and return what it printed."""
-    return subprocess.check_output(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)],
-        env=dict(os.environ, TF_CPP_MIN_LOG_LEVEL="3"),
-        universal_newlines=True,
-    ).strip()
-
-
-def test_options_and_memory_on_a_machine_without_gpu():
+def test_options_and_memory_on_a_machine_without_gpu(run):
     """Everything is set before the runtime starts, which configure_gpu() itself does not do."""
     printed = run(
         """
@@ -775,7 +704,7 @@ def test_options_and_memory_on_a_machine_without_gpu():
 
 if not KERAS3:  # of which nothing is in it
 
-    def test_too_late_says_why():
+    def test_too_late_says_why(run):
         printed = run(
             """
             import tensorflow as tf
@@ -789,7 +718,7 @@ if not KERAS3:  # of which nothing is in it
             compat.configure_gpu("cpu")  # nothing that has to change
             """
         )
-        assert printed == (
+        assert printed.rstrip() == (
             "configure_gpu() came too late for tensorflow: TensorFlow started with its first "
             "operation (it was imported by `import tensorflow`), and "
             "tf.config.{} then says: Virtual devices cannot be modified "

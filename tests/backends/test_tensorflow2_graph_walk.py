@@ -59,6 +59,9 @@ VALUES = {
     ),
     "broadcast to more": lambda x: tf.broadcast_to(x[:1], [tf.maximum(tf.shape(x)[0], 2), 4]),
     "called": called,
+    "size": tf.size,
+    "mean by size": lambda x: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
+    "mean by a mask": lambda x: tf.reduce_sum(x * x) / tf.reduce_sum(x),
     "branch by data": lambda x: tf.cond(tf.reduce_max(x) > 0.8, lambda: x, lambda: x * 2),
     "branch": lambda x: tf.cond(tf.shape(x)[-1] > 3, lambda: x * 2, lambda: x - tf.reduce_mean(x)),
 }
@@ -123,9 +126,8 @@ class Walked:
         )  # fmt: skip
         found = [walk.placement(tensor) for tensor in concrete.outputs]
         found.append(state.get(id(self.variable.handle), _rows.REPLICATED))
-        # It starts from zero. What means with weights of their own are is tested elsewhere.
-        found = [Partial("sum") if isinstance(p, graph_walk.Added) else p for p in found]
-        return [Mixed() if getattr(each, "denominator", None) else each for each in found]
+        # It starts from zero.
+        return [Partial("sum") if isinstance(p, graph_walk.Added) else p for p in found]
 
 
 def test_no_walk_claims_what_is_not_true():
@@ -144,6 +146,7 @@ def test_no_walk_claims_what_is_not_true():
     assert claimed["moving average"][-1] == Partial("mean")
     assert claimed["broadcast"][0] == Sharded(0)  # as take_along_axis() of Keras 3 has it
     assert claimed["turns"] == [Sharded(0), _rows.REPLICATED]
+    assert claimed["mean by size"] == [Partial("mean"), _rows.REPLICATED]
 
 
 def test_a_division_is_found_before_any_number_of_operations():

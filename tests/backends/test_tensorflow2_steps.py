@@ -7,12 +7,11 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow2.op_placement import executed
+from compat._backends.tensorflow2.op_placement import executed, products
 from compat.testing import DEVICES, initialise, keras_under_test, slow, span
 
 from .messages import refusal, told
 from .test_tensorflow2 import KERAS3, ROWS, TARGETS, TRAIN_STEP, weights_of
-from .test_tensorflow2_parts import products
 
 keras_ = keras_under_test()
 layers = keras_.layers
@@ -36,45 +35,6 @@ def apply(optimizer, tape, loss, model):
     optimizer.apply_gradients(zip(gradients, model.trainable_variables))
 
 
-class Adversarial(keras_.Model):
-    """keras.io's WGAN-GP, whose discriminator sees twice the rows, as in its GAN.
-
-    A gradient of a gradient goes through it. The noise comes with the data.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.discriminator, self.generator = dense(8, 6, 1), dense(4, 6, 8)
-
-    def compile(self, d_optimizer, g_optimizer, **options):
-        super().compile(**options)
-        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
-
-    def gradient_penalty(self, real, fake):
-        mixed = 0.3 * real + 0.7 * fake
-        with tf.GradientTape() as tape:
-            tape.watch(mixed)
-            predictions = self.discriminator(mixed, training=True)
-        gradients = tape.gradient(predictions, [mixed])[0]
-        norm = tf.sqrt(tf.reduce_sum(tf.square(gradients), axis=1) + 1e-6)
-        return tf.reduce_mean((norm - 1.0) ** 2)
-
-    def train_step(self, data):
-        real, noise = data
-        with tf.GradientTape() as tape:
-            fake = self.generator(noise, training=True)
-            scores = self.discriminator(tf.concat([fake, real], axis=0), training=True)
-            d_loss = tf.reduce_mean(scores[: tf.shape(fake)[0]])
-            d_loss -= tf.reduce_mean(scores[tf.shape(fake)[0] :])
-            d_loss += 10.0 * self.gradient_penalty(real, fake)
-        apply(self.d_optimizer, tape, d_loss, self.discriminator)
-        with tf.GradientTape() as tape:
-            fake = self.generator(noise, training=True)
-            g_loss = -tf.reduce_mean(self.discriminator(fake, training=True))
-        apply(self.g_optimizer, tape, g_loss, self.generator)
-        return {"d_loss": d_loss, "g_loss": g_loss}
-
-
 class Autoencoder(keras_.Model):
     """keras.io's VAE."""
 
@@ -86,9 +46,6 @@ class Autoencoder(keras_.Model):
         self.encoder = initialise(keras_.models.Model(inputs, outputs, name="encoder"))
         self.decoder = dense(3, 6, 8)
         self.tracker = keras_.metrics.Mean(name="loss")
-
-    def compile(self, d_optimizer, g_optimizer, **options):
-        super().compile(optimizer=d_optimizer, **options)
 
     def train_step(self, data):
         rows, noise = data
@@ -107,21 +64,18 @@ def fitted(model, parallel):
     if parallel:
         assert compat.parallelize(model) is model
     options = {} if not KERAS3 else {"jit_compile": False}
-    sgd = keras_.optimizers.SGD
-    model.compile(d_optimizer=sgd(RATE), g_optimizer=sgd(RATE), **options)
+    model.compile(keras_.optimizers.SGD(RATE), **options)
     return model.fit(ROWS, TARGETS, batch_size=16, shuffle=False, verbose=0)
 
 
 if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
 
+    @slow
     @pytest.mark.row("subclassed models")
-    @pytest.mark.parametrize(
-        "build", [pytest.param(each, marks=slow) for each in (Adversarial, Autoencoder)]
-    )
-    def test_steps_that_call_parts_train_to_the_numbers_of_one_device(keras, build):
+    def test_steps_that_call_parts_train_to_the_numbers_of_one_device(keras):
         results = []
         for parallel in (False, True):
-            model = build()
+            model = Autoencoder()
             with warnings.catch_warnings():
                 warnings.simplefilter("error", compat.CompatWarning)
                 history = fitted(model, parallel).history

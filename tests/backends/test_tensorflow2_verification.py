@@ -10,7 +10,7 @@ import compat
 from compat._configuration import registry
 from compat.testing import DEVICES, initialise, keras_under_test, largest_difference, slow
 
-from . import graph_cases, verification_cases
+from . import verification_cases
 from .test_tensorflow2 import KERAS3
 from .verification_cases import verified, weights_until_found
 
@@ -143,11 +143,6 @@ def test_an_optional_input_that_is_not_given():
     verification_cases.check_an_optional_input_that_is_not_given(keras_, backend)
 
 
-@slow  # the rows of graphs have the same
-def test_prediction_in_the_learning_phase_of_training():
-    graph_cases.check_prediction_in_the_learning_phase_of_training(keras_, backend)
-
-
 @slow
 def test_the_users_error_is_the_one_that_is_raised():
     verification_cases.check_the_users_error_is_the_one_that_is_raised(keras_, backend)
@@ -186,8 +181,6 @@ def test_quantized_tables():
 # What this Keras does not have is not tested, nor are words again on Keras 3.
 if not hasattr(keras_.layers.Embedding, "quantize"):
     del test_quantized_tables
-if KERAS3 or not hasattr(keras_.models.Model, "train_step"):
-    del test_prediction_in_the_learning_phase_of_training
 if KERAS3 or not hasattr(keras_.layers, "StringLookup"):
     del test_a_model_of_words
 if not hasattr(keras_.models.Model, "train_step"):  # nor is training verified

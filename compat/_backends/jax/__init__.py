@@ -127,8 +127,7 @@ class JAX(Backend):
             sharding.install(model, [by_name[name] for name in devices])
         if sharding.ShardedCall.of(model) is not before:
             # Keras traces its steps again: the ones it has hold the call that was.
-            for name in _keras.FUNCTIONS:
-                setattr(model, name, None)
+            _keras.forget_compiled_steps(model)
         return model
 
     def device(self, device):

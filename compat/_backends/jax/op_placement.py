@@ -1,5 +1,6 @@
 """Where JAX ran the operations of a step: from its profiler, and from the program XLA compiled."""
 
+import collections
 import re
 
 from . import timeline
@@ -7,15 +8,10 @@ from . import timeline
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.+?) ([\w-]+)\((.*)")
 
 
-class ProgramOperation:
-    """A matrix product or convolution of a compiled program, as one device executes it."""
-
-    def __init__(self, name, shapes):
-        self.name = name  # where it comes from: "jit(train_step)/jvp(hidden)/dot_general", or ""
-        self.shapes = shapes  # of the result and of the operands
-        self.dimensions = sum(shapes, [])
-        self.is_forward = "jvp(" in name and "transpose(" not in name
-        self.is_backward = "transpose(jvp(" in name
+#: A matrix product or convolution of a compiled program, as one device executes it. Its name tells
+#: where it comes from: "jit(train_step)/jvp(hidden)/dot_general", or is empty; the shapes are those
+#: of the result and of the operands.
+ProgramOperation = collections.namedtuple("ProgramOperation", "name shapes")
 
 
 def _computations(program):
@@ -77,7 +73,9 @@ def executed(jax, step):
 
 def products(found):
     """Matrix products and convolutions by device, forward and backward."""
-    return {
-        device: (sum(o.is_forward for o in ran), sum(o.is_backward for o in ran))
-        for device, ran in found.items()
-    }
+    counts = {}
+    for device, ran in found.items():
+        backward = sum("transpose(jvp(" in each.name for each in ran)
+        forward = sum("jvp(" in each.name and "transpose(" not in each.name for each in ran)
+        counts[device] = forward, backward
+    return counts

@@ -144,7 +144,7 @@ class TensorRows:
 def is_in_order(placement):
     """Whether devices' values of this placement, put together in order, are the whole's."""
     known = isinstance(placement, Sharded)
-    return known and (placement.axis, placement.copies, placement.per) == (0, 1, None)
+    return known and (placement.axis, placement.copies) == (0, 1)
 
 
 def _is_within(op, scope):

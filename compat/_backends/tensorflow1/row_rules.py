@@ -169,7 +169,7 @@ def segments(op, values):
     if not isinstance(count.placement, Replicated):
         return Unknown("how many segments")
     beyond = data.axis is not None and places.rank is not None
-    if beyond and isinstance(places.placement, Replicated) and data.placement.per is None:
+    if beyond and isinstance(places.placement, Replicated):
         if data.axis < places.rank:
             return Mixed()
         return data.placement.replace(axis=data.axis - places.rank + 1)
@@ -204,7 +204,7 @@ def scattered(op, values):
 
 def where(op, values):
     placement = values[0].placement
-    first = values[0].axis == 0 and placement.even and placement.per is None
+    first = values[0].axis == 0 and placement.even
     return Positions(placement) if first else Mixed()
 
 
@@ -303,7 +303,7 @@ def space_to_batch(op, values):
         sizes = [op.get_attr("block_size")] * 2
     blocks, inner = int(np.prod(sizes)), len(sizes)
     if placement.axis:
-        return placement if placement.axis > inner and placement.per is None else Mixed()
+        return placement if placement.axis > inner else Mixed()
     if op.type.startswith("Space"):
         return placement.replace(copies=placement.copies * blocks)
     if placement.copies % blocks:

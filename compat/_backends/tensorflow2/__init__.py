@@ -9,7 +9,6 @@ together, so that loss, metrics and update see the whole batch. See ``replicated
 import functools
 
 from ... import _keras, errors
-from ..._configuration import packages
 from ..._keras import steps
 from ..._ranks import clusters
 from ...backend import Backend
@@ -55,16 +54,6 @@ class TensorFlow2(Backend):
     def initialised(self):
         """CUDA's variables count until TensorFlow lists its devices for the first time."""
         return "TensorFlow has listed its devices" if has_listed_devices() else None
-
-    def problems(self, environ):
-        asked = environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
-        if not asked or packages.version("tf_keras"):
-            return []
-        return [
-            "TF_USE_LEGACY_KERAS is set, but tf_keras is not installed: tf.keras fails. "
-            "Install tf_keras of TensorFlow's version, or drop the variable: "
-            "unset TF_USE_LEGACY_KERAS"
-        ]
 
     # After the import -------------------------------------------------------------------------
 
@@ -231,9 +220,9 @@ class TensorFlow2(Backend):
                 verification = None  # it runs on one device
             verified_steps.VerifiedTensorFlow2Step.install_on(model, verification)
         elif hasattr(tf.keras.Model, "train_step"):
-            from . import verified_native  # here for start-up time
+            from . import native_models  # here for start-up time
 
-            verified_native.VerifiedCall.install_on(model, verification)
+            native_models.verify(model, verification)
         else:  # TensorFlow 2.0 dies where a thread of its own traces what another one has.
             super().verify(model, verification)
 

@@ -16,11 +16,12 @@ import tensorflow as tf
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
 from ..tensorflow1.batch_part import line_of
-from . import layer_state, sharding
+from . import layer_state
 from .functions import Lookups, captures, eager, may_be_set
 from .graph_walk import Added, Walk
 from .op_trial import LANES, OpTrial
-from .replicas import as_function, is_merged, tapes, tensors_of, with_tensors
+from .replicas import as_function, is_merged, tapes
+from .sharding import tensors_of
 
 
 class Trace:
@@ -44,7 +45,6 @@ class Trace:
 
     def __init__(self, call, arguments, state, device):
         from tensorflow.python.autograph.core import ag_ctx
-        from tensorflow.python.eager.wrap_function import VariableHolder, WrappedFunction
         from tensorflow.python.framework.func_graph import func_graph_from_py_func
 
         compute = as_function(call, state.collected, arguments.given)
@@ -63,26 +63,26 @@ class Trace:
             return list(placeholders) or tf.constant(0)
 
         # Code that ran eagerly so far has its branches converted, as within a tf.function.
-        # Nothing here is computed, so no tape records it. What follows is what
-        # tf.compat.v1.wrap_function does, but in a graph of its name Keras takes no losses.
+        # Nothing here is computed, so no tape records it. What makes the graph is not public: in
+        # one of tf.compat.v1.wrap_function's name, say, Keras takes no losses.
         converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-        holder = VariableHolder(traced)
         with layer_state.normalizing_rows(layers), tapes.stop_recording(), converting:
             graph = func_graph_from_py_func(
-                "compat_trace", holder, None, None, signature=specs, add_control_dependencies=False
+                "compat_trace", traced, None, None, signature=specs, add_control_dependencies=False
             )
-            self.function = WrappedFunction(graph, variable_holder=holder, signature=specs)
-        self.placeholders, (_, self._results) = made[-1]
-        known = {t.name: placement for t, placement in zip(self.placeholders, placements)}
+        placeholders, (_, self._results) = made[-1]
+        known = {t.name: placement for t, placement in zip(placeholders, placements)}
         handles = {t.name: id(e) for t, e in captures(graph) if t.dtype.name == "resource"}
         changed = {}  # type: dict
         with tf.init_scope(), tf.device(device):
-            values, copies = self._values(arguments.three_rows())
+            values, copies = _values(graph)
+            rows = zip(placeholders, arguments.three_rows())
+            values.update((tensor.name, lanes) for tensor, lanes in rows if lanes is not None)
             trial = OpTrial(values, copies)
             self.lookups = Lookups()
             self._walk = Walk(graph, known, handles, changed, self.lookups, self._across, trial)
-            outputs = [self._placement(value, trial) for value in self._results["outputs"]]
-            losses = [self._placement(value, trial) for value in self._results["losses"]]
+            outputs = list(map(self._placement, self._results["outputs"]))
+            losses = list(map(self._placement, self._results["losses"]))
             self.placements = dict(outputs=outputs, masks=outputs, logits=outputs, losses=losses)
             for copy in copies.values():
                 tf.raw_ops.DestroyResourceOp(resource=copy)
@@ -97,24 +97,9 @@ class Trace:
         self.variables = [(handle, changed[id(handle)]) for handle in known]
         self._walk.trial = None  # and with it all values
 
-    def _values(self, three_rows):
-        """What is known of the graph's inputs, and the copies of variables that it may set."""
-        known, copies = {}, {}
-        for internal, external in captures(self.function.graph):
-            value = eager(external)
-            if value is None:
-                continue
-            known[internal.name] = [value] * LANES
-            if internal.dtype.name == "resource" and may_be_set(internal):
-                known[internal.name] = [_copy(value) for _ in range(LANES)]
-                copies.update((id(copy), copy) for copy in known[internal.name])
-        rows = zip(self.placeholders, three_rows)
-        known.update((tensor.name, lanes) for tensor, lanes in rows if lanes is not None)
-        return known, copies
-
     # What it shows ------------------------------------------------------------------------------
 
-    def _placement(self, value, trial):
+    def _placement(self, value):
         """How a result depends on the rows, be it of one tensor or of several."""
         parts = tf.nest.flatten(value, expand_composites=True)
         if len(parts) == 1:
@@ -123,15 +108,7 @@ class Trace:
             is_array = isinstance(placement, Count) and value.shape.rank != 0
             return Mixed() if is_array or isinstance(placement, Added) else placement
         placements = [self._walk.placement(part) for part in parts]
-        if all(isinstance(each, Replicated) for each in placements):
-            return REPLICATED
-        lanes = [trial.values.get(part.name) for part in parts]
-        if None not in lanes:
-            whole, *found = [with_tensors(value, lane) for lane in zip(*lanes)]
-            pairs = zip(tensors_of(sharding.concatenated(found)), tensors_of(whole))
-            if all(_rows.trial.close(*pair) for pair in pairs):
-                return Sharded(0, inner=None, even=False)
-        return next(each for each in placements if not isinstance(each, Replicated))
+        return REPLICATED if all(isinstance(p, Replicated) for p in placements) else Mixed()
 
     def across(self):
         """What cannot be put together from what the devices have: an ``Across``, or None."""
@@ -151,7 +128,7 @@ class Trace:
         if hasattr(getattr(placement, "why", None), "operation"):
             return placement.why
         op = getattr(value, "op", None)
-        return _rows.Across(None) if op is None else self._across(self._walk.reason(op), Mixed())
+        return _rows.Across(None) if op is None else self._across(op, Mixed())
 
     def _across(self, op, placement):
         why = "unknown" if isinstance(placement, Unknown) else "mixed"
@@ -161,28 +138,26 @@ class Trace:
         layer = f"layer {scopes[-1]!r}" if scopes else None
         return _rows.Across(f"{op.name} ({op.type})", layer, line_of(op), why)
 
-    # Means with weights of their own ------------------------------------------------------------
-
-    def weights(self, weight, shard):
-        """A mean's denominator on the rows of a shard, and the sum it is computed from."""
-        graph = self.function.graph
-        fetches = [graph.get_tensor_by_name(name) for name in weight]
-        return self.function.prune(list(self.placeholders), fetches)(*shard)
-
-    def total(self, weight, sums):
-        """The denominator on all rows, from the replicas' sums."""
-        graph, total = self.function.graph, tf.add_n(sums)
-        if weight.tensor == weight.sum:
-            return total
-        fetched = graph.get_tensor_by_name(weight.tensor)
-        return self.function.prune([graph.get_tensor_by_name(weight.sum)], fetched)(total)
-
 
 def _is_opaque(output):
     """Whether it is neither of tensors nor the same for any batch: it may hold a device's rows."""
     if tf.is_tensor(output) or output is None:
         return False
     return not isinstance(output, (bool, numbers.Number, str, bytes, np.ndarray, type))
+
+
+def _values(graph):
+    """What is known of what a graph captures, and the copies of variables that it may set."""
+    known, copies = {}, {}
+    for internal, external in captures(graph):
+        value = eager(external)
+        if value is None:
+            continue
+        known[internal.name] = [value] * LANES
+        if internal.dtype.name == "resource" and may_be_set(internal):
+            known[internal.name] = [_copy(value) for _ in range(LANES)]
+            copies.update((id(copy), copy) for copy in known[internal.name])
+    return known, copies
 
 
 def _copy(handle):

@@ -1,24 +1,13 @@
 """A walk through a traced graph: how each tensor, and each variable's new value, depends on rows.
 
 What operations do to rows is in one table (``tensorflow1.row_operations``). Here is what TensorFlow
-2's graphs have besides: variables, functions, branches, loops, and quotients by totals.
+2's graphs have besides: variables, functions, branches, loops, and sums divided by the rows.
 """
-
-from collections import namedtuple
-
-import tensorflow as tf
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import own_gradients, row_operations, row_sizes
 from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
-from .op_trial import denominator_of
-
-#: A tensor that a mean is weighted by, and the sum from which alone it is computed: both by name.
-Denominator = namedtuple("Denominator", "tensor sum")
-
-#: The number of rows, or what is in proportion to it.
-ROWS = Denominator(None, None)
 
 _DIVISIONS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
 _SAME = {"Cast", "Identity", "PreventGradient", "Reshape", "Snapshot", "StopGradient"}
@@ -49,12 +38,10 @@ class Walk:
     """
 
     def __init__(self, graph, placements, handles, state, lookups, describe, trial):
-        self.graph, self.placements, self.handles = graph, placements, handles
+        self.placements, self.handles = placements, handles
         self.state, self.lookups, self.describe = state, lookups, describe
         self.trial = trial
         self._old = {}  # name of a tensor -> the key of the variable whose old value it is
-        self._sums = {}  # name of a tensor -> that of the sum from which alone it is computed
-        self._inverses = {}  # name of a tensor -> the Denominator whose inverse it is
         for op in graph.get_operations():
             self._follow(op)
 
@@ -75,11 +62,7 @@ class Walk:
         if has_own and self._mixes_back(op, given, results):
             results = [Mixed("gradient")] * len(results)
         for output, result in zip(op.outputs, results):
-            result = self._explained(op, result)
-            if isinstance(result, Partial) and result.denominator == ROWS:
-                result = Partial(result.how)
-            self.placements[output.name] = result
-            self._note_sum(op, given, output, result)
+            self.placements[output.name] = self._explained(op, result)
 
     def _mixes_back(self, op, given, results):
         """Whether an operation's own gradient mixes rows."""
@@ -91,34 +74,11 @@ class Walk:
             self._follow(each)
         return gradient.mixes(given, self.placement)
 
-    def reason(self, op):
-        """The operation that is the reason why another one cannot be split.
-
-        That is the one which divided rows by a total, of what has such rows.
-        """
-        while True:
-            divided = [
-                t.op for t in op.inputs if getattr(self.placement(t), "per", None) is not None
-            ]
-            if not divided or not divided[0].inputs:
-                return op
-            op = divided[0]
-
     def _explained(self, op, placement):
         """With the operation that is the reason why rows are mixed."""
         if type(placement) in (Mixed, Unknown) and not hasattr(placement.why, "operation"):
-            return type(placement)(self.describe(self.reason(op), placement))
+            return type(placement)(self.describe(op, placement))
         return placement
-
-    def _note_sum(self, op, given, output, result):
-        """Note what is a sum, or computed from one sum alone."""
-        if result in (Partial("sum"), Count()) and op.type not in _SAME:
-            self._sums[output.name] = output.name
-        elif not isinstance(result, (Replicated, Sharded)):
-            depending = [t for t, each in zip(op.inputs, given) if each != REPLICATED]
-            sums = {self._sums.get(tensor.name) for tensor in depending}
-            if len(sums) == 1 and None not in sums:
-                self._sums[output.name] = sums.pop()
 
     # One operation --------------------------------------------------------------------------------
 
@@ -174,57 +134,20 @@ class Walk:
         return None
 
     def _shape(self, op, given):
-        return Unknown() if _is_uneven(given[0]) else None
+        is_uneven = isinstance(given[0], Sharded) and not given[0].even
+        return Unknown() if is_uneven else None
 
-    def _mean(self, op, given):
-        """A mean of rows that do not have as many elements each: weighted by their number."""
-        if not _is_uneven(given[0]):
-            return None
-        (tensor, axes), placement = op.inputs, given[0]
-        axes = row_sizes.constant(axes)
-        if tensor.shape.rank is None or axes is None and op.outputs[0].shape.rank != 0:
-            return Unknown()
-        with self.graph.as_default():
-            length = tf.shape(tensor)[placement.axis]
-        self.placements[length.name] = Partial("sum")
-        return _rows.reduced(
-            self._value(tensor, placement), None if axes is None else axes.ravel().tolist(), "mean",
-            bool(op.get_attr("keep_dims")), Denominator(length.name, length.name),
-        )  # fmt: skip
-
-    # Quotients by totals --------------------------------------------------------------------------
-
-    def _denominator(self, tensor):
-        """What a mean is weighted by that is a sum divided by this; None if that is no mean."""
-        if self.placement(tensor) == Count():
-            return ROWS
-        known = self._sums.get(tensor.name)
-        return None if known is None else Denominator(tensor.name, known)
+    def _size(self, op, given):
+        is_even = isinstance(given[0], Sharded) and given[0].even
+        return Count() if is_even else None
 
     def _quotient(self, op, given):
-        by = self._denominator(op.inputs[1])
-        if by is None or isinstance(given[1], Replicated):
-            return None
-        if isinstance(given[0], Replicated):
-            self._inverses[op.outputs[0].name] = by
-            return Mixed()
-        return _divided(given[0], by)
-
-    def _product(self, op, given):
-        for factor, placement, other in zip(op.inputs, given, reversed(given)):
-            inverse = self._inverses.get(factor.name)
-            if inverse is not None and isinstance(other, Replicated):
-                self._inverses[op.outputs[0].name] = inverse
-            elif inverse is not None:
-                return _divided(other, inverse)
-            if placement == Count() and other == Partial("mean"):
-                return Partial("sum")
-        return None
+        """A mean over the rows: a sum divided by their number."""
+        return Partial("mean") if given == [Partial("sum"), Count()] else None
 
     #: What is more than the table knows of operations, in some cases; None in all others.
     _special = dict.fromkeys(_DIVISIONS, _quotient)
-    _special.update(dict.fromkeys(("Mul", "MulNoNan"), _product))
-    _special.update(dict.fromkeys(("Add", "AddV2", "Sub"), _sum), Mean=_mean, Shape=_shape)
+    _special.update(dict.fromkeys(("Add", "AddV2", "Sub"), _sum), Shape=_shape, Size=_size)
 
     # Variables ------------------------------------------------------------------------------------
 
@@ -261,7 +184,6 @@ class Walk:
             return added
         if added in (Partial("sum"), Count()):
             return Added(key) if current in (None, Added(key)) else Mixed()
-        # Means by the rows alone: other weights need not add up.
         if {current, added} <= {None, REPLICATED, mean}:
             return mean if mean in (current, added) else REPLICATED
         return Mixed()
@@ -269,7 +191,7 @@ class Walk:
     # Functions, branches, loops -------------------------------------------------------------------
 
     def _inside(self, op, graph, tensors, given, state, tried=False):
-        """A walk through a function; weights of means inside it are out of reach."""
+        """A walk through a function."""
         trial = self.trial.inside(graph, tensors if tried else [])
         placements = dict(zip([tensor.name for tensor in graph.inputs], given))
         handles = carried(self.handles, tensors, graph.inputs)
@@ -278,7 +200,7 @@ class Walk:
         if tried:
             self.trial.values.update(carried(trial.values, graph.outputs, op.outputs))
         return [
-            Mixed() if isinstance(each, Added) or denominator_of(each) not in (None, ROWS) else each
+            Mixed() if isinstance(each, Added) else each
             for each in map(walk.placement, graph.outputs)
         ]
 
@@ -354,12 +276,3 @@ class Walk:
 
 #: How many dimensions a value gets in front by an operation on lists.
 _DIMENSIONS = {"FromTensor": -1, "GetItem": 0, "PopBack": 0, "Resize": 0, "Stack": 1, "Gather": 1}
-
-
-def _divided(numerator, by):
-    numerator = Partial("sum") if numerator == Count() else numerator
-    return _rows.divided_by_total([_rows.Value(numerator, None)], by)
-
-
-def _is_uneven(placement):
-    return isinstance(placement, Sharded) and not placement.even

@@ -7,14 +7,10 @@ its own, made for it, of the same name.
 import tensorflow as tf
 
 from ... import errors
+from ..._rows import split_rows
+from .replicas import recording
 from .replicated_call import ReplicatedCall
-from .sharding import are_arrays, as_tensors
-
-
-def _is_function(model):
-    """Whether what is called is a ``tf.function``, be it the model or its ``__call__``."""
-    called = type(model)._compat_plain_class.__call__
-    return hasattr(model, "get_concrete_function") or hasattr(called, "get_concrete_function")
+from .sharding import are_arrays
 
 
 def parallelize(model, devices, replicated):
@@ -24,6 +20,12 @@ def parallelize(model, devices, replicated):
     if replicated:
         model.__class__ = _replicated_class(type(model), NativeCall(devices))
     return model
+
+
+def verify(model, verification):
+    """Verify calls of ``model``, if it runs on several devices; None: no more."""
+    if "_compat_call" in vars(type(model)):
+        type(model)._compat_call.verification = verification
 
 
 def _replicated_class(plain, replicated_call):
@@ -44,7 +46,7 @@ def _replicated_class(plain, replicated_call):
 
     members = {name: getattr(plain, name) for name in ("__doc__", "__module__", "__qualname__")}
     members.update(__call__=__call__, _compat_plain_class=plain)
-    members["_compat_call"] = replicated_call  # or what verifies its first calls
+    members["_compat_call"] = replicated_call
     members["autograph_info__"] = {}  # as in ReplicatedCall
     # Copies and pickles are plain, and what TensorFlow saves: a __call__ that is a tf.function.
     for name in ("__reduce_ex__", "_trackable_children", "_list_functions_for_serialization"):
@@ -57,10 +59,28 @@ class NativeCall(ReplicatedCall):
     """The ``__call__`` of a native model, on several devices."""
 
     _has_warned = False
+    _has_said = False  # that it is not verified
+    verification = None
+
+    def __call__(self, model, *args, **kwargs):
+        kind, verification = "train" if recording() else "predict", self.verification
+        is_wanted = verification is not None and verification.wants(kind)
+        if is_wanted and not split_rows.runs_undivided():
+            if tf.executing_eagerly() and verification.is_due(kind):
+                from .verified_native import VerifiedCall  # here for start-up time
+
+                return verification.verify(kind, VerifiedCall(self, model, args, kwargs))
+            if not (tf.executing_eagerly() or self._has_said):
+                self._has_said = True
+                errors.warn(
+                    f"verify={verification.asked}: model {verification.record.model!r} is called "
+                    "within a tf.function, where there are no numbers to compare yet, so those "
+                    "calls are not verified. Call it once outside, within a tf.GradientTape for "
+                    "its gradients: model(batch)."
+                )
+        return super().__call__(model, *args, **kwargs)
 
     def _given(self, model, given):
-        if are_arrays(given) and _is_function(model):  # which makes tensors in any case
-            return as_tensors(given)
         if are_arrays(given) and not self._has_warned:
             self._has_warned = True
             errors.warn(

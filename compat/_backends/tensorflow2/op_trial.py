@@ -101,8 +101,7 @@ class OpTrial:
         return [self._execute(op, pair)[0] for pair in zip(places, sizes)]
 
     def _shown(self, lanes, given, placement, places):
-        same = lanes[0] is lanes[1] and not isinstance(placement, (Sharded, Unknown))
-        if same or denominator_of(placement) is not None:
+        if lanes[0] is lanes[1] and not isinstance(placement, (Sharded, Unknown)):
             return placement, lanes
         whole, parts = self._array(lanes[0]), [self._array(value) for value in lanes[1:]]
         if isinstance(placement, Unknown):
@@ -206,11 +205,6 @@ class OpTrial:
             results = self._execute(op, [values[tensor.name] for tensor in op.inputs])
             values.update(zip([tensor.name for tensor in op.outputs], results))
         return [values[tensor.name] for tensor in graph.outputs]
-
-
-def denominator_of(placement):
-    """What rows were divided by, or a mean is weighted by; None: by nothing, or by the rows."""
-    return getattr(placement, "per", None) or getattr(placement, "denominator", None)
 
 
 _SHOWN = (Partial, Replicated, Sharded, Unknown)

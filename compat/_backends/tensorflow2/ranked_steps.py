@@ -17,9 +17,9 @@ from ..._runtime.within import Within
 from ..._verification import keras_steps, reachable
 from .keras_models import unsupported
 from .layer_state import is_set, read
-from .replicas import recording, with_tensors
+from .replicas import recording
 from .replicated_call import ReplicatedCall
-from .sharding import as_tensors, has_rows, rows_of
+from .sharding import as_tensors, has_rows, rows_of, with_tensors
 
 _stepping = Within()  # then gradients are taken care of, also those of models within
 

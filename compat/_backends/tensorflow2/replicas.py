@@ -1,13 +1,13 @@
 """The devices' shares of a call, each with a gradient of its own, and how they are merged."""
 
 import contextlib
-import functools
 
 import tensorflow as tf
 
 from ..._rows import Count, Partial, Replicated, Sharded, split_rows
 from . import sharding
 from .graph_walk import Added
+from .sharding import tensors_of, with_tensors
 
 # TensorFlow's module for the gradient tapes of a thread, private to it.
 try:
@@ -17,22 +17,6 @@ except ImportError:  # up to TensorFlow 2.12
 
 #: Whether a gradient tape is recording.
 recording = tapes.could_possibly_record
-
-
-def tensors_of(structure):
-    """All tensors that a structure consists of."""
-    values = tf.nest.flatten(structure, expand_composites=True)
-    return [value for value in values if tf.is_tensor(value)]
-
-
-def with_tensors(structure, tensors):
-    """The structure with these tensors in place of its ``tensors_of``."""
-    others = iter(tensors)
-
-    def other(value):
-        return next(others) if tf.is_tensor(value) else value
-
-    return tf.nest.map_structure(other, structure, expand_composites=True)
 
 
 def as_function(call, scope, given):
@@ -68,7 +52,6 @@ class Replica:
         size: how many rows are kept; none of the one row computed where this is 0.
         trace: the ``Trace`` of the call; None for a single replica.
         call, scope, given: as of ``as_function``.
-        check_rows: make sure that the outputs follow the rows of the batch.
         join: what ``joining_tables`` makes of a variable's gradient.
 
     Attributes:
@@ -77,25 +60,20 @@ class Replica:
             rows of the values.
     """
 
-    def __init__(self, device, size, trace, call, scope, given, check_rows, join):
+    def __init__(self, device, size, trace, call, scope, given, join):
         self.device, self.size = device, size
         self.shard = tensors_of(given)
-        batch = next(value for value in tf.nest.flatten(given) if sharding.has_rows(value))
         compute = as_function(call, scope, given)
 
-        def own(name, value, placement):
-            if not (tf.is_tensor(value) and isinstance(placement, Sharded)):
-                return value
-            if check_rows and name == "outputs":
-                value = sharding.checked(value, batch)
-            return sharding.kept(value, size)
+        def own(value, placement):
+            is_of_rows = tf.is_tensor(value) and isinstance(placement, Sharded)
+            return sharding.kept(value, size) if is_of_rows else value
 
         def results_of(*values):
             self.structure, self.values = compute(*values)
             for name, placements in trace.placements.items() if trace else ():
-                own_of = functools.partial(own, name)
                 # An error where there are more, or fewer, than in the trace.
-                self.values[name] = tf.nest.map_structure(own_of, self.values[name], placements)
+                self.values[name] = tf.nest.map_structure(own, self.values[name], placements)
             return tensors_of(self.values)
 
         @tf.custom_gradient
@@ -167,10 +145,8 @@ def _listing_no_variables():
     TensorFlow 2.0 makes sets of those that layers have made within any tf.function, for a gradient
     of one's own, and fails: they have no hash.
     """
-    variables = []  # type: list
-    if not tf.executing_eagerly():
-        key = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
-        variables = tf.compat.v1.get_default_graph().get_collection_ref(key)
+    key = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
+    variables = tf.compat.v1.get_default_graph().get_collection_ref(key)
     before = list(variables)
     del variables[:]
     try:
@@ -236,7 +212,7 @@ def _logits(output):
 def is_merged(placement, dtype):
     """Whether there is a way to the value for all rows from those of the replicas."""
     if isinstance(placement, Sharded):
-        return placement.axis == 0 and placement.copies == 1 and placement.per is None
+        return placement.axis == 0 and placement.copies == 1
     if isinstance(placement, Partial) and placement.how == "mean":
         return "float" in str(dtype) or "complex" in str(dtype)
     return isinstance(placement, (Added, Partial, Replicated)) or placement == Count()
@@ -254,8 +230,10 @@ class Merging:
     """
 
     def __init__(self, replicas, rows, trace):
-        self.replicas, self.rows, self.trace = replicas, rows, trace
-        self._shares = {}  # type: dict  # what means are weighted by -> the replicas' shares of it
+        self.replicas, self.trace = replicas, trace
+        total = max(rows, 1) if isinstance(rows, int) else tf.maximum(rows, 1)
+        #: What the replicas' means count.
+        self.shares = [replica.size / total for replica in replicas]
 
     def results(self):
         """Those of the call for the whole batch, as ``Replica.values``."""
@@ -282,13 +260,13 @@ class Merging:
             before: the old value, where this is the new value of a variable.
         """
         if isinstance(placement, Sharded):
-            return sharding.concatenated(values)
+            return tf.concat(values, axis=0)
         dtype, how = values[0].dtype, getattr(placement, "how", "sum")
         if isinstance(placement, Replicated):
             is_merged = before is None and (dtype.is_floating or dtype.is_complex)
-            return self._mean(values, None) if is_merged else values[0]
+            return self._mean(values) if is_merged else values[0]
         if how == "mean":
-            return self._mean(values, placement.denominator)
+            return self._mean(values)
         if how in _EXTREME:
             of_numbers, of_booleans = _EXTREME[how]
             reduce = of_booleans if dtype == tf.bool else of_numbers
@@ -304,23 +282,8 @@ class Merging:
             return value if replica.size else tf.zeros_like(value)
         return value * tf.cast(tf.minimum(replica.size, 1), value.dtype)
 
-    def _mean(self, values, weight):
-        if weight not in self._shares:
-            self._shares[weight] = self._shares_of(weight)
-        shares = [tf.cast(share, values[0].dtype) for share in self._shares[weight]]
+    def _mean(self, values):
+        # A number of Python's would be one of 32 bits in between.
+        shares = [tf.convert_to_tensor(share, tf.float64) for share in self.shares]
+        shares = [tf.cast(share, values[0].dtype) for share in shares]
         return tf.add_n([value * share for value, share in zip(values, shares)])
-
-    def _shares_of(self, weight):
-        """What the replicas' means count: by their rows, or by a mask's sum, for example."""
-        parts, total = [replica.size for replica in self.replicas], self.rows
-        if weight is not None:
-            parts, sums = [], []
-            for replica in self.replicas:
-                with tf.device(replica.device):
-                    weights = self.trace.weights(weight, replica.shard)
-                part, part_of_sum = [self._own(replica, each) for each in weights]
-                parts.append(part)
-                sums.append(part_of_sum)
-            total = self.trace.total(weight, sums)
-        total = tf.cast(total, tf.float64)
-        return [tf.math.divide_no_nan(tf.cast(part, tf.float64), total) for part in parts]

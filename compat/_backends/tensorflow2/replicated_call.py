@@ -78,8 +78,8 @@ class ReplicatedCall(patching.InstanceMethod):
             raise several_devices_in_xla()
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             refuse_strategies(tf, model)
-        if arguments.differ:
-            return self._whole(model, call, arguments, _rows.Across(None))
+        if arguments.why:
+            return self._whole(model, call, arguments, _rows.Across(None, why=arguments.why))
         state = layer_state.ModelState(self._layers(model))
         trace = across = None
         why = "unknown"  # it cannot be traced with an unknown number of rows
@@ -120,7 +120,7 @@ class ReplicatedCall(patching.InstanceMethod):
             first, last = split_rows.bounds(rows, count, index)
             given = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
             part = device, last - first, trace, call, state.replica, given
-            replicas.append(Replica(*part, arguments.has_others, functools.partial(join, index)))
+            replicas.append(Replica(*part, functools.partial(join, index)))
         return replicas
 
     def _whole(self, model, call, arguments, across):

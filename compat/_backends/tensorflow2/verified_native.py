@@ -16,67 +16,29 @@ import inspect
 import numpy as np
 import tensorflow as tf
 
-from ... import _verification, errors
+from ... import _verification
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._verification import keras_steps, reachable
 from . import layer_state, op_placement
 from .kinds import held, is_variable
-from .replicas import recording, tensors_of
+from .replicas import recording
+from .replicated_call import ReplicatedCall
+from .sharding import tensors_of
 
 # Names of the argument that switches between training and inference.
 _TRAINING = ("training", "is_training")
 
 
-class VerifiedCall:
-    """What a native model calls in place of its ``NativeCall``, for its first calls.
+class VerifiedCall(_verification.Step):
+    """A call of a ``native_models.NativeCall``."""
 
-    Arguments:
-        call: the ``native_models.NativeCall``.
-        verification: the calls to verify.
-    """
-
-    autograph_info__ = {}  # type: dict  # as in ReplicatedCall
-
-    _warned = False
-
-    def __init__(self, call, verification):
-        self.call, self.verification = call, verification
-
-    @classmethod
-    def install_on(cls, model, verification):
-        """Verify calls of ``model``, if it runs on several devices; None: no more."""
-        kind = type(model)
-        if "_compat_call" not in vars(kind):
-            return
-        call = getattr(kind._compat_call, "call", kind._compat_call)
-        kind._compat_call = call if verification is None else cls(call, verification)
-
-    def __call__(self, model, *args, **kwargs):
-        verification = self.verification
-        kind = "train" if recording() else "predict"
-        if verification.wants(kind) and not split_rows.runs_undivided():
-            if tf.executing_eagerly():
-                if verification.is_due(kind):
-                    return verification.verify(kind, _NativeCall(self.call, model, args, kwargs))
-            elif not self._warned:
-                self._warned = True
-                errors.warn(
-                    f"verify={verification.asked}: model {verification.record.model!r} is called "
-                    "within a tf.function, where there are no numbers to compare yet, so those "
-                    "calls are not verified. Call it once outside, within a tf.GradientTape for "
-                    "its gradients: model(batch)."
-                )
-        return self.call(model, *args, **kwargs)
-
-
-class _NativeCall(_verification.Step):
     given = ("args", "kwargs")
 
     def __init__(self, call, model, args, kwargs):
         self.call, self.model, self.args, self.kwargs = call, model, args, kwargs
         self.is_recording = recording()
-        self.replicated = functools.partial(call, model)
+        self.replicated = functools.partial(ReplicatedCall.__call__, call, model)
         self.undivided = functools.partial(call._unreplicated, model)
         self.variables = self._found()
         self.dtype = keras_steps.coarsest({v.dtype.name for v in self.variables.values()})
@@ -99,7 +61,8 @@ class _NativeCall(_verification.Step):
         # Where it fails for being traced, what the model holds is all that is known.
         with contextlib.suppress(Exception):
             # Makes the variables that a first call makes, too.
-            found += self._traced().graph.variables
+            traced = tf.function(self._plain).get_concrete_function(*self.args, **self.kwargs)
+            found += traced.graph.variables
         found += list(getattr(self.model, "variables", ()))
         # A tf.random.Generator has one.
         values = [getattr(value, "_state_var", value) for value in held(self.model)]
@@ -108,13 +71,6 @@ class _NativeCall(_verification.Step):
         for variable in {id(variable): variable for variable in found}.values():
             labelled[keras_steps.unlike(_label(variable), labelled)] = variable
         return labelled
-
-    def _traced(self):
-        if _is_function(self.model):
-            plain = type(self.model)._compat_plain_class
-            return plain.get_concrete_function(self.model, *self.args, **self.kwargs)
-        function = tf.function(self._plain)
-        return function.get_concrete_function(*self.args, **self.kwargs)
 
     def _plain(self, *args, **kwargs):
         with split_rows.undivided():
@@ -182,9 +138,11 @@ class _NativeCall(_verification.Step):
 
     def _in_inference(self):
         """The arguments, with the one that switches training on set to False."""
-        called = self.model if _is_function(self.model) else self.call.plain(self.model)
+        called = self.call.plain(self.model)
+        for function in (called, self.model):  # the last of which may be one of tf.function
+            called = getattr(function, "python_function", called)
         try:
-            signature = inspect.signature(getattr(called, "python_function", called))
+            signature = inspect.signature(called)
             bound = signature.bind(*self.args, **self.kwargs)
         except (TypeError, ValueError):
             return self.args, self.kwargs
@@ -192,10 +150,6 @@ class _NativeCall(_verification.Step):
             if name in signature.parameters:
                 bound.arguments[name] = False
         return bound.args, bound.kwargs
-
-
-def _is_function(model):
-    return hasattr(model, "get_concrete_function")
 
 
 def _label(variable):
