@@ -431,7 +431,7 @@ class Case:
                 self.followed(part, given, count) for part, count in zip(parts, _rows.trial.SIZES)
             ]
             tags = [_tag(results[place]) for results in followed]
-            value = merging.together(tags, self.torch.device("cpu"), merging.one_number)
+            value = merging.together(tags, self.torch.device("cpu"))
         except (merging.NotMergeable, RuntimeError, ValueError):
             return None
         return value.detach().numpy()
