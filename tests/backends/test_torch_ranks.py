@@ -1036,8 +1036,8 @@ said["uneven"] = told(engine.close if compat.rank() else goes_on)
 def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_the_end(jobs):
     ((one,), _), (both, said) = (job["buckets"] for job in jobs)
     ranks.check_arrays(one, *both)
-    # Six numbers, forty, and what comes last, with a header of 21.
-    early, late = [6, 40, "last", 70], ["last", 6, 40, 70]
+    # Six numbers, forty, and what comes last, with a header of 16.
+    early, late = [6, 40, "last", 65], ["last", 6, 40, 65]
     for each in said:
         assert each == {
             "one call": [early] * 3,

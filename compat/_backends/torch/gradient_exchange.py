@@ -249,10 +249,9 @@ class Exchange:
     def sum(self, weight, unknown, rows):
         """Sum up over all ranks."""
         gradients = [parameter.grad for parameter in self.hooked]
-        used = [gradient is not None for gradient in gradients]
         sparse = any(gradient.is_sparse for gradient in gradients if gradient is not None)
         header = [weight, unknown, rows, self.divisor is not None, sparse]
-        header += self.engine.flags(False) + used
+        header += self.engine.flags(False) + [gradient is not None for gradient in gradients]
         values = {}
         if weight and not sparse:
             values = {id(p): (gradient, weight) for p, gradient in zip(self.hooked, gradients)}

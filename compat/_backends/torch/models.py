@@ -248,9 +248,9 @@ class ModuleReplicas:
         copies = {id(self.before[key]): buffer for key, buffer in given.items()}
         for key, buffer in given.items() if watch is not None else ():
             tag(buffer, State(self.before[key]))
-        for _, _, value in self.places:
-            if id(value) not in copies:  # more than one where weights are tied
-                copies[id(value)] = value.to(device, copy=copy)
+        # By id: those that are tied have one copy.
+        weights = {id(value): value for _, _, value in self.places if id(value) not in copies}
+        copies.update((key, value.to(device, copy=copy)) for key, value in weights.items())
         before = [(path, part, dict(vars(part))) for path, part in self.parts]
         try:
             for values, name, value in self.places:

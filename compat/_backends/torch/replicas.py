@@ -126,12 +126,11 @@ class ReplicatedMethod(patching.InstanceMethod):
                 try:
                     known.trial.outcomes()  # first: three rows tell more of what has no rule
                     result = self.computed(model, arguments, layout, known)
+                    self.known[kind] = known
+                    return result
                 except NotMergeable as error:
                     if len(layouts) == 1 or known.trial.finds_sequences():
                         failed.append(error)
-                else:
-                    self.known[kind] = known
-                    return result
         raise (failed + [NotMergeable(_rows.Across(None, why="rows"))])[0]
 
     def layouts(self, model, arguments):

@@ -266,12 +266,11 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         return timeline.products(step)
 
     def outputs(self, undivided):
-        modes = [(part, part.training) for part in self.module.modules()]
-        self.module.eval()  # which may be the user's own
-        try:
-            with split_rows.undivided() if undivided else contextlib.ExitStack():
-                with torch.no_grad(), self._without_a_trace() as (args, kwargs):
-                    return _outputs(self.forward(*args, **kwargs))
-        finally:
-            for part, training in modes:
-                part.training = training
+        with contextlib.ExitStack() as afterwards, torch.no_grad():
+            if undivided:
+                afterwards.enter_context(split_rows.undivided())
+            for part in self.module.modules():
+                afterwards.callback(setattr, part, "training", part.training)
+            self.module.eval()  # which may be the user's own
+            args, kwargs = afterwards.enter_context(self._without_a_trace())
+            return _outputs(self.forward(*args, **kwargs))
