@@ -10,6 +10,9 @@ import row_proof
 import torch
 
 from compat import _rows
+from compat._backends.torch import calls, row_operations
+from compat._backends.torch.reductions import NotMergeable, Total, together
+from compat._backends.torch.watch import Watch
 
 #: Needs a GPU.
 UNPROVED = {"cuda"}
@@ -85,12 +88,11 @@ def elementwise():
 
 def said_by_torch():
     """All that torch itself says are elementwise, of one or two tensors."""
-    from compat._backends.torch.row_operations import is_pointwise
-
     for name in dir(torch) + ["special_" + name for name in dir(torch.special)]:
         module = torch.special if name.startswith("special_") else torch
         function = getattr(module, name.replace("special_", ""), None)
-        if name.endswith("_") or not is_pointwise(name) or name == "equal":
+        is_one = row_operations.is_pointwise(name) and name != "equal"
+        if name.endswith("_") or not is_one:
             continue
         for inputs in [x(3, 4).abs()], [x(3, 4).abs(), x(3, 4, seed=1).abs()]:
             try:
@@ -325,7 +327,7 @@ class Case:
     """A function, followed as in a model: of the whole inputs, and of the parts of two devices."""
 
     def __init__(self, inputs, function):
-        self.torch, self.function, self.tried = torch, function, {}
+        self.function, self.tried = function, {}
         self.inputs = [value.numpy() if hasattr(value, "numpy") else value for value in inputs]
         self.tensors = [place for place, value in enumerate(inputs) if hasattr(value, "numpy")]
         self.whole = self.computed(self.inputs)
@@ -334,32 +336,28 @@ class Case:
     def _split(self, place, placement):
         return row_proof.split(self.inputs[place], placement)
 
+    def given(self, values):
+        torch.default_generator.manual_seed(0)
+        places = enumerate(values)
+        return [torch.tensor(v) if place in self.tensors else v for place, v in places]
+
+    def called(self, given):
+        with torch.no_grad():
+            return list(calls.tensors_in([self.function(*given)]))
+
     def followed(self, values, placements, count):
         """The results, tagged."""
-        from compat._backends.torch.calls import tag, tensors_in
-        from compat._backends.torch.reductions import Total
-        from compat._backends.torch.watch import Watch
-
-        given = list(values)
-        self.torch.default_generator.manual_seed(0)
+        given = self.given(values)
         for place, placement in zip(self.tensors, placements):
-            tensor = given[place] = self.torch.tensor(values[place])
             if isinstance(placement, _rows.Sharded):
-                tag(tensor, placement)
+                calls.tag(given[place], placement)
             elif isinstance(placement, _rows.Partial):
-                tag(tensor, Total(placement.how, tensor, count, True))
-        with Watch(self.torch.nn.Module(), count, row_proof.ROWS, self.tried), self.torch.no_grad():
-            return list(tensors_in([self.function(*given)]))
+                calls.tag(given[place], Total(placement.how, given[place], count, True))
+        with Watch(torch.nn.Module(), count, row_proof.ROWS, self.tried):
+            return self.called(given)
 
     def computed(self, values):
-        from compat._backends.torch.calls import tensors_in
-
-        given = list(values)
-        self.torch.default_generator.manual_seed(0)
-        for place in self.tensors:
-            given[place] = self.torch.tensor(values[place])
-        with self.torch.no_grad():
-            results = list(tensors_in([self.function(*given)]))
+        results = self.called(self.given(values))
         return [each.detach().resolve_conj().resolve_neg().numpy() for each in results]
 
     def placements(self):
@@ -413,30 +411,24 @@ class Case:
 
     def merged(self, place, parts, given):
         """What the parts, as they were followed, are together; None where that is an error."""
-        from compat._backends.torch import merging
-
         try:
             followed = [
                 self.followed(part, given, count) for part, count in zip(parts, _rows.trial.SIZES)
             ]
             tags = [_tag(results[place]) for results in followed]
-            value = merging.together(tags, self.torch.device("cpu"))
-        except (merging.NotMergeable, RuntimeError, ValueError):
+            value = together(tags, torch.device("cpu"))
+        except (NotMergeable, RuntimeError, ValueError):
             return None
         return value.detach().numpy()
 
 
 def _tag(result):
-    from compat._backends.torch.calls import tag_of
-
-    found = tag_of(result)
+    found = calls.tag_of(result)
     return _rows.REPLICATED if found is None else found
 
 
 def test_each_line_says_nothing_but_the_truth(monkeypatch):
     """And each is asked by a case in which it claims something."""
-    from compat._backends.torch import row_operations
-
     claiming, found = set(), row_proof.Found()
 
     def noting(name, line):
