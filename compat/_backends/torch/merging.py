@@ -153,9 +153,9 @@ def _of_numbers(key, values, before, trial):
 def _expression(key, values, home, trial):
     """The rule for a value that was computed from totals over the rows.
 
-    What has another number in the trial is none of theirs.
+    What has another number in the trial is none of theirs; a ``Total`` itself has none.
     """
-    tried = trial.values(key)
+    tried = None if isinstance(tag_of(values[0]), Total) else trial.values(key)
     with torch.no_grad():
         together(list(map(tag_of, values)), home)
         constant = all(tag_of(value).constant for value in values)
