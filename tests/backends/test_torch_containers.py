@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import compat
+from compat._backends.torch.batches import tensors_in
 from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
@@ -107,26 +108,10 @@ def test_what_a_call_adds_to_its_arguments(kind, verify):
     for module, result in ((plain, one[0]), (parallel, other[0])):
         backward(module, result)
     same(plain.layer.weight.grad, parallel.layer.weight.grad, 1e-12)
-    tensors = [[v for v in _tensors(each)] for each in (expected, found)]
+    tensors = [list(tensors_in(each, 5)) for each in (expected, found)]
     assert len(tensors[0]) == len(tensors[1]) > 0
     same(tensors[0], tensors[1], 1e-12)
     assert replicas(lambda: parallel(rows(ROWS, 4), make())) == DEVICES
-
-
-def _tensors(value):
-    return compat._backends.torch.batches.tensors_in(value, 5) if value else ()
-
-
-class Batch(dict):
-    """A mapping of a class of its own, which torch.utils._pytree does not look into."""
-
-
-def test_the_tensors_of_a_mapping_are_found():
-    from compat._backends.torch.batches import are_same, tensors_in
-
-    held = [torch.ones(2), torch.zeros(3)]
-    found = list(tensors_in([Batch(x=held[0], deep=Batch(y=held[1]))]))
-    assert are_same(found, held)
 
 
 def test_what_a_call_leaves_alone_stays_the_callers():

@@ -12,9 +12,9 @@ from compat.testing import DEVICES
 from .test_torch import devices, placement  # noqa: F401  (a fixture)
 from .test_torch_merge import (
     FAILS,
+    UNKNOWN,
     agree,
     computing,
-    pair,
     rows,
     same,
     same_gradients,
@@ -48,69 +48,43 @@ def test_a_table_with_as_many_rows_as_the_batch(name, few):
         same(plain(*given), module(*given), 1e-12)
 
 
-def test_a_batch_that_comes_to_have_as_many_rows_as_a_table():
-    plain, module = pair(TABLES["index"])
-    for count in (13, 13, ROWS, ROWS):
-        given = rows(count, 4), torch.arange(count) % 3, rows(ROWS, 5)
-        same(plain(*given), module(*given), 1e-12)
-
-
 def test_tensors_with_other_numbers_of_rows_are_passed_whole():
     agree(computing(TABLES["memory"]), rows(6, 4), None, rows(11, 5))
 
 
-@pytest.mark.parametrize("name", ["a state", "a picture"])
-def test_what_has_no_batch_dimension_runs_whole(name):
-    """A policy on one state, or a picture by itself: torch's layers take them."""
-    module, x, operation = {
-        "a state": (torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()), rows(4), "linear"),
-        "a picture": (torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3)), rows(3, 6, 6), "conv2d"),
-    }[name]
-    expected = module.double()(x)
-    compat.parallelize(module)
-    told = r"The operation {} in 0 .* {}".format(operation, re.escape(FAILS))
+@pytest.mark.parametrize(
+    "module, shape, subject",
+    [
+        (torch.nn.Sequential(torch.nn.Linear(4, 3)), (4,), "The operation linear in 0 (Linear) "),
+        (torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3)), (3, 6, 6), "The operation conv2d in 0 "),
+        (torch.nn.LSTM(4, 6), (7, 4), "Model 'LSTM' "),
+    ],
+)
+def test_what_has_no_batch_dimension_runs_whole(module, shape, subject):
+    """A policy on one state, a picture or a sequence by itself: torch's layers take them."""
+    module, x = module.double(), rows(*shape)
+    expected = module(x)
+    told = "^{}.*{}".format(re.escape(subject), re.escape(FAILS))
     with pytest.warns(compat.CompatWarning, match=told):
-        same(expected, module(x), 1e-12)
+        same(expected, compat.parallelize(module)(x), 1e-12)
 
 
-@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
-@pytest.mark.parametrize("name", ["Adagrad", "SparseAdam"])
-def test_tables_with_sparse_gradients(kind, name):
-    """A row that several devices look up has one gradient, which such an optimizer squares."""
-    trained = []
-    for parallel in (False, True):
-        torch.manual_seed(0)
-        table = getattr(torch.nn, kind)(10, 4, sparse=True)
-        module = torch.nn.Sequential(table, torch.nn.Flatten(), torch.nn.LazyLinear(2)).double()
-        module(torch.zeros(2, 6, dtype=torch.int64))
-        if parallel:
-            compat.parallelize(module)
-        optimizer = getattr(torch.optim, name)([table.weight], 0.1)
-        for step, count in enumerate((16, 13, 2)):
-            numbers = torch.arange(6 * count).view(count, 6) * (step + 3) % 7
-            optimizer.zero_grad()
-            module(numbers).square().sum().backward()
-            assert table.weight.grad.is_sparse
-            optimizer.step()
-        trained.append(table.weight.detach())
-    same(*trained, 1e-12)
+def test_tables_with_sparse_gradients_run_whole():
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    told = "The operation that makes sparse gradients of 'Sequential' {} The model runs on cpu:0 "
+    agree(
+        torch.nn.Sequential(table, torch.nn.Flatten()),
+        torch.arange(39).view(13, 3) % 7,
+        whole=[told.format(UNKNOWN) + "with the whole batch."],
+    )
 
 
-@pytest.mark.parametrize("name", ["src_mask", "mask", "attend_to"])
-def test_a_mask_of_times(name):
-    class Encoder(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            layer = torch.nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
-            self.layers = torch.nn.TransformerEncoder(layer, 1)
-
-        def forward(self, x, src_mask=None, mask=None, attend_to=None):
-            masks = [m for m in (src_mask, mask, attend_to) if m is not None]
-            return self.layers(x, mask=masks[0])
-
+def test_a_mask_of_times():
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True)
     causal = torch.nn.Transformer.generate_square_subsequent_mask(ROWS).double()
-    agree(Encoder(), rows(ROWS, ROWS, 4), atol=1e-10, **{name: causal})
+    encoder = torch.nn.TransformerEncoder(layer, 1)
+    agree(encoder, rows(ROWS, ROWS, 4), atol=1e-10, mask=causal)
 
 
 @pytest.mark.parametrize(
@@ -154,15 +128,16 @@ def test_what_holds_its_tensors_unseen_runs_on_one_device():
     class Batch:
         x = rows(ROWS, 4)
 
-    module = computing(lambda m, y: y).double()
-    expected = module(Batch.x)
-    module.register_forward_pre_hook(lambda m, args: args)
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 5)
 
-    class Outer(type(module)):
         def forward(self, batch):
-            return super().forward(batch.x)
+            return self.layer(batch.x)
 
-    module.__class__ = Outer
+    module = Outer().double()
+    expected = module(Batch())
     compat.parallelize(module)
     with pytest.warns(compat.CompatWarning) as warned:
         found = module(Batch())

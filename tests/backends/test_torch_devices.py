@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import compat
-from compat._backends.torch import merging, models
+from compat._backends.torch import models
 
-from . import separate_devices
+from . import separate_devices  # noqa: F401  (which makes the devices)
 
 pytestmark = pytest.mark.row("torch nn.Module")
 ROWS = 13
@@ -147,16 +147,3 @@ def test_a_tensor_that_is_left_on_another_device_is_found():
         "The operation mul (test_torch_devices.py, line 140) of 'Misplaced' fails on a part of a "
         "batch, of which each device has one. The model runs on lazy:0 with the whole batch."
     ]
-
-
-def test_results_that_are_put_together_without_a_move_are_found(monkeypatch):
-    """The same of compat's own code: where it forgets to move the replicas' rows."""
-    monkeypatch.setattr(
-        merging, "_rows_of_all", lambda values, dim, copies, home: torch.cat(values, dim)
-    )
-    torch.manual_seed(0)
-    module, shape = recurrent()
-    models.ReplicatedForward.install_on(module, DEVICES)
-    with pytest.raises(separate_devices.MixedDevicesError) as caught:
-        trained(module, "lazy:0", shape)
-    assert str(caught.value) == "aten.cat.default mixes lazy:0, lazy:1, lazy:2"

@@ -10,6 +10,9 @@ import row_proof
 import torch
 
 from compat import _rows
+from compat._backends.torch import calls, row_operations
+from compat._backends.torch.reductions import NotMergeable, Total, together
+from compat._backends.torch.watch import Watch
 
 #: Needs a GPU.
 UNPROVED = {"cuda"}
@@ -31,8 +34,15 @@ def each(module, names, *inputs, **options):
         yield name, inputs, lambda *given, f=function: f(*given, **options)
 
 
+def drawn(module, names, *inputs, **options):
+    """Cases of functions whose results are random: what counts is where the rows are."""
+    for name, _, function in each(module, names, **options):
+        yield name, inputs, lambda *given, f=function: f(*given).nan_to_num() * 0
+
+
 def elementwise():
-    F, bits = torch.nn.functional, [whole_numbers(9, 3, 4), whole_numbers(8, 3, 4)]
+    F, T = torch.nn.functional, torch.Tensor
+    bits = [whole_numbers(9, 3, 4), whole_numbers(8, 3, 4)]
     two = [x(3, 4), x(3, 4, seed=1).abs() + 0.5]
     yield from each(torch, "absolute negative", x(3, 4))
     yield from each(torch, "conj real imag", torch.complex(*two))
@@ -51,45 +61,37 @@ def elementwise():
         function = getattr(operator, name)
         yield name, two, function
         yield name, two[1:], lambda a, f=function: f(2.0, a)
-    yield "and", bits, lambda a, b: a & b
-    yield "or", bits, lambda a, b: a | b
-    yield "xor", bits, lambda a, b: a ^ b
-    yield "invert", bits[:1], lambda a: ~a
+    yield from each(operator, "and_ or_ xor", *bits)
+    yield from each(operator, "invert", bits[0])
     yield "where", two, lambda a, b: torch.where(a > 0, a, b)
     yield "where", [x(3, 4)], lambda a: torch.where(a > 0)
-    for name in ("bernoulli", "exponential", "normal", "uniform", "rrelu"):
-        in_place = getattr(F if name == "rrelu" else torch.Tensor, name + "_")
-        yield name, [x(3, 4)], lambda a, f=in_place: f(a.clone()) * 0
-    for name in ("dropout", "alpha_dropout"):
-        yield name, [x(3, 4)], lambda a, f=getattr(F, name): f(a) * 0
-    for name in ("bool byte char clone contiguous cpu detach double float half int long short "
-                 "requires_grad_ resolve_conj").split():  # fmt: skip
-        yield name, [x(3, 4)], lambda a, f=getattr(torch.Tensor, name): f(a.abs())
+    yield from drawn(T, "bernoulli_ exponential_ normal_ uniform_", x(3, 4))
+    yield from drawn(F, "rrelu_ dropout alpha_dropout", x(3, 4))
+    yield from each(
+        T,
+        "bool byte char clone contiguous cpu detach double float half int long short zero_ "
+        "requires_grad_ resolve_conj",
+        x(3, 4).abs(),
+    )
     yield "bfloat16", [x(3, 4)], lambda a: a.bfloat16().float()
     yield "data", [x(3, 4)], lambda a: a.data
-    yield "zero", [x(3, 4)], lambda a: a.clone().zero_()
     yield from each(torch, "zeros_like ones_like", x(3, 4))
-    yield "full_like", [x(3, 4)], lambda a: torch.full_like(a, 2.0)
-    for name in ("empty_like", "rand_like", "randn_like"):
-        yield name, [x(3, 4)], lambda a, f=getattr(torch, name): f(a).nan_to_num() * 0
-    yield "randint_like", [x(3, 4)], lambda a: torch.randint_like(a, 3) * 0
-    for name in ("to", "type_as"):
-        to = getattr(torch.Tensor, name)
-        yield name, [x(3, 4), x(3).float()], lambda a, b, f=to: f(a, b)
-    yield "type", [x(3, 4)], lambda a: a.type(torch.float32)
+    yield from each(torch, "full_like", x(3, 4), 2.0)
+    yield from drawn(torch, "empty_like rand_like randn_like", x(3, 4))
+    yield from drawn(torch, "randint_like", x(3, 4), 3)
+    yield from each(T, "to type_as", x(3, 4), x(3).float())
+    yield from each(T, "type", x(3, 4), torch.float32)
     yield from each(torch, "isin bucketize", whole_numbers(3, 3, 4), torch.arange(3))
-    yield "copy", [x(3, 4), x(3, 4)], lambda a, b: a.clone().copy_(b)
-    yield "copy", [x(3, 3), x(3)], lambda a, b: a.clone().copy_(b)
+    yield from each(T, "copy_", x(3, 4), x(3, 4))
+    yield from each(T, "copy_", x(3, 3), x(3))
 
 
 def said_by_torch():
     """All that torch itself says are elementwise, of one or two tensors."""
-    from compat._backends.torch.row_operations import is_pointwise
-
     for name in dir(torch) + ["special_" + name for name in dir(torch.special)]:
         module = torch.special if name.startswith("special_") else torch
         function = getattr(module, name.replace("special_", ""), None)
-        if name.endswith("_") or not is_pointwise(name) or name == "equal":
+        if name.endswith("_") or not row_operations.is_pointwise(name) or name == "equal":
             continue
         for inputs in [x(3, 4).abs()], [x(3, 4).abs(), x(3, 4, seed=1).abs()]:
             try:
@@ -110,8 +112,7 @@ def along_dimensions():
             x(3, 4), dim=dim
         )  # fmt: skip
         yield from each(torch, "sum mean amax", x(3, 6), dim=dim, keepdim=True)
-        yield "norm", [x(3, 4)], lambda a, d=dim: a.norm(2, d)
-        yield "norm", [x(3, 4)], lambda a, d=dim: a.norm(1, d)
+        yield from each(torch.Tensor, "norm", x(3, 4), 1, dim)
         yield from each(linalg, "norm vector_norm", x(3, 4), dim=dim)
         yield from each(
             torch, "softmax log_softmax cumsum cumprod cummax cummin sort argsort logcumsumexp",
@@ -120,23 +121,20 @@ def along_dimensions():
         yield from each(torch.special, "softmax log_softmax", x(3, 4), dim=dim)
         yield from each(torch, "norm", x(3, 4), dim=dim)
         yield from each(F, "softmin normalize glu", x(6, 6), dim=dim)
-        yield "topk", [x(3, 4)], lambda a, d=dim: a.topk(1, d)
-        yield "roll", [x(3, 4)], lambda a, d=dim: a.roll(1, d)
-        yield "flip", [x(3, 4)], lambda a, d=dim: a.flip(d)
-        yield "gumbel", [x(3, 4)], lambda a, d=dim: F.gumbel_softmax(a, dim=d) * 0
+        yield from each(torch.Tensor, "topk roll", x(3, 4), 1, dim)
+        yield from each(torch.Tensor, "flip", x(3, 4), dim)
+        yield from drawn(F, "gumbel_softmax", x(3, 4), dim=dim)
     yield from each(torch, "sum mean max min any all norm std median", x(3, 4))
     yield from each(torch, "maximum", x(3, 4), x(3, 4))
     yield "max", [x(3, 4), x(3, 4)], torch.max
     yield "sum", [x(3, 4, 6)], lambda a: a.sum((1, 2))
-    yield "roll", [x(3, 4)], lambda a: a.roll(1)
+    yield from each(torch, "roll", x(3, 4), 1)
     yield "msort", [x(3, 3)], torch.msort
     yield "vector_norm", [x(3, 4)], torch.linalg.vector_norm
     yield "linear", [x(3, 4), x(3, 4)], F.linear
     yield "linear", [x(3, 3), x(3, 3), x(3)], F.linear
-    for name in ("layer_norm", "rms_norm"):
-        norm = getattr(F, name)
-        yield name, [x(3, 4)], lambda a, f=norm: f(a, (4,))
-        yield name, [x(3, 4)], lambda a, f=norm: f(a, a.shape)
+    yield from each(F, "layer_norm rms_norm", x(3, 4), (4,))
+    yield from each(F, "layer_norm rms_norm", x(3, 4), (3, 4))
     yield from each(torch, "tril triu", x(3, 3, 3))
     for count in (1, 2, 3):
         images = x(*[3] * 2 + [6] * count)
@@ -171,16 +169,14 @@ def layers():
         images, filters = x(*[3, 3] + [4] * count), x(*[3, 3] + [2] * count)
         for name in ("conv", "conv_transpose"):
             yield from each(F, "{}{}d".format(name, count), images, filters)
-        dropout = getattr(F, "dropout{}d".format(count))
-        yield "dropout", [images], lambda a, f=dropout: f(a) * 0
+        yield from drawn(F, "dropout{}d".format(count), images)
     yield "conv1d", [x(3, 4), x(2, 3, 2)], F.conv1d
     yield "interpolate", [x(3, 4, 4)], lambda a: F.interpolate(a, scale_factor=2.0)
     yield "group_norm", [x(3, 4, 3)], lambda a: F.group_norm(a, 2)
     yield "instance_norm", [x(3, 4, 3)], F.instance_norm
     averages = [torch.zeros(4).double(), torch.ones(4).double()]
     yield "instance_norm", [x(3, 4, 3)], lambda a: F.instance_norm(a, *averages, None, None, False)
-    for name in ("feature_dropout", "feature_alpha_dropout"):
-        yield name, [x(3, 4, 3)], lambda a, f=getattr(torch, name): f(a, 0.5, True) * 0
+    yield from drawn(torch, "feature_dropout feature_alpha_dropout", x(3, 4, 3), 0.5, True)
     yield "embedding", [whole_numbers(3, 3), x(3, 4)], F.embedding
     yield "one_hot", [whole_numbers(3, 3)], lambda a: F.one_hot(a, 3)
     yield "one_hot", [whole_numbers(3, 3)], F.one_hot
@@ -232,42 +228,39 @@ def losses():
 def views():
     F, T = torch.nn.functional, torch.Tensor
     for order in (0, 2, 1), (2, 0, 1), (1, 0, 2):
-        yield "permute", [x(3, 6, 3)], lambda a, o=order: a.permute(o)
+        yield from each(T, "permute", x(3, 6, 3), order)
     yield from each(torch, "transpose swapaxes swapdims movedim moveaxis", x(3, 6, 3), 0, 1)
     for name in ("t", "adjoint", "T", "mT", "H", "mH"):
         view = getattr(T, name)
         yield name, [x(3, 4)], view if callable(view) else lambda a, f=view: f.__get__(a)
     for shape in (-1, 6), (-1,), (-1, 2, 3):
-        yield "view", [x(3, 6)], lambda a, s=shape: a.view(s)
-        yield "reshape", [x(3, 4, 6)], lambda a, s=shape: a.reshape(s)
+        yield from each(T, "view", x(3, 6), shape)
+        yield from each(T, "reshape", x(3, 4, 6), shape)
     yield "view", [x(3, 6)], lambda a: a.view(torch.int32) * 0
     yield "reshape", [x(3, 4, 6)], lambda a: a.reshape(a.shape[0], -1)
     yield "reshape", [x(3, 4, 6)], lambda a: a.reshape(3, -1)
     for start, end in (1, -1), (0, 1), (0, -1):
-        yield "flatten", [x(3, 3, 6)], lambda a, s=start, e=end: a.flatten(s, e)
+        yield from each(T, "flatten", x(3, 3, 6), start, end)
     yield "ravel", [x(3, 4)], torch.ravel
     for dim in (0, 1):
-        yield "unsqueeze", [x(3, 4)], lambda a, d=dim: a.unsqueeze(d)
-        yield "squeeze", [x(3, 1)], lambda a, d=dim: a.squeeze(d)
-        yield "select", [x(3, 4)], lambda a, d=dim: a.select(d, 0)
-        yield "narrow", [x(3, 4)], lambda a, d=dim: a.narrow(d, 0, 1)
-        for name in ("chunk", "split", "tensor_split"):
-            yield name, [x(3, 4)], lambda a, d=dim, f=getattr(T, name): f(a, 2, d)
-        yield "split", [x(3, 3)], lambda a, d=dim: a.split_with_sizes([1, 2], d)
-        yield "unbind", [x(3, 4)], lambda a, d=dim: a.unbind(d)
+        yield from each(T, "unsqueeze unbind", x(3, 4), dim)
+        yield from each(T, "squeeze", x(3, 1), dim)
+        yield from each(T, "select", x(3, 4), dim, 0)
+        yield from each(T, "narrow", x(3, 4), dim, 0, 1)
+        yield from each(T, "chunk split tensor_split repeat_interleave", x(3, 4), 2, dim)
+        yield from each(T, "split_with_sizes", x(3, 3), [1, 2], dim)
         for name in ("cat", "concat", "concatenate", "stack"):
             join = getattr(torch, name)
             yield name, [x(3, 3), x(3, 3)], lambda a, b, d=dim, f=join: f([a, b], d)
-        yield "repeat_interleave", [x(3, 4)], lambda a, d=dim: a.repeat_interleave(2, d)
+    yield from each(T, "expand broadcast_to", x(3, 1), (-1, 4))
+    yield from each(T, "repeat tile", x(3, 4), (2, 1))
     for name in ("expand", "broadcast_to"):
-        yield name, [x(3, 1)], lambda a, f=getattr(T, name): f(a, (-1, 4))
         yield name, [x(3, 1), x(3)], lambda a, b, f=getattr(T, name): f(b[:1], (a.shape[0], 4))
     for name in ("repeat", "tile"):
-        yield name, [x(3, 4)], lambda a, f=getattr(T, name): f(a, (2, 1))
         yield name, [x(3, 1), x(1, 4)], lambda a, b, f=getattr(T, name): f(b, (a.shape[0], 1))
     for sizes in (1, 1), (0, 0, 1, 1), (0, 0):
-        yield "pad", [x(3, 4)], lambda a, s=sizes: F.pad(a, s)
-    yield "pad", [x(3, 4)], lambda a: torch.constant_pad_nd(a, (1, 1))
+        yield from each(F, "pad", x(3, 4), sizes)
+    yield from each(torch, "constant_pad_nd", x(3, 4), (1, 1))
 
 
 def lookups():
@@ -290,15 +283,12 @@ def lookups():
     yield "[mask]", [x(3, 4)], lambda a: a[a > 0]
     yield "[mask of rows]", [x(3, 4), x(3)], lambda a, b: a[b > 0]
     yield "masked_select", [x(3, 4)], lambda a: a.masked_select(a > 0)
-    yield "gather", [x(3, 3), whole_numbers(3, 3, 3)], lambda a, i: a.gather(1, i)
-    yield "gather", [x(3, 3), whole_numbers(3, 3, 3)], lambda a, i: a.gather(0, i)
+    T, places = torch.Tensor, whole_numbers(3, 3, 3)
     for dim in (0, 1):
-        yield "index_select", [x(3, 4), numbers], lambda a, i, d=dim: a.index_select(d, i)
-        for name in ("scatter", "scatter_add"):
-            scatter = getattr(torch.Tensor, name)
-            given = [x(3, 3), whole_numbers(3, 3, 3), x(3, 3) + 1]
-            yield name, given, lambda a, i, b, d=dim, f=scatter: f(a, d, i, b)
-        yield "scatter_reduce", given, lambda a, i, b, d=dim: a.scatter_reduce(d, i, b, "amax")
+        yield from each(T, "gather", x(3, 3), dim, places)
+        yield from each(T, "index_select", x(3, 4), dim, numbers)
+        yield from each(T, "scatter scatter_add", x(3, 3), dim, places, x(3, 3) + 1)
+        yield from each(T, "scatter_reduce", x(3, 3), dim, places, x(3, 3) + 1, "amax")
 
 
 def new_values():
@@ -336,7 +326,7 @@ class Case:
     """A function, followed as in a model: of the whole inputs, and of the parts of two devices."""
 
     def __init__(self, inputs, function):
-        self.torch, self.function, self.tried = torch, function, {}
+        self.function, self.tried = function, {}
         self.inputs = [value.numpy() if hasattr(value, "numpy") else value for value in inputs]
         self.tensors = [place for place, value in enumerate(inputs) if hasattr(value, "numpy")]
         self.whole = self.computed(self.inputs)
@@ -345,32 +335,28 @@ class Case:
     def _split(self, place, placement):
         return row_proof.split(self.inputs[place], placement)
 
+    def given(self, values):
+        torch.default_generator.manual_seed(0)
+        places = enumerate(values)
+        return [torch.tensor(v) if place in self.tensors else v for place, v in places]
+
+    def called(self, given):
+        with torch.no_grad():
+            return list(calls.tensors_in([self.function(*given)]))
+
     def followed(self, values, placements, count):
         """The results, tagged."""
-        from compat._backends.torch.calls import tag, tensors_in
-        from compat._backends.torch.reductions import Total
-        from compat._backends.torch.watch import Watch
-
-        given = list(values)
-        self.torch.default_generator.manual_seed(0)
+        given = self.given(values)
         for place, placement in zip(self.tensors, placements):
-            tensor = given[place] = self.torch.tensor(values[place])
             if isinstance(placement, _rows.Sharded):
-                tag(tensor, placement)
+                calls.tag(given[place], placement)
             elif isinstance(placement, _rows.Partial):
-                tag(tensor, Total(placement.how, tensor, count, True))
-        with Watch(self.torch.nn.Module(), count, row_proof.ROWS, self.tried), self.torch.no_grad():
-            return list(tensors_in([self.function(*given)]))
+                calls.tag(given[place], Total(placement.how, given[place], count, True))
+        with Watch(torch.nn.Module(), count, row_proof.ROWS, self.tried):
+            return self.called(given)
 
     def computed(self, values):
-        from compat._backends.torch.calls import tensors_in
-
-        given = list(values)
-        self.torch.default_generator.manual_seed(0)
-        for place in self.tensors:
-            given[place] = self.torch.tensor(values[place])
-        with self.torch.no_grad():
-            results = list(tensors_in([self.function(*given)]))
+        results = self.called(self.given(values))
         return [each.detach().resolve_conj().resolve_neg().numpy() for each in results]
 
     def placements(self):
@@ -424,30 +410,24 @@ class Case:
 
     def merged(self, place, parts, given):
         """What the parts, as they were followed, are together; None where that is an error."""
-        from compat._backends.torch import merging
-
         try:
             followed = [
                 self.followed(part, given, count) for part, count in zip(parts, _rows.trial.SIZES)
             ]
             tags = [_tag(results[place]) for results in followed]
-            value = merging.together(tags, self.torch.device("cpu"), merging.one_number)
-        except (merging.NotMergeable, RuntimeError, ValueError):
+            value = together(tags, torch.device("cpu"))
+        except (NotMergeable, RuntimeError, ValueError):
             return None
         return value.detach().numpy()
 
 
 def _tag(result):
-    from compat._backends.torch.calls import tag_of
-
-    found = tag_of(result)
+    found = calls.tag_of(result)
     return _rows.REPLICATED if found is None else found
 
 
 def test_each_line_says_nothing_but_the_truth(monkeypatch):
     """And each is asked by a case in which it claims something."""
-    from compat._backends.torch import row_operations
-
     claiming, found = set(), row_proof.Found()
 
     def noting(name, line):

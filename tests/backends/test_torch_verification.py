@@ -116,15 +116,11 @@ def test_a_step_interrupted_anywhere_leaves_nothing_behind(steps):
         verified_module(net, steps)
         return net
 
-    def after(count):
-        return lambda calls: len(calls) == count
-
-    def at_end(number):
-        return lambda calls: calls[-1] is ends and calls.count(ends) == number
-
     count = interrupted(functools.partial(made(), rows), lambda calls: False)
-    points = [after(each) for each in range(1, count, count // 6)]
-    points += [at_end(each) for each in range(1, 40, 6)]
+    points = [lambda calls, n=n: len(calls) == n for n in range(1, count, count // 6)]
+    points += [
+        lambda calls, n=n: calls[-1] is ends and calls.count(ends) == n for n in range(1, 40, 6)
+    ]
     for point in points:
         net = made()
         with contextlib.suppress(KeyboardInterrupt):

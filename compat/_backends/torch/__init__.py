@@ -101,14 +101,14 @@ class Torch(Backend):
         if _keras.keras_of(model) is None:
             models.ReplicatedForward.install_on(model, devices if replicated else None)
             return model
-        reason = _keras.undivided(model) if replicated else None
         if replicated:
             models.refuse_torch_compile(model)
             _keras.warn_of_distribution(model)
+        steps.remove(models.ReplicatedKerasCall, model)
+        reason = _keras.undivided(model) if replicated else None
         if reason:
             _keras.warn_not_divided(model, reason, self.devices()[0])
-        steps.remove(models.ReplicatedKerasCall, model)
-        if replicated and not reason:
+        elif replicated:
             steps.install(models.ReplicatedKerasCall, model, devices, "one device")
         return model
 

@@ -9,20 +9,13 @@ time unless they are made with ``batch_first=True``, and hidden states have the 
 import collections
 import contextlib
 import functools
-import inspect
 import operator
 from collections.abc import MutableMapping
 
 import torch
-from torch.nn.utils import rnn
 from torch.nn.utils.rnn import PackedSequence
 
-from ... import _rows
-
 tree = torch.utils._pytree
-
-# Arguments that torch's own attention takes one of for all rows.
-MASKS = ("attn_mask", "src_mask", "tgt_mask", "memory_mask")
 
 
 # Tensors --------------------------------------------------------------------------------------
@@ -90,10 +83,10 @@ def _contents(value, visited=None):
     """
     if type(value) is list:
         return dict(enumerate(value))
-    if hasattr(type(value), "__dataclass_fields__"):
-        return {name: getattr(value, name) for name in type(value).__dataclass_fields__}
     if isinstance(value, MutableMapping):
         return dict(value)
+    if hasattr(type(value), "__dataclass_fields__"):
+        return dict(value.__dict__) if hasattr(value, "__dict__") else None
     if not is_object(value):
         return None
     visited = {} if visited is None else visited
@@ -125,10 +118,7 @@ def set_contents(value, contents):
             del value[key]
         for key, content in contents.items():
             value[key] = content
-    elif hasattr(type(value), "__dataclass_fields__"):
-        for name, content in contents.items():
-            object.__setattr__(value, name, content)  # frozen ones, too
-    else:
+    else:  # frozen dataclasses, too
         vars(value).clear()
         vars(value).update(contents)
     return value
@@ -173,31 +163,11 @@ def _refilled(value, names, rebuild, values):
 # Rows -----------------------------------------------------------------------------------------
 
 
-def rows_of(value, placement, rows):
-    """These rows of an argument, in this order; of packed sequences, these sequences."""
-    if isinstance(value, PackedSequence):
-        padded, lengths = rnn.pad_packed_sequence(value, batch_first=True)
-        rows = torch.tensor(list(rows))
-        return _pack(padded[rows.to(padded.device)], lengths[rows], value)
-    axis, inner = placement.axis, placement.inner
+def rows_of(tensor, dim, rows):
+    """These rows of a tensor that has them in a dimension, in this order."""
     if isinstance(rows, range):
-        return value.narrow(axis, rows.start * inner, len(rows) * inner)
-    index = [row * inner + offset for row in rows for offset in range(inner)]
-    return value.index_select(axis, torch.tensor(index, device=value.device))
-
-
-# By padding, not by torch's pack_sequence(): that takes one operation for each sequence.
-def _pack(padded, lengths, like):
-    is_sorted = like.sorted_indices is None
-    return rnn.pack_padded_sequence(padded, lengths, batch_first=True, enforce_sorted=is_sorted)
-
-
-def cat_packed(values, home):
-    """The sequences of all replicas as one."""
-    longest = max(len(value.batch_sizes) for value in values)
-    pairs = [rnn.pad_packed_sequence(v.to(home), True, total_length=longest) for v in values]
-    padded, lengths = map(torch.cat, zip(*pairs))
-    return _pack(padded, lengths, values[0])
+        return tensor.narrow(dim, rows.start, len(rows))
+    return tensor.index_select(dim, torch.tensor(rows, device=tensor.device))
 
 
 class DividedArguments:
@@ -205,26 +175,17 @@ class DividedArguments:
 
     Attributes:
         leaves: the values in them, whatever they are nested in.
-        names: for each leaf, the parameter of ``function`` that it came by.
         key: what two calls have in common that are alike, but for the numbers.
         contents: of each container among them, it and what was in it.
         state: the leaves in objects, such as caches, which a call may change in place.
     """
 
-    def __init__(self, names, args, kwargs, convert=None):
-        self.count = len(args)
+    def __init__(self, args, kwargs, convert=None):
+        seen = {}  # type: dict
         self.keywords = list(kwargs)
-        self.leaves, self.names, self.parts = [], [], []
-        key, seen = [], {}  # type: list, dict
-        names = names + [None] * len(args)
-        for name, value in list(zip(names, args)) + list(kwargs.items()):
-            leaves, unflatten, spec = flatten(value, seen)
-            leaves = leaves if convert is None else list(map(convert, leaves))
-            self.leaves += leaves
-            self.names += [name] * len(leaves)
-            self.parts.append(unflatten)
-            key.append((name, spec, [_kind(leaf) for leaf in leaves]))
-        self.key = str(key)
+        leaves, self.unflatten, spec = flatten((args, tuple(kwargs.values())), seen)
+        self.leaves = leaves if convert is None else list(map(convert, leaves))
+        self.key = str((self.keywords, spec, list(map(_kind, self.leaves))))
         self.contents = list(seen.values())
         self.kept = list(map(Unchanged, self.leaves)) if seen else []
         found = tree.tree_leaves([contents for each, contents in self.contents if is_object(each)])
@@ -243,9 +204,8 @@ class DividedArguments:
     def given(self, leaves):
         """Within, the containers have these leaves: ``args, kwargs`` and what they were given."""
         try:
-            rest = iter(leaves)
-            values = [unflatten(rest) for unflatten in self.parts]
-            args, kwargs = values[: self.count], dict(zip(self.keywords, values[self.count :]))
+            args, values = self.unflatten(leaves)
+            kwargs = dict(zip(self.keywords, values))
             yield args, kwargs, Given(self, leaves, args, kwargs)
         finally:
             self.restore()
@@ -290,52 +250,30 @@ def _kind(leaf):
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf).__name__
 
 
-def names_of(function):
-    """The parameters of ``function`` that positional arguments come by."""
-    parameters = inspect.signature(function).parameters.values()
-    return [each.name for each in parameters if each.kind <= each.POSITIONAL_OR_KEYWORD]
-
-
-#: How a call's arguments are cut: ``rows``, and a placement or None for each leaf.
+#: How a call's arguments are cut: ``rows``, and for each leaf the dimension of its rows or None.
 Layout = collections.namedtuple("Layout", "rows cuts")
 
 
-def layout(arguments, dim=0, states=None):
-    """Cut whatever has as many rows as the first tensor, in dimension ``dim``.
+def layout(arguments, dims):
+    """Cut whatever has as many rows as the first tensor, in the first of these dimensions.
 
     Arguments:
-        states: whether tensors of three dimensions that have them in the second, hidden states,
-            are cut there: "all", or "other" ones, that do not have as many in ``dim``, too.
+        dims: where the first tensor has them, and where others may.
 
     Returns:
         A layout, or None where no argument has rows.
     """
-    sizes = [size(leaf, dim) for leaf in arguments.leaves]
+    sizes = [size(leaf, dims[0]) for leaf in arguments.leaves]
     rows = next((each for each in sizes if each is not None), None)
     if not rows:
         return None
-    cuts = []
-    for leaf, name in zip(arguments.leaves, arguments.names):
-        is_state = (
-            states
-            and getattr(leaf, "ndim", 0) == 3
-            and leaf.shape[1] == rows
-            and (states == "all" and any(cuts) or leaf.shape[dim] != rows)
-        )
-        cuts.append(_cut_of(leaf, name or "", rows, 1 if is_state else dim))
-    return Layout(rows, tuple(cuts))
+    return Layout(rows, tuple(_cut_of(leaf, rows, dims) for leaf in arguments.leaves))
 
 
-def _cut_of(leaf, name, rows, dim):
-    """The rows of what has them in ``dim``, if it has any. Masks have them first."""
-    if isinstance(leaf, PackedSequence):
-        return _rows.Sharded(0, inner=None, even=False)
-    if not isinstance(leaf, torch.Tensor) or name in MASKS and leaf.dim() == 2:
-        return None
-    if name.endswith("mask") and leaf.dim() == 3 and leaf.shape[0] % rows == 0:
-        return _rows.Sharded(0, leaf.shape[0] // rows)  # one for each head
-    dim = 0 if name.endswith("key_padding_mask") else dim
-    return _rows.Sharded(dim) if size(leaf, dim) == rows else None
+def _cut_of(leaf, rows, dims):
+    """The dimension of the rows, if it has any. Masks have them first."""
+    dims = sorted(dims) if getattr(leaf, "dtype", None) is torch.bool else dims
+    return next((dim for dim in dims if size(leaf, dim) == rows), None)
 
 
 def size(leaf, dim):
@@ -372,9 +310,9 @@ def rows_declared(module, first):
 
 
 def choices(model):
-    """What to try: where the rows are, and where those of hidden states (see ``layout``)."""
+    """What to try: the dimension of the rows, and that of hidden states, masks and lengths."""
     own = declared(model)
     if own is not None:
-        return [(own, "all" if isinstance(model, torch.nn.RNNBase) else None)]
+        return [(own, 1 - own)]
     inside = any(declared(part) is not None for part in model.modules())
-    return [(0, "other"), (0, "all"), (1, "other")] if inside else [(0,)]
+    return [(0, 1), (1, 0)] if inside else [(0,)]

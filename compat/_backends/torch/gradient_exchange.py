@@ -22,10 +22,10 @@ from ... import errors
 from ..._ranks import checksum, keras3
 from . import loss_terms
 from .batches import are_same, tensors_in, to_numpy
-from .sums import Sums, sum_dtype
+from .sums import Sums
 
-# graph task of autograd -> its pass
-_passes = weakref.WeakValueDictionary()  # type: weakref.WeakValueDictionary
+# The backward pass that goes on, if there is one.
+_under_way = weakref.WeakSet()  # type: weakref.WeakSet
 # Autograd has a thread for each device, and one for the CPU.
 _arriving = threading.RLock()
 
@@ -46,23 +46,22 @@ class _Pass:
 
         No frame that an error goes through, and which the error keeps, may hold a pass.
         """
-        task = torch._C._current_graph_task_id()
-        found = _passes.get(task) or next(iter(_passes.values()), None)
+        found = next(iter(_under_way), None)
         if found is None:
             found = cls()
             torch.autograd.Variable._execution_engine.queue_callback(found)
-        _passes[task] = found
+            _under_way.add(found)
         if exchange not in found.exchanges:
             exchange.begin()
             found.exchanges.append(exchange)
             if found.early is None and exchange.may_be_early():
                 found.early = exchange
-        exchange.task, exchange.is_early = task, found.early is exchange
+        exchange.task = torch._C._current_graph_task_id()
+        exchange.is_early = found.early is exchange
 
     def __call__(self):
         """Of several models all ranks run theirs in the same order."""
-        for task in [task for task, found in _passes.items() if found is self]:
-            del _passes[task]
+        _under_way.discard(self)
         for exchange in sorted(self.exchanges, key=lambda e: (e is not self.early, e.number)):
             exchange.run()
 
@@ -133,7 +132,6 @@ class Exchange:
         self.task, self.is_early = None, False  # the graph task that was joined last
         self.state = []  # type: list  # the running statistics
         self.before = []  # type: list  # their values, the same on all ranks
-        self.sparse = weak.WeakIdKeyDictionary()  # the parameters whose gradients are sparse
         self.checked = False  # the loss
         self.is_suspect = False  # the loss, as a warning told
         self.rows = ForwardRows()
@@ -190,11 +188,8 @@ class Exchange:
 
     def lay_out(self, state):
         """The same on all ranks: what is summed up, last layer first, since that comes first."""
-        tensors = self.hooked[::-1]
-        if self.sparse:
-            tensors = [parameter for parameter in tensors if parameter not in self.sparse]
-        tensors += state
-        numbers = 4 + self.engine.place.size + 2 * len(self.hooked)
+        tensors = self.hooked[::-1] + state
+        numbers = 5 + self.engine.place.size + len(self.hooked)
         sums = self.sums
         if sums is None or sums.numbers != numbers or not are_same(tensors, sums.tensors):
             self.sums = Sums(self.engine, tensors, numbers)
@@ -236,8 +231,8 @@ class Exchange:
             self.engine.last = None if self.agreed else self
             if not self.agreed:
                 self.engine.stepped(self.sums.ended)
-            self.check_rows(name)
-            self.set_gradients(weight)
+            self.check(name)
+            self.set_gradients()
             check = checksum.is_due(self.count)
             if check and not self.is_suspect:
                 self.is_suspect = loss_terms.check(self.engine, name, weight, rows)
@@ -254,14 +249,12 @@ class Exchange:
     def sum(self, weight, unknown, rows):
         """Sum up over all ranks."""
         gradients = [parameter.grad for parameter in self.hooked]
-        sparse = [gradient is not None and gradient.is_sparse for gradient in gradients]
-        header = [weight, unknown, rows, self.divisor is not None] + self.engine.flags(False)
-        header += [gradient is not None for gradient in gradients] + sparse
-        values = {
-            id(parameter): (gradient, weight)
-            for parameter, gradient, sparse in zip(self.hooked, gradients, sparse)
-            if weight and not sparse
-        }
+        sparse = any(gradient.is_sparse for gradient in gradients if gradient is not None)
+        header = [weight, unknown, rows, self.divisor is not None, sparse]
+        header += self.engine.flags(False) + [gradient is not None for gradient in gradients]
+        values = {}
+        if weight and not sparse:
+            values = {id(p): (gradient, weight) for p, gradient in zip(self.hooked, gradients)}
         if self.state:
             changes = torch._foreach_sub(self.state, self.before)
             values.update((id(tensor), (each, rows)) for tensor, each in zip(self.state, changes))
@@ -278,7 +271,8 @@ class Exchange:
         model = self.model()
         self.hook(self.source.parameters(model))
         self.lay_out(self.source.averaged(model))
-        header = [0, False, 0, False] + self.engine.flags(True) + [False] * (2 * len(self.hooked))
+        header = [0, False, 0, False, False] + self.engine.flags(True)
+        header += [False] * len(self.hooked)
         with torch.no_grad():
             self.sums.complete(header, {})
         return self.sums.ended
@@ -287,41 +281,21 @@ class Exchange:
         """The mean of the changes of a running statistic, weighted by rows in any case."""
         return self.sums.mean(tensor) * (self.sums.total / self.sums.rows)
 
-    def set_gradients(self, weight):
+    def set_gradients(self):
         """Those that no rank has stay None."""
-        sums = self.sums
-        for parameter, used, sparse in zip(self.hooked, sums.used, sums.sparse):
-            if sparse:
-                self.sparse[parameter] = True
-                self.exchange_sparse(parameter, weight, used != sparse)
-            elif used and parameter.grad is None:  # another rank's batch has used it
-                parameter.grad = sums.mean(parameter)
+        for parameter, used in zip(self.hooked, self.sums.used):
+            if used and parameter.grad is None:  # another rank's batch has used it
+                parameter.grad = self.sums.mean(parameter)
             elif used:
-                sums.mean_into(parameter, parameter.grad)
+                self.sums.mean_into(parameter, parameter.grad)
 
-    def exchange_sparse(self, parameter, weight, mixed):
-        """The mean of a sparse gradient: every rank gets all ranks' indices and values."""
-        if mixed:
-            raise errors.UnsupportedError(
-                "The gradient of a parameter of shape {} is sparse on some ranks or in some passes "
-                "and dense in others, which cannot be exchanged. Make it one of both: sparse=False "
-                "of the embedding.".format(tuple(parameter.shape))
-            )
-        if parameter.grad is None or not weight:
-            indices = parameter.new_zeros((1, 0), dtype=torch.int64)
-            values = parameter.new_zeros((0,) + parameter.shape[1:])
-        else:
-            gradient = parameter.grad.coalesce()
-            indices, values = gradient.indices(), gradient.values()
-        indices = self.engine.concatenate(indices.t().contiguous()).t()
-        values = values.to(sum_dtype(values.dtype)) * weight
-        values = self.engine.concatenate(values) / self.sums.total
-        parameter.grad = torch.sparse_coo_tensor(
-            indices, values.to(parameter.dtype), parameter.shape
-        ).coalesce()
-
-    def check_rows(self, name):
+    def check(self, name):
         place, unknown = self.engine.place, self.sums.unknown
+        if self.sums.sparse:
+            raise errors.UnsupportedError(
+                f"A gradient of {name} is sparse, which ranks cannot exchange. Make the embedding "
+                "with sparse=False."
+            )
         if 0 < unknown < place.size:
             raise errors.RankError(
                 f"Some ranks have called {name} with a batch in this backward pass, and others "

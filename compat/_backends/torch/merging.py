@@ -4,10 +4,7 @@
 trial: two parts of three rows, compared with the three together.
 """
 
-import math
-
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from ... import _rows
 from . import batches
@@ -25,16 +22,14 @@ class Rule:
             whatever was before), "mean" (weighted by rows) or "expression" (see ``together``).
         lasting: whether it needs no tags, so that later calls need not be watched.
         dim, copies: where the rows are.
-        numbers: for an expression, what becomes of each number in it.
 
     Attributes:
         form: that of the values that it was found for.
     """
 
-    def __init__(self, kind, lasting=True, dim=0, copies=1, numbers=()):
+    def __init__(self, kind, lasting=True, dim=0, copies=1):
         self.kind, self.lasting = kind, lasting
         self.dim, self.copies = dim, copies
-        self.numbers = numbers
         self.form = None
 
     def fits(self, value, rows, given):
@@ -53,11 +48,7 @@ class Rule:
     def merged(self, values, sizes, home, before=None):
         """The value of all rows, from those of the replicas that have ``sizes`` rows."""
         if self.kind == "expression":
-            kinds, tags = iter(self.numbers), list(map(tag_of, values))
-            try:
-                return together(tags, home, lambda found: NUMBERS[next(kinds)](found))
-            except (StopIteration, ZeroDivisionError):
-                raise NotMergeable() from None
+            return together(list(map(tag_of, values)), home)
         if self.kind == "rows":
             return _rows_of_all(values, self.dim, self.copies, home)
         if isinstance(values[0], torch.Tensor):
@@ -70,8 +61,6 @@ class Rule:
 
 
 def _rows_of_all(values, dim, copies, home):
-    if isinstance(values[0], PackedSequence):
-        return batches.cat_packed(values, home)
     if len({value.shape[:dim] + value.shape[dim + 1 :] for value in values}) > 1:
         raise NotMergeable()
     parts = [value.to(home) for value in values]
@@ -84,39 +73,6 @@ def _rows_of_all(values, dim, copies, home):
     if masks[0] is not None:
         merged._keras_mask = torch.cat([mask.to(home) for mask in masks])
     return merged
-
-
-# Numbers in expressions -------------------------------------------------------------------------
-
-#: What one device has in the place of the replicas' numbers; a number of rows is a sum.
-NUMBERS = {
-    "same": lambda values: values[0],
-    "sum": sum,
-    "inverse": lambda values: 1.0 / sum(1.0 / value for value in values),
-}
-
-
-def _numbers_of(values, home):
-    """The numbers in the expressions of values: for each, the list of the replicas'."""
-    found = []
-
-    def number(numbers):
-        found.append(numbers)
-        return numbers[0]
-
-    with torch.no_grad():
-        together(list(map(tag_of, values)), home, number)
-    return found
-
-
-def _number_rule(parts, whole):
-    """Which of ``NUMBERS`` makes a trial's number of those of its parts."""
-    if all(value == whole for value in parts):
-        return "same"
-    for kind in ("sum", "inverse") if all(parts) else ("sum",):
-        if math.isclose(NUMBERS[kind](parts), whole, rel_tol=1e-9):
-            return kind
-    raise NotMergeable()
 
 
 # Deciding ---------------------------------------------------------------------------------------
@@ -137,12 +93,11 @@ def decide(key, values, sizes, before, home, trial):
         NotMergeable: no rule fits.
     """
     first = values[0]
-    if isinstance(first, PackedSequence):
-        return Rule("rows")
     if is_number(first):
         return _of_numbers(key, values, before, trial)
     if not isinstance(first, torch.Tensor):
-        if any(value is not first and value != first for value in values):
+        is_packed = isinstance(first, batches.PackedSequence)  # in an order of its own
+        if is_packed or any(value is not first and value != first for value in values):
             raise NotMergeable(_rows.Across(f"that makes a {type(first).__name__}", why="unknown"))
         return Rule("first")
     # Of the replica with most rows: one row cannot be told from none.
@@ -196,30 +151,20 @@ def _of_numbers(key, values, before, trial):
 
 
 def _expression(key, values, home, trial):
-    """The rule for a value that was computed from totals over the rows."""
-    numbers = _numbers_of(values, home)
-    constant = all(tag_of(value).constant for value in values)
-    rules, tried = ["same"] * len(numbers), trial.values(key) if numbers else None
-    if tried is not None:
-        parts, whole = tried
-        if constant and isinstance(tag_of(whole), State):
-            return Rule("first")  # torch's own, which changes in training only
-        found, expected = _numbers_of(parts, home), _numbers_of([whole], home)
-        if not len(found) == len(expected) == len(numbers):
-            raise NotMergeable()
-        rules = [_number_rule(each, number) for each, (number,) in zip(found, expected)]
-    elif any(value != each[0] for each in numbers for value in each):
-        raise NotMergeable()
-    if constant and set(rules) <= {"same"}:
-        return Rule("first")
-    return Rule("expression", lasting=False, numbers=rules)
+    """The rule for a value that was computed from totals over the rows.
 
-
-def still(rule, values):
-    """Whether the rule of an earlier call is that of these values, too."""
-    if rule.form != form(values[0]) or rule.kind != "expression":
-        return rule.form == form(values[0])
-    return len(_numbers_of(values, values[0].device)) == len(rule.numbers)
+    What has another number in the trial is none of theirs; a ``Total`` itself has none.
+    """
+    tried = None if isinstance(tag_of(values[0]), Total) else trial.values(key)
+    with torch.no_grad():
+        together(list(map(tag_of, values)), home)
+        constant = all(tag_of(value).constant for value in values)
+        if tried is not None:
+            parts, whole = tried
+            if constant and isinstance(tag_of(whole), State):
+                return Rule("first")  # torch's own, which changes in training only
+            together([tag_of(value) for value in parts + [whole]], home)
+    return Rule("first") if constant else Rule("expression", lasting=False)
 
 
 def form(value):
@@ -235,14 +180,7 @@ def form(value):
 def is_one_devices(escapes, home):
     """Whether Python was given the number that one device would give it."""
     try:
-        number = together([escape.tag for escape in escapes], home, one_number).item()
+        number = together([escape.tag for escape in escapes], home).item()
     except (NotMergeable, RuntimeError, ValueError):
         return False
     return all(type(escape.value)(number) == escape.value for escape in escapes)
-
-
-def one_number(values):
-    """The number that all replicas have."""
-    if any(value != values[0] for value in values):
-        raise NotMergeable()
-    return values[0]

@@ -192,12 +192,17 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
 
     def home(self, model, arguments):
         """Where the module's weights lie, as the plain module's outputs would."""
-        kinds = (torch.Tensor, batches.PackedSequence)
-        first = next(leaf for leaf in arguments.leaves if isinstance(leaf, kinds))
-        return next(model.parameters(), first.data).device
+        first = next(leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor))
+        return next(model.parameters(), first).device
 
     def state(self, model):
         return ModuleReplicas(model)
+
+    def first_call(self, model, arguments, layouts):
+        if any(getattr(part, "sparse", False) is True for part in model.modules()):
+            # No copy on another device takes such a gradient back.
+            raise NotMergeable(_rows.Across("that makes sparse gradients", why="unknown"))
+        return super().first_call(model, arguments, layouts)
 
 
 #: Where modules keep what ``register_forward_hook()`` and its like are given.
@@ -219,19 +224,6 @@ def hooks_of(module):
     return put_back
 
 
-class _CopyOfTable(torch.autograd.Function):
-    """``Tensor.to()`` for sparse gradients, which torch's own refuses to take back."""
-
-    @staticmethod
-    def forward(ctx, table, device):
-        ctx.home = table.device
-        return table.to(device, copy=True)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient.to(ctx.home), None
-
-
 class ModuleReplicas:
     """Runs the replicas of a torch module, each with weights and buffers of its own.
 
@@ -242,9 +234,6 @@ class ModuleReplicas:
     def __init__(self, module):
         parts = list(module.named_modules())
         self.parts = [(path, part) for path, part in parts if is_users(part)]
-        tables = [part for _, part in parts if getattr(part, "sparse", False) is True]
-        # Those whose gradients are sparse: embeddings'.
-        self.sparse = {id(value) for part in tables for value in part._parameters.values()}
         owners = [values for _, part in parts for values in (part._parameters, part._buffers)]
         # Dictionary of a module within, name there, weight or buffer.
         self.places = [(d, n, v) for d in owners for n, v in d.items() if v is not None]
@@ -259,12 +248,9 @@ class ModuleReplicas:
         copies = {id(self.before[key]): buffer for key, buffer in given.items()}
         for key, buffer in given.items() if watch is not None else ():
             tag(buffer, State(self.before[key]))
-        for _, _, value in self.places:
-            if id(value) not in copies:  # more than one where weights are tied
-                is_table = id(value) in self.sparse and (copy or value.device != device)
-                copies[id(value)] = (
-                    _CopyOfTable.apply(value, device) if is_table else value.to(device, copy=copy)
-                )
+        # By id: those that are tied have one copy.
+        weights = {id(value): value for _, _, value in self.places if id(value) not in copies}
+        copies.update((key, value.to(device, copy=copy)) for key, value in weights.items())
         before = [(path, part, dict(vars(part))) for path, part in self.parts]
         try:
             for values, name, value in self.places:

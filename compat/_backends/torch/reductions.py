@@ -82,33 +82,29 @@ Escape = collections.namedtuple("Escape", "across tag value")
 EXPRESSIONS = (Total, State, ComputedTotal)
 
 #: What puts totals together, along the first dimension; means have weights.
-KINDS = {
-    "sum": torch.sum, "max": torch.amax, "min": torch.amin, "any": torch.any, "all": torch.all,
-    "norm": torch.linalg.vector_norm, "logsumexp": torch.logsumexp,
-}  # fmt: skip
+KINDS = {"sum": torch.sum, "max": torch.amax, "min": torch.amin,
+         "any": torch.any, "all": torch.all}  # fmt: skip
 
 
 # Putting together -----------------------------------------------------------------------------
 
 
-def together(expressions, home, number):
+def together(expressions, home):
     """What one device would have computed from all rows.
 
     Arguments:
         expressions: for each replica, the tag of its value.
         home: the device of the result.
-        number: takes the list of the replicas' numbers at one place among the arguments of a
-            function (a number of rows, as ``shape`` gives it), and returns that of all rows.
 
     Raises:
         NotMergeable: the replicas' expressions, or numbers in them, do not fit together.
     """
-    return _Merge(home, number).value(expressions)
+    return _Merge(home).value(expressions)
 
 
 class _Merge:
-    def __init__(self, home, number):
-        self.home, self.number = home, number
+    def __init__(self, home):
+        self.home = home
         self.known = {}
 
     def value(self, values):
@@ -163,18 +159,22 @@ class _Merge:
             return self.home
         if isinstance(first, RowCount):
             return sum(values)
-        return self.number(values) if is_number(first) else first
+        return _one_number(values) if is_number(first) else first
 
     def constant(self, values):
         first = values[0].value
         if any(not isinstance(v, Constant) or v.value._version != v.version for v in values):
             raise NotMergeable()  # it was changed in place
-        if not first.dim() and not first.is_complex() and first.dtype != torch.bool:
-            numbers = [value.value.detach().item() for value in values]
-            number = self.number(numbers)
-            if number != numbers[0]:
-                return torch.tensor(number, dtype=first.dtype, device=self.home)
+        if not first.dim():
+            _one_number([value.value.detach().item() for value in values])
         return first.to(self.home)
+
+
+def _one_number(values):
+    """The number that all replicas have; one of rows is a ``RowCount``, or does not fit."""
+    if any(value != values[0] for value in values):
+        raise NotMergeable()
+    return values[0]
 
 
 def weighted_mean(tensors, weights):

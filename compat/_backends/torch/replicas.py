@@ -46,15 +46,13 @@ class ReplicatedMethod(patching.InstanceMethod):
         # By kind of call; None: it runs whole. Deep copies, of the same architecture, share it.
         self.known = {}
         self.choices = None  # where the rows may be: arguments of ``batches.layout``
-        self.names = None
         self.tried = {}  # functions without a rule, by the kind of call
 
     @torch.compiler.disable  # what it makes of a model around a parallelized one stops here
     def __call__(self, model, *args, **kwargs):
         if split_rows.runs_undivided():
             return self.plain(model)(*args, **kwargs)
-        self.names = self.names or batches.names_of(self.plain(model))
-        arguments = batches.DividedArguments(self.names, args, kwargs, self.converter(model))
+        arguments = batches.DividedArguments(args, kwargs, self.converter(model))
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
         if self.is_only_traced(model, tensor):
             return self.plain(model)(*args, **kwargs)
@@ -63,8 +61,10 @@ class ReplicatedMethod(patching.InstanceMethod):
             if not all(isinstance(leaf, batches.PLAIN) for leaf in arguments.leaves):
                 warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
             return self.plain(model)(*args, **kwargs)
-        kinds = {(model.training, arguments.key, each.cuts): each for each in layouts}
-        kind = self.known_kind(kinds)
+        # A call without gradients shows nothing of them.
+        mode = model.training, torch.is_grad_enabled(), arguments.key
+        kinds = {mode + (each.cuts,): each for each in layouts}
+        kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
         known, rows = self.known.get(kind), layouts[0].rows
         # Of one row nothing can be learned.
         untried = {k: v for k, v in kinds.items() if k not in self.known and v.rows > 1}
@@ -80,14 +80,6 @@ class ReplicatedMethod(patching.InstanceMethod):
             result = self.whole(model, arguments, rows, error if rows > 1 else None)
             self.known.update(dict.fromkeys(untried if known is None else [kind]))
             return result
-
-    def known_kind(self, kinds):
-        """That of these kinds of calls which is divided, as an earlier call has shown, or None."""
-        kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
-        if kind is not None and torch.is_grad_enabled() and not self.known[kind].gradients:
-            del self.known[kind]  # which has shown nothing of gradients
-            return None
-        return kind
 
     def whole(self, model, arguments, rows, error=None):
         """Run with the whole batch where one device would, which may raise as that would.
@@ -134,23 +126,20 @@ class ReplicatedMethod(patching.InstanceMethod):
                 try:
                     known.trial.outcomes()  # first: three rows tell more of what has no rule
                     result = self.computed(model, arguments, layout, known)
+                    self.known[kind] = known
+                    return result
                 except NotMergeable as error:
                     if len(layouts) == 1 or known.trial.finds_sequences():
                         failed.append(error)
-                else:
-                    self.known[kind] = known
-                    return result
         raise (failed + [NotMergeable(_rows.Across(None, why="rows"))])[0]
 
     def layouts(self, model, arguments):
         """How the arguments may be cut, the likeliest first."""
-        first = arguments.leaves[0] if arguments.leaves else None
-        if batches.declared(model) is not None and isinstance(first, torch.Tensor):
-            if first.dim() == 2 and first.is_floating_point():
-                warn_not_divided(model, "a sequence without a batch")
-                return []
+        if any(isinstance(leaf, batches.PackedSequence) for leaf in arguments.leaves):
+            warn_not_divided(model, "packed sequences")
+            return []
         self.choices = self.choices or batches.choices(model)
-        found = [batches.layout(arguments, *choice) for choice in self.choices]
+        found = [batches.layout(arguments, dims) for dims in self.choices]
         return [layout for layout in found if layout is not None]
 
     # Running ----------------------------------------------------------------------------------
@@ -181,7 +170,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         for leaf, where in zip(arguments.leaves, layout.cuts):
             leaf = arguments.copied(leaf, _on(device, where, rows, leaf))
             if watched and where is not None:
-                tag(leaf if isinstance(leaf, torch.Tensor) else leaf.data, where)
+                tag(leaf, _rows.Sharded(where))
             leaves.append(leaf)
         watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
         with arguments.given(leaves) as (args, kwargs, given):
@@ -225,12 +214,10 @@ class ReplicatedMethod(patching.InstanceMethod):
             rule = known.rules[key]
             if rule.kind != "unchanged":
                 values = [outcome.values[key] for outcome in counted]
-                is_tensor = isinstance(first.values[key], torch.Tensor)
-                if rule.kind == "rows" and rule.copies == 1 and is_tensor:
+                if rule.kind == "rows" and rule.copies == 1:
                     # Of a replica without rows of its own none: it gets gradients, 0, too.
-                    none = _rows.Sharded(rule.dim), range(0)
-                    values = [outcome.values[key] for outcome in outcomes]
-                    values = [v if n else _on(home, *none, v) for v, n in zip(values, all_sizes)]
+                    pairs = [(outcome.values[key], n) for outcome, n in zip(outcomes, all_sizes)]
+                    values = [v if n else _on(home, rule.dim, range(0), v) for v, n in pairs]
                 with torch.set_grad_enabled(torch.is_grad_enabled() and key[0] != "state"):
                     merged[key] = rule.merged(values, sizes, home, state.before.get(key))
         for key in first.numbers:
@@ -247,9 +234,10 @@ class ReplicatedMethod(patching.InstanceMethod):
         for key in first.values:
             values = [outcome.values[key] for outcome in outcomes]
             rule = previous.get(key)
-            if rule is None or not merging.still(rule, values):
+            form = merging.form(values[0])
+            if rule is None or rule.form != form:
                 rule = merging.decide(key, values, sizes, state.before.get(key), home, trial)
-                rule.form = merging.form(values[0])
+                rule.form = form
             # A number that was taken from a tensor does not show from where.
             rule.lasting = rule.lasting and key not in first.numbers
             known.rules[key] = rule
@@ -257,7 +245,6 @@ class ReplicatedMethod(patching.InstanceMethod):
         if known.trial is not None or known.rules != previous:
             trials.prove(trial, known.rules, state.before, home)
         if known.trial is not None and torch.is_grad_enabled():
-            known.gradients = True
             given = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
             across = trials.own_gradient(first, given)
             sources = [v for v in given + list(model.parameters()) if v.requires_grad]

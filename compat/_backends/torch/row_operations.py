@@ -90,10 +90,7 @@ DIMS = {
 }  # fmt: skip
 
 #: What ``reductions`` puts together, where that has another name.
-TOTALS = {
-    "nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min",
-    "linalg_vector_norm": "norm", "linalg_norm": "norm",
-}  # fmt: skip
+TOTALS = {"nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min"}
 
 
 @line(
@@ -105,15 +102,10 @@ def reduced(call):
     name, value = canonical(call.name), call.value(call.first)
     if isinstance(call.get(1, "other"), torch.Tensor):  # the larger ones
         return pointwise(call)
-    kind = TOTALS.get(name, name)
-    if kind == "norm":  # linalg_norm() may take the norm of matrices
-        orders = (None, "fro") if name == "linalg_norm" else (None, "fro", 2)
-        kind = kind if call.get(1, "p", "ord") in orders else "other"
-    how = {"norm": "sum", "logsumexp": "sum"}.get(kind, kind)
-    keepdims = call.results[0].dim() == value.rank
+    how, keepdims = TOTALS.get(name, name), call.results[0].dim() == value.rank
     found = _rows.reduced(value, _dims(call), how, keepdims, denominator="elements")
     others = [Mixed()] * (len(call.results) - 1)
-    return [Partial(kind)] + others if isinstance(found, Partial) else found
+    return [Partial(how)] + others if isinstance(found, Partial) else found
 
 
 def _dims(call):
@@ -176,15 +168,10 @@ def einsum(call):
 @line("scaled_dot_product_attention")
 def attention(call):
     """The last two dimensions are those of time and of features; of a mask, of time twice."""
-    batch = "abcdefgh"[: call.values[0].rank - 2]
-    letters = [
-        (batch + last)[len(batch) + 2 - value.rank :]
-        for value, last in zip(call.values, ("LE", "SE", "SV", "LS"))
-    ]
-    if any(value.axis is not None and value.axis >= value.rank - 2 for value in call.values):
+    values = call.values
+    if any(value.axis is not None and value.axis >= value.rank - 2 for value in values):
         return Mixed()
-    found = _rows.contracted(call.values, letters, batch + "LV")
-    return Mixed() if isinstance(found, Partial) else found
+    return _rows.pointwise([_rows.Value(each.placement, each.shape[:-2]) for each in values])
 
 
 # Layers -----------------------------------------------------------------------------------------
@@ -249,8 +236,7 @@ def ctc_loss(call):
     tensors = [call.value(t) for t in call.args[:4] if isinstance(t, torch.Tensor)]
     if len(tensors) < 4 or (tensors[0].rank, tensors[1].rank) != (3, 2):
         return Mixed()
-    scores = _rows.Value(_rows.transposed(tensors[0], [1, 0, 2]), tensors[0].shape)
-    return _rows.by_row([scores] + tensors[1:], [0] * 4)
+    return _rows.by_row(tensors, [1, 0, 0, 0], result=0)
 
 
 # Views ------------------------------------------------------------------------------------------

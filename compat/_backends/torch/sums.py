@@ -20,7 +20,8 @@ class Sums:
     Arguments:
         tensors: in the order in which their values are expected.
         numbers: how many of them a header has: the weight, whether it is unknown, rows, whether
-            they are not the weight, each rank's flag, and two for each parameter.
+            they are not the weight, whether a gradient is sparse, each rank's flag, and whether
+            each parameter has a gradient.
     """
 
     def __init__(self, engine, tensors, numbers):
@@ -90,12 +91,11 @@ class Sums:
         self.sent += 1
 
     def _read(self, sums):
-        size = self.engine.place.size
-        self.total, self.unknown, self.rows, self.divided = sums[:4]
+        used = 5 + self.engine.place.size
+        self.total, self.unknown, self.rows, self.divided, self.sparse = sums[:5]
         self.factor = 1 / self.total if self.total else float("nan")
-        self.ended = [rank for rank, flag in enumerate(sums[4 : 4 + size]) if flag]
-        rest = sums[4 + size : self.numbers]
-        self.used, self.sparse = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+        self.ended = [rank for rank, flag in enumerate(sums[5:used]) if flag]
+        self.used = sums[used : self.numbers]
         return sums[self.numbers :]
 
     def mean(self, tensor):
@@ -160,15 +160,11 @@ class _Slot:
         return written is value and written_weight == weight and version == now
 
 
-def sum_dtype(dtype):
-    """The type of number in which tensors of a type are summed up."""
-    return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
-
-
 def _item(tensor):
     """As ``buckets.filled`` takes it: a bucket is of one type of number and device."""
-    dtype = sum_dtype(tensor.dtype)
-    size = _real(tensor.detach()).numel() * (8 if dtype is torch.float64 else 4)
+    is_double = tensor.dtype in (torch.float64, torch.complex128)
+    dtype = torch.float64 if is_double else torch.float32
+    size = _real(tensor.detach()).numel() * (8 if is_double else 4)
     return (dtype, tensor.device), size, tensor
 
 

@@ -4,7 +4,6 @@ import contextlib
 import math
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
 from ... import _rows
 from ..._verification import verification
@@ -79,7 +78,6 @@ class Known:
         self.described = None
         self.watch = True
         self.trial = None  # on the first call
-        self.gradients = False  # whether that call had some
         self.comparisons = set()  # of numbers of rows with others, by which Python chose its way
         self.totals = set()  # numbers of rows for which its choices are harmless
         self.harmless = set()  # lines that choose by totals, and give the same whatever they choose
@@ -171,8 +169,6 @@ def fits(rule, values, sizes, home, before):
 
 def close(value, other):
     """Whether two values are the same, to rounding."""
-    if isinstance(value, PackedSequence) and isinstance(other, PackedSequence):
-        value, other = value.data, other.data
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         numbers = is_number(value) and is_number(other)
         same = value is other or value == other

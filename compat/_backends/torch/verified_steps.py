@@ -152,8 +152,7 @@ class VerifiedModuleForward(models.ForwardMethod):
         forward = self.plain(module)
         if (
             not self.verification.wants(kind)
-            or any(tensor.is_meta for tensor in tensors_in((args, kwargs)))
-            or torch.jit.is_tracing()
+            or self.is_only_traced(module, batches.first_batch((args, kwargs)))
             or any(map(torch.nn.parameter.is_lazy, module.parameters()))
             or not self.verification.is_due(kind)
         ):
@@ -187,7 +186,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.forward = forward
         self.args = args
         self.kwargs = kwargs
-        self.arguments = was = batches.DividedArguments([], args, kwargs)
+        self.arguments = was = batches.DividedArguments(args, kwargs)
         self.leaves = [was.copied(leaf, leaf) for leaf in was.leaves]
         self.put_hooks_back = models.hooks_of(module)
         self.dtype = ""
@@ -228,7 +227,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
     @contextlib.contextmanager
     def _without_a_trace(self):
         """Within, arguments and hooks as they were: the call may have changed a cache, say."""
-        now, was = batches.DividedArguments([], self.args, self.kwargs), self.arguments
+        now, was = batches.DividedArguments(self.args, self.kwargs), self.arguments
         put_hooks_back = models.hooks_of(self.module)
         self.put_hooks_back()
         leaves = [was.copied(leaf, kept) for leaf, kept in zip(was.leaves, self.leaves)]
@@ -267,12 +266,11 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         return timeline.products(step)
 
     def outputs(self, undivided):
-        modes = [(part, part.training) for part in self.module.modules()]
-        self.module.eval()  # which may be the user's own
-        try:
-            with split_rows.undivided() if undivided else contextlib.ExitStack():
-                with torch.no_grad(), self._without_a_trace() as (args, kwargs):
-                    return _outputs(self.forward(*args, **kwargs))
-        finally:
-            for part, training in modes:
-                part.training = training
+        with contextlib.ExitStack() as afterwards, torch.no_grad():
+            if undivided:
+                afterwards.enter_context(split_rows.undivided())
+            for part in self.module.modules():
+                afterwards.callback(setattr, part, "training", part.training)
+            self.module.eval()  # which may be the user's own
+            args, kwargs = afterwards.enter_context(self._without_a_trace())
+            return _outputs(self.forward(*args, **kwargs))

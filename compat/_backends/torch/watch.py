@@ -17,8 +17,6 @@ DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout|rrelu")
 RANDOM = re.compile(
     DROPOUT.pattern + "|rand|bernoulli|normal_?$|uniform_|multinomial|exponential_|poisson$"
 )
-#: In-place sums of rows, each into a place of its own, as histograms are.
-SORTING = ("index_add_", "scatter_add_")
 #: What is known of a tensor without a look at its values.
 METADATA = frozenset(
     "dim ndimension stride element_size storage_offset data_ptr untyped_storage storage get_device "
@@ -115,8 +113,6 @@ class Watch(torch.overrides.TorchFunctionMode):
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
         is_computed = all(isinstance(each, EXPRESSIONS) for each in call.known)
         kept = self.kept(call) if is_computed else None
-        if name in SORTING and not is_computed and self.can_sort(call):
-            return self.sorted_in(call)
         result = self.called(call)
         call.results = [args[0]] if name == "__setitem__" else list(calls.tensors_in([result]))
         if call.results:
@@ -282,26 +278,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         first = next(tensor for tensor in call.given if is_sharded(tensor))
         weight = bound["input"].shape[0] if reduction == "batchmean" else first.numel()
         return Total("mean", value, weight, placement.even)
-
-    def can_sort(self, call):
-        """Whether rows are summed up in what has none; a sum of numbers has no gradient."""
-        if any(tensor.requires_grad for tensor in call.given) or "alpha" in call.kwargs:
-            return False
-        dim, (first, *others) = call.get(1, "dim"), map(call.value, call.given)
-        axes = [0 if each.rank == 1 else dim % first.rank for each in others]
-        return isinstance(first.placement, _rows.Replicated) and all(
-            isinstance(each.placement, _rows.Sharded) and each.placement.axis == axis
-            for each, axis in zip(others, axes)
-        )
-
-    def sorted_in(self, call):
-        """A sum of all rows is added to what was there."""
-        was, before = self.kept(call)[0][0], call.first.clone()
-        result = self.called(call)
-        call.results = [result]
-        change = Total("sum", result - before)
-        self.tag(call, [ComputedTotal(torch.add, (was, change), {}, False, None, result.dtype)])
-        return result
 
     def statistics(self, bound):
         """Running averages of normalization are means over the rows."""
