@@ -26,7 +26,7 @@ class Installed(collections.namedtuple("Installed", "name version frameworks thr
         name: "Horovod".
         version: its own, or that of the framework that it is a part of.
         frameworks: those whose ranks it can connect, as built.
-        through: what it can communicate through: "gloo", "nccl", "libmpi.so.40"; empty: not known.
+        through: the libraries that it is linked with: "libmpi.so.40"; empty: not told.
         launcher: the path of the program that starts its ranks, where that is separate.
     """
 
@@ -51,7 +51,7 @@ def engines():
     return found
 
 
-# Each returns the frameworks, what it can communicate through and the launcher; or None.
+# Each returns the frameworks, the libraries that it is linked with and the launcher; or None.
 
 
 def _horovod(version, folder):
@@ -59,10 +59,8 @@ def _horovod(version, folder):
 
 
 def _jax(version, folder):
-    if not os.path.exists(os.path.join(folder, "_src", "distributed.py")):
-        return None
-    cuda = packages.matching(r"jax-cuda\d+-plugin")
-    return ["jax"], ["gloo"] + ["nccl"] * bool(cuda), None
+    exists = os.path.exists(os.path.join(folder, "_src", "distributed.py"))
+    return (["jax"], [], None) if exists else None
 
 
 def _mpi4py(version, folder):
@@ -80,13 +78,7 @@ def _tensorflow(version, folder):
 
 
 def _torch(version, folder):
-    """What torch was compiled with stands in its files for CMake."""
-    through = []
-    for path in glob.glob(_inside(folder, "share", "cmake", "Caffe2", "Caffe2Targets.cmake")):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-        through = [name for name in ("gloo", "nccl") if "USE_C10D_" + name.upper() in text]
-    return ["torch"], through, None
+    return ["torch"], [], None
 
 
 def _inside(folder, *parts):
