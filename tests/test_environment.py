@@ -385,7 +385,7 @@ def test_engines(toy, site, package, machine, capsys):
     assert [str(engine) for engine in installed.engines()] == [
         "Horovod 0.28.1, for tensorflow",
         "jax.distributed 0.4.30, for jax",
-        "mpi4py 3.1.6, for theano or cntk, through libmpi.so.40 (Open MPI), {}".format(mpirun),
+        "mpi4py 3.1.6, for theano or cntk, through libmpi.so.40, {}".format(mpirun),
         "TF_CONFIG's cluster 2.21.0, for tensorflow",
         "torch.distributed 2.5.1+cu121, for torch",
     ]

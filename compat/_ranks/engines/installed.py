@@ -11,12 +11,6 @@ from ..._configuration import packages
 
 # What Horovod can be built for, each with a library of its own.
 _HOROVOD = "tensorflow", "mxnet", "torch"
-# Whose libraries these are.
-_MPI = {
-    "libmpi.so.12": "MPICH, Intel MPI or an old Open MPI",
-    "libmpi.so.20": "Open MPI",
-    "libmpi.so.40": "Open MPI",
-}
 
 
 class Installed(collections.namedtuple("Installed", "name version frameworks through launcher")):
@@ -31,8 +25,7 @@ class Installed(collections.namedtuple("Installed", "name version frameworks thr
     """
 
     def __str__(self):
-        names = ["{} ({})".format(n, _MPI[n]) if n in _MPI else n for n in self.through]
-        through = ["through " + " or ".join(names)] if names else []
+        through = ["through " + " or ".join(self.through)] if self.through else []
         frameworks = ["for " + (" or ".join(self.frameworks) or "no framework")]
         launcher = [self.launcher] if self.launcher else []
         return ", ".join([self.name + " " + self.version] + frameworks + through + launcher)
