@@ -292,24 +292,6 @@ def test_ctrl_c_reaches_each_rank_once_and_all_may_save(job, elsewhere):
     )
 
 
-def test_what_a_rank_has_started_in_a_session_of_its_own_stays_after_ctrl_c(job):
-    """All else that it has started ends: ``test_signals_at_random_moments``."""
-    process = job(
-        """
-        import subprocess
-        print(subprocess.Popen(["sleep", "300"], start_new_session=True).pid, flush=True)
-        time.sleep(60)
-        """
-    )
-    children = [int(process.stdout.readline().split()[1]) for _ in range(2)]
-    process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGINT
-    for child in children:
-        assert watching._runs(child)
-        os.kill(child, signal.SIGKILL)
-
-
 def test_a_second_ctrl_c_ends_ranks_that_do_not(job):
     process = job(SAVES.format(60))
     _ready(process)

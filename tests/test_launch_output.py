@@ -4,9 +4,7 @@ import os
 import re
 import resource
 import signal
-import sys
 
-import pytest
 import test_launch
 from conftest import refusal
 
@@ -137,16 +135,6 @@ def test_logs_that_cannot_be_written_at_all(tmp_path):
     assert file.read_text() == "mine"
 
 
-def test_two_jobs_do_not_write_to_the_same_logs(tmp_path):
-    first = output.Logs(str(tmp_path), 2, ["script.py"])
-    assert _refusal(tmp_path) == (
-        "--log-dir {}: another job is writing there. Name another folder, or start this job when "
-        "that one has ended.".format(tmp_path)
-    )
-    first.close()
-    output.Logs(str(tmp_path), 2, ["script.py"]).close()
-
-
 # Starting again -------------------------------------------------------------------------------
 
 # Each start leaves a file, and each rank the number of its process.
@@ -205,26 +193,6 @@ def test_the_exit_status_is_that_of_the_last_start(finished, tmp_path):
     assert re.match(headers + r"\Z", (folder / "rank-0.log").read_text())
 
 
-@pytest.mark.parametrize(
-    "program, expected",
-    [
-        ("import argparse; argparse.ArgumentParser().error('no')", 2),
-        ("import missing_module", 1),
-        pytest.param("    nothing = = 1", 1, marks=pytest.mark.slow),
-    ],
-)
-def test_a_script_that_cannot_run_is_not_started_again(finished, program, expected):
-    status, _, err = finished(program, options="max_restarts=3")
-    assert status == expected
-    reports = [line for line in err.splitlines() if line.startswith("compat run: ")]
-    assert len(reports) == 1
-    assert re.match(
-        r"compat run: rank [01] of 2 failed with exit status {}; the others were ended. It is not "
-        "restarted, since the next start would fail in the same way.\\Z".format(expected),
-        reports[0],
-    )
-
-
 def test_a_job_that_is_told_to_end_is_not_started_again(job, tmp_path):
     """Though its ranks then fail."""
     process = job(
@@ -235,16 +203,6 @@ def test_a_job_that_is_told_to_end_is_not_started_again(job, tmp_path):
     process.communicate(timeout=30)
     assert process.returncode == 130
     assert _starts(tmp_path) == [(0, 0), (0, 1)]
-
-
-def test_a_launcher_that_cannot_start_the_ranks_is_not_started_again(capfd):
-    command = [sys.executable, "-c", "print('no such host'); import sys; sys.exit(5)"]
-    assert watching.launch(command, dict(os.environ), 2, max_restarts=3) == (5, {})
-    assert capfd.readouterr().err == (
-        "no such host\n"
-        "compat run: the launcher ended with exit status 5; nothing was heard of the end of "
-        "ranks 0 and 1. It is not restarted, since the next start would fail in the same way.\n"
-    )
 
 
 def test_a_launcher_that_ends_later_is_started_again(finished, tmp_path):

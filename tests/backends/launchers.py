@@ -159,9 +159,9 @@ class Launchers:
     def check(self, script, one_process, tmp_path):
         """Run two ranks with a launcher's command in front, and compare them."""
 
-        def check(launcher, name, variables=(), launch=run):
+        def check(launcher, name, variables=()):
             command = list(launcher) + [sys.executable, str(script), str(tmp_path)]
-            said = launch(command, environment(self.backend, **dict(variables)))
+            said = run(command, environment(self.backend, **dict(variables)))
             said = [line for line in said if line.startswith("rank ")]  # gloo prints, too
             assert said == ["rank {} of 2 ({})".format(rank, name) for rank in (0, 1)]
             self.compare(tmp_path, one_process)

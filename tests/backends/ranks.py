@@ -11,7 +11,7 @@ from outcomes import ended
 
 # What each program begins with, and ends with.
 BEGIN = """
-import json, os, sys
+import json, os, sys, warnings
 import numpy as np
 import compat
 from compat import testing
@@ -24,7 +24,19 @@ x = random.normal(size=(21, 6)).astype("float32")
 y = x.sum(axis=1, keepdims=True)
 inputs, targets = compat.shard((x, y), BATCH)
 rows = compat.local_batch_size(BATCH)
-weights, said = {}, {}
+weights, said, kept = {}, {}, []
+
+
+def told(call):
+    "What a call is told: its error, or its warnings."
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            call()
+        except compat.CompatError as error:
+            kept.append(error)  # and the frames that it went through
+            return type(error).__name__ + ": " + str(error)
+    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
 
 
 def dense(units, **options):
@@ -144,13 +156,6 @@ def check_losses(jobs):
 
 # One rank's weights change where the others' do not; in a loop, and in an epoch of fit().
 DRIFT = """
-def refusal(call):
-    try:
-        call()
-    except compat.RankError as error:
-        return str(error)
-
-
 def drift(model):
     if compat.rank() == 1:
         values = model.get_weights()
@@ -176,8 +181,8 @@ model = compat.parallelize(
 model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
 drifted = said["drifted"] = {}
 drifted["names"] = [getattr(weight, "path", weight.name) for weight in model.weights]
-drifted["loop"] = refusal(loop)
-drifted["fit"] = refusal(lambda: model.fit(
+drifted["loop"] = told(loop)
+drifted["fit"] = told(lambda: model.fit(
     inputs, targets, rows, epochs=1, verbose=0, shuffle=False, callbacks=[Drift()]
 ))
 """
@@ -188,7 +193,7 @@ def check_drift(jobs):
     for each in said:
         for name, when in ("loop", "after 4 steps"), ("fit", "after the last epoch"):
             assert each[name].startswith(
-                "The ranks have drifted apart: {} the values of '{}'".format(
+                "RankError: The ranks have drifted apart: {} the values of '{}'".format(
                     when, said[0]["names"][0]
                 )
             ), each[name]
@@ -205,26 +210,22 @@ class Faster(keras.callbacks.Callback):
 
 model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))], name="late"))
 model.compile("sgd", "mse")
-try:
-    model.fit(inputs, targets, rows, verbose=0, shuffle=False, callbacks=[Faster()])
-except compat.RankError as error:
-    said["late"] = str(error)
+said["late"] = told(
+    lambda: model.fit(inputs, targets, rows, verbose=0, shuffle=False, callbacks=[Faster()])
+)
 """
 
 
 def check_late_drift(jobs):
     for each in jobs[1]["late_drift"][1]:
         assert each["late"].startswith(
-            "The ranks have drifted apart: after the last epoch the values of "
+            "RankError: The ranks have drifted apart: after the last epoch the values of "
         )
         assert "learning_rate' on rank 1 of 2 are not those of rank 0." in each["late"]
 
 
 # Losses: means, in any form, pass; others are told, Keras' own among them.
 OWN_LOSSES = """
-import warnings
-
-
 class Added(keras.layers.Layer):
     "Adds a loss of its inputs."
 
@@ -252,14 +253,8 @@ def outcome(reduce=None, loss="mse", targets=targets, **options):
     layers += [dense(1, **options)]
     model = compat.parallelize(keras.models.Sequential(layers, name="own"))
     model.compile("sgd", loss)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            for _ in range(2):
-                model.train_on_batch(inputs[:rows], targets[:rows])
-        except compat.UnsupportedError as error:
-            return "error: " + str(error)
-    return [str(w.message) for w in caught if w.category is compat.CompatWarning]
+    batch = inputs[:rows], targets[:rows]
+    return told(lambda: [model.train_on_batch(*batch) for _ in range(2)])
 
 
 compat.parallelize(lambda: keras.models.Sequential([dense(1, input_shape=(6,))]))
@@ -287,10 +282,10 @@ if on_torch:
 
 
 SUM = (
-    "The loss of 'own' is, or contains, a sum over the rows of a batch: {}. Only means over rows "
-    "can be averaged over ranks; the gradient of a sum would be too small by the number of ranks. "
-    "Divide by the number of rows: reduce_mean() in place of reduce_sum(), in add_loss() for "
-    "example."
+    "UnsupportedError: The loss of 'own' is, or contains, a sum over the rows of a batch: {}. Only "
+    "means over rows can be averaged over ranks; the gradient of a sum would be too small by the "
+    "number of ranks. Divide by the number of rows: reduce_mean() in place of reduce_sum(), in "
+    "add_loss() for example."
 )
 NO_MEAN = (
     "The loss of 'own' is no mean over the rows of a batch: {}. Each rank computes it of its own "
@@ -308,30 +303,17 @@ def _numbers(text):
 def check_own_losses(jobs):
     for each in [one["own"] for one in jobs[1]["own_losses"][1]]:
         assert each["mean"] == each["scalar"] == []
-        assert each["sum"] == "error: " + SUM.format(_numbers(each["sum"]))
+        assert each["sum"] == SUM.format(_numbers(each["sum"]))
         assert each["pairs"] == [NO_MEAN.format(_numbers(each["pairs"][0]))]
         for name, told in each["of Keras"].items():
             assert isinstance(told, str) or len(told) == 1, (name, told)
             told = told[0] if isinstance(told, list) else told
-            text = "error: " + SUM if told.startswith("error") else NO_MEAN
+            text = SUM if told.startswith("UnsupportedError") else NO_MEAN
             assert told == text.format(_numbers(told)), name
 
 
 # What Keras 2 in a graph computes otherwise than in one process.
 OF_KERAS_2 = """
-import warnings
-
-
-def outcome(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            call()
-        except compat.UnsupportedError as error:
-            return str(error)
-    return [str(w.message) for w in caught if w.category is compat.CompatWarning]
-
-
 def net(loss, *layers):
     model = compat.parallelize(keras.models.Sequential(list(layers), name="net"))
     model.compile("sgd", loss)
@@ -345,12 +327,12 @@ def masking():
 steps = inputs.reshape(-1, 3, 2), targets[:, :, None] * np.ones((1, 3, 1), "float32")
 if hasattr(keras.losses, "MeanSquaredError"):
     model = net(keras.losses.MeanSquaredError(reduction="sum"), dense(1, input_shape=(6,)))
-    said["of Keras 2"] = [outcome(lambda: model.train_on_batch(inputs, targets))]
+    said["of Keras 2"] = [told(lambda: model.train_on_batch(inputs, targets))]
 else:
     masked, partly = masking(), masking()
     said["of Keras 2"] = [
-        outcome(lambda: masked.train_on_batch(0 * steps[0], steps[1])),
-        outcome(lambda: partly.fit(
+        told(lambda: masked.train_on_batch(0 * steps[0], steps[1])),
+        told(lambda: partly.fit(
             *steps, rows, verbose=0, validation_data=steps if compat.is_chief() else None
         )),
     ]
@@ -361,13 +343,15 @@ def check_of_keras_2(jobs):
     for one in jobs[1]["of_keras_2"][1]:
         assert one["of Keras 2"] in (
             [
-                "'net' cannot train on several ranks with a loss of reduction='sum': ranks average "
-                "means over rows. Use reduction='sum_over_batch_size', and a learning rate times "
-                "the batch size for the steps of a sum."
+                "UnsupportedError: 'net' cannot train on several ranks with a loss of "
+                "reduction='sum': ranks average means over rows. Use "
+                "reduction='sum_over_batch_size', and a learning rate times the batch size for the "
+                "steps of a sum."
             ],
             [
-                "All rows of a batch on one rank are masked in output 'last' of 'net': this Keras "
-                "divides by the number of those left. Shuffle the rows, or use larger batches.",
+                "UnsupportedError: All rows of a batch on one rank are masked in output 'last' of "
+                "'net': this Keras divides by the number of those left. Shuffle the rows, or use "
+                "larger batches.",
                 [
                     "Validation losses of 'net' are those of the ranks that validate, each of its "
                     "own rows: masks or sample weights divide them by what the others do not tell. "
@@ -379,8 +363,6 @@ def check_of_keras_2(jobs):
 
 # Metrics that are no means of batches; on ranks, a last batch of 3 and of 2 rows.
 METRICS = """
-import warnings
-
 labels = (y > 0.5).astype("float32")
 row_weights = (np.arange(21) % 4).astype("float32")
 
@@ -442,21 +424,17 @@ decided.compile(
 train = compat.shard((x, labels, row_weights), BATCH)
 test = compat.shard((x[::-1][:16], labels[::-1][:16], 1 + row_weights[:16]), BATCH)
 stop = keras.callbacks.EarlyStopping("val_auc", mode="max", patience=1, min_delta=0.02)
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    history = decided.fit(
-        *train[:2], sample_weight=train[2], batch_size=rows, epochs=8, shuffle=False, verbose=0,
-        validation_data=test, callbacks=[stop],
-    )
-said["warned"] = [
-    str(warning.message) for warning in caught if warning.category is compat.CompatWarning
-]
+said["warned"] = told(lambda: decided.fit(
+    *train[:2], sample_weight=train[2], batch_size=rows, epochs=8, shuffle=False, verbose=0,
+    validation_data=test, callbacks=[stop],
+))
+history = decided.history.history
 said["history"] = {
     name: [np.ravel(value).tolist() for value in values]
-    for name, values in history.history.items() if "largest" not in name
+    for name, values in history.items() if "largest" not in name
 }
 again = decided.evaluate(test[0], test[1], batch_size=rows, sample_weight=test[2], verbose=0)
-names = [name for name in history.history if name[:4] != "val_"]
+names = [name for name in history if name[:4] != "val_"]
 said["evaluated"] = [float(value) for name, value in zip(names, again) if name != "largest"]
 weights["decided"] = decided.get_weights()
 """

@@ -80,11 +80,6 @@ def test_a_rank_0_that_is_stopped_is_named(tmp_path, program):
     ranks.check_stopped_rank_0(tmp_path, "torch", program)
 
 
-@slow  # without a last word, as Theano's
-def test_a_rank_that_leaves_is_named(tmp_path):
-    ranks.check_a_rank_that_leaves(tmp_path, "torch")
-
-
 @slow  # as Theano's
 def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "torch")
@@ -95,27 +90,8 @@ def test_ranks_in_different_calls_are_told_which(tmp_path):
     ranks.check_different_calls(tmp_path, "torch", ranks.DOES_A_STEP)
 
 
-# What a call is told: its error, or its warnings.
-TOLD = """
-import warnings
-import torch
-
-kept = []
-
-
-def told(call):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            call()
-        except compat.CompatError as error:
-            kept.append(error)  # and the frames that it went through
-            return type(error).__name__ + ": " + str(error)
-    return [str(w.message) for w in caught if issubclass(w.category, compat.CompatWarning)]
-"""
-
 SPLIT = """
-import keras, numpy as np
+import torch
 model = keras.models.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)], name="model")
 model.compile("sgd", "mse")
 own = np.full((14, 4), compat.rank(), "float32")
@@ -146,7 +122,7 @@ print("TOLD", told(fits))
 @slow
 def test_data_that_cannot_be_split_are_told(tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import compat\n" + TOLD + SPLIT)
+    script.write_text(ranks.BEGIN + SPLIT)
     job = TestTorchRanks().run(2, str(script), before=["--parallelize"])
     assert job.status == 0, job.err
     told = [
@@ -167,9 +143,9 @@ def test_a_job_goes_on_from_its_checkpoint_after_a_rank_was_killed(tmp_path):
 
 # Modules in loops of their own ----------------------------------------------------------------
 
-BEGIN = TOLD
-BEGIN += """
+BEGIN = """
 import copy, dataclasses, io, types
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -830,8 +806,10 @@ def test_losses_that_are_not_one_processs_are_told(jobs):
 
 
 # Steps of Keras, verified: each as one process does it, of the rows of all ranks.
-OWN_STEPS = TOLD
-OWN_STEPS += """
+OWN_STEPS = """
+import torch
+
+
 def stack():
     hidden = dense(5, activation="tanh")
     return keras.Sequential([keras.layers.Input((6,)), hidden, dense(1)], name="stack")
@@ -1020,18 +998,6 @@ train("two models", one, in_another_order, both)
 keep("the other", two)
 """
 
-# The last one, since a rank ends the exchange.
-UNEVEN = """
-from compat._runtime.process import process
-
-(engine,) = process.engines.values()
-engine.steps = 0
-model = made(Module)
-train("even", model, mse(model))
-goes_on = lambda: mse(model)(*next(batches())).backward()
-said["uneven"] = told(engine.close if compat.rank() else goes_on)
-"""
-
 
 def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_the_end(jobs):
     ((one,), _), (both, said) = (job["buckets"] for job in jobs)
@@ -1046,20 +1012,6 @@ def test_gradients_leave_while_others_are_computed_and_each_is_sent_as_it_is_at_
             "changed when it was sent": [early + [6], late, late],
             "changed unseen": [late] * 3,
         }
-
-
-def told_of_an_end(batches):
-    """What two ranks say where the second one ends first."""
-    texts = (
-        "RankLostError: Rank 0 of 2 has more batches, but rank 1 ran out of them after {} batches.",
-        "RankError: Rank 1 of 2 ran out of batches after {} batches, but rank 0 had more.",
-    )
-    advice = " Give every rank the same number: compat.shard() does."
-    return [text.format(batches) + advice for text in texts]
-
-
-def test_a_rank_that_ends_while_another_has_more_batches_is_told(jobs):
-    assert [each["uneven"] for each in jobs[1]["uneven"][1]] == told_of_an_end(3)
 
 
 # Ranks that drift apart, each in another way. In one process they are all as good as any.
@@ -1339,8 +1291,7 @@ def test_keras_trains_in_every_precision_and_by_any_step(jobs):
             assert each[name]["loss"] == pytest.approx(alone[name]["loss"], abs=1e-5)
 
 
-KERAS_REFUSED = TOLD
-KERAS_REFUSED += """
+KERAS_REFUSED = """
 def compiled(loss="mse", **options):
     model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))], name="net"))
     model.compile("sgd", loss, **options)
@@ -1382,7 +1333,12 @@ said["ends early"] = told(lambda: model.fit(ends_early(), steps_per_epoch=3, ver
 
 def test_what_keras_computes_otherwise_than_in_one_process_is_told(jobs):
     _, said = jobs[1]["refused_of_keras"]
-    assert [each.pop("ends early") for each in said] == told_of_an_end(2)
+    advice = "Give every rank the same number: compat.shard() does."
+    assert [each.pop("ends early") for each in said] == [
+        "RankLostError: Rank 0 of 2 has more batches, but rank 1 ran out of them after 2 batches. "
+        + advice,
+        "RankError: Rank 1 of 2 ran out of batches after 2 batches, but rank 0 had more. " + advice,
+    ]
     assert said[0] == said[1]
     assert said[0] == {
         "split": [
@@ -1422,8 +1378,8 @@ def jobs(tmp_path_factory):
     for_all = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
     for_all.update(own_losses=ranks.OWN_LOSSES, late_drift=ranks.LATE_DRIFT)
     programs.update((name, ranks.of_keras_3(program)) for name, program in for_all.items())
+    # The last one ends the exchange on a rank.
     programs.update(keras=KERAS, verified=VERIFIED, refused_of_keras=KERAS_REFUSED)
-    programs["uneven"] = BEGIN + UNEVEN
     ranks_alone = ["own_losses", "late_drift", "verified", "refused_of_keras"]
-    ranks_alone += ["drifting", "refused", "uneven"]
+    ranks_alone += ["drifting", "refused"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "torch", ranks_alone)

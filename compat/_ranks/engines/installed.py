@@ -11,12 +11,6 @@ from ..._configuration import packages
 
 # What Horovod can be built for, each with a library of its own.
 _HOROVOD = "tensorflow", "mxnet", "torch"
-# Whose libraries these are.
-_MPI = {
-    "libmpi.so.12": "MPICH, Intel MPI or an old Open MPI",
-    "libmpi.so.20": "Open MPI",
-    "libmpi.so.40": "Open MPI",
-}
 
 
 class Installed(collections.namedtuple("Installed", "name version frameworks through launcher")):
@@ -26,13 +20,12 @@ class Installed(collections.namedtuple("Installed", "name version frameworks thr
         name: "Horovod".
         version: its own, or that of the framework that it is a part of.
         frameworks: those whose ranks it can connect, as built.
-        through: what it can communicate through: "gloo", "nccl", "libmpi.so.40"; empty: not known.
+        through: the libraries that it is linked with: "libmpi.so.40"; empty: not told.
         launcher: the path of the program that starts its ranks, where that is separate.
     """
 
     def __str__(self):
-        names = ["{} ({})".format(n, _MPI[n]) if n in _MPI else n for n in self.through]
-        through = ["through " + " or ".join(names)] if names else []
+        through = ["through " + " or ".join(self.through)] if self.through else []
         frameworks = ["for " + (" or ".join(self.frameworks) or "no framework")]
         launcher = [self.launcher] if self.launcher else []
         return ", ".join([self.name + " " + self.version] + frameworks + through + launcher)
@@ -51,7 +44,7 @@ def engines():
     return found
 
 
-# Each returns the frameworks, what it can communicate through and the launcher; or None.
+# Each returns the frameworks, the libraries that it is linked with and the launcher; or None.
 
 
 def _horovod(version, folder):
@@ -59,10 +52,8 @@ def _horovod(version, folder):
 
 
 def _jax(version, folder):
-    if not os.path.exists(os.path.join(folder, "_src", "distributed.py")):
-        return None
-    cuda = packages.matching(r"jax-cuda\d+-plugin")
-    return ["jax"], ["gloo"] + ["nccl"] * bool(cuda), None
+    exists = os.path.exists(os.path.join(folder, "_src", "distributed.py"))
+    return (["jax"], [], None) if exists else None
 
 
 def _mpi4py(version, folder):
@@ -80,13 +71,7 @@ def _tensorflow(version, folder):
 
 
 def _torch(version, folder):
-    """What torch was compiled with stands in its files for CMake."""
-    through = []
-    for path in glob.glob(_inside(folder, "share", "cmake", "Caffe2", "Caffe2Targets.cmake")):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-        through = [name for name in ("gloo", "nccl") if "USE_C10D_" + name.upper() in text]
-    return ["torch"], through, None
+    return ["torch"], [], None
 
 
 def _inside(folder, *parts):

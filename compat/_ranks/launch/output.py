@@ -112,7 +112,7 @@ class Logs:
         command: the script and its arguments, for the line that each start begins with.
 
     Raises:
-        InvalidArgumentError: the files cannot be written, or another job writes them.
+        InvalidArgumentError: the files cannot be written.
     """
 
     def __init__(self, folder: str, size: int, command: List[str]) -> None:
@@ -127,15 +127,12 @@ class Logs:
             for path in self.paths:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | safe_files.NOFOLLOW
                 self.files.append(safe_files.plain(path, flags))
-                _lock(self.files[-1])
         except OSError as error:
             self.close()
-            problem = f"{path} cannot be written: {error.strerror}"
-            advice = "Name a folder in which you may make files."
-            if isinstance(error, BlockingIOError):
-                problem = "another job is writing there"
-                advice = "Name another folder, or start this job when that one has ended."
-            raise errors.InvalidArgumentError(f"--log-dir {folder}: {problem}. {advice}") from error
+            raise errors.InvalidArgumentError(
+                f"--log-dir {folder}: {path} cannot be written: {error.strerror}. Name a folder in "
+                "which you may make files."
+            ) from error
 
     def begin(self, restart: int) -> None:
         """Begin a start of the job with a line in each file."""
@@ -166,18 +163,3 @@ class Logs:
                 "compat run: {}: {}. The job goes on, but no more of its output is written to "
                 "the files in {}.".format(self.paths[rank], error.strerror, self.folder)
             )
-
-
-def _lock(file):
-    """Keep other jobs from a file, where its file system can.
-
-    Raises:
-        BlockingIOError: another one has it.
-    """
-    import fcntl  # not on Windows
-
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if isinstance(error, BlockingIOError):
-            raise

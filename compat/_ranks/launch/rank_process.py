@@ -63,11 +63,6 @@ _LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|[IWEF]\d{4} \d\d:\d\d:\d\d
 _LOST = re.compile(
     r"compat\.errors\.RankLostError: (?:.*, but (ranks? \d.*) failed, ended or did not come)?"
 )
-# Python's last line about a script that it cannot run, whenever it is started.
-_CANNOT_RUN = re.compile(r"(SyntaxError|IndentationError|TabError): |(.*: )?No module named ")
-# The exit status of programs that are called in a wrong way: argparse's, and Python's own where
-# there is no such script.
-_USAGE = 2
 
 
 def decode(line: str) -> Optional[List[str]]:
@@ -81,8 +76,7 @@ class Ended(NamedTuple):
 
     ``lost``: only since another rank was not there, or which ones were not: "ranks 4 and 5";
     ``terminated``: since the launcher said so; ``aborted``: by the framework's own code, without a
-    traceback. ``recurs``: since the script cannot run, which another start would not change.
-    ``report``: what it has left for ``compat run --report``.
+    traceback. ``report``: what it has left for ``compat run --report``.
     """
 
     rank: int
@@ -90,7 +84,6 @@ class Ended(NamedTuple):
     traceback: List[str]
     lost: Union[bool, str] = False
     terminated: bool = False
-    recurs: bool = False
     report: Any = None
 
     @property
@@ -105,10 +98,8 @@ class Traceback:
         self.lines = []  # type: List[str]
         self.prefix = ""  # torch.distributed puts "[rank1]: " in front of each line
         self.ended = False  # a log follows
-        self.last_line = ""  # whether it is of a traceback or not
 
     def add(self, line: str) -> None:
-        self.last_line = line
         prefix, begin, _ = line.partition("Traceback (most recent call last)")
         if begin:
             self.prefix = prefix
@@ -254,10 +245,8 @@ class _Rank:
     def end(self, status: int, report: Any) -> int:
         lines = self.traceback.lines if status else []
         lost = next(filter(None, map(_LOST.match, lines)), None)
-        last = lines[-1] if lines else self.traceback.last_line
-        recurs = status == _USAGE or (status > 0 and bool(_CANNOT_RUN.match(last)))
         others = lost is not None and (lost.group(1) or True)
-        ended = Ended(self.rank, status, lines, others, self.terminated, recurs, report)
+        ended = Ended(self.rank, status, lines, others, self.terminated, report)
         self.send(END, json.dumps(ended))
         if status or self.terminated or self.interrupted:
             _end_group(self.script)

@@ -166,7 +166,6 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
     numbers = [n for n in rank_process.PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]
     before = {n: signal.signal(n, lambda number, frame: told.append(number)) for n in numbers}
-    have_started = False  # all ranks, once: the launcher can
     try:
         for restart in itertools.count():
             if logs is not None:
@@ -177,16 +176,11 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
             if told:
                 ranks.output.end()
                 break
-            have_started = have_started or len(ranks.processes) == size
-            failure, blame, then = ranks.failure(status), root_cause(ranks.ended), ""
-            # The script cannot run, or the launcher cannot start it.
-            recurs = not have_started if blame is None else blame.recurs
-            if recurs:
-                then = " It is not restarted, since the next start would fail in the same way."
-            elif restart == max_restarts:
+            failure, is_last, then = ranks.failure(status), restart == max_restarts, ""
+            if is_last and max_restarts:
                 then = " No restart is left (--max-restarts {}).".format(max_restarts)
-            status = ranks.conclude(status, then if max_restarts else "")
-            if failure is None or then:
+            status = ranks.conclude(status, then)
+            if failure is None or is_last:
                 return status, ranks.reports()
             said = "compat run: restart {} of {}, because {}."
             output.say(said.format(restart + 1, max_restarts, failure))
