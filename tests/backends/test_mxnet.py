@@ -499,10 +499,7 @@ def test_configured_before_mxnet_is_imported(alone):
         import numpy as np
         import compat
 
-        report = compat.configure_gpu(
-            simulate=3, cpu_worker_threads=2, memory=0.75, floatx="float64"
-        )
-        assert os.environ["MXNET_CPU_WORKER_NTHREADS"] == "2"
+        report = compat.configure_gpu(simulate=3, memory=0.75, floatx="float64")
         assert os.environ["MXNET_GPU_MEM_POOL_RESERVE"] == "25"
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
         print(report)
@@ -544,10 +541,10 @@ def test_configured_after_mxnet_was_imported(alone, tmp_path):
 
         before = built()
         with pytest.raises(compat.TooLateError) as error:
-            compat.configure_gpu(simulate=3, cpu_worker_threads=2, memory=0.5)
+            compat.configure_gpu(simulate=3, memory=0.5)
         assert str(error.value) == (
-            "configure_gpu() came too late for mxnet: it reads MXNET_CPU_WORKER_NTHREADS=2, "
-            "MXNET_GPU_MEM_POOL_RESERVE=50 only when it is imported, and is imported already.\\n"
+            "configure_gpu() came too late for mxnet: it reads MXNET_GPU_MEM_POOL_RESERVE=50 only "
+            "when it is imported, and is imported already.\\n"
             "Call it before the first `import mxnet` or `import keras`."
         )
         configured = compat.configure_gpu(simulate=3, memory="grow")
@@ -634,21 +631,14 @@ def test_a_build_for_gpus_that_was_imported_before(imitate, monkeypatch, gpus, a
 
 def test_environ_says_only_what_changes():
     backend = registry.load("mxnet")
-    settings = Settings(
-        Devices(["3", "1"], [3, 1]), parse_memory(0.9), options={"gpu_worker_threads": 4}
-    )
+    settings = Settings(Devices(["3", "1"], [3, 1]), parse_memory(0.9))
     expected = {
         "CUDA_VISIBLE_DEVICES": "3,1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "MXNET_GPU_MEM_POOL_RESERVE": "10",
-        "MXNET_GPU_WORKER_NTHREADS": "4",
     }
     assert backend.environ(settings, {}) == expected
     assert backend.environ(settings, expected) == {}
-    settings = Settings(Devices(), options={"cpu_worker_threads": "two"})
-    assert refusal(compat.InvalidArgumentError, backend.environ, settings, {}) == (
-        "cpu_worker_threads='two' is not understood. Use a number, 1 or more."
-    )
 
 
 def test_problems_of_an_environment(tmp_path, monkeypatch):
