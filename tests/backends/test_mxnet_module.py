@@ -199,22 +199,6 @@ def test_batchnorm_by_numbers(mx, rows):
         assert all((array.asnumpy() == first.asnumpy()).all() for array in others)
 
 
-def test_after_bind_it_is_bound_anew_and_keeps_its_parameters(mx):
-    plain, module = bound(mx, 61, parallel=False), bound(mx, 61, parallel=False)
-    assert compat.parallelize(module) is module
-    assert module.binded and len(module._exec_group.execs) == 3
-    assert difference(weights(plain), weights(module)) == 0
-    compat.parallelize(module, gpus=[2])
-    assert [str(e.outputs[0].context) for e in module._exec_group.execs] == ["cpu(2)"]
-    assert "bind" not in vars(module)
-    compat.parallelize(module, gpus=[1, 2])
-    for each in (plain, module):
-        optimised(each)
-        for rows in (61, 2):
-            step(mx, each, rows)
-    assert difference(weights(plain), weights(module)) < 1e-5
-
-
 @span
 def test_saves_and_loads(mx, tmp_path):
     module = optimised(bound(mx, 61))  # with momentum; MXNet does not save Adam's step count
@@ -236,12 +220,11 @@ def test_saves_and_loads(mx, tmp_path):
 # What cannot be ---------------------------------------------------------------------------------
 
 
-def test_with_an_optimizer_it_stays_where_it_is(mx):
-    module = optimised(bound(mx, 61, parallel=False))
+def test_once_it_is_bound_it_stays_where_it_is(mx):
+    module = bound(mx, 61, parallel=False)
     before = dict(vars(module))
     assert refusal(compat.UnsupportedError, compat.parallelize, module) == (
-        "This Module has an optimizer already, and MXNet numbers its state by device. Call "
-        "parallelize() before fit() or init_optimizer()."
+        "This Module is bound to its devices already. Call parallelize() before bind() or fit()."
     )
     assert vars(module) == before
     assert compat.parallelize(module, gpus=1) is module  # it is there
@@ -257,23 +240,18 @@ def losses(mx):
     }
 
 
-@pytest.mark.parametrize(
-    "name, bound_first", in_span([("softmax", False), ("mean_loss", True)], [("softmax", False)])
-)
-def test_what_computes_across_rows_runs_whole(mx, name, bound_first):
+@pytest.mark.parametrize("name", in_span(["softmax", "mean_loss"], ["softmax"]))
+def test_what_computes_across_rows_runs_whole(mx, name):
     """With one context's numbers, for batches of any size, and a warning."""
     loss = losses(mx)[name]
     labels = ["softmax_label"] if "softmax_label" in loss.list_arguments() else None
-    shapes = [("softmax_label", (61,))] if labels else None
     results = []
     for parallel in (False, True):
         module = mx.mod.Module(loss, label_names=labels)
+        if parallel:
+            compat.parallelize(module)
         with told() as texts:
-            if parallel and not bound_first:
-                compat.parallelize(module)
-            module.bind([("data", (61, 8))], shapes)
-            if parallel and bound_first:
-                compat.parallelize(module)
+            module.bind([("data", (61, 8))], labels and [("softmax_label", (61,))])
         module.init_params(arg_params=parameters(mx))
         optimised(module)
         found = []
@@ -391,10 +369,10 @@ def test_a_bind_that_the_module_has_of_its_own_is_called_and_kept(mx):
         return bind(*args, **kwargs)
 
     module.bind = own
+    compat.parallelize(module)
+    assert compat.parallelize(module, gpus=1).bind is own
     compat.parallelize(module).bind([("data", (13, 8))], for_training=False)
     assert len(calls) == 1 and len(module._exec_group.execs) == 3
-    compat.parallelize(module, gpus=1)
-    assert module.bind is own and len(calls) == 2
 
 
 def test_rows_in_another_dimension(mx):

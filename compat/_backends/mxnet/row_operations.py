@@ -12,7 +12,7 @@ import string
 from functools import partial
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Unknown, Value
 from ..._rows.values import listed
 
 
@@ -88,13 +88,6 @@ def dot(op):
     return _rows.contracted(op.values, [left, right], result)
 
 
-def swapped(op):
-    order = list(range(op.value.rank))
-    first, second = op.get("dim1", 0), op.get("dim2", 0)
-    order[first], order[second] = order[second], order[first]
-    return _rows.transposed(op.value, order)
-
-
 def slice(op):
     ranges = itertools.zip_longest(op.get("begin"), op.get("end"), op.get("step") or ())
     parts = {
@@ -113,11 +106,6 @@ def slice_axis(op):
 def split(op):
     part = "one" if op.get("squeeze_axis", False) else "part"
     return _rows.sliced(op.value, {op.get("axis", 1): part})
-
-
-def pad(op):
-    widths = op.get("pad_width")
-    return _rows.resized(op.value, [i // 2 for i, width in enumerate(widths) if width])
 
 
 def pick(op):
@@ -141,11 +129,6 @@ def rnn(op):
 def loss(op, found):
     """A loss whose gradient is each row's own, unless it is divided by their number."""
     return found if op.get("normalization", "null") == "null" else Mixed()
-
-
-def cross_entropy(op):
-    found = _rows.by_row(op.values, [0, 0])
-    return Partial("sum") if isinstance(found, Sharded) else found
 
 
 def leaky(op):
@@ -248,7 +231,6 @@ for _names, _rule in [
     ("squeeze _np_squeeze", _first(_rows.squeezed, "axis")),
     ("transpose _np_transpose",
      lambda op: _rows.transposed(op.value, op.get("axes") or range(op.value.rank)[::-1])),
-    ("SwapAxis", swapped),
     ("slice", slice),
     ("slice_axis", slice_axis),
     ("SliceChannel _split_v2", split),
@@ -259,7 +241,6 @@ for _names, _rule in [
     ("repeat", _first(_rows.repeated, "axis", "repeats")),
     ("broadcast_to broadcast_axis _npi_broadcast_to",
      lambda op: _rows.broadcast(op.value, len(op.result))),
-    ("Pad", pad),
     # Looking up
     ("Embedding", lambda op: _rows.gathered(op.values[::-1], 0)),
     ("take", lambda op: _rows.gathered(op.values, op.get("axis", 0))),
@@ -275,7 +256,6 @@ for _names, _rule in [
     ("RNN", rnn),
     ("SoftmaxOutput", lambda op: loss(op, _rows.by_row(op.values, [0, 0]))),
     ("MakeLoss", lambda op: loss(op, _rows.multiplied(op.values))),
-    ("softmax_cross_entropy", cross_entropy),
     ("CTCLoss", by_row(1, 0, 0, 0, result=0)),
     # Made by a shape, drawn, counted
     ("_zeros _ones _full _zeros_without_dtype _npi_zeros _npi_ones _random_uniform _random_normal "

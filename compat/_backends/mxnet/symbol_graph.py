@@ -148,10 +148,6 @@ class Graph:
                 wrong = self._differing(asked, given, fed, *asking)
                 if not wrong:
                     return None
-                if not wrong.intersection(self.untold):  # a rule is, then: which one?
-                    inside = self.ancestors(asked)
-                    every = [entry for entry in self.placements if entry[0] in inside]
-                    wrong |= self._differing(every, given, fed, *asking)
                 mixing[min(wrong)[0]] = "tried"
         except Exception:  # whatever operations of the user's do, with other numbers of rows
             clear_errors()
