@@ -27,6 +27,7 @@ from .test_mxnet_gluon import (
     trainer,
     weights,
 )
+from .test_mxnet_gluon_rows import block_of
 
 mx = test_mxnet_gluon.mx  # the fixture
 pytestmark = pytest.mark.row("Gluon Block")
@@ -121,12 +122,11 @@ def test_states_inputs_gradients_and_parts_unused(mx):
 def centred(mx):
     """Each row less the mean of all, but not of the few rows that a block is tried with."""
 
-    class Centred(mx.gluon.Block):
-        def forward(self, x):
-            return x - x.mean(axis=0, keepdims=True) if len(x) > 3 else x
+    def function(F, x):
+        return x - x.mean(axis=0, keepdims=True) if len(x) > 3 else x
 
     net = mx.gluon.nn.Sequential()
-    net.add(mx.gluon.nn.Dense(16), Centred(), mx.gluon.nn.Dense(4))
+    net.add(mx.gluon.nn.Dense(16), block_of(mx, function, hybrid=False), mx.gluon.nn.Dense(4))
     return net
 
 

@@ -59,18 +59,14 @@ def cases():
         found.append((op, {"scalar": 0.5}, [A]))
     for op in row_operations.LINEAR.split():
         found.append((op, {"scalar": 2.0} if "scalar" in op else {}, [A]))
-    for op in row_operations.PAIRS.split():
+    pairs = (
+        "elemwise_add elemwise_sub elemwise_mul elemwise_div _grad_add broadcast_add broadcast_sub "
+        "broadcast_mul broadcast_div _npi_add _npi_subtract _npi_multiply _npi_true_divide "
+    )
+    for op in (pairs + row_operations.PAIRS).split():
         found += [(op, {}, [A, B])]
-        if not op.startswith("_") or op.startswith("_npi"):
+        if op.startswith(("broadcast", "_npi")):
             found += [(op, {}, [SQUARE, array(1, 3)]), (op, {}, [array(3, 1), array(1, 3)])]
-    for op in "elemwise_add elemwise_sub elemwise_mul elemwise_div _grad_add".split():
-        found += [(op, {}, [A, B])]
-    for op in (
-        "broadcast_add broadcast_sub broadcast_mul broadcast_div _npi_add _npi_subtract "
-        "_npi_multiply _npi_true_divide".split()
-    ):
-        found += [(op, {}, [A, B]), (op, {}, [SQUARE, array(1, 3)])]
-        found += [(op, {}, [array(3, 1), array(1, 3)])]
     found += [("add_n", {"num_args": 3}, [A, B, A])]
     found += [("broadcast_like", {}, [array(1, 4), A]), ("broadcast_like", {}, [array(3, 1), A])]
     found += [("where", {}, [A > 0.5, A, B]), ("where", {}, [array(3) > 0.5, SQUARE, SQUARE])]
@@ -130,6 +126,7 @@ def cases():
     found += [("transpose", {}, [CUBE]), ("_np_transpose", {}, [CUBE])]
     for order in [(1, 0, 2), (2, 0, 1)]:
         found += [(op, {"axes": order}, [CUBE]) for op in ("transpose", "_np_transpose")]
+    found += [("SwapAxis", {"dim1": 0, "dim2": 2}, [CUBE]), ("SwapAxis", {}, [CUBE])]
     for begin, end, step in [
         ((None, 1), (None, 3), None), ((0, 0), (None, 2), None), ((1,), (3,), None),
         ((None, None), (None, None), (-1, 1)), ((None, 0), (None, None), (1, 2)),
@@ -154,6 +151,8 @@ def cases():
     found += [("broadcast_to", {"shape": (0, 4)}, [array(3, 1)])]
     found += [("broadcast_axis", {"axis": 1, "size": 4}, [array(3, 1)])]
     found += [("_npi_broadcast_to", {"shape": (-2, 4)}, [array(3, 1)])]
+    widths = {"mode": "constant", "pad_width": (0, 0, 0, 0, 1, 1, 0, 0)}
+    found += [("Pad", widths, [INSTANCES])]
     # Looking up
     table = {"input_dim": 3, "output_dim": 3}
     found += [("Embedding", table, [numbers(3, 3), SQUARE])]
@@ -165,20 +164,17 @@ def cases():
     found += [("batch_take", {}, [SQUARE, numbers(3).astype("int32")])]
     # Layers
     kernel = {"kernel": (3, 3), "num_filter": 5}
-    images = array(3, 4, 6, 6)
-    found += [("Convolution", kernel, [images, ..., array(5, 4, 3, 3), array(5)])]
+    found += [("Convolution", kernel, [IMAGES, ..., array(5, 4, 3, 3), array(5)])]
     found += [("Convolution", dict(kernel, num_group=1), [INSTANCES, array(5, 3, 3, 3), array(5)])]
-    found += [("Deconvolution", kernel, [images, ..., array(4, 5, 3, 3)])]
+    found += [("Deconvolution", kernel, [IMAGES, ..., array(4, 5, 3, 3)])]
     found += [("InstanceNorm", {}, [CUBE, array(3), array(3)])]
     found += [("GroupNorm", {"num_groups": 3}, [CUBE, array(3), array(3)])]
     for act, more in [("leaky", []), ("elu", []), ("gelu", []), ("prelu", [array(3)])]:
         found += [("LeakyReLU", {"act_type": act}, [CUBE] + more)]
     found += [("IdentityAttachKLSparseReg", {}, [SQUARE, ..., array(3)])]
     deformed = {"kernel": (1, 1), "num_filter": 2, "no_bias": True}
-    offsets = array(3, 2, 3, 3)
-    found += [
-        ("_contrib_DeformableConvolution", deformed, [INSTANCES, offsets, ..., array(2, 3, 1, 1)])
-    ]
+    offsets = [INSTANCES, array(3, 2, 3, 3), ..., array(2, 3, 1, 1)]
+    found += [("_contrib_DeformableConvolution", deformed, offsets)]
     for kind in ("max", "avg"):
         found += [("Pooling", {"kernel": (2, 2), "pool_type": kind}, [INSTANCES])]
     found += [("Pooling", {"global_pool": True, "pool_type": "avg", "kernel": (1, 1)}, [INSTANCES])]
@@ -188,9 +184,8 @@ def cases():
     affine = {"transform_type": "affine", "target_shape": (3, 3)}
     found += [("GridGenerator", affine, [array(3, 6)])]
     found += [("GridGenerator", {"transform_type": "warp"}, [grid])]
-    found += [
-        ("SpatialTransformer", dict(affine, sampler_type="bilinear"), [INSTANCES, array(3, 6)])
-    ]
+    sampled = dict(affine, sampler_type="bilinear")
+    found += [("SpatialTransformer", sampled, [INSTANCES, array(3, 6)])]
     found += [("space_to_depth", {"block_size": 3}, [INSTANCES])]
     found += [("depth_to_space", {"block_size": 2}, [array(3, 4, 3, 3)])]
     found += [("im2col", {"kernel": (2, 2)}, [INSTANCES])]

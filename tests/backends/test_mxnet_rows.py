@@ -10,18 +10,14 @@ import compat
 from compat import _rows
 from compat._backends.mxnet import row_operations, symbol_graph
 from compat._configuration import registry
-from compat.testing import initialise, keras_under_test, optimizer, span
+from compat.testing import initialise, optimizer, span
 
-from . import graph_cases
+from . import graph_cases, test_mxnet_device
 from .messages import told
 from .test_mxnet_gluon import check_same
 from .test_mxnet_module import custom
 
-
-@pytest.fixture(scope="module")
-def keras():
-    compat.configure_gpu(simulate=3)
-    return keras_under_test()
+keras = test_mxnet_device.keras  # the fixture
 
 
 def lambda_model(keras, function, name=None):

@@ -102,19 +102,13 @@ class MXNet(Backend):
         return op_placement.profiled(self.devices())
 
     def problems(self, environ):
-        found, role = [], environ.get("DMLC_ROLE")
-        if role in ("server", "scheduler"):
-            found.append(
-                f"DMLC_ROLE={role}: `import mxnet` starts a {role} and never returns. In a process "
-                "that trains: unset DMLC_ROLE"
-            )
         h5py = packages.version("h5py")
-        if h5py and packages.release(h5py) >= (3,):
-            found.append(
-                f"h5py {h5py} is installed, but load_model() of keras-mxnet needs an older one: "
-                'pip install "h5py<3"'
-            )
-        return found
+        if not h5py or packages.release(h5py) < (3,):
+            return []
+        return [
+            f"h5py {h5py} is installed, but load_model() of keras-mxnet needs an older one: "
+            'pip install "h5py<3"'
+        ]
 
     # Parallelizing ----------------------------------------------------------------------------
 

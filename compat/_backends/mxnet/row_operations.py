@@ -88,6 +88,13 @@ def dot(op):
     return _rows.contracted(op.values, [left, right], result)
 
 
+def swapped(op):
+    order = list(range(op.value.rank))
+    first, second = op.get("dim1", 0), op.get("dim2", 0)
+    order[first], order[second] = order[second], order[first]
+    return _rows.transposed(op.value, order)
+
+
 def slice(op):
     ranges = itertools.zip_longest(op.get("begin"), op.get("end"), op.get("step") or ())
     parts = {
@@ -106,6 +113,11 @@ def slice_axis(op):
 def split(op):
     part = "one" if op.get("squeeze_axis", False) else "part"
     return _rows.sliced(op.value, {op.get("axis", 1): part})
+
+
+def pad(op):
+    widths = op.get("pad_width")
+    return _rows.resized(op.value, [i // 2 for i, width in enumerate(widths) if width])
 
 
 def pick(op):
@@ -231,6 +243,7 @@ for _names, _rule in [
     ("squeeze _np_squeeze", _first(_rows.squeezed, "axis")),
     ("transpose _np_transpose",
      lambda op: _rows.transposed(op.value, op.get("axes") or range(op.value.rank)[::-1])),
+    ("SwapAxis", swapped),
     ("slice", slice),
     ("slice_axis", slice_axis),
     ("SliceChannel _split_v2", split),
@@ -241,6 +254,7 @@ for _names, _rule in [
     ("repeat", _first(_rows.repeated, "axis", "repeats")),
     ("broadcast_to broadcast_axis _npi_broadcast_to",
      lambda op: _rows.broadcast(op.value, len(op.result))),
+    ("Pad", pad),
     # Looking up
     ("Embedding", lambda op: _rows.gathered(op.values[::-1], 0)),
     ("take", lambda op: _rows.gathered(op.values, op.get("axis", 0))),
