@@ -44,9 +44,7 @@ class Options(TypedDict, total=False):
     """The options of single backends that ``configure_gpu()`` takes."""
 
     allow_soft_placement: Optional[bool]
-    cpu_worker_threads: Optional[int]
     device_count: Optional[Dict[str, int]]
-    gpu_worker_threads: Optional[int]
     inter_op_parallelism_threads: Optional[int]
     intra_op_parallelism_threads: Optional[int]
     log_device_placement: Optional[bool]

@@ -57,11 +57,8 @@ def gluon_step(parallel):
 
     nn = mx.gluon.nn
     net = nn.HybridSequential()
-    for layer in (
-        nn.Conv2D(3, 3, activation="relu"), nn.BatchNorm(), nn.Flatten(),
-        nn.Dense(4, activation="relu"), nn.Dense(1),
-    ):  # fmt: skip
-        net.add(layer)
+    net.add(nn.Conv2D(3, 3, activation="relu"), nn.BatchNorm(), nn.Flatten())
+    net.add(nn.Dense(4, activation="relu"), nn.Dense(1))
     net.initialize()
     inputs = mx.nd.ones((ROWS, 2, 6, 6))
     net(inputs)

@@ -231,17 +231,3 @@ class TestDevice:
         assert (net.weight.grad().asnumpy() == 5).all()
         assert str(net.weight.data().context) == "cpu(2)"
         assert str(mx.nd.ones(1).context) == "cpu(0)"
-
-    def test_symbols_of_ones_own(self, keras):
-        import mxnet as mx
-
-        with compat.device(1):
-            hidden = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=3, name="hidden")
-        with compat.device("cpu"):
-            out = mx.sym.FullyConnected(hidden, num_hidden=2, name="out")
-        places = {name: mx.cpu(index) for index, name in enumerate(["cpu(0)", "cpu(1)"])}
-        module = mx.mod.Module(out, label_names=None, group2ctxs=places)
-        module.bind([("data", (5, 4))])
-        (executor,) = module._exec_group.execs
-        assert str(executor.arg_dict["hidden_weight"].context) == "cpu(1)"
-        assert str(executor.arg_dict["out_weight"].context) == "cpu(0)"

@@ -199,22 +199,6 @@ def test_batchnorm_by_numbers(mx, rows):
         assert all((array.asnumpy() == first.asnumpy()).all() for array in others)
 
 
-def test_after_bind_it_is_bound_anew_and_keeps_its_parameters(mx):
-    plain, module = bound(mx, 61, parallel=False), bound(mx, 61, parallel=False)
-    assert compat.parallelize(module) is module
-    assert module.binded and len(module._exec_group.execs) == 3
-    assert difference(weights(plain), weights(module)) == 0
-    compat.parallelize(module, gpus=[2])
-    assert [str(e.outputs[0].context) for e in module._exec_group.execs] == ["cpu(2)"]
-    assert "bind" not in vars(module)
-    compat.parallelize(module, gpus=[1, 2])
-    for each in (plain, module):
-        optimised(each)
-        for rows in (61, 2):
-            step(mx, each, rows)
-    assert difference(weights(plain), weights(module)) < 1e-5
-
-
 @span
 def test_saves_and_loads(mx, tmp_path):
     module = optimised(bound(mx, 61))  # with momentum; MXNet does not save Adam's step count
@@ -236,12 +220,11 @@ def test_saves_and_loads(mx, tmp_path):
 # What cannot be ---------------------------------------------------------------------------------
 
 
-def test_with_an_optimizer_it_stays_where_it_is(mx):
-    module = optimised(bound(mx, 61, parallel=False))
+def test_once_it_is_bound_it_stays_where_it_is(mx):
+    module = bound(mx, 61, parallel=False)
     before = dict(vars(module))
     assert refusal(compat.UnsupportedError, compat.parallelize, module) == (
-        "This Module has an optimizer already, and MXNet numbers its state by device. Call "
-        "parallelize() before fit() or init_optimizer()."
+        "This Module is bound to its devices already. Call parallelize() before bind() or fit()."
     )
     assert vars(module) == before
     assert compat.parallelize(module, gpus=1) is module  # it is there
@@ -257,23 +240,18 @@ def losses(mx):
     }
 
 
-@pytest.mark.parametrize(
-    "name, bound_first", in_span([("softmax", False), ("mean_loss", True)], [("softmax", False)])
-)
-def test_what_computes_across_rows_runs_whole(mx, name, bound_first):
+@pytest.mark.parametrize("name", in_span(["softmax", "mean_loss"], ["softmax"]))
+def test_what_computes_across_rows_runs_whole(mx, name):
     """With one context's numbers, for batches of any size, and a warning."""
     loss = losses(mx)[name]
     labels = ["softmax_label"] if "softmax_label" in loss.list_arguments() else None
-    shapes = [("softmax_label", (61,))] if labels else None
     results = []
     for parallel in (False, True):
         module = mx.mod.Module(loss, label_names=labels)
+        if parallel:
+            compat.parallelize(module)
         with told() as texts:
-            if parallel and not bound_first:
-                compat.parallelize(module)
-            module.bind([("data", (61, 8))], shapes)
-            if parallel and bound_first:
-                compat.parallelize(module)
+            module.bind([("data", (61, 8))], labels and [("softmax_label", (61,))])
         module.init_params(arg_params=parameters(mx))
         optimised(module)
         found = []
@@ -295,33 +273,18 @@ def test_what_computes_across_rows_runs_whole(mx, name, bound_first):
     assert done == [13, 0, 0]
 
 
-def custom(
-    mx, name, forward=lambda x: x, backward=lambda gradient: gradient, states=(), trained=False
-):
-    """An operation of one's own for symbols: functions of its input and of what comes back.
-
-    Arguments:
-        states: names of numbers that it keeps, which ``forward`` is given, too.
-        trained: whether ``backward`` is for training alone.
-    """
+def custom(mx, name, backward):
+    """An operation of one's own for symbols: itself, and a function of what comes back."""
 
     class Own(mx.operator.CustomOp):
         def forward(self, is_train, req, in_data, out_data, aux):
-            self.is_train = is_train
-            self.assign(out_data[0], req[0], forward(in_data[0], *aux))
+            self.assign(out_data[0], req[0], in_data[0])
 
         def backward(self, req, out_grad, in_data, out_data, in_grad, aux):
-            is_plain = trained and not self.is_train
-            self.assign(in_grad[0], req[0], out_grad[0] if is_plain else backward(out_grad[0]))
+            self.assign(in_grad[0], req[0], backward(out_grad[0]))
 
     @mx.operator.register(name)
     class Properties(mx.operator.CustomOpProp):
-        def list_auxiliary_states(self):
-            return list(states)
-
-        def infer_shape(self, in_shape):
-            return in_shape, [in_shape[0]], [(1,) for _ in states]
-
         def create_operator(self, context, shapes, types):
             return Own()
 
@@ -329,47 +292,29 @@ def custom(
 
 
 @span
-def test_operations_without_a_rule_are_tried(mx):
+@pytest.mark.parametrize("mixes", [False, True])
+def test_operations_without_a_rule_are_tried(mx, mixes):
     """Before there is a batch, with random numbers."""
-
-    for mixes in (False, True):
-        mean = (lambda x: x.mean(axis=0, keepdims=True)) if mixes else (lambda x: 1)
-        own = custom(mx, "compat_module_%d" % mixes, lambda x, mean=mean: x - mean(x))
-        net = own(mx.sym.var("data"), name="own")
-        module = compat.parallelize(mx.mod.Module(net, label_names=None))
-        with told() as texts:
-            module.bind([("data", (13, 8))], for_training=False)
-        module.init_params()
-        inputs = data(13)[0]
-        module.forward(mx.io.DataBatch([mx.nd.array(inputs)], None))
-        expected = inputs - mean(inputs)
-        np.testing.assert_allclose(module.get_outputs()[0].asnumpy(), expected, atol=1e-6)
-        assert len(texts) == mixes
-        assert len(module._exec_group.execs) == (1 if mixes else 3)
-
-
-def pairs(mx):
-    """The means of the first two rows, of the next two, and so on."""
-
-    def function(gradient):
-        found = gradient.asnumpy()
-        for row in range(0, len(found) - 1, 2):
-            found[row : row + 2] = found[row : row + 2].mean(axis=0)
-        return mx.nd.array(found)
-
-    return function
+    net, inputs = mx.sym.L2Normalization(mx.sym.var("data")), data(13)[0]
+    expected = inputs / np.linalg.norm(inputs, axis=1, keepdims=True)
+    if mixes:
+        net, _ = mx.sym.contrib.foreach(
+            lambda row, total: (row + total, row + total), mx.sym.var("data"), mx.sym.zeros((8,))
+        )
+        expected = np.cumsum(inputs, axis=0)
+    module = compat.parallelize(mx.mod.Module(net, label_names=None))
+    with told() as texts:
+        module.bind([("data", (13, 8))], for_training=False)
+    module.init_params()
+    module.forward(mx.io.DataBatch([mx.nd.array(inputs)], None))
+    np.testing.assert_allclose(module.get_outputs()[0].asnumpy(), expected, atol=1e-5)
+    assert len(texts) == mixes
+    assert len(module._exec_group.execs) == (1 if mixes else 3)
 
 
-@pytest.mark.parametrize(
-    "of, mixes",
-    [("rows", "yes"), ("rows", ""), ("weights", "yes"), ("weights", ""), ("rows", "in training"),
-     ("rows", "in pairs")],
-)  # fmt: skip
-def test_gradients_of_ones_own(mx, of, mixes):
-    function = (lambda g: g / mx.nd.norm(g)) if mixes else (lambda g: -0.5 * g)
-    function = pairs(mx) if mixes == "in pairs" else function
-    name = "compat_own_%s_%s" % (of, mixes.replace(" ", "_"))
-    own = custom(mx, name, backward=function, trained=mixes == "in training")
+@pytest.mark.parametrize("of", ["rows", "weights"])
+def test_gradients_of_ones_own_run_whole(mx, of):
+    own = custom(mx, "compat_module_" + of, lambda gradient: gradient / mx.nd.norm(gradient))
 
     def run(parallel):
         if of == "rows":
@@ -386,7 +331,7 @@ def test_gradients_of_ones_own(mx, of, mixes):
             module.init_params(arg_params={"a_weight": mx.nd.array(start)}, allow_missing=True)
             optimised(module)
             outputs = [step(mx, module, 13) for _ in range(3)]
-        assert len(texts) == (parallel and bool(mixes))
+        assert len(texts) == parallel
         assert all("has a gradient of its own that computes" in text for text in texts)
         return outputs + weights(module)
 
@@ -424,10 +369,10 @@ def test_a_bind_that_the_module_has_of_its_own_is_called_and_kept(mx):
         return bind(*args, **kwargs)
 
     module.bind = own
+    compat.parallelize(module)
+    assert compat.parallelize(module, gpus=1).bind is own
     compat.parallelize(module).bind([("data", (13, 8))], for_training=False)
     assert len(calls) == 1 and len(module._exec_group.execs) == 3
-    compat.parallelize(module, gpus=1)
-    assert module.bind is own and len(calls) == 2
 
 
 def test_rows_in_another_dimension(mx):

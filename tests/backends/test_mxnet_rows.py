@@ -7,19 +7,17 @@ import numpy as np
 import pytest
 
 import compat
+from compat import _rows
+from compat._backends.mxnet import row_operations, symbol_graph
 from compat._configuration import registry
-from compat.testing import initialise, keras_under_test, optimizer, span
+from compat.testing import initialise, optimizer, span
 
-from . import graph_cases
+from . import graph_cases, test_mxnet_device
 from .messages import told
 from .test_mxnet_gluon import check_same
 from .test_mxnet_module import custom
 
-
-@pytest.fixture(scope="module")
-def keras():
-    compat.configure_gpu(simulate=3)
-    return keras_under_test()
+keras = test_mxnet_device.keras  # the fixture
 
 
 def lambda_model(keras, function, name=None):
@@ -52,22 +50,15 @@ def stateful(keras, fixed):
 
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_model_of_a_fixed_batch_size(keras, fixed):
-    """Divided, unless its graph has that size: then it stays on one device, with a warning."""
+    """Divided, unless its graph has that size: then it runs on one device, with a warning."""
     random = np.random.RandomState(0)
     inputs, targets = random.normal(size=(14, 4, 3)), random.normal(size=(14, 2))
-    plain, parallel = stateful(keras, fixed), stateful(keras, fixed)
+    plain, parallel = stateful(keras, fixed), compat.parallelize(stateful(keras, fixed))
     with told() as texts:
-        assert compat.parallelize(parallel) is parallel
-    assert texts == fixed * [
-        "parallelize() leaves model {!r} on cpu(0): its batch size is fixed to 7, so its batches "
-        "cannot be split. The numbers are those of one device, and so is the speed.".format(
-            parallel.name
-        )
-    ]
-    assert hasattr(parallel, "_compat_replicas") != fixed
-    for model in (plain, parallel):
-        model.compile(optimizer(keras, "sgd"), "mse")
-        model.fit(inputs, targets, batch_size=7, epochs=2, shuffle=False, verbose=0)
+        for model in (plain, parallel):
+            model.compile(optimizer(keras, "sgd"), "mse")
+            model.fit(inputs, targets, batch_size=7, epochs=2, shuffle=False, verbose=0)
+    assert texts == fixed * [unknown(parallel.name)]
     for one, several in zip(plain.get_weights(), parallel.get_weights()):
         np.testing.assert_allclose(one, several, atol=1e-5)
 
@@ -197,43 +188,44 @@ def unknown(name):
     return WHOLE.format(name, "may ", "", ": compat has no rule for it, and cannot try it.")
 
 
-@pytest.mark.parametrize("kind", ["rows", "mixed", "state"])
-def test_operations_without_a_rule_are_tried(keras, kind):
-    """Of the user's own: it is divided, or left to the first device; so is one with a state."""
+@pytest.mark.parametrize("kind", ["rows", "mixed", "own"])
+def test_operations_without_a_rule_are_tried(keras, kind, monkeypatch):
+    """And divided, or left to the first device, as one with a gradient of the user's is."""
     import mxnet as mx
 
-    def centred(x):
-        return x - x.mean(axis=0, keepdims=True)
-
-    def counting(x, count):
-        count[:] += x.sum()
-        return x + 0.01 * count
-
-    functions = {
-        "rows": {},
-        "mixed": {"forward": centred, "backward": centred},
-        "state": {"forward": counting, "states": ["count"]},
-    }
-    own = custom(mx, "compat_" + kind, **functions[kind])
-    build = functools.partial(lambda_model, keras, lambda x: own(x, name="own_" + kind), "own")
-    texts = graph_cases.one_devices_numbers(keras, build)
-    reason = {
-        "state": "computes across the rows of a batch, of which each device has a part.",
+    known = {name: rule for name, rule in row_operations.RULES.items() if name != "softmax"}
+    monkeypatch.setattr(row_operations, "RULES", known)
+    function = functools.partial(mx.sym.softmax, axis=0 if kind == "mixed" else 1)
+    if kind == "own":
+        function = custom(mx, "compat_own", lambda gradient: 2 * gradient)
+    build = functools.partial(lambda_model, keras, lambda x: function(x, name="it"), "own")
+    reasons = {
+        "own": "has a gradient of its own that computes, or may compute, across the rows of a "
+        "batch, of which each device has a part.",
         "mixed": "gives other numbers for three rows of a batch together than for two of them and "
         "the third, and each device has a part of the batch.",
     }
-    assert texts == [
-        "The operation own_{} of 'own' {} It, and all that follows from it, runs on cpu(0) with "
-        "the whole batch.".format(kind, reason[kind])
+    assert graph_cases.one_devices_numbers(keras, build) == [
+        "The operation it of 'own' {} It, and all that follows from it, runs on cpu(0) with the "
+        "whole batch.".format(reasons[kind])
         for _ in range(kind != "rows")
     ]
 
 
+def test_operations_with_states_of_an_unknown_kind_run_whole(keras, monkeypatch):
+    monkeypatch.setattr(symbol_graph, "MEANS", ())
+
+    def build():
+        layers = keras.layers
+        normalization = layers.BatchNormalization(input_shape=(8,))
+        return keras.models.Sequential([normalization, layers.Dense(4)])
+
+    (text,) = graph_cases.one_devices_numbers(keras, build, rows=(13, 11))
+    assert "computes across the rows of a batch" in text
+
+
 def test_a_rule_that_is_wrong_is_found_by_the_trial(keras, monkeypatch):
     """As for a table that errs: what three rows of the first batch give has the last word."""
-    from compat import _rows
-    from compat._backends.mxnet import row_operations
-
     wrong = dict(row_operations.RULES, softmax=lambda op: _rows.pointwise(op.values))
     monkeypatch.setattr(row_operations, "RULES", wrong)
     function = graph_cases.across_rows(keras.backend)["softmax"]

@@ -14,12 +14,7 @@ from ..._configuration import packages
 from ...backend import Backend
 from .context_names import context_named, visible_gpus
 
-# Options of configure_gpu(), and the variables that MXNet reads for them when it is imported
-# (its documentation, "Environment Variables").
-_WORKERS = {
-    "cpu_worker_threads": "MXNET_CPU_WORKER_NTHREADS",
-    "gpu_worker_threads": "MXNET_GPU_WORKER_NTHREADS",
-}
+# MXNet reads it when it is imported (its documentation, "Environment Variables").
 _RESERVE = "MXNET_GPU_MEM_POOL_RESERVE"
 
 
@@ -43,22 +38,20 @@ class MXNet(Backend):
         "90mkl 80mkl 75mkl 92 91 90 80 75".split()
     )
     extra = "mxnet"
-    options = tuple(sorted(_WORKERS))
-    variables = tuple(sorted(_WORKERS.values())) + (_RESERVE, "MXNET_GPU_MEM_POOL_TYPE")
-    variables += ("MXNET_ENGINE_TYPE", "DMLC_ROLE", "CUDA_VISIBLE_DEVICES")
+    variables = (
+        "MXNET_CPU_WORKER_NTHREADS", "MXNET_GPU_WORKER_NTHREADS", _RESERVE,
+        "MXNET_GPU_MEM_POOL_TYPE", "MXNET_ENGINE_TYPE", "DMLC_ROLE", "CUDA_VISIBLE_DEVICES",
+    )  # fmt: skip
 
     # Configuring ------------------------------------------------------------------------------
 
     def environ(self, settings, environ):
-        wanted = {
-            variable: _number(option, settings.options[option])
-            for option, variable in sorted(_WORKERS.items())
-            if option in settings.options
-        }
+        changed = settings.devices.environ(environ)
         if settings.memory is not None and settings.memory.fraction:
-            wanted[_RESERVE] = str(int(round(100 * (1 - settings.memory.fraction))))
-        changed = {name: value for name, value in wanted.items() if environ.get(name) != value}
-        return dict(settings.devices.environ(environ), **changed)
+            reserve = str(int(round(100 * (1 - settings.memory.fraction))))
+            if environ.get(_RESERVE) != reserve:
+                changed[_RESERVE] = reserve
+        return changed
 
     def initialised(self):
         return "mxnet is imported, and reads its variables then" if "mxnet" in sys.modules else None
@@ -109,19 +102,13 @@ class MXNet(Backend):
         return op_placement.profiled(self.devices())
 
     def problems(self, environ):
-        found, role = [], environ.get("DMLC_ROLE")
-        if role in ("server", "scheduler"):
-            found.append(
-                f"DMLC_ROLE={role}: `import mxnet` starts a {role} and never returns. In a process "
-                "that trains: unset DMLC_ROLE"
-            )
         h5py = packages.version("h5py")
-        if h5py and packages.release(h5py) >= (3,):
-            found.append(
-                f"h5py {h5py} is installed, but load_model() of keras-mxnet needs an older one: "
-                'pip install "h5py<3"'
-            )
-        return found
+        if not h5py or packages.release(h5py) < (3,):
+            return []
+        return [
+            f"h5py {h5py} is installed, but load_model() of keras-mxnet needs an older one: "
+            'pip install "h5py<3"'
+        ]
 
     # Parallelizing ----------------------------------------------------------------------------
 
@@ -217,12 +204,6 @@ def _is_module(model):
 
 def _is_a(model, prefix, name):
     return any(c.__name__ == name and c.__module__.startswith(prefix) for c in type(model).__mro__)
-
-
-def _number(option, value):
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:
-        raise errors.invalid_number_option(option, value)
-    return str(value.__index__())
 
 
 def _no_gpu():

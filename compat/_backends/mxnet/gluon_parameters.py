@@ -5,7 +5,6 @@ import contextlib
 import mxnet as mx
 
 from ... import _rows, errors
-from .optimizer_state import set_states
 from .symbol_executors import MEANS
 
 
@@ -43,7 +42,9 @@ def _move_trainer(trainer):
     if not wanted and trainer._contexts == contexts:
         return
     settings.update(wanted)
-    states = _updaters(trainer)[0].states
+    updater = _updaters(trainer)[0]
+    # Copies: what is copied when it is used has another context's update in it.
+    states = updater.get_states() if updater.states else None
     trainer._reset_kvstore()
     trainer._contexts = contexts
     optimizer = trainer._optimizer
@@ -52,10 +53,10 @@ def _move_trainer(trainer):
     counts = optimizer._all_index_update_counts
     ids = {context.device_id for context in contexts} | set(counts)
     counts.update((i, dict(optimizer._index_update_count)) for i in ids)
-    if states:
+    if states is not None:
         trainer._init_kvstore()
-        for updater, context in zip(_updaters(trainer), contexts):
-            set_states(updater, states, context)
+        for updater in _updaters(trainer):
+            updater.set_states(states)
 
 
 def _updaters(trainer):

@@ -59,7 +59,6 @@ class BlockReplicas:
         self._operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
         self.verification = None  # of the first calls
-        self._called = set()  # the kinds of calls that might be verified, from the second one on
         methods = {name: getattr(self, name) for name in self.METHODS}
         vars(block).update(methods, _compat_replicas=self)
 
@@ -89,19 +88,9 @@ class BlockReplicas:
         if verification is not None and self._kinds[self._kind(args)][0] is not None:
             # Batch normalization and dropout go by this, not by whether gradients are wanted.
             kind = "train" if mx.autograd.is_training() else "predict"
-            wanted = verification.wants(kind) and not self._waits(kind)
-            if wanted and verification.is_due(kind):
+            if verification.is_due(kind):
                 return verification.verify(kind, verified_native.BlockCall(self, args))
         return self.run(args)
-
-    def _waits(self, kind):
-        """Whether this call is to make parameters, which would be no part of what is verified.
-
-        Those that no call uses are never made, so only the first of a kind waits.
-        """
-        is_first = kind not in self._called
-        self._called.add(kind)
-        return is_first and any(p._data is None for p in parameters_of(self.block))
 
     def run_undivided(self, args):
         """The block on the first context alone, where no replica is running."""

@@ -6,7 +6,6 @@ import functools
 import mxnet as mx
 from keras.backend import mxnet_backend as K
 
-from ... import _keras
 from ..._runtime.patching import replaced
 from . import symbol_executors
 from .group_placement import device_with_replicas, groups_of, place_groups
@@ -18,10 +17,6 @@ def parallelize(model, contexts):
     """Run ``model`` on ``contexts``; one context gives the plain behaviour back."""
     if len(contexts) > 1 and groups_of(model):
         raise device_with_replicas(model.name)
-    if len(contexts) > 1 and _has_size_of_batches(model):
-        problem = f"its batch size is fixed to {model.inputs[0].shape[0]}"
-        _keras.warn_not_divided(model, problem, str(contexts[0]))
-        contexts = contexts[:1]
     replicas = getattr(model, "_compat_replicas", None)
     if len(contexts) > 1:
         (replicas or ModelReplicas(model)).move(contexts)
@@ -281,24 +276,3 @@ def _copy(arrays, others):
     for name, array in others.items():
         if name in arrays:
             arrays[name].copyto(array)
-
-
-def _has_size_of_batches(model):
-    """Whether a model's graph gives one row as many rows as its inputs' ``batch_shape`` has.
-
-    keras-mxnet writes that size into some operations, such as those of ``Conv1D``, and not into
-    others: a stateful RNN can be cut. Where sizes other than the batch's are unknown, it is not
-    tried.
-    """
-    inputs = model.inputs or ()  # of a model that is built by its first batch
-    if not inputs or any(each.shape[0] == 1 or None in each.shape for each in inputs):
-        return False
-    states = [variable for variable, _ in model.state_updates]
-    values = model.outputs + [value for _, value in model.state_updates]
-    shapes = {held.name: (1,) + tuple(held.shape[1:]) for held in inputs + states}
-    symbol = mx.sym.Group([value.symbol for value in values])
-    try:
-        _, made, _ = symbol_executors.inferred(symbol.infer_shape, symbol, shapes)
-    except (mx.base.MXNetError, UserWarning):
-        return True
-    return any(shape[0] != 1 for shape in made)

@@ -19,14 +19,13 @@ from . import symbol_executors, symbol_graph
 def parallelize(module, contexts):
     """Run ``module`` on ``contexts``; one context gives the plain behaviour back.
 
-    Before ``bind()``, or after it: then it is bound anew, with its parameters. Once it has an
-    optimizer, whose state is numbered by context, it stays where it is.
+    Before ``bind()``: once it is bound, it stays where it is.
 
     Differs from one context: BatchNorm normalises each shard by its own statistics; the running
     ones take one step to the mean of the shards' new values, weighted by size.
 
     Raises:
-        UnsupportedError: the module has an optimizer, or is not a plain ``Module``.
+        UnsupportedError: the module is bound, or is not a plain ``Module``.
     """
     if type(module) is not mx.mod.Module:
         raise errors.UnsupportedError(
@@ -36,10 +35,10 @@ def parallelize(module, contexts):
     divided = _BindDivided.of(module)
     if (module._context if divided is None else divided.devices) == contexts:
         return
-    if module.optimizer_initialized:
+    if module.binded:
         raise errors.UnsupportedError(
-            "This Module has an optimizer already, and MXNet numbers its state by device. "
-            "Call parallelize() before fit() or init_optimizer()."
+            "This Module is bound to its devices already. Call parallelize() before bind() or "
+            "fit()."
         )
     module._context = contexts
     module._work_load_list = [1] * len(contexts)
@@ -49,15 +48,6 @@ def parallelize(module, contexts):
             method.remove(module)
         if len(contexts) > 1:
             kind(contexts).install(module)
-    if module.binded:
-        if module.params_initialized:
-            module.get_params()  # brings them from the executors, which are dropped
-        else:
-            module._arg_params = module._aux_params = None
-        module.bind(
-            module.data_shapes, module.label_shapes or None, module.for_training,
-            module.inputs_need_grad, force_rebind=True, grad_req=module._grad_req,
-        )  # fmt: skip
 
 
 class _BindDivided(InstanceMethod):

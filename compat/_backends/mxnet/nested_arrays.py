@@ -114,13 +114,13 @@ def _is_numpy(array):
 
 # Gradients of the user's own --------------------------------------------------------------------
 
-# They may compute across rows on the way back. An ``mx.autograd.Function`` in a Gluon block is seen
-# by nobody, and ``Custom`` in a graph may be anything. So the gradients of three rows together are
-# compared with those of two of them and of the third, and with those of the three in another order.
+# They may compute across rows on the way back, and an ``mx.autograd.Function`` in a Gluon block is
+# seen by nobody. So the gradients of three rows together are compared with those of two of them and
+# of the third, and with those of the three in another order.
 
 
-def mixes_back(parameters, args, placements, context, compute, train_mode=False):
-    """Whether the gradients of a block, or of an operation, mix rows, or cannot be tried.
+def mixes_back(parameters, args, placements, context, compute):
+    """Whether the gradients of a block mix rows, or cannot be tried.
 
     Arguments:
         parameters: the block's.
@@ -128,7 +128,6 @@ def mixes_back(parameters, args, placements, context, compute, train_mode=False)
         placements: how its results are put together.
         context: the one for that.
         compute: takes such arguments and numbers of rows, and returns what it gives for them.
-        train_mode: whether it is tried as in training, or in inference.
     """
     trained = [p for p in parameters if p._data is not None and p.grad_req != "null"]
     found, upstream, random = [], [], np.random.RandomState(0)  # type: Any, Any, Any
@@ -140,7 +139,7 @@ def mixes_back(parameters, args, placements, context, compute, train_mode=False)
             for parts in (trial.WHOLE,), trial.PARTS, (trial.WHOLE[::-1],):
                 for gradient in gradients:
                     gradient[:] = 0
-                with mx.autograd.record(train_mode=train_mode):
+                with mx.autograd.record(train_mode=False):
                     results = [compute(given, part) for part in parts]
                     whole = merged(placements, results, list(map(len, parts)), context)
                     placed = zip(_arrays(whole), placements)
@@ -155,7 +154,7 @@ def mixes_back(parameters, args, placements, context, compute, train_mode=False)
                 ]
                 if heads:
                     back = list(map(like, back, heads))
-                    mx.autograd.backward(heads, back, train_mode=train_mode)
+                    mx.autograd.backward(heads, back, train_mode=False)
                 found.append([gradient.asnumpy() for gradient in gradients])
         except Exception:  # whatever a function of the user's does
             clear_errors()

@@ -44,8 +44,7 @@ def operations(step):
     """Operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
     with recorded() as events:
         step()
-    begun = [event for event in events if event["ph"] == "B"]
-    return collections.Counter((f"cpu({event['pid']})", event["name"]) for event in begun)
+    return collections.Counter((each.device, each.name) for each in _executed(events, "cpu"))
 
 
 def products(step):
@@ -60,11 +59,12 @@ def products(step):
 
 def profiled(contexts):
     """What ``MXNet.profiled()`` returns, for the configured contexts."""
-    return converted(recorded(), lambda events: _executed(events, contexts))
+    kind = contexts[0].partition("(")[0]
+    return converted(recorded(), lambda events: _executed(events, kind))
 
 
-def _executed(events, contexts):
-    kind, begun = contexts[0].partition("(")[0], {}  # type: str, dict
+def _executed(events, kind):
+    begun = {}  # type: dict
     # In the record CPUs come first, one for each core. There are CPU contexts beyond the cores,
     # under the numbers of what comes next; but contexts are all CPUs, or all GPUs (MXNet's
     # src/profiler/profiler.cc).

@@ -59,20 +59,8 @@ def updater_of(model):
 def take_to(updater, context):
     """Move the optimizer's state and step counts to ``context``."""
     optimizer = updater.optimizer
-    set_states(updater, updater.states, context)
+    updater.set_states(updater.get_states())  # copies, which move when they are next used
     optimizer._compat_states = updater.states
     # Steps are counted per device id: Adam would begin anew on another one.
     optimizer._all_index_update_counts[context.device_id] = dict(optimizer._index_update_count)
     optimizer._set_current_context(context.device_id)
-
-
-def set_states(updater, states, context):
-    """Give an updater copies of the states on ``context``.
-
-    Now: one that is copied when it is used has another context's update in it.
-    """
-    updater.states = {
-        index: updater.sync_state_context(state, context) for index, state in states.items()
-    }
-    # If a weight was placed elsewhere, the updater takes its state there.
-    updater.states_synced = dict.fromkeys(states, False)

@@ -12,7 +12,7 @@ import string
 from functools import partial
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Unknown, Value
 from ..._rows.values import listed
 
 
@@ -52,23 +52,9 @@ def reduction(op, how, default=None):
 
 
 def along(op, default):
-    """Along a dimension; what is given besides, such as LayerNorm's weights, has no rows."""
+    """Along a dimension, where what is given besides, such as LayerNorm's weights, has no rows."""
     fixed = all(isinstance(value.placement, Replicated) for value in op.values[1:])
-    return _rows.along(op.value, op.get("axis", default)) if fixed else Mixed()
-
-
-def softmax(op):
-    if op.get("use_length", False):
-        axis = op.get("axis", -1) % op.value.rank
-        return _rows.by_row(op.values, [0 if axis else -1, 0])
-    return along(op, -1)
-
-
-def by_mode(op):
-    """What goes along the dimensions that ``mode`` names."""
-    axes = list(range(op.value.rank))
-    modes = {"instance": axes[1:], "channel": axes[1:2], "spatial": axes[2:]}
-    return _rows.along(op.value, modes[op.get("mode", "instance")])
+    return _rows.along(op.value, op.get("axis", default)) if fixed else Unknown("other rows")
 
 
 def normalized(op):
@@ -129,17 +115,6 @@ def split(op):
     return _rows.sliced(op.value, {op.get("axis", 1): part})
 
 
-def slice_like(op):
-    value, like = op.values
-    axes = listed(op.get("axes") or None, like.rank)
-    if like.axis in axes:
-        # As long as the batch: of all rows nothing is cut off, of anything else its beginning.
-        return value.placement if value.placement == like.placement else Mixed()
-    if not isinstance(like.placement, (Replicated, Sharded)):
-        return Mixed()
-    return _rows.sliced(value, {axis: "part" for axis in axes})
-
-
 def pad(op):
     widths = op.get("pad_width")
     return _rows.resized(op.value, [i // 2 for i, width in enumerate(widths) if width])
@@ -156,19 +131,6 @@ def pick(op):
     return _rows.along(rows, [axis]) if kept else _rows.sliced(rows, {axis: "one"})
 
 
-def of_sequences(op, alike, keeps=True):
-    """By each row's length, with the rows next to the time; or for all lengths alike.
-
-    Arguments:
-        alike: the placement for the latter.
-        keeps: whether the result has the dimension of the time.
-    """
-    if not op.get("use_sequence_length", False):
-        return alike
-    batch = 1 - op.get("axis", 0)
-    return _rows.by_row(op.values, [batch, 0], batch if keeps else 0)
-
-
 def rnn(op):
     axes = [1, None] + [1] * (len(op.values) - 2)
     if op.get("use_sequence_length", False):
@@ -181,26 +143,8 @@ def loss(op, found):
     return found if op.get("normalization", "null") == "null" else Mixed()
 
 
-def cross_entropy(op):
-    found = _rows.by_row(op.values, [0, 0])
-    return Partial("sum") if isinstance(found, Sharded) else found
-
-
 def leaky(op):
     return _rows.pointwise(op.values) if len(op.values) == 1 else _rows.by_row(op.values, [0])
-
-
-def attention_weights(op):
-    """For each row so many heads, side by side."""
-    rows = Value(_rows.by_row(op.values, [1, 1], 0), [None] * 3)
-    return _rows.repeated(rows, 0, op.get("heads"))
-
-
-def attention_values(op):
-    heads, rows = op.get("heads"), op.values[1].placement
-    if isinstance(rows, Sharded) and rows.axis == 0 and rows.inner and rows.inner % heads == 0:
-        rows = rows.replace(inner=rows.inner // heads)
-    return _rows.by_row([op.value, Value(rows, op.values[1].shape)], [1, 0])
 
 
 def placements(name, operation):
@@ -283,13 +227,11 @@ for _names, _rule in [
     ("prod nansum nanprod norm argmax argmin _np_prod _npi_std _npi_var _npi_argmax _npi_argmin",
      partial(reduction, how="other")),
     ("argmax_channel", partial(reduction, how="other", default=1)),
-    ("softmax log_softmax softmin", softmax),
-    ("sort argsort topk LayerNorm _contrib_div_sqrt_dim _sample_multinomial",
-     partial(along, default=-1)),
+    ("softmax log_softmax softmin sort argsort topk LayerNorm _contrib_div_sqrt_dim "
+     "_sample_multinomial", partial(along, default=-1)),
     ("cumsum _np_cumsum _np_roll _npi_flip", partial(along, default=None)),
     ("reverse _shuffle", partial(along, default=0)),
     ("_contrib_box_nms", partial(along, default=[-2, -1])),
-    ("SoftmaxActivation L2Normalization", by_mode),
     # Products
     ("dot _np_dot", dot),
     ("batch_dot _linalg_gemm _linalg_gemm2 _npi_matmul", product),
@@ -304,7 +246,6 @@ for _names, _rule in [
     ("SwapAxis", swapped),
     ("slice", slice),
     ("slice_axis", slice_axis),
-    ("slice_like", slice_like),
     ("SliceChannel _split_v2", split),
     ("Concat", lambda op: _rows.concatenated(op.values, op.get("dim", 1))),
     ("_npi_concatenate", lambda op: _rows.concatenated(op.values, op.get("axis", 0))),
@@ -327,17 +268,8 @@ for _names, _rule in [
      "LinearRegressionOutput MAERegressionOutput LogisticRegressionOutput SVMOutput", by_row(0, 0)),
     ("BatchNorm _contrib_SyncBatchNorm", normalized),
     ("RNN", rnn),
-    ("SequenceMask", lambda op: of_sequences(op, _rows.pointwise(op.values))),
-    ("SequenceLast", lambda op: of_sequences(
-        op, _rows.sliced(op.value, {op.get("axis", 0): "one"}), keeps=False)),
-    ("SequenceReverse", lambda op: of_sequences(op, _rows.along(op.value, [0]))),
-    ("_contrib_interleaved_matmul_selfatt_qk _contrib_interleaved_matmul_encdec_qk",
-     attention_weights),
-    ("_contrib_interleaved_matmul_selfatt_valatt _contrib_interleaved_matmul_encdec_valatt",
-     attention_values),
     ("SoftmaxOutput", lambda op: loss(op, _rows.by_row(op.values, [0, 0]))),
     ("MakeLoss", lambda op: loss(op, _rows.multiplied(op.values))),
-    ("softmax_cross_entropy", cross_entropy),
     ("CTCLoss", by_row(1, 0, 0, 0, result=0)),
     # Made by a shape, drawn, counted
     ("_zeros _ones _full _zeros_without_dtype _npi_zeros _npi_ones _random_uniform _random_normal "

@@ -3,12 +3,10 @@
 import json
 
 import mxnet as mx
-import numpy as np
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value, trial
+from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value
 from . import row_operations
-from .nested_arrays import can_be_merged, mixes_back
 from .symbol_executors import MEANS, clear_errors, inferred, tried
 
 # Two numbers of rows, far from any width and from one another, so that shapes tell what grows
@@ -140,22 +138,17 @@ class Graph:
         Returns:
             Why nothing at all can be divided, or None.
         """
-        mixing = {}  # type: dict
+        # A function of the user's own may mix rows on the way back, where a trial does not look.
+        mixing = dict.fromkeys(self.own_gradients(), "gradient")
         shapes = {name: array.shape for name, array in fed.items()}
         try:
             while True:
                 self.follow(given, shapes, mixing)
                 asked = self.untold + self.outputs + self.frontier(self.outputs)
-                wrong, why = self._differing(asked, given, fed, *asking), "tried"
-                if not wrong:
-                    wrong, why = set(filter(self._mixes_back, self.own_gradients())), "gradient"
+                wrong = self._differing(asked, given, fed, *asking)
                 if not wrong:
                     return None
-                if not wrong.intersection(self.untold):  # a rule is, then: which one?
-                    inside = self.ancestors(asked)
-                    every = [entry for entry in self.placements if entry[0] in inside]
-                    wrong |= self._differing(every, given, fed, *asking)
-                mixing[min(wrong)[0]] = why
+                mixing[min(wrong)[0]] = "tried"
         except Exception:  # whatever operations of the user's do, with other numbers of rows
             clear_errors()
             self.placements = {}
@@ -172,34 +165,6 @@ class Graph:
             # What is random tells nothing where a rule is known.
             and (entry in self.untold or not isinstance(each, Unknown))
         }
-
-    def _mixes_back(self, result):
-        """Whether the gradient of a node with rows, a function of the user's, mixes them.
-
-        Or cannot be tried.
-        """
-        if isinstance(self.placements.get(result, Mixed()), Mixed):
-            return False  # it runs whole
-        number, random, count = result[0], np.random.RandomState(0), len(trial.WHOLE)
-        attributes, inputs = self.nodes[number]["attrs"].items(), self.inputs[number]
-        options = {name: value for name, value in attributes if not name.startswith("__")}
-        axes = [getattr(self.placements[entry], "axis", None) for entry in inputs]
-        shapes = [[size or count for size in self._sizes[entry] or ()] for entry in inputs]
-        drawn = [mx.nd.array(random.uniform(0.5, 1.5, shape)) for shape in shapes]
-
-        def compute(values, rows):
-            part = [
-                value if axis is None else mx.nd.take(value, mx.nd.array(rows), axis)
-                for value, axis in zip(values, axes)
-            ]
-            results = mx.nd.Custom(*part, **options)
-            return results[0] if isinstance(results, list) else results
-
-        placement = self.placements[result]
-        if placement == REPLICATED:
-            placement = Partial("mean")  # what comes back to it is a sum over the rows
-        given = [], drawn, [placement], mx.cpu(), compute
-        return not can_be_merged(placement) or mixes_back(*given, train_mode=True)
 
     def across(self, outputs, with_rows=True):
         """The first operation that mixes rows, if outputs follow from one (with rows), or None.
@@ -277,8 +242,8 @@ class Graph:
         return found
 
     def own_gradients(self):
-        """The first outputs of the nodes whose gradient is a function of the user's."""
-        return [(number, 0) for number, node in enumerate(self.nodes) if node["op"] == "Custom"]
+        """The nodes whose gradient is a function of the user's."""
+        return [number for number, node in enumerate(self.nodes) if node["op"] == "Custom"]
 
     def states(self):
         """The operation that writes each of the auxiliary states, by its name."""

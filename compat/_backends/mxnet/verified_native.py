@@ -31,11 +31,13 @@ class BlockCall(_verification.Step):
         self.args = args
         self.is_training = mx.autograd.is_training()
         self.is_recording = mx.autograd.is_recording()
+        self.dtype = keras_steps.coarsest({np.dtype(p.dtype).name for p in self.made.values()})
+
+    @property
+    def made(self):
+        """The parameters that have values, by label; the step may make some more."""
         made = [p for p in parameters_of(self.block) if p._data is not None]
-        self.states = {"state " + p.name: p for p in made if p.grad_req == "null"}
-        self.weights = {"weight " + p.name: p for p in made if p.grad_req != "null"}
-        self.parameters = dict(self.weights, **self.states)
-        self.dtype = keras_steps.coarsest({np.dtype(p.dtype).name for p in made})
+        return {("state " if p.grad_req == "null" else "weight ") + p.name: p for p in made}
 
     def by_design(self, inference, changed):
         if inference or not self.is_training:
@@ -49,15 +51,15 @@ class BlockCall(_verification.Step):
 
     def read(self):
         self.replicas._unite_statistics()  # then all contexts have the same
-        return {label: p.list_data()[0].asnumpy() for label, p in self.parameters.items()}
+        return {label: p.list_data()[0].asnumpy() for label, p in self.made.items()}
 
     def write(self, values):
         """Now: the backward pass of batch normalization waits for nothing being written."""
         with mx.autograd.pause():
-            for label, value in values.items():
-                if label in self.parameters:
-                    for array in self.parameters[label].list_data():
-                        like(value, array).copyto(array)
+            for label, parameter in self.made.items():
+                if label in values:
+                    for array in parameter.list_data():
+                        like(values[label], array).copyto(array)
         wait_for_updates()
 
     # Doing it -----------------------------------------------------------------------------------
@@ -100,15 +102,16 @@ class BlockCall(_verification.Step):
             result = run(args)
         named = self._outputs(result)
         heads = [array for array in _arrays(result) if np.dtype(array.dtype).kind == "f"]
-        if not heads or not self.weights:
+        weights = [p for label, p in self.made.items() if self.is_weight(label)]
+        if not heads or not weights:
             return named
         random = np.random.RandomState(0)
         upstream = [like(random.normal(size=array.shape), array) for array in heads]
-        after = {label: value for label, value in self.read().items() if label in self.states}
-        with mx.autograd.pause(), gradients_kept(self.weights.values()):
+        after = {label: value for label, value in self.read().items() if label[:6] == "state "}
+        with mx.autograd.pause(), gradients_kept(weights):
             # In a call under record(train_mode=False) the backward pass is one of inference.
             mx.autograd.backward(heads, upstream, train_mode=self.is_training)
-            for parameter in self.weights.values():
+            for parameter in weights:
                 gradients = [gradient.asnumpy() for gradient in parameter.list_grad()]
                 named["gradient of " + parameter.name] = sum(gradients)
             wait_for_updates()
