@@ -242,6 +242,7 @@ OTHERS = {
     "compat._ranks.saving": "a temporary folder beside the model",
     "compat._ranks.launch.output": "logs, which are appended to",
     "compat._configuration.idle": "locks of GPUs",
+    "compat._backends.theano.theanorc": "the lock of .theanorc",
 }
 TEMPORARY = {
     "compat._backends.jax.timeline", "compat._backends.mxnet.op_placement",

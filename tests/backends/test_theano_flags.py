@@ -2,6 +2,7 @@
 
 import collections
 import configparser
+import fcntl
 import json
 import os
 import random
@@ -430,10 +431,9 @@ def test_write_refuses_what_theano_cannot_read(rc, text, problem):
 
 def test_write_says_why_it_cannot(tmp_path):
     path = tmp_path / "missing" / "rc"
-    told = re.sub("compat-[0-9a-f]+", "compat-", refusal(theanorc.write, str(path), FLAGS))
-    assert told == (
-        "{} could not be written: [Errno 2] No such file or directory: '{}/.compat-.tmp'. The file "
-        "is as it was before.".format(path, path.parent)
+    assert refusal(theanorc.write, str(path), FLAGS) == (
+        "{} could not be written: [Errno 2] No such file or directory: '{}.lock'. The file is as "
+        "it was before.".format(path, path)
     )
 
 
@@ -460,9 +460,10 @@ TRAPS = {
 
 
 @pytest.mark.parametrize("trap", sorted(TRAPS))
-def test_a_backup_that_is_no_file_is_an_error(rc, tmp_path, trap):
+@pytest.mark.parametrize("ending", [".before-compat", ".lock"])
+def test_a_backup_or_a_lock_that_is_no_file_is_an_error(rc, tmp_path, trap, ending):
     (tmp_path / "treasure").write_text("mine")
-    path = str(rc) + ".before-compat"
+    path = str(rc) + ending
     TRAPS[trap](path)
     before = os.lstat(path)
     told = refusal(theanorc.write, str(rc), FLAGS)
@@ -470,6 +471,19 @@ def test_a_backup_that_is_no_file_is_an_error(rc, tmp_path, trap):
     assert told.endswith("'{}'. The file is as it was before.".format(path))
     assert rc.read_text() == OLD and os.lstat(path) == before
     assert (tmp_path / "treasure").read_text() == "mine" and not (tmp_path / "no").exists()
+
+
+def test_a_lock_that_another_process_keeps_is_not_waited_for_for_ever(rc, monkeypatch):
+    monkeypatch.setattr(theanorc, "_PATIENCE", 0.1)
+    lock = str(rc) + ".lock"
+    with open(lock, "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        told = refusal(theanorc.write, str(rc), FLAGS)
+    assert told == (
+        "{0} could not be written: [Errno 16] Another process has held it for 0.1 seconds: "
+        "'{0}.lock'. The file is as it was before.".format(rc)
+    )
+    assert rc.read_text() == OLD
 
 
 @pytest.mark.parametrize("trap", ["FIFO", "folder"])
@@ -543,7 +557,7 @@ def content(path):
 
 def is_system_call(function):
     module = getattr(function, "__module__", None)
-    return (module or type(function.__self__).__module__) in ("posix", "_io", "io")
+    return (module or type(function.__self__).__module__) in ("posix", "_io", "io", "fcntl")
 
 def killed(at):
     child = os.fork()
@@ -606,3 +620,31 @@ def test_a_full_disk_leaves_the_old_file(rc, monkeypatch, at, left):
         "before.".format(rc)
     )
     assert rc.read_text() == OLD and names(rc) == [".theanorc"] + left
+
+
+WRITE_MANY = """
+import sys
+from compat._backends.theano import theanorc
+path, name = sys.argv[1:]
+for number in range(8):
+    theanorc.write(path, {"%s.o%d" % (name, number): str(number), "last": name})
+"""
+
+
+def test_processes_that_write_at_once_lose_nothing(rc):
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITE_MANY, str(rc), name], env=dict(os.environ, PYTHONPATH=ROOT)
+        )
+        for name in "abc"
+    ]
+    while any(writer.poll() is None for writer in writers):
+        parser = configparser.ConfigParser()
+        parser.read(str(rc))  # a reader never sees half a file
+        assert parser.get("blas", "ldflags") == "-lopenblas  -lm"
+    assert [writer.returncode for writer in writers] == [0] * 3
+    parser = configparser.ConfigParser()
+    parser.read(str(rc))
+    for name in "abc":
+        assert parser.items(name) == [("o%d" % n, str(n)) for n in range(8)]
+    assert names(rc) == [".theanorc", ".theanorc.before-compat"]

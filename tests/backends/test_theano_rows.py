@@ -1,5 +1,7 @@
 """What models on Theano may compute of the rows of a batch."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -39,6 +41,27 @@ def whole(operation, name, layer=None, line=None, reach=_rows.FROM_THERE_ON, why
     across = _rows.Across(operation, layer, line, why)
     found = across.sentence(name)
     return "{} {} runs on cpu:0 with the whole batch.".format(found, reach)
+
+
+def test_a_function_is_copied_without_a_trace_in_theanos_class():
+    """Other threads may be compiling."""
+    import theano
+
+    from compat._backends.theano import device_body
+
+    number = theano.shared(1.0)
+    function = theano.function([], number + 1)
+    makers, plain, make = [], type(function.maker), type(function.maker).__init__
+
+    def copy(swap):
+        makers.append((type(function.maker), plain.__init__))
+        return swap
+
+    copied = device_body.copied(types.SimpleNamespace(maker=function.maker, copy=copy), {number: 2})
+    assert copied == {number: 2}
+    ((within, init),) = makers
+    assert issubclass(within, plain) and within is not plain
+    assert init is make and type(function.maker) is plain
 
 
 def test_no_batch_is_kept_after_an_error(keras):

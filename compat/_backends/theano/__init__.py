@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import sys
+import types
 
 from ... import _keras, _ranks, errors
 from ..._configuration import detection
@@ -76,7 +77,10 @@ class Theano(Backend):
 
     def initialised(self):
         # Theano reads its flags in this module, first of all.
-        return "theano was imported" if "theano.configparser" in sys.modules else None
+        if "theano.configparser" not in sys.modules:
+            return None
+        importer = _importer()
+        return "theano was imported" + (f" (by {importer})" if importer else "")
 
     def import_framework(self):
         if _ranks.own_place():
@@ -238,3 +242,24 @@ class Theano(Backend):
 
 
 backend = Theano()
+
+
+def _importer():
+    """The module that imported Theano, or None: the last one begun before it that refers to it.
+
+    From Python 3.8 on, modules stand in the order in which they were done, which does not tell.
+    """
+    importer = None
+    for name, module in list(sys.modules.items()):  # in the order in which they were begun
+        if name.partition(".")[0] == "theano":
+            return importer if name == "theano" else None
+        if any(map(_is_theanos, list(getattr(module, "__dict__", {}).values()))):
+            importer = name
+    return None
+
+
+def _is_theanos(value):
+    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
+        return False
+    name = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None)
+    return str(name).partition(".")[0] == "theano"

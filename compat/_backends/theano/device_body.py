@@ -72,3 +72,25 @@ def _kept(gradients, leaves, values):
         return variable in forward and hasattr(variable, "broadcastable") and not is_view
 
     return nearest(gradients, is_kept)
+
+
+def copied(function, swap):
+    """A function like this one, of other shared variables, for those in ``swap``.
+
+    Theano's copy() alone loses the order in which operations may overwrite what others read: it
+    gives the copied graph no DestroyHandler. Gradients of recurrent layers read what had been
+    overwritten.
+    """
+    maker = function.maker
+    of_theano, held = type(maker), [given.variable for given in maker.inputs]
+
+    class Maker(of_theano):
+        def __init__(self, *args, **options):
+            options["fgraph"].attach_feature(theano.gof.DestroyHandler())
+            super(Maker, self).__init__(*args, **options)
+
+    maker.__class__ = Maker  # of this one alone: other threads may be compiling
+    try:
+        return function.copy(swap={old: new for old, new in swap.items() if old in held})
+    finally:
+        maker.__class__ = of_theano

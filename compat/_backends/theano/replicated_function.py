@@ -256,10 +256,14 @@ class ReplicatedFunction:
         for number, device in enumerate(devices if cuts and not made else ()):
             for variable in self.used:
                 device.adopt(variable, number)
-            given = self.body_inputs, self.sharded, cuts, self.used, back, weights
-            with device.current():
-                functions, weights = device_body.compiled(device, self._compile, *given)
-            made.append(functions)
+            if number == 0 or device.target != devices[0].target:
+                given = self.body_inputs, self.sharded, cuts, self.used, back, weights
+                with device.current():
+                    functions, weights = device_body.compiled(device, self._compile, *given)
+                made.append(functions)
+            else:  # on one processor all are copies of the first's
+                swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
+                made.append([device_body.copied(function, swap) for function in made[0]])
         if not back:
             self.owner.forward[tuple(cuts)] = made
         self.body_weights = weights

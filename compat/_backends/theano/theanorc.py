@@ -1,9 +1,12 @@
 """Writing Theano's flags into ``.theanorc``, whose other lines stay as they are."""
 
 import configparser
+import contextlib
+import errno
 import io
 import locale
 import os
+import time
 
 from ... import errors
 from ..._runtime.safe_files import NOFOLLOW, plain, replacement
@@ -31,8 +34,8 @@ def file_to_write(environ):
 def write(path, flags, before=()):
     """Set these flags in a file, and keep all else in it, its rights and links to it.
 
-    A crash at any point leaves the old file or the new one, complete; of two processes that write
-    at once the later wins. Others may write to its folder, too: new files have unpredictable
+    A crash at any point leaves the old file or the new one, complete; two processes that write
+    at once wait for each other. Others may write to its folder, too: new files have unpredictable
     names, and nothing that stands in the way is followed or waited for.
 
     Arguments:
@@ -48,23 +51,24 @@ def write(path, flags, before=()):
     encoding = locale.getpreferredencoding(False)  # in which Theano reads it
     try:
         path = os.path.realpath(path)
-        old, model = _read(path)
-        with readable(path):
-            text = (old or b"").decode(encoding)
-            configparser.RawConfigParser().read_file(io.StringIO(text, newline=None), path)
-            changed = set_options(text, flags)
-        if old is not None and changed == text:
-            return path
-        _check_defaults(before, text, flags)
-        content, backup = changed.encode(encoding), None
-        if old is not None:
-            backup = path + ".before-compat"
-            _read(backup)  # an error: something is there that is no file
-            with replacement(backup, model) as file:
-                file.write(old)
-        with replacement(path, model) as file:
-            file.write(content)
-        return backup
+        with _alone(path + ".lock"):
+            old, model = _read(path)
+            with readable(path):
+                text = (old or b"").decode(encoding)
+                configparser.RawConfigParser().read_file(io.StringIO(text, newline=None), path)
+                changed = set_options(text, flags)
+            if old is not None and changed == text:
+                return path
+            _check_defaults(before, text, flags)
+            content, backup = changed.encode(encoding), None
+            if old is not None:
+                backup = path + ".before-compat"
+                _read(backup)  # an error: something is there that is no file
+                with replacement(backup, model) as file:
+                    file.write(old)
+            with replacement(path, model) as file:
+                file.write(content)
+            return backup
     except errors.CompatError:
         raise
     except (OSError, ValueError) as error:
@@ -172,3 +176,35 @@ def _read(path):
             return file.read(), os.fstat(file.fileno())
     except FileNotFoundError:
         return None, None
+
+
+# How long another process may hold the lock, in seconds.
+_PATIENCE = 60.0
+
+
+@contextlib.contextmanager
+def _alone(path):
+    """Hold this lock file, waiting for it. The system drops the lock of a process that dies."""
+    try:
+        import fcntl
+    except ImportError:  # Windows: of two writers at once the later wins
+        yield
+        return
+    until, is_held = time.monotonic() + _PATIENCE, False
+    while not is_held:
+        with open(path, "ab", opener=_no_link) as lock:
+            # Its holder has it, or has removed the file meanwhile.
+            with contextlib.suppress(BlockingIOError, FileNotFoundError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_held = os.path.samestat(os.lstat(path), os.fstat(lock.fileno()))
+            if is_held:
+                try:
+                    yield
+                finally:
+                    with contextlib.suppress(OSError):
+                        os.unlink(path)
+            elif time.monotonic() > until:
+                text = f"Another process has held it for {_PATIENCE:g} seconds"
+                raise OSError(errno.EBUSY, text, path)
+            else:
+                time.sleep(0.01)
