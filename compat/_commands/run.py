@@ -284,7 +284,7 @@ def _misplaced(script, parser):
 
 
 def _check_there_are_ranks(options):
-    """Refuse options that only ranks can have. (--quiet is not one: a script alone is its rank 0.)"""
+    """Refuse options that only ranks can have. (--quiet is none: a script alone is its rank 0.)"""
     given = {"--log-dir": options.log_dir is not None, "--max-restarts": options.max_restarts}
     for option in given:
         if given[option] and options.ranks in (None, 1):

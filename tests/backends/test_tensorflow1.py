@@ -428,17 +428,20 @@ class TestTensorFlow1(KerasParts):
                 str(raised.value),
             )
 
-    def test_sparse_inputs_stay_on_one_device(self, keras, configuration):
-        inputs = keras.layers.Input(shape=(8,), sparse=True)
-        model = keras.models.Model(inputs, keras.layers.Dense(4)(inputs))
-        with pytest.warns(compat.CompatWarning) as warned:
-            compat.parallelize(model)
-        assert str(warned[0].message) == (
-            "parallelize() leaves model {!r} on {}: an input of it is sparse, so its batches "
-            "cannot be split. The numbers are those of one device, and so is the speed.".format(
-                model.name, configuration.devices[0].replace("/cpu", "/device:CPU")
-            )
-        )
+    def test_sparse_input(self, keras):
+        from scipy import sparse
+
+        def build():
+            inputs = keras.layers.Input(shape=(8,), sparse=True)
+            return keras.models.Model(inputs, keras.layers.Dense(4)(inputs))
+
+        inputs, targets = CASES["dense"].data(13)
+        inputs = sparse.csr_matrix(inputs)
+        if keras.__name__ == "keras" and not keras.__version__.startswith("2.3"):
+            self.train_both(keras, build, "mse", inputs, targets, batch=13)
+        else:
+            with pytest.raises(ValueError):  # on one device, neither
+                build().predict(inputs)
 
     # Subclassed models ------------------------------------------------------------------------
 

@@ -459,6 +459,30 @@ def test_fixed_number_of_rows_is_tried(keras, mixes):
     assert len(texts) == mixes and all("runs on " in text for text in texts)
 
 
+def test_sparse_adjacency(keras):
+    """A graph's edges between all rows, and K.function on a sparse input."""
+    from scipy import sparse
+
+    K, layers = keras.backend, keras.layers
+    if keras.__name__ != "keras" or keras.__version__.startswith("2.3"):
+        return  # there a sparse input fails on one device: see test_sparse_input
+    random = np.random.RandomState(0)
+    edges, nodes = sparse.csr_matrix(random.rand(13, 13)), rows_of(13)
+
+    def build():
+        inputs = [layers.Input(batch_shape=(None, None), sparse=True), layers.Input(shape=(4,))]
+        hidden = layers.Dense(3, activation="tanh")(inputs[1])
+        product = layers.Lambda(lambda ab: K.dot(ab[0], ab[1]), output_shape=(3,))
+        return keras.models.Model(inputs, layers.Dense(2)(product([inputs[0], hidden])))
+
+    found = []
+    for model in one_and_three(build):
+        losses = [model.train_on_batch([edges, nodes], rows_of(13, 2)) for _ in range(2)]
+        outputs = K.function(model.inputs, model.outputs)([edges, nodes])
+        found.append([np.array(losses)] + outputs + model.get_weights())
+    assert largest_difference(*found) <= 1e-5
+
+
 # Losses ---------------------------------------------------------------------------------------
 
 

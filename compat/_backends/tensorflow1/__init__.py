@@ -175,7 +175,7 @@ class TensorFlow1(Backend):
         undivided graph.
         """
         inputs = getattr(model, "inputs", None) or ()
-        kinds = {"nested_row_splits": "ragged", "dense_shape": "sparse", "assign": "a variable"}
+        kinds = {"nested_row_splits": "ragged", "assign": "a variable"}
         found = [kinds[name] for name in kinds if any(hasattr(each, name) for each in inputs)]
         if len(devices) > 1 and found:
             _keras.warn_not_divided(model, f"an input of it is {found[0]}", devices[0])

@@ -38,7 +38,7 @@ class BatchPart:
         inputs, outputs = list(model.inputs), list(model.outputs)
         self.name = model.name
         values = [update[1] if isinstance(update, tuple) else update for update in updates]
-        starts = {tensor.op for tensor in inputs}
+        starts = {part.op for part in graph.dense_parts(*inputs)}
         _, consumers = graph.ancestors(outputs + losses + values, starts)
         self._consumers = consumers
         depending = graph.reached(starts, consumers) - starts
@@ -70,7 +70,7 @@ class BatchPart:
         self.operations = graph.reached(starts, consumers) - starts
         self.constants = list(self.rows.constants) + self._constants_of_loops()
         taken = {tensor for op in self.operations for tensor in op.inputs}
-        self.divided = [tensor for tensor in inputs if tensor in taken]
+        self.divided = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
 
     def before(self, tensor):
         """The tensors from which a tensor is computed, and itself."""

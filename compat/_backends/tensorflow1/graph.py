@@ -61,6 +61,15 @@ def whole_loops(operations, among):
 _WRITES = ("Assign", "Scatter", "Apply", "SparseApply")  # maybe after "Resource"
 
 
+def dense_parts(*tensors):
+    """The dense tensors that tensors consist of: a sparse one of indices, values and shape."""
+    parts = []
+    for tensor in tensors:
+        sparse = hasattr(tensor, "dense_shape")
+        parts += [tensor.indices, tensor.values, tensor.dense_shape] if sparse else [tensor]
+    return parts
+
+
 def ancestors(fetches, stop, cut=None):
     """The operations that ``fetches`` need, those in ``stop`` left out, and who consumes what.
 

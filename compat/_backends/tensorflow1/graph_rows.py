@@ -9,7 +9,7 @@ import re
 
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value
 from . import own_gradients
-from .graph import is_outermost, loop_of
+from .graph import dense_parts, is_outermost, loop_of
 from .row_operations import ALIGNED, placements
 from .row_sizes import Positions, sizes_of
 
@@ -37,7 +37,11 @@ class TensorRows:
         self.mixing, self.assumed = [], set()
         self.statistics, self.constants, self.shapes = {}, set(), {}
         self._normalizing = normalizing
-        self._known = dict.fromkeys(inputs, Sharded(0))
+        self._known = {}
+        sparse = [Positions(Sharded(0)), Sharded(0, inner=None, even=False), Count([0])]
+        for tensor in inputs:
+            parts = dense_parts(tensor)
+            self._known.update(zip(parts, sparse if len(parts) > 1 else [Sharded(0)]))
         for op in _in_order(operations):
             self._look_at(op)
 

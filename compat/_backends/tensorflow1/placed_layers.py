@@ -3,7 +3,7 @@
 import contextlib
 
 from ..._runtime import patching
-from .graph import ancestors, handles, loop_of, reached
+from .graph import ancestors, dense_parts, handles, loop_of, reached
 
 
 @contextlib.contextmanager
@@ -21,7 +21,7 @@ def placed_parts(model):
     inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
     if not inputs or not outputs or not _colocates_gradients(outputs[0].graph):
         return []
-    starts = {tensor.op for tensor in inputs}
+    starts = {part.op for part in dense_parts(*inputs)}
     _, consumers = ancestors(outputs, starts)
     return sorted({op.device for op in reached(starts, consumers) - starts if op.device})
 

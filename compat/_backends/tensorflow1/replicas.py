@@ -63,7 +63,8 @@ class GraphReplicas:
                 # Of a fixed number, a replica could only compute as many rows as it always has.
                 count = tf.placeholder_with_default(tf.shape(tensor)[0], ())
                 first, end = split_rows.run_bounds(count, len(self.devices), index, tf.maximum)
-                replaced[tensor] = tensor[first:end]
+                shard = self._shard(tensor, first, end)
+                replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
         return graph.copy_operations(
             self.part.needed,
             replaced,
@@ -106,6 +107,14 @@ class GraphReplicas:
         if tensor.op.type.startswith("Placeholder"):
             return self.tf.device("/cpu:0")
         return self.tf.colocate_with(tensor.op)
+
+    def _shard(self, tensor, first, end):
+        tf = self.tf
+        if not isinstance(tensor, tf.SparseTensor):
+            return tensor[first:end]
+        bounds, others = tf.cast([first, end - first], tf.int64), tensor.dense_shape[1:]
+        start = tf.concat([bounds[:1], tf.zeros_like(others)], axis=0)
+        return tf.sparse_slice(tensor, start, tf.concat([bounds[1:], others], axis=0))
 
     @contextlib.contextmanager
     def gradients_colocated(self):

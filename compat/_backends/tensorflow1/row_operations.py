@@ -105,7 +105,7 @@ _TYPES = {
     row_rules.along_last(1, 1): "Cross",
     row_rules.product: "BatchMatMul BatchMatMulV2 BatchMatMulV3 MatMul SparseMatMul",
     row_rules.einsum: "Einsum",
-    row_rules.mixed: "SparseTensorDenseMatMul",
+    row_rules.sparse_product: "SparseTensorDenseMatMul",
     row_rules.gathered: "Gather GatherV2 ResourceGather",
     row_rules.gathered_by_coordinates: "GatherNd ResourceGatherNd",
     row_rules.segments: (
@@ -178,7 +178,7 @@ _ASKED_ALWAYS = (
     row_rules.same, row_rules.joined, row_rules.switched, row_sizes.shape, row_sizes.size,
     row_sizes.rank,
 )  # fmt: skip
-_LOOKING_UP = (row_rules.gathered, row_rules.gathered_by_coordinates)
+_LOOKING_UP = (row_rules.gathered, row_rules.gathered_by_coordinates, row_rules.sparse_product)
 for _name, _rule in RULES.items():
     if _rule in _CALCULATING + (row_rules.extreme,):
         _OF_SIZES[_name] = row_sizes.calculated

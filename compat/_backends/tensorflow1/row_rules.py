@@ -129,9 +129,13 @@ def einsum(op, values):
     return _rows.contracted(values, letters.split(","), result)
 
 
-def mixed(op, values):
-    """What no rule knows of, and what a trial might take for rows by chance."""
-    return Mixed()
+def sparse_product(op, values):
+    """A sparse matrix, whose shape tells where it has rows, times a dense one."""
+    positions, found, shape, dense = [value.placement for value in values]
+    if not isinstance(positions, Positions) or shape != Count([0]):
+        return Mixed()
+    rows = isinstance(found, Sharded) and isinstance(dense, Replicated)
+    return Sharded(0) if rows and not op.get_attr("adjoint_a") else Mixed()
 
 
 # Looking up and sorting in ----------------------------------------------------------------------

@@ -8,7 +8,7 @@ rows each time.
 import contextlib
 
 from ..._rows import Mixed, Sharded, Unknown, trial
-from .graph import is_outermost, variables_of
+from .graph import dense_parts, is_outermost, variables_of
 from .graph_rows import is_in_order
 
 
@@ -137,9 +137,9 @@ class ReplicasTrial:
         import numpy as np
 
         feed = dict(self._fed)
-        for tensor, value in values.items():  # more rows than it has come again
-            taken = [row % len(value) for row in rows]
-            feed[self.replica.replaced[tensor]] = np.asarray(value)[taken]
+        for tensor, value in values.items():
+            shards = [self.replica.replaced[part] for part in dense_parts(tensor)]
+            feed.update(zip(shards, _rows_of(value, rows)))
         for tensor, value in drawn.items():
             placement = self.rows.known(tensor)
             if isinstance(placement, Sharded) and rows != trial.WHOLE:
@@ -147,3 +147,20 @@ class ReplicasTrial:
             feed[self.replica.tensor(tensor)] = value
         asked = [self.replica.tensor(tensor) for tensor in tensors]
         return list(map(np.asarray, self.session.run(asked, feed) if asked else ()))
+
+
+def _rows_of(value, rows):
+    """Some rows of an array, or the parts of a sparse one; more of them than it has come again."""
+    import numpy as np
+
+    if hasattr(value, "tocoo"):
+        value = value.tocoo()
+        places, values, shape = np.stack([value.row, value.col], 1), value.data, value.shape
+    elif hasattr(value, "dense_shape"):
+        places, values, shape = value
+    else:
+        return [np.asarray(value)[[row % len(value) for row in rows]]]
+    taken = [np.flatnonzero(places[:, 0] == row % shape[0]) for row in rows]
+    places, values = places[np.concatenate(taken)], values[np.concatenate(taken)]
+    places[:, 0] = np.repeat(range(len(rows)), list(map(len, taken)))
+    return [places.astype("int64"), values, np.array([len(rows)] + list(shape[1:]), "int64")]
