@@ -378,6 +378,8 @@ POETRY = '[tool.poetry]\nname = "p"\n\n[tool.poetry.dependencies]\npython = {}\n
             "setup.cfg",
             ">=3.6,\n    <4",
         ),
+        ({"setup.cfg": "[options]\npython_requires: >=3.6\n  # or\n"}, "setup.cfg", ">=3.6"),
+        ({"setup.cfg": "[options]\npython_requires =\nzip_safe = no\n"}, None, None),
         ({"setup.cfg": "[metadata]\nname = 100%\npython_requires = 3\n"}, None, None),
         ({"setup.py": "setup(\n    python_requires='>=2.7, <4',\n)"}, "setup.py", ">=2.7, <4"),
         ({"setup.py": "# python_requires='>=2.7'\nsetup()"}, None, None),

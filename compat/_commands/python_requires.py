@@ -40,7 +40,7 @@ FILES = {
     "pyproject.toml": _WITHIN.format(r"project|tool\.poetry\.dependencies")
     + r"(?:requires-python|python)" + _QUOTED,
     "setup.cfg": _WITHIN.format("options")
-    + r"python_requires\s*=\s*(?P<specifier>.+(?:\n[ \t].*)*)",
+    + r"python_requires[ \t]*[=:][ \t]*(?:\n[ \t]+)?(?P<specifier>.+(?:\n[ \t]+[^\s#].*)*)",
     "setup.py": r"^[^#\n]*\bpython_requires" + _QUOTED,
 }  # fmt: skip
 
