@@ -54,6 +54,18 @@ class Record:
         return torch.cat(self.parts, 1)
 
 
+class Base:
+    """Without slots, so that what is derived from it has a ``__dict__`` as well."""
+
+
+@dataclasses.dataclass
+class Slots(Base):
+    __slots__ = ("parts",)
+    parts: list
+
+    add = Record.add
+
+
 class InPlace:
     """Room for all that there will be, filled in place."""
 
@@ -80,6 +92,7 @@ KINDS = {
     "object": (Cache, Cache.add),
     "within another": (Outer, Outer.add),
     "dataclass": (Record, Record.add),
+    "slots": (lambda: Slots([]), Slots.add),
     "in place": (InPlace, InPlace.add),
     "list": (list, add_to_list),
     "dictionary": (dict, add_to_dict),

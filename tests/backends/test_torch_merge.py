@@ -201,7 +201,7 @@ def test_losses_beside_dropout_and_batch_normalization():
 
         def forward(self, x):
             y = self.layers(x)
-            return y, y.sum(), y.sum() / len(y), y.mean()
+            return y, y.sum(), y.sum() / y.shape[0], y.mean()
 
     module = compat.parallelize(Mine().double())
     for _ in range(3):
@@ -451,6 +451,18 @@ class TestState:
             "the whole batch.".format(MIXED)
         ]
         agree(computing(remember, memory=[0.0]), rows(12, 4), whole=told)
+
+
+@pytest.mark.parametrize("first", [lambda y: y.sum() / y.shape[0], lambda y: y.sum() / 2.0])
+def test_another_way_to_a_loss_later(first):
+    """A number of rows that replicas share is not that of the batch."""
+    module, x = compat.parallelize(computing(lambda m, y: m.loss(y)).double()), rows(12, 4)
+    module.loss = first
+    module(x)
+    module.loss = lambda y: y.sum() / len(y)
+    with pytest.warns(compat.CompatWarning, match="takes another path on a part of a batch"):
+        found = module(x)
+    same(module.layer(x).sum() / 12, found, 1e-12)
 
 
 # Containers -----------------------------------------------------------------------------------

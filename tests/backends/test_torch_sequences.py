@@ -17,14 +17,27 @@ def recurrent(name, **options):
     return getattr(torch.nn, name)(SIZE, 6, num_layers=2, **options)
 
 
+class Around(torch.nn.Module):
+    """Declares no dimension of rows itself."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
 @pytest.mark.parametrize("batch_first", [False, True])
-@pytest.mark.parametrize("name, count", [("LSTM", TIME), ("GRU", 2), ("RNN", ROWS)])
+@pytest.mark.parametrize("name, count", [("LSTM", TIME), ("GRU", 2), ("RNN", ROWS), ("GRU", 4)])
 def test_recurrent_layers(name, batch_first, count):
     shape = (count, TIME) if batch_first else (TIME, count)
     state = rows(4, count, 6)
     for more in [], [(state, state * 2) if name == "LSTM" else state]:
         module = recurrent(name, batch_first=batch_first, bidirectional=True)
         agree(module, rows(*shape, SIZE), *more)
+        if batch_first:
+            agree(Around(module), rows(*shape, SIZE), *more)
 
 
 def test_packed_sequences_run_on_one_device():
@@ -34,7 +47,9 @@ def test_packed_sequences_run_on_one_device():
     with pytest.warns(compat.CompatWarning) as warned:
         found = compat.parallelize(module)(packed)
     assert [str(warning.message) for warning in warned] == [
-        "GRU was given packed sequences, which cannot be divided: it runs on one device."
+        "The operation PackedSequence of 'GRU' may compute across the rows of a batch, of which "
+        "each device has a part: compat has no rule for it, and cannot try it. The model runs on "
+        "cpu:0 with the whole batch."
     ]
     same(expected, found, 0)
 

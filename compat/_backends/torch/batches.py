@@ -9,6 +9,7 @@ time unless they are made with ``batch_first=True``, and hidden states have the 
 import collections
 import contextlib
 import functools
+import inspect
 import operator
 from collections.abc import MutableMapping
 
@@ -86,7 +87,8 @@ def _contents(value, visited=None):
     if isinstance(value, MutableMapping):
         return dict(value)
     if hasattr(type(value), "__dataclass_fields__"):
-        return dict(value.__dict__) if hasattr(value, "__dict__") else None
+        own = {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
+        return {**own, **getattr(value, "__dict__", {})}
     if not is_object(value):
         return None
     visited = {} if visited is None else visited
@@ -96,6 +98,13 @@ def _contents(value, visited=None):
             if not isinstance(leaf, PLAIN) and _contents(leaf, visited) is None:
                 return None
     return dict(vars(value))
+
+
+def _slots(value):
+    """The fields of a dataclass that are not in its ``__dict__``, even where it has one."""
+    kind = type(value)
+    fields = getattr(kind, "__dataclass_fields__", ())
+    return [name for name in fields if inspect.ismemberdescriptor(getattr(kind, name, None))]
 
 
 def is_object(value):
@@ -119,8 +128,13 @@ def set_contents(value, contents):
         for key, content in contents.items():
             value[key] = content
     else:  # frozen dataclasses, too
-        vars(value).clear()
-        vars(value).update(contents)
+        contents = dict(contents)
+        for name in _slots(value):
+            if name in contents:
+                object.__setattr__(value, name, contents.pop(name))
+        if hasattr(value, "__dict__"):
+            vars(value).clear()
+            vars(value).update(contents)
     return value
 
 
@@ -254,20 +268,23 @@ def _kind(leaf):
 Layout = collections.namedtuple("Layout", "rows cuts")
 
 
-def layout(arguments, dims):
-    """Cut whatever has as many rows as the first tensor, in the first of these dimensions.
+def layout(arguments, dim, dims):
+    """Cut whatever has as many rows as the first tensor.
 
     Arguments:
-        dims: where the first tensor has them, and where others may.
+        dim: where the first tensor has them.
+        dims: where others may, the likeliest first.
 
     Returns:
         A layout, or None where no argument has rows.
     """
-    sizes = [size(leaf, dims[0]) for leaf in arguments.leaves]
+    sizes = [size(leaf, dim) for leaf in arguments.leaves]
     rows = next((each for each in sizes if each is not None), None)
     if not rows:
         return None
-    return Layout(rows, tuple(_cut_of(leaf, rows, dims) for leaf in arguments.leaves))
+    first = sizes.index(rows)
+    cuts = [_cut_of(leaf, rows, dims) for leaf in arguments.leaves]
+    return Layout(rows, (*cuts[:first], dim, *cuts[first + 1 :]))
 
 
 def _cut_of(leaf, rows, dims):
@@ -310,9 +327,13 @@ def rows_declared(module, first):
 
 
 def choices(model):
-    """What to try: the dimension of the rows, and that of hidden states, masks and lengths."""
+    """What to try: the dimension of the rows, and those of hidden states, masks and lengths.
+
+    A batch of two rows, say, has as many as there are hidden states of two layers.
+    """
     own = declared(model)
+    found = [(0, (0, 1)), (0, (1, 0)), (1, (1, 0))]
     if own is not None:
-        return [(own, 1 - own)]
+        return [choice for choice in found if choice[0] == own]
     inside = any(declared(part) is not None for part in model.modules())
-    return [(0, 1), (1, 0)] if inside else [(0,)]
+    return found if inside else [(0, (0,))]

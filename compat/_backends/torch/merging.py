@@ -9,7 +9,16 @@ import torch
 from ... import _rows
 from . import batches
 from .calls import RowCount, tag_of
-from .reductions import EXPRESSIONS, NotMergeable, State, Total, is_number, together, weighted_mean
+from .reductions import (
+    EXPRESSIONS,
+    ComputedTotal,
+    NotMergeable,
+    State,
+    Total,
+    is_number,
+    together,
+    weighted_mean,
+)
 from .trials import close, fits
 
 
@@ -174,6 +183,8 @@ def form(value):
         return type(value), dims, Total, found.kind, found.regular
     # Numbers of rows are plain ones where nothing watches.
     kind = int if isinstance(value, RowCount) else type(value)
+    if isinstance(found, ComputedTotal):
+        return kind, dims, found.path()
     return kind, dims, found if isinstance(found, _rows.Placement) else type(found)
 
 

@@ -192,8 +192,9 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
 
     def home(self, model, arguments):
         """Where the module's weights lie, as the plain module's outputs would."""
-        first = next(leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor))
-        return next(model.parameters(), first).device
+        kinds = (torch.Tensor, batches.PackedSequence)
+        first = next(leaf for leaf in arguments.leaves if isinstance(leaf, kinds))
+        return next(model.parameters(), first.data).device
 
     def state(self, model):
         return ModuleReplicas(model)

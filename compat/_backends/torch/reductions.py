@@ -66,6 +66,21 @@ class ComputedTotal:
         leaves = tree.tree_leaves((args, kwargs))
         self.constant = all(getattr(leaf, "constant", True) for leaf in leaves)
 
+    def path(self):
+        """The functions that led here, and the types of what they were given, in their order.
+
+        A call that comes by another path may have numbers that depend on the rows.
+        """
+        found, seen, waiting = [], set(), [self]
+        while waiting:
+            each = waiting.pop()
+            found.append(type(each).__name__)
+            if isinstance(each, ComputedTotal) and id(each) not in seen:
+                seen.add(id(each))
+                found.append(name_of(each.function))
+                waiting += tree.tree_leaves((each.args, each.kwargs))
+        return tuple(found)
+
 
 class Constant:
     """A tensor that does not depend on the batch, as long as it is not changed in place."""

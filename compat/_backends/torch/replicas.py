@@ -56,6 +56,10 @@ class ReplicatedMethod(patching.InstanceMethod):
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
         if self.is_only_traced(model, tensor):
             return self.plain(model)(*args, **kwargs)
+        packed = [v for v in arguments.leaves if isinstance(v, batches.PackedSequence)]
+        if packed:
+            error = NotMergeable(_rows.Across("PackedSequence", why="unknown"))
+            return self.whole(model, arguments, batches.size(packed[0], 0), error)
         layouts = self.layouts(model, arguments)
         if not layouts:
             if not all(isinstance(leaf, batches.PLAIN) for leaf in arguments.leaves):
@@ -135,11 +139,8 @@ class ReplicatedMethod(patching.InstanceMethod):
 
     def layouts(self, model, arguments):
         """How the arguments may be cut, the likeliest first."""
-        if any(isinstance(leaf, batches.PackedSequence) for leaf in arguments.leaves):
-            warn_not_divided(model, "packed sequences")
-            return []
         self.choices = self.choices or batches.choices(model)
-        found = [batches.layout(arguments, dims) for dims in self.choices]
+        found = [batches.layout(arguments, *choice) for choice in self.choices]
         return [layout for layout in found if layout is not None]
 
     # Running ----------------------------------------------------------------------------------
