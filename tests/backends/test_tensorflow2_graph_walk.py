@@ -96,8 +96,8 @@ CHANGES = {
     "squared": lambda v, x: v.assign(tf.reduce_sum(x, 0) ** 2),
     "spread": lambda v, x: v.assign(tf.reduce_max(x, 0) - tf.reduce_min(x, 0)),
     "count": lambda v, x: v.assign_add(tf.ones(4) * tf.cast(tf.shape(x)[0], tf.float32)),
-    "counts": lambda v, x: v.assign_add(tf.repeat(floats(tf.shape(x)) * 2.0, 2)),
-    "set to counts": lambda v, x: v.assign(tf.repeat(floats(tf.shape(x)) * 2.0, 2)),
+    "counts": lambda v, x: v.assign_add(tf.tile(floats(tf.shape(x)) * 2.0, [2])),
+    "set to counts": lambda v, x: v.assign(tf.tile(floats(tf.shape(x)) * 2.0, [2])),
     "scattered": lambda v, x: v.scatter_add(
         tf.IndexedSlices(x[:, 0], tf.cast(x[:, 1] * 4, "int32"))
     ),
