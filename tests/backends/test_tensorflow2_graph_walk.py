@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from compat import _rows
 from compat._backends.tensorflow2 import functions, graph_walk, op_trial
-from compat._rows import Mixed, Partial, Sharded
+from compat._rows import Count, Mixed, Partial, Sharded
 
 START = np.zeros(4, "float32")
 
@@ -32,6 +32,10 @@ def shifted(x):
         return n + 1, b, c, tf.reduce_sum(x, 0)
 
     return tf.while_loop(lambda n, *_: n < 2, body, [0] + [tf.zeros(4)] * 3)[1]
+
+
+def floats(number):
+    return tf.cast(number, tf.float32)
 
 
 @tf.function
@@ -60,6 +64,14 @@ VALUES = {
     "broadcast to more": lambda x: tf.broadcast_to(x[:1], [tf.maximum(tf.shape(x)[0], 2), 4]),
     "called": called,
     "size": tf.size,
+    "square of a number": lambda x: floats(tf.shape(x)[0]) * floats(tf.size(x)),
+    "product of numbers": lambda x: tf.reduce_prod(tf.stack([tf.shape(x)[0]] * 2)),
+    "one of products": lambda x: (floats(tf.shape(x)) * floats(tf.shape(x)))[0],
+    "one of more": lambda x: (tf.shape(x) + 1)[0],
+    "half of a number": lambda x: tf.cast(floats(tf.shape(x)[0]) * 0.5, tf.int32),
+    "at least 2": lambda x: tf.maximum(floats(tf.shape(x)[0]), 2.0),
+    "at most 2": lambda x: tf.minimum(floats(tf.shape(x)[0]), 2.0),
+    "at least 1": lambda x: tf.maximum(floats(tf.shape(x)[0]), 1.0),
     "mean by size": lambda x: tf.reduce_sum(x) / tf.cast(tf.size(x), tf.float32),
     "mean by a mask": lambda x: tf.reduce_sum(x * x) / tf.reduce_sum(x),
     "branch by data": lambda x: tf.cond(tf.reduce_max(x) > 0.8, lambda: x, lambda: x * 2),
@@ -84,6 +96,8 @@ CHANGES = {
     "squared": lambda v, x: v.assign(tf.reduce_sum(x, 0) ** 2),
     "spread": lambda v, x: v.assign(tf.reduce_max(x, 0) - tf.reduce_min(x, 0)),
     "count": lambda v, x: v.assign_add(tf.ones(4) * tf.cast(tf.shape(x)[0], tf.float32)),
+    "counts": lambda v, x: v.assign_add(tf.tile(floats(tf.shape(x)) * 2.0, [2])),
+    "set to counts": lambda v, x: v.assign(tf.tile(floats(tf.shape(x)) * 2.0, [2])),
     "scattered": lambda v, x: v.scatter_add(
         tf.IndexedSlices(x[:, 0], tf.cast(x[:, 1] * 4, "int32"))
     ),
@@ -125,6 +139,8 @@ class Walked:
             lambda op, placement: _rows.Across(op.name), op_trial.OpTrial({}, {}),
         )  # fmt: skip
         found = [walk.placement(tensor) for tensor in concrete.outputs]
+        numbers = [tensor.shape.rank == 0 for tensor in concrete.outputs]
+        found = [Partial("sum") if n and p == Count() else p for n, p in zip(numbers, found)]
         found.append(state.get(id(self.variable.handle), _rows.REPLICATED))
         # It starts from zero.
         return [Partial("sum") if isinstance(p, graph_walk.Added) else p for p in found]
@@ -146,6 +162,7 @@ def test_no_walk_claims_what_is_not_true():
     assert claimed["moving average"][-1] == Partial("mean")
     assert claimed["broadcast"][0] == Sharded(0)  # as take_along_axis() of Keras 3 has it
     assert claimed["turns"] == [Sharded(0), _rows.REPLICATED]
+    assert claimed["at least 1"][0] == claimed["size"][0] == Partial("sum")
     assert claimed["mean by size"] == [Partial("mean"), _rows.REPLICATED]
 
 

@@ -322,6 +322,21 @@ def test_an_argument_with_other_rows_is_refused_where_only_a_run_tells(keras):
     ) in str(error.value).replace("\\'", "'")
 
 
+class Summing(tf.Module):
+    def __call__(self, *given):
+        return tf.add_n(given)
+
+
+def test_an_argument_of_as_many_rows_is_data_after_one_whose_rows_only_a_run_tells():
+    specs = [tf.TensorSpec((rows, 8)) for rows in (6, None, 6)]
+    model = compat.parallelize(Summing())
+    call = tf.function(lambda *given: model(*given), input_signature=specs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", compat.CompatWarning)  # that it runs whole
+        found = call(*[tf.constant(ROWS[:6])] * 3)
+    np.testing.assert_allclose(found, ROWS[:6] * 3, rtol=1e-5)
+
+
 class Remembering(Attending):
     def call(self, memory, queries=None, training=None):
         return super().call(queries, memory=memory)

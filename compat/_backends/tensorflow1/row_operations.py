@@ -161,7 +161,9 @@ _TYPES = {
 _TYPES_OF_SIZES = {
     row_sizes.picked: "Gather GatherV2 Slice StridedSlice Unpack",
     row_sizes.joined: "Concat ConcatV2 Pack",
-    row_rules.same: "Cast EnsureShape",
+    row_sizes.cast: "Cast",
+    row_sizes.single: "Prod Squeeze",
+    row_rules.same: "EnsureShape",
     row_views.with_sizes: "Reshape",
     row_rules.made: "BroadcastTo Tile " + _MADE,
 }

@@ -30,7 +30,7 @@ class Positions(Mixed):
     def looked_up(self, value):
         """The elements of ``value`` at these positions."""
         placement = value.placement
-        same = isinstance(placement, Sharded) and placement.replace(per=None) == self.rows
+        same = isinstance(placement, Sharded) and placement == self.rows
         return placement.replace(inner=None, even=False) if same else Mixed()
 
 
@@ -102,14 +102,14 @@ def picked(op, values):
     sizes, arguments = values[0].placement, [constant(tensor) for tensor in op.inputs[1:]]
     known = isinstance(sizes, Count) and sizes.places is not None and values[0].rank == 1
     if not known or values[0].shape[0] is None or any(each is None for each in arguments):
-        return Count()
+        return _not_told(op)
     places = np.arange(values[0].shape[0])
     if op.type == "Unpack":
         return [_rows.counted(sizes, int(place)) for place in places]
     if op.type in ("Gather", "GatherV2"):
         chosen = arguments[0]
     elif len(arguments[0]) != 1:
-        return Count()
+        return _not_told(op)
     elif op.type == "Slice":
         begin, count = [argument.item() for argument in arguments]
         chosen = slice(begin, begin + count if count >= 0 else None)
@@ -122,18 +122,42 @@ def picked(op, values):
     return _rows.counted(sizes, places[chosen].tolist())
 
 
+def _not_told(op):
+    """Results that depend on the number of rows: a single number may grow in any way."""
+    return [NOT_IN_PROPORTION if t.shape.ndims == 0 else Count() for t in op.outputs]
+
+
+def single(op, values):
+    """The product of a vector of sizes, or its only element."""
+    sizes = values[0].placement
+    if values[0].rank == 0:
+        return sizes
+    return Count() if len(getattr(sizes, "places", None) or ()) == 1 else _not_told(op)
+
+
+def cast(op, values):
+    rounds = op.inputs[0].dtype.is_floating and not op.outputs[0].dtype.is_floating
+    return _not_told(op) if rounds else values[0].placement
+
+
 def calculated(op, values):
     """What arithmetic makes of sizes, each in proportion to the rows or not."""
-    counts = [v.placement for v in values if isinstance(v.placement, Count)]
-    if not op.outputs[0].dtype.is_integer:
+    counted = [value for value in values if isinstance(value.placement, Count)]
+    first, after = counted[0], sizes_of(op.outputs[0])
+    kept = len(counted) == 1 and op.type in ("Mul", "Neg")
+    if op.type in ("Maximum", "Minimum"):
+        # The larger of two that are in proportion to the rows is so, too, whatever the number of
+        # rows; so is the larger one of a number of rows, which is at least 1, and 1.
+        others = [constant(t) for t, v in zip(op.inputs, values) if v not in counted]
+        is_one = op.type == "Maximum" and all(o is not None and o.max() <= 1 for o in others)
+        kept = all(each.placement == Count() for each in counted) and (not others or is_one)
+    if after == []:
+        return first.placement if kept else NOT_IN_PROPORTION
+    if not kept or after is None or any(value.rank not in (0, 1) for value in values):
         return Count()
-    kept = len(counts) == 1 and (len(values) == 1 or op.type == "Mul")
-    # The larger of two that are in proportion to the rows is so, too, whatever the number of rows.
-    if op.type in ("Maximum", "Minimum") and len(counts) == len(values):
-        kept = all(count == Count() for count in counts)
-    if op.outputs[0].shape.ndims == 0:
-        return counts[0] if kept else NOT_IN_PROPORTION
-    return counts[0] if kept and all(v.rank in (0, 1) for v in values) else Count()
+    if first.rank == 0 and first.placement == Count() and after[0]:
+        return Count(range(after[0]))  # multiples of one number
+    return first.placement
 
 
 def joined(op, values):

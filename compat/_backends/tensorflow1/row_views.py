@@ -2,7 +2,7 @@
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from .row_sizes import known_numbers, numbers, of_first, sizes_of, without_axis
+from .row_sizes import known_numbers, numbers, of_first, single, sizes_of, without_axis
 
 
 def _of_shape(rule):
@@ -38,7 +38,7 @@ def with_sizes(op, values):
     """``Reshape`` to a shape that has rows, of what has none."""
     if isinstance(values[0].placement, Replicated):
         return Unknown("an input without rows takes a shape with them")
-    return Count()
+    return single(op, values)
 
 
 def _partly(tensor):

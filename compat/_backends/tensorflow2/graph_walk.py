@@ -125,7 +125,7 @@ class Walk:
         """What is added to the old value of a variable, or a sum over the rows to zeros."""
         for place in (0,) if op.type == "Sub" else (0, 1):
             key = getattr(given[place], "key", self._old.get(op.inputs[place].name))
-            if key is not None and given[1 - place] in (Partial("sum"), Count()):
+            if key is not None and _adds_up(op.inputs[1 - place], given[1 - place]):
                 return Added(key)
             if isinstance(given[place], Replicated) and isinstance(given[1 - place], Partial):
                 value = row_sizes.constant(op.inputs[place])
@@ -163,9 +163,10 @@ class Walk:
             return REPLICATED
         if op.type.startswith("Stateful"):  # random numbers, made by one
             return _rows.made(given[-1], op.outputs[0].shape.rank)
+        given = given[:-1] + [Partial("sum") if _adds_up(op.inputs[-1], given[-1]) else given[-1]]
         if op.type == "AssignVariableOp":
-            result = Partial("sum") if given[-1] == Count() else given[-1]
-            if isinstance(result, Added) and result.key != key:
+            result = given[-1]
+            if isinstance(result, Count) or isinstance(result, Added) and result.key != key:
                 result = Mixed()
         elif op.type in _ADDING:
             result = self._added(key, given[-1])
@@ -182,7 +183,7 @@ class Walk:
         current, mean = self.state.get(key), Partial("mean")
         if isinstance(added, (Mixed, Unknown)):
             return added
-        if added in (Partial("sum"), Count()):
+        if added == Partial("sum"):
             return Added(key) if current in (None, Added(key)) else Mixed()
         if {current, added} <= {None, REPLICATED, mean}:
             return mean if mean in (current, added) else REPLICATED
@@ -272,6 +273,14 @@ class Walk:
             axis = found.axis + _DIMENSIONS[kind]
             return found.replace(axis=axis) if axis >= 0 else Unknown()
         return _rows.without_rows(given[:1]) or Unknown()
+
+
+def _adds_up(tensor, placement):
+    """Whether the devices' values add up to that for all rows; of several sizes some may not."""
+    sizes = row_sizes.sizes_of(tensor)
+    if isinstance(placement, Count) and sizes:
+        return len(sizes) == 1 and placement.places == set(range(sizes[0] or 0))
+    return placement == Partial("sum") or placement == Count() and sizes == []
 
 
 #: How many dimensions a value gets in front by an operation on lists.

@@ -103,10 +103,10 @@ class ShardedArguments:
         is_constant = self._is_constant(value) and not self.constant_batch
         if is_constant or not has_rows(value) or isinstance(value, tf.Variable):
             return False
-        rows = rows_of(value)
-        if isinstance(rows, int) and isinstance(self.rows, int):
-            self.why = "mixed" if is_input and rows != self.rows else self.why
-            return rows == self.rows
+        rows, of_batch = rows_of(value), rows_of(self.batch)
+        if isinstance(rows, int) and isinstance(of_batch, int):
+            self.why = "mixed" if is_input and rows != of_batch else self.why
+            return rows == of_batch
         if isinstance(rows, int) and not is_input:
             return False
         message = _DIFFERENT_INPUTS if is_input else _DIFFERENT_ARGUMENTS
