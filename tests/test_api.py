@@ -124,6 +124,21 @@ def test_fewer_gpus_than_asked_for_of_those_that_the_framework_lists(metal):
     assert warned(compat.configure_gpu, 3)[1] == [start + "Going on with GPU 0,1."]
 
 
+def test_gpus_that_only_the_framework_lists_can_be_declined(metal):
+    configuration = configure(0)
+    assert configuration.devices == ["cpu:0"]
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "-1"
+    assert "asked      gpus=0\nchosen     CPU, as asked\n" in str(configuration)
+
+
+def test_a_driver_that_does_not_work_is_a_warning(toy, machine):
+    machine.plug(status=9)
+    assert warned(compat.configure_gpu)[1] == [
+        "gpus=None was asked for, but no GPU is visible: nvidia-smi fails (exit status 9). Going "
+        "on with CPU."
+    ]
+
+
 def test_a_variable_can_be_removed(toy, monkeypatch):
     monkeypatch.setenv("TOY_FLAGS", "old")
     monkeypatch.setattr(
@@ -344,6 +359,13 @@ def test_of_two_threads_that_contradict_each_other_one_gets_the_error(toy, machi
     for each in threads:
         each.join()
     assert results == [["gpu:0"], compat.AlreadyConfiguredError]
+
+
+def test_an_idle_gpu_stays_chosen(toy, machine):
+    machine.plug(2)
+    first = configure("free:1")
+    assert configure("free:1") is first
+    assert configure("free:1", backend="toy") is first
 
 
 # Failures leave nothing behind ----------------------------------------------------------------

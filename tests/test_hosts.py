@@ -256,6 +256,25 @@ def test_a_machine_that_cannot_be_reached_is_heard(job):
     )
 
 
+def test_no_rank_survives_the_one_who_started_all(job):
+    status, out, err = finished(
+        job(
+            """
+            if rank == 0:
+                print("told")
+                starter = os.getppid()  # rank_process; above it the machine's process, then this
+                for _ in range(2):
+                    with open("/proc/{}/stat".format(starter)) as file:
+                        starter = int(file.read().rpartition(")")[2].split()[1])
+                os.kill(starter, 9)
+            time.sleep(60)
+            """
+        )
+    )
+    assert (status, out) == (1, ["[0] told"])
+    assert "the launcher ended with exit status -9" in err
+
+
 @pytest.mark.parametrize("number", ["two", "1", "250"])
 def test_wrong_numbers_of_machines_are_told_the_right_ones(number):
     message = "argument N: {!r} is not a number of machines, 2 to 249\n".format(number)

@@ -440,6 +440,19 @@ def test_what_the_user_sets_comes_before_what_the_launcher_tells():
         assert rendezvous.find(place, environment(SRUN + " " + given)) == ("node9", 1)
 
 
+def test_ranks_that_nothing_tells_where_to_meet(monkeypatch):
+    """As those that mpiexec of MPICH starts."""
+    for name in ("MASTER_ADDR", "MASTER_PORT", "JAX_COORDINATOR_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    place = Place(1, 2, 1, 2, "mpiexec")
+    assert error_of(rendezvous.require, place, "torch.distributed") == (
+        "This process is rank 1 of 2 (mpiexec), but nothing tells torch.distributed where the "
+        "rendezvous is. Set MASTER_ADDR to the host name or address of rank 0's machine and "
+        "MASTER_PORT to a free port there, the same for all ranks; or start the script with "
+        "compat run -n 2."
+    )
+
+
 def test_ranks_of_one_machine_meet_on_its_loopback_interface():
     step = environment(SRUN, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_STEP_TASKS_PER_NODE="4")
     host, port = rendezvous.find(launchers.launched(step), step)

@@ -23,7 +23,7 @@ from .models import (
     fit_in_order,
     optimizer,
 )
-from .spans import any_backend, in_span
+from .spans import any_backend, in_span, slow
 
 # Three batches of 16 rows, which three devices do not share evenly. A partial one would be compiled
 # by itself, and is tried elsewhere.
@@ -95,6 +95,10 @@ class TrainingContract(BackendContract):
         weights = np.random.RandomState(3).uniform(size=SAMPLES).astype("float32")
         weights[::4] = 0
         self.train_dense(keras, sample_weight=weights)
+
+    @slow
+    def test_class_weights(self, keras):
+        self.train_dense(keras, class_weight={0: 1.0, 1: 5.0, 2: 0.0, 3: 2.0})
 
     def test_loss_over_the_whole_batch(self, keras):
         """A loss that compares each row with all others, as contrastive losses do."""

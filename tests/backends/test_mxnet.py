@@ -226,6 +226,19 @@ class TestMXNet(KerasParts):
         assert np.abs(results[0] - np.concatenate([w.ravel() for w in start[:4]])).max() > 0.1
         assert (np.array(results) == results[0]).all()
 
+    def test_dropout_masks_differ_between_replicas(self, keras):
+        layers = keras.layers
+        dropout = layers.Dropout(0.5, input_shape=(200,), seed=7)
+        model = compat.parallelize(keras.models.Sequential([dropout]))
+        model.compile("sgd", "mse")
+        model.train_on_batch(np.ones((30, 200)), np.ones((30, 200)))
+        masks = [
+            body.outputs[0].asnumpy() != 0 for body in model._compat_replicas.phases["train"].bodies
+        ]
+        for first, second in ((0, 1), (0, 2), (1, 2)):
+            assert 0.4 < (masks[first] == masks[second]).mean() < 0.6
+        assert all(0.4 < mask.mean() < 0.6 for mask in masks)
+
     @pytest.mark.parametrize("rows", [7, 2])
     def test_stateful_rnn_keeps_the_states_of_each_row(self, keras, rows):
         """Against the plain model unrolled: keras-mxnet fails on a stateful one that is not."""

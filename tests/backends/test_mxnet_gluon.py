@@ -5,6 +5,7 @@ import pytest
 
 import compat
 from compat._backends.mxnet.op_placement import products as placement
+from compat._configuration import registry
 from compat._rows import split_rows
 from compat.testing import in_span, span
 
@@ -460,6 +461,20 @@ def test_blocks_within_blocks_do_not_split_again(mx):
     compat.parallelize(outer, gpus=1)
     del seen[:]
     assert difference([expected], [outer(mx.nd.array(data(61)[0])).asnumpy()]) < 1e-5
+
+
+def test_one_device_changes_nothing(mx):
+    net = initialise(mx, dense(mx))
+    before = dict(vars(net))
+    assert compat.parallelize(net, gpus=1) is net
+    assert vars(net) == before
+    assert contexts(net) == [["cpu(0)"]] * 4
+
+
+def test_is_native(mx):
+    backend = registry.load("mxnet")
+    assert backend.is_native(dense(mx)) and backend.is_native(mx.gluon.loss.L2Loss())
+    assert not backend.is_native(mx.nd.ones(1)) and not backend.is_native(None)
 
 
 def test_a_part_that_is_there_twice(mx):

@@ -449,6 +449,20 @@ def test_ragged_batches_run_whole(keras):
 # What the trace shows besides -----------------------------------------------------------------
 
 
+@slow
+def test_normalization_is_divided(keras):
+    """tf.keras computes that of layers by that of fused batches, where each row is a channel."""
+
+    def build(normalized):
+        inputs = keras.layers.Input((8,))
+        hidden = normalized()(keras.layers.Dense(5)(inputs))
+        return keras.models.Model(inputs, keras.layers.Dense(4)(hidden))
+
+    with is_divided():
+        same(trained(lambda: build(keras.layers.LayerNormalization)))
+        trained(lambda: build(keras.layers.BatchNormalization), parallel=[True])
+
+
 @tf.custom_gradient
 def clipped(x):
     """All that comes back is one vector, whose length has a limit."""

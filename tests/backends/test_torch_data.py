@@ -48,6 +48,14 @@ def test_a_table_with_as_many_rows_as_the_batch(name, few):
         same(plain(*given), module(*given), 1e-12)
 
 
+def test_a_batch_that_comes_to_have_as_many_rows_as_a_table():
+    module = computing(TABLES["index"]).double()
+    plain, module = module, compat.parallelize(copy.deepcopy(module))
+    for count in (13, 13, ROWS, ROWS):
+        given = rows(count, 4), torch.arange(count) % 3, rows(ROWS, 5)
+        same(plain(*given), module(*given), 1e-12)
+
+
 def test_tensors_with_other_numbers_of_rows_are_passed_whole():
     agree(computing(TABLES["memory"]), rows(6, 4), None, rows(11, 5))
 
