@@ -235,6 +235,7 @@ def test_an_option_that_no_backend_knows(other):
         ("allow_growth", True, 'memory="grow"'),
         ("gpu_memory_fraction", 0.3, "memory=0.3"),
         ("per_process_gpu_memory_fraction", None, "memory=0.5"),
+        ("memory_limit", 4096, 'memory="4096MiB"'),
         ("float", "float32", "floatx='float32'"),
         ("floatX", "float32", "floatx='float32'"),
         ("epochs", 3, None),

@@ -38,6 +38,8 @@ def meant(name, value, known):
     if "fraction" in short:
         right = isinstance(value, float) and 0 < value <= 1
         return f"memory={value if right else 0.5}"
+    if "memory" in short and type(value) is int:
+        return f'memory="{value}MiB"'  # in which others count it
     right_name = "gpus" if short in _GPUS else closest(name, known)
     if right_name is None:
         return None
