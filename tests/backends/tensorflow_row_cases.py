@@ -118,6 +118,9 @@ def cases():
         choices = None
         if name in NEEDING_SQUARES:  # TensorFlow 1.15 dies of a part of a matrix
             choices = [[REPLICATED, Sharded(0)]] * len(inputs)
+        elif name in ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"):
+            # TensorFlow 1.15 writes beyond its memory where the channels are a part of them.
+            choices = [[p for p in row_proof.placements_of(*inputs) if p != Sharded(3)]]
         elif len(inputs) > 1:
             choices = [[p for p in row_proof.placements_of(x) if p not in LEFT_OUT] for x in inputs]
         yield Case(name, inputs, function, choices)
