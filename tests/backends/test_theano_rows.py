@@ -214,6 +214,13 @@ def test_what_no_rule_knows_is_tried_and_split(keras):
     assert cut.variable is model.outputs[0] and cut.placement == Sharded(0)
 
 
+def test_the_shape_of_a_scalar_has_no_dimensions(keras):
+    from theano.tensor import tensordot
+
+    model = lambda: named(keras, lambda x: tensordot(x, 2.0, 0))[0]  # noqa: E731
+    assert not graph_cases.one_devices_numbers(keras, model)
+
+
 def softmax_of(operation, across=False):
     return (lambda x: operation(x.T).T) if across else (lambda x: operation(x))
 

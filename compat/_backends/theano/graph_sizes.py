@@ -133,9 +133,11 @@ class Sizes:
             return self.dimensions(node.inputs[0])[node.op.i]
         if isinstance(node.op, Shape):
             dimensions = self.dimensions(node.inputs[0])
-            return None if None in dimensions else list(map(np.array, zip(*dimensions)))
+            if None in dimensions:
+                return None
+            return list(np.array(dimensions, int).reshape(-1, len(ROWS)).T)  # also of a scalar
         given = [self.numbers(each) for each in node.inputs]
-        if None in given or any(np.size(e) > _MOST for each in given for e in each):
+        if not given or None in given or any(np.size(e) > _MOST for each in given for e in each):
             return None
         place = node.outputs.index(variable)
         return [self._performed(node, list(inputs))[place] for inputs in zip(*given)]
