@@ -107,9 +107,9 @@ class Theano(Backend):
         started, warnings = gpu_startup.check(theano, failure.error, settings)
         lines += started
         said = theano_flags.Flags(os.environ)
-        unknown = flag_problems.unknown(said, known, detection.installed_version(self))
         # Others may be those of another version, in a file for several: `compat env` tells them.
-        warnings += [problem for problem in unknown if problem.endswith("?")]
+        version = detection.installed_version(self)
+        warnings += flag_problems.unknown(said, known, version, only_misspelled=True)
         lines += [f"{p} is read, too" for p in said.files]
         if settings.persist:
             lines.append(self._written(settings))

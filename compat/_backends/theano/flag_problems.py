@@ -30,18 +30,19 @@ def found(environ, version):
         yield str(error)
 
 
-def unknown(said, known, version):
+def unknown(said, known, version, only_misspelled=False):
     """A sentence for each flag that is none of Theano's.
 
     Arguments:
         said: the flags, a ``theano_flags.Flags``.
         known: the names of Theano's.
+        only_misspelled: leave out those that are like none of Theano's.
     """
     from ..._configuration import spelling  # here for start-up time
 
     for name, value in said.spelled_as(known):
-        if name not in known:
-            meant = spelling.closest(name, known)
+        meant = None if name in known else spelling.closest(name, known)
+        if meant or name not in known and not only_misspelled:
             hint = f" Did you mean {meant}?" if meant else ""
             yield f"{name}={value}: Theano {version} has no flag {name}, and ignores it.{hint}"
 
