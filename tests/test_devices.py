@@ -12,8 +12,8 @@ from conftest import ROOT, refusal
 import compat
 from compat._configuration import device_choice
 from compat._configuration.device_choice import Devices, choose
+from compat._configuration.discovery import visible_entries
 from compat._configuration.gpu_selection import Selection, parse_gpus
-from compat._configuration.visible import visible_entries
 from compat._runtime.process import process
 
 pytestmark = pytest.mark.usefixtures("process")

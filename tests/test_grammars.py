@@ -19,9 +19,9 @@ import pytest
 import compat
 from compat import _ranks, errors
 from compat._configuration import device_choice, discovery, settings
+from compat._configuration.discovery import visible_entries
 from compat._configuration.gpu_selection import Selection, parse_gpus
 from compat._configuration.settings import Memory, parse_memory
-from compat._configuration.visible import visible_entries
 from compat._ranks import clusters, launchers, rendezvous
 from compat._ranks.place import Place
 

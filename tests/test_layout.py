@@ -35,11 +35,8 @@ ROOMS = [
     ["compat._ranks"],
     ["compat._configuration.device_choice"],
     ["compat._configuration.gpu_selection"],
-    ["compat._configuration.idle", "compat._runtime.reporting"],
-    [
-        "compat._configuration.settings", "compat._configuration.visible",
-        "compat._runtime.operation_times",
-    ],
+    ["compat._runtime.reporting"],
+    ["compat._configuration.settings", "compat._runtime.operation_times"],
     ["compat._rows", "compat._runtime.work"],
     [
         "compat._configuration", "compat._rows.split_rows", "compat._runtime", "compat.errors",
@@ -241,7 +238,7 @@ OTHERS = {
     "compat._runtime.safe_files": "has it",
     "compat._ranks.saving": "a temporary folder beside the model",
     "compat._ranks.launch.output": "logs, which are appended to",
-    "compat._configuration.idle": "locks of GPUs",
+    "compat._configuration.gpu_selection": "locks of GPUs",
     "compat._backends.theano.theanorc": "the lock of .theanorc",
 }
 TEMPORARY = {

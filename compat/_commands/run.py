@@ -18,7 +18,7 @@ import textwrap
 from typing import Any, List
 
 from .. import _ranks, errors
-from .._configuration import detection, device_choice, gpu_selection, idle
+from .._configuration import detection, device_choice, gpu_selection
 from .._configuration.settings import Settings
 from .._ranks.launch import output, rank_process, watching
 from .._ranks.place import Place
@@ -214,7 +214,7 @@ def execute(options: Any) -> int:
         lines.append(errors.shadowed(scripts.name_of(script), other))
     for line in lines + _misplaced(script, options.parser):
         output.say("compat run: " + line)
-    environ.update(idle.hand_over_claims())
+    environ.update(gpu_selection.hand_over_claims())
     program = script
     if options.parallelize or report or (options.simulate is not None and options.python is None):
         if options.python is not None:

@@ -4,10 +4,9 @@ import copy
 from typing import Optional, Tuple
 
 from .. import errors
-from .discovery import CUDA, GPU, HIP, discover
+from .discovery import CUDA, GPU, HIP, discover, hip_entries, visible_entries
 from .gpu_selection import Selection, any_mig, are, choose_among, invalid_gpus
 from .numeric import whole_number
-from .visible import hip_entries, visible_entries
 
 
 class Devices:

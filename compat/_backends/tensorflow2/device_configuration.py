@@ -8,8 +8,7 @@ import os
 import sys
 
 from ... import errors
-from ..._configuration import visible
-from ..._configuration.discovery import HIP
+from ..._configuration.discovery import HIP, visible_entries
 
 # configure_gpu(option=...) -> the function of tf.config that sets it.
 OPTIONS = {
@@ -67,7 +66,7 @@ def chosen_gpus(tf, devices):
     physical = tf.config.experimental.list_physical_devices("GPU")
     if devices.undecided is not None:
         return [physical[position] for position in devices.positions]
-    entries = visible.visible_entries(os.environ)[0]
+    entries = visible_entries(os.environ)[0]
     if devices.variable == HIP:
         entries = (os.environ.get(HIP) or ",".join(devices.gpus)).split(",")
     if entries is not None and len(entries) < len(physical):
