@@ -23,7 +23,7 @@ from ._ranks import (
     shard,
     size,
 )
-from ._version import __version__
+from ._runtime import __version__
 from .backend import Backend
 from .errors import (
     AlreadyConfiguredError,

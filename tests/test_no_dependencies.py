@@ -19,7 +19,6 @@ OWN = {
     "._api",
     "._api.device_use",
     "._api.legacy",
-    "._version",
     "._configuration",
     "._runtime",
     "._configuration.numeric",

@@ -19,8 +19,7 @@ from .._configuration.numeric import whole_number
 from .._configuration.settings import report
 from .._ranks import launchers
 from .._ranks.engines.installed import Installed, engines
-from .._runtime import by_path, markup
-from .._version import __version__
+from .._runtime import __version__, by_path, markup
 
 _GENERAL = "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "KERAS_BACKEND", "KERAS_HOME"
 # Shown where they are set.
