@@ -11,7 +11,8 @@ import torch
 
 from compat import _rows
 from compat._backends.torch import calls, row_operations
-from compat._backends.torch.reductions import NotMergeable, Total, together
+from compat._backends.torch.calls import NotMergeable, Total
+from compat._backends.torch.merging import together
 from compat._backends.torch.watch import Watch
 
 #: Needs a GPU.

@@ -7,19 +7,13 @@ trial: two parts of three rows, compared with the three together.
 import torch
 
 from ... import _rows
-from . import batches
-from .calls import RowCount, tag_of
-from .reductions import (
-    EXPRESSIONS,
-    ComputedTotal,
-    NotMergeable,
-    State,
-    Total,
-    is_number,
-    together,
-    weighted_mean,
-)
+from . import batches, calls
+from .calls import EXPRESSIONS, NotMergeable, RowCount, State, Total, tag_of
 from .trials import close, fits
+
+#: What puts totals together, along the first dimension; means have weights.
+KINDS = {"sum": torch.sum, "max": torch.amax, "min": torch.amin,
+         "any": torch.any, "all": torch.all}  # fmt: skip
 
 
 class Rule:
@@ -102,7 +96,7 @@ def decide(key, values, sizes, before, home, trial):
         NotMergeable: no rule fits.
     """
     first = values[0]
-    if is_number(first):
+    if calls.is_number(first):
         return _of_numbers(key, values, before, trial)
     if not isinstance(first, torch.Tensor):
         is_packed = isinstance(first, batches.PackedSequence)  # in an order of its own
@@ -183,7 +177,7 @@ def form(value):
         return type(value), dims, Total, found.kind, found.regular
     # Numbers of rows are plain ones where nothing watches.
     kind = int if isinstance(value, RowCount) else type(value)
-    if isinstance(found, ComputedTotal):
+    if isinstance(found, calls.ComputedTotal):
         return kind, dims, found.path()
     return kind, dims, found if isinstance(found, _rows.Placement) else type(found)
 
@@ -195,3 +189,102 @@ def is_one_devices(escapes, home):
     except (NotMergeable, RuntimeError, ValueError):
         return False
     return all(type(escape.value)(number) == escape.value for escape in escapes)
+
+
+# Putting together -----------------------------------------------------------------------------
+
+
+def together(expressions, home):
+    """What one device would have computed from all rows.
+
+    Arguments:
+        expressions: for each replica, the tag of its value.
+        home: the device of the result.
+
+    Raises:
+        NotMergeable: the replicas' expressions, or numbers in them, do not fit together.
+    """
+    return _Merge(home).value(expressions)
+
+
+class _Merge:
+    def __init__(self, home):
+        self.home = home
+        self.known = {}
+
+    def value(self, values):
+        first = values[0]
+        if id(first) not in self.known:
+            self.known[id(first)] = (self.computed(values), values)
+        return self.known[id(first)][0]
+
+    def computed(self, values):
+        first = values[0]
+        if isinstance(first, _rows.Mixed):
+            raise NotMergeable(first.why)
+        paths = {(type(v), getattr(v, "function", getattr(v, "kind", None))) for v in values}
+        if len(paths) > 1 or not isinstance(first, EXPRESSIONS):
+            raise NotMergeable()  # the replicas took different paths through the model
+        if isinstance(first, State):
+            return first.value.to(self.home)
+        if isinstance(first, Total):
+            return self.total(values)
+        leaves, specs = zip(*[calls.tree.tree_flatten((each.args, each.kwargs)) for each in values])
+        if any(spec != specs[0] for spec in specs):
+            raise NotMergeable()
+        args, kwargs = calls.tree.tree_unflatten(list(map(self.argument, zip(*leaves))), specs[0])
+        if first.in_place:
+            args = (args[0].clone(),) + tuple(args[1:])
+        with torch.set_grad_enabled(first.grad and torch.is_grad_enabled()):
+            result = first.function(*args, **kwargs)
+            if calls.name_of(first.function) == "__setitem__":
+                result = args[0]
+            return (result if first.pick is None else result[first.pick]).to(first.dtype)
+
+    def total(self, values):
+        first = values[0]
+        tensors = [value.value.to(self.home) for value in values]
+        if first.kind != "mean":
+            return KINDS[first.kind](torch.stack(tensors), dim=0)
+        weights = [value.weight for value in values]
+        if not isinstance(weights[0], torch.Tensor):
+            return weighted_mean(tensors, weights)
+        weights = [weight.to(self.home) for weight in weights]
+        # The mean over no targets is NaN, and counts for nothing.
+        sums = [torch.where(w == 0, 0.0, t) * w for t, w in zip(tensors, weights)]
+        return sum(sums) / sum(weights)
+
+    def argument(self, values):
+        first = values[0]
+        if isinstance(first, EXPRESSIONS + (_rows.Placement,)):
+            return self.value(values)
+        if isinstance(first, calls.Constant):
+            return self.constant(values)
+        if isinstance(first, torch.device):
+            return self.home
+        if isinstance(first, RowCount):
+            return sum(values)
+        return _one_number(values) if calls.is_number(first) else first
+
+    def constant(self, values):
+        first = values[0].value
+        if any(not isinstance(v, calls.Constant) or v.value._version != v.version for v in values):
+            raise NotMergeable()  # it was changed in place
+        if not first.dim():
+            _one_number([value.value.detach().item() for value in values])
+        return first.to(self.home)
+
+
+def _one_number(values):
+    """The number that all replicas have; one of rows is a ``RowCount``, or does not fit."""
+    if any(value != values[0] for value in values):
+        raise NotMergeable()
+    return values[0]
+
+
+def weighted_mean(tensors, weights):
+    """The mean weighted by numbers; without weight a value is not even looked at."""
+    total = float(sum(weights)) or 1.0
+    home = tensors[0].device
+    parts = [t.to(home) * (w / total) for t, w in zip(tensors, weights) if w]
+    return sum(parts) if parts else tensors[0]

@@ -15,8 +15,7 @@ from ... import _keras, _rows, errors
 from ..._keras import steps
 from ..._runtime import patching
 from . import batches
-from .calls import tag, tag_of
-from .reductions import NotMergeable, State, Total
+from .calls import NotMergeable, State, Total, tag, tag_of
 from .replicas import ReplicatedMethod, untagged
 from .trials import is_users
 

@@ -16,8 +16,7 @@ from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import batches, merging, trials
-from .calls import RowCount, tag, tag_of
-from .reductions import NotMergeable
+from .calls import NotMergeable, RowCount, tag, tag_of
 from .trials import Known, Outcome, evaluating, is_users, random_numbers
 from .watch import Watch
 

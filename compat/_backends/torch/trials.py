@@ -8,8 +8,7 @@ import torch
 from ... import _rows
 from ..._verification import verification
 from . import batches, calls
-from .calls import RowCount, is_sharded, tag_of
-from .reductions import NotMergeable, is_number
+from .calls import NotMergeable, RowCount, is_number, is_sharded, tag_of
 
 # What computes without a trace ------------------------------------------------------------------
 

@@ -8,8 +8,7 @@ import torch
 
 from ... import _rows
 from . import calls, row_operations
-from .calls import Call, RowCount, is_sharded, tag, tag_of
-from .reductions import EXPRESSIONS, ComputedTotal, Constant, Escape, Total
+from .calls import EXPRESSIONS, Call, RowCount, Total, is_sharded, tag, tag_of
 from .trials import try_function
 
 # Kinds of torch's functions, by their names.
@@ -46,7 +45,7 @@ class Watch(torch.overrides.TorchFunctionMode):
     """Tags the results of torch's functions, where an argument has a tag.
 
     A tag is a placement: ``Sharded``, or ``Mixed`` with an ``Across`` that says where; or one of
-    the ``EXPRESSIONS`` of ``reductions``, which tell how values without rows are put together. A
+    the ``EXPRESSIONS`` of ``calls``, which tell how values without rows are put together. A
     tensor without a tag does not depend on the batch.
 
     Arguments:
@@ -169,7 +168,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         if not is_sharded(tensor) or not rows.even:
             # There may be as many as some values of rows ask for.
             if isinstance(rows, _rows.Placement) and not calls.is_packing():
-                self.escapes.append(Escape(self.across(name), self.mixed(name), result))
+                self.escapes.append(calls.Escape(self.across(name), self.mixed(name), result))
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
             self.count_given(name)
@@ -191,7 +190,9 @@ class Watch(torch.overrides.TorchFunctionMode):
                 return value
             if tag_of(value) is not None:
                 return tag_of(value)
-            return Constant(value.clone() if call.in_place and value is call.args[0] else value)
+            return calls.Constant(
+                value.clone() if call.in_place and value is call.args[0] else value
+            )
 
         args, kwargs = call.mapped(keep)
         kwargs.pop("out", None)  # it is the result
@@ -210,7 +211,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         if kept is not None:
             picks = range(count) if is_one_of_several else [None] * count
             return [
-                ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
+                calls.ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
                 for pick, value in zip(picks, call.results)
             ]
         if name in ("batch_norm", "instance_norm"):
@@ -326,7 +327,7 @@ class Watch(torch.overrides.TorchFunctionMode):
             found = tags[0]
         if name in ("item", "__float__") and isinstance(result, float):
             self.items[id(result)] = (result, call.given[0])
-        self.escapes.append(Escape(self.across(name), found, result))
+        self.escapes.append(calls.Escape(self.across(name), found, result))
 
     def compare(self, function, per, number, name="size"):
         """A number of rows was compared with another number."""
