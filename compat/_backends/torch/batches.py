@@ -192,6 +192,7 @@ class DividedArguments:
         key: what two calls have in common that are alike, but for the numbers.
         contents: of each container among them, it and what was in it.
         state: the leaves in objects, such as caches, which a call may change in place.
+        passed: what the last call was given of them, which may change containers and tensors.
     """
 
     def __init__(self, args, kwargs, convert=None):
@@ -216,34 +217,28 @@ class DividedArguments:
 
     @contextlib.contextmanager
     def given(self, leaves):
-        """Within, the containers have these leaves: ``args, kwargs`` and what they were given."""
+        """Within, the containers have these leaves: what a call is given, ``args, kwargs``."""
         try:
             args, values = self.unflatten(leaves)
             kwargs = dict(zip(self.keywords, values))
-            yield args, kwargs, Given(self, leaves, args, kwargs)
+            self.passed = (args, kwargs) if self.contents else ()
+            self.before = flatten(self.passed)
+            self.known = {
+                id(leaf): (leaf, leaf._version, kept)
+                for leaf, kept in zip(leaves, self.kept)
+                if isinstance(leaf, torch.Tensor)
+            }
+            yield args, kwargs
         finally:
             self.restore()
 
-
-class Given:
-    """What a call was given, which may change the containers in it, and tensors in place."""
-
-    def __init__(self, arguments, leaves, args, kwargs):
-        self.values = (args, kwargs) if arguments.contents else ()
-        self.before = flatten(self.values)
-        self.known = {
-            id(leaf): (leaf, leaf._version, kept)
-            for leaf, kept in zip(leaves, arguments.kept)
-            if isinstance(leaf, torch.Tensor)
-        }
-
     def changed(self):
-        """The containers, where anything in them is not as it was given; else nothing."""
-        leaves, _, described = flatten(self.values)
+        """What was passed, where anything in its containers is not as it was; else nothing."""
+        leaves, _, described = flatten(self.passed)
         before, _, described_before = self.before
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         same = described == described_before and are_same(leaves, before)
-        return () if same and all(self.own(leaf) is not leaf for leaf in tensors) else self.values
+        return () if same and all(self.own(leaf) is not leaf for leaf in tensors) else self.passed
 
     def own(self, leaf):
         """``Unchanged`` for a tensor that is as it was given; any other leaf as it is."""

@@ -151,6 +151,11 @@ class NotMergeable(Exception):
 # Calls ----------------------------------------------------------------------------------------
 
 
+#: The comparison by which any two numbers of rows differ: Python was given one of them as any
+#: other number, and what it does by it is not seen.
+AS_ANY = int.__sub__
+
+
 class RowCount(int):
     """A size that grows with the batch: the placement ``Count``, as a number.
 
@@ -177,7 +182,7 @@ class RowCount(int):
         return self.plain() // other
 
     def plain(self):
-        self.watch.count_given("size")
+        self.watch.compare(AS_ANY, 1, 0)
         return int(self)
 
     def __reduce__(self):

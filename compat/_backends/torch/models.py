@@ -48,7 +48,7 @@ class ReplicatedKerasCall(ReplicatedMethod):
         return _keras.keras_of(model).ops.convert_to_tensor(0).device  # where Keras computes
 
     def state(self, model):
-        return KerasReplicas(_keras.keras_of(model), model)
+        return KerasReplicas(model)
 
 
 class KerasReplicas:
@@ -59,8 +59,8 @@ class KerasReplicas:
     dropout masks are independent.
     """
 
-    def __init__(self, keras, model):
-        self.keras, self.model = keras, model
+    def __init__(self, model):
+        self.keras, self.model = _keras.keras_of(model), model
         self.variables = {}  # those that were set, by key
         self.before = {}  # their values, by key
         self.seeds = {}  # the values of random seeds, by id

@@ -92,11 +92,11 @@ class ReplicatedMethod(patching.InstanceMethod):
         """
         home = self.home(model, arguments)
         leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
-        with split_rows.undivided(), arguments.given(leaves) as (args, kwargs, given):
+        with split_rows.undivided(), arguments.given(leaves) as (args, kwargs):
             result = self.plain(model)(*args, **kwargs)
-            found, unflatten, _ = batches.flatten(given.changed())
+            found, unflatten, _ = batches.flatten(arguments.changed())
         # It may change the caller's containers.
-        unflatten([untagged(given.own(leaf)) for leaf in found])
+        unflatten([untagged(arguments.own(leaf)) for leaf in found])
         work.count(self.devices, work.undivided(self.devices, rows), torch.is_grad_enabled())
         if error is not None:
             name = type(model).__name__ if _keras.keras_of(model) is None else model.name
@@ -173,7 +173,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                 tag(leaf, _rows.Sharded(where))
             leaves.append(leaf)
         watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
-        with arguments.given(leaves) as (args, kwargs, given):
+        with arguments.given(leaves) as (args, kwargs):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
             with split_rows.undivided(), eager:
@@ -188,11 +188,11 @@ class ReplicatedMethod(patching.InstanceMethod):
                 finally:
                     if watched:
                         watch.paused = True  # an interruption may have kept it from saying so
-            outcome = Outcome(len(rows), (result, given.changed()), values, buffers, watch)
+            outcome = Outcome(len(rows), (result, arguments.changed()), values, buffers, watch)
             # What is the replica's own becomes what it is of the whole batch.
             for key, value in outcome.values.items():
                 if isinstance(value, torch.Tensor):
-                    outcome.values[key] = given.own(value)
+                    outcome.values[key] = arguments.own(value)
                 elif isinstance(value, torch.device) and value == device:
                     outcome.values[key] = self.home(model, arguments)
         return outcome

@@ -1,7 +1,6 @@
 """Watching how the tensors that a replica computes depend on the rows of its part of the batch."""
 
 import inspect
-import operator
 import re
 
 import torch
@@ -171,7 +170,7 @@ class Watch(torch.overrides.TorchFunctionMode):
                 self.escapes.append(calls.Escape(self.across(name), self.mixed(name), result))
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
-            self.count_given(name)
+            self.compare(calls.AS_ANY, 1, 0, name)
 
         def counted(dim, size):
             if dim % tensor.dim() == rows.axis and size % self.rows == 0 and size:
@@ -336,10 +335,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.comparisons.add((function, per, number))
         if calls.differs(function, per, number, [self.rows], self.total):
             self.by_count = self.by_count or self.across(name)
-
-    def count_given(self, name):
-        """Python was given a number of rows as any other number: what it does by it is not seen."""
-        self.compare(operator.sub, 1, 0, name)
 
     # Where ------------------------------------------------------------------------------------
 
