@@ -152,11 +152,9 @@ class ReplicatedMethod(patching.InstanceMethod):
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
-            rows = range(*split_rows.run_bounds(layout.rows, count, index))
+            rows, copy = range(*split_rows.run_bounds(layout.rows, count, index)), index > 0
             with torch.profiler.record_function(f"replica on {name}"):
-                outcome = self.replica(
-                    model, state, arguments, layout, device, rows, copy=index > 0, watched=watched
-                )
+                outcome = self.replica(model, state, arguments, layout, device, rows, copy, watched)
             outcomes.append(outcome)
         return outcomes
 

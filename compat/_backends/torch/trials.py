@@ -63,8 +63,7 @@ class Outcome:
         self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
         self.values.update(state)
         items = {} if watch is None else watch.items
-        floats = [key for key, value in self.values.items() if isinstance(value, float)]
-        self.numbers = {key for key in floats if id(self.values[key]) in items}
+        self.numbers = {key for key, value in self.values.items() if id(value) in items}
         self.values.update((key, items[id(self.values[key])][1]) for key in self.numbers)
 
 
@@ -143,11 +142,9 @@ def prove(trial, rules, before, home):
     """
     for key, rule in rules.items():
         values = trial.values(key)
-        if values is None:
-            if key[0] == "state":  # of batch normalization, in training only
-                continue
+        if values is None and key[0] != "state":  # of batch normalization, in training only
             raise NotMergeable()
-        if not fits(rule, values, trial.sizes, home, before.get(key)):
+        if values is not None and not fits(rule, values, trial.sizes, home, before.get(key)):
             raise NotMergeable(_rows.Across(None, why="unknown" if trial.is_random() else "tried"))
     if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes()}) > 1:
         raise NotMergeable()
@@ -200,18 +197,18 @@ def own_gradient(outcome, arguments):
     """
     if outcome.watch.hooks:
         return outcome.watch.hooks[0]
-    seen = {value.grad_fn for value in arguments}
-    pending = [getattr(value, "grad_fn", None) for value in outcome.values.values()]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    given = {None, *(value.grad_fn for value in arguments)}
+
+    def is_own(node):
         function = getattr(type(node), "_forward_cls", None)
-        if function is not None and not function.__module__.startswith(_LIBRARIES):
-            return _rows.Across(function.__name__, why="gradient")
-        pending += [before for before, _ in node.next_functions]
-    return None
+        return function is not None and not function.__module__.startswith(_LIBRARIES)
+
+    def inputs(node):
+        return [each for each, _ in node.next_functions if each not in given]
+
+    results = [getattr(value, "grad_fn", None) for value in outcome.values.values()]
+    found = _rows.nearest([each for each in results if each not in given], is_own, inputs)
+    return _rows.Across(type(found[0])._forward_cls.__name__, why="gradient") if found else None
 
 
 def prove_gradients(trial, rules, before, home, sources, across):
@@ -266,8 +263,6 @@ def try_function(call):
         args, kwargs = call.mapped(cut)
         return list(map(batches.to_numpy, calls.tensors_in([call.func(*args, **kwargs)])))
 
-    if call.rows < 2:
-        return None
     with torch.no_grad(), torch.random.fork_rng([]):
         try:
             found = _rows.trial.tried(compute)

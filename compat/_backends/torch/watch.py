@@ -122,9 +122,8 @@ class Watch(torch.overrides.TorchFunctionMode):
     def made(self, call, result):
         """Where no argument depends on rows a number of them may still make rows."""
         by_count = self.counting and call.name in COUNTING
-        if isinstance(result, torch.Tensor) and (
-            by_count or any(call.tags) or calls.has_count(call.args, call.kwargs)
-        ):
+        grows = by_count or call.known or calls.has_count(call.args, call.kwargs)
+        if grows and isinstance(result, torch.Tensor):
             call.results = [result]
             self.tag(call, self.by_rules(call))
         return result
@@ -303,7 +302,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         leaves, spec = calls.tree.tree_flatten((call.args, call.kwargs))
         key = (call.name, str(spec), str(list(map(call.described, leaves))))
         if key not in self.tried:
-            is_tried = not call.in_place and not RANDOM.match(call.name)
+            is_tried = call.rows > 1 and not call.in_place and not RANDOM.match(call.name)
             found = try_function(call) if is_tried else None
             if found is None:
                 return [_rows.Mixed(self.across(call.name, "unknown"))] * len(call.results)
