@@ -144,7 +144,11 @@ class Exchange:
             if not self.agreed:
                 self.engine.stepped(self.sums.ended)
             self.check(name)
-            self.set_gradients()
+            for parameter, used in zip(self.hooked, self.sums.used):
+                if used and parameter.grad is None:  # another rank's batch has used it
+                    parameter.grad = torch.empty_like(parameter)
+                if used:
+                    self.sums.write_mean(parameter, parameter.grad)
             check = checksum.is_due(self.count)
             if check and not self.is_suspect:
                 self.is_suspect = check_loss(self.engine, name, weight, rows)
@@ -191,14 +195,6 @@ class Exchange:
         """The mean of the changes of a running statistic, weighted by rows in any case."""
         mean = self.sums.write_mean(tensor, torch.empty_like(tensor))
         return mean * (self.sums.total / self.sums.rows)
-
-    def set_gradients(self):
-        """Those that no rank has stay None."""
-        for parameter, used in zip(self.hooked, self.sums.used):
-            if used and parameter.grad is None:  # another rank's batch has used it
-                parameter.grad = torch.empty_like(parameter)
-            if used:
-                self.sums.write_mean(parameter, parameter.grad)
 
     def check(self, name):
         place, unknown = self.engine.place, self.sums.unknown

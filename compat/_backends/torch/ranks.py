@@ -230,17 +230,14 @@ class RankedTrainStep(keras_model.RankedMethod):
 
         The mean over a rank's rows weighs each row as many times more as there are ranks.
         """
-        size = self.engine.place.size
-        scale_loss, apply = optimizer.scale_loss, optimizer.apply
+        size, apply = self.engine.place.size, optimizer.apply
 
         def apply_scaled(gradients, *args, **kwargs):
             scaled = [None if gradient is None else gradient * size for gradient in gradients]
             return apply(scaled, *args, **kwargs)
 
-        def scale_share(loss):
-            return scale_loss(loss) / size
-
-        return patching.replaced(optimizer, scale_loss=scale_share, apply=apply_scaled)
+        scaling, _ = keras3.scaling(optimizer, lambda dtype: 1 / size)
+        return patching.replaced(optimizer, apply=apply_scaled, **scaling)
 
 
 class RankedTorchTestStep(RankedTrainStep):

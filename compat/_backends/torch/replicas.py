@@ -62,7 +62,10 @@ class ReplicatedMethod(patching.InstanceMethod):
         layouts = self.layouts(model, arguments)
         if not layouts:
             if not all(isinstance(leaf, batches.PLAIN) for leaf in arguments.leaves):
-                warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
+                errors.warn(
+                    f"{type(model).__name__} was given no tensor, as far as torch.utils._pytree "
+                    "finds them, which cannot be divided: it runs on one device."
+                )
             return self.plain(model)(*args, **kwargs)
         # A call without gradients shows nothing of them.
         mode = model.training, torch.is_grad_enabled(), arguments.key
@@ -147,8 +150,9 @@ class ReplicatedMethod(patching.InstanceMethod):
     def run(self, model, state, arguments, layout, watched):
         """The outcome of each replica."""
         outcomes = []
-        most = max(1, layout.rows // 2) if _is_normalising(model) else len(self.devices)
-        count = min(len(self.devices), most)
+        kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.devices)
+        if any(isinstance(part, kind) and part.training for part in model.modules()):
+            count = min(count, max(1, layout.rows // 2))  # it refuses a single row in training
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
@@ -295,18 +299,6 @@ class ReplicatedMethod(patching.InstanceMethod):
                 )
 
         return trials.PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
-
-
-def _is_normalising(model):
-    """Whether it has batch normalization of torch's in training, which refuses a single row."""
-    kind = torch.nn.modules.batchnorm._BatchNorm
-    return any(isinstance(part, kind) and part.training for part in model.modules())
-
-
-def warn_not_divided(model, given):
-    errors.warn(
-        f"{type(model).__name__} was given {given}, which cannot be divided: it runs on one device."
-    )
 
 
 def untagged(value):

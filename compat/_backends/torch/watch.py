@@ -299,8 +299,7 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def tried_function(self, call):
         """The placements of a function's results by computing with a part of its rows."""
-        leaves, spec = calls.tree.tree_flatten((call.args, call.kwargs))
-        key = (call.name, str(spec), str(list(map(call.described, leaves))))
+        key = (call.name, str(call.mapped(call.described)))
         if key not in self.tried:
             is_tried = call.rows > 1 and not call.in_place and not RANDOM.match(call.name)
             found = try_function(call) if is_tried else None
