@@ -270,7 +270,6 @@ class Sums:
         self.buckets.append(_Bucket(*last, front=header))
         # By the ids of the tensors.
         self.bucket_of = {key: bucket for bucket in self.buckets for key in bucket.views}
-        self.sent = 0  # buckets that are on their way
 
     def put(self, tensor, value, weight):
         """Write what is summed up in a tensor's place while it is in the cache; send what is full.
@@ -282,8 +281,10 @@ class Sums:
         if bucket not in others or bucket.work is not None:
             return
         bucket.write(id(tensor), value, weight)
-        while self.sent < len(others) and others[self.sent].is_full():
-            self._send()
+        for each in others:  # in their order
+            if each.work is None and len(each.written) < len(each.views):
+                break
+            self._send(each)
 
     def complete(self, told, ended, used, values):
         """Sum up the header and all values; afterwards ``write_mean`` has the means.
@@ -308,8 +309,8 @@ class Sums:
         front = self.buckets[-1].front
         header = told + self.engine.flags(ended) + used + early
         front.copy_(torch.tensor(header, dtype=front.dtype))
-        while self.sent < len(self.buckets):
-            self._send()
+        for bucket in self.buckets:
+            self._send(bucket)
         for bucket in self.buckets:
             self.engine.end_sum(bucket.work)
         sums = iter(front.tolist())
@@ -323,13 +324,11 @@ class Sums:
                 bucket.write_all(bucket.views, values)
                 self.engine.end_sum(self.engine.begin_sum(bucket.flat))
             bucket.clear()
-        self.sent = 0
         return any(early)
 
-    def _send(self):
-        bucket = self.buckets[self.sent]
-        bucket.work = self.engine.begin_sum(bucket.flat)
-        self.sent += 1
+    def _send(self, bucket):
+        """Send it, unless it is on its way."""
+        bucket.work = bucket.work or self.engine.begin_sum(bucket.flat)
 
     def write_mean(self, tensor, result):
         """Write the mean of what was summed up for a tensor into another one, which is returned."""
@@ -354,9 +353,6 @@ class _Bucket:
 
     def clear(self):
         self.work, self.written = None, {}  # work: its all-reduce, which has begun
-
-    def is_full(self):
-        return len(self.written) == len(self.views)
 
     def write_all(self, keys, values):
         for key in keys:
