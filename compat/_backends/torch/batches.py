@@ -1,6 +1,6 @@
 """What of a call's arguments is data, and in which dimension it has the rows of the batch.
 
-And tensors: found in nested values, compared, handed to numpy.
+And tensors: found in nested values, compared, handed to numpy; and modules, run without a trace.
 
 Rows come first in torch, except in its recurrent layers and transformers: their first dimension is
 time unless they are made with ``batch_first=True``, and hidden states have the rows second always.
@@ -10,14 +10,16 @@ import collections
 import contextlib
 import functools
 import inspect
+import math
 import operator
 from collections.abc import MutableMapping
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-tree = torch.utils._pytree
-
+from ... import _rows
+from ..._verification import verification
+from .calls import is_number, tree
 
 # Tensors --------------------------------------------------------------------------------------
 
@@ -62,6 +64,19 @@ def to_numpy(tensor):
     # numpy has no bfloat16, nor floats of 8 bits; float32 has all their values.
     own = not tensor.is_floating_point() or tensor.dtype in (torch.double, torch.float, torch.half)
     return (tensor if own else tensor.float()).resolve_conj().numpy()
+
+
+def close(value, other):
+    """Whether two values are the same, to rounding."""
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        numbers = is_number(value) and is_number(other)
+        same = value is other or value == other
+        return same or (numbers and math.isclose(value, other, rel_tol=1e-4))
+    if value.dtype == torch.bfloat16:  # numpy does not know that it is coarse
+        finite = other[torch.isfinite(other)].abs()
+        scale = finite.max().clamp(min=1e-30) if finite.numel() else 1.0
+        value, other = [(tensor / scale).half() for tensor in (value, other)]
+    return _rows.trial.close(*[to_numpy(tensor.to_dense()) for tensor in (value, other)])
 
 
 # Containers -----------------------------------------------------------------------------------
@@ -332,3 +347,35 @@ def choices(model):
         return [choice for choice in found if choice[0] == own]
     inside = any(declared(part) is not None for part in model.modules())
     return found if inside else [(0, (0,))]
+
+
+# What modules compute without a trace ----------------------------------------------------------
+
+
+def generators():
+    """torch's own generators of random numbers, by device; those of GPUs once CUDA has started."""
+    found = {f"cuda:{index}": each for index, each in enumerate(torch.cuda.default_generators)}
+    return dict(found, cpu=torch.default_generator)
+
+
+def random_numbers():
+    """A context after which the random numbers that a model may draw are those from now on."""
+    afterwards = verification.random_numbers()
+    for generator in generators().values():
+        afterwards.callback(generator.set_state, generator.get_state())
+    return afterwards
+
+
+def evaluating(parts):
+    """A context in which modules drop nothing and normalise with their averages."""
+    afterwards = contextlib.ExitStack()
+    for part in parts:
+        if part.training:
+            part.training = False
+            afterwards.callback(setattr, part, "training", True)
+    return afterwards
+
+
+def is_users(module):
+    """Whether torch has not made a module: the forward of such may set anything."""
+    return not type(module).__module__.startswith("torch.nn")

@@ -337,3 +337,37 @@ def _described(model, module):
     kind = type(module).__name__
     path = next((path for path, part in model.named_modules() if part is module), None)
     return kind if path is None else f"{path} ({kind})"
+
+
+# Gradients of the user's own: autograd functions, and hooks on what comes back --------------------
+
+# These may compute across rows on the way back, whatever they did on the way there. A call that has
+# one is tried with its gradients, too: those of three rows together, against those of its parts.
+
+#: What computes gradients as autograd would: compat, and torch's checkpoints.
+_LIBRARIES = (__name__.partition(".")[0] + ".", "torch.utils.checkpoint")
+
+
+def own_gradient(outcome, arguments):
+    """The first gradient of the user's own that leads to a replica's values, or None.
+
+    Arguments:
+        arguments: tensors that the call was given; what is before them is not the call's.
+
+    Returns:
+        An ``Across``.
+    """
+    if outcome.watch.hooks:
+        return outcome.watch.hooks[0]
+    given = {None, *(value.grad_fn for value in arguments)}
+
+    def is_own(node):
+        function = getattr(type(node), "_forward_cls", None)
+        return function is not None and not function.__module__.startswith(_LIBRARIES)
+
+    def inputs(node):
+        return [each for each, _ in node.next_functions if each not in given]
+
+    results = [getattr(value, "grad_fn", None) for value in outcome.values.values()]
+    found = _rows.nearest([each for each in results if each not in given], is_own, inputs)
+    return _rows.Across(type(found[0])._forward_cls.__name__, why="gradient") if found else None

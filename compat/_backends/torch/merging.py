@@ -1,6 +1,6 @@
 """How one value of all replicas becomes that of one device: decided once, from how it was made.
 
-``decide`` finds a rule from the tags of ``watch``, ``trials.prove`` holds all rules against a
+``decide`` finds a rule from the tags of ``watch``, ``prove`` holds all rules against a
 trial: two parts of three rows, compared with the three together.
 """
 
@@ -9,7 +9,6 @@ import torch
 from ... import _rows
 from . import batches, calls
 from .calls import EXPRESSIONS, NotMergeable, RowCount, State, Total, tag_of
-from .trials import close, fits
 
 #: What puts totals together, along the first dimension; means have weights.
 KINDS = {"sum": torch.sum, "max": torch.amax, "min": torch.amin,
@@ -78,6 +77,35 @@ def _rows_of_all(values, dim, copies, home):
     return merged
 
 
+class Known:
+    """What one kind of call has shown: a rule for each value, once it was watched."""
+
+    def __init__(self, cuts):
+        self.cuts = cuts  # of a ``batches.Layout``, without those of what has the size by chance
+        self.rules = {}
+        self.described = None
+        self.watch = True
+        self.trial = None  # on the first call
+        self.comparisons = set()  # of numbers of rows with others, by which Python chose its way
+        self.totals = set()  # numbers of rows for which its choices are harmless
+        self.harmless = set()  # lines that choose by totals, and give the same whatever they choose
+
+    def fit(self, outcomes, total):
+        """Whether the rules are those for what was not watched."""
+        sizes = [outcome.rows for outcome in outcomes]
+        differ = any(calls.differs(*each, sizes, total) for each in self.comparisons)
+        return (total in self.totals or not differ) and all(map(self.fits, outcomes))
+
+    def fits(self, outcome):
+        # A number of rows that is what an attribute was before does not show that it was set.
+        counts = {key for key, rule in self.rules.items() if rule.kind == "count"}
+        is_alike = outcome.described == self.described and counts <= outcome.values.keys()
+        return is_alike and all(
+            key in self.rules and self.rules[key].fits(value, outcome.rows, outcome.given.get(key))
+            for key, value in outcome.values.items()
+        )
+
+
 # Deciding ---------------------------------------------------------------------------------------
 
 
@@ -120,7 +148,7 @@ def decide(key, values, sizes, before, home, trial):
         kinds = ("sum", "mean") if key[0] in ("result", "loss") else ("mean",)
         simple = isinstance(found, Total) and found.regular and found.kind in kinds
         return Rule(found.kind) if simple else rule
-    if all(close(value, first) for value in values):
+    if all(batches.close(value, first) for value in values):
         return Rule("first")
     return _of_rows_that_were_lost(key, trial)
 
@@ -189,6 +217,76 @@ def is_one_devices(escapes, home):
     except (NotMergeable, RuntimeError, ValueError):
         return False
     return all(type(escape.value)(number) == escape.value for escape in escapes)
+
+
+# Proving --------------------------------------------------------------------------------------
+
+
+def prove(trial, rules, before, home):
+    """Hold all rules against a trial.
+
+    Arguments:
+        before: state before the call, by key.
+
+    Raises:
+        NotMergeable: the parts do not make up the whole.
+    """
+    for key, rule in rules.items():
+        values = trial.values(key)
+        if values is None and key[0] != "state":  # of batch normalization, in training only
+            raise NotMergeable()
+        if values is not None and not fits(rule, values, trial.sizes, home, before.get(key)):
+            raise NotMergeable(_rows.Across(None, why="unknown" if trial.is_random() else "tried"))
+    if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes()}) > 1:
+        raise NotMergeable()
+
+
+def fits(rule, values, sizes, home, before):
+    """Whether the parts of a trial make up the whole by this rule."""
+    parts, whole = values
+    if rule.kind == "unchanged":
+        return True
+    if rule.kind == "first" and not all(batches.close(part, parts[0]) for part in parts):
+        return False
+    try:
+        return batches.close(rule.merged(parts, sizes, home, before), whole)
+    except (RuntimeError, TypeError, NotMergeable):  # shapes that do not fit together
+        return False
+
+
+def prove_gradients(trial, rules, before, home, sources, across):
+    """Hold the gradients of what was put together against those of all rows.
+
+    Arguments:
+        trial: a ``PartsTrial``.
+        rules: by key, how values are put together.
+        before: state before the call, by key.
+        sources: tensors that get gradients.
+        across: what may mix rows.
+
+    Raises:
+        NotMergeable: they differ, or cannot be computed.
+    """
+    try:
+        with torch.backends.cudnn.flags(enabled=False):  # which has none in inference for an RNN
+            whole, *parts = [trial.compute(rows, True) for rows in [trial.all_rows] + trial.parts]
+            pairs = []
+            for key, rule in rules.items():
+                value = whole.values.get(key)
+                if isinstance(value, torch.Tensor) and value.grad_fn and value.is_floating_point():
+                    values = [part.values[key] for part in parts]
+                    with torch.enable_grad():
+                        merged = rule.merged(values, trial.sizes, home, before.get(key))
+                    pairs.append((value, merged))
+            upstream = [value.detach() + 0.5 for value, _ in pairs]
+            gradients = [
+                torch.autograd.grad(v, sources, upstream, allow_unused=True, materialize_grads=True)
+                for v in zip(*pairs)
+            ]
+    except (KeyError, RuntimeError, TypeError, NotMergeable) as error:
+        raise NotMergeable(across) from error
+    if not all(map(batches.close, *gradients)):
+        raise NotMergeable(across)
 
 
 # Putting together -----------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from ..._runtime import patching
 from . import batches
 from .calls import NotMergeable, State, Total, tag, tag_of
 from .replicas import ReplicatedMethod, untagged
-from .trials import is_users
 
 # Keras ----------------------------------------------------------------------------------------
 
@@ -233,7 +232,7 @@ class ModuleReplicas:
 
     def __init__(self, module):
         parts = list(module.named_modules())
-        self.parts = [(path, part) for path, part in parts if is_users(part)]
+        self.parts = [(path, part) for path, part in parts if batches.is_users(part)]
         owners = [values for _, part in parts for values in (part._parameters, part._buffers)]
         # Dictionary of a module within, name there, weight or buffer.
         self.places = [(d, n, v) for d in owners for n, v in d.items() if v is not None]

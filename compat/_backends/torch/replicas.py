@@ -15,13 +15,72 @@ import torch
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import batches, merging, trials
+from . import batches, calls, merging
+from .batches import evaluating, is_users, random_numbers
 from .calls import NotMergeable, RowCount, tag, tag_of
-from .trials import Known, Outcome, evaluating, is_users, random_numbers
 from .watch import Watch
 
 # How many arguments may turn out to have as many rows as the batch by chance.
 MOST_TRIED = 6
+
+
+class Outcome:
+    """What one replica made.
+
+    Attributes:
+        rows: how many rows it computed.
+        values: by key, each value of the result, each loss, each state, each attribute.
+        unflatten, described: how the result is nested.
+        given: by key, state as the replica was given it.
+        numbers: those that were taken from a tensor, which stands in for them.
+        watch: the ``Watch`` that saw it, or None.
+    """
+
+    def __init__(self, rows, result, state, given, watch):
+        self.rows, self.given, self.watch = rows, given, watch
+        leaves, self.unflatten, self.described = batches.flatten(result)
+        self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
+        self.values.update(state)
+        items = {} if watch is None else watch.items
+        self.numbers = {key for key, value in self.values.items() if id(value) in items}
+        self.values.update((key, items[id(self.values[key])][1]) for key in self.numbers)
+
+
+class PartsTrial:
+    """What rows of the batch give: in parts, and together.
+
+    Arguments:
+        compute: gives the ``Outcome`` of a list of rows.
+        parts: lists of rows, in the batch's order.
+    """
+
+    def __init__(self, compute, parts):
+        self.compute, self.parts = compute, parts
+        self.sizes = [len(part) for part in parts]
+        self.all_rows = [row for part in parts for row in part]
+        self._outcomes = None
+
+    def outcomes(self):
+        """That of all rows, and those of the parts."""
+        if self._outcomes is None:
+            self._outcomes = [self.compute(rows) for rows in [self.all_rows] + self.parts]
+        return self._outcomes
+
+    def finds_sequences(self):
+        """Whether the rows are where layers of sequences have them."""
+        return self._outcomes is not None and not any(o.watch.misplaced for o in self._outcomes)
+
+    def values(self, key):
+        """The parts' values and that of all rows; None where there are none."""
+        found = [each.values[key] for each in self.outcomes() if key in each.values]
+        return (found[1:], found[0]) if len(found) == len(self.outcomes()) else None
+
+    def is_random(self):
+        """Whether the same rows give something else each time."""
+        whole, again = self.outcomes()[0].values, self.compute(self.all_rows).values
+        return list(whole) != list(again) or not all(
+            batches.close(whole[k], again[k]) for k in whole
+        )
 
 
 class ReplicatedMethod(patching.InstanceMethod):
@@ -127,7 +186,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             others = [number for number, cut in enumerate(layout.cuts) if cut is not None][1:]
             for whole in [None] + others[:MOST_TRIED]:
                 cuts = [None if place == whole else cut for place, cut in enumerate(layout.cuts)]
-                known = Known(tuple(cuts))
+                known = merging.Known(tuple(cuts))
                 known.trial = self.trial(model, arguments, layout._replace(cuts=known.cuts))
                 try:
                     known.trial.outcomes()  # first: three rows tell more of what has no rule
@@ -245,13 +304,13 @@ class ReplicatedMethod(patching.InstanceMethod):
             known.rules[key] = rule
         known.described = first.described
         if known.trial is not None or known.rules != previous:
-            trials.prove(trial, known.rules, state.before, home)
+            merging.prove(trial, known.rules, state.before, home)
         if known.trial is not None and torch.is_grad_enabled():
             given = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
-            across = trials.own_gradient(first, given)
+            across = calls.own_gradient(first, given)
             sources = [v for v in given + list(model.parameters()) if v.requires_grad]
             if across is not None and sources:
-                trials.prove_gradients(trial, known.rules, state.before, home, sources, across)
+                merging.prove_gradients(trial, known.rules, state.before, home, sources, across)
         known.trial = None
         chosen = self.follow_choices(model, state, arguments, layout, known, outcomes, home)
         known.watch = chosen or not all(rule.lasting for rule in known.rules.values())
@@ -279,7 +338,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             parts = [range(*split_rows.bounds(layout.rows, count, i)) for i in range(count)]
             try:
                 trial = self.trial(model, arguments, layout, parts)
-                trials.prove(trial, known.rules, state.before, home)
+                merging.prove(trial, known.rules, state.before, home)
             except NotMergeable:
                 raise NotMergeable(doubtful[0]) from None
             known.harmless.update(lines)
@@ -292,13 +351,16 @@ class ReplicatedMethod(patching.InstanceMethod):
 
         def compute(rows, gradients=False):
             """What these rows give, without dropout, and without a trace."""
-            state, torchs = self.state(model), itertools.filterfalse(is_users, model.modules())
+            state, torchs = (
+                self.state(model),
+                itertools.filterfalse(is_users, model.modules()),
+            )
             with random_numbers(), torch.set_grad_enabled(gradients), evaluating(torchs):
                 return self.replica(
                     model, state, arguments, layout, home, rows, True, True, probing=True
                 )
 
-        return trials.PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
+        return PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
 
 
 def untagged(value):

@@ -1,7 +1,7 @@
 """torch's functions by name, and the rules that say how their results depend on the rows.
 
 A line takes a ``Call`` and returns the placement of its results, or a list with one for each. A
-function without a line is tried, see ``trials``, so there are lines for what a trial cannot tell:
+function without a line is tried, see ``watch``, so there are lines for what a trial cannot tell:
 totals, whole numbers, what is random or in place, what a few rows may agree in by chance, and rows
 of different lengths; and for what many models call, which need not be tried.
 ``tests/backends/test_torch_row_operations.py`` proves each line by computing.

@@ -14,7 +14,7 @@ from ... import _keras, _verification, errors
 from ..._rows import split_rows
 from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras_steps, reachable
-from . import batches, models, trials
+from . import batches, models
 from .batches import tensors_in, to_numpy
 
 _RANDOM = "random numbers of "
@@ -53,12 +53,12 @@ class _RandomStep(_verification.Step):
         torch.set_grad_enabled(self.differentiated)
 
     def read(self):
-        states = {_RANDOM + name: each.get_state() for name, each in trials.generators().items()}
+        states = {_RANDOM + name: each.get_state() for name, each in batches.generators().items()}
         return dict(super().read(), **{label: state.numpy() for label, state in states.items()})
 
     def write(self, values):
         super().write(values)
-        for name, generator in trials.generators().items():
+        for name, generator in batches.generators().items():
             if _RANDOM + name in values:
                 generator.set_state(torch.from_numpy(values[_RANDOM + name]))
 
@@ -211,7 +211,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.put_hooks_back()
 
     def attributes(self):
-        own = filter(trials.is_users, self.module.modules())
+        own = filter(batches.is_users, self.module.modules())
         return reachable.Attributes(own, lambda name, value: True)
 
     def on_one_device(self):

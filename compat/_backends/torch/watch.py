@@ -6,9 +6,8 @@ import re
 import torch
 
 from ... import _rows
-from . import calls, row_operations
+from . import batches, calls, row_operations
 from .calls import EXPRESSIONS, Call, RowCount, Total, is_sharded, tag, tag_of
-from .trials import try_function
 
 # Kinds of torch's functions, by their names.
 DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout|rrelu")
@@ -341,3 +340,44 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def across(self, name, why="mixed"):
         return calls.across(self.model, name, why)
+
+
+# Functions that have no line in the table -------------------------------------------------------
+
+
+def try_function(call):
+    """The placements of its results, or None where that does not tell."""
+
+    def compute(rows):
+        rows = [row % call.rows for row in rows]
+
+        def cut(value):
+            if isinstance(value, RowCount):
+                return value.per * len(rows)
+            return some_rows(value, tag_of(value), call.rows, rows) if is_sharded(value) else value
+
+        args, kwargs = call.mapped(cut)
+        return list(map(batches.to_numpy, calls.tensors_in([call.func(*args, **kwargs)])))
+
+    with torch.no_grad(), torch.random.fork_rng([]):
+        try:
+            found = _rows.trial.tried(compute)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):  # of less rows
+            return None
+    # Whole numbers may agree by chance.
+    floating = [value.is_floating_point() or value.is_complex() for value in call.results]
+    return [each if sure else _rows.Mixed() for each, sure in zip(found, floating)]
+
+
+def some_rows(value, placement, count, rows):
+    """Some of a tensor's ``count`` rows."""
+    value, copies, axis = value.detach(), placement.copies, placement.axis
+    if not placement.even:
+        raise ValueError("rows of different lengths")
+    if value.is_floating_point() and torch.equal(value, value.roll(1, axis)):
+        # Of rows that are all the same any function seems to compute each one alone.
+        numbers = torch.rand(value.shape, generator=torch.Generator().manual_seed(0))
+        value = value + numbers.to(value)
+    split = value.unflatten(axis, (copies, count, value.shape[axis] // (copies * count)))
+    picked = split.index_select(axis + 1, torch.tensor(rows, device=value.device))
+    return picked.flatten(axis, axis + 2)
