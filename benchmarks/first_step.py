@@ -24,7 +24,7 @@ TRIALS = {
     "tensorflow2": [("_backends.tensorflow2.op_trial", "OpTrial", "follow")],
     "theano": [("_rows.trial", None, "tried")],
     "torch": [
-        ("_backends.torch.trials", "PartsTrial", "outcomes"),
+        ("_backends.torch.replicas", "PartsTrial", "outcomes"),
         ("_backends.torch.watch", None, "try_function"),
     ],
 }

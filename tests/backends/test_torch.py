@@ -16,8 +16,8 @@ import torch
 
 import compat
 from compat._backends.torch import Torch
-from compat._backends.torch.timeline import products as placement
-from compat._backends.torch.timeline import replica as replica_of
+from compat._backends.torch.verified_steps import products as placement
+from compat._backends.torch.verified_steps import replica as replica_of
 from compat._configuration import registry
 from compat._configuration.device_choice import choose
 from compat._configuration.gpu_selection import parse_gpus

@@ -121,7 +121,7 @@ def test_a_gradient_is_tried_where_the_first_call_had_none():
 
 
 def test_a_term_that_a_loss_has_twice_is_one():
-    from compat._backends.torch import loss_terms
+    from compat._backends.torch import backward_passes
 
     term = torch.ones(4, 2, requires_grad=True).square().mean()
-    assert len(loss_terms._loss(term + term).terms) == 1
+    assert len(backward_passes._loss(term + term).terms) == 1

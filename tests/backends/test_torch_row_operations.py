@@ -10,8 +10,7 @@ import row_proof
 import torch
 
 from compat import _rows
-from compat._backends.torch import calls, row_operations
-from compat._backends.torch.reductions import NotMergeable, Total, together
+from compat._backends.torch import calls, merging, row_operations
 from compat._backends.torch.watch import Watch
 
 #: Needs a GPU.
@@ -351,7 +350,7 @@ class Case:
             if isinstance(placement, _rows.Sharded):
                 calls.tag(given[place], placement)
             elif isinstance(placement, _rows.Partial):
-                calls.tag(given[place], Total(placement.how, given[place], count, True))
+                calls.tag(given[place], calls.Total(placement.how, given[place], count, True))
         with Watch(torch.nn.Module(), count, row_proof.ROWS, self.tried):
             return self.called(given)
 
@@ -415,8 +414,8 @@ class Case:
                 self.followed(part, given, count) for part, count in zip(parts, _rows.trial.SIZES)
             ]
             tags = [_tag(results[place]) for results in followed]
-            value = together(tags, torch.device("cpu"))
-        except (NotMergeable, RuntimeError, ValueError):
+            value = merging.together(tags, torch.device("cpu"))
+        except (calls.NotMergeable, RuntimeError, ValueError):
             return None
         return value.detach().numpy()
 

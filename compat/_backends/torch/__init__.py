@@ -113,12 +113,13 @@ class Torch(Backend):
         return model
 
     def verify(self, model, verification):
-        from . import verified_steps as kinds  # imports torch
+        from . import verified_steps  # imports torch
 
         in_ranks = verification is not None and verification.ranks
-        kind, is_left = kinds.VerifiedModuleForward, in_ranks
+        kind, is_left = verified_steps.VerifiedModuleForward, in_ranks
         if _keras.keras_of(model) is not None:
-            kind, is_left = kinds.VerifiedTorchStep, not in_ranks and _keras.undivided(model)
+            kind = verified_steps.VerifiedTorchStep
+            is_left = not in_ranks and _keras.undivided(model)
         kind.install_on(model, None if is_left else verification)
 
     def memory_peaks(self):
@@ -129,9 +130,9 @@ class Torch(Backend):
 
     def profiled(self):
         """From torch's profiler."""
-        from . import timeline  # not at start-up
+        from . import verified_steps  # imports torch
 
-        return timeline.profiled(self.devices())
+        return verified_steps.profiled(self.devices())
 
     # Ranks ------------------------------------------------------------------------------------
 

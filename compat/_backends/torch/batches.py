@@ -1,6 +1,6 @@
 """What of a call's arguments is data, and in which dimension it has the rows of the batch.
 
-And tensors: found in nested values, compared, handed to numpy.
+And tensors: found in nested values, compared, handed to numpy; and modules, run without a trace.
 
 Rows come first in torch, except in its recurrent layers and transformers: their first dimension is
 time unless they are made with ``batch_first=True``, and hidden states have the rows second always.
@@ -10,14 +10,16 @@ import collections
 import contextlib
 import functools
 import inspect
+import math
 import operator
 from collections.abc import MutableMapping
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-tree = torch.utils._pytree
-
+from ... import _rows
+from ..._verification import verification
+from .calls import is_number, tree
 
 # Tensors --------------------------------------------------------------------------------------
 
@@ -62,6 +64,19 @@ def to_numpy(tensor):
     # numpy has no bfloat16, nor floats of 8 bits; float32 has all their values.
     own = not tensor.is_floating_point() or tensor.dtype in (torch.double, torch.float, torch.half)
     return (tensor if own else tensor.float()).resolve_conj().numpy()
+
+
+def close(value, other):
+    """Whether two values are the same, to rounding."""
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        numbers = is_number(value) and is_number(other)
+        same = value is other or value == other
+        return same or (numbers and math.isclose(value, other, rel_tol=1e-4))
+    if value.dtype == torch.bfloat16:  # numpy does not know that it is coarse
+        finite = other[torch.isfinite(other)].abs()
+        scale = finite.max().clamp(min=1e-30) if finite.numel() else 1.0
+        value, other = [(tensor / scale).half() for tensor in (value, other)]
+    return _rows.trial.close(*[to_numpy(tensor.to_dense()) for tensor in (value, other)])
 
 
 # Containers -----------------------------------------------------------------------------------
@@ -192,6 +207,7 @@ class DividedArguments:
         key: what two calls have in common that are alike, but for the numbers.
         contents: of each container among them, it and what was in it.
         state: the leaves in objects, such as caches, which a call may change in place.
+        passed: what the last call was given of them, which may change containers and tensors.
     """
 
     def __init__(self, args, kwargs, convert=None):
@@ -216,34 +232,28 @@ class DividedArguments:
 
     @contextlib.contextmanager
     def given(self, leaves):
-        """Within, the containers have these leaves: ``args, kwargs`` and what they were given."""
+        """Within, the containers have these leaves: what a call is given, ``args, kwargs``."""
         try:
             args, values = self.unflatten(leaves)
             kwargs = dict(zip(self.keywords, values))
-            yield args, kwargs, Given(self, leaves, args, kwargs)
+            self.passed = (args, kwargs) if self.contents else ()
+            self.before = flatten(self.passed)
+            self.known = {
+                id(leaf): (leaf, leaf._version, kept)
+                for leaf, kept in zip(leaves, self.kept)
+                if isinstance(leaf, torch.Tensor)
+            }
+            yield args, kwargs
         finally:
             self.restore()
 
-
-class Given:
-    """What a call was given, which may change the containers in it, and tensors in place."""
-
-    def __init__(self, arguments, leaves, args, kwargs):
-        self.values = (args, kwargs) if arguments.contents else ()
-        self.before = flatten(self.values)
-        self.known = {
-            id(leaf): (leaf, leaf._version, kept)
-            for leaf, kept in zip(leaves, arguments.kept)
-            if isinstance(leaf, torch.Tensor)
-        }
-
     def changed(self):
-        """The containers, where anything in them is not as it was given; else nothing."""
-        leaves, _, described = flatten(self.values)
+        """What was passed, where anything in its containers is not as it was; else nothing."""
+        leaves, _, described = flatten(self.passed)
         before, _, described_before = self.before
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         same = described == described_before and are_same(leaves, before)
-        return () if same and all(self.own(leaf) is not leaf for leaf in tensors) else self.values
+        return () if same and all(self.own(leaf) is not leaf for leaf in tensors) else self.passed
 
     def own(self, leaf):
         """``Unchanged`` for a tensor that is as it was given; any other leaf as it is."""
@@ -337,3 +347,35 @@ def choices(model):
         return [choice for choice in found if choice[0] == own]
     inside = any(declared(part) is not None for part in model.modules())
     return found if inside else [(0, (0,))]
+
+
+# What modules compute without a trace ----------------------------------------------------------
+
+
+def generators():
+    """torch's own generators of random numbers, by device; those of GPUs once CUDA has started."""
+    found = {f"cuda:{index}": each for index, each in enumerate(torch.cuda.default_generators)}
+    return dict(found, cpu=torch.default_generator)
+
+
+def random_numbers():
+    """A context after which the random numbers that a model may draw are those from now on."""
+    afterwards = verification.random_numbers()
+    for generator in generators().values():
+        afterwards.callback(generator.set_state, generator.get_state())
+    return afterwards
+
+
+def evaluating(parts):
+    """A context in which modules drop nothing and normalise with their averages."""
+    afterwards = contextlib.ExitStack()
+    for part in parts:
+        if part.training:
+            part.training = False
+            afterwards.callback(setattr, part, "training", True)
+    return afterwards
+
+
+def is_users(module):
+    """Whether torch has not made a module: the forward of such may set anything."""
+    return not type(module).__module__.startswith("torch.nn")

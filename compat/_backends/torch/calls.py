@@ -1,5 +1,9 @@
-"""A call of one of torch's functions, as the rules about rows need it: arguments and placements."""
+"""Calls of torch's functions, as the rules about rows need them: arguments, and what is known.
 
+That is a tag of each tensor: a placement, or what tells how replicas' values are put together.
+"""
+
+import collections
 import inspect
 import os
 import re
@@ -19,19 +23,6 @@ _KERAS = os.path.join("-packages", "keras", "")
 _OVERRIDES = torch.overrides.__file__
 #: Where torch packs sequences, sorted by their lengths.
 _PACKING = tuple(os.path.join(_TORCH, "nn", part, "rnn.py") for part in ("utils", "modules"))
-
-
-def tag_of(value):
-    """The tag of a tensor, or None."""
-    return getattr(value, "_compat_rows", None)
-
-
-def tag(value, as_what):
-    value._compat_rows = as_what
-
-
-def is_sharded(value):
-    return isinstance(value, torch.Tensor) and isinstance(tag_of(value), _rows.Sharded)
 
 
 def name_of(function):
@@ -55,6 +46,114 @@ def is_in_place(name):
     if name.startswith("__"):
         return name == "__setitem__" or re.match("__i(?!nvert|ndex|nt_)[a-z]+__$", name) is not None
     return name.endswith("_") and not name.startswith("requires_grad")
+
+
+# Tags -----------------------------------------------------------------------------------------
+
+# A replica sees some rows only, so what it computes from all its rows at once is not what one
+# device computes. ``watch`` follows torch's functions and tags such tensors: ``Total`` is a total
+# over the rows, ``State`` is from before, ``ComputedTotal`` is a function of these.
+
+
+def tag_of(value):
+    """The tag of a tensor, or None."""
+    return getattr(value, "_compat_rows", None)
+
+
+def tag(value, as_what):
+    value._compat_rows = as_what
+
+
+def is_sharded(value):
+    return isinstance(value, torch.Tensor) and isinstance(tag_of(value), _rows.Sharded)
+
+
+class Total:
+    """A tensor that ``merging`` can put together from those of the replicas.
+
+    ``weight`` is what a mean is weighted by: a number, or a tensor of one element. ``regular`` is
+    whether it is always in proportion to the rows.
+    """
+
+    constant = False
+
+    def __init__(self, kind, value, weight=None, regular=False):
+        self.kind, self.value, self.weight, self.regular = kind, value, weight, regular
+
+
+class State:
+    """The value of a buffer from before."""
+
+    constant = True
+
+    def __init__(self, value):
+        self.value = value
+
+
+class ComputedTotal:
+    """What a function computed from totals: tagged arguments are replaced by their tags.
+
+    It is constant where it depends on state from before alone.
+    """
+
+    def __init__(self, function, args, kwargs, in_place, pick, dtype):
+        self.function, self.args, self.kwargs = function, args, kwargs
+        self.in_place = in_place
+        self.pick = pick  # which element of the function's result
+        self.dtype = dtype  # autocast may make it another one
+        self.grad = torch.is_grad_enabled()
+        leaves = tree.tree_leaves((args, kwargs))
+        self.constant = all(getattr(leaf, "constant", True) for leaf in leaves)
+
+    def path(self):
+        """The functions that led here, and the types of what they were given, in their order.
+
+        A call that comes by another path may have numbers that depend on the rows.
+        """
+        found, seen, waiting = [], set(), [self]
+        while waiting:
+            each = waiting.pop()
+            found.append(type(each).__name__)
+            if isinstance(each, ComputedTotal) and id(each) not in seen:
+                seen.add(id(each))
+                found.append(name_of(each.function))
+                waiting += tree.tree_leaves((each.args, each.kwargs))
+        return tuple(found)
+
+
+class Constant:
+    """A tensor that does not depend on the batch, as long as it is not changed in place."""
+
+    def __init__(self, value):
+        self.value = value
+        self.version = value._version
+
+
+#: A number that a replica's rows have given to Python, which may choose its way by it: where, an
+#: ``Across``; its tag, an expression or ``Mixed``; and the number.
+Escape = collections.namedtuple("Escape", "across tag value")
+
+EXPRESSIONS = (Total, State, ComputedTotal)
+
+
+class NotMergeable(Exception):
+    """Values of the replicas cannot be put together.
+
+    Attributes:
+        across: where the reason is, an ``Across``.
+    """
+
+    def __init__(self, across=None):
+        self.across = across or _rows.Across(None, why="diverged")
+        super().__init__(self.across)
+
+
+# Calls ----------------------------------------------------------------------------------------
+
+
+#: The comparison by which any two numbers of rows differ: Python was given one of them as any
+#: other number, and what it does by it is not seen.
+AS_ANY = int.__sub__
 
 
 class RowCount(int):
@@ -83,7 +182,7 @@ class RowCount(int):
         return self.plain() // other
 
     def plain(self):
-        self.watch.count_given("size")
+        self.watch.compare(AS_ANY, 1, 0)
         return int(self)
 
     def __reduce__(self):
@@ -124,6 +223,10 @@ def differs(operator, per, number, sizes, total):
 
 def has_count(*values):
     return any(isinstance(leaf, RowCount) for leaf in tree.tree_leaves(values))
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Call:
@@ -200,108 +303,6 @@ def counted(sizes):
     return places[0] if len(places) == 1 else None
 
 
-def viewed(call):
-    """The placement of a view that takes the rows as they are, or takes some of them."""
-    value = call.value(call.first)
-    if value.axis is None:
-        return value.placement
-    stand_in = _stand_in(call.first.shape, value.axis)
-    return _moved(value.placement, call.func(stand_in, *call.args[1:], **call.kwargs))
-
-
-#: How many rows stand-ins have, which are shapes without memory: no index asks for so many.
-MANY = 2**31 - 1
-
-
-def indexed(call):
-    """The placement of ``tensor[index]``: torch is asked where stand-ins have their rows then."""
-    tensor, index = call.args[:2]
-    value = call.value(tensor)
-    parts = list(index) if isinstance(index, tuple) else [index]
-    parts = [torch.as_tensor(part) if isinstance(part, list) else part for part in parts]
-    rest = tensor.dim() - sum(map(_dimensions, parts))
-    axis, dim, looked_up, given = value.axis, 0, [], []
-    for part in parts:
-        count = rest if part is Ellipsis else _dimensions(part)
-        is_of_rows = value.axis in range(dim, dim + count)
-        if isinstance(part, torch.Tensor):
-            looked_up.append(_looked_up(call, part, value, dim if is_of_rows else None))
-            axis = None if is_of_rows else axis  # they are in what is looked up
-        elif is_of_rows and isinstance(part, slice) and isinstance(part.stop, RowCount):
-            if int(part.stop) == tensor.shape[dim]:
-                part = slice(part.start, MANY, part.step)
-        given.append(part)
-        dim += count
-    found = _rows.pointwise(looked_up)
-    if axis is None and not isinstance(found, _rows.Sharded):
-        return found
-    if axis is not None and found != REPLICATED:
-        return _rows.Mixed()
-    if any(is_mask(part) and not part.dim() for part in given):
-        return _rows.Mixed()  # a new dimension, of one element or of none
-    rank = max([each.rank for each in looked_up], default=0)
-    numbers = _stand_in([1] * rank, getattr(found, "axis", None)) if rank else 0
-    index = []
-    for part in given:
-        index += [numbers] * _dimensions(part) if isinstance(part, torch.Tensor) else [part]
-    placement = found if axis is None else value.placement
-    return _moved(placement, _stand_in(tensor.shape, axis)[tuple(index)])
-
-
-def indexed_and_set(call):
-    """The placement of a tensor after ``tensor[index] = value``."""
-    tensor, index, given = call.args
-    whole = call.value(tensor).placement
-    part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
-    value = call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(REPLICATED, [])
-    found = _rows.pointwise([_rows.Value(part, tensor[index].shape), value])
-    return whole if found == part and isinstance(part, type(whole)) else _rows.Mixed()
-
-
-def _moved(placement, stand_in):
-    """The placement of rows that are where a view of a stand-in has them, if it has all of them."""
-    sizes = list(stand_in.shape)
-    return placement.replace(axis=sizes.index(MANY)) if MANY in sizes else _rows.Mixed()
-
-
-def _stand_in(shape, axis):
-    sizes = [MANY if place == axis else size for place, size in enumerate(shape)]
-    return torch.empty(sizes, dtype=torch.int64, device="meta")
-
-
-def _dimensions(part):
-    """How many dimensions a part of an index is for; the rest is for an ellipsis."""
-    if part is None or part is Ellipsis or isinstance(part, bool):
-        return 0
-    return part.dim() if is_mask(part) else 1
-
-
-def is_mask(part):
-    return isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
-
-
-def _looked_up(call, part, value, dim):
-    """The numbers that a tensor in an index stands for.
-
-    Arguments:
-        dim: where it begins, if it is for the dimension of the rows; else None.
-    """
-    given, found, shape = call.value(part), _rows.Mixed(), list(part.shape)
-    if is_mask(part):  # it leaves another number of elements to each row
-        shape = [None]
-        if dim is None and given.placement == REPLICATED:
-            found = REPLICATED
-        elif dim is not None and dim == value.axis and given.axis == 0:
-            found = _rows.Sharded(0, inner=None, even=False)
-    elif dim is None:
-        return given
-    elif shape and value.placement == _rows.Sharded(value.axis):
-        # x[range(rows), numbers]; of one row any dimension may be that of the rows.
-        if part.numel() == call.rows and part.flatten().tolist() == list(range(call.rows)):
-            found = _rows.Sharded(shape.index(max(shape)))
-    return _rows.Value(found, shape)
-
-
 # Where a function is called ---------------------------------------------------------------------
 
 
@@ -336,3 +337,37 @@ def _described(model, module):
     kind = type(module).__name__
     path = next((path for path, part in model.named_modules() if part is module), None)
     return kind if path is None else f"{path} ({kind})"
+
+
+# Gradients of the user's own: autograd functions, and hooks on what comes back --------------------
+
+# These may compute across rows on the way back, whatever they did on the way there. A call that has
+# one is tried with its gradients, too: those of three rows together, against those of its parts.
+
+#: What computes gradients as autograd would: compat, and torch's checkpoints.
+_LIBRARIES = (__name__.partition(".")[0] + ".", "torch.utils.checkpoint")
+
+
+def own_gradient(outcome, arguments):
+    """The first gradient of the user's own that leads to a replica's values, or None.
+
+    Arguments:
+        arguments: tensors that the call was given; what is before them is not the call's.
+
+    Returns:
+        An ``Across``.
+    """
+    if outcome.watch.hooks:
+        return outcome.watch.hooks[0]
+    given = {None, *(value.grad_fn for value in arguments)}
+
+    def is_own(node):
+        function = getattr(type(node), "_forward_cls", None)
+        return function is not None and not function.__module__.startswith(_LIBRARIES)
+
+    def inputs(node):
+        return [each for each, _ in node.next_functions if each not in given]
+
+    results = [getattr(value, "grad_fn", None) for value in outcome.values.values()]
+    found = _rows.nearest([each for each in results if each not in given], is_own, inputs)
+    return _rows.Across(type(found[0])._forward_cls.__name__, why="gradient") if found else None

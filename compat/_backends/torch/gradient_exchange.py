@@ -8,6 +8,11 @@ comes back is divided by all ranks' rows. Nothing is agreed upon before.
 A bucket leaves early where the rows of the pass are known by then: autograd has come to the outputs
 of each forward pass since the last exchange. Otherwise all leave at the end.
 
+Which tensors are in which bucket, and the order of the buckets, are the same on all ranks, so that
+each all-reduce finds its counterparts, whatever a rank's batch has used. A header goes with the
+last bucket: what the ranks have to know of each other. It tells, too, which buckets were sent
+before a tensor in them had its last value; these are sent again.
+
 A gradient that was exchanged already is the same on all ranks, and so is its mean: gradients may
 be accumulated over several passes.
 """
@@ -19,97 +24,13 @@ import weakref
 import torch
 
 from ... import errors
-from ..._ranks import checksum, keras3
-from . import loss_terms
-from .batches import are_same, tensors_in, to_numpy
-from .sums import Sums
+from ..._ranks import checksum
+from ..._ranks.engines import buckets
+from .backward_passes import ForwardRows, Pass, check_loss, loss_under_way
+from .batches import are_same
 
-# The backward pass that goes on, if there is one.
-_under_way = weakref.WeakSet()  # type: weakref.WeakSet
 # Autograd has a thread for each device, and one for the CPU.
 _arriving = threading.RLock()
-
-
-class _Pass:
-    """A backward pass, which autograd calls when it has ended, and lets go of if it fails.
-
-    A pass within another, such as those of ``torch.utils.checkpoint``, belongs to that one.
-    """
-
-    def __init__(self):
-        self.exchanges = []
-        self.early = None  # the exchange whose buckets may leave before the end
-
-    @classmethod
-    def join(cls, exchange):
-        """Have an exchange run at the end of the pass, and tell it whether it may send before.
-
-        No frame that an error goes through, and which the error keeps, may hold a pass.
-        """
-        found = next(iter(_under_way), None)
-        if found is None:
-            found = cls()
-            torch.autograd.Variable._execution_engine.queue_callback(found)
-            _under_way.add(found)
-        if exchange not in found.exchanges:
-            exchange.begin()
-            found.exchanges.append(exchange)
-            if found.early is None and exchange.may_be_early():
-                found.early = exchange
-        exchange.task = torch._C._current_graph_task_id()
-        exchange.is_early = found.early is exchange
-
-    def __call__(self):
-        """Of several models all ranks run theirs in the same order."""
-        _under_way.discard(self)
-        for exchange in sorted(self.exchanges, key=lambda e: (e is not self.early, e.number)):
-            exchange.run()
-
-
-class ForwardRows:
-    """The rows of the forward passes that a backward pass goes back through."""
-
-    def __init__(self):
-        # Of each forward pass since the last backward pass: its rows, and whether autograd has come
-        # to its outputs; None: no tensor was found in these.
-        self.passes = []  # type: list
-        self.used = False  # whether a backward pass has gone through them
-        self.step = None  # the rows of a step of Keras', which may call the model in any way
-
-    def forward(self, rows, outputs):
-        """Note a forward pass of so many rows."""
-        found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        noted = [rows, False if found else None]
-
-        def reach(gradient):
-            noted[1] = True
-
-        for tensor in found:
-            tensor.register_hook(reach)
-        if self.used:
-            self.passes, self.used = [], False
-        self.passes.append(noted)
-
-    def are_awaited(self):
-        """Whether there were forward passes which no backward pass has gone back through."""
-        return self.step is not None or bool(self.passes and not self.used)
-
-    def known(self):
-        """The rows of the pass that goes on, if autograd has come to all outputs, or None."""
-        is_known = self.step is not None or all(reached for _, reached in self.passes)
-        return self.total() if is_known else None
-
-    def in_backward(self):
-        """The rows of the pass that has ended, or None."""
-        self.used = True
-        return self.total()
-
-    def total(self):
-        if self.step is not None:
-            return self.step
-        reached = [rows for rows, is_reached in self.passes if is_reached]
-        counted = reached or [rows for rows, is_reached in self.passes if is_reached is None]
-        return sum(counted) if counted else None
 
 
 class Exchange:
@@ -119,12 +40,11 @@ class Exchange:
     _all = weakref.WeakSet()  # type: weakref.WeakSet
 
     def __init__(self, engine, source, model):
-        weak = torch.utils.weak
         self.engine, self.source, self.model = engine, source, weakref.ref(model)
         self.weights = None  # how many were made the same
         self.number = next(self._numbers)
         self._all.add(self)
-        self.hooks = weak.WeakIdKeyDictionary()  # parameter -> what removes its hook
+        self.hooks = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> what removes its hook
         self.hooked = []  # type: list  # the parameters that were looked at last
         self.settled = False  # whether the last forward pass began with these
         self.sums = None
@@ -142,13 +62,6 @@ class Exchange:
         self.missed = 0  # updates with no exchange in between
         self.agreed = False  # whether ranks have said their rows in front of the step
         self.warned = set()  # type: set  # of which variables, and of what else
-
-    def watch(self, parameters):
-        """Before a forward pass: hook these parameters, and note the running statistics."""
-        self.settled = are_same(parameters, self.hooked)
-        if not self.settled:
-            self.hook(parameters)
-            self.note(self.source.averaged(self.model()), lambda tensor: tensor.detach().clone())
 
     def hook(self, parameters):
         """Hook the parameters that have no hook yet."""
@@ -179,7 +92,7 @@ class Exchange:
         model = self.model()
         if model is not None:
             # Keras' losses are divided where they are computed.
-            self.divisor = None if self.rows.step is not None else loss_terms.current().targets()
+            self.divisor = None if self.rows.step is not None else loss_under_way().targets()
             if not self.settled:  # such as those that a forward pass has made
                 self.hook(self.source.parameters(model))
             # A new one was put in a former one's place.
@@ -188,11 +101,9 @@ class Exchange:
 
     def lay_out(self, state):
         """The same on all ranks: what is summed up, last layer first, since that comes first."""
-        tensors = self.hooked[::-1] + state
-        numbers = 5 + self.engine.place.size + len(self.hooked)
-        sums = self.sums
-        if sums is None or sums.numbers != numbers or not are_same(tensors, sums.tensors):
-            self.sums = Sums(self.engine, tensors, numbers)
+        tensors, count, sums = self.hooked[::-1] + state, len(self.hooked), self.sums
+        if sums is None or sums.count != count or not are_same(tensors, sums.tensors):
+            self.sums = Sums(self.engine, tensors, count)
 
     def may_be_early(self):
         """Whether no other model, as far as is known, comes before this one in a pass.
@@ -206,8 +117,8 @@ class Exchange:
     def arrived(self, parameter):
         """Autograd has added to the gradient of a parameter for the last time in this pass."""
         if torch._C._current_graph_task_id() != self.task:  # of the first parameter
-            _Pass.join(self)
-        if not self.is_early or not self.sends_early or id(parameter) not in self.sums.leaving:
+            Pass.join(self)
+        if not self.is_early or not self.sends_early:
             return
         weight = self.rows.known() if self.divisor is None else self.divisor
         gradient = parameter.grad
@@ -222,7 +133,8 @@ class Exchange:
         model = self.model()
         if model is None:
             return
-        name, rows, self.settled = type(model).__name__, self.rows.in_backward(), False
+        name, rows = type(model).__name__, self.rows.total()
+        self.rows.used, self.settled = True, False
         # What this pass counts among those of all ranks; where that is not known all count alike.
         weight = rows if self.divisor is None else self.divisor
         unknown, weight = weight is None, 1 if weight is None else weight
@@ -232,33 +144,37 @@ class Exchange:
             if not self.agreed:
                 self.engine.stepped(self.sums.ended)
             self.check(name)
-            self.set_gradients()
+            for parameter, used in zip(self.hooked, self.sums.used):
+                if used and parameter.grad is None:  # another rank's batch has used it
+                    parameter.grad = torch.empty_like(parameter)
+                if used:
+                    self.sums.write_mean(parameter, parameter.grad)
             check = checksum.is_due(self.count)
             if check and not self.is_suspect:
-                self.is_suspect = loss_terms.check(self.engine, name, weight, rows)
+                self.is_suspect = check_loss(self.engine, name, weight, rows)
             if check and self.engine.place.rank == 0:
-                self.warn_of_means(model)
+                self.source.warn_of_means(model, self)
             if self.state:
                 torch._foreach_add_(self.before, [self.mean(tensor) for tensor in self.state])
                 torch._foreach_copy_(self.state, self.before)
         if check:
-            self.verify(self.count or "before the first update")
+            self.source.verify(model, self.count or "before the first update")
         self.count += 1
         self.has_exchanged = True
 
     def sum(self, weight, unknown, rows):
         """Sum up over all ranks."""
         gradients = [parameter.grad for parameter in self.hooked]
+        used = [gradient is not None for gradient in gradients]
         sparse = any(gradient.is_sparse for gradient in gradients if gradient is not None)
-        header = [weight, unknown, rows, self.divisor is not None, sparse]
-        header += self.engine.flags(False) + [gradient is not None for gradient in gradients]
         values = {}
         if weight and not sparse:
             values = {id(p): (gradient, weight) for p, gradient in zip(self.hooked, gradients)}
         if self.state:
             changes = torch._foreach_sub(self.state, self.before)
             values.update((id(tensor), (each, rows)) for tensor, each in zip(self.state, changes))
-        if self.sums.complete(header, values):
+        told = [weight, unknown, rows, self.divisor is not None, sparse]
+        if self.sums.complete(told, False, used, values):
             # Not a second time: such as where a script changes gradients during the pass.
             self.sends_early = False
 
@@ -271,23 +187,14 @@ class Exchange:
         model = self.model()
         self.hook(self.source.parameters(model))
         self.lay_out(self.source.averaged(model))
-        header = [0, False, 0, False, False] + self.engine.flags(True)
-        header += [False] * len(self.hooked)
         with torch.no_grad():
-            self.sums.complete(header, {})
+            self.sums.complete([0] * 5, True, [False] * len(self.hooked), {})
         return self.sums.ended
 
     def mean(self, tensor):
         """The mean of the changes of a running statistic, weighted by rows in any case."""
-        return self.sums.mean(tensor) * (self.sums.total / self.sums.rows)
-
-    def set_gradients(self):
-        """Those that no rank has stay None."""
-        for parameter, used in zip(self.hooked, self.sums.used):
-            if used and parameter.grad is None:  # another rank's batch has used it
-                parameter.grad = self.sums.mean(parameter)
-            elif used:
-                self.sums.mean_into(parameter, parameter.grad)
+        mean = self.sums.write_mean(tensor, torch.empty_like(tensor))
+        return mean * (self.sums.total / self.sums.rows)
 
     def check(self, name):
         place, unknown = self.engine.place, self.sums.unknown
@@ -317,40 +224,14 @@ class Exchange:
                 "batch of tensors."
             )
 
-    def warn_of_means(self, model):
-        """Tell, once, of variables of the user's that are now means of different values."""
-        before = dict(zip(map(id, self.state), self.before))
-        for variable, tensor in self.source.averaged_by_users(model):
-            mine, mean = tensor - before[id(tensor)], self.mean(tensor)
-            same = torch.allclose(mine, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
-            if not same and variable.path not in self.warned:
-                self.warned.add(variable.path)
-                keras3.warn_of_mean(variable)
-
     # The same weights -------------------------------------------------------------------------
 
-    def verify(self, when):
-        """Compare the model's variables on all ranks. See ``_ranks.checksum.verify``."""
-        for named, *causes in self.source.verified(self.model()):
-            if named or not causes:  # another rank's model may have variables: that is an error
-                self.compare(named, when, *causes)
-
-    def compare(self, named, when, *causes):
-        tensors = [tensor for _, tensor in named]
-
-        def write(place, value):
-            with torch.no_grad():
-                tensors[place].copy_(torch.as_tensor(value))
-
-        names, arrays = [name for name, _ in named], [to_numpy(tensor) for tensor in tensors]
-        checksum.verify(self.engine, names, arrays, write, when, *causes)
-
-    def look(self, parameters):
+    def look(self):
         """Compare the weights where they were updated, in place, without an exchange.
 
         Every rank sees that in the same place of the program, or its weights do differ.
         """
-        versions = [parameter._version for parameter in parameters]
+        versions = [parameter._version for parameter in self.hooked]
         if versions == self.versions:
             return
         is_missed = self.versions is not None and not self.has_exchanged
@@ -358,4 +239,148 @@ class Exchange:
         if is_missed:
             self.missed += 1
             if checksum.is_due(self.missed):
-                self.verify(self.missed)
+                self.source.verify(self.model(), self.missed)
+
+
+# Sums, in buckets of memory that is kept from pass to pass ----------------------------------------
+
+#: What is held of a tensor that has no value, and its weight.
+ABSENT = None, 0
+
+
+class Sums:
+    """The sums of a header and of tensors, which the sum of the weights divides.
+
+    Arguments:
+        tensors: in the order in which their values are expected.
+        count: how many of them are parameters.
+
+    Attributes, of what was summed up last:
+        total: of the weights; ``unknown``, ``rows``, ``divided`` and ``sparse`` of what goes with
+            these.
+        ended: the ranks that have no more batches.
+        used: for each parameter, how many ranks have a gradient.
+    """
+
+    def __init__(self, engine, tensors, count):
+        self.engine, self.tensors, self.count = engine, tensors, count
+        *groups, last = buckets.filled(map(_item, tensors)) or [((torch.float32, "cpu"), [])]
+        self.buckets = [_Bucket(*group) for group in groups]
+        header = 5 + engine.place.size + count + len(groups) + 1
+        self.buckets.append(_Bucket(*last, front=header))
+        # By the ids of the tensors.
+        self.bucket_of = {key: bucket for bucket in self.buckets for key in bucket.views}
+
+    def put(self, tensor, value, weight):
+        """Write what is summed up in a tensor's place while it is in the cache; send what is full.
+
+        But for the last bucket, which has the header: what a script does to gradients by ``data``
+        until the end of the pass counts, and does not show.
+        """
+        bucket, others = self.bucket_of.get(id(tensor)), self.buckets[:-1]
+        if bucket not in others or bucket.work is not None:
+            return
+        bucket.write(id(tensor), value, weight)
+        for each in others:  # in their order
+            if each.work is None and len(each.written) < len(each.views):
+                break
+            self._send(each)
+
+    def complete(self, told, ended, used, values):
+        """Sum up the header and all values; afterwards ``write_mean`` has the means.
+
+        Arguments:
+            told: the weight, whether it is unknown, rows, whether they are not the weight, and
+                whether a gradient is sparse.
+            ended: whether this rank has no more batches.
+            used: of each parameter, whether it has a gradient.
+            values: by the ids of the tensors, each with its weight; zeros in the place of what is
+                not there, or None.
+
+        Returns:
+            Whether a value was sent too early on this rank.
+        """
+        early = []
+        for bucket in self.buckets:
+            keys = [k for k in bucket.views if not bucket.has(k, *values.get(k, ABSENT))]
+            early.append(bucket.work is not None and bool(keys))
+            if bucket.work is None:
+                bucket.write_all(keys, values)
+        front = self.buckets[-1].front
+        header = told + self.engine.flags(ended) + used + early
+        front.copy_(torch.tensor(header, dtype=front.dtype))
+        for bucket in self.buckets:
+            self._send(bucket)
+        for bucket in self.buckets:
+            self.engine.end_sum(bucket.work)
+        sums = iter(front.tolist())
+        told = itertools.islice(sums, 5)
+        self.total, self.unknown, self.rows, self.divided, self.sparse = told
+        flags = itertools.islice(sums, self.engine.place.size)
+        self.ended = [rank for rank, flag in enumerate(flags) if flag]
+        self.used = list(itertools.islice(sums, self.count))
+        for bucket, again in zip(self.buckets, sums):
+            if again and not self.ended:
+                bucket.write_all(bucket.views, values)
+                self.engine.end_sum(self.engine.begin_sum(bucket.flat))
+            bucket.clear()
+        return any(early)
+
+    def _send(self, bucket):
+        """Send it, unless it is on its way."""
+        bucket.work = bucket.work or self.engine.begin_sum(bucket.flat)
+
+    def write_mean(self, tensor, result):
+        """Write the mean of what was summed up for a tensor into another one, which is returned."""
+        factor = 1 / self.total if self.total else float("nan")
+        torch.mul(self.bucket_of[id(tensor)].views[id(tensor)], factor, out=_real(result))
+        return result
+
+
+class _Bucket:
+    """Tensors of one type of number and device, which are sent together."""
+
+    def __init__(self, kind, tensors, front=0):
+        dtype, device = kind
+        shapes = [_real(tensor.detach()).shape for tensor in tensors]
+        counts = [shape.numel() for shape in shapes]
+        self.flat = torch.zeros(front + sum(counts), dtype=dtype, device=device)
+        self.front = self.flat[:front]
+        parts = zip(tensors, shapes, self.flat[front:].split(counts))
+        # By the ids of the tensors, as are values that were written, their weights and versions.
+        self.views = {id(tensor): part.view(shape) for tensor, shape, part in parts}
+        self.clear()
+
+    def clear(self):
+        self.work, self.written = None, {}  # work: its all-reduce, which has begun
+
+    def write_all(self, keys, values):
+        for key in keys:
+            self.write(key, *values.get(key, ABSENT))
+
+    def write(self, key, value, weight):
+        """Write a value times its weight, in one pass over the memory."""
+        self.written[key] = value, weight, getattr(value, "_version", None)
+        if value is None:
+            self.views[key].zero_()
+        else:
+            value = value.detach() if value.requires_grad else value  # under create_graph=True
+            torch.mul(_real(value).to(self.flat.dtype), weight, out=self.views[key])
+
+    def has(self, key, value, weight):
+        """Whether this was written, as it is now."""
+        written, *others = self.written.get(key, (self, 0, None))
+        return written is value and others == [weight, getattr(value, "_version", None)]
+
+
+def _item(tensor):
+    """As ``buckets.filled`` takes it: a bucket is of one type of number and device."""
+    is_double = tensor.dtype in (torch.float64, torch.complex128)
+    dtype = torch.float64 if is_double else torch.float32
+    size = _real(tensor.detach()).numel() * (8 if is_double else 4)
+    return (dtype, tensor.device), size, tensor
+
+
+def _real(tensor):
+    """A tensor of real numbers, two for each complex one."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

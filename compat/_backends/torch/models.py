@@ -15,10 +15,8 @@ from ... import _keras, _rows, errors
 from ..._keras import steps
 from ..._runtime import patching
 from . import batches
-from .calls import tag, tag_of
-from .reductions import NotMergeable, State, Total
+from .calls import NotMergeable, State, Total, tag, tag_of
 from .replicas import ReplicatedMethod, untagged
-from .trials import is_users
 
 # Keras ----------------------------------------------------------------------------------------
 
@@ -49,7 +47,7 @@ class ReplicatedKerasCall(ReplicatedMethod):
         return _keras.keras_of(model).ops.convert_to_tensor(0).device  # where Keras computes
 
     def state(self, model):
-        return KerasReplicas(_keras.keras_of(model), model)
+        return KerasReplicas(model)
 
 
 class KerasReplicas:
@@ -60,8 +58,8 @@ class KerasReplicas:
     dropout masks are independent.
     """
 
-    def __init__(self, keras, model):
-        self.keras, self.model = keras, model
+    def __init__(self, model):
+        self.keras, self.model = _keras.keras_of(model), model
         self.variables = {}  # those that were set, by key
         self.before = {}  # their values, by key
         self.seeds = {}  # the values of random seeds, by id
@@ -234,7 +232,7 @@ class ModuleReplicas:
 
     def __init__(self, module):
         parts = list(module.named_modules())
-        self.parts = [(path, part) for path, part in parts if is_users(part)]
+        self.parts = [(path, part) for path, part in parts if batches.is_users(part)]
         owners = [values for _, part in parts for values in (part._parameters, part._buffers)]
         # Dictionary of a module within, name there, weight or buffer.
         self.places = [(d, n, v) for d in owners for n, v in d.items() if v is not None]

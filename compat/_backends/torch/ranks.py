@@ -15,17 +15,17 @@ from torch._C import _functorch
 from torch.nn.parameter import is_lazy
 
 from ... import _keras, errors
-from ..._ranks import keras3, keras_model, losses
+from ..._ranks import checksum, keras3, keras_model, losses
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, work
-from . import batches, gradient_exchange, loss_terms, models
+from . import backward_passes, batches, gradient_exchange, models
 
 
 def distribute(model, place):
     """Make a model one of the ranks', in place. A second time changes nothing."""
     models.refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
-    loss_terms.follow()
+    backward_passes.follow()
     kind = RankedForward if _keras.keras_of(model) is None else RankedKerasCall
     if kind.of(model) is None:
         kind(engine).install(model)
@@ -65,18 +65,18 @@ class Ranked(keras_model.RankedMethod):
             return self.plain(model)(*args, **kwargs)
         in_function = _functorch.maybe_current_level() is not None  # in one of torch.func
         if in_function and any(map(_functorch.is_gradtrackingtensor, model.parameters())):
-            return self.differentiated(model, args, kwargs)
-        parameters = self.start(model)
-        exchange = self.exchange(model)
-        exchange.look(parameters)
+            self.warn_of_function(model)
+            return self.plain(model)(*args, **kwargs)
+        exchange = self.start(model)
+        exchange.look()
         result, rows = self.run(model, batch, args, kwargs)
         self.count(model, rows)
         if rows is not None:
             exchange.rows.forward(rows, result)
         return result
 
-    def differentiated(self, model, args, kwargs):
-        """Call it where ``torch.func.grad()`` or its like differentiates by the parameters."""
+    def warn_of_function(self, model):
+        """Say what ``torch.func.grad()`` or its like gives, which differentiates by parameters."""
         if not self.is_differentiated and self.engine.place.rank == 0:
             errors.warn(
                 f"Gradients of the parameters of {type(model).__name__} that torch.func computes "
@@ -85,7 +85,6 @@ class Ranked(keras_model.RankedMethod):
                 "loss.backward(), whose gradients are averaged."
             )
         self.is_differentiated = True
-        return self.plain(model)(*args, **kwargs)
 
     def rows_given(self, model, batch):
         """The rows of a batch, or None where they are not known."""
@@ -105,16 +104,32 @@ class Ranked(keras_model.RankedMethod):
         """Take rank 0's weights, wherever there are other ones than before.
 
         Returns:
-            The parameters that are trained.
+            The exchange, which notes its parameters and running statistics.
         """
         parameters, exchange = self.parameters(model), self.exchange(model)
-        if exchange.weights is None or not batches.are_same(parameters, exchange.hooked):
+        exchange.settled = batches.are_same(parameters, exchange.hooked)
+        if exchange.weights is None or not exchange.settled:
             weights = self.weights_made(model)
             if weights != exchange.weights:
                 exchange.weights = weights
                 self.same_start(model)
-        exchange.watch(parameters)
-        return parameters
+        if not exchange.settled:
+            exchange.hook(parameters)
+            exchange.note(self.averaged(model), lambda tensor: tensor.detach().clone())
+        return exchange
+
+    def verify(self, model, when):
+        """Compare the model's variables on all ranks. See ``_ranks.checksum.verify``."""
+        for named, *causes in self.verified(model):
+            names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+            if named or not causes:  # another rank's model may have variables: that is an error
+                write, arrays = functools.partial(_set, tensors), map(batches.to_numpy, tensors)
+                checksum.verify(self.engine, names, list(arrays), write, when, *causes)
+
+
+@torch.no_grad()
+def _set(tensors, place, value):
+    tensors[place].copy_(torch.as_tensor(value))
 
 
 # Keras ----------------------------------------------------------------------------------------
@@ -143,9 +158,16 @@ class RankedKerasCall(Ranked):
     def averaged(self, model):
         return [variable._value for variable in keras3.averaged(model)]
 
-    def averaged_by_users(self, model):
-        found = keras3.averaged(model, by_users=True)
-        return [(variable, variable._value) for variable in found]
+    def warn_of_means(self, model, exchange):
+        """Tell, once, of variables of the user's that are now means of different values."""
+        before = dict(zip(map(id, exchange.state), exchange.before))
+        for variable in keras3.averaged(model, by_users=True):
+            mean = exchange.mean(variable._value)
+            mine = variable._value - before[id(variable._value)]
+            same = torch.allclose(mine, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
+            if not same and variable.path not in exchange.warned:
+                exchange.warned.add(variable.path)
+                keras3.warn_of_mean(variable)
 
     def verified(self, model):
         return [([(variable.path, variable._value) for variable in keras3.same(model)],)]
@@ -208,17 +230,14 @@ class RankedTrainStep(keras_model.RankedMethod):
 
         The mean over a rank's rows weighs each row as many times more as there are ranks.
         """
-        size = self.engine.place.size
-        scale_loss, apply = optimizer.scale_loss, optimizer.apply
+        size, apply = self.engine.place.size, optimizer.apply
 
         def apply_scaled(gradients, *args, **kwargs):
             scaled = [None if gradient is None else gradient * size for gradient in gradients]
             return apply(scaled, *args, **kwargs)
 
-        def scale_share(loss):
-            return scale_loss(loss) / size
-
-        return patching.replaced(optimizer, scale_loss=scale_share, apply=apply_scaled)
+        scaling, _ = keras3.scaling(optimizer, lambda dtype: 1 / size)
+        return patching.replaced(optimizer, apply=apply_scaled, **scaling)
 
 
 class RankedTorchTestStep(RankedTrainStep):
@@ -285,9 +304,8 @@ class RankedForward(models.ForwardMethod, Ranked):
         found = [tensor for part in parts for tensor in (part.running_mean, part.running_var)]
         return [tensor for tensor in found if tensor is not None and not is_lazy(tensor)]
 
-    def averaged_by_users(self, model):
+    def warn_of_means(self, model, exchange):
         """Running statistics of torch's own are means."""
-        return []
 
     def verified(self, model):
         """Parameters, and buffers; those that are not saved are the rank's own."""

@@ -15,14 +15,72 @@ import torch
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import batches, merging, trials
-from .calls import RowCount, tag, tag_of
-from .reductions import NotMergeable
-from .trials import Known, Outcome, evaluating, is_users, random_numbers
+from . import batches, calls, merging
+from .batches import evaluating, is_users, random_numbers
+from .calls import NotMergeable, RowCount, tag, tag_of
 from .watch import Watch
 
 # How many arguments may turn out to have as many rows as the batch by chance.
 MOST_TRIED = 6
+
+
+class Outcome:
+    """What one replica made.
+
+    Attributes:
+        rows: how many rows it computed.
+        values: by key, each value of the result, each loss, each state, each attribute.
+        unflatten, described: how the result is nested.
+        given: by key, state as the replica was given it.
+        numbers: those that were taken from a tensor, which stands in for them.
+        watch: the ``Watch`` that saw it, or None.
+    """
+
+    def __init__(self, rows, result, state, given, watch):
+        self.rows, self.given, self.watch = rows, given, watch
+        leaves, self.unflatten, self.described = batches.flatten(result)
+        self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
+        self.values.update(state)
+        items = {} if watch is None else watch.items
+        self.numbers = {key for key, value in self.values.items() if id(value) in items}
+        self.values.update((key, items[id(self.values[key])][1]) for key in self.numbers)
+
+
+class PartsTrial:
+    """What rows of the batch give: in parts, and together.
+
+    Arguments:
+        compute: gives the ``Outcome`` of a list of rows.
+        parts: lists of rows, in the batch's order.
+    """
+
+    def __init__(self, compute, parts):
+        self.compute, self.parts = compute, parts
+        self.sizes = [len(part) for part in parts]
+        self.all_rows = [row for part in parts for row in part]
+        self._outcomes = None
+
+    def outcomes(self):
+        """That of all rows, and those of the parts."""
+        if self._outcomes is None:
+            self._outcomes = [self.compute(rows) for rows in [self.all_rows] + self.parts]
+        return self._outcomes
+
+    def finds_sequences(self):
+        """Whether the rows are where layers of sequences have them."""
+        return self._outcomes is not None and not any(o.watch.misplaced for o in self._outcomes)
+
+    def values(self, key):
+        """The parts' values and that of all rows; None where there are none."""
+        found = [each.values[key] for each in self.outcomes() if key in each.values]
+        return (found[1:], found[0]) if len(found) == len(self.outcomes()) else None
+
+    def is_random(self):
+        """Whether the same rows give something else each time."""
+        whole, again = self.outcomes()[0].values, self.compute(self.all_rows).values
+        return list(whole) != list(again) or not all(
+            batches.close(whole[k], again[k]) for k in whole
+        )
 
 
 class ReplicatedMethod(patching.InstanceMethod):
@@ -63,7 +121,10 @@ class ReplicatedMethod(patching.InstanceMethod):
         layouts = self.layouts(model, arguments)
         if not layouts:
             if not all(isinstance(leaf, batches.PLAIN) for leaf in arguments.leaves):
-                warn_not_divided(model, "no tensor, as far as torch.utils._pytree finds them")
+                errors.warn(
+                    f"{type(model).__name__} was given no tensor, as far as torch.utils._pytree "
+                    "finds them, which cannot be divided: it runs on one device."
+                )
             return self.plain(model)(*args, **kwargs)
         # A call without gradients shows nothing of them.
         mode = model.training, torch.is_grad_enabled(), arguments.key
@@ -93,11 +154,11 @@ class ReplicatedMethod(patching.InstanceMethod):
         """
         home = self.home(model, arguments)
         leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
-        with split_rows.undivided(), arguments.given(leaves) as (args, kwargs, given):
+        with split_rows.undivided(), arguments.given(leaves) as (args, kwargs):
             result = self.plain(model)(*args, **kwargs)
-            found, unflatten, _ = batches.flatten(given.changed())
+            found, unflatten, _ = batches.flatten(arguments.changed())
         # It may change the caller's containers.
-        unflatten([untagged(given.own(leaf)) for leaf in found])
+        unflatten([untagged(arguments.own(leaf)) for leaf in found])
         work.count(self.devices, work.undivided(self.devices, rows), torch.is_grad_enabled())
         if error is not None:
             name = type(model).__name__ if _keras.keras_of(model) is None else model.name
@@ -125,7 +186,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             others = [number for number, cut in enumerate(layout.cuts) if cut is not None][1:]
             for whole in [None] + others[:MOST_TRIED]:
                 cuts = [None if place == whole else cut for place, cut in enumerate(layout.cuts)]
-                known = Known(tuple(cuts))
+                known = merging.Known(tuple(cuts))
                 known.trial = self.trial(model, arguments, layout._replace(cuts=known.cuts))
                 try:
                     known.trial.outcomes()  # first: three rows tell more of what has no rule
@@ -148,16 +209,15 @@ class ReplicatedMethod(patching.InstanceMethod):
     def run(self, model, state, arguments, layout, watched):
         """The outcome of each replica."""
         outcomes = []
-        most = max(1, layout.rows // 2) if _is_normalising(model) else len(self.devices)
-        count = min(len(self.devices), most)
+        kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.devices)
+        if any(isinstance(part, kind) and part.training for part in model.modules()):
+            count = min(count, max(1, layout.rows // 2))  # it refuses a single row in training
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
-            rows = range(*split_rows.run_bounds(layout.rows, count, index))
+            rows, copy = range(*split_rows.run_bounds(layout.rows, count, index)), index > 0
             with torch.profiler.record_function(f"replica on {name}"):
-                outcome = self.replica(
-                    model, state, arguments, layout, device, rows, copy=index > 0, watched=watched
-                )
+                outcome = self.replica(model, state, arguments, layout, device, rows, copy, watched)
             outcomes.append(outcome)
         return outcomes
 
@@ -174,7 +234,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                 tag(leaf, _rows.Sharded(where))
             leaves.append(leaf)
         watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
-        with arguments.given(leaves) as (args, kwargs, given):
+        with arguments.given(leaves) as (args, kwargs):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
             with split_rows.undivided(), eager:
@@ -189,11 +249,11 @@ class ReplicatedMethod(patching.InstanceMethod):
                 finally:
                     if watched:
                         watch.paused = True  # an interruption may have kept it from saying so
-            outcome = Outcome(len(rows), (result, given.changed()), values, buffers, watch)
+            outcome = Outcome(len(rows), (result, arguments.changed()), values, buffers, watch)
             # What is the replica's own becomes what it is of the whole batch.
             for key, value in outcome.values.items():
                 if isinstance(value, torch.Tensor):
-                    outcome.values[key] = given.own(value)
+                    outcome.values[key] = arguments.own(value)
                 elif isinstance(value, torch.device) and value == device:
                     outcome.values[key] = self.home(model, arguments)
         return outcome
@@ -244,13 +304,13 @@ class ReplicatedMethod(patching.InstanceMethod):
             known.rules[key] = rule
         known.described = first.described
         if known.trial is not None or known.rules != previous:
-            trials.prove(trial, known.rules, state.before, home)
+            merging.prove(trial, known.rules, state.before, home)
         if known.trial is not None and torch.is_grad_enabled():
             given = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
-            across = trials.own_gradient(first, given)
+            across = calls.own_gradient(first, given)
             sources = [v for v in given + list(model.parameters()) if v.requires_grad]
             if across is not None and sources:
-                trials.prove_gradients(trial, known.rules, state.before, home, sources, across)
+                merging.prove_gradients(trial, known.rules, state.before, home, sources, across)
         known.trial = None
         chosen = self.follow_choices(model, state, arguments, layout, known, outcomes, home)
         known.watch = chosen or not all(rule.lasting for rule in known.rules.values())
@@ -278,7 +338,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             parts = [range(*split_rows.bounds(layout.rows, count, i)) for i in range(count)]
             try:
                 trial = self.trial(model, arguments, layout, parts)
-                trials.prove(trial, known.rules, state.before, home)
+                merging.prove(trial, known.rules, state.before, home)
             except NotMergeable:
                 raise NotMergeable(doubtful[0]) from None
             known.harmless.update(lines)
@@ -291,25 +351,16 @@ class ReplicatedMethod(patching.InstanceMethod):
 
         def compute(rows, gradients=False):
             """What these rows give, without dropout, and without a trace."""
-            state, torchs = self.state(model), itertools.filterfalse(is_users, model.modules())
+            state, torchs = (
+                self.state(model),
+                itertools.filterfalse(is_users, model.modules()),
+            )
             with random_numbers(), torch.set_grad_enabled(gradients), evaluating(torchs):
                 return self.replica(
                     model, state, arguments, layout, home, rows, True, True, probing=True
                 )
 
-        return trials.PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
-
-
-def _is_normalising(model):
-    """Whether it has batch normalization of torch's in training, which refuses a single row."""
-    kind = torch.nn.modules.batchnorm._BatchNorm
-    return any(isinstance(part, kind) and part.training for part in model.modules())
-
-
-def warn_not_divided(model, given):
-    errors.warn(
-        f"{type(model).__name__} was given {given}, which cannot be divided: it runs on one device."
-    )
+        return PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
 
 
 def untagged(value):

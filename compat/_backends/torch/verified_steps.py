@@ -1,18 +1,20 @@
-"""Verification of models on torch: a step done on one device, from the same state.
+"""What steps of models on torch execute, and the same steps on one device, from the same state.
 
 Of a torch module, whose optimizer is not known here, a step is a call: its results, its buffers,
 and the gradients of its parameters for a random gradient of its results.
 """
 
+import collections
 import contextlib
 
 import numpy as np
 import torch
 
-from ... import _keras, _verification
+from ... import _keras, _verification, errors
 from ..._rows import split_rows
+from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras_steps, reachable
-from . import batches, models, timeline, trials
+from . import batches, models
 from .batches import tensors_in, to_numpy
 
 _RANDOM = "random numbers of "
@@ -51,12 +53,12 @@ class _RandomStep(_verification.Step):
         torch.set_grad_enabled(self.differentiated)
 
     def read(self):
-        states = {_RANDOM + name: each.get_state() for name, each in trials.generators().items()}
+        states = {_RANDOM + name: each.get_state() for name, each in batches.generators().items()}
         return dict(super().read(), **{label: state.numpy() for label, state in states.items()})
 
     def write(self, values):
         super().write(values)
-        for name, generator in trials.generators().items():
+        for name, generator in batches.generators().items():
             if _RANDOM + name in values:
                 generator.set_state(torch.from_numpy(values[_RANDOM + name]))
 
@@ -69,7 +71,7 @@ class TorchStep(_RandomStep, keras_steps.KerasStep):
         return _keras.keras_of(self.model).ops.convert_to_numpy(value)
 
     def operations(self):
-        return timeline.products(lambda: self.function.made(self.data))
+        return products(lambda: self.function.made(self.data))
 
     def infer(self, inputs):
         with torch.no_grad():
@@ -182,10 +184,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
 
     def __init__(self, module, forward, args, kwargs):
         super().__init__()
-        self.module = module
-        self.forward = forward
-        self.args = args
-        self.kwargs = kwargs
+        self.module, self.forward, self.args, self.kwargs = module, forward, args, kwargs
         self.arguments = was = batches.DividedArguments(args, kwargs)
         self.leaves = [was.copied(leaf, leaf) for leaf in was.leaves]
         self.put_hooks_back = models.hooks_of(module)
@@ -200,11 +199,9 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.dtype = keras_steps.coarsest(names)
 
     def by_design(self, inference, changed):
-        kind = torch.nn.modules.batchnorm._BatchNorm
         for name, part in self.module.named_modules():
-            if isinstance(part, kind) and (
-                part.running_mean is None or part.training and not inference
-            ):
+            is_normalising = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            if is_normalising and (part.running_mean is None or part.training and not inference):
                 return _verification.NORMALISED.format("module", name or type(part).__name__)
         return None
 
@@ -214,26 +211,28 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.put_hooks_back()
 
     def attributes(self):
-        own = filter(trials.is_users, self.module.modules())
+        own = filter(batches.is_users, self.module.modules())
         return reachable.Attributes(own, lambda name, value: True)
 
     def on_one_device(self):
         # What the caller differentiates has kept the buffers, whose values come back.
         kept = torch.autograd._unsafe_preserve_version_counter(tuple(self.module.buffers()))
-        with kept, split_rows.undivided(), self._without_a_trace() as (args, kwargs):
-            result = self.forward(*args, **kwargs)
-            return self._named(result)
+        with kept, split_rows.undivided():
+            return self._again(self._named)
 
-    @contextlib.contextmanager
-    def _without_a_trace(self):
-        """Within, arguments and hooks as they were: the call may have changed a cache, say."""
+    def _again(self, named):
+        """Do the call with arguments and hooks as they were: it may have changed a cache, say.
+
+        Arguments:
+            named: gives what is returned, from the result.
+        """
         now, was = batches.DividedArguments(self.args, self.kwargs), self.arguments
         put_hooks_back = models.hooks_of(self.module)
         self.put_hooks_back()
         leaves = [was.copied(leaf, kept) for leaf, kept in zip(was.leaves, self.leaves)]
         try:
-            with was.given(leaves) as (args, kwargs, _):
-                yield args, kwargs
+            with was.given(leaves) as (args, kwargs):
+                return named(self.forward(*args, **kwargs))
         finally:
             now.restore()
             put_hooks_back()
@@ -259,11 +258,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         return named
 
     def operations(self):
-        def step():
-            with self._without_a_trace() as (args, kwargs):
-                self._named(self.forward(*args, **kwargs))
-
-        return timeline.products(step)
+        return products(lambda: self._again(self._named))
 
     def outputs(self, undivided):
         with contextlib.ExitStack() as afterwards, torch.no_grad():
@@ -272,5 +267,81 @@ class _ModuleCall(_RandomStep, _StepOfModule):
             for part in self.module.modules():
                 afterwards.callback(setattr, part, "training", part.training)
             self.module.eval()  # which may be the user's own
-            args, kwargs = afterwards.enter_context(self._without_a_trace())
-            return _outputs(self.forward(*args, **kwargs))
+            return self._again(_outputs)
+
+
+# What each device executes, and when: from torch's profiler ------------------------------------
+
+_REPLICA = "replica on "
+_GRADIENT = "autograd::engine::evaluate_function: "
+# What a layer computes with, and what autograd computes its gradient with.
+PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::convolution", "aten::embedding")
+GRADIENTS = PRODUCTS + ("aten::convolution_backward", "aten::embedding_dense_backward")
+
+
+def profiled(devices):
+    """What ``Torch.profiled()`` returns, for the configured devices."""
+    if torch.autograd._profiler_enabled():  # another one would end it, silently
+        raise errors.profiler_runs("torch")
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if devices[0].startswith("cuda") else [kinds.CPU]
+    recording = torch.profiler.profile(activities=activities)
+    return converted(recording, lambda profile: _executed(profile.events(), devices))
+
+
+def _executed(events, devices):
+    """On simulated devices: what replicas call, and the steps of the backward pass through that."""
+    owners = _owners(events)
+    for event in events:
+        name, caller, device = event.name, event.cpu_parent, None
+        if devices[0].startswith("cuda"):
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                device = f"cuda:{event.device_index}"
+        elif len(devices) == 1:
+            device = devices[0] if caller is None else None
+        elif name.startswith(_GRADIENT):
+            name, device = "gradient of " + name[len(_GRADIENT) :], owners.get(event.sequence_nr)
+        elif caller is not None and caller.name.startswith(_REPLICA):
+            device = replica(event)
+        if device is not None:
+            time = event.time_range
+            yield Operation(device, name, time.start, time.end - time.start)
+
+
+def products(step):
+    """For each replica, how many layers' products ``step()`` computed, and how many gradients.
+
+    A product is called by its replica's forward pass, and the gradient that autograd computes has
+    its operation's sequence number.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    events = profile.events()
+    owners, placed = _owners(events), collections.defaultdict(lambda: [0, 0])
+    for event in events:
+        # A convolution calls its own implementation.
+        if event.name in PRODUCTS and _within(event.cpu_parent, PRODUCTS) is None:
+            placed[replica(event)][0] += 1
+        gradient = _within(event, _GRADIENT) if event.name in GRADIENTS else None
+        if gradient is not None:
+            placed[owners.get(gradient.sequence_nr)][1] += 1
+    return {device: tuple(counts) for device, counts in placed.items() if device is not None}
+
+
+def _owners(events):
+    """The device of the replica that called an operation, by the number its gradient has, too."""
+    pairs = ((event.sequence_nr, replica(event)) for event in events)
+    return {number: device for number, device in pairs if number >= 0 and device is not None}
+
+
+def replica(event):
+    """The device of the replica that an operation belongs to; None: of none."""
+    parent = _within(event.cpu_parent, _REPLICA)
+    return None if parent is None else parent.name[len(_REPLICA) :]
+
+
+def _within(event, names):
+    """The innermost operation around this one, or itself, whose name begins so, or None."""
+    while event is not None and not event.name.startswith(names):
+        event = event.cpu_parent
+    return event

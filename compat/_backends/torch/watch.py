@@ -1,16 +1,13 @@
 """Watching how the tensors that a replica computes depend on the rows of its part of the batch."""
 
 import inspect
-import operator
 import re
 
 import torch
 
 from ... import _rows
-from . import calls, row_operations
-from .calls import Call, RowCount, is_sharded, tag, tag_of
-from .reductions import EXPRESSIONS, ComputedTotal, Constant, Escape, Total
-from .trials import try_function
+from . import batches, calls, row_operations
+from .calls import EXPRESSIONS, Call, RowCount, Total, is_sharded, tag, tag_of
 
 # Kinds of torch's functions, by their names.
 DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout|rrelu")
@@ -46,7 +43,7 @@ class Watch(torch.overrides.TorchFunctionMode):
     """Tags the results of torch's functions, where an argument has a tag.
 
     A tag is a placement: ``Sharded``, or ``Mixed`` with an ``Across`` that says where; or one of
-    the ``EXPRESSIONS`` of ``reductions``, which tell how values without rows are put together. A
+    the ``EXPRESSIONS`` of ``calls``, which tell how values without rows are put together. A
     tensor without a tag does not depend on the batch.
 
     Arguments:
@@ -124,9 +121,8 @@ class Watch(torch.overrides.TorchFunctionMode):
     def made(self, call, result):
         """Where no argument depends on rows a number of them may still make rows."""
         by_count = self.counting and call.name in COUNTING
-        if isinstance(result, torch.Tensor) and (
-            by_count or any(call.tags) or calls.has_count(call.args, call.kwargs)
-        ):
+        grows = by_count or call.known or calls.has_count(call.args, call.kwargs)
+        if grows and isinstance(result, torch.Tensor):
             call.results = [result]
             self.tag(call, self.by_rules(call))
         return result
@@ -169,10 +165,10 @@ class Watch(torch.overrides.TorchFunctionMode):
         if not is_sharded(tensor) or not rows.even:
             # There may be as many as some values of rows ask for.
             if isinstance(rows, _rows.Placement) and not calls.is_packing():
-                self.escapes.append(Escape(self.across(name), self.mixed(name), result))
+                self.escapes.append(calls.Escape(self.across(name), self.mixed(name), result))
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
-            self.count_given(name)
+            self.compare(calls.AS_ANY, 1, 0, name)
 
         def counted(dim, size):
             if dim % tensor.dim() == rows.axis and size % self.rows == 0 and size:
@@ -191,7 +187,9 @@ class Watch(torch.overrides.TorchFunctionMode):
                 return value
             if tag_of(value) is not None:
                 return tag_of(value)
-            return Constant(value.clone() if call.in_place and value is call.args[0] else value)
+            return calls.Constant(
+                value.clone() if call.in_place and value is call.args[0] else value
+            )
 
         args, kwargs = call.mapped(keep)
         kwargs.pop("out", None)  # it is the result
@@ -210,7 +208,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         if kept is not None:
             picks = range(count) if is_one_of_several else [None] * count
             return [
-                ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
+                calls.ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
                 for pick, value in zip(picks, call.results)
             ]
         if name in ("batch_norm", "instance_norm"):
@@ -300,10 +298,9 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def tried_function(self, call):
         """The placements of a function's results by computing with a part of its rows."""
-        leaves, spec = calls.tree.tree_flatten((call.args, call.kwargs))
-        key = (call.name, str(spec), str(list(map(call.described, leaves))))
+        key = (call.name, str(call.mapped(call.described)))
         if key not in self.tried:
-            is_tried = not call.in_place and not RANDOM.match(call.name)
+            is_tried = call.rows > 1 and not call.in_place and not RANDOM.match(call.name)
             found = try_function(call) if is_tried else None
             if found is None:
                 return [_rows.Mixed(self.across(call.name, "unknown"))] * len(call.results)
@@ -326,7 +323,7 @@ class Watch(torch.overrides.TorchFunctionMode):
             found = tags[0]
         if name in ("item", "__float__") and isinstance(result, float):
             self.items[id(result)] = (result, call.given[0])
-        self.escapes.append(Escape(self.across(name), found, result))
+        self.escapes.append(calls.Escape(self.across(name), found, result))
 
     def compare(self, function, per, number, name="size"):
         """A number of rows was compared with another number."""
@@ -336,10 +333,6 @@ class Watch(torch.overrides.TorchFunctionMode):
         if calls.differs(function, per, number, [self.rows], self.total):
             self.by_count = self.by_count or self.across(name)
 
-    def count_given(self, name):
-        """Python was given a number of rows as any other number: what it does by it is not seen."""
-        self.compare(operator.sub, 1, 0, name)
-
     # Where ------------------------------------------------------------------------------------
 
     def mixed(self, name):
@@ -347,3 +340,44 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def across(self, name, why="mixed"):
         return calls.across(self.model, name, why)
+
+
+# Functions that have no line in the table -------------------------------------------------------
+
+
+def try_function(call):
+    """The placements of its results, or None where that does not tell."""
+
+    def compute(rows):
+        rows = [row % call.rows for row in rows]
+
+        def cut(value):
+            if isinstance(value, RowCount):
+                return value.per * len(rows)
+            return some_rows(value, tag_of(value), call.rows, rows) if is_sharded(value) else value
+
+        args, kwargs = call.mapped(cut)
+        return list(map(batches.to_numpy, calls.tensors_in([call.func(*args, **kwargs)])))
+
+    with torch.no_grad(), torch.random.fork_rng([]):
+        try:
+            found = _rows.trial.tried(compute)
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):  # of less rows
+            return None
+    # Whole numbers may agree by chance.
+    floating = [value.is_floating_point() or value.is_complex() for value in call.results]
+    return [each if sure else _rows.Mixed() for each, sure in zip(found, floating)]
+
+
+def some_rows(value, placement, count, rows):
+    """Some of a tensor's ``count`` rows."""
+    value, copies, axis = value.detach(), placement.copies, placement.axis
+    if not placement.even:
+        raise ValueError("rows of different lengths")
+    if value.is_floating_point() and torch.equal(value, value.roll(1, axis)):
+        # Of rows that are all the same any function seems to compute each one alone.
+        numbers = torch.rand(value.shape, generator=torch.Generator().manual_seed(0))
+        value = value + numbers.to(value)
+    split = value.unflatten(axis, (copies, count, value.shape[axis] // (copies * count)))
+    picked = split.index_select(axis + 1, torch.tensor(rows, device=value.device))
+    return picked.flatten(axis, axis + 2)

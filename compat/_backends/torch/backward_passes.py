@@ -1,9 +1,9 @@
-"""How the loss of a backward pass was reduced to a number, as far as autograd's graph tells.
+"""Backward passes under way: their end, the rows they go back through, and what their loss is.
 
 The ranks' gradients become their mean, weighted by rows. That is one process's gradient where the
 loss is a mean over rows, and not where each rank divides by what it alone knows: row weights, or
-the rows behind a mask. The graph has each sum and mean that a loss is made of, and the gradient
-that arrives there tells what the loss makes of it: by how much one element counts.
+the rows behind a mask. Autograd's graph has each sum and mean that a loss is made of, and the
+gradient that arrives there tells what the loss makes of it: by how much one element counts.
 
 ``cross_entropy()`` and ``nll_loss()`` divide by the targets that count, which are not those of
 ``ignore_index``, each by its class's weight (``_saved_total_weight``). The mean over all ranks'
@@ -11,6 +11,8 @@ targets is that of the ranks' means, weighted by these numbers.
 """
 
 import collections
+import contextlib
+import weakref
 import zlib
 
 import numpy as np
@@ -19,6 +21,93 @@ import torch
 from ... import errors
 from ..._ranks import losses
 from ..._runtime import patching
+from .batches import tensors_in
+
+# The end, and the rows ----------------------------------------------------------------------------
+
+# The one that goes on, if there is one.
+_passes = weakref.WeakSet()  # type: weakref.WeakSet
+
+
+class Pass:
+    """A backward pass, which autograd calls when it has ended, and lets go of if it fails.
+
+    A pass within another, such as those of ``torch.utils.checkpoint``, belongs to that one.
+    """
+
+    def __init__(self):
+        self.exchanges = []
+        self.early = None  # the exchange whose buckets may leave before the end
+
+    @classmethod
+    def join(cls, exchange):
+        """Have an exchange run at the end of the pass, and tell it whether it may send before.
+
+        No frame that an error goes through, and which the error keeps, may hold a pass.
+        """
+        found = next(iter(_passes), None)
+        if found is None:
+            found = cls()
+            torch.autograd.Variable._execution_engine.queue_callback(found)
+            _passes.add(found)
+        if exchange not in found.exchanges:
+            exchange.begin()
+            found.exchanges.append(exchange)
+            if found.early is None and exchange.may_be_early():
+                found.early = exchange
+        exchange.task = torch._C._current_graph_task_id()
+        exchange.is_early = found.early is exchange
+
+    def __call__(self):
+        """Of several models all ranks run theirs in the same order."""
+        _passes.discard(self)
+        for exchange in sorted(self.exchanges, key=lambda e: (e is not self.early, e.number)):
+            exchange.run()
+
+
+class ForwardRows:
+    """The rows of the forward passes that a backward pass goes back through."""
+
+    def __init__(self):
+        # Of each forward pass since the last backward pass: its rows, and whether autograd has come
+        # to its outputs; None: no tensor was found in these.
+        self.passes = []  # type: list
+        self.used = False  # whether a backward pass has gone through them
+        self.step = None  # the rows of a step of Keras', which may call the model in any way
+
+    def forward(self, rows, outputs):
+        """Note a forward pass of so many rows."""
+        found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        noted = [rows, False if found else None]
+
+        def reach(gradient):
+            noted[1] = True
+
+        for tensor in found:
+            tensor.register_hook(reach)
+        if self.used:
+            self.passes, self.used = [], False
+        self.passes.append(noted)
+
+    def are_awaited(self):
+        """Whether there were forward passes which no backward pass has gone back through."""
+        return self.step is not None or bool(self.passes and not self.used)
+
+    def known(self):
+        """The rows of the pass that goes on, if autograd has come to all outputs, or None."""
+        is_known = self.step is not None or all(reached for _, reached in self.passes)
+        return self.total() if is_known else None
+
+    def total(self):
+        """The rows of the pass that has ended, or None."""
+        if self.step is not None:
+            return self.step
+        reached = [rows for rows, is_reached in self.passes if is_reached]
+        counted = reached or [rows for rows, is_reached in self.passes if is_reached is None]
+        return sum(counted) if counted else None
+
+
+# The loss ---------------------------------------------------------------------------------------
 
 _MEAN, _SUM = 1, 2  # of torch's reductions
 _REDUCTIONS = {"MeanBackward0": _MEAN, "MeanBackward1": _MEAN,
@@ -32,7 +121,7 @@ _ARITHMETIC = frozenset(
 _MOST = 100
 
 # Of the backward passes under way, the outermost first: their losses.
-_under_way = []  # type: list
+_losses = []  # type: list
 
 
 class Term:
@@ -89,21 +178,19 @@ def follow():
 
     def backward(tensors, *args, **kwargs):
         loss = _loss(tensors)
-        _under_way.append(loss)
-        hooks = [term.node.register_prehook(term.note) for term in loss.terms]
-        try:
+        _losses.append(loss)
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(_losses.pop)
+            for term in loss.terms:
+                afterwards.callback(term.node.register_prehook(term.note).remove)
             return plain(tensors, *args, **kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-            _under_way.pop()
 
     patching.Patch(torch.autograd, "backward", backward)
 
 
-def current():
+def loss_under_way():
     """The loss of the backward pass under way."""
-    return _under_way[0] if _under_way else Loss([], True)
+    return _losses[0] if _losses else Loss([], True)
 
 
 def _loss(tensors):
@@ -146,10 +233,7 @@ def _is_of_scalars(node):
     return not _shape(node) or (together and not any(shape for _, shape in _inputs(node)))
 
 
-# One process's --------------------------------------------------------------------------------
-
-
-def check(engine, name, weight, rows):
+def check_loss(engine, name, weight, rows):
     """Warn where the loss of the pass under way is not the one that one process would compute.
 
     All ranks call it at once.
@@ -162,7 +246,7 @@ def check(engine, name, weight, rows):
     Returns:
         Whether it is not, the same on all ranks.
     """
-    terms = current().terms
+    terms = loss_under_way().terms
     kinds = [zlib.crc32(" ".join(term.kind for term in terms).encode()) & 0xFFFFFF, len(terms)]
     if any(each != kinds for each in engine.gather(kinds)) or not terms:
         return False  # such as where a rank leaves out a term: what that means is not known
