@@ -8,10 +8,10 @@ from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
-from . import gluon_parameters, nested_arrays, symbol_graph, verified_native
-from .gluon_parameters import blocks, move, own_attributes, parameters_of, states_of
-from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
-from .symbol_executors import clear_errors, unite
+from . import gluon_arrays, symbol_graph
+from .gluon_arrays import arrays_in, mapped, on_context, parameters_of, states_of
+from .symbol_graph import clear_errors
+from .verification import BlockCall
 
 
 def parallelize(block, contexts):
@@ -22,7 +22,7 @@ def parallelize(block, contexts):
     else:
         if replicas is not None:
             replicas.remove()
-        move(block, contexts)
+        gluon_arrays.move(block, contexts)
 
 
 class BlockReplicas:
@@ -70,7 +70,9 @@ class BlockReplicas:
 
     def _prepare(self):
         self._unite_statistics()
-        move(self.block, self.contexts)  # if it was initialised or given a Trainer since
+        gluon_arrays.move(
+            self.block, self.contexts
+        )  # if it was initialised or given a Trainer since
 
     def remove(self):
         self._unite_statistics()
@@ -80,7 +82,7 @@ class BlockReplicas:
     # Called by Gluon ----------------------------------------------------------------------------
 
     def forward(self, *args):
-        arrays = list(_arrays(args))
+        arrays = list(arrays_in(args))
         if not arrays or not arrays[0].shape or split_rows.runs_undivided():
             # Symbols, too: the block is being exported.
             return type(self.block).forward(self.block, *args)
@@ -89,7 +91,7 @@ class BlockReplicas:
             # Batch normalization and dropout go by this, not by whether gradients are wanted.
             kind = "train" if mx.autograd.is_training() else "predict"
             if verification.is_due(kind):
-                return verification.verify(kind, verified_native.BlockCall(self, args))
+                return verification.verify(kind, BlockCall(self, args))
         return self.run(args)
 
     def run_undivided(self, args):
@@ -109,10 +111,10 @@ class BlockReplicas:
         """
 
         def part(place, array):
-            return _on(context, rows(array) if self._split[place] else array)
+            return on_context(context, rows(array) if self._split[place] else array)
 
         with split_rows.undivided(), context:
-            return type(self.block).forward(self.block, *_mapped(part, args))
+            return type(self.block).forward(self.block, *mapped(part, args))
 
     def run(self, args):
         """The block on all contexts, or on the first one where it cannot be divided."""
@@ -121,7 +123,7 @@ class BlockReplicas:
         if placements is None:
             return self._run_whole(args)
         self._prepare()
-        rows, count = next(_arrays(args)).shape[0], len(self.contexts)
+        rows, count = next(arrays_in(args)).shape[0], len(self.contexts)
         # One without rows of its own is run for its gradients: Trainer.step() insists on some.
         all_sizes, recording = split_rows.sizes(rows, count), mx.autograd.is_recording()
         replicas = [i for i, size in enumerate(all_sizes) if size or recording]
@@ -134,10 +136,10 @@ class BlockReplicas:
                 with states.replica(context):
                     results.append(self._written(context, args, lambda array: array[part]))  # noqa: B023
             found = states.unite()
-            if found is None and not nested_arrays.are_of(placements, results, sizes):
+            if found is None and not gluon_arrays.are_of(placements, results, sizes):
                 found = _rows.Across(None, why="tried")
             if found is None:
-                result = nested_arrays.merged(placements, results, sizes, self.contexts[0])
+                result = gluon_arrays.merged(placements, results, sizes, self.contexts[0])
             across = found
         except Exception:
             # Of the user's own, which comes again; or of a shard, whose shape does not do.
@@ -157,8 +159,8 @@ class BlockReplicas:
         result = self.run_undivided(args)
         if mx.autograd.is_recording():
             with mx.autograd.pause():
-                gluon_parameters.leave_without_gradients(self.block)
-        self._note_batch(work.undivided(self.names, next(_arrays(args)).shape[0]))
+                gluon_arrays.leave_without_gradients(self.block)
+        self._note_batch(work.undivided(self.names, next(arrays_in(args)).shape[0]))
         return result
 
     def _note_batch(self, sizes):
@@ -170,8 +172,8 @@ class BlockReplicas:
 
     def _kind(self, args):
         """The kind of these arguments, of which it is decided whether they are divided."""
-        rows, kept, places = next(_arrays(args)).shape[0], True, {}  # type: int, bool, dict
-        _mapped(places.__setitem__, args)
+        rows, kept, places = next(arrays_in(args)).shape[0], True, {}  # type: int, bool, dict
+        mapped(places.__setitem__, args)
         for place, array in places.items():
             # Arrays with as many rows as the first; what was whole before stays whole.
             has_rows = bool(array.shape) and array.shape[0] == rows
@@ -198,7 +200,7 @@ class BlockReplicas:
         graph = self._traced(args)
         heads = [] if graph is None else graph.heads
         claimed = [graph.placements[head] for head in heads]
-        if not all(can_be_merged(each) for each in claimed):
+        if not all(gluon_arrays.can_be_merged(each) for each in claimed):
             return graph.across(heads, with_rows=False) or _rows.Across(None)
         untold = graph.nodes[graph.untold[0][0]]["name"] if graph and graph.untold else None
         try:
@@ -217,24 +219,24 @@ class BlockReplicas:
                 fits = claim is not None and not isinstance(found, _rows.Mixed)
             else:
                 fits = getattr(found, "axis", None) == placement.axis
-            if not fits or not can_be_merged(placement):
+            if not fits or not gluon_arrays.can_be_merged(placement):
                 return _rows.Across(untold, why="unknown" if is_random else "tried")
         sees_gradients = graph is not None and not graph.own_gradients()
-        is_single = next(_arrays(args)).shape[0] == 1
+        is_single = next(arrays_in(args)).shape[0] == 1
         # Parts of a block that sets states would set them one after the other.
         is_left = sees_gradients or is_single or self._own_states().parameters
         if mx.autograd.is_recording() and not is_left:
             parameters, first = parameters_of(self.block), self.contexts[0]
-            if nested_arrays.mixes_back(parameters, args, placements, first, self._on_rows):
+            if gluon_arrays.mixes_back(parameters, args, placements, first, self._on_rows):
                 return _rows.Across(None, why="gradient")
         return placements
 
     def _on_rows(self, args, numbers):
         """What the block gives for some rows of the arguments, on the first context."""
-        first, rows = self.contexts[0], next(_arrays(args)).shape[0]
+        first, rows = self.contexts[0], next(arrays_in(args)).shape[0]
 
         def chosen(array):
-            return nested_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
+            return gluon_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
 
         with self._leaving_no_trace():
             return self._written(first, args, chosen)
@@ -246,8 +248,8 @@ class BlockReplicas:
         def compute(numbers):
             with mx.autograd.pause(train_mode=False):
                 result = self._on_rows(args, numbers)
-            others.append(nested_arrays._others(result))
-            return [array.asnumpy() for array in _arrays(result)]
+            others.append(gluon_arrays.without_arrays(result))
+            return [array.asnumpy() for array in arrays_in(result)]
 
         found = _rows.trial.tried(compute)
         return found if all(each == others[0] for each in others) else [_rows.Mixed()]
@@ -266,9 +268,11 @@ class BlockReplicas:
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
         try:
-            with self._leaving_no_trace(), nested_arrays.symbols_refused():
-                traced = type(self.block).forward(self.block, *_mapped(variable, args))
-            graph = symbol_graph.Graph([], mx.sym.Group(list(_leaves(traced, mx.sym.Symbol))))
+            with self._leaving_no_trace(), gluon_arrays.symbols_refused():
+                traced = type(self.block).forward(self.block, *mapped(variable, args))
+            graph = symbol_graph.Graph(
+                [], mx.sym.Group(list(gluon_arrays.leaves(traced, mx.sym.Symbol)))
+            )
             graph.follow(given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
             return None
@@ -281,9 +285,9 @@ class BlockReplicas:
         plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
         with contextlib.ExitStack() as stack:
             stack.callback(self._own_states().reset)
-            for part in set(blocks(self.block)):  # one may be there twice
+            for part in set(gluon_arrays.blocks(self.block)):  # one may be there twice
                 stack.enter_context(replaced(part, **plain))
-            stack.callback(own_attributes(self.block).put_back)
+            stack.callback(gluon_arrays.own_attributes(self.block).put_back)
             yield
 
     # States -------------------------------------------------------------------------------------
@@ -297,7 +301,7 @@ class BlockReplicas:
         return type(self.block)._collect_params_with_prefix(self.block, *args, **kwargs)
 
     def _own_states(self):
-        return gluon_parameters.OwnStates(states_of(self.block, self._operations)[1])
+        return gluon_arrays.OwnStates(states_of(self.block, self._operations)[1])
 
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.
@@ -310,7 +314,7 @@ class BlockReplicas:
         with mx.autograd.pause():
             # Where the first context alone has trained it, what else it has set, too.
             united = means if any(self._sizes[1:]) else means + others
-            unite([parameter.list_data() for parameter in united], self._sizes)
-            gluon_parameters.check_equal(self.block, others)
+            symbol_graph.unite([parameter.list_data() for parameter in united], self._sizes)
+            gluon_arrays.check_equal(self.block, others)
         if not mx.autograd.is_recording():
             self._sizes = None

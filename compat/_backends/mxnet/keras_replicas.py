@@ -7,9 +7,14 @@ import mxnet as mx
 from keras.backend import mxnet_backend as K
 
 from ..._runtime.patching import replaced
-from . import symbol_executors
-from .group_placement import device_with_replicas, groups_of, place_groups
-from .optimizer_state import take_to, updater_of
+from . import symbol_graph
+from .keras_mxnet_fixes import (
+    device_with_replicas,
+    groups_of,
+    place_groups,
+    take_to,
+    updater_of,
+)
 from .phase_executors import Phase, state_names
 
 
@@ -254,12 +259,12 @@ class ModelReplicas:
 
     def _average_auxiliary_states(self, phase):
         """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
-        symbol_executors.unite(
+        symbol_graph.unite(
             [[held[name] for held in self.arrays] for name in phase.body.list_auxiliary_states()],
             phase.sizes,
         )
         if phase.head.aux_dict:  # of the whole batch
-            symbol_executors.wait_for_updates()
+            symbol_graph.wait_for_updates()
             for held in self.arrays[1:]:
                 _copy(phase.head.aux_dict, held)
 

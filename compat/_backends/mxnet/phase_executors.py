@@ -8,7 +8,6 @@ from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
 from . import symbol_graph
-from .symbol_executors import bound
 
 
 def state_names(model):
@@ -101,7 +100,7 @@ class Phase:
         for context, held, size in zip(self.contexts, self.arrays, self.sizes):
             shard = {name: (size or 1,) + shapes[name][1:] for name in self.sharded}
             self.bodies.append(
-                bound(self.body, context, shard, {}, held, self.trained, self.sparse)
+                symbol_graph.bound(self.body, context, shard, {}, held, self.trained, self.sparse)
             )
         bodies = zip(self.bodies, self.computed, self.sizes)
         self.filled = [(body, part) for body, part, size in bodies if size]
@@ -110,7 +109,7 @@ class Phase:
             whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in cut.items()}
             types = {name: output.dtype for name, output in cut.items()}
             differentiated = self.trained + (self.cuts if self.is_train else [])
-            self.head = bound(
+            self.head = symbol_graph.bound(
                 self.head_symbol, self.contexts[0], dict(shapes, **whole), types, self.arrays[0],
                 differentiated, self.sparse,
             )  # fmt: skip
