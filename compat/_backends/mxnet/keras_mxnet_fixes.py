@@ -148,23 +148,11 @@ def keep_state(optimizer_class):
     Patch(optimizer_class, "create_state_multi_precision", create_state_multi_precision)
 
 
-# Moving it ------------------------------------------------------------------------------------
-
-
-def updater_of(model):
-    """The updater, which holds the optimizer's state, of a plain model; None before training."""
-    was_trained = model.compiled and model._module.optimizer_initialized
-    return model._module._curr_module._updater if was_trained else None
-
-
-def take_to(updater, context):
-    """Move the optimizer's state and step counts to ``context``."""
-    optimizer = updater.optimizer
-    updater.set_states(updater.get_states())  # copies, which move when they are next used
-    optimizer._compat_states = updater.states
-    # Steps are counted per device id: Adam would begin anew on another one.
-    optimizer._all_index_update_counts[context.device_id] = dict(optimizer._index_update_count)
-    optimizer._set_current_context(context.device_id)
+def make_states_anew(optimizer):
+    """Have the optimizer's states, which lie on a context, made anew where weights lie now."""
+    weights = [array.asnumpy() for array in optimizer.weights]
+    optimizer._compat_states = {}
+    optimizer.set_weights(weights)
 
 
 # Parts on devices of their own ----------------------------------------------------------------

@@ -8,47 +8,26 @@ from keras.backend import mxnet_backend as K
 
 from ..._runtime.patching import replaced
 from . import symbol_graph
-from .keras_mxnet_fixes import (
-    device_with_replicas,
-    groups_of,
-    place_groups,
-    take_to,
-    updater_of,
-)
+from .keras_mxnet_fixes import device_with_replicas, groups_of, make_states_anew, place_groups
 from .phase_executors import Phase, state_names
 
 
 def parallelize(model, contexts):
     """Run ``model`` on ``contexts``; one context gives the plain behaviour back."""
-    if len(contexts) > 1 and groups_of(model):
-        raise device_with_replicas(model.name)
     replicas = getattr(model, "_compat_replicas", None)
     if len(contexts) > 1:
+        if groups_of(model):
+            raise device_with_replicas(model.name)
         (replicas or ModelReplicas(model)).move(contexts)
     elif replicas is not None or model._context != contexts:
-        model._sync_weights()
-        updater = updater_of(model) if replicas is None else replicas.remove()
-        _run_plain(model, contexts[0], updater)
-
-
-def _run_plain(model, context, updater):
-    """Let a model run as Keras alone would, on one context, with the optimizer's state."""
-    model._context = [context]
-    if not model.compiled:
-        return  # Keras makes a module for each prediction
-    model._module = module = mx.mod.BucketingModule(
-        model._module._sym_gen, "pred", context=[context], fixed_param_names=model._fixed_weights
-    )
-    place_groups(model, module)
-
-    def init_optimizer(**arguments):
-        """Brings the state along: a module takes none before it is bound to shapes."""
-        type(module).init_optimizer(module, **arguments)
-        module._curr_module._updater = updater
-
-    if updater is not None:
-        take_to(updater, context)
-        module.init_optimizer = init_optimizer
+        (replicas or ModelReplicas(model)).remove()
+        model._context = contexts
+        if model.compiled:  # else Keras makes a module for each prediction
+            model._module = mx.mod.BucketingModule(
+                model._module._sym_gen, "pred", context=contexts,
+                fixed_param_names=model._fixed_weights,
+            )  # fmt: skip
+            place_groups(model, model._module)
 
 
 class ExportedBuckets(dict):
@@ -109,12 +88,13 @@ class ModelReplicas:
     def __init__(self, model):
         self.model = model
         self._source = None  # the symbol, or the outputs, that arrays and phases were made for
+        self._forget()
         if model.compiled:
             K.set_model(model)  # it may have been compiled before keras-mxnet was fixed
             self._source = model._pred_mxnet_symbol
+            if model._module.optimizer_initialized:
+                self._updater = model._module._curr_module._updater
         model._sync_weights()
-        self._updater = updater_of(model)
-        self._forget()
         self._replaced = {name: getattr(self, name) for name in self.METHODS}
         for kind in ("train", "test", "predict"):
             self._replaced[f"_make_{kind}_function"] = functools.partial(self._make, kind)
@@ -122,18 +102,20 @@ class ModelReplicas:
 
     def move(self, contexts):
         """Go on with other contexts."""
-        self._sync_weights()
-        self.contexts = contexts
-        if self._updater is not None:
-            take_to(self._updater, contexts[0])
+        self._keep_what_was_trained()
         self._forget()
+        self.contexts = contexts
 
     def remove(self):
-        """Leave the model, whose weights are synced, without replicas; return the updater."""
-        self._follow()
+        """Leave the model without replicas."""
+        self._keep_what_was_trained()
         for name in list(self._replaced) + ["_compat_replicas"]:
             delattr(self.model, name)
-        return self._updater
+
+    def _keep_what_was_trained(self):
+        self._sync_weights()
+        if self._updater is not None and self._source is self.model._pred_mxnet_symbol:
+            make_states_anew(self._updater.optimizer)
 
     @contextlib.contextmanager
     def undivided(self):
@@ -150,8 +132,8 @@ class ModelReplicas:
     def _forget(self):
         """Drop arrays and executors; they are made again when a batch comes."""
         self.arrays = None  # of weights and auxiliary states by name, for each replica
-        self.phases = {}
-        self._undivided_phases = {}
+        self.phases, self._undivided_phases = {}, {}
+        self._updater = None  # of the optimizer, which has its state
         self._stale = False  # whether Keras' variables have newer values than the arrays
 
     def _keras_arrays(self):
@@ -206,7 +188,7 @@ class ModelReplicas:
         model = self.model
         if model.compiled:
             if self._source is not model._pred_mxnet_symbol:
-                self._source, self._updater = model._pred_mxnet_symbol, None
+                self._source = model._pred_mxnet_symbol
                 self._forget()
         elif self._source != model.outputs:
             model._create_predict_module()
