@@ -65,7 +65,7 @@ def are_of(placements, results, sizes):
     for placement, parts in zip(placements, zip(*arrays)):
         axis = getattr(placement, "axis", None)
         each = {  # sizes, and along the rows the number of elements of each row
-            tuple(n / (size or 1) if dim == axis else n for dim, n in enumerate(part.shape))
+            tuple(n / size if dim == axis else n for dim, n in enumerate(part.shape))
             for part, size in zip(parts, sizes)
         }
         if len(each) > 1 or any(n % 1 for n in each.pop()):
@@ -74,43 +74,28 @@ def are_of(placements, results, sizes):
 
 
 def merged(placements, results, sizes, context):
-    """One result for the whole batch; of a replica whose shard is empty nothing is kept.
-
-    It has all replicas' gradients: a trainer wants some from each.
-    """
-    parts = zip(*[list(arrays_in(result)) for result in results])
+    """One result for the whole batch."""
+    parts = zip(*map(arrays_in, results))
     values = (
-        _merged(placement, [on_context(context, each) for each in part], sizes, context)
+        _merged(placement, [on_context(context, each) for each in part], sizes)
         for placement, part in zip(placements, parts)
     )
     return mapped(lambda place, array: next(values), results[0])
 
 
-def _merged(placement, parts, sizes, context):
+def _merged(placement, parts, sizes):
     if placement == REPLICATED or len(parts) == 1:
         return parts[0]
-    if isinstance(placement, Partial):
-        total = float(sum(sizes)) if placement.how == "mean" else None
-        weights = [size / total if total else float(size > 0) for size in sizes]
-        return sum(part * weight for part, weight in zip(parts, weights))
-    axis = placement.axis
-    whole = concatenated(parts, axis)
-    if all(sizes):
-        return whole
-    each = parts[0].shape[axis]  # every replica has computed one row
-    kept = [n * each + k for n, size in enumerate(sizes) if size for k in range(each)]
-    module = mx.np if _is_numpy(whole) else mx.nd
-    return module.take(whole, module.array(kept, dtype="int32", ctx=context), axis=axis)
+    if isinstance(placement, Sharded):
+        return concatenated(parts, placement.axis)
+    weights = [size / sum(sizes) if placement.how == "mean" else 1.0 for size in sizes]
+    return sum(part * weight for part, weight in zip(parts, weights))
 
 
 def concatenated(arrays, axis):
-    if _is_numpy(arrays[0]):
+    if hasattr(mx, "np") and isinstance(arrays[0], mx.np.ndarray):
         return mx.np.concatenate(arrays, axis=axis)
     return mx.nd.concat(*arrays, dim=axis)
-
-
-def _is_numpy(array):
-    return hasattr(mx, "np") and isinstance(array, mx.np.ndarray)
 
 
 # Gradients of the user's own --------------------------------------------------------------------
@@ -131,7 +116,7 @@ def mixes_back(parameters, args, placements, context, compute):
         compute: takes such arguments and numbers of rows, and returns what it gives for them.
     """
     trained = [p for p in parameters if p._data is not None and p.grad_req != "null"]
-    found, upstream, random = [], [], np.random.RandomState(0)  # type: Any, Any, Any
+    found = []
     with mx.autograd.pause(), gradients_kept(trained):
         given = mapped(lambda place, array: _marked(array), args)
         gradients = [gradient for parameter in trained for gradient in parameter.list_grad()]
@@ -140,22 +125,21 @@ def mixes_back(parameters, args, placements, context, compute):
             for parts in (trial.WHOLE,), trial.PARTS, (trial.WHOLE[::-1],):
                 for gradient in gradients:
                     gradient[:] = 0
+                order = [row for part in parts for row in part]
+                heads, upstream, random = [], [], np.random.RandomState(0)
                 with mx.autograd.record(train_mode=False):
                     results = [compute(given, part) for part in parts]
                     whole = merged(placements, results, list(map(len, parts)), context)
-                    placed = zip(arrays_in(whole), placements)
-                    floats = [(array, where) for array, where in placed if _is_float(array)]
-                    # What is detached would have no gradient; a marked 0 always has one.
-                    heads = [array + _marked(array.detach() * 0) for array, _ in floats]
-                upstream = upstream or [random.uniform(0.5, 1.5, head.shape) for head in heads]
-                order = [row for part in parts for row in part]
-                back = [
-                    trial.chosen(each, placement, order) if isinstance(placement, Sharded) else each
-                    for each, (_, placement) in zip(upstream, floats)
-                ]
+                    for array, placement in zip(arrays_in(whole), placements):
+                        if _is_float(array):
+                            # What is detached would have no gradient; a marked 0 always has one.
+                            heads.append(array + _marked(array.detach() * 0))
+                            values = random.uniform(0.5, 1.5, array.shape)
+                            if isinstance(placement, Sharded):
+                                values = trial.chosen(values, placement, order)
+                            upstream.append(like(values, array))
                 if heads:
-                    back = list(map(like, back, heads))
-                    mx.autograd.backward(heads, back, train_mode=False)
+                    mx.autograd.backward(heads, upstream, train_mode=False)
                 found.append([gradient.asnumpy() for gradient in gradients])
         except Exception:  # whatever a function of the user's does
             clear_errors()
@@ -268,14 +252,19 @@ def _updaters(trainer):
     return [trainer._kvstore._updater] if on_kvstore else trainer._updaters
 
 
-def leave_without_gradients(block):
-    """Gradients of 0 on all contexts but the first, new as if a backward pass had written them."""
+def leave_without_gradients(block, sizes):
+    """Gradients of 0 where a context has no rows, new as if a backward pass had written them.
+
+    A trainer insists on some of each context.
+    """
     for parameter in parameters_of(block):
         if parameter._data is not None and parameter.grad_req != "null":
-            for array, gradient in zip(parameter.list_data()[1:], parameter.list_grad()[1:]):
-                if parameter.grad_req == "write":
-                    gradient[:] = 0
-                array._fresh_grad = True
+            for size, array, gradient in zip(sizes, parameter.list_data(), parameter.list_grad()):
+                if not size and parameter.grad_req == "write":
+                    # A sparse one has no rows then: those that it has would be updated.
+                    is_sparse = gradient.stype != "default"
+                    gradient[:] = mx.nd.zeros_like(gradient) if is_sparse else 0
+                array._fresh_grad = array._fresh_grad or not size
 
 
 # States -----------------------------------------------------------------------------------------
@@ -318,21 +307,18 @@ class OwnStates:
 
     def __init__(self, parameters):
         self.parameters = parameters
-        self.before = [parameter.list_data()[0].copy() for parameter in self.parameters]
+        self.before = [parameter.list_data()[0].copy() for parameter in parameters]
         self.after = []  # of each replica
 
-    def _set(self, values):
+    def set(self, values):
         with mx.autograd.pause():
             for parameter, value in zip(self.parameters, values):
                 for array in parameter.list_data():
                     value.copyto(array)
 
-    def reset(self):
-        self._set(self.before)
-
     @contextlib.contextmanager
     def replica(self, context):
-        self.reset()
+        self.set(self.before)
         yield
         self.after.append([parameter.data(context).copy() for parameter in self.parameters])
 
@@ -341,7 +327,7 @@ class OwnStates:
         for parameter, *values in zip(self.parameters, *self.after):
             if not _equal(values):
                 return _rows.Across(f"that sets the parameter {parameter.name!r}")
-        self._set(self.after[0])
+        self.set(self.after[0])
         return None
 
 

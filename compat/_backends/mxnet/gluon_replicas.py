@@ -124,46 +124,44 @@ class BlockReplicas:
             return self._run_whole(args)
         self._prepare()
         rows, count = next(arrays_in(args)).shape[0], len(self.contexts)
-        # One without rows of its own is run for its gradients: Trainer.step() insists on some.
-        all_sizes, recording = split_rows.sizes(rows, count), mx.autograd.is_recording()
-        replicas = [i for i, size in enumerate(all_sizes) if size or recording]
-        sizes = [all_sizes[i] for i in replicas]
+        sizes = split_rows.sizes(rows, count)
+        filled = [replica for replica, size in enumerate(sizes) if size]
         states, results = self._own_states(), []
-        across = _rows.Across(None, why="unknown")  # unless it all works out
         try:
-            for i in replicas:
-                context, part = self.contexts[i], slice(*split_rows.run_bounds(rows, count, i))
+            for replica in filled:
+                context, part = (
+                    self.contexts[replica],
+                    slice(*split_rows.run_bounds(rows, count, replica)),
+                )
                 with states.replica(context):
                     results.append(self._written(context, args, lambda array: array[part]))  # noqa: B023
-            found = states.unite()
-            if found is None and not gluon_arrays.are_of(placements, results, sizes):
-                found = _rows.Across(None, why="tried")
-            if found is None:
-                result = gluon_arrays.merged(placements, results, sizes, self.contexts[0])
-            across = found
+            across, shards = states.unite(), [sizes[replica] for replica in filled]
+            if across is None and not gluon_arrays.are_of(placements, results, shards):
+                across = _rows.Across(None, why="tried")
+            if across is None:
+                result = gluon_arrays.merged(placements, results, shards, self.contexts[0])
         except Exception:
             # Of the user's own, which comes again; or of a shard, whose shape does not do.
             clear_errors()
-        finally:
-            if across is not None:
-                states.reset()
+            across = _rows.Across(None, why="unknown")
         if across is not None:
+            states.set(states.before)
             result = self._run_whole(args)  # what is wrong on one device, too, is the user's
             self._leave_whole(kind, across)
             return result
-        self._note_batch(all_sizes)
+        self._note_batch(sizes)
         return result
 
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
         result = self.run_undivided(args)
-        if mx.autograd.is_recording():
-            with mx.autograd.pause():
-                gluon_arrays.leave_without_gradients(self.block)
         self._note_batch(work.undivided(self.names, next(arrays_in(args)).shape[0]))
         return result
 
     def _note_batch(self, sizes):
+        if mx.autograd.is_recording() and not all(sizes):
+            with mx.autograd.pause():
+                gluon_arrays.leave_without_gradients(self.block, sizes)
         if mx.autograd.is_training():
             self._sizes = sizes
         work.count(self.names, sizes, mx.autograd.is_training())
@@ -176,7 +174,7 @@ class BlockReplicas:
         mapped(places.__setitem__, args)
         for place, array in places.items():
             # Arrays with as many rows as the first; what was whole before stays whole.
-            has_rows = bool(array.shape) and array.shape[0] == rows
+            has_rows = array.shape[:1] == (rows,)
             kept = kept and (has_rows or not self._split.get(place, False))
             self._split.setdefault(place, has_rows)
         known = tuple((place, self._split[place], array.ndim) for place, array in places.items())
@@ -284,7 +282,8 @@ class BlockReplicas:
         """Within, the block runs as it is written, without hooks, and keeps nothing of it."""
         plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
         with contextlib.ExitStack() as stack:
-            stack.callback(self._own_states().reset)
+            states = self._own_states()
+            stack.callback(states.set, states.before)
             for part in set(gluon_arrays.blocks(self.block)):  # one may be there twice
                 stack.enter_context(replaced(part, **plain))
             stack.callback(gluon_arrays.own_attributes(self.block).put_back)
