@@ -56,13 +56,11 @@ class MXNet(Backend):
         return "mxnet is imported, and reads its variables then" if "mxnet" in sys.modules else None
 
     def configure(self, settings):
-        missing = self.environ(settings, os.environ)
-        late = {name: value for name, value in missing.items() if not name.startswith("CUDA_")}
-        if late:
-            changes = ", ".join(f"{name}={value}" for name, value in sorted(late.items()))
+        reserve = self.environ(settings, os.environ).get(_RESERVE)
+        if reserve is not None:
             raise errors.too_late(
                 self.framework,
-                f"it reads {changes} only when it is imported, and is imported already",
+                f"it reads {_RESERVE}={reserve} only when it is imported, and is imported already",
                 "Call it before the first `import mxnet` or `import keras`.",
             )
         mx = self.import_framework()

@@ -12,13 +12,9 @@ from ..._runtime.patching import replaced
 from .symbol_graph import MEANS, clear_errors
 
 
-def leaves(value, kind):
-    """All of a kind within lists, tuples and dictionaries."""
+def leaves(value, kind=mx.nd.NDArray):
+    """All arrays, or all of another kind, within lists, tuples and dictionaries."""
     return (part for part in parts_of(value) if isinstance(part, kind))
-
-
-def arrays_in(values):
-    return leaves(values, mx.nd.NDArray)
 
 
 def mapped(function, value, place=()):
@@ -58,7 +54,7 @@ def can_be_merged(placement):
 
 def are_of(placements, results, sizes):
     """Whether results are what ``placements`` say, as far as their shapes tell."""
-    arrays = [list(arrays_in(result)) for result in results]
+    arrays = [list(leaves(result)) for result in results]
     for result, found in zip(results, arrays):
         if without_arrays(result) != without_arrays(results[0]) or len(found) != len(placements):
             return False
@@ -75,7 +71,7 @@ def are_of(placements, results, sizes):
 
 def merged(placements, results, sizes, context):
     """One result for the whole batch."""
-    parts = zip(*map(arrays_in, results))
+    parts = zip(*map(leaves, results))
     values = (
         _merged(placement, [on_context(context, each) for each in part], sizes)
         for placement, part in zip(placements, parts)
@@ -120,7 +116,7 @@ def mixes_back(parameters, args, placements, context, compute):
     with mx.autograd.pause(), gradients_kept(trained):
         given = mapped(lambda place, array: _marked(array), args)
         gradients = [gradient for parameter in trained for gradient in parameter.list_grad()]
-        gradients += [array.grad for array in arrays_in(given) if array.grad is not None]
+        gradients += [array.grad for array in leaves(given) if array.grad is not None]
         try:
             for parts in (trial.WHOLE,), trial.PARTS, (trial.WHOLE[::-1],):
                 for gradient in gradients:
@@ -130,7 +126,7 @@ def mixes_back(parameters, args, placements, context, compute):
                 with mx.autograd.record(train_mode=False):
                     results = [compute(given, part) for part in parts]
                     whole = merged(placements, results, list(map(len, parts)), context)
-                    for array, placement in zip(arrays_in(whole), placements):
+                    for array, placement in zip(leaves(whole), placements):
                         if _is_float(array):
                             # What is detached would have no gradient; a marked 0 always has one.
                             heads.append(array + _marked(array.detach() * 0))

@@ -9,7 +9,7 @@ from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
 from . import gluon_arrays, symbol_graph
-from .gluon_arrays import arrays_in, mapped, on_context, parameters_of, states_of
+from .gluon_arrays import leaves, mapped, on_context, parameters_of, states_of
 from .symbol_graph import clear_errors
 from .verification import BlockCall
 
@@ -82,7 +82,7 @@ class BlockReplicas:
     # Called by Gluon ----------------------------------------------------------------------------
 
     def forward(self, *args):
-        arrays = list(arrays_in(args))
+        arrays = list(leaves(args))
         if not arrays or not arrays[0].shape or split_rows.runs_undivided():
             # Symbols, too: the block is being exported.
             return type(self.block).forward(self.block, *args)
@@ -123,7 +123,7 @@ class BlockReplicas:
         if placements is None:
             return self._run_whole(args)
         self._prepare()
-        rows, count = next(arrays_in(args)).shape[0], len(self.contexts)
+        rows, count = next(leaves(args)).shape[0], len(self.contexts)
         sizes = split_rows.sizes(rows, count)
         filled = [replica for replica, size in enumerate(sizes) if size]
         states, results = self._own_states(), []
@@ -155,7 +155,7 @@ class BlockReplicas:
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
         result = self.run_undivided(args)
-        self._note_batch(work.undivided(self.names, next(arrays_in(args)).shape[0]))
+        self._note_batch(work.undivided(self.names, next(leaves(args)).shape[0]))
         return result
 
     def _note_batch(self, sizes):
@@ -170,7 +170,7 @@ class BlockReplicas:
 
     def _kind(self, args):
         """The kind of these arguments, of which it is decided whether they are divided."""
-        rows, kept, places = next(arrays_in(args)).shape[0], True, {}  # type: int, bool, dict
+        rows, kept, places = next(leaves(args)).shape[0], True, {}  # type: int, bool, dict
         mapped(places.__setitem__, args)
         for place, array in places.items():
             # Arrays with as many rows as the first; what was whole before stays whole.
@@ -220,7 +220,7 @@ class BlockReplicas:
             if not fits or not gluon_arrays.can_be_merged(placement):
                 return _rows.Across(untold, why="unknown" if is_random else "tried")
         sees_gradients = graph is not None and not graph.own_gradients()
-        is_single = next(arrays_in(args)).shape[0] == 1
+        is_single = next(leaves(args)).shape[0] == 1
         # Parts of a block that sets states would set them one after the other.
         is_left = sees_gradients or is_single or self._own_states().parameters
         if mx.autograd.is_recording() and not is_left:
@@ -231,7 +231,7 @@ class BlockReplicas:
 
     def _on_rows(self, args, numbers):
         """What the block gives for some rows of the arguments, on the first context."""
-        first, rows = self.contexts[0], next(arrays_in(args)).shape[0]
+        first, rows = self.contexts[0], next(leaves(args)).shape[0]
 
         def chosen(array):
             return gluon_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
@@ -247,7 +247,7 @@ class BlockReplicas:
             with mx.autograd.pause(train_mode=False):
                 result = self._on_rows(args, numbers)
             others.append(gluon_arrays.without_arrays(result))
-            return [array.asnumpy() for array in arrays_in(result)]
+            return [array.asnumpy() for array in leaves(result)]
 
         found = _rows.trial.tried(compute)
         return found if all(each == others[0] for each in others) else [_rows.Mixed()]
@@ -268,9 +268,7 @@ class BlockReplicas:
         try:
             with self._leaving_no_trace(), gluon_arrays.symbols_refused():
                 traced = type(self.block).forward(self.block, *mapped(variable, args))
-            graph = symbol_graph.Graph(
-                [], mx.sym.Group(list(gluon_arrays.leaves(traced, mx.sym.Symbol)))
-            )
+            graph = symbol_graph.Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
             graph.follow(given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
             return None

@@ -174,7 +174,10 @@ class ModelReplicas:
             self._update_weights(phase)
             self._average_auxiliary_states(phase)
             self._stale = False
-        self._assign(phase.updates)
+        if phase.updates:  # of RNN states, or a layer's own averages
+            for held in self.arrays + [self.model._args]:  # the latter has the states
+                _copy(phase.updates, held)
+            self.model._weights_dirty = True
         arrays = [array.asnumpy() for array in results]
         return arrays if kind == "predict" else [array.mean() for array in arrays]
 
@@ -242,13 +245,6 @@ class ModelReplicas:
             (phase.head.aux_dict, work.undivided(self.contexts, 1)),
         ):
             symbol_graph.unite([[held[name] for held in self.arrays] for name in names], sizes)
-
-    def _assign(self, updates):
-        """Store new values of variables that layers update: RNN states, a layer's own averages."""
-        if updates:
-            for held in self.arrays + [self.model._args]:  # the latter has the states
-                _copy(updates, held)
-            self.model._weights_dirty = True
 
 
 def _copy(arrays, others):

@@ -111,19 +111,17 @@ class Graph:
             # None: the number of dimensions is not known. ``()`` is a number's shape in MXNet's
             # numpy mode only.
             found.append([size if size or mx.util.is_np_shape() else None for size in sizes])
-        self._sizes, self.grows, self._used = {}, {}, {}  # type: dict, dict, dict
+        self._sizes, self.grows, self._used = dict.fromkeys(entries), {}, {}
         self._one_each = set()  # entries with as many elements as rows along what grows
         for entry, one, other in zip(entries, *found):
             self._used.setdefault(entry[0], []).append(entry)
-            if one is None or other is None or len(one) != len(other):
-                self._sizes[entry] = None
-                continue
-            pairs = list(zip(one, other))
-            self._sizes[entry] = tuple(a if a == b and a > 0 else None for a, b in pairs)
-            if all(min(pair) > 0 for pair in pairs):
-                self.grows[entry] = [axis for axis, (a, b) in enumerate(pairs) if a != b]
-                if all(pairs[axis] == ROWS for axis in self.grows[entry]):
-                    self._one_each.add(entry)
+            if one is not None and other is not None and len(one) == len(other):
+                pairs = list(zip(one, other))
+                self._sizes[entry] = tuple(a if a == b and a > 0 else None for a, b in pairs)
+                if all(min(pair) > 0 for pair in pairs):
+                    self.grows[entry] = [axis for axis, (a, b) in enumerate(pairs) if a != b]
+                    if all(pairs[axis] == ROWS for axis in self.grows[entry]):
+                        self._one_each.add(entry)
 
     def _agreeing(self, placement, entry):
         """What a rule says, unless the shape says something else: then nothing is known."""

@@ -25,7 +25,7 @@ from ..._runtime import work
 from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras2, keras_steps
 from . import gluon_arrays
-from .gluon_arrays import arrays_in, like, states_of
+from .gluon_arrays import leaves, like, states_of
 from .symbol_graph import wait_for_updates
 
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
@@ -226,7 +226,7 @@ class BlockCall(_verification.Step):
         return self.replicas.run(self.args)
 
     def _outputs(self, result):
-        return _verification.numbered(array.asnumpy() for array in arrays_in(result))
+        return _verification.numbered(array.asnumpy() for array in leaves(result))
 
     def _differentiated(self, run):
         """Run the block, and its backward pass for random gradients of the results.
@@ -241,7 +241,7 @@ class BlockCall(_verification.Step):
         with self.attributes_kept():
             result = run(args)
         named = self._outputs(result)
-        heads = [array for array in arrays_in(result) if np.dtype(array.dtype).kind == "f"]
+        heads = [array for array in leaves(result) if np.dtype(array.dtype).kind == "f"]
         weights = [p for label, p in self.made.items() if self.is_weight(label)]
         if not heads or not weights:
             return named
