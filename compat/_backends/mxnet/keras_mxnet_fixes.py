@@ -148,8 +148,10 @@ def keep_state(optimizer_class):
     Patch(optimizer_class, "create_state_multi_precision", create_state_multi_precision)
 
 
-def make_states_anew(optimizer):
+def make_states_anew(updater):
     """Have the optimizer's states, which lie on a context, made anew where weights lie now."""
+    optimizer = updater.optimizer
+    optimizer._compat_states = updater.states  # also of a model trained before all this was fixed
     weights = [array.asnumpy() for array in optimizer.weights]
     optimizer._compat_states = {}
     optimizer.set_weights(weights)

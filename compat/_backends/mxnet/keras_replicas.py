@@ -116,7 +116,7 @@ class ModelReplicas:
     def _keep_what_was_trained(self):
         self._sync_weights()
         if self._updater is not None and self._source is self.model._pred_mxnet_symbol:
-            make_states_anew(self._updater.optimizer)
+            make_states_anew(self._updater)
 
     @contextlib.contextmanager
     def undivided(self):
