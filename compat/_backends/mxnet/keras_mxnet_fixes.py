@@ -76,7 +76,7 @@ class _Models:
             self._models = weakref.WeakSet([] if before is None else [before])
             mxnet_backend._MODEL = self
         _add_missing_weights(model)
-        place_groups(model, model._module)
+        place_groups(model)
         self._models.add(model)
 
     def _sync_weights(self):
@@ -169,9 +169,9 @@ def groups_of(model):
     return {a["__ctx_group__"] for a in attributes if "__ctx_group__" in a}
 
 
-def place_groups(model, module):
-    """Let a module's executors, which are yet to be bound, run parts where they were built for."""
-    groups = groups_of(model)
+def place_groups(model):
+    """Let a model's executors, which are yet to be bound, run parts where they were built for."""
+    groups, module = groups_of(model), model._module
     if not groups:
         return
     if getattr(model, "_compat_replicas", None) is not None:

@@ -29,7 +29,7 @@ def parallelize(model, contexts):
                 model._module._sym_gen, "pred", context=contexts,
                 fixed_param_names=model._fixed_weights,
             )  # fmt: skip
-            place_groups(model, model._module)
+            place_groups(model)
 
 
 class ExportedBuckets(dict):
@@ -148,10 +148,9 @@ class ModelReplicas:
 
     def _sync_weights(self):
         """Bring what was trained to the arrays of Keras' variables, where Keras reads it."""
-        if self.arrays is None or not self.model._weights_dirty:
-            return
-        _copy(self.arrays[0], dict(self.model._args, **self.model._auxs))
-        self.model._weights_dirty = False
+        if self.arrays is not None and self.model._weights_dirty:
+            _copy(self.arrays[0], dict(self.model._args, **self.model._auxs))
+            self.model._weights_dirty = False
 
     def _set_weights(self, arg_params=None, auxs_params=None):
         """Take values for Keras' variables; the replicas take them before the next batch."""
