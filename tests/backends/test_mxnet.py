@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat._backends.mxnet.op_placement import products as placement
+from compat._backends.mxnet.verification import products as placement
 from compat._configuration import registry
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat._backends.mxnet.op_placement import operations
+from compat._backends.mxnet.verification import operations
 from compat.testing import DEVICES, keras_under_test
 
 ROWS = 12

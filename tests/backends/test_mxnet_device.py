@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import compat
-from compat._backends.mxnet.op_placement import operations
-from compat._backends.mxnet.op_placement import products as placement
+from compat._backends.mxnet.verification import operations
+from compat._backends.mxnet.verification import products as placement
 from compat.testing import (
     in_span,
     initialise,

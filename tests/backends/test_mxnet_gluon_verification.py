@@ -9,7 +9,7 @@ import pytest
 
 import compat
 from compat import _verification
-from compat._backends.mxnet import gluon_replicas, op_placement
+from compat._backends.mxnet import gluon_replicas, verification
 from compat._configuration import registry
 from compat._rows import split_rows
 from compat._runtime.process import process
@@ -159,13 +159,13 @@ def test_wrong_gradient_is_found(mx, monkeypatch):
         with pytest.raises(compat.ResultsDifferError, match="output 1"):
             train(mx, net, trainer(mx, net), (12,))
     verified(net)
-    merged = gluon_replicas.nested_arrays.merged
+    merged = gluon_replicas.gluon_arrays.merged
 
     def without_gradient(placements, results, sizes, context):
         lost = [mx.nd.BlockGrad(each) if i == 1 else each for i, each in enumerate(results)]
         return merged(placements, lost, sizes, context)
 
-    monkeypatch.setattr(gluon_replicas.nested_arrays, "merged", without_gradient)
+    monkeypatch.setattr(gluon_replicas.gluon_arrays, "merged", without_gradient)
     with pytest.raises(compat.ResultsDifferError, match="gradient of dense"):
         train(mx, net, trainer(mx, net), (12,))
 
@@ -254,7 +254,7 @@ def test_the_record_is_written_once_at_its_end(mx, monkeypatch, tmp_path):
     """MXNet's own thread, which writes once a second, would meet the folder's removal."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     ones = mx.nd.ones((2, 2))
-    with op_placement.recorded() as events:
+    with verification.recorded() as events:
         mx.nd.dot(ones, ones)
         time.sleep(1.2)
         assert not list(tmp_path.glob("*/*"))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat._backends.mxnet.op_placement import products as placement
+from compat._backends.mxnet.verification import products as placement
 from compat._configuration import registry
 from compat._rows import split_rows
 from compat.testing import in_span, span

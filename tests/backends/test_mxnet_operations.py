@@ -9,7 +9,7 @@ import pytest
 import row_proof
 
 from compat import _rows
-from compat._backends.mxnet import row_operations, symbol_executors, symbol_graph
+from compat._backends.mxnet import row_operations, symbol_graph
 from compat._rows import Partial
 
 RANDOM = np.random.RandomState(0)
@@ -276,7 +276,7 @@ class Node:
             mx.nd.waitall()  # an error of the background would be the next one's
             return results
         except mx.base.MXNetError:
-            symbol_executors.clear_errors()
+            symbol_graph.clear_errors()
             raise
 
     def claim(self, placements):

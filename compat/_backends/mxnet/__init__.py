@@ -12,7 +12,6 @@ import sys
 from ... import _keras, errors
 from ..._configuration import packages
 from ...backend import Backend
-from .context_names import context_named, visible_gpus
 
 # MXNet reads it when it is imported (its documentation, "Environment Variables").
 _RESERVE = "MXNET_GPU_MEM_POOL_RESERVE"
@@ -57,19 +56,17 @@ class MXNet(Backend):
         return "mxnet is imported, and reads its variables then" if "mxnet" in sys.modules else None
 
     def configure(self, settings):
-        missing = self.environ(settings, os.environ)
-        late = {name: value for name, value in missing.items() if not name.startswith("CUDA_")}
-        if late:
-            changes = ", ".join(f"{name}={value}" for name, value in sorted(late.items()))
+        reserve = self.environ(settings, os.environ).get(_RESERVE)
+        if reserve is not None:
             raise errors.too_late(
                 self.framework,
-                f"it reads {changes} only when it is imported, and is imported already",
+                f"it reads {_RESERVE}={reserve} only when it is imported, and is imported already",
                 "Call it before the first `import mxnet` or `import keras`.",
             )
         mx = self.import_framework()
         self.kept["names"] = self._contexts(mx, settings.devices)
         lines, warnings = [f"models not parallelized run on {self.kept['names'][0]}"], []
-        if settings.devices.gpus and not visible_gpus(mx):
+        if settings.devices.gpus and not _visible_gpus(mx):
             lines.append(_no_gpu())
         elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):
             lines.append("other GPUs stay visible: mxnet was imported before")
@@ -81,25 +78,25 @@ class MXNet(Backend):
 
     def _contexts(self, mx, devices):
         if devices.undecided is not None:
-            devices.settle(visible_gpus(mx))
+            devices.settle(_visible_gpus(mx))
         if devices.simulated:
             return [f"cpu({index})" for index in range(devices.simulated)]
-        visible = visible_gpus(mx) if devices.gpus else 0
+        visible = _visible_gpus(mx) if devices.gpus else 0
         ids = [index for index in devices.ordinals(os.environ) if index < visible]
         return [f"gpu({index})" for index in ids] or ["cpu(0)"]
 
     def devices(self):
         if "names" not in self.kept:  # nothing was configured: what MXNet sees
             mx = self.import_framework()
-            gpus = [f"gpu({i})" for i in range(visible_gpus(mx))]
+            gpus = [f"gpu({i})" for i in range(_visible_gpus(mx))]
             self.kept["names"] = gpus or ["cpu(0)"]
         return list(self.kept["names"])
 
     def profiled(self):
         """From the profiler of MXNet's engine."""
-        from . import op_placement  # not at start-up
+        from . import verification  # it imports mxnet
 
-        return op_placement.profiled(self.devices())
+        return verification.profiled(self.devices())
 
     def problems(self, environ):
         h5py = packages.version("h5py")
@@ -128,6 +125,8 @@ class MXNet(Backend):
         else:
             self._fix_keras()
             from .keras_replicas import parallelize  # it imports Keras
+        from .symbol_graph import context_named
+
         parallelize(model, [context_named(name) for name in devices])
         return model
 
@@ -143,10 +142,10 @@ class MXNet(Backend):
         if _is_module(model):
             super().verify(model, verification)
         elif not _is_block(model):
-            from . import verified_steps  # here for start-up time
+            from .verification import VerifiedMXNetStep  # it imports mxnet
 
             wanted = None if replicas is None else verification
-            verified_steps.VerifiedMXNetStep.install_on(model, wanted)
+            VerifiedMXNetStep.install_on(model, wanted)
         elif replicas is not None:
             replicas.verification = verification
 
@@ -184,6 +183,8 @@ class MXNet(Backend):
         """
         import mxnet as mx
 
+        from .symbol_graph import context_named  # it imports mxnet
+
         if "keras" in _keras.keras_packages(self):
             self._fix_keras()
         name = "cpu(0)" if device == "cpu" else device
@@ -204,6 +205,13 @@ def _is_module(model):
 
 def _is_a(model, prefix, name):
     return any(c.__name__ == name and c.__module__.startswith(prefix) for c in type(model).__mro__)
+
+
+def _visible_gpus(mx):
+    try:
+        return mx.context.num_gpus()
+    except mx.base.MXNetError:  # built with CUDA, and no driver there
+        return 0
 
 
 def _no_gpu():

@@ -8,10 +8,10 @@ from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
-from . import gluon_parameters, nested_arrays, symbol_graph, verified_native
-from .gluon_parameters import blocks, move, own_attributes, parameters_of, states_of
-from .nested_arrays import _arrays, _leaves, _mapped, _on, can_be_merged
-from .symbol_executors import clear_errors, unite
+from . import gluon_arrays, symbol_graph
+from .gluon_arrays import leaves, mapped, on_context, parameters_of, states_of
+from .symbol_graph import clear_errors
+from .verification import BlockCall
 
 
 def parallelize(block, contexts):
@@ -22,7 +22,7 @@ def parallelize(block, contexts):
     else:
         if replicas is not None:
             replicas.remove()
-        move(block, contexts)
+        gluon_arrays.move(block, contexts)
 
 
 class BlockReplicas:
@@ -70,7 +70,9 @@ class BlockReplicas:
 
     def _prepare(self):
         self._unite_statistics()
-        move(self.block, self.contexts)  # if it was initialised or given a Trainer since
+        gluon_arrays.move(
+            self.block, self.contexts
+        )  # if it was initialised or given a Trainer since
 
     def remove(self):
         self._unite_statistics()
@@ -80,7 +82,7 @@ class BlockReplicas:
     # Called by Gluon ----------------------------------------------------------------------------
 
     def forward(self, *args):
-        arrays = list(_arrays(args))
+        arrays = list(leaves(args))
         if not arrays or not arrays[0].shape or split_rows.runs_undivided():
             # Symbols, too: the block is being exported.
             return type(self.block).forward(self.block, *args)
@@ -89,7 +91,7 @@ class BlockReplicas:
             # Batch normalization and dropout go by this, not by whether gradients are wanted.
             kind = "train" if mx.autograd.is_training() else "predict"
             if verification.is_due(kind):
-                return verification.verify(kind, verified_native.BlockCall(self, args))
+                return verification.verify(kind, BlockCall(self, args))
         return self.run(args)
 
     def run_undivided(self, args):
@@ -109,10 +111,10 @@ class BlockReplicas:
         """
 
         def part(place, array):
-            return _on(context, rows(array) if self._split[place] else array)
+            return on_context(context, rows(array) if self._split[place] else array)
 
         with split_rows.undivided(), context:
-            return type(self.block).forward(self.block, *_mapped(part, args))
+            return type(self.block).forward(self.block, *mapped(part, args))
 
     def run(self, args):
         """The block on all contexts, or on the first one where it cannot be divided."""
@@ -121,47 +123,45 @@ class BlockReplicas:
         if placements is None:
             return self._run_whole(args)
         self._prepare()
-        rows, count = next(_arrays(args)).shape[0], len(self.contexts)
-        # One without rows of its own is run for its gradients: Trainer.step() insists on some.
-        all_sizes, recording = split_rows.sizes(rows, count), mx.autograd.is_recording()
-        replicas = [i for i, size in enumerate(all_sizes) if size or recording]
-        sizes = [all_sizes[i] for i in replicas]
+        rows, count = next(leaves(args)).shape[0], len(self.contexts)
+        sizes = split_rows.sizes(rows, count)
+        filled = [replica for replica, size in enumerate(sizes) if size]
         states, results = self._own_states(), []
-        across = _rows.Across(None, why="unknown")  # unless it all works out
         try:
-            for i in replicas:
-                context, part = self.contexts[i], slice(*split_rows.run_bounds(rows, count, i))
+            for replica in filled:
+                context, part = (
+                    self.contexts[replica],
+                    slice(*split_rows.run_bounds(rows, count, replica)),
+                )
                 with states.replica(context):
                     results.append(self._written(context, args, lambda array: array[part]))  # noqa: B023
-            found = states.unite()
-            if found is None and not nested_arrays.are_of(placements, results, sizes):
-                found = _rows.Across(None, why="tried")
-            if found is None:
-                result = nested_arrays.merged(placements, results, sizes, self.contexts[0])
-            across = found
+            across, shards = states.unite(), [sizes[replica] for replica in filled]
+            if across is None and not gluon_arrays.are_of(placements, results, shards):
+                across = _rows.Across(None, why="tried")
+            if across is None:
+                result = gluon_arrays.merged(placements, results, shards, self.contexts[0])
         except Exception:
             # Of the user's own, which comes again; or of a shard, whose shape does not do.
             clear_errors()
-        finally:
-            if across is not None:
-                states.reset()
+            across = _rows.Across(None, why="unknown")
         if across is not None:
+            states.set(states.before)
             result = self._run_whole(args)  # what is wrong on one device, too, is the user's
             self._leave_whole(kind, across)
             return result
-        self._note_batch(all_sizes)
+        self._note_batch(sizes)
         return result
 
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
         result = self.run_undivided(args)
-        if mx.autograd.is_recording():
-            with mx.autograd.pause():
-                gluon_parameters.leave_without_gradients(self.block)
-        self._note_batch(work.undivided(self.names, next(_arrays(args)).shape[0]))
+        self._note_batch(work.undivided(self.names, next(leaves(args)).shape[0]))
         return result
 
     def _note_batch(self, sizes):
+        if mx.autograd.is_recording() and not all(sizes):
+            with mx.autograd.pause():
+                gluon_arrays.leave_without_gradients(self.block, sizes)
         if mx.autograd.is_training():
             self._sizes = sizes
         work.count(self.names, sizes, mx.autograd.is_training())
@@ -170,11 +170,11 @@ class BlockReplicas:
 
     def _kind(self, args):
         """The kind of these arguments, of which it is decided whether they are divided."""
-        rows, kept, places = next(_arrays(args)).shape[0], True, {}  # type: int, bool, dict
-        _mapped(places.__setitem__, args)
+        rows, kept, places = next(leaves(args)).shape[0], True, {}  # type: int, bool, dict
+        mapped(places.__setitem__, args)
         for place, array in places.items():
             # Arrays with as many rows as the first; what was whole before stays whole.
-            has_rows = bool(array.shape) and array.shape[0] == rows
+            has_rows = array.shape[:1] == (rows,)
             kept = kept and (has_rows or not self._split.get(place, False))
             self._split.setdefault(place, has_rows)
         known = tuple((place, self._split[place], array.ndim) for place, array in places.items())
@@ -198,7 +198,7 @@ class BlockReplicas:
         graph = self._traced(args)
         heads = [] if graph is None else graph.heads
         claimed = [graph.placements[head] for head in heads]
-        if not all(can_be_merged(each) for each in claimed):
+        if not all(gluon_arrays.can_be_merged(each) for each in claimed):
             return graph.across(heads, with_rows=False) or _rows.Across(None)
         untold = graph.nodes[graph.untold[0][0]]["name"] if graph and graph.untold else None
         try:
@@ -217,24 +217,24 @@ class BlockReplicas:
                 fits = claim is not None and not isinstance(found, _rows.Mixed)
             else:
                 fits = getattr(found, "axis", None) == placement.axis
-            if not fits or not can_be_merged(placement):
+            if not fits or not gluon_arrays.can_be_merged(placement):
                 return _rows.Across(untold, why="unknown" if is_random else "tried")
         sees_gradients = graph is not None and not graph.own_gradients()
-        is_single = next(_arrays(args)).shape[0] == 1
+        is_single = next(leaves(args)).shape[0] == 1
         # Parts of a block that sets states would set them one after the other.
         is_left = sees_gradients or is_single or self._own_states().parameters
         if mx.autograd.is_recording() and not is_left:
             parameters, first = parameters_of(self.block), self.contexts[0]
-            if nested_arrays.mixes_back(parameters, args, placements, first, self._on_rows):
+            if gluon_arrays.mixes_back(parameters, args, placements, first, self._on_rows):
                 return _rows.Across(None, why="gradient")
         return placements
 
     def _on_rows(self, args, numbers):
         """What the block gives for some rows of the arguments, on the first context."""
-        first, rows = self.contexts[0], next(_arrays(args)).shape[0]
+        first, rows = self.contexts[0], next(leaves(args)).shape[0]
 
         def chosen(array):
-            return nested_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
+            return gluon_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
 
         with self._leaving_no_trace():
             return self._written(first, args, chosen)
@@ -246,8 +246,8 @@ class BlockReplicas:
         def compute(numbers):
             with mx.autograd.pause(train_mode=False):
                 result = self._on_rows(args, numbers)
-            others.append(nested_arrays._others(result))
-            return [array.asnumpy() for array in _arrays(result)]
+            others.append(gluon_arrays.without_arrays(result))
+            return [array.asnumpy() for array in leaves(result)]
 
         found = _rows.trial.tried(compute)
         return found if all(each == others[0] for each in others) else [_rows.Mixed()]
@@ -266,9 +266,9 @@ class BlockReplicas:
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
         try:
-            with self._leaving_no_trace(), nested_arrays.symbols_refused():
-                traced = type(self.block).forward(self.block, *_mapped(variable, args))
-            graph = symbol_graph.Graph([], mx.sym.Group(list(_leaves(traced, mx.sym.Symbol))))
+            with self._leaving_no_trace(), gluon_arrays.symbols_refused():
+                traced = type(self.block).forward(self.block, *mapped(variable, args))
+            graph = symbol_graph.Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
             graph.follow(given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
             return None
@@ -280,10 +280,11 @@ class BlockReplicas:
         """Within, the block runs as it is written, without hooks, and keeps nothing of it."""
         plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
         with contextlib.ExitStack() as stack:
-            stack.callback(self._own_states().reset)
-            for part in set(blocks(self.block)):  # one may be there twice
+            states = self._own_states()
+            stack.callback(states.set, states.before)
+            for part in set(gluon_arrays.blocks(self.block)):  # one may be there twice
                 stack.enter_context(replaced(part, **plain))
-            stack.callback(own_attributes(self.block).put_back)
+            stack.callback(gluon_arrays.own_attributes(self.block).put_back)
             yield
 
     # States -------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ class BlockReplicas:
         return type(self.block)._collect_params_with_prefix(self.block, *args, **kwargs)
 
     def _own_states(self):
-        return gluon_parameters.OwnStates(states_of(self.block, self._operations)[1])
+        return gluon_arrays.OwnStates(states_of(self.block, self._operations)[1])
 
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.
@@ -310,7 +311,7 @@ class BlockReplicas:
         with mx.autograd.pause():
             # Where the first context alone has trained it, what else it has set, too.
             united = means if any(self._sizes[1:]) else means + others
-            unite([parameter.list_data() for parameter in united], self._sizes)
-            gluon_parameters.check_equal(self.block, others)
+            symbol_graph.unite([parameter.list_data() for parameter in united], self._sizes)
+            gluon_arrays.check_equal(self.block, others)
         if not mx.autograd.is_recording():
             self._sizes = None

@@ -13,7 +13,7 @@ from ... import _rows, errors
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod, replaced
-from . import symbol_executors, symbol_graph
+from . import symbol_graph
 
 
 def parallelize(module, contexts):
@@ -125,7 +125,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
                 if array is not None and not size and self.grad_req[name] == "write":
                     array[:] = 0
         if len(sizes) > 1:  # else it would only wait
-            symbol_executors.unite(self.aux_arrays, sizes)
+            symbol_graph.unite(self.aux_arrays, sizes)
 
     def get_outputs(self, *args, **kwargs):
         return self._where_rows_are(super().get_outputs, *args, **kwargs)

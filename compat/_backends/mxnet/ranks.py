@@ -12,7 +12,7 @@ import numpy as np
 from ..._ranks import keras2
 from ..._ranks.engines import horovod
 from ..._runtime.patching import replaced
-from . import symbol_executors
+from . import symbol_graph
 
 
 class MXNetHorovod(horovod.HorovodEngine):
@@ -96,7 +96,7 @@ class MakeMXNetTrainFunction(keras2.MakeFunction):
         with replaced(module, forward_backward=forward_backward):
             result = function.made(inputs)
         if state:
-            symbol_executors.wait_for_updates()
+            symbol_graph.wait_for_updates()
             # Of the changes: what has none stays as it is to the bit.
             changes = [array - before for array, before in state]
             self.engine.mean(changes, share, "state")

@@ -1,17 +1,24 @@
-"""MXNet's graphs, taken apart and put together again, for the MXNet backend."""
+"""MXNet's graphs: taken apart and put together, computed, and the statistics that they keep."""
 
+import contextlib
 import json
+import warnings
 
 import mxnet as mx
+import numpy as np
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value
+from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value, trial
 from . import row_operations
-from .symbol_executors import MEANS, clear_errors, inferred, tried
 
 # Two numbers of rows, far from any width and from one another, so that shapes tell what grows
 # with the batch.
 ROWS = (1009, 2003)
+
+# Operations whose states are moving averages of means over the rows of a batch.
+MEANS = ("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm", "IdentityAttachKLSparseReg")
+
+_UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
 
 
 class Graph:
@@ -104,19 +111,17 @@ class Graph:
             # None: the number of dimensions is not known. ``()`` is a number's shape in MXNet's
             # numpy mode only.
             found.append([size if size or mx.util.is_np_shape() else None for size in sizes])
-        self._sizes, self.grows, self._used = {}, {}, {}  # type: dict, dict, dict
+        self._sizes, self.grows, self._used = dict.fromkeys(entries), {}, {}
         self._one_each = set()  # entries with as many elements as rows along what grows
         for entry, one, other in zip(entries, *found):
             self._used.setdefault(entry[0], []).append(entry)
-            if one is None or other is None or len(one) != len(other):
-                self._sizes[entry] = None
-                continue
-            pairs = list(zip(one, other))
-            self._sizes[entry] = tuple(a if a == b and a > 0 else None for a, b in pairs)
-            if all(min(pair) > 0 for pair in pairs):
-                self.grows[entry] = [axis for axis, (a, b) in enumerate(pairs) if a != b]
-                if all(pairs[axis] == ROWS for axis in self.grows[entry]):
-                    self._one_each.add(entry)
+            if one is not None and other is not None and len(one) == len(other):
+                pairs = list(zip(one, other))
+                self._sizes[entry] = tuple(a if a == b and a > 0 else None for a, b in pairs)
+                if all(min(pair) > 0 for pair in pairs):
+                    self.grows[entry] = [axis for axis, (a, b) in enumerate(pairs) if a != b]
+                    if all(pairs[axis] == ROWS for axis in self.grows[entry]):
+                        self._one_each.add(entry)
 
     def _agreeing(self, placement, entry):
         """What a rule says, unless the shape says something else: then nothing is known."""
@@ -261,3 +266,133 @@ def grown(shape, placement, rows):
         return tuple(shape)
     length = rows * placement.inner * placement.copies
     return tuple(shape[: placement.axis]) + (length,) + tuple(shape[placement.axis + 1 :])
+
+
+# Executors --------------------------------------------------------------------------------------
+
+
+def context_named(name):
+    """The context that MXNet prints as ``name``, such as ``cpu(1)``."""
+    kind, _, index = name.rstrip(")").partition("(")
+    return mx.Context(kind, int(index))
+
+
+def clear_errors():
+    """Have MXNet's engine raise what is left of an error here, and not when others are waited for.
+
+    What it computes in the background fails there, and some later read raises it once more.
+    """
+    with contextlib.suppress(mx.base.MXNetError):
+        mx.nd.waitall()
+
+
+def inferred(infer, symbol, known):
+    """What a method of a symbol infers from what is known of its arguments, by name.
+
+    Raises:
+        UserWarning: it does not follow; MXNet only warns of that.
+    """
+    names = symbol.list_arguments()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Cannot decide")
+        return infer(**{name: value for name, value in known.items() if name in names})
+
+
+def bound(symbol, context, shapes, types, held, differentiated=(), sparse=()):
+    """An executor of a symbol, with new arrays for what is not held.
+
+    Arguments:
+        shapes: of what will be fed, by name.
+        types: of what is not held, by name.
+        held: arrays of weights and states by name; new states are kept there, too.
+        differentiated: the names of what gets a gradient, and is in the symbol.
+        sparse: of those whose gradient has some rows only.
+    """
+    if not differentiated:
+        # Bound without any gradient, MXNet 1.9 runs oneDNN's fused convolutions on cpu(0),
+        # which go on with the weights of their first batch (SgMKLDNNConvOperator).
+        unused = mx.sym.make_loss(mx.sym.var(_UNUSED, shape=(1,), dtype="float32"))
+        symbol, differentiated = mx.sym.Group([symbol, unused]), [_UNUSED]
+    names, states = symbol.list_arguments(), symbol.list_auxiliary_states()
+    types = dict({name: held[name].dtype for name in names if name in held}, **types)
+    shapes, _, state_shapes = inferred(symbol.infer_shape, symbol, shapes)
+    types, _, _ = inferred(symbol.infer_type, symbol, types)
+    args = {
+        name: held[name] if name in held else mx.nd.zeros(shape, context, dtype)
+        for name, shape, dtype in zip(names, shapes, types)
+    }
+    auxiliary = {
+        name: held.setdefault(name, mx.nd.zeros(shape, context))
+        for name, shape in zip(states, state_shapes)
+    }
+    kinds = dict.fromkeys(sparse, "row_sparse")
+    gradients = {
+        name: mx.nd.zeros(args[name].shape, context, args[name].dtype, kinds.get(name))
+        for name in differentiated
+        if name in args
+    }
+    return symbol.bind(context, args, args_grad=gradients, aux_states=auxiliary)
+
+
+def tried(symbol, given, fed, context, types, held):
+    """The placements of a symbol's outputs, by a trial in inference.
+
+    Arguments:
+        given: the placements of what is fed and has rows, by name.
+        fed: arrays of some rows, by name.
+        types: as for ``bound``.
+        held: as for ``bound``; what it lacks is drawn at random.
+    """
+    count, states = len(symbol.list_outputs()), symbol.list_auxiliary_states()
+
+    def compute(rows):
+        part = {
+            # From the first row on again where there are fewer.
+            name: np.take(array, rows, given[name].axis, mode="wrap") if name in given else array
+            for name, array in fed.items()
+        }
+        known = {name: a.copy() if name in states else a for name, a in held.items()}
+        shapes = {name: array.shape for name, array in part.items()}
+        executor, random = bound(symbol, context, shapes, types, known), np.random.RandomState(0)
+        for low, arrays in ((-0.5, executor.arg_dict), (0.5, executor.aux_dict)):
+            for name, array in arrays.items():
+                if name in part:
+                    array[:] = part[name]
+                elif name not in held:
+                    array[:] = random.uniform(low, low + 1, array.shape)
+        return [array.asnumpy() for array in executor.forward(is_train=False)[:count]]
+
+    return trial.tried(compute)
+
+
+# Running statistics, as of BatchNorm ------------------------------------------------------------
+
+
+def wait_for_updates():
+    """Wait for all that is being computed.
+
+    The backward pass of BatchNorm writes the running statistics unbeknown to MXNet's engine, so
+    that a read may come before it: in 5 of 60 steps of a small model it did.
+    """
+    mx.nd.waitall()
+
+
+def unite(statistics, sizes):
+    """Give the replicas one value each: the mean, weighted by shard size.
+
+    What is the same in all replicas stays exactly so.
+
+    Arguments:
+        statistics: for each statistic, a list of the replicas' arrays, which are set.
+        sizes: the numbers of rows that the replicas computed.
+    """
+    if statistics:
+        wait_for_updates()
+    for arrays in statistics:
+        first = arrays[0]
+        first += sum(
+            (array.as_in_context(first.context) - first) * (float(size) / sum(sizes))
+            for array, size in zip(arrays, sizes)
+        )
+        for array in arrays[1:]:
+            first.copyto(array)

@@ -1,0 +1,267 @@
+"""Verification: steps done on one context and on all; and what each context executed, and when.
+
+Of keras-mxnet's models, on one device a single replica runs the whole batch. Of Gluon blocks, what
+one is trained with is not known here, so a step is a call, done on one context from the same state:
+its results, the states that its forward pass sets, and the gradients of its parameters for a random
+gradient of its results.
+
+Not covered there: what the backward pass sets (batch normalization's running statistics), whose two
+ways differ by design; and MXNet's random numbers, whose state nothing can read or set: they go on
+from where the verified calls left them.
+"""
+
+import collections
+import contextlib
+import functools
+import json
+import os
+import tempfile
+
+import mxnet as mx
+import numpy as np
+
+from ... import _keras, _verification
+from ..._runtime import work
+from ..._runtime.operation_times import Operation, converted
+from ..._verification import keras2, keras_steps
+from . import gluon_arrays
+from .gluon_arrays import leaves, like, states_of
+from .symbol_graph import wait_for_updates
+
+# What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
+OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
+
+
+@contextlib.contextmanager
+def recorded():
+    """Within, MXNet's engine records: gives a list, to which its events are added at the end."""
+    events = []  # type: list
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        # By default MXNet also writes once a second, from a thread of its own: into a file that
+        # is being read, or a folder that is being removed.
+        mx.profiler.set_config(
+            profile_symbolic=True, profile_imperative=True, continuous_dump=False, filename=path
+        )
+        mx.nd.waitall()
+        mx.profiler.set_state("run")
+        try:
+            yield events
+            mx.nd.waitall()
+        finally:
+            mx.profiler.set_state("stop")
+            mx.profiler.dump(finished=False)
+            with open(path) as file:
+                text = file.read()
+            # From the second record of a process on, the list begins with a comma.
+            listed = text[text.index("[") + 1 : text.rindex("]")]
+            events += json.loads("[" + listed.lstrip().lstrip(",") + "]")
+
+
+def operations(step):
+    """Operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
+    with recorded() as events:
+        step()
+    return collections.Counter((each.device, each.name) for each in _executed(events, "cpu"))
+
+
+def products(step):
+    """For each device, how many layers' products ``step()`` computed there, and their gradients."""
+    placed = {}  # type: dict
+    for (device, name), count in operations(step).items():
+        _, backward, operation = name.rpartition("_backward_")
+        if operation in OPERATIONS:
+            placed.setdefault(device, [0, 0])[bool(backward)] += count
+    return {device: tuple(counts) for device, counts in placed.items()}
+
+
+def profiled(contexts):
+    """What ``MXNet.profiled()`` returns, for the configured contexts."""
+    kind = contexts[0].partition("(")[0]
+    return converted(recorded(), lambda events: _executed(events, kind))
+
+
+def _executed(events, kind):
+    begun = {}  # type: dict
+    # In the record CPUs come first, one for each core. There are CPU contexts beyond the cores,
+    # under the numbers of what comes next; but contexts are all CPUs, or all GPUs (MXNet's
+    # src/profiler/profiler.cc).
+    before = 0 if kind == "cpu" else len(os.sched_getaffinity(0))
+    for event in events:
+        if event.get("cat") != "operator":
+            continue
+        started = begun.setdefault((event.get("pid"), event.get("tid")), [])
+        if event["ph"] == "B":
+            started.append(event)
+        elif event["ph"] == "E" and started:
+            first = started.pop()
+            device = f"{kind}({event['pid'] - before})"
+            yield Operation(device, first["name"], first["ts"], event["ts"] - first["ts"])
+
+
+# Models of keras-mxnet --------------------------------------------------------------------------
+
+# Kind of step -> what the replicas call it.
+_PHASES = {"train": "train", "evaluate": "test", "predict": "predict"}
+
+
+class _MXNetStep(keras2.ArraysStep):
+    def by_design(self, inference, changed):
+        training = self.kind == "train" and not inference
+        layers = _keras.all_layers_of_keras2(self.model)
+        return keras_steps.normalised(layers) if training else None
+
+    def _arrays(self):
+        """The arrays of weights and auxiliary states in Keras' hands, by label."""
+        model = self.model
+        trained = {weight.name for weight in model.trainable_weights}
+        held = list(model._args.items()) + list(model._auxs.items())
+        return {("weight " if name in trained else "state ") + name: array for name, array in held}
+
+    def read(self):
+        self.model._sync_weights()
+        values = {label: array.asnumpy() for label, array in self._arrays().items()}
+        optimizer = getattr(self.model, "optimizer", None)
+        for place, array in enumerate(optimizer.weights if optimizer is not None else ()):
+            values[f"slot {place}"] = array.asnumpy()
+        return values
+
+    def write(self, values):
+        self.model._set_weights()  # replicas take Keras' arrays before the next batch
+        for label, array in self._arrays().items():
+            if label in values:
+                array[:] = values[label]
+        if self.kind == "train":
+            slots = [f"slot {place}" for place in range(len(values))]
+            # Without any, as before the first step, set_weights() makes them 0, as they begin.
+            self.model.optimizer.set_weights([values[label] for label in slots if label in values])
+
+    def operations(self):
+        return products(lambda: self.function.made(self.data))
+
+    def outputs(self, undivided):
+        replicas = self.model._compat_replicas
+        with replicas.undivided() if undivided else contextlib.ExitStack():
+            run = replicas.run
+            return self.in_inference(lambda kind, rows: run(_PHASES[kind], rows), self.data)
+
+
+class VerifiedMXNetStep(keras_steps.Verified):
+    """The method by which keras-mxnet makes the function of a step."""
+
+    prefix = "_make_"
+    step = _MXNetStep
+
+    def make_undivided(self, model):
+        replicas = model._compat_replicas
+        return replicas.undivided()(functools.partial(replicas.run, _PHASES[self.kind]))
+
+
+# Gluon blocks ------------------------------------------------------------------------------------
+
+
+class BlockCall(_verification.Step):
+    """A call of a block that runs on several contexts, for ``gluon_replicas.BlockReplicas``."""
+
+    given = ("args",)
+
+    def __init__(self, replicas, args):
+        self.replicas = replicas
+        self.block = replicas.block
+        self.args = args
+        self.is_training = mx.autograd.is_training()
+        self.is_recording = mx.autograd.is_recording()
+        self.dtype = keras_steps.coarsest({np.dtype(p.dtype).name for p in self.made.values()})
+
+    @property
+    def made(self):
+        """The parameters that have values, by label; the step may make some more."""
+        made = [p for p in gluon_arrays.parameters_of(self.block) if p._data is not None]
+        return {("state " if p.grad_req == "null" else "weight ") + p.name: p for p in made}
+
+    def by_design(self, inference, changed):
+        if inference or not self.is_training:
+            return None
+        # Of what is traced, the operations are known once it ran on all contexts.
+        means, _ = states_of(self.block, self.replicas._operations)
+        return _verification.NORMALISED.format("block", self.block.name) if means else None
+
+    def attributes(self):
+        return gluon_arrays.own_attributes(self.block)
+
+    def read(self):
+        self.replicas._unite_statistics()  # then all contexts have the same
+        return {label: p.list_data()[0].asnumpy() for label, p in self.made.items()}
+
+    def write(self, values):
+        """Now: the backward pass of batch normalization waits for nothing being written."""
+        with mx.autograd.pause():
+            for label, parameter in self.made.items():
+                if label in values:
+                    for array in parameter.list_data():
+                        like(values[label], array).copyto(array)
+        wait_for_updates()
+
+    # Doing it -----------------------------------------------------------------------------------
+
+    def on_one_device(self):
+        run = self.replicas.run_undivided
+        return self._differentiated(run) if self.is_recording else self._outputs(run(self.args))
+
+    def on_all_devices(self):
+        if self.is_recording:
+            with work.uncounted:  # it is done once more
+                return None, self._differentiated(self.replicas.run)
+        result = self.replicas.run(self.args)
+        return result, self._outputs(result)
+
+    def finish(self, given, start):
+        if not self.is_recording:
+            return given
+        # A run of its own: a CachedOp with static_alloc=True, whose gradients were had once (by
+        # retain_graph=True), gives the caller's backward pass wrong ones. And the last one: the
+        # runs share the records of arrays that have no gradient, such as running statistics, and
+        # each backward pass clears them; that of a run before would then fail.
+        self.write(start)
+        return self.replicas.run(self.args)
+
+    def _outputs(self, result):
+        return _verification.numbered(array.asnumpy() for array in leaves(result))
+
+    def _differentiated(self, run):
+        """Run the block, and its backward pass for random gradients of the results.
+
+        Neither gradients that the parameters have change, nor what autograd has recorded before,
+        nor the states that the backward pass sets.
+
+        Returns:
+            Results, and gradients summed over the contexts, as a trainer sums them.
+        """
+        args = gluon_arrays.mapped(lambda _, array: array.detach(), self.args)
+        with self.attributes_kept():
+            result = run(args)
+        named = self._outputs(result)
+        heads = [array for array in leaves(result) if np.dtype(array.dtype).kind == "f"]
+        weights = [p for label, p in self.made.items() if self.is_weight(label)]
+        if not heads or not weights:
+            return named
+        random = np.random.RandomState(0)
+        upstream = [like(random.normal(size=array.shape), array) for array in heads]
+        after = {label: value for label, value in self.read().items() if label[:6] == "state "}
+        with mx.autograd.pause(), gluon_arrays.gradients_kept(weights):
+            # In a call under record(train_mode=False) the backward pass is one of inference.
+            mx.autograd.backward(heads, upstream, train_mode=self.is_training)
+            for parameter in weights:
+                gradients = [gradient.asnumpy() for gradient in parameter.list_grad()]
+                named["gradient of " + parameter.name] = sum(gradients)
+            wait_for_updates()
+        self.write(after)
+        return named
+
+    def operations(self):
+        return products(lambda: self._differentiated(self.replicas.run))
+
+    def outputs(self, undivided):
+        with mx.autograd.pause(train_mode=False):
+            run = self.replicas.run_undivided if undivided else self.replicas.run
+            return self._outputs(run(self.args))
