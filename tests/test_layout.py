@@ -41,10 +41,7 @@ ROOMS = [
         "compat._runtime.operation_times",
     ],
     ["compat._rows", "compat._runtime.work"],
-    [
-        "compat._configuration", "compat._rows.split_rows", "compat._runtime", "compat.errors",
-        "compat._version",
-    ],
+    ["compat._configuration", "compat._runtime", "compat.errors", "compat._version"],
     ["compat._configuration.numeric", "compat._configuration.pip_extras"],
 ]  # fmt: skip
 
