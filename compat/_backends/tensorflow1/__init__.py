@@ -26,11 +26,8 @@ from ... import _keras, errors
 from ..._configuration import device_choice, gpu_selection
 from ...backend import Backend
 from . import sessions
-from .functions import ReplicatedGraphFunctions
 from .graph import v1_names
-from .placed_layers import placed_on, placed_parts
-from .step_counter import counts_without_order
-from .variables import switch_resource_variables_on, warn_of_reference_variables
+from .graph_changes import placed_on, placed_parts
 
 
 class TensorFlow1(Backend):
@@ -75,7 +72,7 @@ class TensorFlow1(Backend):
         lines = [f"every session, of Keras and others: ConfigProto {shown}"]
         if settings.memory and not settings.devices.gpus:
             lines.append("memory: no GPU is used, so nothing was set")
-        lines.append(switch_resource_variables_on(tf))
+        lines.append(sessions.switch_resource_variables_on(tf))
         return lines, []
 
     def session_config(self, tf, settings, late):
@@ -174,6 +171,8 @@ class TensorFlow1(Backend):
         Functions of the user's own (``K.function``, a loss of their own training loop) run the
         undivided graph.
         """
+        from . import functions  # here for start-up time
+
         inputs = getattr(model, "inputs", None) or ()
         kinds = {"nested_row_splits": "ragged", "assign": "a variable"}
         found = [kinds[name] for name in kinds if any(hasattr(each, name) for each in inputs)]
@@ -187,19 +186,19 @@ class TensorFlow1(Backend):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 current.uninstall()
         if len(devices) > 1:
-            warn_of_reference_variables(model)
+            sessions.warn_of_reference_variables(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
-        if len(devices) > 1 or counts_without_order(model):
+        if len(devices) > 1 or functions.counts_without_order(model):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
-                ReplicatedGraphFunctions(model, devices).install()
+                functions.ReplicatedGraphFunctions(model, devices).install()
         return model
 
     placed_parts = staticmethod(placed_parts)
 
     def verify(self, model, verification):
-        from . import verified_steps  # here for start-up time
+        from . import functions  # here for start-up time
 
-        verified_steps.verify(model, verification)
+        functions.verify(model, verification)
 
     def profiled(self):
         """From the statistics that sessions record of each run: see ``timeline``."""

@@ -11,9 +11,9 @@ import functools
 from ... import errors
 from ..._ranks import keras2, keras_model
 from ..._ranks.engines import tensorflow_horovod
+from .functions import counting_in_order
 from .graph import variables_written
-from .step_counter import counting_in_order
-from .variables import warn_of_reference_variables
+from .sessions import warn_of_reference_variables
 
 
 def distribute(model, place):
