@@ -312,9 +312,9 @@ def sliced(value, parts):
 def tiled(value, times):
     """All of it so many times along each dimension; more dimensions are put in front."""
     placement = value.placement
-    if times is None or len(times) < value.rank or None in times:
+    axis = placement.axis + len(times or ()) - value.rank
+    if times is None or len(times) < value.rank or times[axis] is None:
         return Unknown("how often an input is repeated is not known")
-    axis = placement.axis + len(times) - value.rank
     if not placement.even and times[axis] != 1:
         return Mixed()
     return placement.replace(axis=axis, copies=placement.copies * int(times[axis]))

@@ -53,14 +53,10 @@ class Sharded(Placement):
     __slots__ = ("axis", "inner", "copies", "even")
 
     def __init__(self, axis, inner=1, copies=1, even=True):
-        self.axis = axis
-        self.inner = inner
-        self.copies = copies
-        self.even = even
+        self.axis, self.inner, self.copies, self.even = axis, inner, copies, even
 
     def replace(self, **changes):
-        said = {name: changes.get(name, getattr(self, name)) for name in self.__slots__}
-        return Sharded(**said)
+        return Sharded(*[changes.get(name, getattr(self, name)) for name in self.__slots__])
 
 
 class Partial(Placement):
@@ -74,8 +70,7 @@ class Partial(Placement):
     __slots__ = ("how", "denominator")
 
     def __init__(self, how, denominator=None):
-        self.how = how
-        self.denominator = denominator
+        self.how, self.denominator = how, denominator
 
 
 class Count(Placement):
@@ -132,9 +127,6 @@ class Value:
         self.placement = placement
         self.shape = None if shape is None else tuple(shape)
         self.rank = None if shape is None else len(tuple(shape))
-
-    def __repr__(self):
-        return f"Value({self.placement!r}, {self.shape!r})"
 
     @property
     def axis(self):

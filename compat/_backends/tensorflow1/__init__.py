@@ -190,7 +190,7 @@ class TensorFlow1(Backend):
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
         if len(devices) > 1 or functions.counts_without_order(model):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
-                functions.ReplicatedGraphFunctions(model, devices).install()
+                functions.ReplicatedGraphFunctions(model, devices)
         return model
 
     placed_parts = staticmethod(placed_parts)

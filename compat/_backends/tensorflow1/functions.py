@@ -1,6 +1,7 @@
 """The functions of a Keras model, made to run the batch part of its graph on several devices."""
 
 import contextlib
+import functools
 import re
 from _thread import get_ident
 
@@ -32,37 +33,26 @@ class ReplicatedGraphFunctions:
     """
 
     def __init__(self, model, devices):
-        self.owner = model
-        self.model = _keras.inner_model(model)
+        self.owner, self.model = model, None
         self.devices = list(devices)
         self._names = _keras.FUNCTIONS if len(self.devices) > 1 else ("train_function",)
         self._made = {}  # type: Dict[str, ReplicatedGraphFunction]
         self._replicas = None  # type: Optional[GraphReplicas]
         self._replicas_key = []  # type: List[Any]
         self._tried = {}  # type: Dict[Any, Any]
+        vars(model)["_compat_functions"] = self
+        _keras.InnerModel.have_prepared(model, self._prepare)
 
-    def install(self):
-        vars(self.owner)["_compat_functions"] = self
-        if _keras.wraps_a_model(self.owner):
-            vars(self.owner)["build"] = self._build
-        if self.model is not None:
-            self._install_makers()
-
-    def _install_makers(self):
+    def _prepare(self, model):
+        self.model = model
         for name in self._names:
-            vars(self.model)["_make_" + name] = self._maker(name)
+            vars(model)["_make_" + name] = self._maker(name)
 
     def uninstall(self):
         vars(self.owner).pop("build", None)
         del vars(self.owner)["_compat_functions"]
         for name in self._names if self.model is not None else ():
             del vars(self.model)["_make_" + name]
-
-    def _build(self, input_shape=None):
-        """What an old Sequential does to make its inner model anew, when layers were added."""
-        type(self.owner).build(self.owner, input_shape)
-        self.model = _keras.inner_model(self.owner)
-        self._install_makers()  # and not "build", which verification may have hidden by its own
 
     def _maker(self, name):
         make = getattr(self.model, "_make_" + name)
@@ -310,9 +300,8 @@ class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
         written = graph.variables_written(ran, held)  # TensorFlow does not list those
         return sorted(written, key=lambda variable: getattr(variable, "handle", variable).op._id)
 
-    def ordering(self, optimizer):
-        # Nothing else orders the two where Keras makes a function for itself.
-        return counting_in_order(optimizer)
+    # Nothing else orders the two where Keras makes a function for itself.
+    ordering = staticmethod(counting_in_order)
 
 
 class _VerifiedInnerModel(_keras.InnerModel):
@@ -323,11 +312,8 @@ def verify(model, verification):
     """Have the first steps of ``model`` verified; None: no longer."""
     if _VerifiedInnerModel.of(model) is not None:
         _VerifiedInnerModel.of(model).remove(model)
-
-    def verify_inside(maker):
-        VerifiedTensorFlow1Step.install_on(maker, verification)
-
+    prepare = functools.partial(VerifiedTensorFlow1Step.install_on, verification=verification)
     if verification is not None:
-        _VerifiedInnerModel.have_prepared(model, verify_inside)
+        _VerifiedInnerModel.have_prepared(model, prepare)
     elif _keras.inner_model(model) is not None:
-        verify_inside(_keras.inner_model(model))
+        prepare(_keras.inner_model(model))

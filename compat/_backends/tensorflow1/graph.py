@@ -176,6 +176,27 @@ def line_of(op):
     return errors.innermost_line([f for f in frames if "__autograph_generated_file" not in f[0]])
 
 
+def constant(tensor):
+    """The value of a tensor that is known before any run, as an array, or None."""
+    from tensorflow.python.framework import tensor_util
+
+    value = tensor_util.constant_value(tensor)
+    if value is None and tensor.op.type == "Sub":  # the order of tf.transpose(x)
+        first, second = map(constant, tensor.op.inputs)
+        return None if first is None or second is None else first - second
+    return value
+
+
+def known_numbers(tensor):
+    """The numbers in a tensor that are known before any run, as a list, or None."""
+    value = constant(tensor)
+    return None if value is None else value.ravel().tolist()
+
+
+def sizes_of(tensor):
+    return None if tensor.shape.ndims is None else tensor.shape.as_list()
+
+
 # Gradients of the user's own ------------------------------------------------------------------
 
 # They come by ``tf.custom_gradient`` and ``Graph.gradient_override_map``, and may compute across

@@ -8,10 +8,12 @@ own convention, and ``ReplicasTrial`` asks before anything is made of it.
 import contextlib
 import re
 
+import numpy as np
+
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value, trial
 from . import graph
 from .row_operations import ALIGNED, placements
-from .row_sizes import Positions, sizes_of
+from .row_rules import Positions
 
 
 class TensorRows:
@@ -33,10 +35,9 @@ class TensorRows:
     """
 
     def __init__(self, inputs, operations, fixed, normalizing, tried):
-        self.fixed, self.tried = fixed, tried
+        self.fixed, self.tried, self._normalizing = fixed, tried, normalizing
         self.mixing, self.assumed = [], set()
-        self.statistics, self.constants, self.shapes = {}, set(), {}
-        self._normalizing = normalizing
+        self.statistics, self.constants, self.shapes = [], set(), {}
         self._known = {}
         sparse = [Positions(Sharded(0)), Sharded(0, inner=None, even=False), Count([0])]
         for tensor in inputs:
@@ -50,12 +51,11 @@ class TensorRows:
 
     def come_first(self, tensor):
         """Whether the devices' values, one after the other, are those of the whole batch."""
-        return graph.is_outermost(tensor.op) and is_in_order(
-            self._assumed(tensor, self.known(tensor))
-        )
+        return graph.is_outermost(tensor.op) and is_in_order(self._assumed(tensor))
 
-    def _assumed(self, tensor, placement):
+    def _assumed(self, tensor):
         """The placement of a tensor, taken for rows where nothing tells."""
+        placement = self.known(tensor)
         if not isinstance(placement, Unknown) or not self._may_come_first(tensor):
             return placement
         self.assumed.add(tensor)
@@ -66,7 +66,7 @@ class TensorRows:
             return False
         if tensor.shape.ndims is None:
             return hasattr(tensor, "_keras_history")
-        first = sizes_of(tensor)[:1]
+        first = graph.sizes_of(tensor)[:1]
         return first == [None] or bool(self.fixed and first and first[0] % self.fixed == 0)
 
     def _look_at(self, op):
@@ -75,27 +75,25 @@ class TensorRows:
         if any(_is_within(op, layer) for layer in self._normalizing):
             # Some take statistics of their rows and normalize by them, all in one.
             normalizes = op.type.startswith("FusedBatchNorm") and op.get_attr("is_training")
-            for tensor, result in zip(op.outputs, results):
+            for place, (tensor, result) in enumerate(zip(op.outputs, results)):
                 if normalizes or not isinstance(result, (Replicated, Sharded, Count)):
-                    self.statistics[tensor] = result
-            results = [
-                result if isinstance(result, (Sharded, Count)) else REPLICATED for result in results
-            ]
-        elif any(isinstance(each, Sharded) for each in results) and self._mixes_back(
-            op, given, results
-        ):
+                    self.statistics.append(tensor)
+                if not isinstance(result, (Sharded, Count)):
+                    results[place] = REPLICATED
+        elif self._mixes_back(op, given, results):
             results = [Mixed("gradient")] * len(results)
         for tensor, result in zip(op.outputs, results):
-            result = self.tried.get(tensor, result)
-            ends_layer = hasattr(tensor, "_keras_history")
-            self._known[tensor] = self._assumed(tensor, result) if ends_layer else result
+            self._known[tensor] = self.tried.get(tensor, result)
+            if hasattr(tensor, "_keras_history"):
+                self._known[tensor] = self._assumed(tensor)
         # Whether all rows are so, or any is: RNNs choose among implementations by that.
         if any(map(self._is_mixed, op.outputs)) and not any(map(self._is_mixed, op.inputs)):
             self.mixing.append(op)
 
     def _mixes_back(self, op, given, results):
         """Whether an operation has a gradient of its own, and that mixes rows."""
-        if graph.loop_of(op) is not None or not graph.has_own_gradient(op):
+        rows = any(isinstance(each, Sharded) for each in results)
+        if not rows or graph.loop_of(op) is not None or not graph.has_own_gradient(op):
             return False
         mixing = list(self.mixing)
         try:
@@ -144,7 +142,7 @@ class TensorRows:
 
     def has_fixed(self, tensor):
         """Whether the first dimension of ``tensor`` has as many rows as are fixed."""
-        return self.fixed not in (None, 1) and (sizes_of(tensor) or [])[:1] == [self.fixed]
+        return self.fixed not in (None, 1) and (graph.sizes_of(tensor) or [])[:1] == [self.fixed]
 
 
 def is_in_order(placement):
@@ -159,7 +157,7 @@ def _is_within(op, scope):
 
 
 def _value(tensor, placement):
-    shape = sizes_of(tensor)
+    shape = graph.sizes_of(tensor)
     if shape and isinstance(placement, Sharded):
         shape[placement.axis] = None
     return Value(placement, shape)
@@ -193,11 +191,9 @@ class ReplicasTrial:
     """
 
     def __init__(self, backend, replicas, fed, phase):
-        self.backend = backend
-        self.session = backend.get_session()
-        self.replicas = replicas
-        self.replica = replicas.copies[0]
-        self.rows = replicas.part.rows
+        self.backend, self.session = backend, backend.get_session()
+        self.replicas, self.replica = replicas, replicas.copies[0]
+        self.part, self.rows = replicas.part, replicas.part.rows
         divided = replicas.read_in_shards()
         given = {t: v for t, v in fed.items() if v is not None}  # one with a default has None
         self._given = {t: v for t, v in given.items() if not hasattr(v, "op") and hasattr(t, "op")}
@@ -207,8 +203,6 @@ class ReplicasTrial:
 
     def _value_of(self, tensor):
         """Rows of a tensor that the replica reads a shard of, from what is fed, or made up."""
-        import numpy as np
-
         if tensor in self._given:
             return self._given[tensor]
         if not tensor.op.type.startswith(("Placeholder", "Iterator", "Queue")):
@@ -233,14 +227,11 @@ class ReplicasTrial:
         whys = {}
         for tensor, placement in found.items():
             if isinstance(placement, Unknown):  # also where it is random
-                if self._is_assumed(tensor):
+                if not self.rows.assumed.isdisjoint(self.part.before(tensor)):
                     whys[tensor] = "unknown"
             elif not is_in_order(placement):
                 whys[tensor] = "tried"
         return whys
-
-    def _is_assumed(self, tensor):
-        return not self.rows.assumed.isdisjoint(self.replicas.part.before(tensor))
 
     def placements(self, failed):
         """The placements by which the graph is divided anew, after some tensors failed the trial.
@@ -248,15 +239,12 @@ class ReplicasTrial:
         Arguments:
             failed: as ``differing`` gives.
         """
-        part = self.replicas.part
         asked = [
             tensor
-            for op in part.needed
-            if op in part.operations
-            and graph.is_outermost(op)
-            and op.type not in ("Switch", "Assert")
+            for op in filter(graph.is_outermost, self.part.needed)
+            if op in self.part.operations and op.type not in ("Switch", "Assert")
             for tensor in op.outputs
-            if tensor not in part.averaged
+            if tensor not in self.part.averaged
             and tensor.dtype.name not in ("resource", "variant")
             and (self._is_untold(tensor) or hasattr(tensor, "_keras_history"))
         ]
@@ -278,26 +266,20 @@ class ReplicasTrial:
 
     def _tried(self, tensors, ran):
         """The placements of tensors by a trial, which adds to ``ran`` what it has computed."""
-        random = [t for t in self.replicas.part.drawn() if graph.is_outermost(t.op)]
+        random = [t for t in self.part.drawn() if graph.is_outermost(t.op)]
+        written = list(graph.variables_of(self.part.once))
+        before = self.session.run(written)
 
         def compute(rows):
             ran.append(self._run(tensors, values, drawn, rows))
             return ran[-1]
 
-        with self._writing_nothing():
+        try:
             values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}
             drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
             return dict(zip(tensors, trial.tried(compute)))
-
-    @contextlib.contextmanager
-    def _writing_nothing(self):
-        """Within, variables may be written that are, afterwards, as they were."""
-        variables = list(graph.variables_of(self.replicas.part.once))
-        values = self.session.run(variables) if variables else []
-        try:
-            yield
         finally:
-            self.backend.batch_set_value(list(zip(variables, values)))
+            self.backend.batch_set_value(list(zip(written, before)))
 
     def _run(self, tensors, values, drawn, rows):
         """The arrays that the replica computes of some rows.
@@ -306,8 +288,6 @@ class ReplicasTrial:
             values: of the tensors that it reads a shard of.
             drawn: of random ones, for all rows.
         """
-        import numpy as np
-
         feed = dict(self._fed)
         for tensor, value in values.items():
             shards = [self.replica.replaced[part] for part in graph.dense_parts(tensor)]
@@ -318,13 +298,11 @@ class ReplicasTrial:
                 value = trial.chosen(value, placement, rows)
             feed[self.replica.tensor(tensor)] = value
         asked = [self.replica.tensor(tensor) for tensor in tensors]
-        return list(map(np.asarray, self.session.run(asked, feed) if asked else ()))
+        return list(map(np.asarray, self.session.run(asked, feed)))
 
 
 def _rows_of(value, rows):
     """Some rows of an array, or the parts of a sparse one; more of them than it has come again."""
-    import numpy as np
-
     if hasattr(value, "tocoo"):
         value = value.tocoo()
         places, values, shape = np.stack([value.row, value.col], 1), value.data, value.shape

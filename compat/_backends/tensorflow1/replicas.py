@@ -29,7 +29,6 @@ class BatchPart:
         model: the model of Keras; the first dimension of its input tensors is the batch.
         losses: the losses it trains on, as far as known.
         updates: the updates of the model's layers, as Keras has them.
-        normalizing: variables of BatchNorm layers.
         tried: placements of tensors that trials found.
 
     Attributes:
@@ -45,24 +44,22 @@ class BatchPart:
             ``Across``, or None.
     """
 
-    def __init__(self, model, losses, updates, normalizing, tried):
+    def __init__(self, model, losses, updates, tried):
         inputs, outputs = list(model.inputs), list(model.outputs)
-        self.name = model.name
         values = [update[1] if isinstance(update, tuple) else update for update in updates]
         starts = {part.op for part in graph.dense_parts(*inputs)}
-        _, consumers = graph.ancestors(outputs + losses + values, starts)
-        self._consumers = consumers
-        depending = graph.reached(starts, consumers) - starts
+        _, self._consumers = graph.ancestors(outputs + losses + values, starts)
+        depending = graph.reached(starts, self._consumers) - starts
         shapes = [tensor.get_shape() for tensor in inputs]
-        sizes = [shape.as_list()[0] for shape in shapes if shape.ndims]
-        self.fixed = next(filter(None, sizes), None)
+        self.fixed = next((s.as_list()[0] for s in shapes if s.ndims and s.as_list()[0]), None)
+        normalizing = _variables_of_batchnorm(model)
         layers = {part for v in normalizing for part in v.op.name.split("/")[-2:-1]}
         self.rows = TensorRows(inputs, depending, self.fixed, layers, tried)
         self._starts, inside = starts, set(graph.ancestors(outputs, starts)[0])
         # Each device would write another value.
         mixing = self.rows.mixing + [op for op in inside & depending if graph.writes(op)]
         #: Operations of the whole batch: those that compute across rows, and all that need them.
-        self._mixed = graph.reached(mixing, consumers)
+        self._mixed = graph.reached(mixing, self._consumers)
         written = _values_written(updates, starts, normalizing)
         averaged = [t for t in written if t.op in depending and t.op not in self._mixed]
         self.averaged = set(averaged)
@@ -183,19 +180,17 @@ class GraphReplicas:
     """
 
     def __init__(self, model, losses, updates, tried, devices):
-        self.name = model.name
-        self.tf = graph.v1_names()
+        self.name, self.inputs = model.name, list(model.inputs)
+        self.tf, self.graph = graph.v1_names(), model.outputs[0].graph
         self.devices = devices
-        self.graph = model.outputs[0].graph
-        self.inputs = list(model.inputs)
         # A row for each row of the batch.
         self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
         # What is computed again, of the whole batch, and in place of what leaves the replicas.
         self._whole = Copy({}, {})
         self.tried = set()  # type: Set[Any]
-        self.part = BatchPart(model, losses, updates, _variables_of_batchnorm(model), tried)
+        self.part = BatchPart(model, losses, updates, tried)
         with self._apart():
-            self._check_rows_of_tensors()
+            self._checks = self._checks_of_rows()
             rows = self.tf.shape((self.part.divided or self.inputs)[0])[0]
             self.sizes = split_rows.sizes(rows, len(devices))
             self.copies = [self._replica(index) for index in range(len(devices))]
@@ -214,7 +209,10 @@ class GraphReplicas:
         shapes = self.part.rows.shapes.items()
         replaced = {t: tf.constant(sizes, t.dtype) for t, sizes in shapes if None not in sizes}
         for tensor in self.read_in_shards():
-            with self._where_it_lies(tensor), tf.control_dependencies(self._checks):
+            # Slicing on the replica would send the whole batch to every device.
+            is_fed = tensor.op.type.startswith("Placeholder")
+            where = tf.device("/cpu:0") if is_fed else tf.colocate_with(tensor.op)
+            with where, tf.control_dependencies(self._checks):
                 # Of a fixed number, a replica could only compute as many rows as it always has.
                 count = tf.placeholder_with_default(tf.shape(tensor)[0], ())
                 first, end = split_rows.run_bounds(count, len(self.devices), index, tf.maximum)
@@ -238,17 +236,16 @@ class GraphReplicas:
         """The tensors of which others take the replicas' rows."""
         return [tensor for tensor in self._whole.replaced if tensor not in self.part.averaged]
 
-    def _check_rows_of_tensors(self):
+    def _checks_of_rows(self):
         """Check at run time that inputs that are not fed have as many rows as the others."""
         tf = self.tf
         fed = [t.op.type.startswith("Placeholder") for t in self.part.divided]
-        self._checks = []
         if len(fed) < 2 or all(fed):
-            return
+            return []
         with tf.device("/cpu:0"):
             counts = [tf.shape(tensor)[0] for tensor in self.part.divided]
             same = tf.reduce_all(tf.equal(counts, counts[0]))
-            self._checks.append(tf.Assert(same, [rows_differ(self.name) + " Rows:"] + counts))
+            return [tf.Assert(same, [rows_differ(self.name) + " Rows:"] + counts)]
 
     @contextlib.contextmanager
     def _apart(self):
@@ -256,12 +253,6 @@ class GraphReplicas:
         with self.graph.as_default(), self.graph.name_scope(None):
             with self.tf.control_dependencies(None), self.tf.device(None):
                 yield
-
-    def _where_it_lies(self, tensor):
-        # Slicing on the replica would send the whole batch to every device.
-        if tensor.op.type.startswith("Placeholder"):
-            return self.tf.device("/cpu:0")
-        return self.tf.colocate_with(tensor.op)
 
     def _shard(self, tensor, first, end):
         tf = self.tf
@@ -291,9 +282,7 @@ class GraphReplicas:
         if self._leaves_replicas(fetch):
             return self._whole_tensor(fetch)
         ops, consumers = graph.ancestors([fetch], (), self._leaves_replicas)
-        between = graph.reached(
-            [source for source in consumers if self._is_divided(source)], consumers
-        )
+        between = graph.reached(filter(self._is_divided, consumers), consumers)
         between.update(graph.whole_loops([op for op in ops if op in between], ops))
         new = [op for op in ops if op in between and op not in self._whole.operations]
         boundary = {

@@ -1,27 +1,83 @@
 """Rules about rows of TensorFlow's operations that compute, look up and make values.
 
-They find out an operation's attributes for the rules of ``_rows``.
+A rule is a function of the operation and the ``Value``s of its inputs. It returns one placement for
+all outputs, or a list. Here are those that find out an operation's attributes for ``_rows``.
 """
+
+import numpy as np
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from .graph import attribute
-from .row_sizes import Positions, known_numbers, numbers, of_first, sizes_of
-
-# Element by element ---------------------------------------------------------------------------
+from .graph import attribute, known_numbers, sizes_of
 
 
-def _of_values(rule):
+class Positions(Mixed):
+    """Positions of rows, counted within each device's part: to look rows up with, nothing else.
+
+    Arguments:
+        rows: the placement of what they are positions in.
+    """
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows):
+        super().__init__("positions are counted within each part")
+        self.rows = rows
+
+    def _said(self):
+        return type(self), self.rows
+
+    def looked_up(self, value):
+        """The elements of ``value`` at these positions."""
+        placement = value.placement
+        same = isinstance(placement, Sharded) and placement == self.rows
+        return placement.replace(inner=None, even=False) if same else Mixed()
+
+
+class NotKnown(Exception):
+    """A rule needs numbers that are not known before a run."""
+
+
+def known(value):
+    """What may be None, where nothing can be told without it."""
+    if value is None:
+        raise NotKnown
+    return value
+
+
+def numbers(tensor):
+    return known(known_numbers(tensor))
+
+
+def of_values(rule):
+    """A rule of all inputs, without attributes."""
+    return lambda op, values: rule(values)
+
+
+def of_first(rule):
+    """A rule of operations whose other inputs, sizes and axes for example, are fixed."""
+
     def applied(op, values):
-        return rule(values)
+        others = _rows.without_rows([value.placement for value in values[1:]])
+        if others == REPLICATED:
+            return rule(op, values)
+        return Unknown("what it does depends on the number of rows") if others else Mixed()
 
     return applied
 
 
-pointwise = _of_values(_rows.pointwise)
-added = _of_values(_rows.added)
-multiplied = _of_values(_rows.multiplied)
-selected = _of_values(_rows.selected)
+def by_numbers(rule):
+    """A rule of the first input by the numbers in the second, which are fixed."""
+    return of_first(lambda op, values: rule(values[0], numbers(op.inputs[1])))
+
+
+# Element by element ---------------------------------------------------------------------------
+
+
+pointwise = of_values(_rows.pointwise)
+added = of_values(_rows.added)
+multiplied = of_values(_rows.multiplied)
+selected = of_values(_rows.selected)
 
 
 def extreme(op, values):
@@ -53,8 +109,6 @@ def cast(op, values):
 def bias(op, values):
     """A vector along the channels."""
     value, bias = values
-    if value.rank is None:
-        return Unknown("a rank is not known")
     axis = _channels(op, value)
     shape = [1] * axis + list(bias.shape) + [1] * (value.rank - 1 - axis)
     placement = _rows.expanded(bias, set(range(value.rank)) - {axis})
@@ -62,7 +116,7 @@ def bias(op, values):
 
 
 def _channels(op, value):
-    return 1 if attribute(op, "data_format") == b"NCHW" else value.rank - 1
+    return 1 if attribute(op, "data_format") == b"NCHW" else known(value.rank) - 1
 
 
 # Reductions and what goes along dimensions ------------------------------------------------------
@@ -74,9 +128,9 @@ def reduced(op, values):
     kept = bool(attribute(op, "keep_dims"))
     if how == "mean" and op.outputs[0].dtype.is_integer:
         how = "rounded mean"
-    known = axes is not None or not kept and op.outputs[0].shape.ndims == 0
-    if not known and not isinstance(values[0].placement, Partial):
-        return Unknown("the axes are not known")
+    of_all = op.outputs[0].shape.ndims == 0 and not kept
+    if axes is None and not of_all and not isinstance(values[0].placement, Partial):
+        raise NotKnown
     return _rows.reduced(values[0], axes, how, kept)
 
 
@@ -91,11 +145,8 @@ def all_but_channels(op, values):
 
 
 @of_first
-def along(op, values):
-    axes = numbers(op.inputs[2 if op.type == "Roll" else 1])
-    if op.type == "Reverse":
-        axes = [axis for axis, reversed_ in enumerate(axes) if reversed_]
-    return _rows.along(values[0], axes)
+def rolled(op, values):
+    return _rows.along(values[0], numbers(op.inputs[2]))
 
 
 def along_last(*counts):
@@ -108,7 +159,7 @@ def along_last(*counts):
         pairs = list(zip(values, counts))
         if any(v.axis is None or v.axis >= v.rank - count for v, count in pairs):
             return Mixed()
-        return by_row(*[values[0].axis] * len(pairs))(op, values)
+        return _rows.by_row(values, [values[0].axis] * len(pairs))
 
     return applied
 
@@ -124,7 +175,7 @@ def product(op, values):
 def einsum(op, values):
     equation = op.get_attr("equation").decode().replace(" ", "")
     if "." in equation or "->" not in equation:
-        return Unknown("its letters")
+        raise NotKnown
     letters, result = equation.split("->")
     return _rows.contracted(values, letters.split(","), result)
 
@@ -143,10 +194,8 @@ def sparse_product(op, values):
 
 def gathered(op, values):
     data, places = values[:2]
-    if op.type == "ResourceGather":  # of a variable, by its handle
-        ranks = op.outputs[0].shape.ndims, places.rank
-        shape = None if None in ranks else [None] * (ranks[0] - ranks[1] + 1)
-        data = Value(data.placement, shape)
+    if op.type == "ResourceGather":  # of the first dimension of a variable, by its handle
+        data = Value(data.placement, [None])
     axis = numbers(op.inputs[2]) if len(values) > 2 else [0]
     if isinstance(places.placement, Positions):
         whole = axis == [data.axis] and (places.rank == 1 or places.shape[-1:] == (1,))
@@ -171,7 +220,7 @@ def gathered_by_coordinates(op, values):
 def segments(op, values):
     data, places, count = values
     if not isinstance(count.placement, Replicated):
-        return Unknown("how many segments")
+        raise NotKnown
     beyond = data.axis is not None and places.rank is not None
     if beyond and isinstance(places.placement, Replicated):
         if data.axis < places.rank:
@@ -182,13 +231,9 @@ def segments(op, values):
 
 def counted_in(op, values):
     """Histograms of a fixed number of places."""
-    if op.type == "HistogramFixedWidth":
-        counted, fixed = values[:1], values[1:]
-    else:
-        counted, fixed = [values[0]] + list(values[2:]), values[1:2]
-    if sizes_of(op.inputs[-1]) == [0]:  # no weights
-        counted = counted[:1]
-    if not all(isinstance(each.placement, Replicated) for each in fixed):
+    counted, count, weights = values
+    counted = [counted] if sizes_of(op.inputs[2]) == [0] else [counted, weights]
+    if not isinstance(count.placement, Replicated):
         return Mixed()
     if op.type == "DenseBincount" and values[0].rank != 1:
         two = values[0].rank == 2 and values[0].axis == 0
@@ -200,7 +245,7 @@ def counted_in(op, values):
 def scattered(op, values):
     places, data, sizes = values
     if not isinstance(sizes.placement, Replicated):
-        return Unknown("the sizes")
+        raise NotKnown
     if places.rank is None or places.axis == places.rank - 1:
         return Mixed()
     return _rows.scattered([places, data])
@@ -262,10 +307,10 @@ def normalized(op, values):
     return [rows.replace(axis=channels)] + [rows] * others if rows else Mixed()
 
 
+@of_first
 def one_hot(op, values):
     placement, axis = values[0].placement, op.get_attr("axis")
-    fixed = all(isinstance(each.placement, Replicated) for each in values[1:])
-    if not fixed or not _rows.have_own_rows(values[:1]):
+    if not isinstance(placement, Sharded):
         return Mixed()
     return placement.replace(axis=placement.axis + (0 <= axis <= placement.axis))
 
@@ -296,18 +341,13 @@ def switched(op, values):
 @of_first
 def space_to_batch(op, values):
     """Blocks side by side along the first dimension, or back."""
-    import numpy as np
-
     placement = values[0].placement
     if not isinstance(placement, Sharded):
         return Mixed()
-    if op.type.endswith("ND"):
-        sizes = numbers(op.inputs[1])
-    else:
-        sizes = [op.get_attr("block_size")] * 2
-    blocks, inner = int(np.prod(sizes)), len(sizes)
+    sizes = numbers(op.inputs[1])
+    blocks = int(np.prod(sizes))
     if placement.axis:
-        return placement if placement.axis > inner else Mixed()
+        return placement if placement.axis > len(sizes) else Mixed()
     if op.type.startswith("Space"):
         return placement.replace(copies=placement.copies * blocks)
     if placement.copies % blocks:

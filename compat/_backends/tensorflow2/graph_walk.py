@@ -7,7 +7,7 @@ What operations do to rows is in one table (``tensorflow1.row_operations``). Her
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import graph as tf1_graph
-from ..tensorflow1 import row_operations, row_sizes
+from ..tensorflow1 import row_operations
 from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
 
 _DIVISIONS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
@@ -129,7 +129,7 @@ class Walk:
             if key is not None and _adds_up(op.inputs[1 - place], given[1 - place]):
                 return Added(key)
             if isinstance(given[place], Replicated) and isinstance(given[1 - place], Partial):
-                value = row_sizes.constant(op.inputs[place])
+                value = tf1_graph.constant(op.inputs[place])
                 if value is not None and not value.any() and op.type != "Sub":
                     return given[1 - place]
         return None
@@ -278,7 +278,7 @@ class Walk:
 
 def _adds_up(tensor, placement):
     """Whether the devices' values add up to that for all rows; of several sizes some may not."""
-    sizes = row_sizes.sizes_of(tensor)
+    sizes = tf1_graph.sizes_of(tensor)
     if isinstance(placement, Count) and sizes:
         return len(sizes) == 1 and placement.places == set(range(sizes[0] or 0))
     return placement == Partial("sum") or placement == Count() and sizes == []
