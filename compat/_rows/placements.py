@@ -146,13 +146,11 @@ def without_rows(placements):
     return None
 
 
-def settled(placements, ranks):
+def settled(values):
     """What any rule says that is asked only of values with rows, or parts of sums; or None."""
-    result = without_rows(placements)
-    if result is None and any(
-        rank is None and not isinstance(placement, (Replicated, Count))
-        for placement, rank in zip(placements, ranks)
-    ):
+    result = without_rows([value.placement for value in values])
+    moving = [value for value in values if isinstance(value.placement, (Sharded, Partial))]
+    if result is None and any(value.rank is None for value in moving):
         return Unknown("the number of dimensions of an input is not known")
     return result
 
@@ -162,8 +160,7 @@ def rule(function):
 
     @functools.wraps(function)
     def applied(given, *args, **kwargs):
-        values = given if isinstance(given, (list, tuple)) else [given]
-        result = settled([value.placement for value in values], [value.rank for value in values])
+        result = settled(given if isinstance(given, (list, tuple)) else [given])
         return function(given, *args, **kwargs) if result is None else result
 
     return applied

@@ -1,8 +1,7 @@
 """How results of TensorFlow's operations depend on the rows of a batch: one table.
 
 TensorFlow 1 and 2 have the same operations, and share it. What changes variables, calls functions
-and loops is not in it. Rules of what moves elements and of sizes are here, all others in
-``row_rules``.
+and loops is not in it. Rules of shapes and sizes are here, all others in ``row_rules``.
 """
 
 import numpy as np
@@ -11,13 +10,13 @@ from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
 from . import row_rules
 from .graph import constant, known_numbers, sizes_of
-from .row_rules import NotKnown, Positions, known, numbers, of_first
+from .row_rules import NotKnown, Positions, known, of_first
 
 #: Of a single number: it depends on the number of rows, and does not grow in proportion.
 NOT_IN_PROPORTION = Count([])
 
 
-# What moves elements without looking at them ----------------------------------------------------
+# What takes a shape -----------------------------------------------------------------------------
 
 
 def _of_shape(rule):
@@ -60,33 +59,6 @@ def _partly(tensor):
         packed = [known_numbers(each) for each in tensor.op.inputs]
         return [each[0] if each else None for each in packed]
     return found
-
-
-def squeeze(op, values):
-    axes = list(op.get_attr("squeeze_dims"))
-    if not axes and values[0].axis is not None and op.outputs[0].shape.ndims is not None:
-        axes = [i for i, each in enumerate(values[0].shape) if each == 1]
-        if values[0].rank - len(axes) != op.outputs[0].shape.ndims:
-            return Unknown("the axes are not known")
-    return _rows.squeezed(values[0], axes or None)
-
-
-def split_along(op, values):
-    """``Split`` takes the axis first, ``SplitV`` last."""
-    data, axis = (1, 0) if op.type == "Split" else (0, 2)
-    return _rows.sliced(values[data], {numbers(op.inputs[axis])[0]: "part"})
-
-
-@of_first
-def slice_of(op, values):
-    """``tf.slice``, which takes all that there is from 0 by a size of -1."""
-    begin, count = [numbers(tensor) for tensor in op.inputs[1:]]
-    parts = {
-        axis: "part"
-        for axis, (start, size, length) in enumerate(zip(begin, count, values[0].shape))
-        if start != 0 or size not in (-1, length)
-    }
-    return _rows.sliced(values[0], parts)
 
 
 @_of_shape
@@ -135,35 +107,6 @@ def broadcast_to(op, values):
     if sizes.places != {value.axis + rank - value.rank}:
         raise NotKnown
     return _rows.broadcast(value, rank)
-
-
-@of_first
-def pad(op, values):
-    pads = numbers(op.inputs[1])  # before and after each dimension
-    return _rows.resized(values[0], [place // 2 for place, size in enumerate(pads) if size])
-
-
-# What is put together ---------------------------------------------------------------------------
-
-
-def _best_asked(values):
-    """``Unknown`` where there are rows beside their numbers, to look them up with; else None."""
-    kinds = {type(value.placement) for value in values}
-    beside = kinds >= {Count, Sharded} and kinds <= {Count, Sharded, Replicated}
-    return Unknown("rows beside their numbers") if beside else None
-
-
-def pack(op, values):
-    return _best_asked(values) or _rows.stacked(values, op.get_attr("axis"))
-
-
-def unpack(op, values):
-    return _rows.sliced(values[0], {op.get_attr("axis"): "one"})
-
-
-def concat(op, values):
-    values, (axis,) = values[:-1], numbers(op.inputs[-1])
-    return _best_asked(values) or _rows.concatenated(values, axis)
 
 
 # Shapes and sizes -------------------------------------------------------------------------------
@@ -274,15 +217,14 @@ def placements(op, values):
         op: a ``tf.Operation``.
         values: a ``Value`` for each of its inputs.
     """
-    rule, kinds = RULES.get(op.type), [value.placement for value in values]
-    at_positions = any(isinstance(kind, Positions) for kind in kinds)
-    if rule in (None, strided_slice):
-        kinds = [Unknown() if isinstance(kind, Positions) else kind for kind in kinds]
-    results = _rows.settled(kinds, [value.rank for value in values])
+    rule, positions = RULES.get(op.type), [v for v in values if isinstance(v.placement, Positions)]
+    if positions and rule in (None, strided_slice):
+        values = [Value(Unknown(), v.shape) if v in positions else v for v in values]
+    results = _rows.settled(values)
     stateful = op.op_def is None or op.op_def.is_stateful
     if rule is None and (stateful or results is None):
         results = Unknown("it is not known")
-    asked = results is None or rule in _ASKED_ALWAYS or at_positions and rule in _LOOKING_UP
+    asked = results is None or rule in _ASKED_ALWAYS or positions and rule in _LOOKING_UP
     if not asked:
         rule = _OF_SIZES.get(op.type) if isinstance(results, Count) else None
     if rule is not None:
@@ -365,11 +307,7 @@ _TYPES = {
     row_rules.sparse_product: "SparseTensorDenseMatMul",
     row_rules.gathered: "Gather GatherV2 ResourceGather",
     row_rules.gathered_by_coordinates: "GatherNd ResourceGatherNd",
-    row_rules.segments: (
-        "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum"
-    ),
     row_rules.counted_in: "Bincount DenseBincount",
-    row_rules.scattered: "ScatterNd",
     row_rules.where: "Where",
     row_rules.sequences_reversed: "ReverseSequence",
     row_rules.by_row(0): (
@@ -401,19 +339,20 @@ _TYPES = {
     reshape: "Reshape",
     row_rules.by_numbers(_rows.transposed): "ConjugateTranspose Transpose",
     row_rules.by_numbers(_rows.expanded): "ExpandDims",
-    squeeze: "Squeeze",
-    pack: "Pack",
-    unpack: "Unpack",
-    concat: "ConcatV2",
-    split_along: "Split SplitV",
-    slice_of: "Slice",
+    row_rules.squeeze: "Squeeze",
+    row_rules.pack: "Pack",
+    row_rules.unpack: "Unpack",
+    row_rules.concat: "ConcatV2",
+    row_rules.split_along: "Split SplitV",
+    row_rules.slice_of: "Slice",
     strided_slice: "StridedSlice",
     tile: "Tile",
     broadcast_to: "BroadcastTo",
-    pad: "MirrorPad Pad PadV2",
+    row_rules.pad: "MirrorPad Pad PadV2",
     row_rules.space_to_batch: "BatchToSpaceND SpaceToBatchND",
 }
 
+_CALCULATING = (row_rules.pointwise, row_rules.added, row_rules.multiplied, row_rules.divided)
 #: What becomes of sizes, where that is more than something that depends on the number of rows.
 _TYPES_OF_SIZES = {
     picked: "Gather GatherV2 Slice StridedSlice Unpack",
@@ -423,6 +362,7 @@ _TYPES_OF_SIZES = {
     row_rules.same: "EnsureShape",
     with_sizes: "Reshape",
     row_rules.made: "BroadcastTo Tile " + _MADE,
+    calculated: " ".join(_TYPES[rule] for rule in _CALCULATING + (row_rules.extreme,)),
 }
 
 
@@ -431,15 +371,8 @@ def _by_name(types):
 
 
 RULES, _OF_SIZES = _by_name(_TYPES), _by_name(_TYPES_OF_SIZES)
-_CALCULATING = (row_rules.pointwise, row_rules.added, row_rules.multiplied, row_rules.divided)
-_MEETING = _CALCULATING + (row_rules.selected, pack, concat)
-_ASKED_ALWAYS = (
-    row_rules.same, row_rules.joined, row_rules.switched, shape, size,
-    rank,
-)  # fmt: skip
+_ASKED_ALWAYS = (row_rules.same, row_rules.joined, row_rules.switched, shape, size, rank)
 _LOOKING_UP = (row_rules.gathered, row_rules.gathered_by_coordinates, row_rules.sparse_product)
-for _name, _rule in RULES.items():
-    if _rule in _CALCULATING + (row_rules.extreme,):
-        _OF_SIZES[_name] = calculated
+_MEETING = _CALCULATING + (row_rules.selected, row_rules.pack, row_rules.concat)
 #: Operations whose inputs' rows meet.
 ALIGNED = {name for name, rule in RULES.items() if rule in _MEETING}

@@ -189,6 +189,62 @@ def sparse_product(op, values):
     return Sharded(0) if rows and not op.get_attr("adjoint_a") else Mixed()
 
 
+# Moving elements without looking at them --------------------------------------------------------
+
+
+def squeeze(op, values):
+    axes = list(op.get_attr("squeeze_dims"))
+    if not axes and values[0].axis is not None and op.outputs[0].shape.ndims is not None:
+        axes = [i for i, each in enumerate(values[0].shape) if each == 1]
+        if values[0].rank - len(axes) != op.outputs[0].shape.ndims:
+            return Unknown("the axes are not known")
+    return _rows.squeezed(values[0], axes or None)
+
+
+def split_along(op, values):
+    """``Split`` takes the axis first, ``SplitV`` last."""
+    data, axis = (1, 0) if op.type == "Split" else (0, 2)
+    return _rows.sliced(values[data], {numbers(op.inputs[axis])[0]: "part"})
+
+
+@of_first
+def slice_of(op, values):
+    """``tf.slice``, which takes all that there is from 0 by a size of -1."""
+    begin, count = [numbers(tensor) for tensor in op.inputs[1:]]
+    parts = {
+        axis: "part"
+        for axis, (start, size, length) in enumerate(zip(begin, count, values[0].shape))
+        if start != 0 or size not in (-1, length)
+    }
+    return _rows.sliced(values[0], parts)
+
+
+@of_first
+def pad(op, values):
+    pads = numbers(op.inputs[1])  # before and after each dimension
+    return _rows.resized(values[0], [place // 2 for place, size in enumerate(pads) if size])
+
+
+def _best_asked(values):
+    """``Unknown`` where there are rows beside their numbers, to look them up with; else None."""
+    kinds = {type(value.placement) for value in values}
+    beside = kinds >= {Count, Sharded} and kinds <= {Count, Sharded, Replicated}
+    return Unknown("rows beside their numbers") if beside else None
+
+
+def pack(op, values):
+    return _best_asked(values) or _rows.stacked(values, op.get_attr("axis"))
+
+
+def unpack(op, values):
+    return _rows.sliced(values[0], {op.get_attr("axis"): "one"})
+
+
+def concat(op, values):
+    values, (axis,) = values[:-1], numbers(op.inputs[-1])
+    return _best_asked(values) or _rows.concatenated(values, axis)
+
+
 # Looking up and sorting in ----------------------------------------------------------------------
 
 
@@ -217,18 +273,6 @@ def gathered_by_coordinates(op, values):
     return data.placement.replace(axis=data.axis - depth + places.rank - 1)
 
 
-def segments(op, values):
-    data, places, count = values
-    if not isinstance(count.placement, Replicated):
-        raise NotKnown
-    beyond = data.axis is not None and places.rank is not None
-    if beyond and isinstance(places.placement, Replicated):
-        if data.axis < places.rank:
-            return Mixed()
-        return data.placement.replace(axis=data.axis - places.rank + 1)
-    return _rows.scattered([places, data], op.type[len("UnsortedSegment") :].lower())
-
-
 def counted_in(op, values):
     """Histograms of a fixed number of places."""
     counted, count, weights = values
@@ -240,15 +284,6 @@ def counted_in(op, values):
         return _rows.by_row(counted, [0] * len(counted)) if two else Mixed()
     binary = attribute(op, "binary_output", False)
     return _rows.scattered(counted, "max" if binary else "sum")
-
-
-def scattered(op, values):
-    places, data, sizes = values
-    if not isinstance(sizes.placement, Replicated):
-        raise NotKnown
-    if places.rank is None or places.axis == places.rank - 1:
-        return Mixed()
-    return _rows.scattered([places, data])
 
 
 def where(op, values):
