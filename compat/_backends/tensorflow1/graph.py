@@ -69,7 +69,7 @@ def dense_parts(*tensors):
     return parts
 
 
-def ancestors(fetches, stop, cut=None):
+def ancestors(fetches, stop, cut=lambda source: False):
     """The operations that ``fetches`` need, those in ``stop`` left out, and who consumes what.
 
     Arguments:
@@ -84,11 +84,10 @@ def ancestors(fetches, stop, cut=None):
             continue
         found[op] = None
         for source in list(op.inputs) + op.control_inputs:
-            if cut is not None and cut(source):
-                consumers[source].append(op)
-            else:
-                needed = getattr(source, "op", source)
-                consumers[needed].append(op)
+            is_cut = cut(source)
+            needed = source if is_cut else getattr(source, "op", source)
+            consumers[needed].append(op)
+            if not is_cut:
                 pending.append(needed)
         context = op._get_control_flow_context()
         if is_loop(context):

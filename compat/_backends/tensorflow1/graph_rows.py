@@ -147,8 +147,7 @@ class TensorRows:
 
 def is_in_order(placement):
     """Whether devices' values of this placement, put together in order, are the whole's."""
-    known = isinstance(placement, Sharded)
-    return known and (placement.axis, placement.copies) == (0, 1)
+    return isinstance(placement, Sharded) and (placement.axis, placement.copies) == (0, 1)
 
 
 def _is_within(op, scope):

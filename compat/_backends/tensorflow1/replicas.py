@@ -103,10 +103,7 @@ class BatchPart:
             ends = ends and tensor.op in depending and tensor.op not in self._mixed
             return ends and self.rows.come_first(tensor) and not self._needs_other_rows(tensor)
 
-        def inputs_of(tensor):
-            return tensor.op.inputs if tensor.op in depending else ()
-
-        return _rows.nearest(wanted, is_found, inputs_of)
+        return _rows.nearest(wanted, is_found, lambda t: t.op.inputs if t.op in depending else ())
 
     def _needs_other_rows(self, target):
         """Whether it needs rows that are no input's of the model, such as those to predict."""
