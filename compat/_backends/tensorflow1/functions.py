@@ -1,7 +1,6 @@
 """The functions of a Keras model, made to run the batch part of its graph on several devices."""
 
 import contextlib
-import functools
 import re
 from _thread import get_ident
 
@@ -34,7 +33,7 @@ class ReplicatedGraphFunctions:
 
     def __init__(self, model, devices):
         self.owner, self.model = model, None
-        self.devices = list(devices)
+        self.devices, self.verification = list(devices), None
         self._names = _keras.FUNCTIONS if len(self.devices) > 1 else ("train_function",)
         self._made = {}  # type: Dict[str, ReplicatedGraphFunction]
         self._replicas = None  # type: Optional[GraphReplicas]
@@ -44,9 +43,12 @@ class ReplicatedGraphFunctions:
         _keras.InnerModel.have_prepared(model, self._prepare)
 
     def _prepare(self, model):
+        """Of an old Sequential these are several models, one after the other."""
         self.model = model
         for name in self._names:
             vars(model)["_make_" + name] = self._maker(name)
+        if self.verification is not None:
+            VerifiedTensorFlow1Step.install_on(model, self.verification)
 
     def uninstall(self):
         vars(self.owner).pop("build", None)
@@ -304,16 +306,10 @@ class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
     ordering = staticmethod(counting_in_order)
 
 
-class _VerifiedInnerModel(_keras.InnerModel):
-    """The inner models of an old Sequential whose steps are verified."""
-
-
 def verify(model, verification):
     """Have the first steps of ``model`` verified; None: no longer."""
-    if _VerifiedInnerModel.of(model) is not None:
-        _VerifiedInnerModel.of(model).remove(model)
-    prepare = functools.partial(VerifiedTensorFlow1Step.install_on, verification=verification)
-    if verification is not None:
-        _VerifiedInnerModel.have_prepared(model, prepare)
-    elif _keras.inner_model(model) is not None:
-        prepare(_keras.inner_model(model))
+    functions, inner = vars(model).get("_compat_functions"), _keras.inner_model(model)
+    if functions is not None:
+        functions.verification = verification
+    if inner is not None:
+        VerifiedTensorFlow1Step.install_on(inner, verification)

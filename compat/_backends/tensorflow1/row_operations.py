@@ -288,7 +288,7 @@ _TYPES = {
     row_rules.half_of_squares: "L2Loss",
     row_rules.all_but_channels: "BiasAddGrad",
     row_rules.by_numbers(_rows.along): "Cumprod Cumsum CumulativeLogsumexp ReverseV2",
-    row_rules.rolled: "Roll",
+    row_rules.by_numbers(_rows.along, 2): "Roll",
     row_rules.along_last(1): (
         "AdjustHue AdjustSaturation FFT HSVToRGB IFFT IRFFT LogSoftmax MatrixDiag MatrixDiagV2 "
         "MatrixDiagV3 RFFT RGBToHSV Softmax TopK TopKV2"
@@ -310,17 +310,17 @@ _TYPES = {
     row_rules.counted_in: "Bincount DenseBincount",
     row_rules.where: "Where",
     row_rules.sequences_reversed: "ReverseSequence",
-    row_rules.by_row(0): (
+    row_rules.of_values(_rows.by_row, [0]): (
         "AvgPool AvgPool3D Conv2D Conv3D DepthToSpace "
         "DepthwiseConv2dNative Dilation2D ExtractImagePatches ExtractVolumePatches LRN MaxPool "
         "MaxPool3D MaxPoolV2 Multinomial ResizeArea ResizeBicubic ResizeBilinear "
         "ResizeNearestNeighbor SpaceToDepth StatelessMultinomial"
     ),
-    row_rules.by_row(0, 0): (
+    row_rules.of_values(_rows.by_row, [0, 0]): (
         "InTopK InTopKV2 ResizeBicubicGrad ResizeBilinearGrad SoftmaxCrossEntropyWithLogits "
         "SparseSoftmaxCrossEntropyWithLogits"
     ),
-    row_rules.by_row(0, 0, 0): "MaxPoolGrad MaxPool3DGrad LRNGrad",
+    row_rules.of_values(_rows.by_row, [0, 0, 0]): "MaxPoolGrad MaxPool3DGrad LRNGrad",
     row_rules.of_sizes_and_rows: (
         "AvgPoolGrad AvgPool3DGrad Conv2DBackpropInput Conv3DBackpropInputV2 "
         "DepthwiseConv2dNativeBackpropInput"

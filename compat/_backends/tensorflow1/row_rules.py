@@ -49,9 +49,9 @@ def numbers(tensor):
     return known(known_numbers(tensor))
 
 
-def of_values(rule):
+def of_values(rule, *arguments):
     """A rule of all inputs, without attributes."""
-    return lambda op, values: rule(values)
+    return lambda op, values: rule(values, *arguments)
 
 
 def of_first(rule):
@@ -66,9 +66,9 @@ def of_first(rule):
     return applied
 
 
-def by_numbers(rule):
-    """A rule of the first input by the numbers in the second, which are fixed."""
-    return of_first(lambda op, values: rule(values[0], numbers(op.inputs[1])))
+def by_numbers(rule, place=1):
+    """A rule of the first input by the numbers in another one, where all others are fixed."""
+    return of_first(lambda op, values: rule(values[0], numbers(op.inputs[place])))
 
 
 # Element by element ---------------------------------------------------------------------------
@@ -142,11 +142,6 @@ def all_but_channels(op, values):
     """The gradient of a bias."""
     value = values[0]
     return _rows.reduced(value, set(range(value.rank)) - {_channels(op, value)}, "sum")
-
-
-@of_first
-def rolled(op, values):
-    return _rows.along(values[0], numbers(op.inputs[2]))
 
 
 def along_last(*counts):
@@ -301,15 +296,6 @@ def sequences_reversed(op, values):
 
 
 # Layers, new values, branches -------------------------------------------------------------------
-
-
-def by_row(*axes):
-    """A function of each row by itself; inputs beyond ``axes`` are the same for all rows."""
-
-    def applied(op, values):
-        return _rows.by_row(values, axes)
-
-    return applied
 
 
 def of_sizes_and_rows(op, values):
