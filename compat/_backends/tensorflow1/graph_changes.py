@@ -224,6 +224,7 @@ def placed_on(tf, device):
             if not op.device:
                 op._set_device(colocate(op))
 
+        apply_device_functions.colocates_gradients = True
         within._apply_device_functions = apply_device_functions
     with tf.device(device), _variables_read_before_loops():
         yield
@@ -240,7 +241,7 @@ def placed_parts(model):
 
 
 def _colocates_gradients(within):
-    return "_apply_device_functions" in vars(within)  # the graph's own, not its class's
+    return hasattr(getattr(within, "_apply_device_functions", None), "colocates_gradients")
 
 
 @contextlib.contextmanager
