@@ -358,9 +358,8 @@ def gathered(values, axis, batch_dims=0):
         return Unknown("the number of dimensions of an input is not known")
     axis = int(axis) % data.rank
     if batch_dims:
-        if not all(isinstance(value.placement, Sharded) for value in values):
-            return Mixed()
-        rows = shared([data.placement, numbers.placement])
+        both = [value.placement for value in values if value.axis is not None]
+        rows = shared(both) if len(both) == 2 else None
         return rows if rows is not None and rows.axis < batch_dims else Mixed()
     if isinstance(data.placement, Replicated):
         return numbers.placement.replace(axis=axis + numbers.axis)

@@ -123,33 +123,23 @@ class TensorFlow1(Backend):
     def devices(self):
         tf = v1_names(self.import_framework())
         settings = self.kept.get("settings")
+        simulated = settings.devices.simulated if settings else 0
         if settings is not None:
-            simulated = settings.devices.simulated
             on_cpu = not settings.devices.gpus and "device_count" not in settings.options
             # Without a session: a process that has made one hangs once it is forked.
             if on_cpu and (simulated or not _may_list_gpus(tf)):
                 return [f"/device:CPU:{i}" for i in range(max(1, simulated))]
             # An own session on an empty graph: it initialises GPUs just as the user's will.
             with tf.Session(graph=tf.Graph()) as session:
-                return self._to_train_on(session.list_devices())
-        for keras in sessions.imported_keras_packages():
-            if sessions.session_of(keras) is not None:
-                return self._to_train_on(sessions.session_of(keras).list_devices())
+                return _to_train_on(session, simulated)
+        for session in map(sessions.session_of, sessions.imported_keras_packages()):
+            if session is not None:
+                return _to_train_on(session, simulated)
         # Making a session would initialise every GPU, with memory settings that are not the
         # user's (keras#8353): ask the driver instead.
         chosen = device_choice.choose(gpu_selection.parse_gpus(None), None, os.environ)
         gpus = len(chosen) if tf.test.is_built_with_cuda() else 0
         return [f"/device:GPU:{i}" for i in range(gpus)] or ["/device:CPU:0"]
-
-    def _to_train_on(self, listed):
-        # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
-        def named(kind):
-            found = [device.name for device in listed if device.device_type == kind]
-            return [name[name.index("/device:") :] for name in found]
-
-        settings = self.kept.get("settings")
-        simulated = settings.devices.simulated if settings else 1
-        return named("GPU") or named("CPU")[: max(1, simulated)]
 
     # Parallelizing ----------------------------------------------------------------------------
 
@@ -229,6 +219,15 @@ class TensorFlow1(Backend):
         """
         tf = v1_names(self.import_framework())
         return placed_on(tf, "/device:CPU:0" if device == "cpu" else device)
+
+
+def _to_train_on(session, simulated):
+    # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
+    def named(kind):
+        found = [device.name for device in session.list_devices() if device.device_type == kind]
+        return [name[name.index("/device:") :] for name in found]
+
+    return named("GPU") or named("CPU")[: max(1, simulated)]
 
 
 def _may_list_gpus(tf):
