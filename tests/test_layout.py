@@ -38,7 +38,7 @@ ROOMS = [
     ["compat._runtime.reporting"],
     ["compat._configuration.settings", "compat._runtime.operation_times"],
     ["compat._rows", "compat._runtime.work"],
-    ["compat._configuration", "compat._rows.split_rows", "compat._runtime", "compat.errors"],
+    ["compat._configuration", "compat._runtime", "compat.errors"],
     ["compat._configuration.numeric", "compat._configuration.pip_extras"],
 ]  # fmt: skip
 

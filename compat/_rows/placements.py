@@ -1,8 +1,10 @@
 """How a value depends on the rows of a batch: the words of all backends.
 
 As in torch's DTensor, a placement tells how the values that the devices have, each of its own rows,
-are related to the value of the whole batch.
+are related to the value of the whole batch. A ``Value`` is what rules are given.
 """
+
+import functools
 
 
 class Placement:
@@ -51,14 +53,10 @@ class Sharded(Placement):
     __slots__ = ("axis", "inner", "copies", "even")
 
     def __init__(self, axis, inner=1, copies=1, even=True):
-        self.axis = axis
-        self.inner = inner
-        self.copies = copies
-        self.even = even
+        self.axis, self.inner, self.copies, self.even = axis, inner, copies, even
 
     def replace(self, **changes):
-        said = {name: changes.get(name, getattr(self, name)) for name in self.__slots__}
-        return Sharded(**said)
+        return Sharded(*[changes.get(name, getattr(self, name)) for name in self.__slots__])
 
 
 class Partial(Placement):
@@ -72,8 +70,7 @@ class Partial(Placement):
     __slots__ = ("how", "denominator")
 
     def __init__(self, how, denominator=None):
-        self.how = how
-        self.denominator = denominator
+        self.how, self.denominator = how, denominator
 
 
 class Count(Placement):
@@ -113,3 +110,137 @@ class Unknown(_Reasoned):
 
 
 REPLICATED = Replicated()
+
+
+class Value:
+    """An input of an operation.
+
+    Arguments:
+        placement: how it depends on the rows.
+        shape: its sizes, None for those that are not known or that grow with the batch; or None
+            where not even their number is known.
+    """
+
+    __slots__ = ("placement", "shape", "rank")
+
+    def __init__(self, placement, shape):
+        self.placement = placement
+        self.shape = None if shape is None else tuple(shape)
+        self.rank = None if shape is None else len(tuple(shape))
+
+    @property
+    def axis(self):
+        """The dimension of the rows, or None."""
+        return getattr(self.placement, "axis", None)
+
+
+def without_rows(placements):
+    """The result of any operation none of whose inputs is ``Sharded`` or ``Partial``, or None."""
+    untold = [each for kind in (Mixed, Unknown) for each in placements if isinstance(each, kind)]
+    if untold:
+        return untold[0]
+    if all(isinstance(each, Replicated) for each in placements):
+        return REPLICATED
+    if all(isinstance(each, (Replicated, Count)) for each in placements):
+        return Count()
+    return None
+
+
+def settled(values):
+    """What any rule says that is asked only of values with rows, or parts of sums; or None."""
+    result = without_rows([value.placement for value in values])
+    moving = [value for value in values if isinstance(value.placement, (Sharded, Partial))]
+    if result is None and any(value.rank is None for value in moving):
+        return Unknown("the number of dimensions of an input is not known")
+    return result
+
+
+def rule(function):
+    """A rule that is asked only where an input is ``Sharded`` or ``Partial``, and all are known."""
+
+    @functools.wraps(function)
+    def applied(given, *args, **kwargs):
+        result = settled(given if isinstance(given, (list, tuple)) else [given])
+        return function(given, *args, **kwargs) if result is None else result
+
+    return applied
+
+
+def have_own_rows(values):
+    """Whether values with rows have them as they are, no parts of sums, and none is a size."""
+    return all(isinstance(value.placement, (Replicated, Sharded)) for value in values)
+
+
+def listed(axes, rank):
+    """Axes counted from the front; all of them for None."""
+    if axes is None:
+        return set(range(rank))
+    axes = axes if isinstance(axes, (list, tuple, set, frozenset)) else [axes]
+    return {int(axis) % rank for axis in axes} if rank else set()
+
+
+def shared(placements):
+    """The one ``Sharded`` placement that all of these are, or None."""
+    first, inner = placements[0], {each.inner for each in placements} - {None}
+    if len({(each.axis, each.copies) for each in placements}) > 1 or len(inner) > 1:
+        return None
+    return first.replace(
+        inner=inner.pop() if inner else None, even=all(each.even for each in placements)
+    )
+
+
+# Sizes, what is made by them, and branches ----------------------------------------------------
+
+
+def made(sizes, rank):
+    """New values of a shape, each of them drawn or filled in without looking at the others.
+
+    Arguments:
+        sizes: the placement of the shape.
+        rank: how many dimensions it has, or None.
+    """
+    if isinstance(sizes, Count):
+        if sizes.places is None or rank is None:
+            return Unknown("where a new value has its rows is not known")
+        axes = list(sizes.places)
+        return Sharded(axes[0], inner=None) if len(axes) == 1 else Mixed()
+    return without_rows([sizes]) or Mixed()
+
+
+def shape_of(value):
+    """The sizes of a value."""
+    placement = value.placement
+    if isinstance(placement, (Mixed, Unknown)):
+        return placement
+    if isinstance(placement, Sharded):
+        return Count([placement.axis]) if placement.even else Mixed()
+    # A vector of sizes is as long for any batch; what else depends on the rows' number may not be.
+    fixed = not isinstance(placement, Count) or placement.places is not None or value.rank == 0
+    return REPLICATED if fixed else Count()
+
+
+def size_of(value):
+    """The number of a value's elements."""
+    return Partial("sum") if isinstance(value.placement, Sharded) else shape_of(value)
+
+
+def counted(sizes, chosen):
+    """Some elements of a vector of sizes, as a vector, or one of them, as a number."""
+    if not isinstance(sizes, Count) or sizes.places is None:
+        return sizes
+    if not isinstance(chosen, (list, tuple)):
+        return Count() if chosen in sizes.places else REPLICATED
+    places = [place for place, old in enumerate(chosen) if old in sizes.places]
+    return Count(places) if places else REPLICATED
+
+
+def chosen(condition, branches):
+    """What one of several branches gives, by a condition that is the same for all rows."""
+    found = without_rows([condition] + list(branches))
+    if found is not None and not isinstance(found, Count):
+        return found
+    if not isinstance(condition, Replicated):
+        return Mixed()  # each device would choose for itself
+    if all(isinstance(each, Sharded) for each in branches):
+        return shared(branches) or Mixed()
+    return branches[0] if len(set(branches)) == 1 else Mixed()

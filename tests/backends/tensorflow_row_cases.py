@@ -234,7 +234,6 @@ def _reductions():
         yield from simple("Cumprod Cumsum CumulativeLogsumexp", x, axis=axis)
         yield from simple("ReverseV2", x, axis=[axis])
         yield from simple("Roll", x, shift=[1], axis=[axis])
-        yield from simple("Reverse", x, dims=[i == axis % 3 for i in range(3)])
     for batch, along, lengths in [(0, 2, [2, 1, 5]), (1, 2, [3, 4]), (0, 1, [1, 2, 1])]:
         lengths = np.array(lengths, "int32")
         yield from simple("ReverseSequence", x, lengths, seq_dim=along, batch_dim=batch)
@@ -335,8 +334,6 @@ def _lookups():
     yield "gather_nd(where)", [array(3, 4)], lambda x: tf.gather_nd(x, v1.where(x > 0.5))
     yield "gather(where)", [array(3, 3)], lambda x: tf.gather(x, v1.where(x > 0.5))
     yield "where, times 0", [array(3, 3)], lambda x: tf.gather(x, 0 * v1.where(x[:, 0] > 0.1)[:, 0])
-    segments = "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentSum UnsortedSegmentProd"
-    yield from simple(segments, x, places, num_segments=4)
     unweighted = {"size": 4, "weights": np.float32([])}
     yield from simple("Bincount", places, **unweighted)
     yield (
@@ -347,8 +344,6 @@ def _lookups():
     for given, binary in itertools.product((places, whole_numbers(4, 3, 3)), (False, True)):
         label = "DenseBincount {} {}".format(given.ndim, binary)
         yield from simple("DenseBincount", given, label=label, binary_output=binary, **unweighted)
-    yield from simple("HistogramFixedWidth", x, value_range=np.float32([0, 1]), nbins=4)
-    yield from simple("ScatterNd", places[:, None], array(3, 4), shape=[5, 4])
     classes = whole_numbers(4, 3, 3)
     for axis in (-1, 0, 1):
         yield from simple("OneHot", classes, depth=4, on_value=1.0, off_value=0.0, axis=axis)
@@ -392,7 +387,6 @@ def _views():
         two = [array(3, 3), array(3, 3)]
         yield "Pack", two, lambda x, y, axis=axis: tf.stack([x, y], axis)
         yield "ConcatV2", two, lambda x, y, axis=axis: tf.concat([x, y], axis)
-        yield "Concat", two, lambda x, y, axis=axis: raw.Concat(concat_dim=axis % 2, values=[x, y])
         yield from simple("Unpack", array(2, 3, 3), num={0: 2, 1: 3, -1: 3}[axis], axis=axis)
         six = array(3, 6, 3)
         yield "Split", [six], lambda x, axis=axis: raw.Split(axis=axis, value=x, num_split=3)
@@ -472,7 +466,6 @@ def _views():
     for name, given in [("SpaceToBatch", blocks[0]), ("BatchToSpace", blocks[1])]:
         edges = {"paddings" if name == "SpaceToBatch" else "crops": [[0, 0], [0, 0]]}
         yield from simple(name + "ND", given, block_shape=[2, 2], **edges)
-        yield from simple(name, given, block_size=2, **edges)
     yield (
         "there and back",
         [blocks[0]],

@@ -15,10 +15,10 @@ import tensorflow as tf
 import compat
 from compat import _keras
 from compat._backends import tensorflow1
-from compat._backends.tensorflow1 import op_placement, sessions, timeline
+from compat._backends.tensorflow1 import sessions, timeline
+from compat._backends.tensorflow1.functions import counts_without_order
 from compat._backends.tensorflow1.graph import ancestors, v1_names
-from compat._backends.tensorflow1.op_placement import partitions, products
-from compat._backends.tensorflow1.step_counter import counts_without_order
+from compat._backends.tensorflow1.timeline import partitions, products
 from compat.testing import (
     CASES,
     DEVICES,
@@ -310,9 +310,7 @@ class TestTensorFlow1(KerasParts):
         ran = self.ran(model, inputs, targets)
         self.check_nothing_undivided(model, ran, more_than=30)
         for index, device in enumerate(sorted(ran)):
-            here = {
-                node.name.split("/")[0] for node in ran[device] if op_placement.is_product(node)
-            }
+            here = {node.name.split("/")[0] for node in ran[device] if timeline.is_product(node)}
             assert "replica_{}".format(index) in str(sorted(here))
 
     @slow

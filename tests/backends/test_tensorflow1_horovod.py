@@ -38,7 +38,7 @@ class TestTensorFlow1Horovod(RankedParts):
 WAYS = """
 import tensorflow as tf
 
-from compat._backends.tensorflow1.step_counter import updates_in_order
+from compat._backends.tensorflow1.functions import updates_in_order
 
 
 def ordered(adam):

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow1.op_placement import partitions, products
 from compat._backends.tensorflow1.sessions import merged
+from compat._backends.tensorflow1.timeline import partitions, products
 from compat.testing import CASES, DEVICES, initialise, optimizer, span
 
 from . import test_tensorflow1

@@ -12,8 +12,7 @@ import string
 from functools import partial
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Replicated, Unknown, Value
-from ..._rows.values import listed
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Unknown, Value, listed
 
 
 class SymbolNode(collections.namedtuple("SymbolNode", "attributes values result grows")):

@@ -26,11 +26,8 @@ from ... import _keras, errors
 from ..._configuration import device_choice, gpu_selection
 from ...backend import Backend
 from . import sessions
-from .functions import ReplicatedGraphFunctions
 from .graph import v1_names
-from .placed_layers import placed_on, placed_parts
-from .step_counter import counts_without_order
-from .variables import switch_resource_variables_on, warn_of_reference_variables
+from .graph_changes import placed_on, placed_parts
 
 
 class TensorFlow1(Backend):
@@ -75,7 +72,7 @@ class TensorFlow1(Backend):
         lines = [f"every session, of Keras and others: ConfigProto {shown}"]
         if settings.memory and not settings.devices.gpus:
             lines.append("memory: no GPU is used, so nothing was set")
-        lines.append(switch_resource_variables_on(tf))
+        lines.append(sessions.switch_resource_variables_on(tf))
         return lines, []
 
     def session_config(self, tf, settings, late):
@@ -126,33 +123,23 @@ class TensorFlow1(Backend):
     def devices(self):
         tf = v1_names(self.import_framework())
         settings = self.kept.get("settings")
+        simulated = settings.devices.simulated if settings else 0
         if settings is not None:
-            simulated = settings.devices.simulated
             on_cpu = not settings.devices.gpus and "device_count" not in settings.options
             # Without a session: a process that has made one hangs once it is forked.
             if on_cpu and (simulated or not _may_list_gpus(tf)):
                 return [f"/device:CPU:{i}" for i in range(max(1, simulated))]
             # An own session on an empty graph: it initialises GPUs just as the user's will.
             with tf.Session(graph=tf.Graph()) as session:
-                return self._to_train_on(session.list_devices())
-        for keras in sessions.imported_keras_packages():
-            if sessions.session_of(keras) is not None:
-                return self._to_train_on(sessions.session_of(keras).list_devices())
+                return _to_train_on(session, simulated)
+        for session in map(sessions.session_of, sessions.imported_keras_packages()):
+            if session is not None:
+                return _to_train_on(session, simulated)
         # Making a session would initialise every GPU, with memory settings that are not the
         # user's (keras#8353): ask the driver instead.
         chosen = device_choice.choose(gpu_selection.parse_gpus(None), None, os.environ)
         gpus = len(chosen) if tf.test.is_built_with_cuda() else 0
         return [f"/device:GPU:{i}" for i in range(gpus)] or ["/device:CPU:0"]
-
-    def _to_train_on(self, listed):
-        # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
-        def named(kind):
-            found = [device.name for device in listed if device.device_type == kind]
-            return [name[name.index("/device:") :] for name in found]
-
-        settings = self.kept.get("settings")
-        simulated = settings.devices.simulated if settings else 1
-        return named("GPU") or named("CPU")[: max(1, simulated)]
 
     # Parallelizing ----------------------------------------------------------------------------
 
@@ -174,6 +161,8 @@ class TensorFlow1(Backend):
         Functions of the user's own (``K.function``, a loss of their own training loop) run the
         undivided graph.
         """
+        from . import functions  # here for start-up time
+
         inputs = getattr(model, "inputs", None) or ()
         kinds = {"nested_row_splits": "ragged", "assign": "a variable"}
         found = [kinds[name] for name in kinds if any(hasattr(each, name) for each in inputs)]
@@ -187,19 +176,19 @@ class TensorFlow1(Backend):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 current.uninstall()
         if len(devices) > 1:
-            warn_of_reference_variables(model)
+            sessions.warn_of_reference_variables(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
-        if len(devices) > 1 or counts_without_order(model):
+        if len(devices) > 1 or functions.counts_without_order(model):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
-                ReplicatedGraphFunctions(model, devices).install()
+                functions.ReplicatedGraphFunctions(model, devices)
         return model
 
     placed_parts = staticmethod(placed_parts)
 
     def verify(self, model, verification):
-        from . import verified_steps  # here for start-up time
+        from . import functions  # here for start-up time
 
-        verified_steps.verify(model, verification)
+        functions.verify(model, verification)
 
     def profiled(self):
         """From the statistics that sessions record of each run: see ``timeline``."""
@@ -230,6 +219,15 @@ class TensorFlow1(Backend):
         """
         tf = v1_names(self.import_framework())
         return placed_on(tf, "/device:CPU:0" if device == "cpu" else device)
+
+
+def _to_train_on(session, simulated):
+    # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
+    def named(kind):
+        found = [device.name for device in session.list_devices() if device.device_type == kind]
+        return [name[name.index("/device:") :] for name in found]
+
+    return named("GPU") or named("CPU")[: max(1, simulated)]
 
 
 def _may_list_gpus(tf):

@@ -2,15 +2,16 @@
 
 import contextlib
 import re
+from _thread import get_ident
 
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
-from ..._runtime import work
+from ..._runtime import patching, work
 from ..._runtime.process import process
-from . import op_placement, row_trial
-from .graph import v1_names
+from ..._verification import keras2
+from . import graph, timeline
+from .graph_rows import ReplicasTrial
 from .replicas import GraphReplicas, rows_differ
-from .step_counter import counting_in_order
 
 # What TensorFlow calls what runs a part of the batch, and what puts the parts together.
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
@@ -31,37 +32,29 @@ class ReplicatedGraphFunctions:
     """
 
     def __init__(self, model, devices):
-        self.owner = model
-        self.model = _keras.inner_model(model)
-        self.devices = list(devices)
+        self.owner, self.model = model, None
+        self.devices, self.verification = list(devices), None
         self._names = _keras.FUNCTIONS if len(self.devices) > 1 else ("train_function",)
         self._made = {}  # type: Dict[str, ReplicatedGraphFunction]
         self._replicas = None  # type: Optional[GraphReplicas]
         self._replicas_key = []  # type: List[Any]
         self._tried = {}  # type: Dict[Any, Any]
+        vars(model)["_compat_functions"] = self
+        _keras.InnerModel.have_prepared(model, self._prepare)
 
-    def install(self):
-        vars(self.owner)["_compat_functions"] = self
-        if _keras.wraps_a_model(self.owner):
-            vars(self.owner)["build"] = self._build
-        if self.model is not None:
-            self._install_makers()
-
-    def _install_makers(self):
+    def _prepare(self, model):
+        """Of an old Sequential these are several models, one after the other."""
+        self.model = model
         for name in self._names:
-            vars(self.model)["_make_" + name] = self._maker(name)
+            vars(model)["_make_" + name] = self._maker(name)
+        if self.verification is not None:
+            VerifiedTensorFlow1Step.install_on(model, self.verification)
 
     def uninstall(self):
         vars(self.owner).pop("build", None)
         del vars(self.owner)["_compat_functions"]
         for name in self._names if self.model is not None else ():
             del vars(self.model)["_make_" + name]
-
-    def _build(self, input_shape=None):
-        """What an old Sequential does to make its inner model anew, when layers were added."""
-        type(self.owner).build(self.owner, input_shape)
-        self.model = _keras.inner_model(self.owner)
-        self._install_makers()  # and not "build", which verification may have hidden by its own
 
     def _maker(self, name):
         make = getattr(self.model, "_make_" + name)
@@ -91,9 +84,9 @@ class ReplicatedGraphFunctions:
         taken = [tensor for tensor in replicas.taken() if tensor not in replicas.tried]
         replicas.tried.update(taken)
         K = _keras.keras_of(self.model).backend
-        K = K if hasattr(K, "get_session") else v1_names().keras.backend  # TensorFlow 2
+        K = K if hasattr(K, "get_session") else graph.v1_names().keras.backend  # TensorFlow 2
         phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
-        trial = row_trial.ReplicasTrial(K, replicas, fed, phase)
+        trial = ReplicasTrial(K, replicas, fed, phase)
         failed = trial.differing(taken) if taken else {}
         if failed:
             found = trial.placements(failed)
@@ -196,7 +189,7 @@ class ReplicatedGraphFunction:
     def _count(self, inputs, rows):
         devices, sizes = self.replicas.devices, None
         if process.configuration is not None:
-            devices = op_placement.as_configured(devices, process.configuration.devices)
+            devices = timeline.as_configured(devices, process.configuration.devices)
         if rows:
             sizes = split_rows.sizes(next(iter(rows.values())), len(devices))
         elif not self.replicas.part.divided and inputs and _rows_of(inputs[0]) is not None:
@@ -221,3 +214,102 @@ def _rows_of(value):
     """How many rows an array has; of a tensor of the graph, where that is known; else None."""
     shape = getattr(value, "shape", None)
     return getattr(shape[0], "value", shape[0]) if shape else None
+
+
+# The order in which an optimizer's steps are counted ---------------------------------------------
+
+
+def counts_without_order(model):
+    """Whether an Adam of this model's Keras may read its step counter before or after it grows."""
+    adam = _keras.keras_of(model).optimizers.Adam
+    return "get_updates" in vars(adam)  # not that of all later optimizers
+
+
+@contextlib.contextmanager
+def counting_in_order(optimizer, loss_of=lambda loss, params: loss, within=contextlib.ExitStack):
+    """Within, the training functions that Keras makes count as ``updates_in_order`` says.
+
+    Arguments:
+        loss_of: what the optimizer trains on, in place of Keras' loss of some parameters.
+        within: a function that gives the context in which it does.
+    """
+    get_updates = optimizer.get_updates
+
+    def get_updates_in_order(loss, params):
+        with within():
+            return updates_in_order(optimizer, get_updates, loss_of(loss, params), params)
+
+    # Not around all of it: a session that has run knows no new order (keras 2.3).
+    with patching.replaced(optimizer, get_updates=get_updates_in_order):
+        yield
+
+
+def updates_in_order(optimizer, get_updates, loss, params):
+    """What ``get_updates`` gives, where what the optimizer counts grows once it was read.
+
+    In keras 2.2 and 2.3 nothing orders the two. Adam adds 1 to the number of steps that it reads,
+    so it means the number before: with reference variables it mostly gets that, with resource
+    variables the other one. Nadam reads its schedule of momentum twice, before and after it is set.
+    tf.keras has an order of its own, which stays.
+    """
+    held = [value for each in _keras.wrapped_optimizers(optimizer) for value in vars(each).values()]
+    counters = [value for value in held if hasattr(value, "handle")]
+    # What others made, such as what saves the counter, must not count.
+    others = {op for counter in counters for op in counter.handle.consumers()}
+    # Of a variable and its new value Keras makes an assignment, but later than can be seen here.
+    updates = [
+        update[0].assign(update[1]) if isinstance(update, tuple) else update
+        for update in get_updates(loss=loss, params=params)
+    ]
+    for counter in counters:
+        made = [op for op in counter.handle.consumers() if op not in others]
+        for read in [op for op in made if op.type == "ReadVariableOp"]:
+            for write in [op for op in made if op.type.startswith("Assign")]:
+                if write not in graph.ancestors([read], ())[0]:
+                    write._add_control_input(read)
+    return updates
+
+
+# Verification -----------------------------------------------------------------------------------
+
+
+class _TensorFlow1Step(keras2.Keras2Step):
+    def __init__(self, method, function, data):
+        # A trial that fails makes the function anew, with other variables for the optimizer.
+        if hasattr(function.made, "try_on"):  # it is of replicas
+            function.made.try_on(data)
+        super().__init__(method, function, data)
+
+    def operations(self):
+        recording = timeline.recorded(graph.v1_names(), get_ident(), output_partition_graphs=True)
+        with recording as runs:  # other threads may run other functions meanwhile
+            self.function.made(self.data)
+        products = timeline.products(timeline.partitions(runs[-1]))
+        devices = self.method.verification.record.devices
+        return dict(zip(timeline.as_configured(list(products), devices), products.values()))
+
+
+class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
+    """The method by which Keras 2 makes the function of a step."""
+
+    step = _TensorFlow1Step
+
+    def written(self, function, model):
+        metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
+        metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
+        held = [v for metric in metrics for v in getattr(metric, "variables", ())]
+        ran = [function.updates_op] + list(function.outputs)
+        written = graph.variables_written(ran, held)  # TensorFlow does not list those
+        return sorted(written, key=lambda variable: getattr(variable, "handle", variable).op._id)
+
+    # Nothing else orders the two where Keras makes a function for itself.
+    ordering = staticmethod(counting_in_order)
+
+
+def verify(model, verification):
+    """Have the first steps of ``model`` verified; None: no longer."""
+    functions, inner = vars(model).get("_compat_functions"), _keras.inner_model(model)
+    if functions is not None:
+        functions.verification = verification
+    if inner is not None:
+        VerifiedTensorFlow1Step.install_on(inner, verification)

@@ -1,11 +1,10 @@
-"""Walking through a static graph of TensorFlow 1, and copying parts of it."""
+"""Walking through a static graph of TensorFlow 1, and gradients of the user's own in it."""
 
 import collections
-import copy
-import itertools
 import sys
 
 from ... import errors
+from ..._rows import Mixed, Partial, Replicated, Sharded
 
 
 def v1_names(tensorflow=None):
@@ -70,7 +69,7 @@ def dense_parts(*tensors):
     return parts
 
 
-def ancestors(fetches, stop, cut=None):
+def ancestors(fetches, stop, cut=lambda source: False):
     """The operations that ``fetches`` need, those in ``stop`` left out, and who consumes what.
 
     Arguments:
@@ -85,11 +84,10 @@ def ancestors(fetches, stop, cut=None):
             continue
         found[op] = None
         for source in list(op.inputs) + op.control_inputs:
-            if cut is not None and cut(source):
-                consumers[source].append(op)
-            else:
-                needed = getattr(source, "op", source)
-                consumers[needed].append(op)
+            is_cut = cut(source)
+            needed = source if is_cut else getattr(source, "op", source)
+            consumers[needed].append(op)
+            if not is_cut:
                 pending.append(needed)
         context = op._get_control_flow_context()
         if is_loop(context):
@@ -134,19 +132,6 @@ def value_of(variable):
     return gen_resource_variable_ops.read_variable_op(variable, dtype)
 
 
-def _only_lets_a_variable_in(op):
-    """Whether ``op`` brings a variable into a loop, which only reads it there.
-
-    The variable may as well be read before: else the loop runs on two devices, and sends the
-    variable from one to the other at each of its steps.
-    """
-    return (
-        op.type == "Enter"
-        and op.inputs[0].op.type == "VarHandleOp"
-        and all(consumer.type == "ReadVariableOp" for consumer in op.outputs[0].consumers())
-    )
-
-
 def writes(op):
     """Whether ``op`` writes a variable."""
     return op.type.replace("Resource", "").startswith(_WRITES) and bool(handles(op))
@@ -177,192 +162,110 @@ def variables_of(operations, others=()):
     return {variable for variable in found if getattr(variable, "handle", variable).op in written}
 
 
-class Copy:
-    """Copied operations by the operations they were copied from, and what replaces tensors."""
-
-    def __init__(self, operations, replaced):
-        self.operations = operations
-        self.replaced = replaced
-
-    def tensor(self, tensor):
-        """What was put in the place of a tensor, or its copy, or itself."""
-        if tensor in self.replaced or tensor.op not in self.operations:
-            return self.replaced.get(tensor, tensor)
-        return self.operations[tensor.op].outputs[tensor.value_index]
-
-
-def copy_operations(
-    operations, replaced, scope, device, seed=0, controls=lambda op: [], fixed_batch=None
-):
-    """Copy operations into their own graph.
-
-    Arguments:
-        operations: what to copy; may hold loops and conditions, if whole.
-        replaced: tensors of other operations, and the ones to use in their place.
-        scope: a name to put before those of the operations.
-        device: a device function for the copies; None: as the originals.
-        seed: a number that sets apart the random numbers of several copies.
-        controls: a function from an operation that is not copied to those to wait for instead.
-        fixed_batch: the number of rows the originals were made for, where it is fixed; the
-            copies compute other numbers.
-    """
-    copies = Copy({}, replaced)
-    # Before 1.8 TensorFlow infers shapes as it imports, so inputs have to come first.
-    operations = sorted(operations, key=lambda op: op._id)
-    if not operations:
-        return copies
-    tf, graph = v1_names(), operations[0].graph
-    copied, prefix = set(operations), graph.unique_name(scope) + "/"
-    definition = tf.GraphDef()
-    definition.versions.CopyFrom(graph.graph_def_versions)
-    outside, waiting = {}, []
-    entering = {op for op in operations if _only_lets_a_variable_in(op)}
-    for op in operations:
-        node = definition.node.add()
-        node.CopyFrom(op.node_def)
-        node.attr.pop("_class", None)  # colocated with originals
-        if op in entering:
-            replaced[op.inputs[0]] = value = value_of(op.inputs[0])
-            node.attr["T"].type = value.dtype.as_datatype_enum
-        elif op.type == "ReadVariableOp" and op.inputs[0].op in entering:
-            node.op = "Identity"
-            node.attr["T"].type = node.attr["dtype"].type
-            del node.attr["dtype"]
-        if device is not None:
-            node.device = ""
-        for tensor in op.inputs:
-            if tensor.op not in copied or tensor in replaced:
-                is_read = tensor.op.type == "ReadVariableOp" and is_shared(tensor.op)
-                inside = value_of(tensor.op.inputs[0]) if is_read else tensor
-                outside[tensor.name] = replaced.get(inside, inside)
-        for other in op.control_inputs:
-            if other not in copied:
-                node.input.remove("^" + other.name)
-                waiting.append((op, other))
-        if has_custom_gradient(op):
-            node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
-        _set_apart(node, prefix, seed)
-    with graph.as_default(), tf.device(None), tf.device(device):
-        results = tf.import_graph_def(
-            definition, outside, [op.name for op in operations], name=prefix
-        )
-    copies.operations.update(zip(operations, results))
-    for op in set(operations) - entering:
-        _set_shapes(op.outputs, copies.operations[op].outputs, fixed_batch)
-    for op, other in waiting:
-        copies.operations[op]._add_control_inputs(controls(other))
-    _copy_contexts(copies, prefix)
-    return copies
-
-
-def _set_apart(node, prefix, seed):
-    """Have a copy do nothing together with its original, and not be made for a fixed batch."""
-    if node.op in ("Enter", "RefEnter"):  # loops with one name would run as one
-        node.attr["frame_name"].s = prefix.encode() + node.attr["frame_name"].s
-    if "element_shape" in node.attr and node.attr["element_shape"].shape.dim:
-        node.attr["element_shape"].shape.dim[0].size = -1  # of a loop's array: a fixed batch
-    if seed and "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
-        node.attr["seed2"].i = (node.attr["seed2"].i + seed * 104729) % 2**31
-
-
-def _set_shapes(originals, copies, fixed_batch):
-    """Keras sets shapes that TensorFlow does not infer, of RNNs for example."""
-    for tensor, copied in zip(originals, copies):
-        if tensor.shape.ndims is not None:
-            shape = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
-            if fixed_batch and shape and shape[0] and shape[0] % fixed_batch == 0:
-                shape[0] = None  # as many rows for each row of the batch: steps, for example
-            copied.set_shape(shape)
-
-
 def attribute(op, name, default=None):
     """An attribute of an operation, which need not have it."""
     # Before 1.8 asking for one that is not there adds it to a dictionary.
     return op.get_attr(name) if name in op.node_def.attr else default
 
 
-def has_custom_gradient(op):
-    """Whether the gradient of ``op`` is a function of the user's, by ``tf.custom_gradient``."""
-    return attribute(op, "_gradient_op_type", b"").startswith(b"CustomGradient")
+def line_of(op):
+    """Where the user's code made an operation, as "file.py, line 12", or None."""
+    frames = [(frame[0], frame[1]) for frame in op.traceback or ()]
+    # What autograph makes of the user's functions is in files of its own.
+    return errors.innermost_line([f for f in frames if "__autograph_generated_file" not in f[0]])
 
 
-_numbers = itertools.count()
+def constant(tensor):
+    """The value of a tensor that is known before any run, as an array, or None."""
+    from tensorflow.python.framework import tensor_util
+
+    value = tensor_util.constant_value(tensor)
+    if value is None and tensor.op.type == "Sub":  # the order of tf.transpose(x)
+        first, second = map(constant, tensor.op.inputs)
+        return None if first is None or second is None else first - second
+    return value
 
 
-def _gradient_of_copy(op, copies):
-    """Register a gradient for the copy of ``op``, and return its name.
+def known_numbers(tensor):
+    """The numbers in a tensor that are known before any run, as a list, or None."""
+    value = constant(tensor)
+    return None if value is None else value.ravel().tolist()
 
-    The user's function holds tensors of the original. What it computes of them is copied, to be
-    computed of the copies.
-    """
+
+def sizes_of(tensor):
+    return None if tensor.shape.ndims is None else tensor.shape.as_list()
+
+
+# Gradients of the user's own ------------------------------------------------------------------
+
+# They come by ``tf.custom_gradient`` and ``Graph.gradient_override_map``, and may compute across
+# rows whatever their operation does. What such a function makes of what comes back to the operation
+# is a part of the graph as any other, and is followed as that.
+
+
+def has_own_gradient(op):
+    """Whether an operation's gradient is not TensorFlow's."""
     from tensorflow.python.framework import ops
 
-    if loop_of(op) is not None:
-        raise errors.unsupported(
-            "tensorflow",
-            f"run {op.name} on several devices: it is in a loop and has a gradient by "
-            "tf.custom_gradient, which is bound to the undivided batch",
-            "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
+    if not op.inputs or not attribute(op, "_gradient_op_type"):
+        return False
+    try:
+        function = ops.get_gradient_function(op)
+    except LookupError:  # none is known by this name
+        return False
+    # What tf.custom_gradient registers calls the function that it was given. Those of TensorFlow
+    # and Keras themselves are gradients of what they belong to, as in tf.recompute_grad.
+    for name in ("tape_grad_fn", "grad_fn"):
+        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+        if name in names:
+            function = function.__closure__[names.index(name)].cell_contents
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return package not in ("tensorflow", "tensorflow_core", "keras", "tf_keras")
+
+
+class OwnGradient:
+    """What an operation's gradient computes, in the operation's graph.
+
+    Arguments:
+        results: the placements of its outputs.
+
+    Attributes:
+        upstream: for each of its outputs a placeholder for what comes back to it, and how that
+            depends on the rows.
+        operations: those that compute the gradients of its inputs, in order.
+        downstream: these gradients, None where there is none.
+    """
+
+    def __init__(self, op, results):
+        from tensorflow.python.framework import ops
+
+        tf = v1_names()
+        with op.graph.as_default(), ops.control_dependencies(None):
+            upstream = [tf.placeholder(each.dtype, each.shape) for each in op.outputs]
+            before = len(op.graph.get_operations())
+            found = ops.get_gradient_function(op)(op, *upstream)
+            found = found if isinstance(found, (list, tuple)) else [found]
+            self.downstream = [g if g is None else tf.convert_to_tensor(g) for g in found]
+            self.operations = op.graph.get_operations()[before:]
+        kinds = [Partial("sum") if isinstance(each, Replicated) else each for each in results]
+        self.upstream = list(zip(upstream, kinds))
+
+    def mixes(self, given, placement):
+        """Whether the devices' gradients are not those of the whole batch.
+
+        Arguments:
+            given: the placements of the operation's inputs.
+            placement: a function that tells that of a tensor.
+        """
+        return not all(
+            gradient is None or not gradient.dtype.is_floating or _fits(before, placement(gradient))
+            for before, gradient in zip(given, self.downstream)
         )
 
-    gradient = ops.get_gradient_function(op)
-    name = f"CustomGradientOfCopy{next(_numbers)}"
 
-    @ops.RegisterGradient(name)
-    def gradient_of_copy(_, *upstream):
-        results = gradient(op, *upstream)
-        tensors = [result for result in results if result is not None]
-        starts = set(copies.operations) | {tensor.op for tensor in copies.replaced}
-        given = {tensor.op for tensor in upstream if tensor is not None}  # whole numbers get none
-        _, consumers = ancestors(tensors, starts | given)
-        moving = reached([start for start in starts if start in consumers], consumers) - starts
-        boundary = {
-            tensor: copies.tensor(tensor)
-            for each in moving
-            for tensor in each.inputs
-            if tensor.op not in moving
-        }
-        with op.graph.name_scope(None), ops.control_dependencies(None):
-            moved = copy_operations(moving, boundary, "gradient", None)
-        return [None if result is None else moved.tensor(result) for result in results]
-
-    return name.encode()
-
-
-def _copy_contexts(copies, prefix):
-    """Give copies of loops and conditions contexts of their own, which gradients need."""
-    from tensorflow.python.ops.control_flow_ops import ControlFlowContext
-
-    tf, contexts = v1_names(), {}  # type: Any, Dict[Any, Any]
-    new_names = {
-        tensor.name: copies.tensor(tensor).name for op in copies.operations for tensor in op.outputs
-    }
-
-    def convert(value):
-        if isinstance(value, tf.Tensor):
-            return copies.tensor(value)
-        if isinstance(value, tf.Operation):
-            return copies.operations.get(value, value)
-        if isinstance(value, ControlFlowContext):
-            return context_of(value)
-        if isinstance(value, set):
-            return {new_names.get(name, name) for name in value}
-        if isinstance(value, dict):
-            return {new_names.get(name, name): convert(item) for name, item in value.items()}
-        if isinstance(value, list):
-            return [convert(v) for v in value if getattr(v, "op", None) in copies.operations]
-        return value
-
-    def context_of(context):
-        if context not in contexts:
-            contexts[context] = result = copy.copy(context)
-            vars(result).update((name, convert(each)) for name, each in vars(context).items())
-            result._name = prefix + context._name
-            if is_loop(context):
-                result._grad_state = None
-        return contexts[context]
-
-    for op, copied in copies.operations.items():
-        context = op._get_control_flow_context()
-        if context is not None:
-            copied._set_control_flow_context(context_of(context))
+def _fits(before, after):
+    if isinstance(before, Sharded):
+        return isinstance(after, Sharded) and after.replace(inner=before.inner) == before
+    if isinstance(before, Replicated):
+        return after == Partial("sum")
+    return not isinstance(after, Mixed)

@@ -2,16 +2,18 @@
 
 The table of operations is ``row_operations``. What it does not know (loops, functions, unusual
 operations) is unknown: the output of a layer is then *assumed* to have rows first, which is Keras'
-own convention, and ``row_trial`` asks before anything is made of it.
+own convention, and ``ReplicasTrial`` asks before anything is made of it.
 """
 
+import contextlib
 import re
 
-from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value
-from . import own_gradients
-from .graph import dense_parts, is_outermost, loop_of
+import numpy as np
+
+from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value, trial
+from . import graph
 from .row_operations import ALIGNED, placements
-from .row_sizes import Positions, sizes_of
+from .row_rules import Positions
 
 
 class TensorRows:
@@ -33,14 +35,13 @@ class TensorRows:
     """
 
     def __init__(self, inputs, operations, fixed, normalizing, tried):
-        self.fixed, self.tried = fixed, tried
+        self.fixed, self.tried, self._normalizing = fixed, tried, normalizing
         self.mixing, self.assumed = [], set()
-        self.statistics, self.constants, self.shapes = {}, set(), {}
-        self._normalizing = normalizing
+        self.statistics, self.constants, self.shapes = [], set(), {}
         self._known = {}
         sparse = [Positions(Sharded(0)), Sharded(0, inner=None, even=False), Count([0])]
         for tensor in inputs:
-            parts = dense_parts(tensor)
+            parts = graph.dense_parts(tensor)
             self._known.update(zip(parts, sparse if len(parts) > 1 else [Sharded(0)]))
         for op in _in_order(operations):
             self._look_at(op)
@@ -50,10 +51,11 @@ class TensorRows:
 
     def come_first(self, tensor):
         """Whether the devices' values, one after the other, are those of the whole batch."""
-        return is_outermost(tensor.op) and is_in_order(self._assumed(tensor, self.known(tensor)))
+        return graph.is_outermost(tensor.op) and is_in_order(self._assumed(tensor))
 
-    def _assumed(self, tensor, placement):
+    def _assumed(self, tensor):
         """The placement of a tensor, taken for rows where nothing tells."""
+        placement = self.known(tensor)
         if not isinstance(placement, Unknown) or not self._may_come_first(tensor):
             return placement
         self.assumed.add(tensor)
@@ -64,7 +66,7 @@ class TensorRows:
             return False
         if tensor.shape.ndims is None:
             return hasattr(tensor, "_keras_history")
-        first = sizes_of(tensor)[:1]
+        first = graph.sizes_of(tensor)[:1]
         return first == [None] or bool(self.fixed and first and first[0] % self.fixed == 0)
 
     def _look_at(self, op):
@@ -73,31 +75,29 @@ class TensorRows:
         if any(_is_within(op, layer) for layer in self._normalizing):
             # Some take statistics of their rows and normalize by them, all in one.
             normalizes = op.type.startswith("FusedBatchNorm") and op.get_attr("is_training")
-            for tensor, result in zip(op.outputs, results):
+            for place, (tensor, result) in enumerate(zip(op.outputs, results)):
                 if normalizes or not isinstance(result, (Replicated, Sharded, Count)):
-                    self.statistics[tensor] = result
-            results = [
-                result if isinstance(result, (Sharded, Count)) else REPLICATED for result in results
-            ]
-        elif any(isinstance(each, Sharded) for each in results) and self._mixes_back(
-            op, given, results
-        ):
+                    self.statistics.append(tensor)
+                if not isinstance(result, (Sharded, Count)):
+                    results[place] = REPLICATED
+        elif self._mixes_back(op, given, results):
             results = [Mixed("gradient")] * len(results)
         for tensor, result in zip(op.outputs, results):
-            result = self.tried.get(tensor, result)
-            ends_layer = hasattr(tensor, "_keras_history")
-            self._known[tensor] = self._assumed(tensor, result) if ends_layer else result
+            self._known[tensor] = self.tried.get(tensor, result)
+            if hasattr(tensor, "_keras_history"):
+                self._known[tensor] = self._assumed(tensor)
         # Whether all rows are so, or any is: RNNs choose among implementations by that.
         if any(map(self._is_mixed, op.outputs)) and not any(map(self._is_mixed, op.inputs)):
             self.mixing.append(op)
 
     def _mixes_back(self, op, given, results):
         """Whether an operation has a gradient of its own, and that mixes rows."""
-        if loop_of(op) is not None or not own_gradients.has_one(op):
+        rows = any(isinstance(each, Sharded) for each in results)
+        if not rows or graph.loop_of(op) is not None or not graph.has_own_gradient(op):
             return False
         mixing = list(self.mixing)
         try:
-            gradient = own_gradients.OwnGradient(op, results)
+            gradient = graph.OwnGradient(op, results)
         except Exception:  # whatever a function of the user's does
             return True
         self._known.update(gradient.upstream)
@@ -112,7 +112,7 @@ class TensorRows:
         return mixed and tensor.dtype.name != "bool"
 
     def _results(self, op, given):
-        if loop_of(op) is not None:
+        if graph.loop_of(op) is not None:
             mixed = [each for each in given if isinstance(each, Mixed)]
             return [mixed[0] if mixed else Unknown("in a loop")] * len(op.outputs)
         self._look_at_constants(op, given)
@@ -142,13 +142,12 @@ class TensorRows:
 
     def has_fixed(self, tensor):
         """Whether the first dimension of ``tensor`` has as many rows as are fixed."""
-        return self.fixed not in (None, 1) and (sizes_of(tensor) or [])[:1] == [self.fixed]
+        return self.fixed not in (None, 1) and (graph.sizes_of(tensor) or [])[:1] == [self.fixed]
 
 
 def is_in_order(placement):
     """Whether devices' values of this placement, put together in order, are the whole's."""
-    known = isinstance(placement, Sharded)
-    return known and (placement.axis, placement.copies) == (0, 1)
+    return isinstance(placement, Sharded) and (placement.axis, placement.copies) == (0, 1)
 
 
 def _is_within(op, scope):
@@ -157,7 +156,7 @@ def _is_within(op, scope):
 
 
 def _value(tensor, placement):
-    shape = sizes_of(tensor)
+    shape = graph.sizes_of(tensor)
     if shape and isinstance(placement, Sharded):
         shape[placement.axis] = None
     return Value(placement, shape)
@@ -178,3 +177,139 @@ def _in_order(operations):
         if not before:
             ordered[pending.pop()] = None
     return ordered
+
+
+class ReplicasTrial:
+    """A trial of replicas.
+
+    Arguments:
+        backend: Keras' backend.
+        replicas: the ``Replicas``.
+        fed: what the function is fed, by its tensors.
+        phase: the learning phase, if that is a tensor.
+    """
+
+    def __init__(self, backend, replicas, fed, phase):
+        self.backend, self.session = backend, backend.get_session()
+        self.replicas, self.replica = replicas, replicas.copies[0]
+        self.part, self.rows = replicas.part, replicas.part.rows
+        divided = replicas.read_in_shards()
+        given = {t: v for t, v in fed.items() if v is not None}  # one with a default has None
+        self._given = {t: v for t, v in given.items() if not hasattr(v, "op") and hasattr(t, "op")}
+        self._fed = {t: v for t, v in self._given.items() if not any(t is d for d in divided)}
+        if hasattr(phase, "op"):
+            self._fed[phase] = False
+
+    def _value_of(self, tensor):
+        """Rows of a tensor that the replica reads a shard of, from what is fed, or made up."""
+        if tensor in self._given:
+            return self._given[tensor]
+        if not tensor.op.type.startswith(("Placeholder", "Iterator", "Queue")):
+            return self.session.run(tensor)
+        shape = [3 if size is None else size for size in tensor.shape.as_list()]
+        if tensor.dtype.is_floating:
+            return np.random.RandomState(0).normal(size=shape).astype(tensor.dtype.as_numpy_dtype)
+        return np.arange(np.prod(shape)).reshape(shape).astype(tensor.dtype.as_numpy_dtype) % 2
+
+    def differing(self, tensors):
+        """The tensors that are not the replicas' rows in order, and why, as ``Across`` says it.
+
+        Random ones are not among them where rules tell.
+        """
+        ran = []
+        try:
+            found = self._tried(tensors, ran)
+        except Exception:
+            if ran:  # of all rows, but not of some of them
+                return dict.fromkeys(tensors, "fails")
+            found = dict.fromkeys(tensors, Unknown())
+        whys = {}
+        for tensor, placement in found.items():
+            if isinstance(placement, Unknown):  # also where it is random
+                if not self.rows.assumed.isdisjoint(self.part.before(tensor)):
+                    whys[tensor] = "unknown"
+            elif not is_in_order(placement):
+                whys[tensor] = "tried"
+        return whys
+
+    def placements(self, failed):
+        """The placements by which the graph is divided anew, after some tensors failed the trial.
+
+        Arguments:
+            failed: as ``differing`` gives.
+        """
+        asked = [
+            tensor
+            for op in filter(graph.is_outermost, self.part.needed)
+            if op in self.part.operations and op.type not in ("Switch", "Assert")
+            for tensor in op.outputs
+            if tensor not in self.part.averaged
+            and tensor.dtype.name not in ("resource", "variant")
+            and (self._is_untold(tensor) or hasattr(tensor, "_keras_history"))
+        ]
+        tried, found = {}, {}
+        with contextlib.suppress(Exception):
+            tried = self._tried(asked, [])
+        for tensor, placement in tried.items():
+            if self._is_untold(tensor) and not isinstance(placement, Unknown):
+                found[tensor] = placement
+            elif isinstance(placement, Mixed):
+                found[tensor] = Mixed("tried")
+        for tensor, why in failed.items():
+            if not isinstance(found.get(tensor), Mixed):
+                found[tensor] = Mixed(why)
+        return {t: p for t, p in found.items() if self.rows.tried.get(t) != p}
+
+    def _is_untold(self, tensor):
+        return isinstance(self.rows.known(tensor), Unknown)
+
+    def _tried(self, tensors, ran):
+        """The placements of tensors by a trial, which adds to ``ran`` what it has computed."""
+        random = [t for t in self.part.drawn() if graph.is_outermost(t.op)]
+        written = list(graph.variables_of(self.part.once))
+        before = self.session.run(written)
+
+        def compute(rows):
+            ran.append(self._run(tensors, values, drawn, rows))
+            return ran[-1]
+
+        try:
+            values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}
+            drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
+            return dict(zip(tensors, trial.tried(compute)))
+        finally:
+            self.backend.batch_set_value(list(zip(written, before)))
+
+    def _run(self, tensors, values, drawn, rows):
+        """The arrays that the replica computes of some rows.
+
+        Arguments:
+            values: of the tensors that it reads a shard of.
+            drawn: of random ones, for all rows.
+        """
+        feed = dict(self._fed)
+        for tensor, value in values.items():
+            shards = [self.replica.replaced[part] for part in graph.dense_parts(tensor)]
+            feed.update(zip(shards, _rows_of(value, rows)))
+        for tensor, value in drawn.items():
+            placement = self.rows.known(tensor)
+            if isinstance(placement, Sharded) and rows != trial.WHOLE:
+                value = trial.chosen(value, placement, rows)
+            feed[self.replica.tensor(tensor)] = value
+        asked = [self.replica.tensor(tensor) for tensor in tensors]
+        return list(map(np.asarray, self.session.run(asked, feed)))
+
+
+def _rows_of(value, rows):
+    """Some rows of an array, or the parts of a sparse one; more of them than it has come again."""
+    if hasattr(value, "tocoo"):
+        value = value.tocoo()
+        places, values, shape = np.stack([value.row, value.col], 1), value.data, value.shape
+    elif hasattr(value, "dense_shape"):
+        places, values, shape = value
+    else:
+        return [np.asarray(value)[[row % len(value) for row in rows]]]
+    taken = [np.flatnonzero(places[:, 0] == row % shape[0]) for row in rows]
+    places, values = places[np.concatenate(taken)], values[np.concatenate(taken)]
+    places[:, 0] = np.repeat(range(len(rows)), list(map(len, taken)))
+    return [places.astype("int64"), values, np.array([len(rows)] + list(shape[1:]), "int64")]

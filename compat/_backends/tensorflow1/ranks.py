@@ -11,9 +11,9 @@ import functools
 from ... import errors
 from ..._ranks import keras2, keras_model
 from ..._ranks.engines import tensorflow_horovod
+from .functions import counting_in_order
 from .graph import variables_written
-from .step_counter import counting_in_order
-from .variables import warn_of_reference_variables
+from .sessions import warn_of_reference_variables
 
 
 def distribute(model, place):
@@ -103,7 +103,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
 
         It is the sum of the parameters times those means; its own value means nothing.
         """
-        tf = self.engine.tf
+        tf, count = self.engine.tf, functools.partial(keras_model.count, model, training=True)
 
         def share(rows):
             begun, self.begun = self.begun, None
@@ -112,20 +112,16 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
                 begun = self.engine.share(rows)
             return begun
 
-        def count(rows):
-            keras_model.count(model, rows, True)
-
         with loss.graph.as_default(), tf.name_scope("ranks"):
             if keras2.knows_divisors(model):
                 self.share_tensor = self.called(share, model)
             else:
                 self.share_tensor = self.engine.share_in_graph(self.rows(model), count)
             gradients = tf.gradients(loss, parameters)
-            trained = [p for p, gradient in zip(parameters, gradients) if gradient is not None]
-            gradients = [gradient for gradient in gradients if gradient is not None]
-            means = self.engine.mean(gradients, self.share_tensor, "gradients")
+            pairs = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
+            means = self.engine.mean([g for _, g in pairs], self.share_tensor, "gradients")
             products = []
-            for mean, parameter in zip(means, trained):
+            for mean, (parameter, _) in zip(means, pairs):
                 if isinstance(mean, tf.IndexedSlices):
                     parameter, mean = tf.gather(parameter, mean.indices), mean.values
                 products.append(tf.reduce_sum(parameter * tf.stop_gradient(mean)))

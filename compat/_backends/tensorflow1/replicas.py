@@ -1,7 +1,8 @@
 """Replicas of a model in a static graph of TensorFlow 1.
 
 The *batch part* of the graph, which computes the model's outputs from its inputs, each row from
-that row alone, is copied once per device. All else is computed once, of the whole batch: losses,
+that row alone, is copied once per device, and what computes as much besides: losses for example.
+``graph_rows`` finds out which that is. All else is computed once, of the whole batch: losses,
 metrics, updates of layers, and what computes across rows. It takes from the batch part nothing but
 tensors with rows, which are put together in order, so it may be any function of them: sums are
 sums, counts count once.
@@ -12,11 +13,159 @@ average becomes the mean of what the replicas would write.
 
 import contextlib
 
-from ... import _keras
+from ... import _keras, _rows
 from ..._rows import split_rows
 from . import graph
-from .batch_part import BatchPart
-from .placed_layers import ColocateGradients
+from .graph_changes import ColocateGradients, Copy, copy_operations
+from .graph_rows import TensorRows
+
+_COSTLY = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "SparseTensorDenseMatMul")
+
+
+class BatchPart:
+    """What replicas of a model run, and what they take.
+
+    Arguments:
+        model: the model of Keras; the first dimension of its input tensors is the batch.
+        losses: the losses it trains on, as far as known.
+        updates: the updates of the model's layers, as Keras has them.
+        tried: placements of tensors that trials found.
+
+    Attributes:
+        rows: the ``TensorRows`` of the graph.
+        fixed: the number of rows, where it is fixed.
+        needed: the operations that replicas run.
+        operations: those among them that depend on the batch.
+        once: operations run once, not by each replica: counters.
+        averaged: the tensors that BatchNorm writes, each replica by the rows it has.
+        constants: constant tensors that have a row for each row of the batch.
+        divided: the inputs that replicas read shards of.
+        across: what runs whole on the way to the outputs, where that costs something: an
+            ``Across``, or None.
+    """
+
+    def __init__(self, model, losses, updates, tried):
+        inputs, outputs = list(model.inputs), list(model.outputs)
+        values = [update[1] if isinstance(update, tuple) else update for update in updates]
+        starts = {part.op for part in graph.dense_parts(*inputs)}
+        _, self._consumers = graph.ancestors(outputs + losses + values, starts)
+        depending = graph.reached(starts, self._consumers) - starts
+        shapes = [tensor.get_shape() for tensor in inputs]
+        self.fixed = next((s.as_list()[0] for s in shapes if s.ndims and s.as_list()[0]), None)
+        normalizing = _variables_of_batchnorm(model)
+        layers = {part for v in normalizing for part in v.op.name.split("/")[-2:-1]}
+        self.rows = TensorRows(inputs, depending, self.fixed, layers, tried)
+        self._starts, inside = starts, set(graph.ancestors(outputs, starts)[0])
+        # Each device would write another value.
+        mixing = self.rows.mixing + [op for op in inside & depending if graph.writes(op)]
+        #: Operations of the whole batch: those that compute across rows, and all that need them.
+        self._mixed = graph.reached(mixing, self._consumers)
+        written = _values_written(updates, starts, normalizing)
+        averaged = [t for t in written if t.op in depending and t.op not in self._mixed]
+        self.averaged = set(averaged)
+        targets = self._rows_nearest_to(outputs, losses + values, depending) + averaged
+        needed, _ = graph.ancestors(targets, starts)
+        self.across = self._costly_after(mixing, inside & depending.difference(needed))
+        self.once = {op for op in needed if graph.writes(op)}
+        needed, consumers = graph.ancestors(targets, starts | self.once)
+        # A gradient of the user's own is computed once of all that comes back to a weight.
+        self.needed = [
+            op
+            for op in needed
+            if not (graph.is_shared(op) or op not in depending and graph.has_own_gradient(op))
+        ]
+        # What these need besides is copied, too.
+        self.operations = graph.reached(starts, consumers) - starts
+        self.constants = list(self.rows.constants) + self._constants_of_loops()
+        taken = {tensor for op in self.operations for tensor in op.inputs}
+        self.divided = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
+
+    def before(self, tensor):
+        """The tensors from which a tensor is computed, and itself."""
+        return {t for op in graph.ancestors([tensor], self._starts)[0] for t in op.outputs}
+
+    def drawn(self):
+        """Random numbers, and the statistics of batch normalization, that replicas make."""
+        random = [op.outputs[0] for op in self.needed if "seed2" in op.node_def.attr]
+        return random + [t for t in self.rows.statistics if t.op in self.operations]
+
+    def _rows_nearest_to(self, outputs, others, depending):
+        """The outputs, each computed from its row alone, or what layers before them put out.
+
+        And what others, losses and updates, take of layers and of costly operations.
+        """
+        wanted = list(outputs)
+        for other in others:  # an operation, or a tensor
+            wanted += getattr(other, "inputs", [other])
+
+        def is_found(tensor):
+            ends = tensor in outputs or hasattr(tensor, "_keras_history") or _is_costly(tensor.op)
+            ends = ends and tensor.op in depending and tensor.op not in self._mixed
+            return ends and self.rows.come_first(tensor) and not self._needs_other_rows(tensor)
+
+        return _rows.nearest(wanted, is_found, lambda t: t.op.inputs if t.op in depending else ())
+
+    def _needs_other_rows(self, target):
+        """Whether it needs rows that are no input's of the model, such as those to predict."""
+        return any(
+            tensor.dtype.name not in ("bool", "resource") and not tensor.shape.is_fully_defined()
+            for op in graph.ancestors([target], self._starts)[0]
+            if op.type.startswith(("Placeholder", "IteratorGetNext"))
+            for tensor in op.outputs
+        )
+
+    def _costly_after(self, mixing, operations):
+        """What makes costly ones among operations run whole, as an ``Across``, or None."""
+        after = filter(_is_costly, operations.intersection(self._mixed).difference(mixing))
+        needed = set(graph.ancestors(after, self._starts)[0]).intersection(mixing)
+        if not needed:
+            return None
+        op = min(needed, key=lambda op: op._id)
+        whys = [getattr(self.rows.known(tensor), "why", None) for tensor in op.outputs]
+        why = next((each for each in whys if each in _rows.REASONS), "mixed")
+        return _rows.Across(f"{op.name} ({op.type})", self._layer_of(op), graph.line_of(op), why)
+
+    def _layer_of(self, op):
+        """The name of the layer whose output is the next one after an operation, or None."""
+        pending = [op]
+        for each in pending:  # which grows meanwhile
+            for tensor in each.outputs:
+                if hasattr(tensor, "_keras_history"):
+                    return tensor._keras_history[0].name
+            pending += [user for user in self._consumers.get(each, ()) if user not in pending]
+        return None
+
+    def _constants_of_loops(self):
+        """What loops begin with, weights left out, that has a fixed number of rows: zeros."""
+        entering = [op for op in self.needed if op.type == "Enter" and op not in self.operations]
+        return [
+            tensor
+            for tensor in (op.inputs[0] for op in entering)
+            if tensor.dtype.is_floating
+            and self.rows.has_fixed(tensor)
+            and not any(op.type.startswith("Var") for op in graph.ancestors([tensor], ())[0])
+        ]
+
+
+def _values_written(updates, stop, variables):
+    """The tensors that updates write into some variables, or derive from the batch for it."""
+    # Keras' moving averages have variables besides: "moving_mean/biased".
+    scopes = tuple(variable.op.name + "/" for variable in variables)
+
+    def is_one(variable):
+        return (variable.name + "/").startswith(scopes)
+
+    pairs = [update for update in updates if isinstance(update, tuple)]
+    ops, consumers = graph.ancestors([u for u in updates if not isinstance(u, tuple)], stop)
+    own = [op for op in ops if graph.writes(op) and is_one(graph.source_of(op.inputs[0]))]
+    writing = graph.reached(own, consumers)
+    values = [value for variable, value in pairs if is_one(variable.op)]
+    return values + [t for op in writing for t in op.inputs if t.op not in writing]
+
+
+def _is_costly(op):
+    """Whether an operation is worth running on all devices, also where only a loss needs it."""
+    return op.type.startswith(_COSTLY)
 
 
 class GraphReplicas:
@@ -28,19 +177,17 @@ class GraphReplicas:
     """
 
     def __init__(self, model, losses, updates, tried, devices):
-        self.name = model.name
-        self.tf = graph.v1_names()
+        self.name, self.inputs = model.name, list(model.inputs)
+        self.tf, self.graph = graph.v1_names(), model.outputs[0].graph
         self.devices = devices
-        self.graph = model.outputs[0].graph
-        self.inputs = list(model.inputs)
         # A row for each row of the batch.
         self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
         # What is computed again, of the whole batch, and in place of what leaves the replicas.
-        self._whole = graph.Copy({}, {})
+        self._whole = Copy({}, {})
         self.tried = set()  # type: Set[Any]
-        self.part = BatchPart(model, losses, updates, _variables_of_batchnorm(model), tried)
+        self.part = BatchPart(model, losses, updates, tried)
         with self._apart():
-            self._check_rows_of_tensors()
+            self._checks = self._checks_of_rows()
             rows = self.tf.shape((self.part.divided or self.inputs)[0])[0]
             self.sizes = split_rows.sizes(rows, len(devices))
             self.copies = [self._replica(index) for index in range(len(devices))]
@@ -59,13 +206,16 @@ class GraphReplicas:
         shapes = self.part.rows.shapes.items()
         replaced = {t: tf.constant(sizes, t.dtype) for t, sizes in shapes if None not in sizes}
         for tensor in self.read_in_shards():
-            with self._where_it_lies(tensor), tf.control_dependencies(self._checks):
+            # Slicing on the replica would send the whole batch to every device.
+            is_fed = tensor.op.type.startswith("Placeholder")
+            where = tf.device("/cpu:0") if is_fed else tf.colocate_with(tensor.op)
+            with where, tf.control_dependencies(self._checks):
                 # Of a fixed number, a replica could only compute as many rows as it always has.
                 count = tf.placeholder_with_default(tf.shape(tensor)[0], ())
                 first, end = split_rows.run_bounds(count, len(self.devices), index, tf.maximum)
                 shard = self._shard(tensor, first, end)
                 replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
-        return graph.copy_operations(
+        return copy_operations(
             self.part.needed,
             replaced,
             f"replica_{index}",
@@ -83,17 +233,16 @@ class GraphReplicas:
         """The tensors of which others take the replicas' rows."""
         return [tensor for tensor in self._whole.replaced if tensor not in self.part.averaged]
 
-    def _check_rows_of_tensors(self):
+    def _checks_of_rows(self):
         """Check at run time that inputs that are not fed have as many rows as the others."""
         tf = self.tf
         fed = [t.op.type.startswith("Placeholder") for t in self.part.divided]
-        self._checks = []
         if len(fed) < 2 or all(fed):
-            return
+            return []
         with tf.device("/cpu:0"):
             counts = [tf.shape(tensor)[0] for tensor in self.part.divided]
             same = tf.reduce_all(tf.equal(counts, counts[0]))
-            self._checks.append(tf.Assert(same, [rows_differ(self.name) + " Rows:"] + counts))
+            return [tf.Assert(same, [rows_differ(self.name) + " Rows:"] + counts)]
 
     @contextlib.contextmanager
     def _apart(self):
@@ -101,12 +250,6 @@ class GraphReplicas:
         with self.graph.as_default(), self.graph.name_scope(None):
             with self.tf.control_dependencies(None), self.tf.device(None):
                 yield
-
-    def _where_it_lies(self, tensor):
-        # Slicing on the replica would send the whole batch to every device.
-        if tensor.op.type.startswith("Placeholder"):
-            return self.tf.device("/cpu:0")
-        return self.tf.colocate_with(tensor.op)
 
     def _shard(self, tensor, first, end):
         tf = self.tf
@@ -136,9 +279,7 @@ class GraphReplicas:
         if self._leaves_replicas(fetch):
             return self._whole_tensor(fetch)
         ops, consumers = graph.ancestors([fetch], (), self._leaves_replicas)
-        between = graph.reached(
-            [source for source in consumers if self._is_divided(source)], consumers
-        )
+        between = graph.reached(filter(self._is_divided, consumers), consumers)
         between.update(graph.whole_loops([op for op in ops if op in between], ops))
         new = [op for op in ops if op in between and op not in self._whole.operations]
         boundary = {
@@ -147,7 +288,7 @@ class GraphReplicas:
             for tensor in op.inputs
             if self._leaves_replicas(tensor) or tensor.op in self._whole.operations
         }
-        copies = graph.copy_operations(new, boundary, "whole_batch", None, controls=self._control)
+        copies = copy_operations(new, boundary, "whole_batch", None, controls=self._control)
         self._whole.operations.update(copies.operations)
         if isinstance(fetch, self.tf.Operation):
             return self._whole.operations.get(fetch, fetch)

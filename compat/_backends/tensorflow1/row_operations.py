@@ -1,13 +1,213 @@
 """How results of TensorFlow's operations depend on the rows of a batch: one table.
 
 TensorFlow 1 and 2 have the same operations, and share it. What changes variables, calls functions
-and loops is not in it.
+and loops is not in it. Rules of shapes and sizes are here, all others in ``row_rules``.
 """
 
+import numpy as np
+
 from ... import _rows
-from ..._rows import Count, Mixed, Unknown
-from . import row_rules, row_sizes, row_views
-from .row_sizes import Positions
+from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from . import row_rules
+from .graph import constant, known_numbers, sizes_of
+from .row_rules import NotKnown, Positions, known, of_first
+
+#: Of a single number: it depends on the number of rows, and does not grow in proportion.
+NOT_IN_PROPORTION = Count([])
+
+
+# What takes a shape -----------------------------------------------------------------------------
+
+
+def _of_shape(rule):
+    """A rule of rows whose other inputs, such as a new shape, are the same for all or sizes."""
+
+    def applied(op, values):
+        placement = values[0].placement
+        others = _rows.without_rows([value.placement for value in values[1:]])
+        if isinstance(placement, Sharded) and others is not None:
+            return rule(op, values)
+        return placement if isinstance(placement, Partial) and others == REPLICATED else Mixed()
+
+    return applied
+
+
+@_of_shape
+def reshape(op, values):
+    sizes, after = values[1].placement, known(sizes_of(op.outputs[0]))
+    if isinstance(sizes, Count):
+        places = known(sizes.places)
+    else:
+        places = [i for i, each in enumerate(known(_partly(op.inputs[1]))) if each == -1]
+    after = [None if place in places else each for place, each in enumerate(after)]
+    if after.count(None) > 1:
+        raise NotKnown
+    return _rows.reshaped(values[0], after)
+
+
+def with_sizes(op, values):
+    """``Reshape`` to a shape that has rows, of what has none."""
+    if isinstance(values[0].placement, Replicated):
+        return Unknown("an input without rows takes a shape with them")
+    return single(op, values)
+
+
+def _partly(tensor):
+    """As ``known_numbers``; of a vector packed of some, None for those that are not known."""
+    found = known_numbers(tensor)
+    if found is None and tensor.op.type == "Pack":
+        packed = [known_numbers(each) for each in tensor.op.inputs]
+        return [each[0] if each else None for each in packed]
+    return found
+
+
+@_of_shape
+def strided_slice(op, values):
+    """``x[:, 0]``; of a dimension taken whole no numbers need be known."""
+    value, (count,) = values[0], known(sizes_of(op.inputs[3]))
+    begin, end, step = [known_numbers(tensor) for tensor in op.inputs[1:4]]
+
+    def masked(name):
+        mask = op.get_attr(name + "_mask")
+        return {i for i in range(known(count)) if mask >> i & 1}
+
+    ellipsis, new, one = masked("ellipsis"), masked("new_axis"), masked("shrink_axis")
+    from_first, to_last = masked("begin"), masked("end")
+    taken = []  # of each dimension, old or new, in order
+    for i in range(count):
+        axis = len(taken) - taken.count("new")
+        if i in ellipsis:
+            taken += ["all"] * (value.rank - count + len(ellipsis | new))
+        elif i in new | one:
+            taken.append("new" if i in new else "one")
+        else:
+            starts = i in from_first or begin is not None and begin[i] == 0
+            stops = i in to_last or end is not None and end[i] == value.shape[axis]
+            is_all = starts and stops and step is not None and step[i] == 1
+            taken.append("all" if is_all else "part")
+    old = [each for each in taken if each != "new"]
+    if None in (begin, end) and old[value.axis : value.axis + 1] == ["part"]:
+        raise NotKnown
+    result = _rows.sliced(value, {i: each for i, each in enumerate(old) if each != "all"})
+    left = [each for each in taken if each != "one"]
+    new_axes = [place for place, each in enumerate(left) if each == "new"]
+    return _rows.expanded(Value(result, [None] * (value.rank - old.count("one"))), new_axes)
+
+
+@of_first
+def tile(op, values):
+    return _rows.tiled(values[0], _partly(op.inputs[1]))
+
+
+@_of_shape
+def broadcast_to(op, values):
+    value, sizes, rank = values[0], values[1].placement, known(op.outputs[0].shape.ndims)
+    if isinstance(sizes, Replicated):
+        return Mixed()  # as many rows on each device
+    if sizes.places != {value.axis + rank - value.rank}:
+        raise NotKnown
+    return _rows.broadcast(value, rank)
+
+
+# Shapes and sizes -------------------------------------------------------------------------------
+
+
+def shape(op, values):
+    return list(map(_rows.shape_of, values))
+
+
+def size(op, values):
+    return _rows.size_of(values[0])
+
+
+def rank(op, values):
+    placement = values[0].placement
+    return placement if isinstance(placement, Unknown) else REPLICATED
+
+
+# What becomes of sizes, where nothing has rows --------------------------------------------------
+
+
+def picked(op, values):
+    """Elements of a vector of sizes, such as a shape."""
+    sizes, arguments = values[0].placement, [constant(tensor) for tensor in op.inputs[1:]]
+    known = isinstance(sizes, Count) and sizes.places is not None and values[0].rank == 1
+    if not known or values[0].shape[0] is None or any(each is None for each in arguments):
+        return _not_told(op)
+    places = np.arange(values[0].shape[0])
+    if op.type == "Unpack":
+        return [_rows.counted(sizes, int(place)) for place in places]
+    if op.type in ("Gather", "GatherV2"):
+        chosen = arguments[0]
+    elif len(arguments[0]) != 1:
+        return _not_told(op)
+    elif op.type == "Slice":
+        begin, count = [argument.item() for argument in arguments]
+        chosen = slice(begin, begin + count if count >= 0 else None)
+    elif op.get_attr("shrink_axis_mask"):
+        chosen = arguments[0].item()
+    else:
+        begin, end, step = [argument.item() for argument in arguments]
+        begin = None if op.get_attr("begin_mask") else begin
+        chosen = slice(begin, None if op.get_attr("end_mask") else end, step)
+    return _rows.counted(sizes, places[chosen].tolist())
+
+
+def _not_told(op):
+    """Results that depend on the number of rows: a single number may grow in any way."""
+    return [NOT_IN_PROPORTION if t.shape.ndims == 0 else Count() for t in op.outputs]
+
+
+def single(op, values):
+    """The product of a vector of sizes, or its only element."""
+    sizes = values[0].placement
+    if values[0].rank == 0:
+        return sizes
+    return Count() if len(getattr(sizes, "places", None) or ()) == 1 else _not_told(op)
+
+
+def cast_sizes(op, values):
+    rounds = op.inputs[0].dtype.is_floating and not op.outputs[0].dtype.is_floating
+    return _not_told(op) if rounds else values[0].placement
+
+
+def calculated(op, values):
+    """What arithmetic makes of sizes, each in proportion to the rows or not."""
+    counted = [value for value in values if isinstance(value.placement, Count)]
+    first, after = counted[0], sizes_of(op.outputs[0])
+    kept = len(counted) == 1 and op.type in ("Mul", "Neg")
+    if op.type in ("Maximum", "Minimum"):
+        # The larger of two that are in proportion to the rows is so, too, whatever the number of
+        # rows; so is the larger one of a number of rows, which is at least 1, and 1.
+        others = [constant(t) for t, v in zip(op.inputs, values) if v not in counted]
+        is_one = op.type == "Maximum" and all(o is not None and o.max() <= 1 for o in others)
+        kept = all(each.placement == Count() for each in counted) and (not others or is_one)
+    if after == []:
+        return first.placement if kept else NOT_IN_PROPORTION
+    if not kept or after is None or any(value.rank not in (0, 1) for value in values):
+        return Count()
+    if first.rank == 0 and first.placement == Count() and after[0]:
+        return Count(range(after[0]))  # multiples of one number
+    return first.placement
+
+
+def joined_sizes(op, values):
+    """A vector of sizes put together from numbers, or from such vectors."""
+    values, rank = (values, 0) if op.type == "Pack" else (values[:-1], 1)
+    if any(value.rank != rank or None in value.shape for value in values):
+        return Count()
+    places, start = [], 0
+    for value in values:
+        placement = value.placement
+        if isinstance(placement, Count):
+            if rank and placement.places is None or placement == NOT_IN_PROPORTION:
+                return Count()
+            places += [start + place for place in (placement.places if rank else [0])]
+        start += value.shape[0] if rank else 1
+    return Count(places)
+
+
+# The table --------------------------------------------------------------------------------------
 
 
 def placements(op, values):
@@ -17,23 +217,21 @@ def placements(op, values):
         op: a ``tf.Operation``.
         values: a ``Value`` for each of its inputs.
     """
-    rule, kinds = RULES.get(op.type), [value.placement for value in values]
-    at_positions = any(isinstance(kind, Positions) for kind in kinds)
-    if rule in (None, row_views.strided_slice):
-        kinds = [Unknown() if isinstance(kind, Positions) else kind for kind in kinds]
-    found = _rows.settled(kinds, [value.rank for value in values])
-    if rule is None:
-        stateful = op.op_def is None or op.op_def.is_stateful
-        results = Unknown("it is not known") if stateful or found is None else found
-    elif found is None or rule in _ASKED_ALWAYS or at_positions and rule in _LOOKING_UP:
+    rule, positions = RULES.get(op.type), [v for v in values if isinstance(v.placement, Positions)]
+    if positions and rule in (None, strided_slice):
+        values = [Value(Unknown(), v.shape) if v in positions else v for v in values]
+    results = _rows.settled(values)
+    stateful = op.op_def is None or op.op_def.is_stateful
+    if rule is None and (stateful or results is None):
+        results = Unknown("it is not known")
+    asked = results is None or rule in _ASKED_ALWAYS or positions and rule in _LOOKING_UP
+    if not asked:
+        rule = _OF_SIZES.get(op.type) if isinstance(results, Count) else None
+    if rule is not None:
         try:
             results = rule(op, values)
-        except row_sizes.NotKnown:
+        except NotKnown:
             results = Unknown("an axis or a size is not known")
-    elif isinstance(found, Count) and op.type in _OF_SIZES:
-        results = _OF_SIZES[op.type](op, values)
-    else:
-        results = found
     results = results if isinstance(results, list) else [results] * len(op.outputs)
     return [_as_meant(op, *pair) for pair in zip(op.outputs, results)]
 
@@ -43,7 +241,7 @@ def _as_meant(op, output, placement):
     if isinstance(placement, Positions) and op.type not in _KEEPING_POSITIONS:
         return Mixed(placement.why)
     if placement == Count() and output.shape.ndims == 0 and op.type not in _IN_PROPORTION:
-        return row_sizes.NOT_IN_PROPORTION
+        return NOT_IN_PROPORTION
     return placement
 
 
@@ -89,7 +287,8 @@ _TYPES = {
     row_rules.reduced: "All Any ArgMax ArgMin EuclideanNorm Max Mean Min Prod Sum",
     row_rules.half_of_squares: "L2Loss",
     row_rules.all_but_channels: "BiasAddGrad",
-    row_rules.along: "Cumprod Cumsum CumulativeLogsumexp Reverse ReverseV2 Roll",
+    row_rules.by_numbers(_rows.along): "Cumprod Cumsum CumulativeLogsumexp ReverseV2",
+    row_rules.by_numbers(_rows.along, 2): "Roll",
     row_rules.along_last(1): (
         "AdjustHue AdjustSaturation FFT HSVToRGB IFFT IRFFT LogSoftmax MatrixDiag MatrixDiagV2 "
         "MatrixDiagV3 RFFT RGBToHSV Softmax TopK TopKV2"
@@ -108,24 +307,20 @@ _TYPES = {
     row_rules.sparse_product: "SparseTensorDenseMatMul",
     row_rules.gathered: "Gather GatherV2 ResourceGather",
     row_rules.gathered_by_coordinates: "GatherNd ResourceGatherNd",
-    row_rules.segments: (
-        "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum"
-    ),
-    row_rules.counted_in: "Bincount DenseBincount HistogramFixedWidth",
-    row_rules.scattered: "ScatterNd",
+    row_rules.counted_in: "Bincount DenseBincount",
     row_rules.where: "Where",
     row_rules.sequences_reversed: "ReverseSequence",
-    row_rules.by_row(0): (
+    row_rules.of_values(_rows.by_row, [0]): (
         "AvgPool AvgPool3D Conv2D Conv3D DepthToSpace "
         "DepthwiseConv2dNative Dilation2D ExtractImagePatches ExtractVolumePatches LRN MaxPool "
         "MaxPool3D MaxPoolV2 Multinomial ResizeArea ResizeBicubic ResizeBilinear "
         "ResizeNearestNeighbor SpaceToDepth StatelessMultinomial"
     ),
-    row_rules.by_row(0, 0): (
+    row_rules.of_values(_rows.by_row, [0, 0]): (
         "InTopK InTopKV2 ResizeBicubicGrad ResizeBilinearGrad SoftmaxCrossEntropyWithLogits "
         "SparseSoftmaxCrossEntropyWithLogits"
     ),
-    row_rules.by_row(0, 0, 0): "MaxPoolGrad MaxPool3DGrad LRNGrad",
+    row_rules.of_values(_rows.by_row, [0, 0, 0]): "MaxPoolGrad MaxPool3DGrad LRNGrad",
     row_rules.of_sizes_and_rows: (
         "AvgPoolGrad AvgPool3DGrad Conv2DBackpropInput Conv3DBackpropInputV2 "
         "DepthwiseConv2dNativeBackpropInput"
@@ -138,34 +333,36 @@ _TYPES = {
     row_rules.made: _MADE,
     row_rules.joined: "Merge",
     row_rules.switched: "Switch",
-    row_sizes.shape: "Shape ShapeN",
-    row_sizes.size: "Size",
-    row_sizes.rank: "Rank",
-    row_views.reshape: "Reshape",
-    row_views.transpose: "ConjugateTranspose Transpose",
-    row_views.expand_dims: "ExpandDims",
-    row_views.squeeze: "Squeeze",
-    row_views.pack: "Pack",
-    row_views.unpack: "Unpack",
-    row_views.concat: "Concat ConcatV2",
-    row_views.split_along: "Split SplitV",
-    row_views.slice_of: "Slice",
-    row_views.strided_slice: "StridedSlice",
-    row_views.tile: "Tile",
-    row_views.broadcast_to: "BroadcastTo",
-    row_views.pad: "MirrorPad Pad PadV2",
-    row_rules.space_to_batch: "BatchToSpace BatchToSpaceND SpaceToBatch SpaceToBatchND",
+    shape: "Shape ShapeN",
+    size: "Size",
+    rank: "Rank",
+    reshape: "Reshape",
+    row_rules.by_numbers(_rows.transposed): "ConjugateTranspose Transpose",
+    row_rules.by_numbers(_rows.expanded): "ExpandDims",
+    row_rules.squeeze: "Squeeze",
+    row_rules.pack: "Pack",
+    row_rules.unpack: "Unpack",
+    row_rules.concat: "ConcatV2",
+    row_rules.split_along: "Split SplitV",
+    row_rules.slice_of: "Slice",
+    strided_slice: "StridedSlice",
+    tile: "Tile",
+    broadcast_to: "BroadcastTo",
+    row_rules.pad: "MirrorPad Pad PadV2",
+    row_rules.space_to_batch: "BatchToSpaceND SpaceToBatchND",
 }
 
+_CALCULATING = (row_rules.pointwise, row_rules.added, row_rules.multiplied, row_rules.divided)
 #: What becomes of sizes, where that is more than something that depends on the number of rows.
 _TYPES_OF_SIZES = {
-    row_sizes.picked: "Gather GatherV2 Slice StridedSlice Unpack",
-    row_sizes.joined: "Concat ConcatV2 Pack",
-    row_sizes.cast: "Cast",
-    row_sizes.single: "Prod Squeeze",
+    picked: "Gather GatherV2 Slice StridedSlice Unpack",
+    joined_sizes: "ConcatV2 Pack",
+    cast_sizes: "Cast",
+    single: "Prod Squeeze",
     row_rules.same: "EnsureShape",
-    row_views.with_sizes: "Reshape",
+    with_sizes: "Reshape",
     row_rules.made: "BroadcastTo Tile " + _MADE,
+    calculated: " ".join(_TYPES[rule] for rule in _CALCULATING + (row_rules.extreme,)),
 }
 
 
@@ -174,15 +371,8 @@ def _by_name(types):
 
 
 RULES, _OF_SIZES = _by_name(_TYPES), _by_name(_TYPES_OF_SIZES)
-_CALCULATING = (row_rules.pointwise, row_rules.added, row_rules.multiplied, row_rules.divided)
-_MEETING = _CALCULATING + (row_rules.selected, row_views.pack, row_views.concat)
-_ASKED_ALWAYS = (
-    row_rules.same, row_rules.joined, row_rules.switched, row_sizes.shape, row_sizes.size,
-    row_sizes.rank,
-)  # fmt: skip
+_ASKED_ALWAYS = (row_rules.same, row_rules.joined, row_rules.switched, shape, size, rank)
 _LOOKING_UP = (row_rules.gathered, row_rules.gathered_by_coordinates, row_rules.sparse_product)
-for _name, _rule in RULES.items():
-    if _rule in _CALCULATING + (row_rules.extreme,):
-        _OF_SIZES[_name] = row_sizes.calculated
+_MEETING = _CALCULATING + (row_rules.selected, row_rules.pack, row_rules.concat)
 #: Operations whose inputs' rows meet.
 ALIGNED = {name for name, rule in RULES.items() if rule in _MEETING}

@@ -1,27 +1,83 @@
 """Rules about rows of TensorFlow's operations that compute, look up and make values.
 
-They find out an operation's attributes for the rules of ``_rows``.
+A rule is a function of the operation and the ``Value``s of its inputs. It returns one placement for
+all outputs, or a list. Here are those that find out an operation's attributes for ``_rows``.
 """
+
+import numpy as np
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from .graph import attribute
-from .row_sizes import Positions, known_numbers, numbers, of_first, sizes_of
-
-# Element by element ---------------------------------------------------------------------------
+from .graph import attribute, known_numbers, sizes_of
 
 
-def _of_values(rule):
+class Positions(Mixed):
+    """Positions of rows, counted within each device's part: to look rows up with, nothing else.
+
+    Arguments:
+        rows: the placement of what they are positions in.
+    """
+
+    __slots__ = ("rows",)
+
+    def __init__(self, rows):
+        super().__init__("positions are counted within each part")
+        self.rows = rows
+
+    def _said(self):
+        return type(self), self.rows
+
+    def looked_up(self, value):
+        """The elements of ``value`` at these positions."""
+        placement = value.placement
+        same = isinstance(placement, Sharded) and placement == self.rows
+        return placement.replace(inner=None, even=False) if same else Mixed()
+
+
+class NotKnown(Exception):
+    """A rule needs numbers that are not known before a run."""
+
+
+def known(value):
+    """What may be None, where nothing can be told without it."""
+    if value is None:
+        raise NotKnown
+    return value
+
+
+def numbers(tensor):
+    return known(known_numbers(tensor))
+
+
+def of_values(rule, *arguments):
+    """A rule of all inputs, without attributes."""
+    return lambda op, values: rule(values, *arguments)
+
+
+def of_first(rule):
+    """A rule of operations whose other inputs, sizes and axes for example, are fixed."""
+
     def applied(op, values):
-        return rule(values)
+        others = _rows.without_rows([value.placement for value in values[1:]])
+        if others == REPLICATED:
+            return rule(op, values)
+        return Unknown("what it does depends on the number of rows") if others else Mixed()
 
     return applied
 
 
-pointwise = _of_values(_rows.pointwise)
-added = _of_values(_rows.added)
-multiplied = _of_values(_rows.multiplied)
-selected = _of_values(_rows.selected)
+def by_numbers(rule, place=1):
+    """A rule of the first input by the numbers in another one, where all others are fixed."""
+    return of_first(lambda op, values: rule(values[0], numbers(op.inputs[place])))
+
+
+# Element by element ---------------------------------------------------------------------------
+
+
+pointwise = of_values(_rows.pointwise)
+added = of_values(_rows.added)
+multiplied = of_values(_rows.multiplied)
+selected = of_values(_rows.selected)
 
 
 def extreme(op, values):
@@ -53,8 +109,6 @@ def cast(op, values):
 def bias(op, values):
     """A vector along the channels."""
     value, bias = values
-    if value.rank is None:
-        return Unknown("a rank is not known")
     axis = _channels(op, value)
     shape = [1] * axis + list(bias.shape) + [1] * (value.rank - 1 - axis)
     placement = _rows.expanded(bias, set(range(value.rank)) - {axis})
@@ -62,7 +116,7 @@ def bias(op, values):
 
 
 def _channels(op, value):
-    return 1 if attribute(op, "data_format") == b"NCHW" else value.rank - 1
+    return 1 if attribute(op, "data_format") == b"NCHW" else known(value.rank) - 1
 
 
 # Reductions and what goes along dimensions ------------------------------------------------------
@@ -74,9 +128,9 @@ def reduced(op, values):
     kept = bool(attribute(op, "keep_dims"))
     if how == "mean" and op.outputs[0].dtype.is_integer:
         how = "rounded mean"
-    known = axes is not None or not kept and op.outputs[0].shape.ndims == 0
-    if not known and not isinstance(values[0].placement, Partial):
-        return Unknown("the axes are not known")
+    of_all = op.outputs[0].shape.ndims == 0 and not kept
+    if axes is None and not of_all and not isinstance(values[0].placement, Partial):
+        raise NotKnown
     return _rows.reduced(values[0], axes, how, kept)
 
 
@@ -90,14 +144,6 @@ def all_but_channels(op, values):
     return _rows.reduced(value, set(range(value.rank)) - {_channels(op, value)}, "sum")
 
 
-@of_first
-def along(op, values):
-    axes = numbers(op.inputs[2 if op.type == "Roll" else 1])
-    if op.type == "Reverse":
-        axes = [axis for axis, reversed_ in enumerate(axes) if reversed_]
-    return _rows.along(values[0], axes)
-
-
 def along_last(*counts):
     """What goes along the last dimensions, so many for each input: the others are a batch's.
 
@@ -108,7 +154,7 @@ def along_last(*counts):
         pairs = list(zip(values, counts))
         if any(v.axis is None or v.axis >= v.rank - count for v, count in pairs):
             return Mixed()
-        return by_row(*[values[0].axis] * len(pairs))(op, values)
+        return _rows.by_row(values, [values[0].axis] * len(pairs))
 
     return applied
 
@@ -124,7 +170,7 @@ def product(op, values):
 def einsum(op, values):
     equation = op.get_attr("equation").decode().replace(" ", "")
     if "." in equation or "->" not in equation:
-        return Unknown("its letters")
+        raise NotKnown
     letters, result = equation.split("->")
     return _rows.contracted(values, letters.split(","), result)
 
@@ -138,15 +184,69 @@ def sparse_product(op, values):
     return Sharded(0) if rows and not op.get_attr("adjoint_a") else Mixed()
 
 
+# Moving elements without looking at them --------------------------------------------------------
+
+
+def squeeze(op, values):
+    axes = list(op.get_attr("squeeze_dims"))
+    if not axes and values[0].axis is not None and op.outputs[0].shape.ndims is not None:
+        axes = [i for i, each in enumerate(values[0].shape) if each == 1]
+        if values[0].rank - len(axes) != op.outputs[0].shape.ndims:
+            return Unknown("the axes are not known")
+    return _rows.squeezed(values[0], axes or None)
+
+
+def split_along(op, values):
+    """``Split`` takes the axis first, ``SplitV`` last."""
+    data, axis = (1, 0) if op.type == "Split" else (0, 2)
+    return _rows.sliced(values[data], {numbers(op.inputs[axis])[0]: "part"})
+
+
+@of_first
+def slice_of(op, values):
+    """``tf.slice``, which takes all that there is from 0 by a size of -1."""
+    begin, count = [numbers(tensor) for tensor in op.inputs[1:]]
+    parts = {
+        axis: "part"
+        for axis, (start, size, length) in enumerate(zip(begin, count, values[0].shape))
+        if start != 0 or size not in (-1, length)
+    }
+    return _rows.sliced(values[0], parts)
+
+
+@of_first
+def pad(op, values):
+    pads = numbers(op.inputs[1])  # before and after each dimension
+    return _rows.resized(values[0], [place // 2 for place, size in enumerate(pads) if size])
+
+
+def _best_asked(values):
+    """``Unknown`` where there are rows beside their numbers, to look them up with; else None."""
+    kinds = {type(value.placement) for value in values}
+    beside = kinds >= {Count, Sharded} and kinds <= {Count, Sharded, Replicated}
+    return Unknown("rows beside their numbers") if beside else None
+
+
+def pack(op, values):
+    return _best_asked(values) or _rows.stacked(values, op.get_attr("axis"))
+
+
+def unpack(op, values):
+    return _rows.sliced(values[0], {op.get_attr("axis"): "one"})
+
+
+def concat(op, values):
+    values, (axis,) = values[:-1], numbers(op.inputs[-1])
+    return _best_asked(values) or _rows.concatenated(values, axis)
+
+
 # Looking up and sorting in ----------------------------------------------------------------------
 
 
 def gathered(op, values):
     data, places = values[:2]
-    if op.type == "ResourceGather":  # of a variable, by its handle
-        ranks = op.outputs[0].shape.ndims, places.rank
-        shape = None if None in ranks else [None] * (ranks[0] - ranks[1] + 1)
-        data = Value(data.placement, shape)
+    if op.type == "ResourceGather":  # of the first dimension of a variable, by its handle
+        data = Value(data.placement, [None])
     axis = numbers(op.inputs[2]) if len(values) > 2 else [0]
     if isinstance(places.placement, Positions):
         whole = axis == [data.axis] and (places.rank == 1 or places.shape[-1:] == (1,))
@@ -168,42 +268,17 @@ def gathered_by_coordinates(op, values):
     return data.placement.replace(axis=data.axis - depth + places.rank - 1)
 
 
-def segments(op, values):
-    data, places, count = values
-    if not isinstance(count.placement, Replicated):
-        return Unknown("how many segments")
-    beyond = data.axis is not None and places.rank is not None
-    if beyond and isinstance(places.placement, Replicated):
-        if data.axis < places.rank:
-            return Mixed()
-        return data.placement.replace(axis=data.axis - places.rank + 1)
-    return _rows.scattered([places, data], op.type[len("UnsortedSegment") :].lower())
-
-
 def counted_in(op, values):
     """Histograms of a fixed number of places."""
-    if op.type == "HistogramFixedWidth":
-        counted, fixed = values[:1], values[1:]
-    else:
-        counted, fixed = [values[0]] + list(values[2:]), values[1:2]
-    if sizes_of(op.inputs[-1]) == [0]:  # no weights
-        counted = counted[:1]
-    if not all(isinstance(each.placement, Replicated) for each in fixed):
+    counted, count, weights = values
+    counted = [counted] if sizes_of(op.inputs[2]) == [0] else [counted, weights]
+    if not isinstance(count.placement, Replicated):
         return Mixed()
     if op.type == "DenseBincount" and values[0].rank != 1:
         two = values[0].rank == 2 and values[0].axis == 0
         return _rows.by_row(counted, [0] * len(counted)) if two else Mixed()
     binary = attribute(op, "binary_output", False)
     return _rows.scattered(counted, "max" if binary else "sum")
-
-
-def scattered(op, values):
-    places, data, sizes = values
-    if not isinstance(sizes.placement, Replicated):
-        return Unknown("the sizes")
-    if places.rank is None or places.axis == places.rank - 1:
-        return Mixed()
-    return _rows.scattered([places, data])
 
 
 def where(op, values):
@@ -221,15 +296,6 @@ def sequences_reversed(op, values):
 
 
 # Layers, new values, branches -------------------------------------------------------------------
-
-
-def by_row(*axes):
-    """A function of each row by itself; inputs beyond ``axes`` are the same for all rows."""
-
-    def applied(op, values):
-        return _rows.by_row(values, axes)
-
-    return applied
 
 
 def of_sizes_and_rows(op, values):
@@ -262,10 +328,10 @@ def normalized(op, values):
     return [rows.replace(axis=channels)] + [rows] * others if rows else Mixed()
 
 
+@of_first
 def one_hot(op, values):
     placement, axis = values[0].placement, op.get_attr("axis")
-    fixed = all(isinstance(each.placement, Replicated) for each in values[1:])
-    if not fixed or not _rows.have_own_rows(values[:1]):
+    if not isinstance(placement, Sharded):
         return Mixed()
     return placement.replace(axis=placement.axis + (0 <= axis <= placement.axis))
 
@@ -296,18 +362,13 @@ def switched(op, values):
 @of_first
 def space_to_batch(op, values):
     """Blocks side by side along the first dimension, or back."""
-    import numpy as np
-
     placement = values[0].placement
     if not isinstance(placement, Sharded):
         return Mixed()
-    if op.type.endswith("ND"):
-        sizes = numbers(op.inputs[1])
-    else:
-        sizes = [op.get_attr("block_size")] * 2
-    blocks, inner = int(np.prod(sizes)), len(sizes)
+    sizes = numbers(op.inputs[1])
+    blocks = int(np.prod(sizes))
     if placement.axis:
-        return placement if placement.axis > inner else Mixed()
+        return placement if placement.axis > len(sizes) else Mixed()
     if op.type.startswith("Space"):
         return placement.replace(copies=placement.copies * blocks)
     if placement.copies % blocks:

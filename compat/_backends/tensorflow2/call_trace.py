@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
-from ..tensorflow1.batch_part import line_of
+from ..tensorflow1.graph import line_of
 from . import layer_state
 from .functions import Lookups, captures, eager, may_be_set
 from .graph_walk import Added, Walk

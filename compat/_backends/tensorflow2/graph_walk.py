@@ -6,7 +6,8 @@ What operations do to rows is in one table (``tensorflow1.row_operations``). Her
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
-from ..tensorflow1 import own_gradients, row_operations, row_sizes
+from ..tensorflow1 import graph as tf1_graph
+from ..tensorflow1 import row_operations
 from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
 
 _DIVISIONS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
@@ -58,7 +59,7 @@ class Walk:
             results = [results] * len(op.outputs)
         if op.type not in CALLS | CONDITIONS:
             results = self.trial.follow(op, given, results)
-        has_own = op.type not in CALLS and own_gradients.has_one(op)
+        has_own = op.type not in CALLS and tf1_graph.has_own_gradient(op)
         if has_own and self._mixes_back(op, given, results):
             results = [Mixed("gradient")] * len(results)
         for output, result in zip(op.outputs, results):
@@ -66,7 +67,7 @@ class Walk:
 
     def _mixes_back(self, op, given, results):
         """Whether an operation's own gradient mixes rows."""
-        gradient = own_gradients.OwnGradient(op, results)
+        gradient = tf1_graph.OwnGradient(op, results)
         for (tensor, placement), output, result in zip(gradient.upstream, op.outputs, results):
             self.placements[tensor.name] = placement
             self.trial.draw(tensor, output, result)
@@ -128,7 +129,7 @@ class Walk:
             if key is not None and _adds_up(op.inputs[1 - place], given[1 - place]):
                 return Added(key)
             if isinstance(given[place], Replicated) and isinstance(given[1 - place], Partial):
-                value = row_sizes.constant(op.inputs[place])
+                value = tf1_graph.constant(op.inputs[place])
                 if value is not None and not value.any() and op.type != "Sub":
                     return given[1 - place]
         return None
@@ -277,7 +278,7 @@ class Walk:
 
 def _adds_up(tensor, placement):
     """Whether the devices' values add up to that for all rows; of several sizes some may not."""
-    sizes = row_sizes.sizes_of(tensor)
+    sizes = tf1_graph.sizes_of(tensor)
     if isinstance(placement, Count) and sizes:
         return len(sizes) == 1 and placement.places == set(range(sizes[0] or 0))
     return placement == Partial("sum") or placement == Count() and sizes == []

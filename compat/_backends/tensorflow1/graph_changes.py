@@ -1,0 +1,312 @@
+"""What is added to a static graph of TensorFlow 1: copies of its parts, and devices for operations.
+
+Gradients go beside the operations that they belong to.
+"""
+
+import contextlib
+import copy
+import itertools
+
+from ... import errors
+from ..._runtime import patching
+from . import graph
+
+
+def _only_lets_a_variable_in(op):
+    """Whether ``op`` brings a variable into a loop, which only reads it there.
+
+    The variable may as well be read before: else the loop runs on two devices, and sends the
+    variable from one to the other at each of its steps.
+    """
+    return (
+        op.type == "Enter"
+        and op.inputs[0].op.type == "VarHandleOp"
+        and all(consumer.type == "ReadVariableOp" for consumer in op.outputs[0].consumers())
+    )
+
+
+class Copy:
+    """Copied operations by the operations they were copied from, and what replaces tensors."""
+
+    def __init__(self, operations, replaced):
+        self.operations = operations
+        self.replaced = replaced
+
+    def tensor(self, tensor):
+        """What was put in the place of a tensor, or its copy, or itself."""
+        if tensor in self.replaced or tensor.op not in self.operations:
+            return self.replaced.get(tensor, tensor)
+        return self.operations[tensor.op].outputs[tensor.value_index]
+
+
+def copy_operations(
+    operations, replaced, scope, device, seed=0, controls=lambda op: [], fixed_batch=None
+):
+    """Copy operations into their own graph.
+
+    Arguments:
+        operations: what to copy; may hold loops and conditions, if whole.
+        replaced: tensors of other operations, and the ones to use in their place.
+        scope: a name to put before those of the operations.
+        device: a device function for the copies; None: as the originals.
+        seed: a number that sets apart the random numbers of several copies.
+        controls: a function from an operation that is not copied to those to wait for instead.
+        fixed_batch: the number of rows the originals were made for, where it is fixed; the
+            copies compute other numbers.
+    """
+    copies = Copy({}, replaced)
+    # Before 1.8 TensorFlow infers shapes as it imports, so inputs have to come first.
+    operations = sorted(operations, key=lambda op: op._id)
+    if not operations:
+        return copies
+    tf, within = graph.v1_names(), operations[0].graph
+    copied, prefix = set(operations), within.unique_name(scope) + "/"
+    definition = tf.GraphDef()
+    definition.versions.CopyFrom(within.graph_def_versions)
+    outside, waiting = {}, []
+    entering = {op for op in operations if _only_lets_a_variable_in(op)}
+    for op in operations:
+        node = definition.node.add()
+        node.CopyFrom(op.node_def)
+        node.attr.pop("_class", None)  # colocated with originals
+        if op in entering:
+            replaced[op.inputs[0]] = value = graph.value_of(op.inputs[0])
+            node.attr["T"].type = value.dtype.as_datatype_enum
+        elif op.type == "ReadVariableOp" and op.inputs[0].op in entering:
+            node.op = "Identity"
+            node.attr["T"].type = node.attr["dtype"].type
+            del node.attr["dtype"]
+        if device is not None:
+            node.device = ""
+        for tensor in op.inputs:
+            if tensor.op not in copied or tensor in replaced:
+                is_read = tensor.op.type == "ReadVariableOp" and graph.is_shared(tensor.op)
+                inside = graph.value_of(tensor.op.inputs[0]) if is_read else tensor
+                outside[tensor.name] = replaced.get(inside, inside)
+        for other in op.control_inputs:
+            if other not in copied:
+                node.input.remove("^" + other.name)
+                waiting.append((op, other))
+        if graph.attribute(op, "_gradient_op_type", b"").startswith(b"CustomGradient"):
+            node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
+        _set_apart(node, prefix, seed)
+    with within.as_default(), tf.device(None), tf.device(device):
+        results = tf.import_graph_def(
+            definition, outside, [op.name for op in operations], name=prefix
+        )
+    copies.operations.update(zip(operations, results))
+    for op in set(operations) - entering:
+        _set_shapes(op.outputs, copies.operations[op].outputs, fixed_batch)
+    for op, other in waiting:
+        copies.operations[op]._add_control_inputs(controls(other))
+    _copy_contexts(copies, prefix)
+    return copies
+
+
+def _set_apart(node, prefix, seed):
+    """Have a copy do nothing together with its original, and not be made for a fixed batch."""
+    if node.op in ("Enter", "RefEnter"):  # loops with one name would run as one
+        node.attr["frame_name"].s = prefix.encode() + node.attr["frame_name"].s
+    if "element_shape" in node.attr and node.attr["element_shape"].shape.dim:
+        node.attr["element_shape"].shape.dim[0].size = -1  # of a loop's array: a fixed batch
+    if seed and "seed2" in node.attr and (node.attr["seed"].i or node.attr["seed2"].i):
+        node.attr["seed2"].i = (node.attr["seed2"].i + seed * 104729) % 2**31
+
+
+def _set_shapes(originals, copies, fixed_batch):
+    """Keras sets shapes that TensorFlow does not infer, of RNNs for example."""
+    for tensor, copied in zip(originals, copies):
+        if tensor.shape.ndims is not None:
+            shape = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
+            if fixed_batch and shape and shape[0] and shape[0] % fixed_batch == 0:
+                shape[0] = None  # as many rows for each row of the batch: steps, for example
+            copied.set_shape(shape)
+
+
+_numbers = itertools.count()
+
+
+def _gradient_of_copy(op, copies):
+    """Register a gradient for the copy of ``op``, and return its name.
+
+    The user's function holds tensors of the original. What it computes of them is copied, to be
+    computed of the copies.
+    """
+    from tensorflow.python.framework import ops
+
+    if graph.loop_of(op) is not None:
+        raise errors.unsupported(
+            "tensorflow",
+            f"run {op.name} on several devices: it is in a loop and has a gradient by "
+            "tf.custom_gradient, which is bound to the undivided batch",
+            "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
+        )
+
+    gradient = ops.get_gradient_function(op)
+    name = f"CustomGradientOfCopy{next(_numbers)}"
+
+    @ops.RegisterGradient(name)
+    def gradient_of_copy(_, *upstream):
+        results = gradient(op, *upstream)
+        tensors = [result for result in results if result is not None]
+        starts = set(copies.operations) | {tensor.op for tensor in copies.replaced}
+        given = {tensor.op for tensor in upstream if tensor is not None}  # whole numbers get none
+        _, consumers = graph.ancestors(tensors, starts | given)
+        moving = graph.reached(starts, consumers) - starts
+        boundary = {
+            tensor: copies.tensor(tensor)
+            for each in moving
+            for tensor in each.inputs
+            if tensor.op not in moving
+        }
+        with op.graph.name_scope(None), ops.control_dependencies(None):
+            moved = copy_operations(moving, boundary, "gradient", None)
+        return [None if result is None else moved.tensor(result) for result in results]
+
+    return name.encode()
+
+
+def _copy_contexts(copies, prefix):
+    """Give copies of loops and conditions contexts of their own, which gradients need."""
+    from tensorflow.python.ops.control_flow_ops import ControlFlowContext
+
+    tf, contexts = graph.v1_names(), {}  # type: Any, Dict[Any, Any]
+    new_names = {
+        tensor.name: copies.tensor(tensor).name for op in copies.operations for tensor in op.outputs
+    }
+
+    def convert(value):
+        if isinstance(value, tf.Tensor):
+            return copies.tensor(value)
+        if isinstance(value, tf.Operation):
+            return copies.operations.get(value, value)
+        if isinstance(value, ControlFlowContext):
+            return context_of(value)
+        if isinstance(value, set):
+            return {new_names.get(name, name) for name in value}
+        if isinstance(value, dict):
+            return {new_names.get(name, name): convert(item) for name, item in value.items()}
+        if isinstance(value, list):
+            return [convert(v) for v in value if getattr(v, "op", None) in copies.operations]
+        return value
+
+    def context_of(context):
+        if context not in contexts:
+            contexts[context] = result = copy.copy(context)
+            vars(result).update((name, convert(each)) for name, each in vars(context).items())
+            result._name = prefix + context._name
+            if graph.is_loop(context):
+                result._grad_state = None
+        return contexts[context]
+
+    for op, copied in copies.operations.items():
+        context = op._get_control_flow_context()
+        if context is not None:
+            copied._set_control_flow_context(context_of(context))
+
+
+# Devices --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def placed_on(tf, device):
+    """Within, operations go to ``device``; later, their gradients' operations do.
+
+    tf.keras does not ask TensorFlow to place gradients at all, and loops' counters and stacks
+    stay behind in every Keras: a loop on two devices waits at each step.
+    """
+    within = tf.get_default_graph()
+    if not _colocates_gradients(within):
+        apply, colocate = within._apply_device_functions, ColocateGradients({}, sums=False)
+
+        def apply_device_functions(op):
+            apply(op)
+            if not op.device:
+                op._set_device(colocate(op))
+
+        apply_device_functions.colocates_gradients = True
+        within._apply_device_functions = apply_device_functions
+    with tf.device(device), _variables_read_before_loops():
+        yield
+
+
+def placed_parts(model):
+    """The devices that ``device()`` gave to parts of ``model``."""
+    inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
+    if not inputs or not outputs or not _colocates_gradients(outputs[0].graph):
+        return []
+    starts = {part.op for part in graph.dense_parts(*inputs)}
+    _, consumers = graph.ancestors(outputs, starts)
+    return sorted({op.device for op in graph.reached(starts, consumers) - starts if op.device})
+
+
+def _colocates_gradients(within):
+    return hasattr(getattr(within, "_apply_device_functions", None), "colocates_gradients")
+
+
+@contextlib.contextmanager
+def _variables_read_before_loops():
+    """Within, loops take the value of a variable in, instead of reading it at each step.
+
+    It is read where the variable lies. Inside a loop that is elsewhere, the read would draw with
+    it what the gradient keeps of it, and then the products (they share a stack).
+    """
+    from tensorflow.python.framework import ops
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    variable = next(c for c in ResourceVariable.__mro__ if "value" in vars(c))
+    if patching.find(variable, "value") is not None:  # within another such context
+        yield
+        return
+    value = variable.value
+
+    def value_before_loops(self):
+        with ops.control_dependencies(None):  # out of all loops
+            return value(self)
+
+    with patching.replaced(variable, value=value_before_loops):
+        yield
+
+
+class ColocateGradients:
+    """The device of a gradient's operation: where the operation ran that it belongs to.
+
+    Arguments:
+        device_of: devices of operations, and of loops by name, where operations have no device
+            of their own.
+        sums: whether all operations are gradients', so that those which belong to none sum up
+            gradients, of one device or of several.
+    """
+
+    def __init__(self, device_of, sums):
+        self.device_of = device_of
+        self.sums = sums
+
+    def __call__(self, op):
+        if graph.handles(op):
+            return ""
+        device, forward, loop = "", op._original_op, graph.loop_of(op)
+        if forward is not None:
+            device = self._device_of(forward)
+        elif loop is not None:  # one of its counters, or of those of its gradient
+            forward = loop if loop.grad_state is None else loop.grad_state.forward_context
+            # A loop has a pivot as soon as it has a condition.
+            pivot = forward.pivot.op.device if forward.pivot is not None else ""
+            device = self.device_of[loop.name] = self.device_of.get(forward.name, pivot)
+        elif op.type == "Enter":
+            device = self.device_of.get(op.get_attr("frame_name").decode(), "")
+        elif self.sums:
+            devices = {self._device_of(tensor.op) for tensor in op.inputs}
+            device = devices.pop() if len(devices) == 1 else ""
+        if device:
+            self.device_of[op] = device
+            # Loops' own constants are made before them, outside of their context. Left elsewhere,
+            # TensorFlow's constant folding moves them into the loop, which then waits for them
+            # forever.
+            constant = op.inputs[0].op if op.type == "Enter" else None
+            if constant is not None and constant.type == "Const" and not constant.device:
+                constant._set_device(device)
+        return device
+
+    def _device_of(self, op):
+        return self.device_of.get(op, op.device)
