@@ -16,12 +16,10 @@ import tensorflow as tf
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
 from ..tensorflow1.batch_part import line_of
-from . import layer_state
-from .functions import Lookups, captures, eager, may_be_set
+from . import merging
 from .graph_walk import Added, Walk
-from .op_trial import LANES, OpTrial
-from .replicas import as_function, is_merged, tapes
-from .sharding import tensors_of
+from .op_trial import LANES, READS, OpTrial, captures, carried, eager, is_random, may_be_set
+from .replicas import as_function, tapes, tensors_of
 
 
 class Trace:
@@ -66,7 +64,7 @@ class Trace:
         # Nothing here is computed, so no tape records it. What makes the graph is not public: in
         # one of tf.compat.v1.wrap_function's name, say, Keras takes no losses.
         converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-        with layer_state.normalizing_rows(layers), tapes.stop_recording(), converting:
+        with merging.normalizing_rows(layers), tapes.stop_recording(), converting:
             graph = func_graph_from_py_func(
                 "compat_trace", traced, None, None, signature=specs, add_control_dependencies=False
             )
@@ -86,7 +84,7 @@ class Trace:
             self.placements = dict(outputs=outputs, masks=outputs, logits=outputs, losses=losses)
             for copy in copies.values():
                 tf.raw_ops.DestroyResourceOp(resource=copy)
-        for handle in layer_state.averages(layers):
+        for handle in merging.averages(layers):
             if id(handle) in changed:
                 changed[id(handle)] = Partial("mean")
         for variable in graph.variables:
@@ -116,11 +114,11 @@ class Trace:
             return _rows.Across(None, why="opaque")
         for name in ("losses", "outputs"):
             for value, placement in zip(self._results[name], self.placements[name]):
-                if not is_merged(placement, getattr(value, "dtype", None)):
+                if not merging.is_merged(placement, getattr(value, "dtype", None)):
                     return self._reason(value, placement)
         for handle, placement in self.variables:
-            dtype = layer_state.type_of(handle)
-            if isinstance(placement, Sharded) or not is_merged(placement, dtype):
+            dtype = merging.type_of(handle)
+            if isinstance(placement, Sharded) or not merging.is_merged(placement, dtype):
                 return self._reason(None, placement)
         return None
 
@@ -165,7 +163,7 @@ def _copy(handle):
 
     It is no tf.Variable: the function that is being traced may make none.
     """
-    value = layer_state.read(handle)
+    value = merging.read(handle)
     name = f"compat_copy_{next(_copies)}"
     copy = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=copy, value=value)
@@ -173,3 +171,49 @@ def _copy(handle):
 
 
 _copies = itertools.count()
+_LOOKUPS = {"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"}
+
+
+class Lookups:
+    """What is looked up in variables, and in what is computed from them alone.
+
+    Arguments:
+        found: whether the numbers of the rows are the same for any batch, each answer that was
+            found, by the variables' keys; is written.
+        sources: the keys of the variables that a graph's inputs are computed from, by the names of
+            these, and RANDOM where random numbers are in it; is written.
+    """
+
+    RANDOM = None
+
+    def __init__(self, found=None, sources=None):
+        self.found = {} if found is None else found
+        self.sources = {} if sources is None else sources
+
+    def note(self, op, given, handles):
+        """Note an operation, with the placements of its inputs and the keys of handles."""
+        known = [self.sources.get(tensor.name, set()) for tensor in op.inputs]
+        if known and op.inputs[0].name in handles:
+            known[0] = {handles[op.inputs[0].name]}
+        if op.type in _LOOKUPS:
+            is_same = self.RANDOM not in known[1] and isinstance(given[1], Replicated)
+            for key in known[0] - {self.RANDOM}:
+                self.found.setdefault(key, set()).add(is_same)
+        sources = set().union(*known)
+        if not all(isinstance(each, Replicated) for each in given):
+            sources &= {self.RANDOM}
+        if is_random(op) or op.op_def.is_stateful and op.type not in READS:
+            sources.add(self.RANDOM)
+        self.sources.update((output.name, sources) for output in op.outputs if sources)
+
+    def inside(self, graph, tensors):
+        """The same for the graph of a function, which is given these tensors."""
+        return Lookups(self.found, carried(self.sources, tensors, graph.inputs))
+
+    def same(self):
+        """The keys of the variables in which what is looked up is the same for any batch."""
+        return {key for key, answers in self.found.items() if answers == {True}}
+
+    def are_mixed(self):
+        """Whether in one variable something else is looked up besides what is the same."""
+        return {True, False} in self.found.values()

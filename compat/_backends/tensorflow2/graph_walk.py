@@ -7,7 +7,7 @@ What operations do to rows is in one table (``tensorflow1.row_operations``). Her
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import own_gradients, row_operations, row_sizes
-from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
+from .op_trial import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
 
 _DIVISIONS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
 _SAME = {"Cast", "Identity", "PreventGradient", "Reshape", "Snapshot", "StopGradient"}
