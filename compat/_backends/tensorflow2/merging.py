@@ -160,7 +160,7 @@ class ModelState:
                 del each[count:]
 
 
-def joining_tables(keys, count):
+def joining_tables(lookups, count):
     """A function of the replicas' gradients of tables in which all look up the same rows.
 
     One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
@@ -170,12 +170,13 @@ def joining_tables(keys, count):
     TensorFlow never lets go of a gradient's function, so that nothing here may hold the model.
 
     Arguments:
-        keys: those of the variables.
+        lookups: as of the ``Trace``; all look up the same where nothing else is looked up in one.
         count: how many replicas there are.
 
     Returns:
         What tells, of a replica, counted from 0, a variable and its gradient, what that is to be.
     """
+    keys = {key for key, answers in lookups.items() if answers == {True}}
     waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
 
     def join(replica, variable, gradient):

@@ -274,11 +274,6 @@ def bodies_of(op):
     return [getattr(op.graph._get_function(name), "graph", None) for name in names]
 
 
-def is_compiled(op):
-    """Whether XLA compiles the call of a function, as under tf.function(jit_compile=True)."""
-    return op.node_def.attr["_XlaMustCompile"].b  # false where there is none
-
-
 def is_random(op):
     """Whether an operation makes random numbers, or has a generator go on."""
     return _RANDOM.search(op.type) is not None

@@ -1,8 +1,8 @@
 """The devices' shares of a call: some rows of its arguments, computed there, with a gradient."""
 
 import contextlib
-import itertools
 
+import numpy as np
 import tensorflow as tf
 
 from ..._rows import REPLICATED, Count, Sharded, Unknown, split_rows
@@ -81,13 +81,9 @@ class ShardedArguments:
         masks = [getattr(value, "_keras_mask", None) for value in leaves]
         self.given = self.structure, masks
         self.leaves = leaves + masks
-        arguments = list(args) + [kwargs[name] for name in sorted(kwargs)]
-        ends = itertools.accumulate(len(tf.nest.flatten(argument)) for argument in arguments)
-        places = [n for n, value in enumerate(self.leaves) if has_rows(value)]
-        self.batch = self.leaves[places[0]] if places else None
+        self.batch = next(filter(has_rows, leaves), None)
         if self.batch is None:
             return
-        end = next(end for end in ends if end > places[0])
         self.rows = rows_of(self.batch)
         self.has_values = tf.executing_eagerly()  # which an initialization scope always is
         self.why = None  # it cannot be split, as in ``Across``
@@ -97,20 +93,17 @@ class ShardedArguments:
         if any(isinstance(value, tf.RaggedTensor) for value in leaves):
             self.why = "unknown"
             return
-        self.constant_batch = self._is_constant(self.batch)
-        self.is_data = [self._is_data(value, n < end) for n, value in enumerate(leaves)] * 2
-
-    def _is_constant(self, value):
-        from tensorflow.python.framework import tensor_util
-
-        if tf.executing_eagerly() or isinstance(value, tf.SparseTensor) or not tf.is_tensor(value):
-            return False
-        return hasattr(value, "numpy") or tensor_util.constant_value(value) is not None
+        self.constant_batch = _is_constant(self.batch)
+        self.is_data = []
+        for argument in list(args) + [kwargs[name] for name in sorted(kwargs)]:
+            is_input = not any(self.is_data)  # the first one with rows
+            self.is_data += [self._is_data(each, is_input) for each in tf.nest.flatten(argument)]
+        self.is_data *= 2  # and their masks'
 
     def _is_data(self, value, is_input):
         if value is self.batch:
             return True
-        is_constant = self._is_constant(value) and not self.constant_batch
+        is_constant = _is_constant(value) and not self.constant_batch
         if is_constant or not has_rows(value) or isinstance(value, tf.Variable):
             return False
         rows, of_batch = rows_of(value), rows_of(self.batch)
@@ -152,9 +145,8 @@ class ShardedArguments:
 
     def kind(self):
         """What calls with arguments of the same kinds have in common."""
-        tensors = tensors_of([each for each, _ in self._tensors()])
         plain = [value for value in self.leaves if not tf.is_tensor(value)]
-        kinds = [(str(each.dtype), str(each.shape[1:])) for each in tensors]
+        kinds = [(str(each.dtype), str(each.shape[1:])) for each in tensors_of(self.leaves)]
         return repr((kinds, self.placements(), plain))
 
     def three_rows(self):
@@ -188,22 +180,24 @@ _DIFFERENT_ARGUMENTS = (
 )
 
 
+def _is_constant(value):
+    from tensorflow.python.framework import tensor_util
+
+    if tf.executing_eagerly() or isinstance(value, tf.SparseTensor) or not tf.is_tensor(value):
+        return False
+    return hasattr(value, "numpy") or tensor_util.constant_value(value) is not None
+
+
 def _made_up(tensor):
     """Three rows of a tensor's shape and type, where the batch has no values yet."""
-    import numpy as np
-
-    random, sizes, dtype = np.random.RandomState(0), tensor.shape.as_list(), tensor.dtype
-    sizes = [16 if size is None else size for size in sizes[1:]]
-    values = _of_type(random.normal(size=[3] + sizes), dtype)
+    sizes, dtype = [16 if size is None else size for size in tensor.shape.as_list()], tensor.dtype
+    values = np.random.RandomState(0).normal(size=[3] + sizes[1:])
+    if dtype == tf.string:
+        return tf.strings.as_string(values)
+    values = tf.cast(values if dtype.is_floating or dtype.is_complex else values > 0, dtype)
     if isinstance(tensor, tf.SparseTensor):
         return tf.sparse.from_dense(tf.where(values > 0, values, tf.zeros_like(values)))
     return values
-
-
-def _of_type(values, dtype):
-    if dtype == tf.string:
-        return tf.strings.as_string(values)
-    return tf.cast(values if dtype.is_floating or dtype.is_complex else values > 0, dtype)
 
 
 def _rows(value, start, stop):
@@ -214,13 +208,6 @@ def _rows(value, start, stop):
     sizes = [tf.cast(stop - start, tf.int64)] + shape[1:]
     starts = [tf.cast(start, tf.int64)] + [0] * (len(shape) - 1)
     return tf.sparse.slice(value, tf.stack(starts), tf.stack(sizes))
-
-
-def kept(value, size):
-    """The rows of a result that are a replica's own: all of them, or none where it has none."""
-    if isinstance(size, int):
-        return value if size else _rows(value, 0, 0)
-    return _rows(value, 0, rows_of(value) * tf.minimum(size, 1))
 
 
 def as_function(call, scope, given):
@@ -259,19 +246,21 @@ class Replica:
         join: what ``joining_tables`` makes of a variable's gradient.
 
     Attributes:
-        shard: the tensors that it was given.
         structure, values: as the function of ``as_function`` returns them, with the replica's own
             rows of the values.
     """
 
     def __init__(self, device, size, trace, call, scope, given, join):
-        self.device, self.size = device, size
-        self.shard = tensors_of(given)
-        compute = as_function(call, scope, given)
+        self.size = size
+        compute, shard = as_function(call, scope, given), tensors_of(given)
 
         def own(value, placement):
-            is_of_rows = tf.is_tensor(value) and isinstance(placement, Sharded)
-            return kept(value, size) if is_of_rows else value
+            """Of a result with rows the replica's own: all of them, or none where it has none."""
+            if not (tf.is_tensor(value) and isinstance(placement, Sharded)):
+                return value
+            if isinstance(size, int):
+                return value if size else _rows(value, 0, 0)
+            return _rows(value, 0, rows_of(value) * tf.minimum(size, 1))
 
         def results_of(*values):
             self.structure, self.values = compute(*values)
@@ -292,19 +281,19 @@ class Replica:
                 heads, upstream = [r for r, _ in pairs], [g for _, g in pairs]
                 with tf.device(device):
                     found = gradients_of(heads, list(values) + variables, upstream)
-                    found = [_dense(each) for each in found]
-                    inputs, of_variables = found[: len(values)], found[len(values) :]
-                    of_variables = list(map(join, variables, of_variables))
+                    found = list(map(_dense, found))
+                    of_variables = list(map(join, variables, found[len(values) :]))
+                inputs = found[: len(values)]
                 return (inputs, of_variables) if variables else inputs
 
             return results, gradient
 
         if recording():
             with _listing_no_variables():
-                tensors = replica(*self.shard)
+                tensors = replica(*shard)
         else:  # predict, evaluate: no gradient to keep intermediate results for
             with tf.device(device):
-                tensors = results_of(*self.shard)
+                tensors = results_of(*shard)
         self.values = with_tensors(self.values, tensors)
 
 
@@ -368,9 +357,7 @@ def _logits(output):
     Keras computes cross-entropy from logits if the output carries them, or comes straight from
     such an operation (``_get_logits`` in its backend).
     """
-    logits = getattr(output, "_keras_logits", None)
-    if logits is None and tf.is_tensor(output) and not tf.executing_eagerly():
-        operation = getattr(output, "op", None)
-        if operation is not None and operation.type in ("Softmax", "Sigmoid"):
-            logits = operation.inputs[0]
+    logits, operation = getattr(output, "_keras_logits", None), getattr(output, "op", None)
+    if logits is None and getattr(operation, "type", None) in ("Softmax", "Sigmoid"):
+        return operation.inputs[0]  # never eagerly: there tensors have no operation
     return logits

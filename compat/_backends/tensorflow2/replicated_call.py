@@ -90,7 +90,7 @@ class ReplicatedCall(patching.InstanceMethod):
         try:
             if len(self.devices) > 1:
                 trace = self._trace(call, arguments, state)
-                across = trace.across() or _across_in_keras3(model, trace)
+                across = trace.across or _across_in_keras3(model, trace)
             if across is None:
                 why = "fails"
                 state.watch(trace.variables if trace else [])
@@ -119,7 +119,7 @@ class ReplicatedCall(patching.InstanceMethod):
         """The devices' shares of the call, each computed there."""
         replicas, number, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
-        join = merging.joining_tables(trace.lookups.same() if trace else (), number)
+        join = merging.joining_tables(trace.lookups if trace else {}, number)
         for index, device in enumerate(self.devices):
             first, last = split_rows.bounds(rows, number, index)
             given = arguments.shard(split_rows.run_bounds(rows, number, index, maximum))
@@ -186,7 +186,7 @@ def _across_in_keras3(model, trace):
     if any(getattr(v, "overwrite_with_gradient", None) for v in model.trainable_variables):
         return _rows.Across(None)  # replicas would add up the largest values of float8
     # It squares the gradients of each lookup by themselves.
-    is_mixed = recording() and trace.lookups.are_mixed()
+    is_mixed = recording() and {True, False} in trace.lookups.values()
     return _rows.Across(None, why="table") if is_mixed else None
 
 
