@@ -77,8 +77,7 @@ if hasattr(tf, "profiler"):  # from TensorFlow 2.2
             plane.event_metadata[3].name = "gemm"
             events = plane.lines.add(name=line, timestamp_ns=5000).events
             events.add(metadata_id=3, offset_ps=2500000, duration_ps=1500000)
-        gpus = recorded_steps._gpu_planes(tf)
-        found = recorded_steps.operations(space.planes, ["/gpu:0", "/gpu:1"], gpus)
+        found = recorded_steps.operations(space.planes, ["/gpu:0", "/gpu:1"])
         assert list(found) == [Operation("/gpu:0", "gemm", 7.5, 1.5)]
 
 
@@ -118,7 +117,7 @@ if hasattr(context.context(), "list_function_names"):  # not 2.3, which records 
         senders = devices_that_sent(host)
         assert {device for found in senders.values() for device in found} == set(shown.values())
         of_values, compared, products = 0, 0, collections.Counter()
-        for event, (node, kind), run in recorded_steps._HostPlane(host).kernels:
+        for event, (node, kind), run in recorded_steps.kernels(host)[0]:
             device = shown.get((event.start, "{}: {}".format(kind, node)))
             of_values += "VariableOp" not in kind
             if device is not None and run in senders:

@@ -111,7 +111,7 @@ class TensorFlow2(Backend):
             return tensorflow1_timeline.profiled(tf.compat.v1, self.devices())
         from . import recorded_steps  # here for start-up time
 
-        return recorded_steps.profiled(tf, self.devices())
+        return recorded_steps.profiled(self.devices())
 
     # Ranks ------------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ def _replicated_class(plain, replicated_call):
 class NativeCall(ReplicatedCall):
     """The ``__call__`` of a native model, on several devices."""
 
+    is_of_keras = False
     _has_warned = False
     _has_said = False  # that it is not verified
     verification = None
@@ -102,12 +103,6 @@ class NativeCall(ReplicatedCall):
             )
         return given
 
-    def _only_traced(self, model):
-        return False
-
-    def _layers(self, model):
-        return []  # only Keras adds losses within a call
-
     def _trace(self, call, arguments, state):
         if tf.executing_eagerly() and not self.traces:
             # Variables that the first call makes must not be made within a replica.
@@ -118,9 +113,6 @@ class NativeCall(ReplicatedCall):
     def plain(self, model):
         plain = type(model)._compat_plain_class
         return plain.__call__.__get__(model, plain)
-
-    def _is_converted(self, model):
-        return True
 
 
 # Names of the argument that switches between training and inference.
@@ -136,7 +128,6 @@ class VerifiedCall(_verification.Step):
         self.call, self.model, self.args, self.kwargs = call, model, args, kwargs
         self.is_recording = recording()
         self.replicated = functools.partial(ReplicatedCall.__call__, call, model)
-        self.undivided = functools.partial(call._unreplicated, model)
         self.variables = self._found()
         self.dtype = keras_steps.coarsest({v.dtype.name for v in self.variables.values()})
 
@@ -147,7 +138,8 @@ class VerifiedCall(_verification.Step):
         return reachable.Attributes(own, lambda name, value: isinstance(value, kinds))
 
     def by_design(self, inference, changed):
-        layers = [part for part in _parts(self.model) if hasattr(part, "moving_mean")]
+        parts = [*getattr(self.model, "submodules", ()), self.model, *held(self.model)]
+        layers = [part for part in parts if hasattr(part, "moving_mean")]
         moved = [self.variables[label] for label in changed if label in self.variables]
         training = self.is_recording and not inference
         return keras_steps.normalised(keras_steps.trained_layers(layers, training, moved))
@@ -171,7 +163,7 @@ class VerifiedCall(_verification.Step):
 
     def _plain(self, *args, **kwargs):
         with split_rows.undivided():
-            return self.undivided(*args, **kwargs)
+            return self.call._unreplicated(self.model, *args, **kwargs)
 
     def read(self):
         return {label: variable.numpy() for label, variable in self.variables.items()}
@@ -253,11 +245,6 @@ def _label(variable):
     word = "weight" if variable.trainable and variable.dtype.is_floating else "state"
     word = "random" if merging.is_generator(variable) else word
     return "{} {}".format(word, variable.name.split(":")[0])
-
-
-def _parts(model):
-    """A model and its layers and modules, as far as they can be known."""
-    return list(getattr(model, "submodules", ())) + [model] + held(model)
 
 
 def _in_a_thread(function, *args, **kwargs):

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, trial
+from ..tensorflow1 import row_sizes
 
 #: How many operations are executed at most, for loops that are long.
 LIMIT = 30000
@@ -137,16 +138,14 @@ class OpTrial:
         try:
             if is_random(op):
                 return self._drawn(op, inputs, claimed)
-            results = [self._execute(op, [lanes[0] for lanes in inputs])]
-            if all(lanes[0] is each for lanes in inputs for each in lanes):
-                return [[value] * LANES for value in results[0]]
-            for lane in range(1, LANES):
-                results.append(self._execute(op, [lanes[lane] for lanes in inputs]))
+            is_same = all(lanes[0] is each for lanes in inputs for each in lanes)
+            lanes = range(1 if is_same else LANES)
+            results = [self._execute(op, [each[lane] for each in inputs]) for lane in lanes]
         except Exception as error:  # whatever an operation can have against three rows
             if trial.is_fault(error):
                 raise
             return None
-        return [list(lanes) for lanes in zip(*results)]
+        return [list(values) * (LANES // len(values)) for values in zip(*results)]
 
     def _drawn(self, op, inputs, claimed):
         """Random numbers, which are not TensorFlow's, so that those go on as they would have."""
@@ -226,9 +225,7 @@ def _told(parts, whole, given):
 
 def _constant(op):
     """A constant's value as a tensor, which is no attribute of eager execution."""
-    from tensorflow.python.framework import tensor_util
-
-    return tf.constant(tensor_util.constant_value(op.outputs[0]), op.outputs[0].dtype)
+    return tf.constant(row_sizes.constant(op.outputs[0]), op.outputs[0].dtype)
 
 
 def _attributes(op):

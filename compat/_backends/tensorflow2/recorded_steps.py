@@ -206,10 +206,10 @@ _INLINED = re.compile(r"(Stateful)?PartitionedCall(_\d+)?/")  # whose function's
 _ON_VARIABLES = re.compile("Variable|VarHandleOp|^Resource")
 
 
-def profiled(tf, devices):
+def profiled(devices):
     """Within, TensorFlow's profiler records; see ``Backend.profiled()``."""
     if hasattr(tf, "profiler"):
-        return converted(_profile(tf), lambda planes: operations(planes, devices, _gpu_planes(tf)))
+        return converted(_profile(), lambda planes: operations(planes, devices))
 
     def convert(records):
         return tensorflow1_timeline.executed([records[0].step_stats], devices)
@@ -218,7 +218,7 @@ def profiled(tf, devices):
 
 
 @contextlib.contextmanager
-def _profile(tf):
+def _profile():
     """Within, the profiler records: of GPUs by device, of the CPU by thread; gives its planes."""
     profiler, planes = tf.profiler.experimental, []
     with tempfile.TemporaryDirectory() as directory:
@@ -249,23 +249,20 @@ def _planes(path):
     return xplane_pb2.XSpace.FromString(path.read_bytes()).planes
 
 
-def _gpu_planes(tf):
-    """The profiler counts all GPUs that CUDA shows, devices those that TensorFlow is to use."""
-    gpus = tf.config.experimental.get_visible_devices("GPU")
-    names = ["/device:GPU:" + gpu.name.split(":")[-1] for gpu in gpus]
-    return {name: f"/gpu:{place}" for place, name in enumerate(names)}
-
-
-def operations(planes, devices, gpu_planes):
+def operations(planes, devices):
     """The operations on ``devices`` that the profiler's planes tell of."""
+    # The profiler counts all GPUs that CUDA shows, devices those that TensorFlow is to use.
+    visible = tf.config.experimental.get_visible_devices("GPU")
+    numbers = [gpu.name.split(":")[-1] for gpu in visible]
+    gpus = {f"/device:GPU:{number}": f"/gpu:{place}" for place, number in enumerate(numbers)}
     for plane in planes:
-        device = gpu_planes.get(plane.name)
+        device = gpus.get(plane.name)
         if device in devices:
             lines = [line for line in plane.lines if line.name.startswith("Stream")]
             for event in (each for line in lines for each in _events(plane, line)):
                 yield Operation(device, event.name, event.start, event.duration)
         elif plane.name == "/host:CPU" and any("cpu" in device for device in devices):
-            yield from _HostPlane(plane).executed(devices)
+            yield from _operations_of_cpu(plane, devices)
 
 
 _Event = collections.namedtuple("_Event", "name start duration statistics")
@@ -287,8 +284,36 @@ def _value(plane, statistic):
     return plane.stat_metadata[value].name if kind == "ref_value" else value
 
 
-class _HostPlane:
-    """The kernels that the threads of the CPU executed, and on which device of it each.
+def kernels(plane):
+    """The kernels that the threads of the CPU executed.
+
+    Returns:
+        The event of each kernel, its node and its kind, and the run of a graph that it was in; and
+        by run the node that called for it and that one's run, or None where the script called.
+    """
+    found, callers = [], {}
+    for line in plane.lines:
+        enclosing = []  # when each ends, its node and its run
+        for event in _events(plane, line):
+            while enclosing and enclosing[-1][0] <= event.start:
+                enclosing.pop()
+            _, node, run = enclosing[-1] if enclosing else (None, None, None)
+            end, kernel = event.start + event.duration, _KERNEL.fullmatch(event.name)
+            if event.name == "ExecutorState::Process":
+                enclosing.append((end, None, event.statistics["_c"]))
+            elif event.name == "ExecutorState::ProcessAsync::Start":  # of calls, too
+                enclosing.append((end, event.statistics["name"], run))
+            elif event.name == "FunctionRun":
+                callers[event.statistics["_p"]] = (node, run) if node else None
+            elif kernel:
+                enclosing.append((end, kernel.group(1), run))
+                if not kernel.group(2).endswith(tensorflow1_timeline.WAITING):
+                    found.append((event, kernel.groups(), run))
+    return found, callers
+
+
+def _operations_of_cpu(plane, devices):
+    """The kernels of the CPU's threads, with the device of it that executed each.
 
     Threads are common to all devices, and a kernel is recorded without its device. It is that
 
@@ -302,56 +327,29 @@ class _HostPlane:
     operations; what reads and writes variables, which runs where these are; functions within
     functions in TensorFlow 2.3, whose caller is not recorded.
     """
+    asked_for = collections.defaultdict(set)  # by nodes of each name, in all functions
+    for node in _nodes():
+        asked_for[node.name].add(short(node.device) if node.device else None)
+    found, callers = kernels(plane)
 
-    def __init__(self, plane):
-        self.kernels = []  # with the node and the kind of each, and the run of a graph it was in
-        self.callers = {}  # of runs: the node and its run, or None where the script called
-        for line in plane.lines:
-            self._read(plane, line)
-
-    def _read(self, plane, line):
-        enclosing = []  # when each ends, its node and its run
-        for event in _events(plane, line):
-            while enclosing and enclosing[-1][0] <= event.start:
-                enclosing.pop()
-            _, node, run = enclosing[-1] if enclosing else (None, None, None)
-            end, kernel = event.start + event.duration, _KERNEL.fullmatch(event.name)
-            if event.name == "ExecutorState::Process":
-                enclosing.append((end, None, event.statistics["_c"]))
-            elif event.name == "ExecutorState::ProcessAsync::Start":  # of calls, too
-                enclosing.append((end, event.statistics["name"], run))
-            elif event.name == "FunctionRun":
-                self.callers[event.statistics["_p"]] = (node, run) if node else None
-            elif kernel:
-                enclosing.append((end, kernel.group(1), run))
-                if not kernel.group(2).endswith(tensorflow1_timeline.WAITING):
-                    self.kernels.append((event, kernel.groups(), run))
-
-    def executed(self, devices):
-        asked_for = collections.defaultdict(set)  # by nodes of each name, in all functions
-        for node in _nodes():
-            asked_for[node.name].add(short(node.device) if node.device else None)
-        for event, (node, kind), run in self.kernels:
-            if len(devices) == 1:
-                device = devices[0]
-            elif _ON_VARIABLES.search(kind):
-                device = None
-            else:
-                device = self._device(node, run, asked_for, devices[0])
-            if device in devices:
-                name = tensorflow1_timeline.titled(node, kind)
-                yield Operation(device, name, event.start, event.duration)
-
-    def _device(self, node, run, asked_for, default):
+    def device_of(node, run):
         name = _INLINED.sub("", node)
         while name and name not in asked_for:
             name = name.rpartition("/")[0]
-        devices = set(asked_for.get(name, {None}))
-        if None in devices and run in self.callers:
-            caller = self.callers[run]
-            by_call = self._device(*caller, asked_for, default) if caller else default
-            devices = devices - {None} | {by_call}
-        return devices.pop() if len(devices) == 1 else None
+        asked = set(asked_for.get(name, {None}))
+        if None in asked and run in callers:
+            by_call = device_of(*callers[run]) if callers[run] else devices[0]
+            asked = asked - {None} | {by_call}
+        return asked.pop() if len(asked) == 1 else None
+
+    for event, (node, kind), run in found:
+        if len(devices) == 1:
+            device = devices[0]
+        else:
+            device = None if _ON_VARIABLES.search(kind) else device_of(node, run)
+        if device in devices:
+            name = tensorflow1_timeline.titled(node, kind)
+            yield Operation(device, name, event.start, event.duration)
 
 
 def _nodes():

@@ -47,6 +47,7 @@ class ReplicatedCall(patching.InstanceMethod):
     autograph_info__ = {}  # type: dict
 
     supports_jit = None  # what jit_compile="auto" went by, in Keras 3
+    is_of_keras = True  # only Keras adds losses within a call, and traces for its own purposes
 
     def __init__(self, devices, belongs_to_step=False):
         super().__init__(devices)
@@ -84,7 +85,7 @@ class ReplicatedCall(patching.InstanceMethod):
             refuse_strategies(tf, model)
         if arguments.why:
             return self._whole(model, call, arguments, _rows.Across(None, why=arguments.why))
-        state = merging.ModelState(self._layers(model))
+        state = merging.ModelState(_keras.all_layers(model) if self.is_of_keras else [])
         trace = across = None
         why = "unknown"  # it cannot be traced with an unknown number of rows
         try:
@@ -152,7 +153,8 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def _only_traced(self, model):
         """Whether nothing is computed, or somewhere else."""
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        is_traced = self.is_of_keras and not tf.executing_eagerly()
+        graph = tf.compat.v1.get_default_graph() if is_traced else None
         while graph is not None:
             if any(mark in getattr(graph, "name", "") for mark in _TRACES):
                 return True
@@ -160,23 +162,17 @@ class ReplicatedCall(patching.InstanceMethod):
         # A Keras 3 model as a pure function: the caller's scope holds its state.
         return _keras.in_stateless_scope(_keras.keras_of(model))
 
-    def _layers(self, model):
-        """The layers of Keras that a model consists of."""
-        return _keras.all_layers(model)
-
     def _unreplicated(self, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
         plain = self.plain(model)
-        if self._is_converted(model) and not tf.executing_eagerly():
+        is_users = hasattr(model, "_eager_losses") and _keras.is_users(type(model))
+        if (is_users or not self.is_of_keras) and not tf.executing_eagerly():
             # Up to TensorFlow 2.3 nothing public, nor tf.__internal__, leads there.
             from tensorflow.python.autograph.core import ag_ctx
             from tensorflow.python.autograph.impl import api
 
             plain = api.tf_convert(plain, ag_ctx.control_status_ctx())
         return plain(*args, **kwargs)
-
-    def _is_converted(self, model):
-        return hasattr(model, "_eager_losses") and _keras.is_users(type(model))
 
 
 def _across_in_keras3(model, trace):
@@ -211,24 +207,19 @@ def count(devices, rows, training, sizes=_sizes):
         training: whether gradients are wanted.
         sizes: tells of a number of rows how many each device gets.
     """
+    from tensorflow.python.ops import control_flow_util
+
     if tf.executing_eagerly():
         work.count(devices, sizes(devices, int(rows)), training)
-    elif not work.uncounted and not _is_compiled_by_xla():
+        return
+    # The graph of ``tf.function(jit_compile=True)`` is all on one device, and XLA has no tables.
+    # What tells it is not public.
+    is_xlas = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    if not (is_xlas or work.uncounted):
         key = tuple(devices), training, sizes
         if key not in process.graph_counters:
             process.graph_counters[key] = Table(*key)
         process.graph_counters[key].count(rows)
-
-
-def _is_compiled_by_xla():
-    """Whether the graph is that of ``tf.function(jit_compile=True)``: XLA has no tables.
-
-    It puts all of the graph on one device. What tells it is not public.
-    """
-    from tensorflow.python.ops import control_flow_util
-
-    graph = tf.compat.v1.get_default_graph()
-    return control_flow_util.GraphOrParentsInXlaContext(graph)
 
 
 class Table:
@@ -324,8 +315,7 @@ def _place(node, device):
     elif hasattr(node.arguments, "fill_in"):
         _announced_by(node.arguments, "fill_in", announce)
     else:
-        node.arguments = AnnouncingArguments(node.arguments or {})
-        node.arguments.announce = announce
+        node.arguments = AnnouncingArguments(node.arguments or {}, announce)
     node._compat_device = device
 
 
@@ -342,7 +332,9 @@ def _announced_by(owner, name, announce):
 class AnnouncingArguments(dict):
     """A node's keyword arguments in TensorFlow 2.0, copied when its layer is about to be called."""
 
-    announce = staticmethod(lambda: None)
+    def __init__(self, arguments, announce):
+        super().__init__(arguments)
+        self.announce = announce
 
     def __bool__(self):
         return True  # or Keras would not copy them

@@ -100,8 +100,7 @@ def limit_memory(tf, gpus, settings):
         totals = settings.devices.memory_totals()
         sizes = [total * settings.memory.fraction for total in totals]
         if not all(sizes):
-            raise errors.unsupported(
-                "tensorflow2",
+            raise unsupported(
                 "take a fraction of a GPU whose size the driver does not tell",
                 'Give a size, such as memory="4GiB".',
             )
