@@ -177,9 +177,7 @@ class TensorFlow2(Backend):
                 "Use a Keras model, or place the model's parts by compat.device().",
             )
         replicated = list(devices) != self.devices()[:1]
-        # Here for start-up time, and since they import TensorFlow.
-        from . import native_models  # which import TensorFlow
-        from .replicated_call import ReplicatedCall
+        from . import native_models, replicated_call  # here for start-up time: with TensorFlow
 
         if native:
             return native_models.parallelize(model, devices, replicated)
@@ -193,9 +191,9 @@ class TensorFlow2(Backend):
                 replicated = False
             else:
                 runtime.refuse_unreached(tf, model)
-        changed = steps.remove(ReplicatedCall, model)
+        changed = steps.remove(replicated_call.ReplicatedCall, model)
         if replicated:
-            steps.install(ReplicatedCall, model, devices, self.devices()[0])
+            steps.install(replicated_call.ReplicatedCall, model, devices, self.devices()[0])
         if changed or replicated:
             _keras.forget_compiled_steps(model)
         return model
@@ -211,15 +209,14 @@ class TensorFlow2(Backend):
         tf = self.import_framework()
         if in_v1_mode(tf):
             tensorflow1.backend.verify(model, verification)
-        elif not self.is_native(model):
-            from . import recorded_steps  # here for start-up time
+            return
+        from . import native_models, recorded_steps  # here for start-up time
 
+        if not self.is_native(model):
             if verification is not None and _keras.undivided(model):
                 verification = None  # it runs on one device
             recorded_steps.VerifiedTensorFlow2Step.install_on(model, verification)
         elif hasattr(tf.keras.Model, "train_step"):
-            from . import native_models  # here for start-up time
-
             native_models.verify(model, verification)
         else:  # TensorFlow 2.0 dies where a thread of its own traces what another one has.
             super().verify(model, verification)

@@ -21,6 +21,8 @@ from .graph_walk import Added, Walk
 from .op_trial import LANES, OpTrial, captures, eager, may_be_set
 from .replicas import as_function, tapes, tensors_of
 
+_PLAIN = (bool, numbers.Number, str, bytes, np.ndarray, type, type(None))
+
 
 class Trace:
     """The plain call, traced with an unknown number of rows, and how its results depend on them.
@@ -72,7 +74,8 @@ class Trace:
 
     def _not_merged(self, results):
         """What ``across`` is."""
-        if any(map(_is_opaque, results["outputs"])):
+        # What is neither of tensors nor the same for any batch may hold a device's rows.
+        if not all(tf.is_tensor(each) or isinstance(each, _PLAIN) for each in results["outputs"]):
             return _rows.Across(None, why="opaque")
         found = [
             (value, getattr(value, "dtype", None), placement)
@@ -138,13 +141,6 @@ def _placement(walk, value):
     # Numbers of rows add up. Positions of rows do not, nor do old values and sums.
     is_array = isinstance(placement, Count) and parts[0].shape.rank != 0
     return Mixed() if is_array or isinstance(placement, Added) else placement
-
-
-def _is_opaque(output):
-    """Whether it is neither of tensors nor the same for any batch: it may hold a device's rows."""
-    if tf.is_tensor(output) or output is None:
-        return False
-    return not isinstance(output, (bool, numbers.Number, str, bytes, np.ndarray, type))
 
 
 def _values(graph):

@@ -146,11 +146,8 @@ class Walk:
         return row_operations.placements(op, values)
 
     def _value(self, tensor, placement):
-        shape = None if tensor.shape.rank is None else tensor.shape.as_list()
-        if shape is None:
-            rank = self.trial.rank(tensor)
-            shape = None if rank is None else [None] * rank
-        return _rows.Value(placement, shape)
+        sizes = row_sizes.sizes_of(tensor)
+        return _rows.Value(placement, self.trial.sizes(tensor) if sizes is None else sizes)
 
     def _sum(self, op, given):
         """What is added to the old value of a variable, or a sum over the rows to zeros."""
@@ -297,9 +294,8 @@ def _of_rows(op, given):
     if op.type in _DIVISIONS and given == [Partial("sum"), Count()]:
         return Partial("mean")  # a sum over the rows divided by their number
     if op.type in ("Shape", "Size") and isinstance(given[0], Sharded):
-        if given[0].even:
-            return Count() if op.type == "Size" else None
-        return Unknown() if op.type == "Shape" else None
+        known = {("Size", True): Count(), ("Shape", False): Unknown()}
+        return known.get((op.type, given[0].even))
     return None
 
 

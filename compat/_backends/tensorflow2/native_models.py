@@ -60,8 +60,7 @@ def _replicated_class(plain, replicated_call):
         return method
 
     members = {name: getattr(plain, name) for name in ("__doc__", "__module__", "__qualname__")}
-    members.update(__call__=__call__, _compat_plain_class=plain)
-    members["_compat_call"] = replicated_call
+    members.update(__call__=__call__, _compat_plain_class=plain, _compat_call=replicated_call)
     members["autograph_info__"] = {}  # as in ReplicatedCall
     # Copies and pickles are plain, and what TensorFlow saves: a __call__ that is a tf.function.
     for name in ("__reduce_ex__", "_trackable_children", "_list_functions_for_serialization"):

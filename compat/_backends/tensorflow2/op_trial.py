@@ -56,10 +56,10 @@ class OpTrial:
             return None
         return int(not lanes[0])
 
-    def rank(self, tensor):
-        """The number of a tensor's dimensions, where a value shows it."""
+    def sizes(self, tensor):
+        """As many sizes as a tensor has dimensions, none of them known, where a value shows it."""
         lanes = self.values.get(tensor.name)
-        return None if lanes is None or is_resource(tensor) else lanes[0].shape.rank
+        return None if lanes is None or is_resource(tensor) else [None] * lanes[0].shape.rank
 
     def follow(self, op, given, claimed):
         """Compute an operation; return the placements of its results, as far as that shows them.

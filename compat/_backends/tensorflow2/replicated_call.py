@@ -207,19 +207,17 @@ def count(devices, rows, training, sizes=_sizes):
         training: whether gradients are wanted.
         sizes: tells of a number of rows how many each device gets.
     """
-    from tensorflow.python.ops import control_flow_util
-
     if tf.executing_eagerly():
         work.count(devices, sizes(devices, int(rows)), training)
         return
+    from tensorflow.python.ops import control_flow_util
+
     # The graph of ``tf.function(jit_compile=True)`` is all on one device, and XLA has no tables.
     # What tells it is not public.
     is_xlas = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
     if not (is_xlas or work.uncounted):
         key = tuple(devices), training, sizes
-        if key not in process.graph_counters:
-            process.graph_counters[key] = Table(*key)
-        process.graph_counters[key].count(rows)
+        process.graph_counters.setdefault(key, Table(*key)).count(rows)
 
 
 class Table:

@@ -125,13 +125,6 @@ def runs_eagerly(tf):
     return getattr(v1, "executing_eagerly_outside_functions", v1.executing_eagerly)()
 
 
-def in_graph_of_the_user(tf):
-    """Whether TensorFlow would compute eagerly, were it not for a ``tf.Graph`` around."""
-    from tensorflow.python.eager import context
-
-    return not runs_eagerly(tf) and context.default_execution_mode == context.EAGER_MODE
-
-
 def full_name(device):
     """/cpu:1 as TensorFlow's graphs name it: /device:CPU:1."""
     return "/device:" + device.strip("/").upper()
@@ -143,14 +136,17 @@ unsupported = functools.partial(errors.unsupported, "tensorflow2")
 
 def refuse_unreached(tf, model):
     """Refuse models that a replicated ``call`` would not reach."""
-    keras = _keras.keras_of(model)
-    if in_graph_of_the_user(tf):
+    from tensorflow.python.eager import context
+
+    keras, is_eager = _keras.keras_of(model), runs_eagerly(tf)
+    # It would be, were it not for a graph of the user's around.
+    if not is_eager and context.default_execution_mode == context.EAGER_MODE:
         raise unsupported(
             "run a model on several devices within tf.Graph().as_default()",
             "Build the model outside of that graph, or write tf.compat.v1.disable_v2_behavior() "
             "at the top of the script, to have TensorFlow 1.",
         )
-    if not runs_eagerly(tf):
+    if not is_eager:
         raise unsupported(
             "run a model on several devices after tf.compat.v1.disable_eager_execution()",
             "Remove that call, or use TensorFlow 1.",
@@ -171,23 +167,20 @@ def refuse_strategies(tf, model):
     if tf.distribute.has_strategy():
         kind = type(tf.distribute.get_strategy()).__name__
         found = f"it was called within the scope of a {kind}"
-    elif _is_distributed(tf, model):
-        found = f"the variables of {model.name!r} were made in the scope of a strategy"
     else:
-        return
+        # To ask a model of tf.keras that is not built yet would be an error.
+        weights = model.weights if model.built or not hasattr(model, "_eager_losses") else ()
+        # A Keras 3 variable has one of TensorFlow's.
+        variables = [v if isinstance(v, tf.Variable) else v.value for v in weights]
+        kinds = {kind.__name__ for variable in variables for kind in type(variable).__mro__}
+        if "DistributedValues" not in kinds:
+            return
+        found = f"the variables of {model.name!r} were made in the scope of a strategy"
     raise errors.UnsupportedError(
         f"parallelize() and tf.distribute both run a model on several devices: {found}. Build the "
         "model and call parallelize() outside of the strategy's scope, or write "
         'compat.parallelize(build_model, strategy="mirrored").'
     )
-
-
-def _is_distributed(tf, model):
-    if hasattr(model, "_eager_losses") and not model.built:
-        return False  # asking for its variables would be an error
-    # A Keras 3 variable has one of TensorFlow's.
-    variables = [v if isinstance(v, tf.Variable) else v.value for v in model.weights]
-    return any(c.__name__ == "DistributedValues" for v in variables for c in type(v).__mro__)
 
 
 def refuse_loops(tf, layers):
