@@ -14,7 +14,7 @@ import sys
 import tensorflow as tf
 
 from ... import _keras, errors
-from ..._ranks import clusters, keras3, keras_model, losses
+from ..._ranks import clusters, keras3, keras_model, losses, ranked_method
 from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from ..._runtime import patching
 from ..._runtime.within import Within
@@ -28,15 +28,15 @@ _stepping = Within()  # then gradients are taken care of, also those of models w
 
 
 class RankedFunction:
-    """A function that Keras made to train or to evaluate: in it ranks may wait for each other."""
+    """A function that Keras made to train or to evaluate: in it ranks may wait for each other.
+
+    What trains begins with rank 0's weights.
+    """
 
     begun = False  # with rank 0's weights
 
     def __init__(self, engine, model, function, training):
-        self.engine = engine
-        self.model = model
-        self.function = function
-        self.training = training
+        self.engine, self.model, self.function, self.training = engine, model, function, training
 
     def __call__(self, iterator):
         if not self.training:
@@ -54,10 +54,8 @@ class RankedFunction:
         return result
 
 
-class RankedTrainFunction(keras_model.RankedMethod):
-    """The method that makes the function which trains: it begins with rank 0's weights."""
-
-    method = "make_train_function"
+class RankedMaking(keras_model.RankedMethod):
+    """The method that makes the function which trains, or the one which evaluates."""
 
     def __call__(self, model, *args, **kwargs):
         self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
@@ -67,12 +65,6 @@ class RankedTrainFunction(keras_model.RankedMethod):
             made = RankedFunction(self.engine, model, made, attribute == "train_function")
             setattr(model, attribute, made)
         return made
-
-
-class RankedTestFunction(RankedTrainFunction):
-    """The method that makes the function which evaluates."""
-
-    method = "make_test_function"
 
 
 class RankedStep(keras_model.RankedMethod):
@@ -369,8 +361,8 @@ def distribute(model, place):
         )
     engine = join(place)
     if RankedStep.of(model) is None:
-        kinds = step, RankedTestStep, RankedTrainFunction, RankedTestFunction, RankedCall
-        keras_model.install(model, engine, kinds)
+        makers = ranked_method.named(RankedMaking, "make_train_function", "make_test_function")
+        keras_model.install(model, engine, (step, RankedTestStep, RankedCall) + makers)
         _keras.forget_compiled_steps(model)
     return model
 

@@ -11,6 +11,7 @@ import tempfile
 import time
 
 import tensorflow as tf
+from tensorflow.python.eager import context
 
 from ... import _keras, errors
 from ..._runtime import patching
@@ -150,8 +151,6 @@ BACKWARD = ("gradient_tape", "gradients", "_grad", "Backprop")
 @contextlib.contextmanager
 def recorded():
     """Within, TensorFlow's runtime records; yields a list, to which it then adds the record."""
-    from tensorflow.python.eager import context
-
     records = []  # type: list
     context.enable_run_metadata()
     try:
@@ -354,15 +353,13 @@ def _operations_of_cpu(plane, devices):
 
 def _nodes():
     """The nodes of all functions that TensorFlow has."""
-    from tensorflow.python.eager import context
-    from tensorflow.python.framework.errors import NotFoundError
     from tensorflow.python.framework.func_graph import FuncGraph
 
-    context = context.context()
-    if hasattr(context, "list_function_names"):
-        for name in context.list_function_names():
-            with contextlib.suppress(NotFoundError):  # collected meanwhile
-                yield from context.get_function_def(name).node_def
+    running = context.context()
+    if hasattr(running, "list_function_names"):
+        for name in running.list_function_names():
+            with contextlib.suppress(tf.errors.NotFoundError):  # collected meanwhile
+                yield from running.get_function_def(name).node_def
     else:  # TensorFlow 2.3, which empties graphs that it no longer needs
         for graph in [each for each in gc.get_objects() if type(each) is FuncGraph]:
             if vars(graph):

@@ -12,6 +12,9 @@ from ... import _keras, errors
 from ..._configuration import visible
 from ..._configuration.discovery import HIP
 
+#: What TensorFlow 2 cannot do, and a remedy, as an error.
+unsupported = functools.partial(errors.unsupported, "tensorflow2")
+
 # configure_gpu(option=...) -> the function of tf.config that sets it.
 OPTIONS = {
     "allow_soft_placement": "config.set_soft_device_placement",
@@ -130,10 +133,6 @@ def full_name(device):
     return "/device:" + device.strip("/").upper()
 
 
-#: What TensorFlow 2 cannot do, and a remedy, as an error.
-unsupported = functools.partial(errors.unsupported, "tensorflow2")
-
-
 def refuse_unreached(tf, model):
     """Refuse models that a replicated ``call`` would not reach."""
     from tensorflow.python.eager import context
@@ -169,7 +168,7 @@ def refuse_strategies(tf, model):
         found = f"it was called within the scope of a {kind}"
     else:
         # To ask a model of tf.keras that is not built yet would be an error.
-        weights = model.weights if model.built or not hasattr(model, "_eager_losses") else ()
+        weights = model.weights if not hasattr(model, "_eager_losses") or model.built else ()
         # A Keras 3 variable has one of TensorFlow's.
         variables = [v if isinstance(v, tf.Variable) else v.value for v in weights]
         kinds = {kind.__name__ for variable in variables for kind in type(variable).__mro__}
