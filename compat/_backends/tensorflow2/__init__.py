@@ -103,15 +103,10 @@ class TensorFlow2(Backend):
         return {name: told(name.lstrip("/"))["peak"] for name in names} if told else {}
 
     def profiled(self):
-        """See ``recorded_steps``; without eager execution, ``tensorflow1.timeline``."""
-        tf = self.import_framework()
-        if not runs_eagerly(tf):
-            from ..tensorflow1 import timeline as tensorflow1_timeline  # here for start-up time
-
-            return tensorflow1_timeline.profiled(tf.compat.v1, self.devices())
+        devices = self.devices()
         from . import recorded_steps  # here for start-up time
 
-        return recorded_steps.profiled(self.devices())
+        return recorded_steps.profiled(devices)
 
     # Ranks ------------------------------------------------------------------------------------
 

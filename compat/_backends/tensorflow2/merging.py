@@ -88,9 +88,8 @@ def normalizing_rows(layers):
             if hasattr(layer, "_trainable_var"):  # a tensor of the first graph, in TensorFlow 2.0
                 stack.callback(setattr, layer, "_trainable_var", layer._trainable_var)
         for layer in normalizations(layers):
-            if patching.find(layer, "call") is None:  # TensorFlow 2.0 lists shared layers twice
-                call = functools.partial(in_inference, layer.call)
-                stack.enter_context(patching.replaced(layer, call=call))
+            call = functools.partial(in_inference, layer.call)
+            stack.enter_context(patching.replaced(layer, call=call))
         yield
 
 
@@ -98,11 +97,11 @@ class ModelState:
     """Losses that layers add, and variables, which are set back after each replica.
 
     Arguments:
-        layers: those of Keras that the model consists of.
+        layers: those of Keras that the model consists of; TensorFlow 2.0 lists shared ones twice.
     """
 
     def __init__(self, layers):
-        self.layers = layers
+        self.layers = list({id(layer): layer for layer in layers}.values())
         self.added = []  # type: list  # for each loss, the list of its layer's that it was in
         self.variables, self.before, self.after = [], [], []  # type: list, list, list
 
@@ -125,7 +124,7 @@ class ModelState:
         """
         further = 104729 * len(self.after)  # a prime: no neighbour's seed
         with contextlib.ExitStack() as stack:
-            for layer in {id(layer): layer for layer in self.layers}.values():
+            for layer in self.layers:
                 seed = vars(layer).get("seed")
                 if isinstance(seed, int) and hasattr(layer, "_eager_losses"):  # not in Keras 3
                     stack.enter_context(patching.replaced(layer, seed=seed + further))

@@ -157,7 +157,10 @@ class VerifiedCall(_verification.Step):
         found += filter(is_variable, values)
         labelled = {}  # type: dict
         for variable in {id(variable): variable for variable in found}.values():
-            labelled[keras_steps.unlike(_label(variable), labelled)] = variable
+            word = "weight" if variable.trainable and variable.dtype.is_floating else "state"
+            word = "random" if merging.is_generator(variable) else word
+            label = "{} {}".format(word, variable.name.split(":")[0])
+            labelled[keras_steps.unlike(label, labelled)] = variable
         return labelled
 
     def _plain(self, *args, **kwargs):
@@ -234,16 +237,9 @@ class VerifiedCall(_verification.Step):
             bound = signature.bind(*self.args, **self.kwargs)
         except (TypeError, ValueError):
             return self.args, self.kwargs
-        for name in _TRAINING:
-            if name in signature.parameters:
-                bound.arguments[name] = False
+        names = [name for name in _TRAINING if name in signature.parameters]
+        bound.arguments.update(dict.fromkeys(names, False))
         return bound.args, bound.kwargs
-
-
-def _label(variable):
-    word = "weight" if variable.trainable and variable.dtype.is_floating else "state"
-    word = "random" if merging.is_generator(variable) else word
-    return "{} {}".format(word, variable.name.split(":")[0])
 
 
 def _in_a_thread(function, *args, **kwargs):

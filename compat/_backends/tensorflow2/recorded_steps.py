@@ -18,6 +18,7 @@ from ..._runtime import patching
 from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras_steps
 from ..tensorflow1 import timeline as tensorflow1_timeline
+from .runtime import runs_eagerly
 
 
 def _build(optimizer, variables):
@@ -32,10 +33,10 @@ def _build(optimizer, variables):
             optimizer.optimizer._create_slots(list(variables))  # those that are not there yet
     if _is_built(optimizer):
         return False
-    if hasattr(optimizer, "build"):
-        optimizer.build(variables)
-    elif hasattr(optimizer, "_create_all_weights"):  # tf.keras' legacy optimizers
-        optimizer._create_all_weights(variables)
+    # The second is that of tf.keras' legacy optimizers.
+    build = getattr(optimizer, "build", getattr(optimizer, "_create_all_weights", None))
+    if build is not None:
+        build(variables)
     return True
 
 
@@ -207,6 +208,8 @@ _ON_VARIABLES = re.compile("Variable|VarHandleOp|^Resource")
 
 def profiled(devices):
     """Within, TensorFlow's profiler records; see ``Backend.profiled()``."""
+    if not runs_eagerly(tf):  # sessions record each of their runs
+        return tensorflow1_timeline.profiled(tf.compat.v1, devices)
     if hasattr(tf, "profiler"):
         return converted(_profile(), lambda planes: operations(planes, devices))
 

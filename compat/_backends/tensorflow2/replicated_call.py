@@ -39,8 +39,8 @@ class ReplicatedCall(patching.InstanceMethod):
     Losses added within ``call``, outputs without rows and state (counters, moving averages) leave
     the replicas as values of their own rows, and become those of all rows by ``Merging``: sums,
     means, maxima or minima, as a ``Trace`` of the plain call shows. Where it shows that rows are
-    mixed, the call runs with the whole batch on the first device. See ``replicas``,
-    ``merging`` and ``call_trace``.
+    mixed, the call runs with the whole batch on the first device. See ``replicas``, ``merging``
+    and ``call_trace``.
     """
 
     # Autograph leaves what carries this mark alone, as it does tf.function's own wrappers.
@@ -313,7 +313,8 @@ def _place(node, device):
     elif hasattr(node.arguments, "fill_in"):
         _announced_by(node.arguments, "fill_in", announce)
     else:
-        node.arguments = AnnouncingArguments(node.arguments or {}, announce)
+        node.arguments = AnnouncingArguments(node.arguments or {})
+        node.arguments.announce = announce
     node._compat_device = device
 
 
@@ -329,10 +330,6 @@ def _announced_by(owner, name, announce):
 
 class AnnouncingArguments(dict):
     """A node's keyword arguments in TensorFlow 2.0, copied when its layer is about to be called."""
-
-    def __init__(self, arguments, announce):
-        super().__init__(arguments)
-        self.announce = announce
 
     def __bool__(self):
         return True  # or Keras would not copy them
