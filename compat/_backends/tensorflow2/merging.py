@@ -169,7 +169,7 @@ def joining_tables(lookups, count):
     TensorFlow never lets go of a gradient's function, so that nothing here may hold the model.
 
     Arguments:
-        lookups: as of the ``Trace``; all look up the same where nothing else is looked up in one.
+        lookups: those of the ``Trace``.
         count: how many replicas there are.
 
     Returns:

@@ -108,8 +108,7 @@ class OpTrial:
         self.values = values
         self.copies = copies
         self._left = iter(range(LIMIT))
-        self._constant = functools.lru_cache(None)(_constant)
-        self._attributes = functools.lru_cache(None)(_attributes)
+        self._eagerly = functools.lru_cache(None)(_eagerly)
 
     def inside(self, graph, tensors):
         """The trial of a function that is called with these tensors."""
@@ -246,15 +245,12 @@ class OpTrial:
             return inputs
         if next(self._left, None) is None:
             raise NotImplementedError(op.type)
-        if op.type == "Const":
-            return [self._constant(op)]
         if op.type not in READS:
             resources = [value for value in inputs if value.dtype == tf.resource]
             are_copies = all(id(value) in self.copies for value in resources)
             if not are_copies or op.op_def.is_stateful and not resources:
                 raise NotImplementedError(op.type)
-        kind, count, attributes = op.type.encode(), len(op.outputs), self._attributes(op)
-        return execute.execute(kind, count, list(inputs), attributes, context.context())
+        return self._eagerly(op)(list(inputs))
 
     def _run(self, graph, inputs):
         """The results of a function."""
@@ -289,15 +285,15 @@ def _told(parts, whole, given):
     return None
 
 
-def _constant(op):
-    """A constant's value as a tensor, which is no attribute of eager execution."""
-    return tf.constant(row_sizes.constant(op.outputs[0]), op.outputs[0].dtype)
-
-
-def _attributes(op):
-    """Names of attributes, each followed by its value."""
+def _eagerly(op):
+    """What executes an operation: a function of its inputs."""
+    if op.type == "Const":  # whose value is no attribute of eager execution
+        value = tf.constant(row_sizes.constant(op.outputs[0]), op.outputs[0].dtype)
+        return lambda inputs: [value]
+    # Names of attributes, each followed by its value.
     pairs = [(n, _attribute(op.get_attr(n))) for n in op.node_def.attr if not n.startswith("_")]
-    return tuple(itertools.chain(*pairs))
+    given = {"attrs": tuple(itertools.chain(*pairs)), "ctx": context.context()}
+    return functools.partial(execute.execute, op.type.encode(), len(op.outputs), **given)
 
 
 def _attribute(value):

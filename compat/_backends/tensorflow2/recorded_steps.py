@@ -212,11 +212,9 @@ def profiled(devices):
         return tensorflow1_timeline.profiled(tf.compat.v1, devices)
     if hasattr(tf, "profiler"):
         return converted(_profile(), lambda planes: operations(planes, devices))
-
-    def convert(records):
-        return tensorflow1_timeline.executed([records[0].step_stats], devices)
-
-    return converted(recorded(), convert)  # TensorFlow 2.0 and 2.1: operations with their devices
+    # TensorFlow 2.0 and 2.1 record operations with their devices.
+    executed_on = tensorflow1_timeline.executed
+    return converted(recorded(), lambda found: executed_on([found[0].step_stats], devices))
 
 
 @contextlib.contextmanager
