@@ -240,7 +240,7 @@ OTHERS = {
 }
 TEMPORARY = {
     "compat._backends.jax.timeline", "compat._backends.mxnet.verification",
-    "compat._backends.tensorflow2.timeline", "compat._commands.verify_script",
+    "compat._backends.tensorflow2.recorded_steps", "compat._commands.verify_script",
     "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.child",
     "compat._commands.pytest_plugin.own_process", "compat._commands.machines",
 }  # fmt: skip  # into temporary folders of their own

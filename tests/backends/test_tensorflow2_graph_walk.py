@@ -9,7 +9,7 @@ import row_proof
 import tensorflow as tf
 
 from compat import _rows
-from compat._backends.tensorflow2 import functions, graph_walk, op_trial
+from compat._backends.tensorflow2 import graph_walk, op_trial
 from compat._rows import Count, Mixed, Partial, Sharded
 
 START = np.zeros(4, "float32")
@@ -131,17 +131,16 @@ class Walked:
     def claim(self, given):
         shape = [None if given[0] == Sharded(axis) else size for axis, size in enumerate((3, 4))]
         concrete = self.function.get_concrete_function(tf.TensorSpec(shape))
-        graph, state = concrete.graph, {}
-        handles = {inner.name: id(outer) for inner, outer in functions.captures(graph)}
+        graph = concrete.graph
+        handles = {inner.name: id(outer) for inner, outer in op_trial.captures(graph)}
         walk = graph_walk.Walk(
-            graph, dict(zip([graph.inputs[0].name], given)), handles, state,
-            functions.Lookups(),
+            graph, dict(zip([graph.inputs[0].name], given)), handles,
             lambda op, placement: _rows.Across(op.name), op_trial.OpTrial({}, {}),
         )  # fmt: skip
         found = [walk.placement(tensor) for tensor in concrete.outputs]
         numbers = [tensor.shape.rank == 0 for tensor in concrete.outputs]
         found = [Partial("sum") if n and p == Count() else p for n, p in zip(numbers, found)]
-        found.append(state.get(id(self.variable.handle), _rows.REPLICATED))
+        found.append(walk.state.get(id(self.variable.handle), _rows.REPLICATED))
         # It starts from zero.
         return [Partial("sum") if isinstance(p, graph_walk.Added) else p for p in found]
 

@@ -14,10 +14,8 @@ from ..._ranks import clusters
 from ...backend import Backend
 from .. import tensorflow1
 from ..tensorflow1 import sessions
-from . import device_configuration, keras_models, kinds
-from .device_configuration import OPTIONS, apply_setting
-from .keras_models import unsupported
-from .runtime import full_name, has_listed_devices, in_v1_mode, runs_eagerly
+from . import runtime
+from .runtime import OPTIONS, apply_setting, full_name, in_v1_mode, runs_eagerly, unsupported
 
 
 class TensorFlow2(Backend):
@@ -53,7 +51,7 @@ class TensorFlow2(Backend):
 
     def initialised(self):
         """CUDA's variables count until TensorFlow lists its devices for the first time."""
-        return "TensorFlow has listed its devices" if has_listed_devices() else None
+        return "TensorFlow has listed its devices" if runtime.has_listed_devices() else None
 
     # After the import -------------------------------------------------------------------------
 
@@ -66,19 +64,19 @@ class TensorFlow2(Backend):
             v1 = tf.compat.v1
             config = tensorflow1.backend.session_config(v1, settings, None)
             sessions.ensure_no_other_session(v1, config)
-        gpus = device_configuration.chosen_gpus(tf, settings.devices)
+        gpus = runtime.chosen_gpus(tf, settings.devices)
         visible = apply_setting(tf, "config.set_visible_devices", gpus, "GPU")
         applied = [visible] if physical("GPU") else []
         if settings.devices.simulated:
             cpu, limits = physical("CPU")[0], [None] * settings.devices.simulated
-            applied.append(device_configuration.split_device(tf, cpu, limits))
+            applied.append(runtime.split_device(tf, cpu, limits))
         elif gpus and settings.memory:
-            applied += device_configuration.limit_memory(tf, gpus, settings)
+            applied += runtime.limit_memory(tf, gpus, settings)
         for option in sorted(set(settings.options) & set(OPTIONS)):
             applied.append(apply_setting(tf, OPTIONS[option], settings.options[option]))
         # V1 mode may come later.
         soft = settings.options.get("allow_soft_placement", True)
-        sessions.set_session_defaults(functools.partial(device_configuration.session_config, soft))
+        sessions.set_session_defaults(functools.partial(runtime.session_config, soft))
         # TensorFlow numbers the GPUs it shows in the driver's order, not in the configured one.
         numbered = sorted(gpus, key=physical("GPU").index)
         self.kept["gpus"] = [f"/gpu:{numbered.index(gpu)}" for gpu in gpus]
@@ -105,15 +103,10 @@ class TensorFlow2(Backend):
         return {name: told(name.lstrip("/"))["peak"] for name in names} if told else {}
 
     def profiled(self):
-        """See ``timeline``; without eager execution, ``tensorflow1.timeline``."""
-        tf = self.import_framework()
-        if not runs_eagerly(tf):
-            from ..tensorflow1 import timeline as tensorflow1_timeline  # here for start-up time
+        devices = self.devices()
+        from . import recorded_steps  # here for start-up time
 
-            return tensorflow1_timeline.profiled(tf.compat.v1, self.devices())
-        from . import timeline  # here for start-up time
-
-        return timeline.profiled(tf, self.devices())
+        return recorded_steps.profiled(devices)
 
     # Ranks ------------------------------------------------------------------------------------
 
@@ -179,14 +172,12 @@ class TensorFlow2(Backend):
                 "Use a Keras model, or place the model's parts by compat.device().",
             )
         replicated = list(devices) != self.devices()[:1]
-        # Here for start-up time, and since they import TensorFlow.
-        from . import native_models  # which import TensorFlow
-        from .replicated_call import ReplicatedCall
+        from . import native_models, replicated_call  # here for start-up time: with TensorFlow
 
         if native:
             return native_models.parallelize(model, devices, replicated)
         if replicated:
-            keras_models.refuse_strategies(tf, model)
+            runtime.refuse_strategies(tf, model)
             _keras.warn_of_distribution(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
             reason = _keras.undivided(model)
@@ -194,10 +185,10 @@ class TensorFlow2(Backend):
                 _keras.warn_not_divided(model, reason, self.devices()[0])
                 replicated = False
             else:
-                keras_models.refuse_unreached(tf, model)
-        changed = steps.remove(ReplicatedCall, model)
+                runtime.refuse_unreached(tf, model)
+        changed = steps.remove(replicated_call.ReplicatedCall, model)
         if replicated:
-            steps.install(ReplicatedCall, model, devices, self.devices()[0])
+            steps.install(replicated_call.ReplicatedCall, model, devices, self.devices()[0])
         if changed or replicated:
             _keras.forget_compiled_steps(model)
         return model
@@ -205,28 +196,27 @@ class TensorFlow2(Backend):
     def placed_parts(self, model):
         if in_v1_mode(self.import_framework()):
             return tensorflow1.backend.placed_parts(model)
-        from . import placed_layers  # here for start-up time
+        from . import replicated_call  # here for start-up time
 
-        return placed_layers.placed_parts(model)
+        return replicated_call.placed_parts(model)
 
     def verify(self, model, verification):
         tf = self.import_framework()
         if in_v1_mode(tf):
             tensorflow1.backend.verify(model, verification)
-        elif not self.is_native(model):
-            from . import verified_steps  # here for start-up time
+            return
+        from . import native_models, recorded_steps  # here for start-up time
 
+        if not self.is_native(model):
             if verification is not None and _keras.undivided(model):
                 verification = None  # it runs on one device
-            verified_steps.VerifiedTensorFlow2Step.install_on(model, verification)
+            recorded_steps.VerifiedTensorFlow2Step.install_on(model, verification)
         elif hasattr(tf.keras.Model, "train_step"):
-            from . import native_models  # here for start-up time
-
             native_models.verify(model, verification)
         else:  # TensorFlow 2.0 dies where a thread of its own traces what another one has.
             super().verify(model, verification)
 
-    is_native = staticmethod(kinds.is_native)
+    is_native = staticmethod(runtime.is_native)
 
     def build(self, strategy, function, devices):
         """Under ``tf.distribute.MirroredStrategy``: a copy of each weight on each device.
@@ -252,9 +242,9 @@ class TensorFlow2(Backend):
         device = "/cpu:0" if device == "cpu" else device
         if in_v1_mode(tf):
             return tensorflow1.backend.device(full_name(device))
-        from . import placed_layers  # as in parallelize()
+        from . import replicated_call  # as in parallelize()
 
-        return placed_layers.placed_on(device)
+        return replicated_call.placed_on(device)
 
 
 def _refuse_workers(tf, place):

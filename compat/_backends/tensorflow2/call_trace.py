@@ -16,12 +16,12 @@ import tensorflow as tf
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
 from ..tensorflow1.graph import line_of
-from . import layer_state
-from .functions import Lookups, captures, eager, may_be_set
+from . import merging
 from .graph_walk import Added, Walk
-from .op_trial import LANES, OpTrial
-from .replicas import as_function, is_merged, tapes
-from .sharding import tensors_of
+from .op_trial import LANES, OpTrial, captures, eager, may_be_set
+from .replicas import as_function, tapes, tensors_of
+
+_PLAIN = (bool, numbers.Number, str, bytes, np.ndarray, type, type(None))
 
 
 class Trace:
@@ -40,53 +40,28 @@ class Trace:
         variables: pairs of the handle of one that the call sets, and how its new value depends on
             the rows. States of random numbers are not among them. Handles are compared by
             identity: TensorFlow has no other.
-        lookups: what is looked up in variables.
+        lookups: what is looked up in variables, as of the ``Walk``.
+        across: what cannot be put together from what the devices have: an ``Across``, or None.
     """
 
     def __init__(self, call, arguments, state, device):
-        from tensorflow.python.autograph.core import ag_ctx
-        from tensorflow.python.framework.func_graph import func_graph_from_py_func
-
-        compute = as_function(call, state.collected, arguments.given)
-        placements, layers = arguments.placements(), state.layers
-        self._layers = {getattr(layer, "name", None) for layer in layers}
-        specs = []
-        for tensor, placement in zip(tensors_of(arguments.given), placements):
-            shape = tensor.shape
-            if not isinstance(placement, (Replicated, Count)):
-                shape = tf.TensorShape([None] + shape.as_list()[1:])
-            specs.append(tf.TensorSpec(shape, tensor.dtype))
-        made = []
-
-        def traced(*placeholders):
-            made.append((placeholders, compute(*placeholders)))
-            return list(placeholders) or tf.constant(0)
-
-        # Code that ran eagerly so far has its branches converted, as within a tf.function.
-        # Nothing here is computed, so no tape records it. What makes the graph is not public: in
-        # one of tf.compat.v1.wrap_function's name, say, Keras takes no losses.
-        converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-        with layer_state.normalizing_rows(layers), tapes.stop_recording(), converting:
-            graph = func_graph_from_py_func(
-                "compat_trace", traced, None, None, signature=specs, add_control_dependencies=False
-            )
-        placeholders, (_, self._results) = made[-1]
+        self._layers = {getattr(layer, "name", None) for layer in state.layers}
+        placements = arguments.placements()
+        graph, placeholders, results = _traced(call, arguments, placements, state)
         known = {t.name: placement for t, placement in zip(placeholders, placements)}
         handles = {t.name: id(e) for t, e in captures(graph) if t.dtype.name == "resource"}
-        changed = {}  # type: dict
         with tf.init_scope(), tf.device(device):
             values, copies = _values(graph)
             rows = zip(placeholders, arguments.three_rows())
             values.update((tensor.name, lanes) for tensor, lanes in rows if lanes is not None)
-            trial = OpTrial(values, copies)
-            self.lookups = Lookups()
-            self._walk = Walk(graph, known, handles, changed, self.lookups, self._across, trial)
-            outputs = list(map(self._placement, self._results["outputs"]))
-            losses = list(map(self._placement, self._results["losses"]))
-            self.placements = dict(outputs=outputs, masks=outputs, logits=outputs, losses=losses)
+            walk = Walk(graph, known, handles, self._across, OpTrial(values, copies))
             for copy in copies.values():
                 tf.raw_ops.DestroyResourceOp(resource=copy)
-        for handle in layer_state.averages(layers):
+        outputs = [_placement(walk, value) for value in results["outputs"]]
+        losses = [_placement(walk, value) for value in results["losses"]]
+        self.placements = dict(outputs=outputs, masks=outputs, logits=outputs, losses=losses)
+        self.lookups, changed = walk.lookups, walk.state
+        for handle in merging.averages(state.layers):
             if id(handle) in changed:
                 changed[id(handle)] = Partial("mean")
         for variable in graph.variables:
@@ -95,40 +70,28 @@ class Trace:
         handles = [handle for _, handle in captures(graph) if id(handle) in changed]
         known = [handle for handle in handles if getattr(handle._handle_data, "is_set", False)]
         self.variables = [(handle, changed[id(handle)]) for handle in known]
-        self._walk.trial = None  # and with it all values
+        self.across = self._not_merged(results)
 
-    # What it shows ------------------------------------------------------------------------------
-
-    def _placement(self, value):
-        """How a result depends on the rows, be it of one tensor or of several."""
-        parts = tf.nest.flatten(value, expand_composites=True)
-        if len(parts) == 1:
-            placement = self._walk.placement(value) if hasattr(value, "name") else REPLICATED
-            # Numbers of rows add up. Positions of rows do not, nor do old values and sums.
-            is_array = isinstance(placement, Count) and value.shape.rank != 0
-            return Mixed() if is_array or isinstance(placement, Added) else placement
-        placements = [self._walk.placement(part) for part in parts]
-        return REPLICATED if all(isinstance(p, Replicated) for p in placements) else Mixed()
-
-    def across(self):
-        """What cannot be put together from what the devices have: an ``Across``, or None."""
-        if any(map(_is_opaque, self._results["outputs"])):
+    def _not_merged(self, results):
+        """What ``across`` is."""
+        # What is neither of tensors nor the same for any batch may hold a device's rows.
+        if not all(tf.is_tensor(each) or isinstance(each, _PLAIN) for each in results["outputs"]):
             return _rows.Across(None, why="opaque")
-        for name in ("losses", "outputs"):
-            for value, placement in zip(self._results[name], self.placements[name]):
-                if not is_merged(placement, getattr(value, "dtype", None)):
-                    return self._reason(value, placement)
+        found = [
+            (value, getattr(value, "dtype", None), placement)
+            for name in ("losses", "outputs")
+            for value, placement in zip(results[name], self.placements[name])
+        ]
         for handle, placement in self.variables:
-            dtype = layer_state.type_of(handle)
-            if isinstance(placement, Sharded) or not is_merged(placement, dtype):
-                return self._reason(None, placement)
+            placement = Mixed() if isinstance(placement, Sharded) else placement
+            found.append((None, merging.type_of(handle), placement))
+        for value, dtype, placement in found:
+            if not merging.is_merged(placement, dtype):
+                if hasattr(getattr(placement, "why", None), "operation"):
+                    return placement.why
+                op = getattr(value, "op", None)
+                return _rows.Across(None) if op is None else self._across(op, Mixed())
         return None
-
-    def _reason(self, value, placement):
-        if hasattr(getattr(placement, "why", None), "operation"):
-            return placement.why
-        op = getattr(value, "op", None)
-        return _rows.Across(None) if op is None else self._across(op, Mixed())
 
     def _across(self, op, placement):
         why = "unknown" if isinstance(placement, Unknown) else "mixed"
@@ -139,11 +102,45 @@ class Trace:
         return _rows.Across(f"{op.name} ({op.type})", layer, line_of(op), why)
 
 
-def _is_opaque(output):
-    """Whether it is neither of tensors nor the same for any batch: it may hold a device's rows."""
-    if tf.is_tensor(output) or output is None:
-        return False
-    return not isinstance(output, (bool, numbers.Number, str, bytes, np.ndarray, type))
+def _traced(call, arguments, placements, state):
+    """The graph of a call, with an unknown number of rows; its placeholders; and its results."""
+    from tensorflow.python.autograph.core import ag_ctx
+    from tensorflow.python.framework.func_graph import func_graph_from_py_func
+
+    compute, made = as_function(call, state.collected, arguments.given), []
+
+    def traced(*placeholders):
+        _, results = compute(*placeholders)
+        made.append((placeholders, results))
+        return list(placeholders) or tf.constant(0)
+
+    specs = []
+    for tensor, placement in zip(tensors_of(arguments.given), placements):
+        shape = tensor.shape
+        if not isinstance(placement, (Replicated, Count)):
+            shape = tf.TensorShape([None] + shape.as_list()[1:])
+        specs.append(tf.TensorSpec(shape, tensor.dtype))
+    # Code that ran eagerly so far has its branches converted, as within a tf.function.
+    # Nothing here is computed, so no tape records it. What makes the graph is not public: in
+    # one of tf.compat.v1.wrap_function's name, say, Keras takes no losses.
+    converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
+    with merging.normalizing_rows(state.layers), tapes.stop_recording(), converting:
+        graph = func_graph_from_py_func(
+            "compat_trace", traced, None, None, signature=specs, add_control_dependencies=False
+        )
+    return (graph,) + made[-1]
+
+
+def _placement(walk, value):
+    """How a result depends on the rows, be it of one tensor or of several."""
+    parts = tf.nest.flatten(value, expand_composites=True)
+    placements = [walk.placement(part) for part in parts if hasattr(part, "name")]
+    if len(parts) > 1:
+        return REPLICATED if all(isinstance(p, Replicated) for p in placements) else Mixed()
+    placement = placements[0] if placements else REPLICATED
+    # Numbers of rows add up. Positions of rows do not, nor do old values and sums.
+    is_array = isinstance(placement, Count) and parts[0].shape.rank != 0
+    return Mixed() if is_array or isinstance(placement, Added) else placement
 
 
 def _values(graph):
@@ -165,7 +162,7 @@ def _copy(handle):
 
     It is no tf.Variable: the function that is being traced may make none.
     """
-    value = layer_state.read(handle)
+    value = merging.read(handle)
     name = f"compat_copy_{next(_copies)}"
     copy = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=copy, value=value)

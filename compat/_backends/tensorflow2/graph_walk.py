@@ -4,17 +4,24 @@ What operations do to rows is in one table (``tensorflow1.row_operations``). Her
 2's graphs have besides: variables, functions, branches, loops, and sums divided by the rows.
 """
 
+import copy
+
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 from ..tensorflow1 import graph as tf1_graph
 from ..tensorflow1 import row_operations
-from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_compiled
+from .op_trial import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random
 
+_SUMS = {"Add", "AddV2", "Sub"}
 _DIVISIONS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
 _SAME = {"Cast", "Identity", "PreventGradient", "Reshape", "Snapshot", "StopGradient"}
 _OLD = {"Identity", "Snapshot", "StopGradient"}
 _ADDING = {"AssignAddVariableOp", "AssignSubVariableOp"}
 _SCATTER_ADDING = {"ResourceScatterAdd", "ResourceScatterNdAdd", "ResourceScatterSub"}
+_LOOKUPS = {"Gather", "GatherV2", "GatherNd", "ResourceGather", "ResourceGatherNd"}
+
+#: Among the sources of a tensor: it is made of random numbers.
+_RANDOM = None
 
 
 class Added(Placement):
@@ -32,16 +39,24 @@ class Walk:
     Arguments:
         placements: those of the graph's inputs, by the tensors' names; is written.
         handles: keys of variables, by the names of the tensors that are their handles.
-        state: how each variable's new value depends on the rows, by key; is written.
-        lookups: the ``Lookups`` in variables, which are noted.
         describe: makes an ``Across`` of an operation and its reason.
         trial: an ``OpTrial``.
+
+    Attributes:
+        state: how each variable's new value depends on the rows, by key.
+        lookups: for each variable, by key, in which something is looked up, or in what is computed
+            from variables alone, whether the numbers of the rows are the same for any batch: each
+            answer that was found.
     """
 
-    def __init__(self, graph, placements, handles, state, lookups, describe, trial):
+    def __init__(self, graph, placements, handles, describe, trial):
         self.placements, self.handles = placements, handles
-        self.state, self.lookups, self.describe = state, lookups, describe
-        self.trial = trial
+        self.describe, self.trial = describe, trial
+        self.state, self.lookups = {}, {}  # type: dict, dict
+        self._sources = {}  # name of a tensor -> the keys of the variables it is computed from
+        self._walk(graph)
+
+    def _walk(self, graph):
         self._old = {}  # name of a tensor -> the key of the variable whose old value it is
         for op in graph.get_operations():
             self._follow(op)
@@ -53,7 +68,7 @@ class Walk:
         if op.type == "Placeholder":
             return
         given = [self.placement(tensor) for tensor in op.inputs]
-        self.lookups.note(op, given, self.handles)
+        self._note_lookup(op, given)
         results = self._results(op, given)
         if not isinstance(results, list):
             results = [results] * len(op.outputs)
@@ -81,6 +96,21 @@ class Walk:
             return type(placement)(self.describe(op, placement))
         return placement
 
+    def _note_lookup(self, op, given):
+        known = [self._sources.get(tensor.name, set()) for tensor in op.inputs]
+        if known and op.inputs[0].name in self.handles:
+            known[0] = {self.handles[op.inputs[0].name]}
+        if op.type in _LOOKUPS:
+            is_same = _RANDOM not in known[1] and isinstance(given[1], Replicated)
+            for key in known[0] - {_RANDOM}:
+                self.lookups.setdefault(key, set()).add(is_same)
+        sources = set().union(*known)
+        if not all(isinstance(each, Replicated) for each in given):
+            sources &= {_RANDOM}
+        if is_random(op) or op.op_def.is_stateful and op.type not in READS:
+            sources.add(_RANDOM)
+        self._sources.update((output.name, sources) for output in op.outputs if sources)
+
     # One operation --------------------------------------------------------------------------------
 
     def _results(self, op, given):
@@ -88,9 +118,11 @@ class Walk:
         graphs = bodies_of(op)  # of the functions that it calls
         if None in graphs or op.type in CALLS and len(graphs[0].inputs) != len(given):
             return _rows.without_rows(given) or Unknown()
-        if op.type in CALLS and is_compiled(op) and any(t.name in self.handles for t in op.inputs):
-            return Mixed("compiled")
         if op.type in CALLS:
+            # As under tf.function(jit_compile=True); false where there is no such attribute.
+            is_compiled = op.node_def.attr["_XlaMustCompile"].b
+            if is_compiled and any(tensor.name in self.handles for tensor in op.inputs):
+                return Mixed("compiled")
             return self._inside(op, graphs[0], op.inputs, given, self.state, tried=True)
         if op.type in CONDITIONS:
             return self._chosen(op, given, graphs)
@@ -106,8 +138,7 @@ class Walk:
             return given[0]
         if op.type in _OLD and op.inputs[0].name in self._old:
             self._old[op.outputs[0].name] = self._old[op.inputs[0].name]
-        special = self._special.get(op.type)
-        found = None if special is None else special(self, op, given)
+        found = self._sum(op, given) if op.type in _SUMS else _of_rows(op, given)
         return self._by_table(op, given) if found is None else found
 
     def _by_table(self, op, given):
@@ -116,11 +147,8 @@ class Walk:
         return row_operations.placements(op, values)
 
     def _value(self, tensor, placement):
-        shape = None if tensor.shape.rank is None else tensor.shape.as_list()
-        if shape is None:
-            rank = self.trial.rank(tensor)
-            shape = None if rank is None else [None] * rank
-        return _rows.Value(placement, shape)
+        sizes = tf1_graph.sizes_of(tensor)
+        return _rows.Value(placement, self.trial.sizes(tensor) if sizes is None else sizes)
 
     def _sum(self, op, given):
         """What is added to the old value of a variable, or a sum over the rows to zeros."""
@@ -133,22 +161,6 @@ class Walk:
                 if value is not None and not value.any() and op.type != "Sub":
                     return given[1 - place]
         return None
-
-    def _shape(self, op, given):
-        is_uneven = isinstance(given[0], Sharded) and not given[0].even
-        return Unknown() if is_uneven else None
-
-    def _size(self, op, given):
-        is_even = isinstance(given[0], Sharded) and given[0].even
-        return Count() if is_even else None
-
-    def _quotient(self, op, given):
-        """A mean over the rows: a sum divided by their number."""
-        return Partial("mean") if given == [Partial("sum"), Count()] else None
-
-    #: What is more than the table knows of operations, in some cases; None in all others.
-    _special = dict.fromkeys(_DIVISIONS, _quotient)
-    _special.update(dict.fromkeys(("Add", "AddV2", "Sub"), _sum), Shape=_shape, Size=_size)
 
     # Variables ------------------------------------------------------------------------------------
 
@@ -194,16 +206,18 @@ class Walk:
 
     def _inside(self, op, graph, tensors, given, state, tried=False):
         """A walk through a function."""
-        trial = self.trial.inside(graph, tensors if tried else [])
-        placements = dict(zip([tensor.name for tensor in graph.inputs], given))
-        handles = carried(self.handles, tensors, graph.inputs)
-        lookups = self.lookups.inside(graph, tensors)
-        walk = Walk(graph, placements, handles, state, lookups, self.describe, trial)
+        inside = copy.copy(self)
+        inside.trial = self.trial.inside(graph, tensors if tried else [])
+        inside.placements = dict(zip([tensor.name for tensor in graph.inputs], given))
+        inside.handles = carried(self.handles, tensors, graph.inputs)
+        inside._sources = carried(self._sources, tensors, graph.inputs)
+        inside.state = state
+        inside._walk(graph)
         if tried:
-            self.trial.values.update(carried(trial.values, graph.outputs, op.outputs))
+            self.trial.values.update(carried(inside.trial.values, graph.outputs, op.outputs))
         return [
             Mixed() if isinstance(each, Added) else each
-            for each in map(walk.placement, graph.outputs)
+            for each in map(inside.placement, graph.outputs)
         ]
 
     def _chosen(self, op, given, graphs):
@@ -274,6 +288,16 @@ class Walk:
             axis = found.axis + _DIMENSIONS[kind]
             return found.replace(axis=axis) if axis >= 0 else Unknown()
         return _rows.without_rows(given[:1]) or Unknown()
+
+
+def _of_rows(op, given):
+    """What is more than the table knows of sizes and means, in some cases; None in all others."""
+    if op.type in _DIVISIONS and given == [Partial("sum"), Count()]:
+        return Partial("mean")  # a sum over the rows divided by their number
+    if op.type in ("Shape", "Size") and isinstance(given[0], Sharded):
+        known = {("Size", True): Count(), ("Shape", False): Unknown()}
+        return known.get((op.type, given[0].even))
+    return None
 
 
 def _adds_up(tensor, placement):

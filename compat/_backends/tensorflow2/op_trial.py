@@ -1,4 +1,4 @@
-"""The operations of a graph, each tried by itself: of three rows, of two of them and of the third.
+"""The operations of a graph, and each tried by itself: of three rows, of two and of the third.
 
 Each operation is given what one device would give it, cut into parts, so that what does not compute
 each row by itself is found where it is, whatever dropout or batch normalization is before it. It is
@@ -8,12 +8,81 @@ executed eagerly. Variables that the graph may set are copies, so that nothing i
 import copy
 import functools
 import itertools
+import re
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.eager import context, execute
 
 from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, trial
-from .functions import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random, is_resource
+from ..tensorflow1 import graph as tf1_graph
+
+CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+CONDITIONS = {"If", "StatelessIf"}
+LOOPS = {"While", "StatelessWhile"}
+
+#: Operations on a variable, or on a table of a lookup layer, that leave it as it is.
+READS = {
+    "LookupTableFindV2", "LookupTableSizeV2", "ReadVariableOp", "ResourceGather",
+    "ResourceGatherNd", "VariableShape",
+}  # fmt: skip
+
+_RANDOM = re.compile("Multinomial|Normal|Random|Rng|Uniform")
+
+
+# The attributes that name the functions an operation calls.
+_BODIES = dict.fromkeys(CALLS, ["f"])
+_BODIES.update(dict.fromkeys(CONDITIONS, ["then_branch", "else_branch"]))
+_BODIES.update(dict.fromkeys(LOOPS, ["cond", "body"]))
+
+
+def bodies_of(op):
+    """The graphs of the functions that an operation calls; None: TensorFlow does not show it."""
+    names = [op.get_attr(attribute).name for attribute in _BODIES.get(op.type, ())]
+    return [getattr(op.graph._get_function(name), "graph", None) for name in names]
+
+
+def is_random(op):
+    """Whether an operation makes random numbers, or has a generator go on."""
+    return _RANDOM.search(op.type) is not None
+
+
+def is_resource(tensor):
+    return tensor.dtype.name in ("resource", "variant")
+
+
+def captures(graph):
+    """Pairs of a tensor within the graph and the one outside that it stands for."""
+    return [(internal, external) for external, internal in graph.captures]
+
+
+def carried(known, tensors, others):
+    """What is known of tensors by their names, for others, which are these in another graph."""
+    pairs = zip(tensors, others)
+    return {other.name: known[tensor.name] for tensor, other in pairs if tensor.name in known}
+
+
+def eager(tensor):
+    """What a tensor of a function being traced stands for; None for what is no value yet."""
+    while tensor is not None and not hasattr(tensor, "numpy"):
+        pairs = captures(tensor.graph) if hasattr(tensor.graph, "captures") else []
+        tensor = next((external for internal, external in pairs if internal is tensor), None)
+    return tensor
+
+
+def may_be_set(handle):
+    """Whether a handle's graph, or a function that it calls, may set the variable."""
+    for op in handle.consumers():
+        bodies, first = bodies_of(op), int(op.type in CONDITIONS)  # after what is decided by
+        if None in bodies or not bodies and op.type not in READS:
+            return True
+        places = [n - first for n, tensor in enumerate(op.inputs) if tensor is handle]
+        if any(may_be_set(body.inputs[place]) for body in bodies for place in places):
+            return True
+    return False
+
+
+# Trying them ------------------------------------------------------------------------------------
 
 #: How many operations are executed at most, for loops that are long.
 LIMIT = 30000
@@ -39,8 +108,7 @@ class OpTrial:
         self.values = values
         self.copies = copies
         self._left = iter(range(LIMIT))
-        self._constant = functools.lru_cache(None)(_constant)
-        self._attributes = functools.lru_cache(None)(_attributes)
+        self._eagerly = functools.lru_cache(None)(_eagerly)
 
     def inside(self, graph, tensors):
         """The trial of a function that is called with these tensors."""
@@ -55,10 +123,10 @@ class OpTrial:
             return None
         return int(not lanes[0])
 
-    def rank(self, tensor):
-        """The number of a tensor's dimensions, where a value shows it."""
+    def sizes(self, tensor):
+        """As many sizes as a tensor has dimensions, none of them known, where a value shows it."""
         lanes = self.values.get(tensor.name)
-        return None if lanes is None or is_resource(tensor) else lanes[0].shape.rank
+        return None if lanes is None or is_resource(tensor) else [None] * lanes[0].shape.rank
 
     def follow(self, op, given, claimed):
         """Compute an operation; return the placements of its results, as far as that shows them.
@@ -137,16 +205,14 @@ class OpTrial:
         try:
             if is_random(op):
                 return self._drawn(op, inputs, claimed)
-            results = [self._execute(op, [lanes[0] for lanes in inputs])]
-            if all(lanes[0] is each for lanes in inputs for each in lanes):
-                return [[value] * LANES for value in results[0]]
-            for lane in range(1, LANES):
-                results.append(self._execute(op, [lanes[lane] for lanes in inputs]))
+            is_same = all(lanes[0] is each for lanes in inputs for each in lanes)
+            lanes = range(1 if is_same else LANES)
+            results = [self._execute(op, [each[lane] for each in inputs]) for lane in lanes]
         except Exception as error:  # whatever an operation can have against three rows
             if trial.is_fault(error):
                 raise
             return None
-        return [list(lanes) for lanes in zip(*results)]
+        return [list(values) * (LANES // len(values)) for values in zip(*results)]
 
     def _drawn(self, op, inputs, claimed):
         """Random numbers, which are not TensorFlow's, so that those go on as they would have."""
@@ -179,17 +245,12 @@ class OpTrial:
             return inputs
         if next(self._left, None) is None:
             raise NotImplementedError(op.type)
-        if op.type == "Const":
-            return [self._constant(op)]
         if op.type not in READS:
             resources = [value for value in inputs if value.dtype == tf.resource]
             are_copies = all(id(value) in self.copies for value in resources)
             if not are_copies or op.op_def.is_stateful and not resources:
                 raise NotImplementedError(op.type)
-        from tensorflow.python.eager import context, execute
-
-        kind, count, attributes = op.type.encode(), len(op.outputs), self._attributes(op)
-        return execute.execute(kind, count, list(inputs), attributes, context.context())
+        return self._eagerly(op)(list(inputs))
 
     def _run(self, graph, inputs):
         """The results of a function."""
@@ -224,17 +285,15 @@ def _told(parts, whole, given):
     return None
 
 
-def _constant(op):
-    """A constant's value as a tensor, which is no attribute of eager execution."""
-    from tensorflow.python.framework import tensor_util
-
-    return tf.constant(tensor_util.constant_value(op.outputs[0]), op.outputs[0].dtype)
-
-
-def _attributes(op):
-    """Names of attributes, each followed by its value."""
+def _eagerly(op):
+    """What executes an operation: a function of its inputs."""
+    if op.type == "Const":  # whose value is no attribute of eager execution
+        value = tf.constant(tf1_graph.constant(op.outputs[0]), op.outputs[0].dtype)
+        return lambda inputs: [value]
+    # Names of attributes, each followed by its value.
     pairs = [(n, _attribute(op.get_attr(n))) for n in op.node_def.attr if not n.startswith("_")]
-    return tuple(itertools.chain(*pairs))
+    given = {"attrs": tuple(itertools.chain(*pairs)), "ctx": context.context()}
+    return functools.partial(execute.execute, op.type.encode(), len(op.outputs), **given)
 
 
 def _attribute(value):

@@ -1,55 +1,308 @@
 """tf.keras 2 and Keras 3 in ranks: Horovod, or TensorFlow's workers, carry the gradients.
 
-The steps of tf.keras 2 are ``ranked_steps``; here is what is otherwise in Keras 3.
+A step of training is the model's ``train_step``, Keras' or the user's own. While it runs (or is
+traced), the model's optimizers have an ``apply_gradients`` of their own, which makes gradients
+the mean over all ranks first. So the optimizers clip and scale that mean, and stay the user's.
+The steps of Keras 3 are subclasses of those of tf.keras 2.
 """
 
 import contextlib
+import functools
 import itertools
 import sys
 
 import tensorflow as tf
 
 from ... import _keras, errors
-from ..._ranks import clusters, keras3, keras_model
+from ..._ranks import clusters, keras3, keras_model, losses, ranked_method
 from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from ..._runtime import patching
-from . import ranked_steps
-from .keras_models import unsupported
+from ..._runtime.within import Within
+from ..._verification import keras_steps, reachable
+from .merging import is_set, read
+from .replicas import as_tensors, has_rows, recording, rows_of, with_tensors
+from .replicated_call import ReplicatedCall
+from .runtime import unsupported
+
+_stepping = Within()  # then gradients are taken care of, also those of models within
 
 
-def distribute(model, place):
-    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    keras = _keras.keras_of(model)
-    if hasattr(keras, "StatelessScope"):
-        kinds = _KERAS_3
-    elif hasattr(model, "_eager_losses") and hasattr(model, "train_step"):
-        kinds = ranked_steps.KINDS
-    else:
-        raise unsupported(
-            f"train a model of {keras.__name__} {keras.__version__} as one of several ranks",
-            "Use tf.keras from TensorFlow 2.4, or Keras 3.",
-        )
-    engine = join(place)
-    if ranked_steps.RankedStep.of(model) is None:
-        keras_model.install(model, engine, kinds)
-        _keras.forget_compiled_steps(model)
-    return model
+class RankedFunction:
+    """A function that Keras made to train or to evaluate: in it ranks may wait for each other.
 
-
-def join(place):
-    """The engine that the launcher is for.
-
-    Raises:
-        NotInstalledError: it is Horovod, which is not installed.
+    What trains begins with rank 0's weights.
     """
-    if place.launcher == clusters.TF_CONFIG:
-        return tensorflow_collectives.TensorFlowCollectives.join(place)
-    try:
-        return tensorflow_horovod.TensorFlowHorovod.join(place)
-    except errors.NotInstalledError as error:
-        raise errors.NotInstalledError(
-            f"{error} From TensorFlow 2.4 on, compat run -n {place.size} needs no Horovod."
-        ) from None
+
+    begun = False  # with rank 0's weights
+
+    def __init__(self, engine, model, function, training):
+        self.engine, self.model, self.function, self.training = engine, model, function, training
+
+    def __call__(self, iterator):
+        if not self.training:
+            with self.engine.waiting("for the others' losses"):
+                return self.function(iterator)
+        model, step = self.model, RankedStep.of(self.model)
+        with self.engine.waiting("for the others' gradients"):
+            if not self.begun:
+                iterator, self.begun = step.begin(model, self.function, iterator), True
+            result = self.function(iterator)
+        if step.first_batch is not None:
+            keras3.check_loss(model, step.first_batch, _loss)
+            step.first_batch = None
+        keras_model.RankedFit.of(model).comparison.stepped(model)
+        return result
+
+
+class RankedMaking(keras_model.RankedMethod):
+    """The method that makes the function which trains, or the one which evaluates."""
+
+    def __call__(self, model, *args, **kwargs):
+        self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
+        attribute = self.method[len("make_") :]
+        made = getattr(model, attribute)
+        if not isinstance(made, RankedFunction):
+            made = RankedFunction(self.engine, model, made, attribute == "train_function")
+            setattr(model, attribute, made)
+        return made
+
+
+class RankedStep(keras_model.RankedMethod):
+    """The ``train_step`` of a model that trains together with the other ranks."""
+
+    method = "train_step"
+    autograph_info__ = {}  # type: dict  # as in ReplicatedCall
+    exchanged = 0  # lots of gradients, in the step that was traced last
+    started = None  # the optimizer with which an eager step began
+    first_batch = None  # where its loss is to be checked
+    kept = False  # as it is of one batch only
+
+    def __call__(self, model, data):
+        with self.engine.noting():
+            data = as_tensors(data)  # Keras 3 hands arrays to a step that runs eagerly
+            asked_for = _keras.compiled_with(model).get("jit_compile")
+            # The second is Keras 3's, which warns and goes on without XLA.
+            if getattr(model, "_jit_compile", None) or asked_for not in (None, False, "auto"):
+                raise unsupported(
+                    "train as one of several ranks under jit_compile=True: XLA compiles no "
+                    "messages",
+                    "Compile the model with jit_compile=False.",
+                )
+            if tf.executing_eagerly():
+                self.begin_eagerly(model, data)
+            self.exchanged = 0
+            rows = _rows(data)
+            share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
+            state = self.state(model)
+            before = [read(variable.handle) for variable in state]
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_stepping)
+                stack.enter_context(self.computing(model, rows, lambda: share))
+                for optimizer in keras_steps.optimizers(model):
+                    methods = self.of_all_ranks(optimizer, share)
+                    stack.enter_context(patching.replaced(optimizer, **methods))
+                result = self.plain(model)(data)
+            self.check(model)
+            self.average_state(state, before, share)
+            if keras3.may_mix_rows(model):
+                self.keep_first(data, share)
+            return result
+
+    # What is otherwise in Keras 3 -------------------------------------------------------------
+
+    def begin(self, model, function, iterator):
+        """Begin with rank 0's weights. Returns an iterator with the same batches."""
+        if hasattr(function, "get_concrete_function"):
+            # Tracing makes all weights that are still to be made, and runs nothing.
+            function.get_concrete_function(iterator)
+            self.check(model)
+            keras_model.same_start(model, self.engine)
+        return iterator
+
+    def begin_eagerly(self, model, data):
+        """Begin with rank 0's weights where no graph is traced for that."""
+        if self.started is not model.optimizer:
+            self.started = model.optimizer
+            counters = reachable.numbers(keras_steps.optimizers(model))
+            with _stepping:
+                tf.function(self.plain(model)).get_concrete_function(data)
+            counters.put_back()  # Nadam of Keras 2.15 counts when it is traced
+            keras_model.same_start(model, self.engine)
+
+    @contextlib.contextmanager
+    def computing(self, model, rows, share):
+        """The context in which Keras computes losses. ``share``: as ``losses.Reductions``'.
+
+        Keras 3 weighs losses of single outputs, which logs show, by the rows of the batch, if their
+        number is known as it traces the step. On TensorFlow it is not, and each batch counts once
+        (3.15, ``CompileLoss.call``). Within, they are weighed as one process does.
+        """
+        keras, compute = _keras.keras_of(model), getattr(model, "_compile_loss", None)
+        call = getattr(compute, "call", None)
+        before = []  # what the next exchange waits for: they come one after the other
+
+        def total(values):
+            with tf.control_dependencies(before or [share()]):
+                sums = self.engine.total(values)
+            before[:] = sums[:1]
+            return sums
+
+        def weigh(loss):
+            """Multiply a loss by what this rank's rows count in the whole batch."""
+            if isinstance(self, RankedTestStep) and not keras_model.RankedFit.of(model).in_step:
+                return loss
+            return loss * tf.cast(share() * self.engine.place.size, loss.dtype)
+
+        def call_and_weigh(*args, **kwargs):
+            module = sys.modules[keras.losses.Loss.__module__]
+            with patching.replaced(module, unscale_loss_for_distribution=weigh):
+                return call(*args, **kwargs)
+
+        with losses.Reductions(share, total).within(keras), contextlib.ExitStack() as stack:
+            if call is not None and not isinstance(rows, int):
+                stack.enter_context(patching.replaced(compute, call=call_and_weigh))
+            yield
+
+    def state(self, model):
+        """The variables a step may set besides those it trains, as far as they are made."""
+        try:
+            return [v for v in model.non_trainable_variables if v.dtype.is_floating]
+        except ValueError:  # Keras: none is; a step that makes them is traced again to be run
+            return []
+
+    # ------------------------------------------------------------------------------------------
+
+    def keep_first(self, data, share):
+        """Keep the batch of the step that runs first, for ``keras3.check_loss``."""
+        present = [value for value in tf.nest.flatten(data) if value is not None]
+        if not all(isinstance(value, tf.Tensor) for value in present):
+            return
+
+        def keep(*arrays):
+            self.first_batch = with_tensors(data, [array.copy() for array in arrays])
+            self.kept = True
+            return 0.0
+
+        is_first = self.engine.called(lambda share: not self.kept, [share], tf.bool)
+        tf.cond(is_first, lambda: tf.numpy_function(keep, present, tf.float64), lambda: share)
+
+    def check(self, model):
+        """Refuse a step whose gradients no other rank has seen."""
+        if not self.exchanged and model.trainable_variables:
+            raise unsupported(
+                "train {!r} as one of several ranks: its train_step applies gradients by no "
+                "optimizer that is an attribute of the model".format(model.name),
+                "Have train_step do that, with the optimizer given to compile() for example.",
+            )
+
+    def of_all_ranks(self, optimizer, share):
+        """Methods by which an optimizer applies the means of all ranks' gradients.
+
+        By those of a ``LossScaleOptimizer`` the gradients of one process overflow. The mean over a
+        rank's rows weighs each row more than the mean over all ranks' rows does, so that float16
+        would overflow under a loss scale that is right for one process.
+        """
+        apply = optimizer.apply_gradients
+
+        def apply_gradients(grads_and_vars, *args, **kwargs):
+            pairs = list(grads_and_vars)
+            means = self.means([gradient for gradient, _ in pairs], share)
+            pairs = [(mean, variable) for mean, (_, variable) in zip(means, pairs)]
+            return apply(pairs, *args, **kwargs)
+
+        methods = {"apply_gradients": apply_gradients}
+        if not hasattr(optimizer, "get_scaled_loss"):
+            return methods
+        scaled, unscaled = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
+
+        def of_share(loss):
+            return loss * tf.cast(share, loss.dtype)
+
+        def get_scaled_loss(loss):
+            return scaled((lambda: of_share(loss())) if callable(loss) else of_share(loss))
+
+        def get_unscaled_gradients(gradients):
+            return [
+                None if g is None else tf.scalar_mul(1 / tf.cast(share, g.dtype), g)
+                for g in unscaled(gradients)
+            ]
+
+        methods["get_scaled_loss"] = get_scaled_loss
+        methods["get_unscaled_gradients"] = get_unscaled_gradients
+        return methods
+
+    def means(self, gradients, share):
+        """The means of all ranks' gradients; None is one that nothing has."""
+        mine = [gradient for gradient in gradients if gradient is not None]
+        means = iter(self.engine.mean(mine, share, "gradients_{}".format(self.exchanged)))
+        self.exchanged += 1
+        return [None if gradient is None else next(means) for gradient in gradients]
+
+    def average_state(self, state, before, share):
+        """Set what the step has set (moving averages) to its mean over all ranks."""
+        pairs = [(v, value) for v, value in zip(state, before) if is_set(v)]
+        # Of the changes: what has none stays as it is to the bit.
+        changes = [read(variable.handle) - value for variable, value in pairs]
+        for (variable, value), change in zip(pairs, self.engine.mean(changes, share, "state")):
+            variable.assign(value + change)
+
+
+class RankedTestStep(keras_model.RankedMethod):
+    """The ``test_step`` of a model: it counts rows, by which metrics are averaged."""
+
+    method = "test_step"
+    autograph_info__ = {}  # type: dict
+
+    def __call__(self, model, data):
+        data = as_tensors(data)
+        rows = _rows(data)
+
+        def count(rows):
+            keras_model.count(model, int(rows), False)
+            return float(rows)
+
+        self.engine.called(count, [rows], tf.float64)
+
+        @functools.lru_cache(None)
+        def share():
+            """Called where a loss is no mean over rows: then all ranks evaluate in step."""
+            keras_model.RankedFit.of(model).in_step = True
+            return self.engine.called(lambda rows: self.engine.share(int(rows)), [rows], tf.float64)
+
+        with self.engine.noting(), self.computing(model, rows, share):
+            return self.plain(model)(data)
+
+    computing = RankedStep.computing
+
+
+def _loss(model, arrays):
+    tensors = tf.nest.map_structure(
+        lambda array: None if array is None else tf.convert_to_tensor(array), arrays
+    )
+    return keras3.loss_in_inference(model, tensors)
+
+
+def _rows(data):
+    """The number of rows of a batch."""
+    batch = next((value for value in tf.nest.flatten(data) if has_rows(value)), None)
+    return 1 if batch is None else rows_of(batch)
+
+
+class RankedCall(ReplicatedCall):
+    """The ``call`` of a model, which refuses gradients that no other rank would see."""
+
+    def __init__(self, engine):
+        super().__init__([])
+
+    def __call__(self, model, *args, **kwargs):
+        is_of_step = _stepping.here() or self._only_traced(model)
+        if recording() and not is_of_step:
+            raise unsupported(
+                "train {!r} as one of several ranks in a loop of your own around "
+                "tf.GradientTape".format(model.name),
+                "Put the step into the model's train_step(), and call fit() or train_on_batch().",
+            )
+        return self._unreplicated(model, *args, **kwargs)
 
 
 # Keras 3 --------------------------------------------------------------------------------------
@@ -69,35 +322,7 @@ def _build(model, iterator):
     return iterator
 
 
-@contextlib.contextmanager
-def _computing(step, model, rows, share):
-    """Within, losses of single outputs, which logs show, are weighed as one process does.
-
-    Keras weighs them by the rows of the batch, if their number is known as it traces the step. On
-    TensorFlow it is not, and each batch counts once (3.15, ``CompileLoss.call``).
-    """
-    compute = getattr(model, "_compile_loss", None)
-    call = getattr(compute, "call", None)
-    module = sys.modules[_keras.keras_of(model).losses.Loss.__module__]
-
-    def weigh(loss):
-        """Multiply a loss by what this rank's rows count in the whole batch."""
-        if isinstance(step, TestStep) and not keras_model.RankedFit.of(model).in_step:
-            return loss
-        return loss * tf.cast(share() * step.engine.place.size, loss.dtype)
-
-    def call_and_weigh(*args, **kwargs):
-        with patching.replaced(module, unscale_loss_for_distribution=weigh):
-            return call(*args, **kwargs)
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(ranked_steps.RankedStep.computing(step, model, rows, share))
-        if call is not None and not isinstance(rows, int):
-            stack.enter_context(patching.replaced(compute, call=call_and_weigh))
-        yield
-
-
-class RankedKeras3Step(ranked_steps.RankedStep):
+class RankedKeras3Step(RankedStep):
     """The ``train_step`` of a Keras 3 model. Its optimizers' ``apply`` gets all ranks' mean."""
 
     def begin(self, model, function, iterator):
@@ -109,8 +334,6 @@ class RankedKeras3Step(ranked_steps.RankedStep):
 
     def begin_eagerly(self, model, data):
         """``begin`` has done that."""
-
-    computing = _computing
 
     def state(self, model):
         return [variable._value for variable in keras3.averaged(model)]
@@ -126,11 +349,35 @@ class RankedKeras3Step(ranked_steps.RankedStep):
         return dict(methods, apply=apply_of_all_ranks)
 
 
-class TestStep(ranked_steps.RankedTestStep):
-    """The ``test_step`` of a Keras 3 model."""
+def distribute(model, place):
+    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
+    keras, step = _keras.keras_of(model), RankedStep
+    if hasattr(keras, "StatelessScope"):
+        step = RankedKeras3Step
+    elif not (hasattr(model, "_eager_losses") and hasattr(model, "train_step")):
+        raise unsupported(
+            f"train a model of {keras.__name__} {keras.__version__} as one of several ranks",
+            "Use tf.keras from TensorFlow 2.4, or Keras 3.",
+        )
+    engine = join(place)
+    if RankedStep.of(model) is None:
+        makers = ranked_method.named(RankedMaking, "make_train_function", "make_test_function")
+        keras_model.install(model, engine, (step, RankedTestStep, RankedCall) + makers)
+        _keras.forget_compiled_steps(model)
+    return model
 
-    computing = _computing
 
+def join(place):
+    """The engine that the launcher is for.
 
-#: The methods of a model that become a rank's.
-_KERAS_3 = (RankedKeras3Step, TestStep) + ranked_steps.KINDS[2:]  # the other ones, as they are
+    Raises:
+        NotInstalledError: it is Horovod, which is not installed.
+    """
+    if place.launcher == clusters.TF_CONFIG:
+        return tensorflow_collectives.TensorFlowCollectives.join(place)
+    try:
+        return tensorflow_horovod.TensorFlowHorovod.join(place)
+    except errors.NotInstalledError as error:
+        raise errors.NotInstalledError(
+            f"{error} From TensorFlow 2.4 on, compat run -n {place.size} needs no Horovod."
+        ) from None

@@ -1,13 +1,11 @@
-"""The devices' shares of a call, each with a gradient of its own, and how they are merged."""
+"""The devices' shares of a call: some rows of its arguments, computed there, with a gradient."""
 
 import contextlib
 
+import numpy as np
 import tensorflow as tf
 
-from ..._rows import Count, Partial, Replicated, Sharded, split_rows
-from . import sharding
-from .graph_walk import Added
-from .sharding import tensors_of, with_tensors
+from ..._rows import REPLICATED, Count, Sharded, Unknown, split_rows
 
 # TensorFlow's module for the gradient tapes of a thread, private to it.
 try:
@@ -17,6 +15,199 @@ except ImportError:  # up to TensorFlow 2.12
 
 #: Whether a gradient tape is recording.
 recording = tapes.could_possibly_record
+
+
+def tensors_of(structure):
+    """All tensors that a structure consists of."""
+    values = tf.nest.flatten(structure, expand_composites=True)
+    return [value for value in values if tf.is_tensor(value)]
+
+
+def with_tensors(structure, tensors):
+    """The structure with these tensors in place of its ``tensors_of``."""
+    others = iter(tensors)
+
+    def other(value):
+        return next(others) if tf.is_tensor(value) else value
+
+    return tf.nest.map_structure(other, structure, expand_composites=True)
+
+
+def has_rows(value):
+    return tf.is_tensor(value) and value.shape.rank != 0
+
+
+def _is_array(value):
+    return type(value).__module__ == "numpy" and value.shape != () and value.dtype != object
+
+
+def are_arrays(given):
+    """Whether arrays of numpy's are the only values with rows that a call was given."""
+    leaves = tf.nest.flatten(given)
+    return any(map(_is_array, leaves)) and not any(has_rows(leaf) for leaf in leaves)
+
+
+def as_tensors(given):
+    return tf.nest.map_structure(
+        lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf, given
+    )
+
+
+def rows_of(batch):
+    """The number of rows: an integer where it is known, else a scalar tensor (int32)."""
+    if batch.shape.rank is not None and batch.shape[0] is not None:
+        return batch.shape[0]
+    if isinstance(batch, tf.RaggedTensor):
+        return tf.cast(batch.nrows(), tf.int32)
+    if isinstance(batch, tf.SparseTensor):
+        return tf.cast(batch.dense_shape[0], tf.int32)
+    return tf.shape(batch)[0]
+
+
+class ShardedArguments:
+    """The arguments of a call: which of them are data, of which each replica gets some rows.
+
+    ``given`` is the structure of the arguments, and the masks of all that they consist of.
+    The first tensor is the batch. The argument that it stands in, alone or in a list or a
+    dictionary, is the model's input, and has to have as many rows everywhere. Other arguments
+    are data if they have as many rows as the batch; what TensorFlow knows the rows of only when
+    it runs has to have as many. Variables are no data, nor are constants and tensors of a known
+    length beside a batch that has none.
+    """
+
+    def __init__(self, args, kwargs, replicas):
+        self.structure = (args, kwargs)
+        leaves = tf.nest.flatten(self.structure)
+        masks = [getattr(value, "_keras_mask", None) for value in leaves]
+        self.given = self.structure, masks
+        self.leaves = leaves + masks
+        self.batch = next(filter(has_rows, leaves), None)
+        if self.batch is None:
+            return
+        self.rows = rows_of(self.batch)
+        self.has_values = tf.executing_eagerly()  # which an initialization scope always is
+        self.why = None  # it cannot be split, as in ``Across``
+        if replicas == 1:
+            self.is_data = [False] * len(self.leaves)
+            return
+        if any(isinstance(value, tf.RaggedTensor) for value in leaves):
+            self.why = "unknown"
+            return
+        self.constant_batch = _is_constant(self.batch)
+        self.is_data = []
+        for argument in list(args) + [kwargs[name] for name in sorted(kwargs)]:
+            is_input = not any(self.is_data)  # the first one with rows
+            self.is_data += [self._is_data(each, is_input) for each in tf.nest.flatten(argument)]
+        self.is_data *= 2  # and their masks'
+
+    def _is_data(self, value, is_input):
+        if value is self.batch:
+            return True
+        is_constant = _is_constant(value) and not self.constant_batch
+        if is_constant or not has_rows(value) or isinstance(value, tf.Variable):
+            return False
+        rows, of_batch = rows_of(value), rows_of(self.batch)
+        if isinstance(rows, int) and isinstance(of_batch, int):
+            self.why = "mixed" if is_input and rows != of_batch else self.why
+            return rows == of_batch
+        if isinstance(rows, int) and not is_input:
+            return False
+        message = _DIFFERENT_INPUTS if is_input else _DIFFERENT_ARGUMENTS
+        check = tf.debugging.assert_equal(rows, self.rows, message=message)
+        # None where TensorFlow knew it to hold.
+        with tf.control_dependencies([] if check is None else [check]):
+            self.rows = tf.identity(self.rows)
+        return True
+
+    def shard(self, bounds):
+        """What a replica is ``given`` that has the rows from ``bounds[0]`` to ``bounds[1]``."""
+        leaves = [
+            _rows(value, *bounds) if is_data and value is not None else value
+            for value, is_data in zip(self.leaves, self.is_data)
+        ]
+        return tf.nest.pack_sequence_as(self.given, leaves)
+
+    def _tensors(self):
+        """Pairs of a tensor and whether it is data: of the arguments, then of their masks."""
+        return [pair for pair in zip(self.leaves, self.is_data) if tf.is_tensor(pair[0])]
+
+    def placements(self):
+        """For each tensor that the arguments, and their masks, consist of how it has rows."""
+        found, uneven = [], Sharded(0, inner=None, even=False)
+        for value, is_data in self._tensors():
+            if not is_data:
+                found += [REPLICATED] * len(tensors_of(value))
+            elif isinstance(value, tf.SparseTensor):
+                found += [Unknown(), uneven, Count([0])]
+            else:
+                found.append(Sharded(0))
+        return found
+
+    def kind(self):
+        """What calls with arguments of the same kinds have in common."""
+        plain = [value for value in self.leaves if not tf.is_tensor(value)]
+        kinds = [(str(each.dtype), str(each.shape[1:])) for each in tensors_of(self.leaves)]
+        return repr((kinds, self.placements(), plain))
+
+    def three_rows(self):
+        """For each of these tensors its values: of three rows, of two of them and of the third.
+
+        None for those that have no value yet and no rows.
+        """
+        real, found = self.has_values and int(self.rows) >= 3, []
+        for value, is_data in self._tensors():
+            if not is_data:
+                parts = tensors_of(value)
+                found += [[part] * 3 if hasattr(part, "numpy") else None for part in parts]
+            else:
+                whole = _rows(value, 0, 3) if real else _made_up(value)
+                parts = [whole, _rows(whole, 0, 2), _rows(whole, 2, 3)]
+                found += map(list, zip(*map(tensors_of, parts)))
+        return found
+
+
+_DIFFERENT_INPUTS = (
+    "parallelize() cuts each batch by rows, and this model's inputs have different numbers of "
+    "rows. Give inputs with one row for each sample, pass what all samples share as another "
+    "argument of the call or as the model's own attribute, or run this model on one device, with "
+    "parallelize(model, gpus=1)."
+)
+_DIFFERENT_ARGUMENTS = (
+    "parallelize() cuts each batch by rows, and another argument of this model's call has other "
+    "rows than the first, which TensorFlow did not know when it traced the call. Make it the "
+    "model's own attribute, have tf.function's input_signature say how many rows it has, or run "
+    "this model on one device, with parallelize(model, gpus=1)."
+)
+
+
+def _is_constant(value):
+    from tensorflow.python.framework import tensor_util
+
+    if tf.executing_eagerly() or isinstance(value, tf.SparseTensor) or not tf.is_tensor(value):
+        return False
+    return hasattr(value, "numpy") or tensor_util.constant_value(value) is not None
+
+
+def _made_up(tensor):
+    """Three rows of a tensor's shape and type, where the batch has no values yet."""
+    sizes, dtype = [16 if size is None else size for size in tensor.shape.as_list()], tensor.dtype
+    values = np.random.RandomState(0).normal(size=[3] + sizes[1:])
+    if dtype == tf.string:
+        return tf.strings.as_string(values)
+    values = tf.cast(values if dtype.is_floating or dtype.is_complex else values > 0, dtype)
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.sparse.from_dense(tf.where(values > 0, values, tf.zeros_like(values)))
+    return values
+
+
+def _rows(value, start, stop):
+    """Some rows of a tensor of any kind."""
+    if not isinstance(value, tf.SparseTensor):
+        return value[start:stop]
+    shape = tf.unstack(value.dense_shape, num=value.shape.rank)
+    sizes = [tf.cast(stop - start, tf.int64)] + shape[1:]
+    starts = [tf.cast(start, tf.int64)] + [0] * (len(shape) - 1)
+    return tf.sparse.slice(value, tf.stack(starts), tf.stack(sizes))
 
 
 def as_function(call, scope, given):
@@ -55,19 +246,21 @@ class Replica:
         join: what ``joining_tables`` makes of a variable's gradient.
 
     Attributes:
-        shard: the tensors that it was given.
         structure, values: as the function of ``as_function`` returns them, with the replica's own
             rows of the values.
     """
 
     def __init__(self, device, size, trace, call, scope, given, join):
-        self.device, self.size = device, size
-        self.shard = tensors_of(given)
-        compute = as_function(call, scope, given)
+        self.size = size
+        compute, shard = as_function(call, scope, given), tensors_of(given)
 
         def own(value, placement):
-            is_of_rows = tf.is_tensor(value) and isinstance(placement, Sharded)
-            return sharding.kept(value, size) if is_of_rows else value
+            """Of a result with rows the replica's own: all of them, or none where it has none."""
+            if not (tf.is_tensor(value) and isinstance(placement, Sharded)):
+                return value
+            if isinstance(size, int):
+                return value if size else _rows(value, 0, 0)
+            return _rows(value, 0, rows_of(value) * tf.minimum(size, 1))
 
         def results_of(*values):
             self.structure, self.values = compute(*values)
@@ -88,54 +281,20 @@ class Replica:
                 heads, upstream = [r for r, _ in pairs], [g for _, g in pairs]
                 with tf.device(device):
                     found = gradients_of(heads, list(values) + variables, upstream)
-                    found = [_dense(each) for each in found]
-                    inputs, of_variables = found[: len(values)], found[len(values) :]
-                    of_variables = list(map(join, variables, of_variables))
+                    found = list(map(_dense, found))
+                    of_variables = list(map(join, variables, found[len(values) :]))
+                inputs = found[: len(values)]
                 return (inputs, of_variables) if variables else inputs
 
             return results, gradient
 
         if recording():
             with _listing_no_variables():
-                tensors = replica(*self.shard)
+                tensors = replica(*shard)
         else:  # predict, evaluate: no gradient to keep intermediate results for
             with tf.device(device):
-                tensors = results_of(*self.shard)
+                tensors = results_of(*shard)
         self.values = with_tensors(self.values, tensors)
-
-
-def joining_tables(keys, count):
-    """A function of the replicas' gradients of tables in which all look up the same rows.
-
-    One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
-    side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
-    computed last has the sum of all, and the others have none.
-
-    TensorFlow never lets go of a gradient's function, so that nothing here may hold the model.
-
-    Arguments:
-        keys: those of the variables.
-        count: how many replicas there are.
-
-    Returns:
-        What tells, of a replica, counted from 0, a variable and its gradient, what that is to be.
-    """
-    waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
-
-    def join(replica, variable, gradient):
-        if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in keys:
-            return gradient
-        found = waiting.setdefault(id(variable), {})
-        if replica in found:  # of a pass that did not come to its end
-            found.clear()
-        found[replica] = gradient
-        if len(found) < count:
-            return None
-        del waiting[id(variable)]
-        total = tf.add_n([each.values for each in found.values()])
-        return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape)
-
-    return join
 
 
 @contextlib.contextmanager
@@ -198,92 +357,7 @@ def _logits(output):
     Keras computes cross-entropy from logits if the output carries them, or comes straight from
     such an operation (``_get_logits`` in its backend).
     """
-    logits = getattr(output, "_keras_logits", None)
-    if logits is None and tf.is_tensor(output) and not tf.executing_eagerly():
-        operation = getattr(output, "op", None)
-        if operation is not None and operation.type in ("Softmax", "Sigmoid"):
-            logits = operation.inputs[0]
+    logits, operation = getattr(output, "_keras_logits", None), getattr(output, "op", None)
+    if logits is None and getattr(operation, "type", None) in ("Softmax", "Sigmoid"):
+        return operation.inputs[0]  # never eagerly: there tensors have no operation
     return logits
-
-
-# Merging --------------------------------------------------------------------------------------
-
-
-def is_merged(placement, dtype):
-    """Whether there is a way to the value for all rows from those of the replicas."""
-    if isinstance(placement, Sharded):
-        return placement.axis == 0 and placement.copies == 1
-    if isinstance(placement, Partial) and placement.how == "mean":
-        return "float" in str(dtype) or "complex" in str(dtype)
-    return isinstance(placement, (Added, Partial, Replicated)) or placement == Count()
-
-
-_EXTREME = {"max": (tf.reduce_max, tf.reduce_any), "min": (tf.reduce_min, tf.reduce_all)}
-
-
-class Merging:
-    """The replicas' values become those of the whole batch.
-
-    Arguments:
-        rows: how many the batch has.
-        trace: the ``Trace`` of the plain call; None for a single replica.
-    """
-
-    def __init__(self, replicas, rows, trace):
-        self.replicas, self.trace = replicas, trace
-        total = max(rows, 1) if isinstance(rows, int) else tf.maximum(rows, 1)
-        #: What the replicas' means count.
-        self.shares = [replica.size / total for replica in replicas]
-
-    def results(self):
-        """Those of the call for the whole batch, as ``Replica.values``."""
-        if self.trace is None:
-            return self.replicas[0].values
-        found = {}
-        for name, placements in self.trace.placements.items():
-            values = zip(*[replica.values[name] for replica in self.replicas])
-            found[name] = [self._result(name, *each) for each in zip(placements, values)]
-        return found
-
-    def _result(self, name, placement, values):
-        if not tf.is_tensor(values[0]):
-            return values[0]
-        if name in ("masks", "logits") and not isinstance(placement, Sharded):
-            return None  # they would belong to its rows
-        return self.value(list(values), placement)
-
-    def value(self, values, placement, before=None):
-        """One value for the whole batch.
-
-        Arguments:
-            placement: how it depends on the rows.
-            before: the old value, where this is the new value of a variable.
-        """
-        if isinstance(placement, Sharded):
-            return tf.concat(values, axis=0)
-        dtype, how = values[0].dtype, getattr(placement, "how", "sum")
-        if isinstance(placement, Replicated):
-            is_merged = before is None and (dtype.is_floating or dtype.is_complex)
-            return self._mean(values) if is_merged else values[0]
-        if how == "mean":
-            return self._mean(values)
-        if how in _EXTREME:
-            of_numbers, of_booleans = _EXTREME[how]
-            reduce = of_booleans if dtype == tf.bool else of_numbers
-            return reduce(tf.stack(values), axis=0)
-        relative = isinstance(placement, Added)
-        parts = [value - before for value in values] if relative else values
-        parts = [self._own(*each) for each in zip(self.replicas, parts)]
-        return tf.add_n([before] + parts if relative else parts)
-
-    def _own(self, replica, value):
-        """The value; zero where the replica has no rows of its own."""
-        if isinstance(replica.size, int):
-            return value if replica.size else tf.zeros_like(value)
-        return value * tf.cast(tf.minimum(replica.size, 1), value.dtype)
-
-    def _mean(self, values):
-        # A number of Python's would be one of 32 bits in between.
-        shares = [tf.convert_to_tensor(share, tf.float64) for share in self.shares]
-        shares = [tf.cast(share, values[0].dtype) for share in shares]
-        return tf.add_n([value * share for value, share in zip(values, shares)])

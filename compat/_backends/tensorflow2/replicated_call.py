@@ -1,7 +1,11 @@
-"""The ``call`` of a model on several devices."""
+"""The ``call`` of a model on several devices, and that of a layer which ``device()`` placed."""
 
+import contextlib
 import functools
 import inspect
+import itertools
+import sys
+import threading
 
 import tensorflow as tf
 
@@ -9,11 +13,11 @@ from ... import _keras, _rows
 from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import counted_batches, layer_state
+from ..._runtime.process import process
+from . import merging
 from .call_trace import Trace
-from .keras_models import refuse_strategies, several_devices_in_xla
-from .replicas import Merging, Replica, joining_tables, recording
-from .sharding import ShardedArguments, are_arrays, as_tensors
+from .replicas import Replica, ShardedArguments, are_arrays, as_tensors, recording
+from .runtime import refuse_loops, refuse_strategies, several_devices_in_xla
 
 # Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
 # else: what is saved must not name this machine's devices. (``__call__`` is what Keras 3 exports;
@@ -35,14 +39,15 @@ class ReplicatedCall(patching.InstanceMethod):
     Losses added within ``call``, outputs without rows and state (counters, moving averages) leave
     the replicas as values of their own rows, and become those of all rows by ``Merging``: sums,
     means, maxima or minima, as a ``Trace`` of the plain call shows. Where it shows that rows are
-    mixed, the call runs with the whole batch on the first device. See ``sharding``, ``replicas``,
-    ``layer_state`` and ``call_trace``.
+    mixed, the call runs with the whole batch on the first device. See ``replicas``, ``merging``
+    and ``call_trace``.
     """
 
     # Autograph leaves what carries this mark alone, as it does tf.function's own wrappers.
     autograph_info__ = {}  # type: dict
 
     supports_jit = None  # what jit_compile="auto" went by, in Keras 3
+    is_of_keras = True  # only Keras adds losses within a call, and traces for its own purposes
 
     def __init__(self, devices, belongs_to_step=False):
         super().__init__(devices)
@@ -52,7 +57,7 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def install(self, model):
         super().install(model)
-        layer_state.read_kernels()
+        merging.read_kernels()
         plain = self.plain(model)
         # tf.keras looks up its arguments when it saves a model.
         self.__signature__ = inspect.signature(getattr(plain, "__func__", plain))
@@ -80,13 +85,13 @@ class ReplicatedCall(patching.InstanceMethod):
             refuse_strategies(tf, model)
         if arguments.why:
             return self._whole(model, call, arguments, _rows.Across(None, why=arguments.why))
-        state = layer_state.ModelState(self._layers(model))
+        state = merging.ModelState(_keras.all_layers(model) if self.is_of_keras else [])
         trace = across = None
         why = "unknown"  # it cannot be traced with an unknown number of rows
         try:
             if len(self.devices) > 1:
                 trace = self._trace(call, arguments, state)
-                across = trace.across() or _across_in_keras3(model, trace)
+                across = trace.across or _across_in_keras3(model, trace)
             if across is None:
                 why = "fails"
                 state.watch(trace.variables if trace else [])
@@ -98,10 +103,10 @@ class ReplicatedCall(patching.InstanceMethod):
             across = _rows.Across(None, why=why)
         if across is not None:
             return self._whole(model, call, arguments, across)
-        counted_batches.count(self.devices, arguments.rows, recording())
-        merging = Merging(replicas, arguments.rows, trace)
-        state.finish(merging)
-        results = merging.results()
+        count(self.devices, arguments.rows, recording())
+        whole = merging.Merging(replicas, arguments.rows, trace)
+        state.finish(whole)
+        results = whole.results()
         for losses, loss in zip(state.added, results["losses"]):
             losses.append(loss)
         for output, mask, logits in zip(*map(results.get, ("outputs", "masks", "logits"))):
@@ -113,12 +118,12 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def _computed(self, call, arguments, state, trace):
         """The devices' shares of the call, each computed there."""
-        replicas, count, rows = [], len(self.devices), arguments.rows
+        replicas, number, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
-        join = joining_tables(trace.lookups.same() if trace else (), count)
+        join = merging.joining_tables(trace.lookups if trace else {}, number)
         for index, device in enumerate(self.devices):
-            first, last = split_rows.bounds(rows, count, index)
-            given = arguments.shard(split_rows.run_bounds(rows, count, index, maximum))
+            first, last = split_rows.bounds(rows, number, index)
+            given = arguments.shard(split_rows.run_bounds(rows, number, index, maximum))
             part = device, last - first, trace, call, state.replica, given
             replicas.append(Replica(*part, functools.partial(join, index)))
         return replicas
@@ -128,7 +133,7 @@ class ReplicatedCall(patching.InstanceMethod):
         args, kwargs = arguments.structure
         with tf.device(self.devices[0]), split_rows.undivided():
             results = call(*args, **kwargs)
-        counted_batches.count(self.devices, arguments.rows, recording(), work.undivided)
+        count(self.devices, arguments.rows, recording(), work.undivided)
         name = getattr(model, "name", None) or type(model).__name__
         # What it says is true of the model, whatever it is called for.
         _rows.runs_whole(name, across, self.devices[0], "The model", self)
@@ -148,7 +153,8 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def _only_traced(self, model):
         """Whether nothing is computed, or somewhere else."""
-        graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+        is_traced = self.is_of_keras and not tf.executing_eagerly()
+        graph = tf.compat.v1.get_default_graph() if is_traced else None
         while graph is not None:
             if any(mark in getattr(graph, "name", "") for mark in _TRACES):
                 return True
@@ -156,23 +162,17 @@ class ReplicatedCall(patching.InstanceMethod):
         # A Keras 3 model as a pure function: the caller's scope holds its state.
         return _keras.in_stateless_scope(_keras.keras_of(model))
 
-    def _layers(self, model):
-        """The layers of Keras that a model consists of."""
-        return _keras.all_layers(model)
-
     def _unreplicated(self, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
         plain = self.plain(model)
-        if self._is_converted(model) and not tf.executing_eagerly():
+        is_users = hasattr(model, "_eager_losses") and _keras.is_users(type(model))
+        if (is_users or not self.is_of_keras) and not tf.executing_eagerly():
             # Up to TensorFlow 2.3 nothing public, nor tf.__internal__, leads there.
             from tensorflow.python.autograph.core import ag_ctx
             from tensorflow.python.autograph.impl import api
 
             plain = api.tf_convert(plain, ag_ctx.control_status_ctx())
         return plain(*args, **kwargs)
-
-    def _is_converted(self, model):
-        return hasattr(model, "_eager_losses") and _keras.is_users(type(model))
 
 
 def _across_in_keras3(model, trace):
@@ -182,5 +182,178 @@ def _across_in_keras3(model, trace):
     if any(getattr(v, "overwrite_with_gradient", None) for v in model.trainable_variables):
         return _rows.Across(None)  # replicas would add up the largest values of float8
     # It squares the gradients of each lookup by themselves.
-    is_mixed = recording() and trace.lookups.are_mixed()
+    is_mixed = recording() and {True, False} in trace.lookups.values()
     return _rows.Across(None, why="table") if is_mixed else None
+
+
+# Batches counted where they are computed: in Python, or by the graph that computes them.
+#
+# A graph's steps do not pass through Python. It counts in a table of its own runtime, by the number
+# of rows: an operation that makes its resource when it first runs, so that nothing is captured, and
+# what is saved of the graph runs anywhere. A batch costs some microseconds.
+
+_numbers = itertools.count()
+
+
+def _sizes(devices, rows):
+    return split_rows.sizes(rows, len(devices))
+
+
+def count(devices, rows, training, sizes=_sizes):
+    """Count a batch that is split over ``devices``; within a graph, whenever that runs.
+
+    Arguments:
+        rows: an integer, or a scalar tensor.
+        training: whether gradients are wanted.
+        sizes: tells of a number of rows how many each device gets.
+    """
+    if tf.executing_eagerly():
+        work.count(devices, sizes(devices, int(rows)), training)
+        return
+    from tensorflow.python.ops import control_flow_util
+
+    # The graph of ``tf.function(jit_compile=True)`` is all on one device, and XLA has no tables.
+    # What tells it is not public.
+    is_xlas = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    if not (is_xlas or work.uncounted):
+        key = tuple(devices), training, sizes
+        process.graph_counters.setdefault(key, Table(*key)).count(rows)
+
+
+class Table:
+    """How many batches of each number of rows there were, as graphs count them."""
+
+    def __init__(self, devices, training, sizes):
+        self.devices, self.training, self.sizes = devices, training, sizes
+        self.name = f"compat_batches_{next(_numbers)}"
+
+    def count(self, rows):
+        with tf.device("/cpu:0"):
+            table = self._resource()
+            key = tf.reshape(tf.cast(rows, tf.int64), [1])
+            none = tf.constant(0, tf.int64)
+            found = tf.raw_ops.LookupTableFindV2(table_handle=table, keys=key, default_value=none)
+            tf.raw_ops.LookupTableInsertV2(table_handle=table, keys=key, values=found + 1)
+
+    def _resource(self):
+        """Made in each graph anew, of one name, so that it is the same."""
+        return tf.raw_ops.MutableHashTableV2(
+            key_dtype=tf.int64, value_dtype=tf.int64, shared_name=self.name
+        )
+
+    def __call__(self):
+        """Pairs of what ``work.count()`` would be told, and how often."""
+        with tf.init_scope(), tf.device("/cpu:0"):
+            keys, values = tf.raw_ops.LookupTableExportV2(
+                table_handle=self._resource(), Tkeys=tf.int64, Tvalues=tf.int64
+            )
+        for rows, number in zip(keys.numpy().tolist(), values.numpy().tolist()):
+            sizes = tuple(self.sizes(self.devices, rows))
+            yield (self.devices, sizes, self.training), number
+
+
+# Parts of a Keras model on devices of their own.
+#
+# A functional model's graph is not TensorFlow's: Keras calls each layer again whenever the model
+# runs, and device scopes at building time are lost. So each node of Keras' graph that is made in
+# the scope remembers its device. When Keras gets the arguments of such a node together, the node
+# tells its layer the device of the next call; the layer's ``call`` then runs as a single
+# replica there, with its gradient.
+
+# Where each Keras has its class of nodes.
+_NODES = (
+    "keras.src.ops.node",
+    "keras.src.engine.node",
+    "keras.engine.node",
+    "tf_keras.src.engine.node",
+    "tensorflow.python.keras.engine.node",
+)
+
+_next = threading.local()
+_devices = []  # type: list  # of the contexts around, the innermost last
+
+
+@contextlib.contextmanager
+def placed_on(device):
+    with contextlib.ExitStack() as stack:
+        for module in map(sys.modules.get, _NODES):
+            node = getattr(module, "Node", None)
+            if node is not None and patching.find(node, "__init__") is None:  # nor around this
+                make = _placing(node.__init__)
+                stack.enter_context(patching.replaced(node, __init__=make))
+        _devices.append(device)
+        stack.callback(_devices.pop)
+        stack.enter_context(tf.device(device))
+        yield
+
+
+def _placing(make):
+    """The constructor of a node, which places it on the innermost context's device."""
+
+    def __init__(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        # TensorFlow 2.0's nodes have no `is_input`.
+        if not (self.is_input if hasattr(self, "is_input") else not self.inbound_layers):
+            _place(self, _devices[-1])
+
+    return __init__
+
+
+def _place(node, device):
+    # In Keras 3, in tf.keras, in TensorFlow 2.0's.
+    names = ("operation", "layer", "outbound_layer")
+    layer = next(getattr(node, name) for name in names if hasattr(node, name))
+    refuse_loops(tf, [layer])
+    if PlacedCall.of(layer) is None:
+        PlacedCall([]).install(layer)
+    announce = functools.partial(setattr, _next, "call", (layer, device))
+    # tf.keras asks the node, Keras 3 its arguments; in TensorFlow 2.0 Keras copies them.
+    if hasattr(node, "map_arguments"):
+        _announced_by(node, "map_arguments", announce)
+    elif hasattr(node.arguments, "fill_in"):
+        _announced_by(node.arguments, "fill_in", announce)
+    else:
+        node.arguments = AnnouncingArguments(node.arguments or {})
+        node.arguments.announce = announce
+    node._compat_device = device
+
+
+def _announced_by(owner, name, announce):
+    method = getattr(owner, name)
+
+    def announcing(*args, **kwargs):
+        announce()
+        return method(*args, **kwargs)
+
+    vars(owner)[name] = announcing
+
+
+class AnnouncingArguments(dict):
+    """A node's keyword arguments in TensorFlow 2.0, copied when its layer is about to be called."""
+
+    def __bool__(self):
+        return True  # or Keras would not copy them
+
+    def __copy__(self):
+        self.announce()
+        return dict(self)
+
+
+def placed_parts(model):
+    """The devices that ``device()`` gave to parts of ``model``."""
+    depths = getattr(model, "_nodes_by_depth", None) or {}
+    nodes = [node for nodes in depths.values() for node in nodes]
+    return sorted({n._compat_device for n in nodes if hasattr(n, "_compat_device")})
+
+
+class PlacedCall(ReplicatedCall):
+    """A layer's ``call``: one replica, on the device of the node that is being run."""
+
+    def __call__(self, layer, *args, **kwargs):
+        following, device = getattr(_next, "call", None) or (None, None)
+        if following is not layer:
+            return self._unreplicated(layer, *args, **kwargs)
+        _next.call = None
+        placed = PlacedCall([device])
+        placed.hidden = self.hidden
+        return ReplicatedCall.__call__(placed, layer, *args, **kwargs)

@@ -1,6 +1,112 @@
-"""The state and the mode of TensorFlow's runtime in this process."""
+"""TensorFlow's runtime: its mode, its devices, and what it cannot run on several of them.
 
+This imports no TensorFlow. What only reads has its name of TensorFlow 2.0, in
+``tf.config.experimental``, in all later ones.
+"""
+
+import functools
+import os
 import sys
+
+from ... import _keras, errors
+from ..._configuration.discovery import HIP, visible_entries
+
+#: What TensorFlow 2 cannot do, and a remedy, as an error.
+unsupported = functools.partial(errors.unsupported, "tensorflow2")
+
+# configure_gpu(option=...) -> the function of tf.config that sets it.
+OPTIONS = {
+    "allow_soft_placement": "config.set_soft_device_placement",
+    "inter_op_parallelism_threads": "config.threading.set_inter_op_parallelism_threads",
+    "intra_op_parallelism_threads": "config.threading.set_intra_op_parallelism_threads",
+    "log_device_placement": "debugging.set_log_device_placement",
+}
+
+
+def session_config(soft):
+    """What a session of v1 mode has of tf.config only where it is given no configuration."""
+    from tensorflow.python.eager import context
+
+    config = context.context().config
+    config.allow_soft_placement = soft  # Keras' own sessions have it
+    return config
+
+
+def apply_setting(tf, name, *arguments):
+    """Call a function of TensorFlow's configuration, and return a line for the report.
+
+    Raises:
+        TooLateError: TensorFlow says that it has started and cannot change this any more.
+    """
+    module, _, last = name.rpartition(".")
+    if module == "config" and not hasattr(tf.config, last):  # some were experimental
+        name = "config.experimental." + last
+    function = functools.reduce(getattr, name.split("."), tf)
+    try:
+        function(*arguments)
+    except RuntimeError as error:
+        imported = [module.split(".")[0] for module in sys.modules]  # in the order of import
+        first = next(top for top in imported if top in ("keras", "tf_keras", "tensorflow"))
+        raise errors.too_late(
+            "tensorflow",
+            "TensorFlow started with its first operation (it was imported by `import {}`), and "
+            "tf.{} then says: {}".format(first, name, str(error).rstrip(".")),
+            "Call it before the first model, variable or tensor is made, best before the first "
+            "`import tensorflow` or `import keras`.",
+        ) from error
+    return "tf.{}({})".format(name, ", ".join(map(_shown, arguments)))
+
+
+def _shown(argument):
+    if isinstance(argument, list):
+        return "[{}]".format(", ".join(map(_shown, argument)))
+    return getattr(argument, "name", None) or repr(argument)
+
+
+def chosen_gpus(tf, devices):
+    """TensorFlow's handles of the chosen GPUs, in the order asked for."""
+    if not devices.gpus:
+        return []
+    physical = tf.config.experimental.list_physical_devices("GPU")
+    if devices.undecided is not None:
+        return [physical[position] for position in devices.positions]
+    entries = visible_entries(os.environ)[0]
+    if devices.variable == HIP:
+        entries = (os.environ.get(HIP) or ",".join(devices.gpus)).split(",")
+    if entries is not None and len(entries) < len(physical):
+        raise errors.too_late(
+            "tensorflow",
+            f"{devices.variable}={os.environ.get(devices.variable)} was set after TensorFlow had "
+            f"listed {len(physical)} GPUs",
+            "Set it before the first `import tensorflow` or `import keras`.",
+        )
+    return [physical[i] for i in devices.ordinals(os.environ) if i < len(physical)]
+
+
+def split_device(tf, device, limits):
+    """Make one logical device per memory limit (MiB, or None) on a physical one."""
+    known = "logical" if hasattr(tf.config, "set_logical_device_configuration") else "virtual"
+    make = tf.config.experimental.VirtualDeviceConfiguration
+    made = [make(memory_limit=limit) for limit in limits]
+    setting = apply_setting(tf, f"config.set_{known}_device_configuration", device, made)
+    size = f" of {limits[0]:g} MiB" if limits[0] else ""
+    return "{}: {} of {}{}".format(setting.partition("(")[0], len(limits), device.name, size)
+
+
+def limit_memory(tf, gpus, settings):
+    if settings.memory.grow:
+        name = "config.experimental.set_memory_growth"
+        return [apply_setting(tf, name, gpu, True) for gpu in gpus]
+    sizes = [settings.memory.size] * len(gpus)
+    if settings.memory.fraction:
+        totals = settings.devices.memory_totals()
+        sizes = [total * settings.memory.fraction for total in totals]
+        if not all(sizes):
+            raise unsupported(
+                "take a fraction of a GPU whose size the driver does not tell",
+                'Give a size, such as memory="4GiB".',
+            )
+    return [split_device(tf, gpu, [size / 2.0**20]) for gpu, size in zip(gpus, sizes)]
 
 
 def has_listed_devices():
@@ -21,13 +127,95 @@ def runs_eagerly(tf):
     return getattr(v1, "executing_eagerly_outside_functions", v1.executing_eagerly)()
 
 
-def in_graph_of_the_user(tf):
-    """Whether TensorFlow would compute eagerly, were it not for a ``tf.Graph`` around."""
-    from tensorflow.python.eager import context
-
-    return not runs_eagerly(tf) and context.default_execution_mode == context.EAGER_MODE
-
-
 def full_name(device):
     """/cpu:1 as TensorFlow's graphs name it: /device:CPU:1."""
     return "/device:" + device.strip("/").upper()
+
+
+def refuse_unreached(tf, model):
+    """Refuse models that a replicated ``call`` would not reach."""
+    from tensorflow.python.eager import context
+
+    keras, is_eager = _keras.keras_of(model), runs_eagerly(tf)
+    # It would be, were it not for a graph of the user's around.
+    if not is_eager and context.default_execution_mode == context.EAGER_MODE:
+        raise unsupported(
+            "run a model on several devices within tf.Graph().as_default()",
+            "Build the model outside of that graph, or write tf.compat.v1.disable_v2_behavior() "
+            "at the top of the script, to have TensorFlow 1.",
+        )
+    if not is_eager:
+        raise unsupported(
+            "run a model on several devices after tf.compat.v1.disable_eager_execution()",
+            "Remove that call, or use TensorFlow 1.",
+        )
+    if not hasattr(model, "train_step") and keras.__name__ == "keras":
+        raise unsupported(
+            f"run a model of keras {keras.__version__} on several devices",
+            "Use tf.keras, or Keras 3, or train on one device, with parallelize(model, gpus=1).",
+        )
+    refuse_loops(tf, _keras.all_layers(model))
+    asked_for = _keras.compiled_with(model).get("jit_compile")
+    if getattr(model, "_jit_compile", None) and asked_for != "auto":
+        raise several_devices_in_xla()
+
+
+def refuse_strategies(tf, model):
+    """Refuse a model that a strategy of TensorFlow's replicates already, or will."""
+    if tf.distribute.has_strategy():
+        kind = type(tf.distribute.get_strategy()).__name__
+        found = f"it was called within the scope of a {kind}"
+    else:
+        # To ask a model of tf.keras that is not built yet would be an error.
+        weights = model.weights if not hasattr(model, "_eager_losses") or model.built else ()
+        # A Keras 3 variable has one of TensorFlow's.
+        variables = [v if isinstance(v, tf.Variable) else v.value for v in weights]
+        kinds = {kind.__name__ for variable in variables for kind in type(variable).__mro__}
+        if "DistributedValues" not in kinds:
+            return
+        found = f"the variables of {model.name!r} were made in the scope of a strategy"
+    raise errors.UnsupportedError(
+        f"parallelize() and tf.distribute both run a model on several devices: {found}. Build the "
+        "model and call parallelize() outside of the strategy's scope, or write "
+        'compat.parallelize(build_model, strategy="mirrored").'
+    )
+
+
+def refuse_loops(tf, layers):
+    """Up to TensorFlow 2.1 a loop fails on another device than the function around it."""
+    for layer in layers:
+        recurrent = any(c.__name__ == "RNN" for c in type(layer).__mro__)
+        if recurrent and not layer.unroll and not hasattr(tf.keras.Model, "train_step"):
+            raise unsupported(
+                f"run the loop of layer {layer.name!r} on several devices in TensorFlow "
+                f"{tf.__version__}, which takes loops in functions apart",
+                "Make the layer with unroll=True, or use TensorFlow 2.3 or later.",
+            )
+
+
+def several_devices_in_xla():
+    return unsupported(
+        "run a model on several devices under jit_compile=True: XLA puts a whole step on one",
+        "Compile the model with jit_compile=False.",
+    )
+
+
+def is_native(model):
+    if not callable(model) or isinstance(model, type):
+        return False
+    kinds = [(c.__module__, c.__name__) for c in type(model).__mro__]
+    if any(m.split(".")[0] in ("keras", "tf_keras") or ".keras." in m for m, _ in kinds):
+        return False
+    ours = {name for module, name in kinds if module.startswith("tensorflow")}
+    if "Variable" in ours or "Tensor" in ours:
+        return False
+    return bool(ours & {"Module", "Function"}) or any(map(is_variable, held(model)))
+
+
+def held(model):
+    return list(getattr(model, "__dict__", {}).values())
+
+
+def is_variable(value):
+    kinds = type(value).__mro__
+    return any(c.__name__ == "Variable" and c.__module__.startswith("tensorflow") for c in kinds)

@@ -1,4 +1,4 @@
-"""Losses and state of a model's replicas on TensorFlow 2.
+"""State, losses and results of a model's replicas on TensorFlow 2, and how they are merged.
 
 Each replica starts from the same state, and the state is set once, to what one device would have
 made of all rows. Generators of random numbers go from replica to replica instead, so that
@@ -13,8 +13,10 @@ import sys
 
 import tensorflow as tf
 
+from ..._rows import Count, Partial, Replicated, Sharded
 from ..._runtime import patching
-from .functions import may_be_set
+from .graph_walk import Added
+from .op_trial import may_be_set
 
 
 def is_set(variable):
@@ -86,9 +88,8 @@ def normalizing_rows(layers):
             if hasattr(layer, "_trainable_var"):  # a tensor of the first graph, in TensorFlow 2.0
                 stack.callback(setattr, layer, "_trainable_var", layer._trainable_var)
         for layer in normalizations(layers):
-            if patching.find(layer, "call") is None:  # TensorFlow 2.0 lists shared layers twice
-                call = functools.partial(in_inference, layer.call)
-                stack.enter_context(patching.replaced(layer, call=call))
+            call = functools.partial(in_inference, layer.call)
+            stack.enter_context(patching.replaced(layer, call=call))
         yield
 
 
@@ -96,11 +97,11 @@ class ModelState:
     """Losses that layers add, and variables, which are set back after each replica.
 
     Arguments:
-        layers: those of Keras that the model consists of.
+        layers: those of Keras that the model consists of; TensorFlow 2.0 lists shared ones twice.
     """
 
     def __init__(self, layers):
-        self.layers = layers
+        self.layers = list({id(layer): layer for layer in layers}.values())
         self.added = []  # type: list  # for each loss, the list of its layer's that it was in
         self.variables, self.before, self.after = [], [], []  # type: list, list, list
 
@@ -123,7 +124,7 @@ class ModelState:
         """
         further = 104729 * len(self.after)  # a prime: no neighbour's seed
         with contextlib.ExitStack() as stack:
-            for layer in {id(layer): layer for layer in self.layers}.values():
+            for layer in self.layers:
                 seed = vars(layer).get("seed")
                 if isinstance(seed, int) and hasattr(layer, "_eager_losses"):  # not in Keras 3
                     stack.enter_context(patching.replaced(layer, seed=seed + further))
@@ -158,6 +159,41 @@ class ModelState:
                 del each[count:]
 
 
+def joining_tables(lookups, count):
+    """A function of the replicas' gradients of tables in which all look up the same rows.
+
+    One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
+    side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
+    computed last has the sum of all, and the others have none.
+
+    TensorFlow never lets go of a gradient's function, so that nothing here may hold the model.
+
+    Arguments:
+        lookups: those of the ``Trace``.
+        count: how many replicas there are.
+
+    Returns:
+        What tells, of a replica, counted from 0, a variable and its gradient, what that is to be.
+    """
+    keys = {key for key, answers in lookups.items() if answers == {True}}
+    waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
+
+    def join(replica, variable, gradient):
+        if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in keys:
+            return gradient
+        found = waiting.setdefault(id(variable), {})
+        if replica in found:  # of a pass that did not come to its end
+            found.clear()
+        found[replica] = gradient
+        if len(found) < count:
+            return None
+        del waiting[id(variable)]
+        total = tf.add_n([each.values for each in found.values()])
+        return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape)
+
+    return join
+
+
 def read_kernels():
     """From now on, have Keras 3 hand its convolutions values in place of variables.
 
@@ -173,3 +209,86 @@ def read_kernels():
         return plain(inputs, tf.convert_to_tensor(kernel), *args, **kwargs)
 
     patching.Patch(nn, "conv", conv)
+
+
+# Merging --------------------------------------------------------------------------------------
+
+
+def is_merged(placement, dtype):
+    """Whether there is a way to the value for all rows from those of the replicas."""
+    if isinstance(placement, Sharded):
+        return placement.axis == 0 and placement.copies == 1
+    if isinstance(placement, Partial) and placement.how == "mean":
+        return "float" in str(dtype) or "complex" in str(dtype)
+    return isinstance(placement, (Added, Partial, Replicated)) or placement == Count()
+
+
+_EXTREME = {"max": (tf.reduce_max, tf.reduce_any), "min": (tf.reduce_min, tf.reduce_all)}
+
+
+class Merging:
+    """The replicas' values become those of the whole batch.
+
+    Arguments:
+        rows: how many the batch has.
+        trace: the ``Trace`` of the plain call; None for a single replica.
+    """
+
+    def __init__(self, replicas, rows, trace):
+        self.replicas, self.trace = replicas, trace
+        total = max(rows, 1) if isinstance(rows, int) else tf.maximum(rows, 1)
+        #: What the replicas' means count.
+        self.shares = [replica.size / total for replica in replicas]
+
+    def results(self):
+        """Those of the call for the whole batch, as ``Replica.values``."""
+        if self.trace is None:
+            return self.replicas[0].values
+        found = {}
+        for name, placements in self.trace.placements.items():
+            values = zip(*[replica.values[name] for replica in self.replicas])
+            found[name] = [self._result(name, *each) for each in zip(placements, values)]
+        return found
+
+    def _result(self, name, placement, values):
+        if not tf.is_tensor(values[0]):
+            return values[0]
+        if name in ("masks", "logits") and not isinstance(placement, Sharded):
+            return None  # they would belong to its rows
+        return self.value(list(values), placement)
+
+    def value(self, values, placement, before=None):
+        """One value for the whole batch.
+
+        Arguments:
+            placement: how it depends on the rows.
+            before: the old value, where this is the new value of a variable.
+        """
+        if isinstance(placement, Sharded):
+            return tf.concat(values, axis=0)
+        dtype, how = values[0].dtype, getattr(placement, "how", "sum")
+        if isinstance(placement, Replicated):
+            is_merged = before is None and (dtype.is_floating or dtype.is_complex)
+            return self._mean(values) if is_merged else values[0]
+        if how == "mean":
+            return self._mean(values)
+        if how in _EXTREME:
+            of_numbers, of_booleans = _EXTREME[how]
+            reduce = of_booleans if dtype == tf.bool else of_numbers
+            return reduce(tf.stack(values), axis=0)
+        relative = isinstance(placement, Added)
+        parts = [value - before for value in values] if relative else values
+        parts = [self._own(*each) for each in zip(self.replicas, parts)]
+        return tf.add_n([before] + parts if relative else parts)
+
+    def _own(self, replica, value):
+        """The value; zero where the replica has no rows of its own."""
+        if isinstance(replica.size, int):
+            return value if replica.size else tf.zeros_like(value)
+        return value * tf.cast(tf.minimum(replica.size, 1), value.dtype)
+
+    def _mean(self, values):
+        # A number of Python's would be one of 32 bits in between.
+        shares = [tf.convert_to_tensor(share, tf.float64) for share in self.shares]
+        shares = [tf.cast(share, values[0].dtype) for share in shares]
+        return tf.add_n([value * share for value, share in zip(values, shares)])
