@@ -17,10 +17,8 @@ from .. import _api
 from .._keras import automatic_parallel
 from .._runtime import on_import, patching
 from .._runtime.process import process
-from .contract import BackendContract
-from .models import CASES, DEVICES, clear_session, initialise, optimizer
-from .ranks.unchanged import UNCHANGED
-from .spans import any_backend, span
+from .contract import BackendContract, any_backend, span
+from .models import CASES, DEVICES, UNCHANGED, clear_session, initialise, optimizer
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ job has more ranks than it needs.
 ``NativeRanksContract`` is the same for models of the framework's own kind.
 """
 
-from .contract import RanksContract
-from .faults import FAILING_JOBS
-from .native import NativeRanksContract
+from .contract import NativeRanksContract, RanksContract
+from .jobs import FAILING_JOBS
 from .programs import POLICIES
 
 __all__ = ["FAILING_JOBS", "POLICIES", "NativeRanksContract", "RanksContract"]

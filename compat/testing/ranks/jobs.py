@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,22 +18,87 @@ import time
 import numpy as np
 import pytest
 
+import compat
+
 from ..._commands import machines
 from ..._verification import largest_difference
-from ..contract import OfBackend
-from ..spans import contract_of, in_span, slow
-from .faults import FAILING_JOBS, FAULTY
-from .programs import read
+from ..contract import OfBackend, contract_of, in_span, slow
 
 SIZES = (2, 3)
 # A job that has ended.
 Finished = collections.namedtuple("Finished", "status out err")
+
+# The rank that has the fault; on two machines it is on the second.
+FAULTY = 1
+
+
+def _raise():
+    raise ValueError("this rank's data is bad")
+
+
+FAULTS = {
+    "raise": _raise,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: sys.exit(0),
+    "sleep": lambda: time.sleep(1000),
+    "short": lambda: None,
+}
+
+# A job in which a rank has one of these faults.
+#     elsewhere: whether that rank is on another machine.
+#     said: what ``compat run`` says of that rank, after its number.
+#     last: a pattern of the last line of its report, or None.
+FailingJob = collections.namedtuple("FailingJob", "fault size elsewhere said status last")
+
+
+def name_of(job):
+    return job.fault + " on another machine" * job.elsewhere
+
+
+_FAILED = "failed with exit status 1; the others were ended."
+_WAITED = r"compat.errors.RankLostError: Rank 0 of 2 waited .* \(\w+.py, line \d+\), but .*"
+_SHORT = (
+    "compat.errors.RankError: Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had "
+    r"more. Give every rank the same number: compat.shard\(\) does."
+)
+# The first job mostly waits. A rank that is killed leaves two, one of them on its machine, since
+# engines tell its neighbours apart from others.
+FAILING_JOBS = [
+    FailingJob("sleep", 2, False, "did not come to the others, which waited for it", 1, _WAITED),
+    FailingJob("kill", 3, True, "was killed by signal 9; the others were ended.", 128 + 9, None),
+    FailingJob("raise", 2, True, _FAILED, 1, "ValueError: this rank's data is bad"),
+    FailingJob(
+        "exit", 2, False, "ended (exit status 0) while others were still training", 1, _WAITED
+    ),
+    FailingJob("short", 2, False, _FAILED, 1, _SHORT),
+]
 
 
 def failing(slowly):
     """The jobs that fail, for ``parametrize``: those with some of the faults are slow."""
     marks = {job: [slow] if job.fault in slowly else [] for job in FAILING_JOBS}
     return [pytest.param(job, marks=marks[job]) for job in FAILING_JOBS]
+
+
+def call(found, functions, first, folder, before=lambda: None):
+    """Call functions by their names, ``before`` first; leave what they return in the folder.
+
+    That is by the function's name, or by another one that follows its arguments.
+    """
+    for name, arguments, *other in json.loads(functions):
+        before()
+        arrays, facts = found[name](first, folder, *arguments)
+        name = (other or [name])[0]
+        stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
+        np.savez(stem, **arrays)
+        with open(stem + ".json", "w") as file:
+            json.dump(dict(facts, host=socket.gethostname()), file)
+
+
+def read(name, folder, size, rank):
+    stem = os.path.join(folder, "{}-{}-{}".format(name, size, rank))
+    with np.load(stem + ".npz") as arrays, open(stem + ".json") as file:
+        return dict(arrays), json.load(file)
 
 
 class Jobs(OfBackend):
