@@ -18,20 +18,7 @@ import compat
 from .._verification import largest_difference
 from .automatic import AutomaticContract
 from .contract import any_backend, contract_of, in_span, slow, span
-from .models import (
-    CASES,
-    DEVICES,
-    MORE_TRIALS,
-    SHARDS,
-    SPAN_TRIALS,
-    TRIALS,
-    UNEVEN,
-    batches_of,
-    fit_in_order,
-    initialise,
-    keras_under_test,
-    optimizer,
-)
+from .models import CASES, DEVICES, SHARDS, fit_in_order, initialise, keras_under_test, optimizer
 from .several import SeveralDevicesContract
 from .verification import VerificationContract
 
@@ -64,19 +51,23 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
 
     # The same numbers -------------------------------------------------------------------------
 
+    # SGD shows the scale of a gradient, which Adam hides; Adam has more state, whose updates are
+    # the same whatever computed the gradients.
     @pytest.mark.parametrize(
         "name, optimizer_name",
-        in_span(TRIALS, SPAN_TRIALS)
-        + [pytest.param(*each, marks=any_backend) for each in MORE_TRIALS],
+        in_span([("dense", "sgd"), ("multi", "sgd"), ("dense", "adam")], [("multi", "sgd")])
+        + [pytest.param(name, "sgd", marks=any_backend) for name in ("conv", "lstm")],
     )
     def test_trains_to_the_numbers_of_one_device(self, keras, batches, name, optimizer_name):
         plain, parallel = self.both(keras, name, optimizer_name)
         start = plain.get_weights()
-        if optimizer_name != "sgd":  # the gradients are the same, whichever optimizer takes them
-            batches = UNEVEN
+        if name != "dense":  # they take long to compile; with this size no batch divides
+            batches = batches[1:2] or batches
+        elif optimizer_name != "sgd":  # gradients are the same, whichever optimizer takes them
+            batches = batches[:1]
             if self.plain_adam_is_random:
                 compat.parallelize(plain, gpus=1)
-        for batch, samples in batches_of(name, batches):
+        for batch, samples in batches:
             inputs, targets = CASES[name].data(samples)
             losses = []
             for model in (plain, parallel):
@@ -87,19 +78,17 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
             np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4, atol=1e-5)
 
     @pytest.mark.parametrize("name", ["dense", pytest.param("multi", marks=any_backend)])
-    def test_evaluates_and_predicts_what_one_device_does(self, keras, batches, name):
-        plain, parallel = self.both(keras, name)
-        for batch, samples in batches_of("multi", batches):
-            inputs, targets = CASES[name].data(samples)
-            losses, outputs = [], []
-            for model in (plain, parallel):
-                losses.append(model.evaluate(inputs, targets, batch_size=batch, verbose=0))
-                output = model.predict(inputs, batch_size=batch, verbose=0)
-                outputs.append(output if isinstance(output, list) else [output])
-            np.testing.assert_allclose(*map(np.ravel, losses), rtol=1e-5, atol=1e-6)
-            expected, predicted = outputs
-            assert [p.shape for p in predicted] == [e.shape for e in expected]
-            self.close(expected, predicted, 1e-6)
+    def test_evaluates_and_predicts_what_one_device_does(self, keras, name):
+        inputs, targets = CASES[name].data(45)
+        losses, outputs = [], []
+        for model in self.both(keras, name):
+            losses.append(model.evaluate(inputs, targets, batch_size=16, verbose=0))
+            output = model.predict(inputs, batch_size=16, verbose=0)
+            outputs.append(output if isinstance(output, list) else [output])
+        np.testing.assert_allclose(*map(np.ravel, losses), rtol=1e-5, atol=1e-6)
+        expected, predicted = outputs
+        assert [p.shape for p in predicted] == [e.shape for e in expected]
+        self.close(expected, predicted, 1e-6)
 
     # What models and losses there are ---------------------------------------------------------
 
@@ -242,9 +231,9 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
         fit_in_order(plain, inputs, targets)
         checkpoint = keras.callbacks.ModelCheckpoint(path)
         fit_in_order(parallel, inputs, targets, callbacks=[checkpoint])
-        for devices in [DEVICES, 1] if whole else [DEVICES]:
+        for on_several in [True, False] if whole else [True]:
             loaded = keras.models.load_model(path)
-            if devices > 1:
+            if on_several:
                 assert compat.parallelize(loaded) is loaded
             self.close(plain.get_weights(), loaded.get_weights())
             models.append(loaded)

@@ -1,5 +1,6 @@
 """What is seen of a Keras model on several devices: verification, reports and timelines."""
 
+import functools
 import json
 import os
 import re
@@ -13,15 +14,7 @@ import compat
 from .._rows import split_rows
 from .._verification import largest_difference
 from .contract import BackendContract, any_backend, contract_of, slow, span
-from .models import (
-    CASES,
-    DEVICES,
-    clear_session,
-    fit_in_order,
-    initialise,
-    optimizer,
-    optimizers_of,
-)
+from .models import CASES, DEVICES, clear_session, fit_in_order, initialise, optimizer
 
 #: Names of optimizers: the one that keeps most besides a value for each weight, and others that
 #: are least like it.
@@ -249,3 +242,27 @@ class VerificationContract(BackendContract):
             (busy,) = [each.busy for each in uses if each.device == device]
             assert 0 < busy <= 1
             assert busy * end <= sum(e["dur"] for e in here) + 1
+
+
+def optimizers_of(keras):
+    """All optimizers that this Keras offers: a name, and a function that makes one."""
+    base, seen = keras.optimizers.Optimizer, set()  # "sgd" is another name of SGD
+    for module in (keras.optimizers, getattr(keras.optimizers, "legacy", None)):
+        for name, kind in sorted(vars(module).items() if module else ()):
+            abstract = name in ("Optimizer", "TFOptimizer")
+            if not isinstance(kind, type) or abstract or kind in seen:
+                continue
+            seen.add(kind)
+            if issubclass(kind, base) or hasattr(kind, "get_updates"):
+                label = "{} of {}".format(name, getattr(module, "__name__", module))
+                yield label, functools.partial(_made, kind, keras)
+
+
+def _made(kind, keras):
+    try:
+        return kind()
+    except TypeError:  # one that wraps another
+        inner = keras.optimizers.SGD()
+        if kind.__name__ == "MultiOptimizer":
+            inner = keras.optimizers.OptimizerMap(inner)
+        return kind(inner)

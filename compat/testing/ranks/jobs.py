@@ -76,8 +76,7 @@ FAILING_JOBS = [
 
 def failing(slowly):
     """The jobs that fail, for ``parametrize``: those with some of the faults are slow."""
-    marks = {job: [slow] if job.fault in slowly else [] for job in FAILING_JOBS}
-    return [pytest.param(job, marks=marks[job]) for job in FAILING_JOBS]
+    return [pytest.param(job, marks=[slow] if job.fault in slowly else []) for job in FAILING_JOBS]
 
 
 def call(found, functions, first, folder, before=lambda: None):
@@ -128,13 +127,9 @@ class Jobs(OfBackend):
         """
         raise NotImplementedError
 
-    def calls_in_span(self, size):
-        """Those that the span contract needs."""
-        return self.calls(size)
-
     def calls_of(self, config, size):
         """Those of the contract that this run of pytest tests."""
-        return self.calls(size) if contract_of(config) == "whole" else self.calls_in_span(size)
+        return self.calls(size)
 
     def call_of_fault(self, fault):
         """What ranks do of which one has a fault."""
@@ -231,15 +226,34 @@ class Jobs(OfBackend):
         difference = largest_difference([arrays[key] for key in keys], [one[key] for key in keys])
         assert difference <= (tolerance or self.tolerance), (keys, difference)
 
+    def same_as_one(self, results, size, name, prefix=""):
+        """Check that ranks' arrays are those of one process: all, or those whose names begin so.
+
+        Returns:
+            The facts of that process, and a list of those of each rank.
+        """
+        ((one, one_facts),) = results(1, name)
+        keys = sorted(key for key in one if key.startswith(prefix))
+        assert keys
+        ranks = results(size, name)
+        for arrays, _ in ranks:
+            assert sorted(key for key in arrays if key.startswith(prefix)) == keys
+            self.close(arrays, one, keys)
+        return one_facts, [facts for _, facts in ranks]
+
+    def check_same_bits(self, arrays, others):
+        """That two ranks have the same arrays."""
+        assert sorted(arrays) == sorted(others)
+        for key in arrays:
+            np.testing.assert_array_equal(arrays[key], others[key], err_msg=key)
+
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_all_ranks_end_with_the_same_bits(self, results, pytestconfig, size):
         called = [call[0] for call in self.calls_of(pytestconfig, size)]
         for name in set(self.functions).intersection(called):
             (chief, _), *others = results(size, name)
             for arrays, _ in others:
-                assert sorted(arrays) == sorted(chief)
-                for key in chief:
-                    np.testing.assert_array_equal(arrays[key], chief[key], err_msg=key)
+                self.check_same_bits(arrays, chief)
 
     def test_three_ranks_are_on_two_machines(self, results):
         hosts = [facts["host"] for _, facts in results(3, "train")]

@@ -28,9 +28,6 @@ BATCH, ROWS = 61, 135
 # What a job's script is.
 SCRIPT = "import sys\nfrom compat.testing.ranks import programs\nprograms.main(*sys.argv[1:])\n"
 
-# Of ``go_on``, by number of ranks: the epochs that are trained, from the first to before the last.
-STAGES = {2: (0, 1), 3: (1, 2)}
-
 
 def main(folder, functions, **others):
     """Run some of the functions below, and leave their arrays and their facts in the folder.
