@@ -127,7 +127,7 @@ def test_script_behind_a_link_is_at_home_where_the_link_leads(folder, tmp_path):
 def test_test_names_it(folder, toy, capfd, monkeypatch):
     script = str(folder / "script.py")
     monkeypatch.setenv("PYTHONPATH", "")
-    assert not test_command.verify_script([script], ranks=0)
+    assert not test_command.verify_script([script], None, None, 0, {})
     out, err = capfd.readouterr()
     assert out == "my own\n[]\n\n" + "-" * 72 + (
         "\n"

@@ -113,7 +113,7 @@ def test_test_of_a_module(monkeypatch):
 
     monkeypatch.setattr(test_command, "verify_script", run)
     assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
-    assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0, None)]
+    assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0, mock.ANY)]
     assert name_of(asked[0][0]) == "package.train"
 
 
@@ -178,7 +178,7 @@ def verified_toy(toy, site, register, monkeypatch):
 def test_test_says_what_each_device_did(verified_toy, capsys, monkeypatch):
     """Where one does nothing, or weights differ: the contract."""
     monkeypatch.setattr(test_command, "BATCHES", (64, 1))
-    assert test_command.compare_devices(2, simulate=True)
+    assert test_command.compare_devices(2, None, True, {})
     assert capsys.readouterr().out.partition("warnings   none\n")[2] == (
         "\n"
         "One dense model on cpu:0, the same on 2 devices, SGD with momentum:\n"
@@ -199,7 +199,7 @@ def test_test_shows_that_it_goes_on(verified_toy, monkeypatch):
     trained = test_command._train
     monkeypatch.setattr(test_command, "_train", lambda *given: time.sleep(0.05) or trained(*given))
     with terminal(monkeypatch) as printed:
-        assert test_command.compare_devices(2, simulate=True)
+        assert test_command.compare_devices(2, None, True, {})
     line, report = printed
     assert line == "comparing one device with several"
     assert report.endswith("\n  cpu:0: 1 + 2\n  cpu:1: 1 + 2\n") and "\x1b" not in report
@@ -266,9 +266,9 @@ def test_test_of_a_script_as_json(toy, capfd, monkeypatch, tmp_path):
 
 def test_test_needs_as_many_devices_as_were_asked_for(verified_toy, monkeypatch):
     monkeypatch.setattr(verified_toy, "devices", lambda: ["cpu:0"])
-    assert refusal(compat.DevicesNotFoundError, test_command.compare_devices, 3, simulate=True) == (
-        "3 devices are needed for the comparison, but the framework shows cpu:0."
-    )
+    assert refusal(
+        compat.DevicesNotFoundError, test_command.compare_devices, 3, None, True, {}
+    ) == ("3 devices are needed for the comparison, but the framework shows cpu:0.")
 
 
 def test_test_of_a_script_that_is_not_there():

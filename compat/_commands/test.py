@@ -57,23 +57,25 @@ def execute(arguments):
     if arguments.ranks is not None and not script:
         arguments.parser.error("argument -n: a script is needed, or -m and a module")
     asked = arguments.devices, arguments.backend
-    with contextlib.ExitStack() as stack:
-        outcome = stack.enter_context(_printed()) if arguments.json else None
+    with _outcome(arguments.json) as outcome:
         if not script:
             return not compare_devices(*asked, arguments.simulate, outcome)
         return not verify_script(script, *asked, arguments.ranks, outcome)
 
 
 @contextlib.contextmanager
-def _printed():
-    """Within, all that is started prints to stderr; then the outcome to stdout, as a JSON object.
+def _outcome(is_printed):
+    """The outcome, to be filled with what is printed, under the keys of docs/command-line.md.
 
-    Yields:
-        The outcome, to be filled: "same" stays None where nothing could be compared, and "error"
-        gets the text of the error that is the reason.
+    "same" stays None where nothing could be compared, and "error" gets the text of the error that
+    is the reason. Where the outcome is printed, as a JSON object to stdout in the end, all that is
+    started prints to stderr until then.
     """
     outcome = {"same": None, "error": None}  # type: dict
     failure = None
+    if not is_printed:
+        yield outcome
+        return
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
@@ -101,20 +103,19 @@ TOLERANCE = 1e-5  # the largest difference of a weight that still counts as roun
 
 
 @progress.shown("comparing one device with several")
-def compare_devices(devices=None, backend=None, simulate=False, outcome=None):
+def compare_devices(devices, backend, simulate, outcome):
     """Configure, train twice side by side, and print the comparison as it goes.
 
     Arguments:
         devices: how many, or None for all GPUs, or 3 simulated ones where there are not two.
         backend: its name, or None for the one that Keras would use.
         simulate: use CPU devices even if there are enough GPUs.
-        outcome: a dictionary that gets what is printed, with the keys of docs/command-line.md.
+        outcome: a dictionary that gets what is printed.
 
     Returns:
         Whether the weights were the same, to ``TOLERANCE``, after every step, and every device
         worked, forward and backward.
     """
-    outcome = {} if outcome is None else outcome
     # Tensor cores round float32 to ten bits of mantissa, differently for each batch size.
     os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")
     os.environ.update(detection.choose(backend, typed=True)[0].recording)
@@ -129,10 +130,9 @@ def compare_devices(devices=None, backend=None, simulate=False, outcome=None):
         )
     process.records_operations = True
     keras = _keras.import_keras(detection.choose(configuration.backend)[0])
-    single, several = _models(keras, count)
     where = f"{configuration.devices[0]}, the same on {count} devices"
     _say(f"\nOne dense model on {where}, SGD with momentum:\n")
-    same = _compare(single, several, count, outcome)
+    same = _compare(keras, count, outcome)
     outcome["same"] = _show_where(configuration.devices, outcome) and same
     return outcome["same"]
 
@@ -159,24 +159,20 @@ def _configure(devices, backend, simulate):
         return _api.configure_gpu(backend=backend, verify=1, **asked)
 
 
-def _models(keras, count):
-    """The model on one device, and its equal on all."""
-    single, several = (_api.parallelize(_dense(keras), gpus) for gpus in (1, count))
-    several.set_weights(single.get_weights())
-    for model in single, several:
-        model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
-    return single, several
-
-
 def _dense(keras):
     inputs = keras.layers.Input(shape=(8,))
     hidden = keras.layers.Dense(16, activation="tanh")(inputs)
     return keras.models.Model(inputs, keras.layers.Dense(4, activation="sigmoid")(hidden))
 
 
-def _compare(single, several, count, outcome):
+def _compare(keras, count, outcome):
+    """Train the model on one device, and its equal on all."""
     import numpy as np
 
+    single, several = (_api.parallelize(_dense(keras), gpus) for gpus in (1, count))
+    several.set_weights(single.get_weights())
+    for model in single, several:
+        model.compile(optimizer=keras.optimizers.SGD(0.1, momentum=0.9), loss="mse")
     random = np.random.RandomState(0)
     outcome.update(tolerance=TOLERANCE, steps=[])
     _say(f"step  rows  loss on 1  loss on {count:<2} largest difference of a weight")
@@ -214,7 +210,7 @@ VERDICTS = {
 }
 
 
-def verify_script(script, devices=None, backend=None, ranks=None, outcome=None) -> bool:
+def verify_script(script, devices, backend, ranks, outcome) -> bool:
     """Run a script as it is, twice, and print a verdict on what was verified.
 
     Arguments:
@@ -222,7 +218,7 @@ def verify_script(script, devices=None, backend=None, ranks=None, outcome=None) 
         devices: how many simulated ones; None: 3.
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
-        outcome: a dictionary that gets what is printed, with the keys of docs/command-line.md.
+        outcome: a dictionary that gets what is printed.
 
     Returns:
         Whether several devices did what one does, and ranks stayed the same, wherever that could
@@ -234,7 +230,6 @@ def verify_script(script, devices=None, backend=None, ranks=None, outcome=None) 
     """
     check_script(script, os.path.isfile(script[0]))
     devices = devices or 3
-    outcome = {} if outcome is None else outcome
     chosen, _ = detection.choose(backend, os.environ, typed=True)
     has_ranks = type(chosen).distribute is not Backend.distribute
     paths = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
