@@ -47,8 +47,8 @@ class AutomaticContract(BackendContract):
         with compiled_on_all_devices(self.instance()):
             yield
 
-    def check_on_all_devices(self, model, rows=61):
-        devices = self.devices_of(model, *CASES["dense"].data(rows))
+    def check_on_all_devices(self, model):
+        devices = self.devices_of(model, *CASES["dense"].data(61))
         assert devices == sorted(self.instance().devices()) and len(devices) == DEVICES
 
     @span

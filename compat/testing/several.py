@@ -5,8 +5,7 @@ import pytest
 
 import compat
 
-from .. import _verification
-from .._verification import largest_difference
+from .._verification import Comparison, largest_difference
 from .contract import Contract, any_backend, in_span, span
 from .models import CASES, DEVICES, SHARDS
 
@@ -98,7 +97,7 @@ class SeveralDevicesContract(TrainedModels, Contract):
         start = self.weights(model)
         name = self.verified(model).model
         changed = []
-        verify = _verification.Comparison.compare
+        verify = Comparison.compare
 
         def compare(comparison, found):
             for label in sorted(found, reverse=True):  # weights come before gradients
@@ -109,7 +108,7 @@ class SeveralDevicesContract(TrainedModels, Contract):
                     break
             verify(comparison, found)
 
-        monkeypatch.setattr(_verification.Comparison, "compare", compare)
+        monkeypatch.setattr(Comparison, "compare", compare)
         with pytest.raises(compat.ResultsDifferError) as caught:
             self.train(model, inputs, targets)
         assert f"model {name!r} does a training step on 3 devices" in str(caught.value)
