@@ -194,8 +194,7 @@ def execute(options: Any) -> int:
     report = options.report or any(files)
     _check_there_are_ranks(options)
     # Another interpreter may be one in a container, with files of its own.
-    there = options.python is not None or os.path.exists(script[0])
-    check_script(script, there)
+    check_script(script, options.python is not None or os.path.exists(script[0]))
     chosen, interpreter, environ, lines = prepare(options, _asked(options))
     if timeline is not None and type(chosen).profiled is Backend.profiled:
         chosen.profiled()  # an error: it has none

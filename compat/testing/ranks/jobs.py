@@ -146,7 +146,7 @@ class Jobs(OfBackend):
             file.write(self.script())
         return self.run(size, script, folder, json.dumps(calls), **options)
 
-    def run(self, size, script, *arguments, **options):
+    def run(self, size, script, *arguments, two_machines=False, timeout=120, limit=400, before=()):
         """Run a script by ``compat run`` as so many ranks (1: one process), to its end.
 
         Arguments:
@@ -159,15 +159,14 @@ class Jobs(OfBackend):
         """
         command = [sys.executable, "-m", "compat", "run"]
         if size > 1:
-            command += ["-n", str(size), "--timeout", str(options.get("timeout", 120))]
-        if options.get("two_machines"):
+            command += ["-n", str(size), "--timeout", str(timeout)]
+        if two_machines:
             hosts = "node1:1,node2:{}".format(size - 1)
             command = machines.command(2, *(command + ["--hosts", hosts]))
         framework = self.instance().framework
-        command += ["--backend", framework, "--gpus", "cpu"]
-        command += list(options.get("before", ())) + [script]
+        command += ["--backend", framework, "--gpus", "cpu", *before, script, *arguments]
         process = subprocess.Popen(
-            command + list(arguments),
+            command,
             env=dict(os.environ, KERAS_BACKEND=framework),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -175,11 +174,11 @@ class Jobs(OfBackend):
             start_new_session=True,
         )
         try:
-            out, err = process.communicate(timeout=options.get("limit", 400))
+            out, err = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            pytest.fail("{} hangs:\n{}\n{}".format([script] + list(arguments), out, err))
+            pytest.fail("{} hangs:\n{}\n{}".format([script, *arguments], out, err))
         return Finished(process.returncode, out, err)
 
     @pytest.fixture(scope="class")
