@@ -28,9 +28,9 @@ def pytest_load_initial_conftests(early_config):
     option = early_config.known_args_namespace.compat_simulate
     asked = early_config.getini("compat_simulate") or os.environ.get("COMPAT_SIMULATE")
     if option is not None or asked:
-        from compat._commands.pytest_plugin import simulation
+        from compat._commands import pytest_plugin
 
-        begun = simulation.Simulation(early_config)
+        begun = pytest_plugin.Simulation(early_config)
         early_config.pluginmanager.register(begun, "compat_simulation")
 
 

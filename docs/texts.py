@@ -49,7 +49,7 @@ def all_texts():
 def _in_module(module, source):
     tree = ast.parse(source)
     kinds, names, functions, left_out = {}, {}, {}, set()
-    if module.startswith("compat._commands."):  # constants there are what --help prints
+    if module.startswith("compat._commands"):  # constants there are what --help prints
         assigned = [node.value for node in tree.body if isinstance(node, ast.Assign)]
         left_out.update(inside for value in assigned for inside in ast.walk(value))
     for node in ast.walk(tree):

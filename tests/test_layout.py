@@ -144,7 +144,7 @@ FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECA
 # Modules outside of the backends and engines that name frameworks, and why.
 NAMING = {
     "compat._keras.automatic_parallel": "where each Keras defines compile()",
-    "compat._commands.scripts": "the help lists the backends",
+    "compat._commands": "the help lists the backends",
     "compat._commands.tox": "what a row of a generated tox.ini sets, and an example in the help",
     "compat._api.environment": "packages that come with CUDA",
     "compat._configuration.detection": "which Keras runs on which framework",
@@ -240,9 +240,9 @@ OTHERS = {
 }
 TEMPORARY = {
     "compat._backends.jax.timeline", "compat._backends.mxnet.verification",
-    "compat._backends.tensorflow2.recorded_steps", "compat._commands.verify_script",
-    "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.child",
-    "compat._commands.pytest_plugin.own_process", "compat._commands.machines",
+    "compat._backends.tensorflow2.recorded_steps", "compat._commands.test",
+    "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.own_process",
+    "compat._commands.machines",
 }  # fmt: skip  # into temporary folders of their own
 
 

@@ -21,6 +21,8 @@ from terminals import terminal
 
 import compat
 from compat import __main__, _verification
+from compat._commands import name_of
+from compat._commands import test as test_command
 from compat._runtime.process import process
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -103,27 +105,23 @@ def test_test_as_ranks(arguments, said):
 
 
 def test_test_of_a_module(monkeypatch):
-    from compat._commands import scripts, verify_script
-
     asked = []
 
     def run(*arguments):
         asked.append(arguments)
         return True
 
-    monkeypatch.setattr(verify_script, "run", run)
+    monkeypatch.setattr(test_command, "verify_script", run)
     assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
-    assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0, None)]
-    assert scripts.name_of(asked[0][0]) == "package.train"
+    assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0, mock.ANY)]
+    assert name_of(asked[0][0]) == "package.train"
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch):
-    from compat._commands import selftest
-
     def run(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(selftest, "run", run)
+    monkeypatch.setattr(test_command, "compare_devices", run)
     assert __main__.main(["test"]) == 130
 
 
@@ -179,10 +177,8 @@ def verified_toy(toy, site, register, monkeypatch):
 
 def test_test_says_what_each_device_did(verified_toy, capsys, monkeypatch):
     """Where one does nothing, or weights differ: the contract."""
-    from compat._commands import selftest
-
-    monkeypatch.setattr(selftest, "BATCHES", (64, 1))
-    assert selftest.run(2, simulate=True)
+    monkeypatch.setattr(test_command, "BATCHES", (64, 1))
+    assert test_command.compare_devices(2, None, True, {})
     assert capsys.readouterr().out.partition("warnings   none\n")[2] == (
         "\n"
         "One dense model on cpu:0, the same on 2 devices, SGD with momentum:\n"
@@ -200,23 +196,19 @@ def test_test_says_what_each_device_did(verified_toy, capsys, monkeypatch):
 
 
 def test_test_shows_that_it_goes_on(verified_toy, monkeypatch):
-    from compat._commands import selftest
-
-    trained = selftest._train
-    monkeypatch.setattr(selftest, "_train", lambda *given: time.sleep(0.05) or trained(*given))
+    trained = test_command._train
+    monkeypatch.setattr(test_command, "_train", lambda *given: time.sleep(0.05) or trained(*given))
     with terminal(monkeypatch) as printed:
-        assert selftest.run(2, simulate=True)
+        assert test_command.compare_devices(2, None, True, {})
     line, report = printed
     assert line == "comparing one device with several"
     assert report.endswith("\n  cpu:0: 1 + 2\n  cpu:1: 1 + 2\n") and "\x1b" not in report
 
 
 def test_test_as_json(verified_toy, capfd, monkeypatch):
-    from compat._commands import selftest
-
-    monkeypatch.setattr(selftest, "BATCHES", (64, 1))
+    monkeypatch.setattr(test_command, "BATCHES", (64, 1))
     monkeypatch.setattr(
-        selftest, "_train", lambda *arguments: os.write(1, b"a library\n") and float("nan")
+        test_command, "_train", lambda *arguments: os.write(1, b"a library\n") and float("nan")
     )
     assert __main__.main(["test", "--json", "--devices", "2", "--simulate"]) == 0
     out, err = capfd.readouterr()
@@ -245,9 +237,7 @@ def test_test_as_json_where_nothing_can_be_compared():
 
 
 def test_test_prints_no_json_where_it_is_interrupted(verified_toy, capfd, monkeypatch):
-    from compat._commands import selftest
-
-    monkeypatch.setattr(selftest, "run", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(test_command, "compare_devices", mock.Mock(side_effect=KeyboardInterrupt))
     status = __main__.main(["test", "--json", "--devices", "2", "--simulate"])
     assert (status, capfd.readouterr().out) == (130, "")
 
@@ -275,12 +265,10 @@ def test_test_of_a_script_as_json(toy, capfd, monkeypatch, tmp_path):
 
 
 def test_test_needs_as_many_devices_as_were_asked_for(verified_toy, monkeypatch):
-    from compat._commands import selftest
-
     monkeypatch.setattr(verified_toy, "devices", lambda: ["cpu:0"])
-    assert refusal(compat.DevicesNotFoundError, selftest.run, 3, simulate=True) == (
-        "3 devices are needed for the comparison, but the framework shows cpu:0."
-    )
+    assert refusal(
+        compat.DevicesNotFoundError, test_command.compare_devices, 3, None, True, {}
+    ) == ("3 devices are needed for the comparison, but the framework shows cpu:0.")
 
 
 def test_test_of_a_script_that_is_not_there():

@@ -24,9 +24,11 @@ from .._ranks.launch import output, rank_process, watching
 from .._ranks.place import Place
 from .._runtime import by_path, reporting, safe_files
 from ..backend import Backend
-from . import number, reported_script, scripts
+from . import BACKEND, add_script, check_script, name_of, number, reported_script, script_of
 
-USAGE = scripts.usage("run")
+USAGE = """\
+compat run [options] script.py [its arguments]
+       compat run [options] -m module [its arguments]"""
 GPUS = """\
 ids such as 0,2 (one number is an id, not a count), names, "free" or "free:2" for idle ones, "cpu"
 for none (default: all visible ones)"""
@@ -39,7 +41,7 @@ def add_options(parser):
     told = "machines, reached by ssh, and how many ranks each may run: first:4,second:4"
     parser.add_argument("--hosts", help=told)
     parser.add_argument("--gpus", help=GPUS)
-    parser.add_argument("--backend", metavar="NAME", help=scripts.BACKEND)
+    parser.add_argument("--backend", metavar="NAME", help=BACKEND)
     told = "another interpreter, of any age; compat need not be installed there"
     parser.add_argument("--python", help=told)
     told = "how long a rank waits for the others (default: 600)"
@@ -63,7 +65,7 @@ def add_options(parser):
     told = "start all ranks again when one fails, at most so many times (default: 0)"
     restarts = number("restarts, 0 or more", 0)
     parser.add_argument("--max-restarts", metavar="N", type=restarts, default=0, help=told)
-    scripts.add_to(parser)
+    add_script(parser)
 
 
 #: Options of ``compat run`` that many scripts have, too. Behind the script they are its own.
@@ -175,7 +177,7 @@ def execute(options: Any) -> int:
         UnsupportedError: the backend has no ranks, or cannot record a timeline.
         as ``prepare()``.
     """
-    script = scripts.of(options)
+    script = script_of(options)
     if not script:
         options.parser.error("a script is needed, or -m and a module")
     if options.hosts is not None:
@@ -192,8 +194,7 @@ def execute(options: Any) -> int:
     report = options.report or any(files)
     _check_there_are_ranks(options)
     # Another interpreter may be one in a container, with files of its own.
-    there = options.python is not None or os.path.exists(script[0])
-    scripts.check(script, there)
+    check_script(script, options.python is not None or os.path.exists(script[0]))
     chosen, interpreter, environ, lines = prepare(options, _asked(options))
     if timeline is not None and type(chosen).profiled is Backend.profiled:
         chosen.profiled()  # an error: it has none
@@ -211,7 +212,7 @@ def execute(options: Any) -> int:
         lines.append(f"{ranks} ranks: {shown}")
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), environ)
     if other:
-        lines.append(errors.shadowed(scripts.name_of(script), other))
+        lines.append(errors.shadowed(name_of(script), other))
     for line in lines + _misplaced(script, options.parser):
         output.say("compat run: " + line)
     environ.update(gpu_selection.hand_over_claims())

@@ -123,21 +123,18 @@ class Plan(NamedTuple):
         source: the group of the wrapper's layer that has all the weights.
         layers: names of layers, each with the names of its weights, in Keras' order.
         attributes: to be written as JSON.
-        optimizer: whether the file has its state, which is that of the weights in their order.
-        note: what else is to be told, a line of its own.
+        note: what else is to be told.
     """
 
     source: Any
     layers: List[Tuple[str, List[str]]]
     attributes: Dict[str, Any] = {}
-    optimizer: bool = False
     note: str = ""
 
     def told(self) -> str:
         layers = [name for name, weights in self.layers if weights]
         number = sum(len(weights) for _, weights in self.layers)
-        state = ", and the optimizer's state" if self.optimizer else ""
-        return f"{number} weights of {len(layers)} layers ({', '.join(layers)}){state}{self.note}"
+        return f"{number} weights of {len(layers)} layers ({', '.join(layers)}){self.note}"
 
 
 def _planned(path, old, config):
@@ -187,7 +184,9 @@ def _planned(path, old, config):
         training = {key: _renamed(value, found.outputs) for key, value in training.items()}
         attributes["training_config"] = training
     layers = _layers(path, flat, found.layer)
-    return Plan(weights[name], layers, attributes, "optimizer_weights" in old)
+    # Its state is that of the weights in their order, which stays.
+    note = ", and the optimizer's state" if "optimizer_weights" in old else ""
+    return Plan(weights[name], layers, attributes, note)
 
 
 def _planned_of_weights(path, weights, groups, config):

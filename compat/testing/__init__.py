@@ -28,7 +28,7 @@ backends. Register the three markers in your pytest's configuration.
 """
 
 from .._verification import largest_difference
-from .contract import BackendContract
+from .contract import BackendContract, any_backend, contract_of, in_span, slow, span
 from .models import (
     CASES,
     DEVICES,
@@ -38,9 +38,8 @@ from .models import (
     keras_under_test,
     optimizer,
 )
-from .native import NativeContract, NativeModels
 from .parallel import ParallelContract
-from .spans import any_backend, contract_of, in_span, slow, span
+from .several import NativeContract, NativeModels
 
 __all__ = [
     "CASES",

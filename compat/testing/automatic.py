@@ -17,10 +17,8 @@ from .. import _api
 from .._keras import automatic_parallel
 from .._runtime import on_import, patching
 from .._runtime.process import process
-from .contract import BackendContract
-from .models import CASES, DEVICES, clear_session, initialise, optimizer
-from .ranks.unchanged import UNCHANGED
-from .spans import any_backend, span
+from .contract import BackendContract, any_backend, span
+from .models import CASES, DEVICES, UNCHANGED, clear_session, initialise, optimizer
 
 
 @contextlib.contextmanager
@@ -49,8 +47,8 @@ class AutomaticContract(BackendContract):
         with compiled_on_all_devices(self.instance()):
             yield
 
-    def check_on_all_devices(self, model, rows=61):
-        devices = self.devices_of(model, *CASES["dense"].data(rows))
+    def check_on_all_devices(self, model):
+        devices = self.devices_of(model, *CASES["dense"].data(61))
         assert devices == sorted(self.instance().devices()) and len(devices) == DEVICES
 
     @span

@@ -13,7 +13,24 @@ from .._configuration import registry
 from .._runtime.process import process
 from ..backend import Devices, Settings, Verification
 from .models import BATCHES, CASES, DEVICES, UNEVEN, initialise, keras_under_test, optimizer
-from .spans import contract_of, span
+
+#: Marks the tests of the span contract.
+span = pytest.mark.span
+#: Marks tests that take long, and whose subject other tests cover in fewer cases.
+slow = pytest.mark.slow
+#: Marks tests of what is the same on all backends, so that one with each Keras may run them.
+any_backend = pytest.mark.any_backend
+
+
+def contract_of(config):
+    """The contract that this run of pytest tests: "span", or "whole"."""
+    return "span" if config.getoption("-m") == "span" else "whole"
+
+
+def in_span(values, chosen):
+    """Values for ``parametrize``, of which those chosen are in the span contract, too."""
+    given = [(value if isinstance(value, tuple) else (value,), value in chosen) for value in values]
+    return [pytest.param(*each, marks=[span] if is_chosen else []) for each, is_chosen in given]
 
 
 class OfBackend:

@@ -13,20 +13,9 @@ DEVICES = 3
 # Two steps or three, so that an optimizer's state counts.
 BATCHES = [(61, 122), (16, 45), (2, 6), (1, 3)]
 UNEVEN = BATCHES[:1]
-PARTIAL = BATCHES[1:2]
 
 # Rows of a batch, and how many of them each of the three devices computes: at least one.
 SHARDS = {61: [20, 20, 21], 14: [4, 5, 5], 2: [1, 1, 1]}
-
-
-def batches_of(name, batches):
-    """The sizes that a case is tried with; models that take long to compile get one of them.
-
-    What is done for each size is the same for all models. With that one no batch divides.
-    """
-    if name == "dense":
-        return batches
-    return [each for each in PARTIAL if each in batches] or batches
 
 
 def keras_under_test():
@@ -94,45 +83,32 @@ def _multi_data(rows):
     return [left, right], [score, (score > 0).astype("float32")]
 
 
-def _recurrent(kind, keras, **options):
+def _words(kind, units, keras, **options):
+    """An embedding, whose gradient is sparse on some backends, and a layer of this kind."""
     layers = keras.layers
     words = layers.Input(shape=(6,), name="words")
     x = layers.Embedding(20, 5, name="embedding")(words)
-    x = getattr(layers, kind)(7, name="memory", **options)(x)
+    x = getattr(layers, kind)(*units, name="memory", **options)(x)
     return keras.models.Model(words, layers.Dense(1, activation="sigmoid", name="mood")(x))
 
 
-def _recurrent_data(rows):
+def _words_data(rows):
     random = np.random.RandomState(rows)
     words = random.randint(1, 20, size=(rows, 6)).astype("float32")
     return words, (words.sum(axis=1, keepdims=True) > 60).astype("float32")
-
-
-def _words(keras):
-    """An embedding, whose gradient is sparse on some backends."""
-    layers = [keras.layers.Embedding(20, 5, name="embedding"), keras.layers.Flatten()]
-    words = x = keras.layers.Input(shape=(6,), name="words")
-    for layer in layers + [keras.layers.Dense(1, activation="sigmoid", name="mood")]:
-        x = layer(x)
-    return keras.models.Model(words, x)
 
 
 _CASES = [
     Case("dense", _dense, "categorical_crossentropy", _dense_data),
     Case("conv", _convolutional, "sparse_categorical_crossentropy", _convolutional_data),
     Case("multi", _multi, {"score": "mse", "same": "binary_crossentropy"}, _multi_data),
-    Case("words", _words, "binary_crossentropy", _recurrent_data),
 ] + [
-    Case(kind.lower(), functools.partial(_recurrent, kind), "binary_crossentropy", _recurrent_data)
-    for kind in ("LSTM", "SimpleRNN")
-]
+    Case(name, functools.partial(_words, kind, units), "binary_crossentropy", _words_data)
+    for name, kind, units in (
+        ("words", "Flatten", []), ("lstm", "LSTM", [7]), ("simplernn", "SimpleRNN", [7]),
+    )
+]  # fmt: skip
 CASES = {case.name: case for case in _CASES}
-
-# Cases and optimizers: SGD shows the scale of a gradient, which Adam hides; Adam has more state,
-# whose updates are the same whatever computed the gradients.
-TRIALS = [("dense", "sgd"), ("multi", "sgd"), ("dense", "adam")]
-MORE_TRIALS = [("conv", "sgd"), ("lstm", "sgd")]
-SPAN_TRIALS = [("multi", "sgd")]
 
 
 def initialise(model, seed=0):
@@ -175,25 +151,41 @@ def fit_in_order(model, inputs, targets, batch_size=16, epochs=1, **options):
     return model.fit(inputs, targets, **options)
 
 
-def optimizers_of(keras):
-    """All optimizers that this Keras offers: a name, and a function that makes one."""
-    base, seen = keras.optimizers.Optimizer, set()  # "sgd" is another name of SGD
-    for module in (keras.optimizers, getattr(keras.optimizers, "legacy", None)):
-        for name, kind in sorted(vars(module).items() if module else ()):
-            abstract = name in ("Optimizer", "TFOptimizer")
-            if not isinstance(kind, type) or abstract or kind in seen:
-                continue
-            seen.add(kind)
-            if issubclass(kind, base) or hasattr(kind, "get_updates"):
-                label = "{} of {}".format(name, getattr(module, "__name__", module))
-                yield label, functools.partial(_made, kind, keras)
+# A script that knows nothing of compat, and is run as it is: on devices, and on ranks.
+# Its last batches are uneven on two ranks, and on three.
+UNCHANGED = """\
+import importlib, os, sys
+import numpy as np
+keras = importlib.import_module(os.environ.get("COMPAT_TEST_KERAS", "keras"))
+layers = keras.layers
+model = keras.models.Sequential(
+    [layers.Dense(8, activation="tanh", input_shape=(6,)), layers.Dense(4)]
+)
+random = np.random.RandomState(3)
+model.set_weights([random.uniform(-0.5, 0.5, w.shape) for w in model.get_weights()])
+model.compile("sgd", "mse")
+x, y = random.normal(size=(135, 6)), random.normal(size=(135, 4))
+history = model.fit(
+    x, y, batch_size=62, epochs=2, shuffle=False, verbose=0, validation_split=0.25
+).history
 
 
-def _made(kind, keras):
-    try:
-        return kind()
-    except TypeError:  # one that wraps another
-        inner = keras.optimizers.SGD()
-        if kind.__name__ == "MultiOptimizer":
-            inner = keras.optimizers.OptimizerMap(inner)
-        return kind(inner)
+class Items(getattr(keras.utils, "PyDataset", None) or keras.utils.Sequence):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        rows = slice(62 * index, 62 * index + 62)
+        return x[rows], y[rows]
+
+    def on_epoch_end(self):
+        pass
+
+
+fit = model.fit_generator if hasattr(model, "fit_generator") else model.fit
+batches = (Items()[step % 3] for step in range(100))
+history["of_items"] = fit(Items(), shuffle=False, epochs=2, verbose=0).history["loss"]
+history["of_batches"] = fit(batches, steps_per_epoch=3, epochs=2, verbose=0).history["loss"]
+numbers = [float(value) for name in sorted(history) for value in history[name]]
+print("HISTORY", *map(repr, numbers))
+"""

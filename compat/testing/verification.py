@@ -1,5 +1,8 @@
-"""That the first steps of a Keras model on several devices are compared with one device."""
+"""What is seen of a Keras model on several devices: verification, reports and timelines."""
 
+import functools
+import json
+import os
 import re
 import warnings
 
@@ -8,10 +11,10 @@ import pytest
 
 import compat
 
+from .._rows import split_rows
 from .._verification import largest_difference
-from .contract import BackendContract
-from .models import CASES, clear_session, fit_in_order, initialise, optimizer, optimizers_of
-from .spans import any_backend, contract_of, slow, span
+from .contract import BackendContract, any_backend, contract_of, slow, span
+from .models import CASES, DEVICES, clear_session, fit_in_order, initialise, optimizer
 
 #: Names of optimizers: the one that keeps most besides a value for each weight, and others that
 #: are least like it.
@@ -19,7 +22,7 @@ MANY_SLOTS, OTHERS = "Nadam ", "RMSprop |LossScale"
 
 
 class VerificationContract(BackendContract):
-    """What ``verify=`` finds, and what it leaves behind."""
+    """What ``verify=`` finds and leaves behind, and what ``compat.report()`` counts."""
 
     #: What becomes of an operation across the rows of a batch: "right", or "found" and refused.
     across_rows = "found"
@@ -27,6 +30,14 @@ class VerificationContract(BackendContract):
     random_numbers_come_back = True
     #: How to compile a model whose steps are to start quickly.
     quick = {}  # type: dict
+
+    #: What the names of operations that are matrix products have in common, in a timeline; None
+    #: where the framework does not record when its devices execute what.
+    product_in_timelines = None
+
+    def sizes_of(self, rows):
+        """How many rows of a batch each device computes."""
+        return split_rows.sizes(rows, DEVICES)
 
     def seed(self, keras, number):
         """Seed what shuffles the rows, and what draws random numbers."""
@@ -169,3 +180,89 @@ class VerificationContract(BackendContract):
             warned = any(issubclass(each.category, compat.CompatWarning) for each in caught)
             assert warned == (self.across_rows == "found")  # it runs whole, and that is said
             self.close(plain.get_weights(), parallel.get_weights())
+
+    # Reports and timelines --------------------------------------------------------------------
+
+    @span
+    @pytest.mark.row("compat.report()")
+    def test_report_says_what_each_device_did(self, keras, configuration, counted_anew):
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 32)
+        report = compat.report()
+        assert [each.device for each in report.devices] == configuration.devices
+        assert report.verdict.startswith("No batch was split: model ")
+        assert not report.all_worked
+        batches = [16, 16]
+        fit_in_order(model, inputs, targets, epochs=2)
+        trained = [2 * sum(part) for part in zip(*map(self.sizes_of, batches))]
+        report = compat.report()
+        assert [each.rows for each in report.devices] == trained
+        model.evaluate(inputs, targets, batch_size=16, verbose=0)
+        model.predict(inputs, batch_size=16, verbose=0)
+        report = compat.report()
+        assert [each.rows for each in report.devices] == [2 * rows for rows in trained]
+        assert [each.training_rows for each in report.devices] == trained
+        assert [each.steps for each in report.devices] == [8] * DEVICES
+        verdict = "All 3 devices worked: {} to {} rows each."
+        assert report.verdict == verdict.format(2 * min(trained), 2 * max(trained))
+        found = json.loads(report.to_json())
+        assert found["all_worked"] and found["verdict"] == report.verdict
+        assert [each["rows"] for each in found["devices"]] == [2 * rows for rows in trained]
+
+    @span
+    @pytest.mark.row("compat.timeline()")
+    def test_timeline_says_when_each_device_executed_what(self, keras, configuration, tmp_path):
+        model, inputs, targets = self.parallel_and_data(keras, "dense", 61)
+        model.fit(inputs, targets, batch_size=61, verbose=0)
+        path = str(tmp_path / "timeline.json")
+        if self.product_in_timelines is None:
+            with pytest.raises(compat.UnsupportedError) as caught:
+                with compat.timeline(path):
+                    pass  # pragma: no cover
+            assert str(caught.value) == (
+                f"{self.instance().name} cannot record when each device executes what. "
+                "compat.report() tells what each device has computed."
+            )
+            assert not os.listdir(str(tmp_path))
+            return
+        with compat.timeline(path):
+            model.fit(inputs, targets, batch_size=61, epochs=5, verbose=0)
+        with open(path, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+        names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        assert list(names.values()) == configuration.devices
+        ran = [e for e in events if e["ph"] == "X"]
+        end = max(e["ts"] + e["dur"] for e in ran)
+        assert min(e["ts"] for e in ran) == 0 and all(e["dur"] >= 0 for e in ran)
+        uses = compat.report().devices
+        for place, device in names.items():
+            here = [e for e in ran if e["pid"] == place]
+            products = [e for e in here if self.product_in_timelines in e["name"]]
+            # Two layers in five steps; some of the backward products may be part of fused kernels.
+            assert 10 <= len(products) <= 100, (device, sorted({e["name"] for e in here}))
+            (busy,) = [each.busy for each in uses if each.device == device]
+            assert 0 < busy <= 1
+            assert busy * end <= sum(e["dur"] for e in here) + 1
+
+
+def optimizers_of(keras):
+    """All optimizers that this Keras offers: a name, and a function that makes one."""
+    base, seen = keras.optimizers.Optimizer, set()  # "sgd" is another name of SGD
+    for module in (keras.optimizers, getattr(keras.optimizers, "legacy", None)):
+        for name, kind in sorted(vars(module).items() if module else ()):
+            abstract = name in ("Optimizer", "TFOptimizer")
+            if not isinstance(kind, type) or abstract or kind in seen:
+                continue
+            seen.add(kind)
+            if issubclass(kind, base) or hasattr(kind, "get_updates"):
+                label = "{} of {}".format(name, getattr(module, "__name__", module))
+                yield label, functools.partial(_made, kind, keras)
+
+
+def _made(kind, keras):
+    try:
+        return kind()
+    except TypeError:  # one that wraps another
+        inner = keras.optimizers.SGD()
+        if kind.__name__ == "MultiOptimizer":
+            inner = keras.optimizers.OptimizerMap(inner)
+        return kind(inner)

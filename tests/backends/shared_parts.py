@@ -188,14 +188,14 @@ class KerasParts(SharedParts, ParallelContract):
         program = (
             self.prelude + "import sys\n"
             "from compat._configuration import registry; from compat import __main__\n"
-            "from compat._commands import selftest\n"
+            "from compat._commands import test\n"
             f"command = ['test', '--devices', '{DEVICES}', '--simulate']\n"
             f"kind = type(registry.find({self.instance().name!r}))\n"
-            "parallelize, tolerance = kind.parallelize, selftest.TOLERANCE\n"
-            "selftest.BATCHES, selftest.TOLERANCE = (13, 2), -1.0\n"
+            "parallelize, tolerance = kind.parallelize, test.TOLERANCE\n"
+            "test.BATCHES, test.TOLERANCE = (13, 2), -1.0\n"
             "kind.parallelize = lambda self, model, devices: model\n"
             "assert __main__.main(command) == 1\n"
-            "kind.parallelize, selftest.TOLERANCE = parallelize, tolerance\n"
+            "kind.parallelize, test.TOLERANCE = parallelize, tolerance\n"
             "sys.exit(__main__.main(command))\n"
         )
         completed = self.python("-c", program)

@@ -6,8 +6,7 @@ import pages
 import pytest
 
 from compat.testing import contract_of, keras_under_test, slow, span
-from compat.testing.ranks.faults import name_of
-from compat.testing.ranks.jobs import failing
+from compat.testing.ranks.jobs import failing, name_of
 
 from . import ranks
 from .exchanges import RankedParts

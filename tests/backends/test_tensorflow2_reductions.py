@@ -9,8 +9,7 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat.testing import DEVICES, initialise, keras_under_test, slow, span
-from compat.testing.spans import contract_of
+from compat.testing import DEVICES, contract_of, initialise, keras_under_test, slow, span
 
 from .messages import told
 from .test_tensorflow2 import KERAS3, ROWS, TARGETS, TRAIN_STEP, pair

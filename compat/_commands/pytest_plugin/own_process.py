@@ -1,6 +1,6 @@
 """``@pytest.mark.compat(...)``: a test in a process of its own, reported as if it ran here.
 
-What a framework has configured stays so until its process ends. ``child`` is what runs there.
+What a framework has configured stays so until its process ends. ``main()`` is what runs there.
 """
 
 import contextlib
@@ -16,11 +16,16 @@ import warnings
 from typing import Any, Dict, List
 
 import pytest
+from _pytest.terminal import TerminalReporter
+
+import compat
 
 from ... import errors
 from ..._ranks.launch import starter
 from ..._ranks.launch.rank_process import dies_with_this_process
 from ..._runtime import by_path
+from ..._runtime.process import process
+from . import VARIABLE
 
 # Seconds that a process has to end by itself after it was told to, before it is killed.
 GRACE = 5.0
@@ -96,7 +101,7 @@ def _is_plain(value):
 
 
 def _job(item, folder, configure):
-    """What ``child`` reads: the test, the run that it is of, and where to write."""
+    """What ``Child`` reads: the test, the run that it is of, and where to write."""
     config = item.config
     arguments = ["--rootdir", str(config.rootpath), "--capture=no"]
     for plugin in config.option.plugins or []:
@@ -132,7 +137,7 @@ def _run_child(item, job, folder):
     path.write_text(json.dumps(job), encoding="utf-8")
     environ = dict({"PYTHONIOENCODING": "utf-8"}, **os.environ)
     environ.pop("PYTEST_ADDOPTS", None)
-    command = by_path.command("_commands.pytest_plugin.child") + [str(path)]
+    command = by_path.command("_commands.pytest_plugin.own_process") + [str(path)]
     folder_of_run = str(item.config.invocation_params.dir)
     command.insert(1, "-u")  # what is printed is there, however the process ends
     options: Dict[str, Any] = {"stdin": subprocess.DEVNULL} if job["streams"] else {}
@@ -140,20 +145,20 @@ def _run_child(item, job, folder):
     options.update(start_new_session=True, preexec_fn=dies_with_this_process())
     with contextlib.ExitStack() as stack:
         options.update((n, stack.enter_context(open(p, "ab"))) for n, p in job["streams"])
-        process = subprocess.Popen(command, cwd=folder_of_run, env=environ, **options)
+        child = subprocess.Popen(command, cwd=folder_of_run, env=environ, **options)
     try:
-        status = process.wait()
+        status = child.wait()
     except BaseException as error:
         interrupted = isinstance(error, (KeyboardInterrupt, pytest.exit.Exception))
         # pytest's faulthandler tells where a process is that gets SIGABRT.
-        process.send_signal(signal.SIGINT if interrupted else signal.SIGABRT)
-        starter.wait([process], GRACE)
+        child.send_signal(signal.SIGINT if interrupted else signal.SIGABRT)
+        starter.wait([child], GRACE)
         if interrupted:
             raise
         return "was killed: " + str(error).rstrip(".")  # by another plugin's timeout
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)
     if status < 0:
         return f"was killed by signal {-status} ({signal.Signals(-status).name})"
     return None if status in (0, 1) else f"ended with exit status {status}"
@@ -210,3 +215,131 @@ def _with_failure(item: Any, reports: List[Any], text: str) -> List[Any]:
         found[when] = pytest.TestReport(*about, "passed", None, when)
     found[failed] = pytest.TestReport(*about, "failed", text, failed)
     return [found[when] for when in ("setup", "call", "teardown") if when in found]
+
+
+# In the other process, which runs that test, and sends its reports ------------------------------
+
+
+def _capturing(when):
+    """A hook for a phase of tests, which adds to its report what the test prints."""
+
+    @pytest.hookimpl(hookwrapper=True, tryfirst=True)
+    def captured(self, item):
+        for _, stream in self.streams:
+            stream.seek(0, os.SEEK_END)
+        yield
+        for name, stream in self.streams:
+            getattr(sys, name).flush()
+            item.add_report_section(when, name, stream.read().decode("utf-8", "replace"))
+
+    return captured
+
+
+class Child:
+    """The plugin that makes one run of pytest that process.
+
+    pytest's ``workerinput`` tells other plugins that another process writes the results, as it
+    does in a worker of pytest-xdist.
+    """
+
+    def __init__(self, job: Dict[str, Any]) -> None:
+        self.job = job
+        self.config = None  # type: Any
+        # A line is sent at once: this process may die.
+        self.reports = open(job["reports"], "a", buffering=1, encoding="utf-8")
+        self.streams = [(name, open(path, "rb")) for name, path in job["streams"]]
+
+    def send(self, kind: str, data: Dict[str, Any]) -> None:
+        self.reports.write(json.dumps([kind, data], default=str) + "\n")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_cmdline_parse(self, pluginmanager):
+        """Begin with the options of the run that this test is of."""
+        self.config = pluginmanager.get_plugin("pytestconfig")
+        vars(self.config.option).update(self.job["options"])
+        self.config.workerinput = self.job["workerinput"]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_load_initial_conftests(self, early_config):
+        """Configure before anything of the project is imported; what fails, fails the test."""
+        arguments = self.job["configure"]
+        if arguments:
+            if arguments.get("simulate"):  # whatever the whole run simulates
+                os.environ[VARIABLE] = str(arguments["simulate"])
+            try:
+                compat.configure_gpu(**arguments)
+                process.configured_by = "@pytest.mark.compat"
+            except Exception as error:
+                early_config.pluginmanager.register(Unconfigured(error))
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_configure(self, config):
+        """Have pytest print nothing. Without a terminal reporter, its assertions fail."""
+        reporter = config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            config.pluginmanager.unregister(reporter)
+            silent = TerminalReporter(config, open(os.devnull, "w"))
+            config.pluginmanager.register(silent, "terminalreporter")
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            sys.stderr.write(f"{report.longreprtext}\n")
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items):
+        wanted = self.job["test"]
+        chosen = [item for item in items if item.nodeid.partition("::")[2] == wanted]
+        if len(chosen) != 1 and items:
+            sys.stderr.write(
+                f"{len(chosen) or 'No'} tests with the id {wanted!r} were collected. Parameters "
+                "of a test that has a process of its own need ids that are the same each time it "
+                "is collected.\n"
+            )
+            del chosen[:]
+        items[:] = chosen
+
+    # What a test prints goes to files, which outlive the process; here it becomes a part of the
+    # report, as pytest's own capturing would make it.
+
+    pytest_runtest_setup = _capturing("setup")
+    pytest_runtest_call = _capturing("call")
+    pytest_runtest_teardown = _capturing("teardown")
+
+    def pytest_runtest_logreport(self, report):
+        serializable = self.config.hook.pytest_report_to_serializable
+        self.send("report", serializable(config=self.config, report=report))
+
+    def pytest_internalerror(self, excrepr):
+        sys.stderr.write(f"{excrepr}\n")
+
+    def pytest_keyboard_interrupt(self, excinfo):
+        sys.stderr.write(f"{excinfo.exconly()}\n")  # of pytest.exit(), too
+
+    def pytest_warning_recorded(self, warning_message, when, location):
+        kind, text = warning_message.category, str(warning_message.message)
+        place = warning_message.filename, warning_message.lineno
+        if not issubclass(kind, pytest.PytestAssertRewriteWarning):  # of compat, by pytest
+            warning = (kind.__module__, kind.__name__, text) + place
+            self.send("warning", {"warning": warning, "when": when, "location": location})
+
+
+class Unconfigured:
+    """Makes the test fail because of what ``configure_gpu()`` raised."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self):
+        if isinstance(self.error, compat.CompatError):
+            text = f"{type(self.error).__name__}: {self.error}"
+            pytest.fail(text, pytrace=False)
+        raise self.error
+
+
+def main(arguments: List[str]) -> int:
+    """Do what the file says whose path is the one argument."""
+    with open(arguments[0], encoding="utf-8") as file:
+        job = json.load(file)
+    sys.path[:] = job["path"]
+    return pytest.main(job["arguments"], plugins=[Child(job)])

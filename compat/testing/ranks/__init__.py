@@ -15,9 +15,301 @@ job has more ranks than it needs.
 ``NativeRanksContract`` is the same for models of the framework's own kind.
 """
 
-from .contract import RanksContract
-from .faults import FAILING_JOBS
-from .native import NativeRanksContract
-from .programs import POLICIES
+import importlib
+import json
+import os
+import re
+import sys
 
-__all__ = ["FAILING_JOBS", "POLICIES", "NativeRanksContract", "RanksContract"]
+import numpy as np
+import pytest
+
+import compat
+
+from ..contract import contract_of, in_span, span
+from ..models import UNCHANGED
+from ..several import NativeModels
+from .jobs import FAILING_JOBS, FAULTS, FAULTY, SIZES, Jobs, call, failing, name_of
+from .programs import BATCH, POLICIES, ROWS, SCRIPT
+
+
+class RanksContract(Jobs):
+    """Subclass this in a backend's test file for ranks, and set the attributes below."""
+
+    #: How many are compared, at most, of the three epochs' losses and the values of ``evaluate``.
+    compared = 9
+    #: The ending of files of whole models.
+    extension = ".h5"
+    #: Cases and optimizers to train: SGD shows the scale of a gradient, Adam hides it. Three ranks
+    #: train the first one, and two the others.
+    trials = (("multi", "sgd"), ("words", "sgd"), ("dense", "adam"))
+    #: Policies of mixed precision that this Keras has on this backend: of ``POLICIES``.
+    policies = ()  # type: tuple
+    #: Whether Keras is to compute items of a Sequence in processes of its own, too.
+    processes = False
+    functions = ("train", "train_on", "batches")
+    last_faults = {2: "exit", 3: "kill"}
+    #: Functions that train epochs, and go on from the file of the epoch before.
+    going_on = ("go_on",)
+    #: How many of the numbers of a batch are compared, of its loss and its metric.
+    compared_of_batches = 2
+
+    def script(self):
+        return SCRIPT
+
+    def trials_of(self, size):
+        return {1: self.trials, 2: self.trials[1:], 3: self.trials[:1]}[size]
+
+    def calls(self, size):
+        """What a job of so many ranks calls; three leave out what does not depend on machines."""
+        calls = [("train", [self.trials_of(size)])]  # type: list
+        for name in self.going_on:
+            if size > 1:
+                calls.append((name, self.stage(size - 2, size - 1)))
+            else:
+                left = [fault + self.extension for fault in self.last_faults.values()]
+                calls.append((name, self.stage(0, 3)))
+                calls.append((name, self.stage(2, 3) + [left], "last_" + name))
+        if size < 3:
+            calls += [("batches", [self.processes]), ("train_on", [self.extension])]
+            calls.append(("normalise", []))
+            calls += [("mixed", [self.policies])] if self.policies else []
+        if size == 1:
+            calls.append(("unchanged", []))
+        return calls
+
+    def calls_of(self, config, size):
+        calls = super().calls_of(config, size)
+        if contract_of(config) == "whole":
+            return calls
+        return [("train", [self.trials_of(2)])] + [call for call in calls if call[0] == "train_on"]
+
+    def stage(self, first, last):
+        """What ``programs.go_on`` is called with, the epochs from the first to before the last.
+
+        The last of ``trials`` has the most state.
+        """
+        return [self.trials[-1][1], self.extension, first, last]
+
+    def call_of_fault(self, fault):
+        return "fail", [fault, self.extension]
+
+    # The same numbers -------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("size", in_span(SIZES, [2]))
+    def test_trains_to_the_numbers_of_one_process(self, results, size):
+        """From other weights on each rank, with a last batch that is uneven, and trained on."""
+        for key in map("-".join, self.trials_of(size)):
+            one, ranks = self.same_as_one(results, size, "train", key)
+            for facts in ranks:
+                expected = one[key][: self.compared]
+                assert facts[key][: self.compared] == pytest.approx(expected, abs=1e-4), key
+                assert facts[key] == ranks[0][key]
+
+    @pytest.mark.row("shard() of a Sequence or PyDataset")
+    @pytest.mark.row("shard() of a generator")
+    def test_what_comes_in_batches_trains_to_the_numbers_of_one_process(self, results):
+        """Computed in threads and in processes; the generator gives ranks a tiny batch more."""
+        _, (first, second) = self.same_as_one(results, 2, "batches")
+        assert first == second
+
+    @pytest.mark.row("shard() of a Sequence or PyDataset")
+    @pytest.mark.row("shard() of a generator")
+    def test_other_batches_on_other_ranks_are_an_error(self, results):
+        """Whether they differ from the beginning, or after an epoch."""
+        text = (
+            "Items gives other batches on rank 1 of 2 than on rank 0. Each rank takes its rows of "
+            "the same batches, in the same order: seed what is shuffled or made at random, with "
+            "one seed for all ranks."
+        )
+        for _, facts in results(2, "batches"):
+            assert facts["begin"] == facts["epoch"] == text
+
+    @pytest.mark.row("compat.barrier()")
+    def test_a_barrier_waits_for_all_ranks(self, results):
+        assert all(facts["waited"] for _, facts in results(2, "batches"))
+
+    def test_moving_mean_is_that_of_one_process(self, results):
+        """Of the inputs; a moving variance is the mean of the ranks' variances."""
+        name = "weight-2"  # after gamma and beta of the first layer
+        self.same_as_one(results, 2, "normalise", name)
+        ranks = [arrays for arrays, _ in results(2, "normalise")]
+        for arrays in ranks:
+            assert np.abs(arrays[name]).max() > 1e-3
+            self.check_same_bits(arrays, ranks[0])
+
+    def test_mixed_precision_trains_to_the_numbers_of_one_process(self, results):
+        """With the same loss scale; a step that overflows on one rank is skipped on all."""
+        if not self.policies:
+            assert not any(facts["mixed precision"] for _, facts in results(2, "train_on"))
+            return
+        (one, one_facts), *_ = results(1, "mixed")
+        ranks = results(2, "mixed")
+        for policy in self.policies:
+            keys = sorted(key for key in one if key.startswith(policy + "-"))
+            before = [key for key in keys if "overflow" not in key]
+            after = [key for key in keys if "overflow" in key]
+            for arrays, facts in ranks:
+                self.close(arrays, one, before, POLICIES[policy])
+                assert facts[policy] == one_facts[policy]
+                self.check_same_bits(arrays, ranks[0][0])
+                for key, skipped in zip(before, after):
+                    np.testing.assert_array_equal(arrays[key], arrays[skipped])
+            if "float16" in policy.split("_"):
+                normal, reduced = one_facts[policy]
+                assert reduced == normal / 2
+
+    @span
+    def test_goes_on_from_rank_0_after_a_fit(self, results):
+        one, ranks = self.same_as_one(results, 2, "train_on")
+        for facts in ranks:
+            assert facts["losses"] == pytest.approx(one["losses"], abs=1e-4)
+            assert facts["learning rate"] == one["learning rate"]
+            assert facts["class"] == one["class"]
+
+    @span
+    def test_losses_and_metrics_of_a_batch_are_those_of_all_ranks(self, results):
+        """Of ``train_on_batch()`` and ``test_on_batch()``, where the ranks' parts are uneven."""
+        (_, one), *_ = results(1, "train_on")
+        for _, facts in results(2, "train_on"):
+            for values, expected in zip(facts["on batches"], one["on batches"]):
+                told = slice(self.compared_of_batches)
+                assert values[told] == pytest.approx(expected[told], abs=1e-4)
+
+    @span
+    def test_one_rank_ends_training_for_all(self, results):
+        """By ``stop_training``, within the second epoch or at its end; by a loss that is NaN."""
+        for _, facts in results(2, "train_on"):
+            assert facts["stopped"] == [2, 2, 1]
+
+    @span
+    def test_only_rank_0_saves_and_all_can_load(self, results, folder):
+        for _, facts in results(2, "train_on"):
+            assert facts["saved"] == [True, False]
+            assert (facts["logged"], facts["left"]) == (3, 1)
+        (_, facts), *_ = results(2, "train_on")
+        (_, one_facts), *_ = results(1, "train_on")
+        assert facts["written"] == one_facts["written"]  # for TensorBoard
+        assert facts["saved over"] == [True, 0o600, True, 2]  # as plain Keras leaves them
+        left = [name for name in os.listdir(folder) if name.startswith(".")]
+        assert not left
+        assert os.path.exists(os.path.join(folder, "checkpoint" + self.extension))
+
+    # No edit at all ---------------------------------------------------------------------------
+
+    @pytest.mark.row("compat run --parallelize, ranks")
+    def test_a_script_without_compat_trains_to_the_numbers_of_one_process(self, results, tmp_path):
+        """Its data is split over the ranks, and its first model parallelized."""
+        script, logs = tmp_path / "unchanged.py", tmp_path / "logs"
+        script.write_text(UNCHANGED)
+        # Whatever the launcher, each rank's output is told apart.
+        path = tmp_path / "report.json"
+        options = ["--parallelize", "--quiet", "--log-dir", str(logs), "--report-json", str(path)]
+        job = self.run(2, str(script), before=options)
+        assert job.status == 0, job.out + job.err
+        histories = []
+        for rank in range(2):
+            printed = (logs / "rank-{}.log".format(rank)).read_text()
+            (line,) = re.findall("HISTORY (.*)", printed)
+            histories.append([float(value) for value in line.split()])
+        assert re.findall(r"\[(\d)\] HISTORY", job.out) == ["0"]
+        assert "runs on rank 0 of 2" in job.err
+        ((_, alone),) = results(1, "unchanged")
+        assert histories[0] == pytest.approx(alone["history"], abs=1e-4)
+        assert histories[0] == histories[1]
+        # Two epochs of arrays, where 34 of 135 rows are for validation, which each rank does, and
+        # two of all rows, in items and in batches.
+        trained = 2 * (101 + 135 + 135)
+        report = json.loads(path.read_text())
+        assert [each["rank"] for each in report["devices"]] == [0, 1]
+        assert sum(each["training_rows"] for each in report["devices"]) == trained
+        assert sum(each["rows"] for each in report["devices"]) == trained + 2 * 68
+        assert "\nAll 2 ranks worked: " in job.err
+
+    # Faults -----------------------------------------------------------------------------------
+
+    @pytest.mark.parametrize("job", failing(slowly=["raise", "short", "sleep"]), ids=name_of)
+    def test_fault_ends_the_job_and_names_the_rank(self, failed, job):
+        self.check_failed(failed, job)
+
+    def test_goes_on_from_the_files_of_more_and_of_fewer_ranks(self, results):
+        """Two ranks, then three, then one process: as one that trains without a break.
+
+        It also loads what failed jobs have left, of which rank 0 was saving after each batch.
+        """
+        for name in self.going_on:
+            ((one, one_facts),) = results(1, name)
+            stages = results(2, name), results(3, name), results(1, "last_" + name)
+            for epoch, ranks in enumerate(stages):
+                for arrays, facts in ranks:
+                    assert arrays
+                    self.close(arrays, one, sorted(arrays))
+                    assert facts["losses"] == pytest.approx([one_facts["losses"][epoch]], abs=1e-4)
+
+
+# Models of the framework's own kind ----------------------------------------------------------
+
+# A rank finds the test file where this process has found it.
+NATIVE_SCRIPT = """\
+import sys
+sys.path[:] = {!r}
+from compat.testing import ranks
+ranks.main({!r}, {!r}, *sys.argv[1:])
+"""
+
+
+def main(module, name, folder, functions):
+    """Call ``train`` with a test class, and leave its arrays in the folder.
+
+    Arguments:
+        module, name: of the test class.
+        functions: as ``programs.main()`` takes them.
+    """
+    compat.configure_gpu(gpus="cpu")
+    call({"train": train}, functions, getattr(importlib.import_module(module), name)(), folder)
+
+
+def train(contract, folder, fault=""):
+    """Train a test class's model for two epochs.
+
+    Arguments:
+        fault: what happens to one rank at its third batch: of ``FAULTS``, or nothing.
+    """
+    model = contract.build(seed=compat.rank())  # on all ranks but rank 0 other weights
+    assert compat.parallelize(model) is model
+    inputs, targets = compat.shard(contract.data(ROWS), BATCH)
+    rows = compat.local_batch_size(BATCH)
+    step = 0
+    for _ in range(2):
+        for start in range(0, len(inputs), rows):
+            step += 1
+            if fault and step == 3 and compat.rank() == FAULTY:
+                FAULTS[fault]()
+            contract.train(model, inputs[start : start + rows], targets[start : start + rows])
+    return {"weight%d" % place: w for place, w in enumerate(contract.weights(model))}, {}
+
+
+class NativeRanksContract(NativeModels, Jobs):
+    """Subclass this in a backend's test file: methods of ``NativeModels`` say how."""
+
+    before = ("--report",)
+    # In a loop of one's own nothing tells that an epoch has ended, where batches run short.
+    failing_jobs = tuple(job for job in FAILING_JOBS if job.fault != "short")
+
+    def script(self):
+        return NATIVE_SCRIPT.format(sys.path, type(self).__module__, type(self).__name__)
+
+    def calls(self, size):
+        return [("train", [])]
+
+    def call_of_fault(self, fault):
+        return "train", [fault]
+
+    @pytest.mark.parametrize("size", in_span(SIZES, [2]))
+    def test_trains_to_the_numbers_of_one_process(self, results, size):
+        """From other weights on each rank, with a last batch that is uneven."""
+        self.same_as_one(results, size, "train")
+
+    @pytest.mark.parametrize("job", failing_jobs, ids=name_of)
+    def test_fault_ends_the_job_and_names_the_rank(self, failed, job):
+        self.check_failed(failed, job)

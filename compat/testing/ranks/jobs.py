@@ -10,6 +10,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,22 +18,86 @@ import time
 import numpy as np
 import pytest
 
+import compat
+
 from ..._commands import machines
 from ..._verification import largest_difference
-from ..contract import OfBackend
-from ..spans import contract_of, in_span, slow
-from .faults import FAILING_JOBS, FAULTY
-from .programs import read
+from ..contract import OfBackend, contract_of, in_span, slow
 
 SIZES = (2, 3)
 # A job that has ended.
 Finished = collections.namedtuple("Finished", "status out err")
 
+# The rank that has the fault; on two machines it is on the second.
+FAULTY = 1
+
+
+def _raise():
+    raise ValueError("this rank's data is bad")
+
+
+FAULTS = {
+    "raise": _raise,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: sys.exit(0),
+    "sleep": lambda: time.sleep(1000),
+    "short": lambda: None,
+}
+
+# A job in which a rank has one of these faults.
+#     elsewhere: whether that rank is on another machine.
+#     said: what ``compat run`` says of that rank, after its number.
+#     last: a pattern of the last line of its report, or None.
+FailingJob = collections.namedtuple("FailingJob", "fault size elsewhere said status last")
+
+
+def name_of(job):
+    return job.fault + " on another machine" * job.elsewhere
+
+
+_FAILED = "failed with exit status 1; the others were ended."
+_WAITED = r"compat.errors.RankLostError: Rank 0 of 2 waited .* \(\w+.py, line \d+\), but .*"
+_SHORT = (
+    "compat.errors.RankError: Rank 1 of 2 ran out of batches after 3 batches, but rank 0 had "
+    r"more. Give every rank the same number: compat.shard\(\) does."
+)
+# The first job mostly waits. A rank that is killed leaves two, one of them on its machine, since
+# engines tell its neighbours apart from others.
+FAILING_JOBS = [
+    FailingJob("sleep", 2, False, "did not come to the others, which waited for it", 1, _WAITED),
+    FailingJob("kill", 3, True, "was killed by signal 9; the others were ended.", 128 + 9, None),
+    FailingJob("raise", 2, True, _FAILED, 1, "ValueError: this rank's data is bad"),
+    FailingJob(
+        "exit", 2, False, "ended (exit status 0) while others were still training", 1, _WAITED
+    ),
+    FailingJob("short", 2, False, _FAILED, 1, _SHORT),
+]
+
 
 def failing(slowly):
     """The jobs that fail, for ``parametrize``: those with some of the faults are slow."""
-    marks = {job: [slow] if job.fault in slowly else [] for job in FAILING_JOBS}
-    return [pytest.param(job, marks=marks[job]) for job in FAILING_JOBS]
+    return [pytest.param(job, marks=[slow] if job.fault in slowly else []) for job in FAILING_JOBS]
+
+
+def call(found, functions, first, folder, before=lambda: None):
+    """Call functions by their names, ``before`` first; leave what they return in the folder.
+
+    That is by the function's name, or by another one that follows its arguments.
+    """
+    for name, arguments, *other in json.loads(functions):
+        before()
+        arrays, facts = found[name](first, folder, *arguments)
+        name = (other or [name])[0]
+        stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
+        np.savez(stem, **arrays)
+        with open(stem + ".json", "w") as file:
+            json.dump(dict(facts, host=socket.gethostname()), file)
+
+
+def read(name, folder, size, rank):
+    stem = os.path.join(folder, "{}-{}-{}".format(name, size, rank))
+    with np.load(stem + ".npz") as arrays, open(stem + ".json") as file:
+        return dict(arrays), json.load(file)
 
 
 class Jobs(OfBackend):
@@ -62,13 +127,9 @@ class Jobs(OfBackend):
         """
         raise NotImplementedError
 
-    def calls_in_span(self, size):
-        """Those that the span contract needs."""
-        return self.calls(size)
-
     def calls_of(self, config, size):
         """Those of the contract that this run of pytest tests."""
-        return self.calls(size) if contract_of(config) == "whole" else self.calls_in_span(size)
+        return self.calls(size)
 
     def call_of_fault(self, fault):
         """What ranks do of which one has a fault."""
@@ -85,7 +146,7 @@ class Jobs(OfBackend):
             file.write(self.script())
         return self.run(size, script, folder, json.dumps(calls), **options)
 
-    def run(self, size, script, *arguments, **options):
+    def run(self, size, script, *arguments, two_machines=False, timeout=120, limit=400, before=()):
         """Run a script by ``compat run`` as so many ranks (1: one process), to its end.
 
         Arguments:
@@ -98,15 +159,14 @@ class Jobs(OfBackend):
         """
         command = [sys.executable, "-m", "compat", "run"]
         if size > 1:
-            command += ["-n", str(size), "--timeout", str(options.get("timeout", 120))]
-        if options.get("two_machines"):
+            command += ["-n", str(size), "--timeout", str(timeout)]
+        if two_machines:
             hosts = "node1:1,node2:{}".format(size - 1)
             command = machines.command(2, *(command + ["--hosts", hosts]))
         framework = self.instance().framework
-        command += ["--backend", framework, "--gpus", "cpu"]
-        command += list(options.get("before", ())) + [script]
+        command += ["--backend", framework, "--gpus", "cpu", *before, script, *arguments]
         process = subprocess.Popen(
-            command + list(arguments),
+            command,
             env=dict(os.environ, KERAS_BACKEND=framework),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,11 +174,11 @@ class Jobs(OfBackend):
             start_new_session=True,
         )
         try:
-            out, err = process.communicate(timeout=options.get("limit", 400))
+            out, err = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             out, err = process.communicate()
-            pytest.fail("{} hangs:\n{}\n{}".format([script] + list(arguments), out, err))
+            pytest.fail("{} hangs:\n{}\n{}".format([script, *arguments], out, err))
         return Finished(process.returncode, out, err)
 
     @pytest.fixture(scope="class")
@@ -165,15 +225,34 @@ class Jobs(OfBackend):
         difference = largest_difference([arrays[key] for key in keys], [one[key] for key in keys])
         assert difference <= (tolerance or self.tolerance), (keys, difference)
 
+    def same_as_one(self, results, size, name, prefix=""):
+        """Check that ranks' arrays are those of one process: all, or those whose names begin so.
+
+        Returns:
+            The facts of that process, and a list of those of each rank.
+        """
+        ((one, one_facts),) = results(1, name)
+        keys = sorted(key for key in one if key.startswith(prefix))
+        assert keys
+        ranks = results(size, name)
+        for arrays, _ in ranks:
+            assert sorted(key for key in arrays if key.startswith(prefix)) == keys
+            self.close(arrays, one, keys)
+        return one_facts, [facts for _, facts in ranks]
+
+    def check_same_bits(self, arrays, others):
+        """That two ranks have the same arrays."""
+        assert sorted(arrays) == sorted(others)
+        for key in arrays:
+            np.testing.assert_array_equal(arrays[key], others[key], err_msg=key)
+
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))
     def test_all_ranks_end_with_the_same_bits(self, results, pytestconfig, size):
         called = [call[0] for call in self.calls_of(pytestconfig, size)]
         for name in set(self.functions).intersection(called):
             (chief, _), *others = results(size, name)
             for arrays, _ in others:
-                assert sorted(arrays) == sorted(chief)
-                for key in chief:
-                    np.testing.assert_array_equal(arrays[key], chief[key], err_msg=key)
+                self.check_same_bits(arrays, chief)
 
     def test_three_ranks_are_on_two_machines(self, results):
         hosts = [facts["host"] for _, facts in results(3, "train")]

@@ -5,26 +5,28 @@ the functions here in one.
 """
 
 import importlib.util
-import json
 import os
-import socket
 import time
 
 import numpy as np
 
 import compat
 
-from ..models import CASES, fit_in_order, initialise, keras_under_test, new_graph, optimizer
-from .faults import FAULTS, FAULTY
-from .unchanged import unchanged  # noqa: F401  # which main() calls
+from ..models import (
+    CASES,
+    UNCHANGED,
+    fit_in_order,
+    initialise,
+    keras_under_test,
+    new_graph,
+    optimizer,
+)
+from .jobs import FAULTS, FAULTY, call
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
 BATCH, ROWS = 61, 135
 # What a job's script is.
 SCRIPT = "import sys\nfrom compat.testing.ranks import programs\nprograms.main(*sys.argv[1:])\n"
-
-# Of ``go_on``, by number of ranks: the epochs that are trained, from the first to before the last.
-STAGES = {2: (0, 1), 3: (1, 2)}
 
 
 def main(folder, functions, **others):
@@ -36,27 +38,6 @@ def main(folder, functions, **others):
     """
     compat.configure_gpu(gpus="cpu")
     call(dict(globals(), **others), functions, keras_under_test(), folder, new_graph)
-
-
-def call(found, functions, first, folder, before=lambda: None):
-    """Call functions by their names, ``before`` first; leave what they return in the folder.
-
-    That is by the function's name, or by another one that follows its arguments.
-    """
-    for name, arguments, *other in json.loads(functions):
-        before()
-        arrays, facts = found[name](first, folder, *arguments)
-        name = (other or [name])[0]
-        stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
-        np.savez(stem, **arrays)
-        with open(stem + ".json", "w") as file:
-            json.dump(dict(facts, host=socket.gethostname()), file)
-
-
-def read(name, folder, size, rank):
-    stem = os.path.join(folder, "{}-{}-{}".format(name, size, rank))
-    with np.load(stem + ".npz") as arrays, open(stem + ".json") as file:
-        return dict(arrays), json.load(file)
 
 
 def _data(name):
@@ -368,6 +349,13 @@ def _loss_scale(optimizer):
         if getattr(optimizer, name, None) is not None:
             return float(np.asarray(getattr(optimizer, name)))
     return None
+
+
+def unchanged(keras, folder):
+    """Run that script, which knows nothing of compat, in this process, which has configured it."""
+    names = {}  # type: dict
+    exec(UNCHANGED, names)
+    return {}, {"history": names["numbers"]}
 
 
 def fail(keras, folder, fault, extension):
