@@ -245,7 +245,7 @@ OTHERS = {
     "compat._backends.theano.theanorc": "the lock of .theanorc",
 }
 TEMPORARY = {
-    "compat._backends.jax.timeline", "compat._backends.mxnet.op_placement",
+    "compat._backends.jax.verified_steps", "compat._backends.mxnet.op_placement",
     "compat._backends.tensorflow2.timeline", "compat._commands.verify_script",
     "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.child",
     "compat._commands.pytest_plugin.own_process", "compat._commands.machines",

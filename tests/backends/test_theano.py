@@ -11,7 +11,7 @@ import pytest
 from terminals import terminal
 
 import compat
-from compat._backends.theano import flag_problems, theano_flags
+from compat._backends.theano import theano_flags
 from compat._backends.theano.verified_steps import products
 from compat._configuration import packages, registry
 from compat._configuration.device_choice import Devices, choose
@@ -516,7 +516,7 @@ def test_the_reason_is_theanos_own():
     """What Theano logs with pygpu installed, here without CUDA (seen with pygpu 0.7.6)."""
     from types import SimpleNamespace
 
-    from compat._backends.theano.gpu_startup import reason
+    from compat._backends.theano import reason
 
     with_pygpu = SimpleNamespace(gpuarray=SimpleNamespace(pygpu=True))
     logged = RuntimeError(b'Could not load "libcuda.so"', 2)
@@ -811,7 +811,7 @@ def test_flags_that_theano_ignores(problems, theano):
 @span
 def test_the_flags_read_from_the_file_are_theanos(theano):
     parameters = theano.import_framework().configparser._config_var_list
-    assert flag_problems.defined() == {parameter.fullname for parameter in parameters}
+    assert theano_flags.defined() == {parameter.fullname for parameter in parameters}
 
 
 def test_what_is_wrong(problems, tmp_path):

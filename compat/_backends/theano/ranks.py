@@ -25,7 +25,7 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
         """Within, gradients, and the model's state after a step, are means over all ranks."""
         from keras import backend as K
 
-        from .graph_variables import computed_by  # imports theano
+        from .device_body import computed_by  # imports theano
 
         differentiate, make = K.gradients, K.function
         of_rows = _keras.states(model, "get_value")

@@ -1,4 +1,25 @@
-"""A function of a Keras model, run on several devices: forward, backward and what runs once."""
+"""One Keras model on several of Theano's contexts, or on simulated devices.
+
+A ``transfer`` inside a graph is optimised away, and in a graph on a context that is not the default
+one Theano 1.0.5 still does much on the default one: whatever does not say where (allocations, a
+loop's states, a convolution's filters turned around), and what follows from that. So there are
+functions of every device's own, with weights of its own, made and run while its context is the
+default one. Keras builds the model, its loss and its metrics as ever;
+when it then turns tensors into a function to run (``_make_train_function`` and its two
+siblings), its graph is cut in two:
+
+- The *body*, all that the model's outputs depend on, is compiled for each device and computes its
+  shard of the batch. What leaves it, towards loss, metrics or updates, has rows, which are put
+  together on the host.
+- The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties, statistics of
+  the batch, and what computes across its rows (``row_operations.py``) with all that follows. Its
+  gradient at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer
+  sees.
+
+So any loss, also one that compares rows with one another, and every metric is that of one device,
+however uneven the shards. A compiled function keeps nothing for the next one, so the one that goes
+forward returns, besides, whatever the one that goes back needs of what it has computed.
+"""
 
 import functools
 import operator
@@ -8,12 +29,92 @@ import numpy as np
 import theano
 from theano.gof import graph
 
-from ... import _keras, _rows
+from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import progress, work
 from ..._runtime.patching import replaced
-from . import device_body, graph_cuts
-from .graph_variables import computed_by, gradients_of, value_like
+from . import graph_rows
+from .device_body import (
+    Device,
+    compiled,
+    computed_by,
+    copied,
+    gradients_of,
+    placeholder_like,
+    value_like,
+)
+
+
+def parallelize(model, devices):
+    """Run ``model`` on several devices, or give the plain behaviour back.
+
+    Arguments:
+        devices: their names and Theano's targets, as ``Device`` takes them; none for the plain
+            behaviour.
+    """
+    current = vars(model).get("_compat_functions")
+    running = [] if current is None else [device.name for device in current.devices]
+    if [name for name, _ in devices] == running:
+        return
+    if any(tensor not in model._feed_inputs for tensor in model.inputs or ()):
+        raise errors.unsupported(
+            "theano",
+            f"run model {model.name!r} on several devices: an input of it is a tensor of the "
+            "user's, Input(tensor=...), whose rows cannot be split",
+            "Give the model an Input(shape=...) and feed it.",
+        )
+    with _keras.rebuilding_functions(model):
+        if current is not None:
+            current.uninstall()
+        if devices:
+            ReplicatedTheanoFunctions(model, [Device(*each) for each in devices])
+
+
+class ReplicatedTheanoFunctions:
+    """The three functions of a Keras model, made to run its body on several devices.
+
+    Keras makes a function when it is first needed, by a method of the model. The instance gets
+    methods of its own for that, which hand Keras another ``K.function``.
+    """
+
+    METHODS = ["_make_" + name for name in _keras.FUNCTIONS]
+
+    def __init__(self, model, devices):
+        self.model = model
+        self.devices = devices
+        self.across = None  # why the model runs whole, an `Across`
+        self.doubt = None  # why what no rule knows is not split, after a trial
+        # The devices' functions that compute variables at cuts, which functions have in common.
+        self.forward = {}  # type: dict
+        for name in self.METHODS:
+            vars(model)[name] = functools.partial(self._make, getattr(model, name))
+        vars(model)["_compat_functions"] = self
+
+    def uninstall(self):
+        for name in self.METHODS + ["_compat_functions"]:
+            del vars(self.model)[name]
+
+    def _make(self, make):
+        """Keras' method, for which ``K.function`` makes a replicated one, of gradients to come."""
+        from keras import backend as K
+
+        differentiate = K.gradients
+        asked = []  # the loss, and (weight, variable in the place of its gradient)
+
+        def gradients(loss, variables):
+            ancestors = set(graph.ancestors([loss]))
+            if (asked and asked[0] is not loss) or any(v not in ancestors for v in variables):
+                return differentiate(loss, variables)  # which fails for a weight of no influence
+            placeholders = [placeholder_like(variable, "cpu") for variable in variables]
+            asked[:] = [loss, (asked[1] if asked else []) + list(zip(variables, placeholders))]
+            return placeholders
+
+        def function(inputs, outputs, updates=(), **options):
+            return ReplicatedFunction(self, inputs, outputs, updates, asked, options)
+
+        with replaced(K, function=function, gradients=gradients):
+            make()
+
 
 #: What Theano raises where the sizes of a part of a batch do not fit each other.
 _ERRORS = (ValueError, IndexError, AssertionError)
@@ -175,7 +276,7 @@ class ReplicatedFunction:
         self.body_inputs = self.sharded + others
         self.cuts, across, reach = [], owner.across, "The model"
         if across is None:
-            of_model = graph_cuts.ModelGraph(outputs, self.sharded, given, not owner.doubt)
+            of_model = graph_rows.ModelGraph(outputs, self.sharded, given, not owner.doubt)
             self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
             across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
@@ -222,7 +323,7 @@ class ReplicatedFunction:
 
     def _is_right_back(self, given, rows):
         """Whether gradients of the user's own are those of the whole batch, by a trial as well."""
-        across = graph_cuts.own_gradient([self.cuts[place] for place in self.back])
+        across = graph_rows.own_gradient([self.cuts[place] for place in self.back])
         if across is None:
             return True
 
@@ -259,11 +360,11 @@ class ReplicatedFunction:
             if number == 0 or device.target != devices[0].target:
                 given = self.body_inputs, self.sharded, cuts, self.used, back, weights
                 with device.current():
-                    functions, weights = device_body.compiled(device, self._compile, *given)
+                    functions, weights = compiled(device, self._compile, *given)
                 made.append(functions)
             else:  # on one processor all are copies of the first's
                 swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
-                made.append([device_body.copied(function, swap) for function in made[0]])
+                made.append([copied(function, swap) for function in made[0]])
         if not back:
             self.owner.forward[tuple(cuts)] = made
         self.body_weights = weights
