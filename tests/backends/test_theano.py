@@ -12,7 +12,6 @@ from terminals import terminal
 
 import compat
 from compat._backends.theano import theano_flags
-from compat._backends.theano.verified_steps import products
 from compat._configuration import packages, registry
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
@@ -103,20 +102,22 @@ def number_of_products(function):
     return sum(name.startswith(("Dot", "Gem", "BatchedDot")) for name in names)
 
 
-def runs(function, nodes):
-    """How often these nodes ran, as Theano's profile of the function has it."""
-    counts = function.profile.apply_callcount
-    return sum(counts.get(node, 0) for node in nodes)
+def products(function):
+    from compat._backends.theano import verified_steps  # imports theano
+
+    return verified_steps.products(function)
 
 
 def ran(model):
     """For each device, how many products of layers ran there so far, and of their gradients."""
     if not getattr(model.train_function, "forward", None):  # not made yet
         return {}
-    return {
-        device: np.array([runs(function, products(function)) for function in made])
-        for device, made in functions(model).items()
-    }
+
+    def runs(function):
+        """As Theano's profile of the function has it."""
+        return sum(function.profile.apply_callcount.get(node, 0) for node in products(function))
+
+    return {name: np.array(list(map(runs, made))) for name, made in functions(model).items()}
 
 
 def places(function):
