@@ -5,6 +5,7 @@ Into what the devices compute, and what runs once.
 
 import contextlib
 import functools
+import sys
 
 import numpy as np
 from theano import tensor
@@ -13,22 +14,15 @@ from theano.gof import graph
 from theano.ifelse import IfElse
 
 from ... import _rows, errors
-from ..._rows import (
-    REPLICATED,
-    Count,
-    Mixed,
-    Partial,
-    Replicated,
-    Sharded,
-    Unknown,
-    Value,
-    without_rows,
-)
+from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
 from .device_body import depending_on, nearest
-from .row_operations import ARRANGING, OF_SIZES, ROWS, TABLE, Drawn, drawn, frames_of, unknown
+from .row_operations import ARRANGING, OF_SIZES, TABLE, Drawn, drawn, frames_of, unknown
 
 # Sizes of variables, by Theano's own `infer_shape` and `perform`: nothing is compiled, and no row
 # is looked at.
+
+#: Numbers of rows. What is the same for all of these, or in proportion, is so for any.
+ROWS = (1, 2, 3, 7, 100003)
 
 _MOST = 1000  # elements of what is computed: sizes, not rows
 
@@ -62,7 +56,7 @@ class Sizes:
             is_shared = hasattr(variable, "get_value")
             held = variable.container.storage[0] if is_shared else getattr(variable, "data", ())
             known = len(np.shape(held)) == variable.ndim
-            self.set(variable, np.shape(held) if known else [None] * variable.ndim)
+            self.set(variable, np.shape(held) if known else None)
         return self._symbols[variable]
 
     def shape(self, variable):
@@ -86,27 +80,29 @@ class Sizes:
         """Find the sizes of a node's outputs."""
         try:
             direct = _DIRECT.get(type(node.op).__name__)
-            found = None if direct is None else direct(self, node)
-            if found is None:
-                found = node.op.infer_shape(node, list(map(self._symbolic, node.inputs)))
+            found = direct and direct(self, node)
+            found = found or node.op.infer_shape(node, list(map(self._symbolic, node.inputs)))
         except Exception:  # it has none, or cannot tell
             found = [None] * len(node.outputs)
         for variable, shape in zip(node.outputs, found):
-            if hasattr(variable, "ndim"):
-                self.set(variable, [None] * variable.ndim if shape is None else shape)
+            self.set(variable, shape)
 
     def set(self, variable, shape):
-        """Keep sizes: for each dimension None, a list, a number, or what ``infer_shape`` gives."""
-        # Of sparse matrices it is not known whether a size is 1.
-        ones = getattr(variable, "broadcastable", (False,) * len(shape))
-        sizes = (1 if is_one else size for size, is_one in zip(shape, ones))
-        self._symbols[variable] = tuple(map(self._symbol, sizes))
+        """Keep sizes: for each dimension None, a list, a number, or what ``infer_shape`` gives.
+
+        None: no size is known. What is no tensor has none.
+        """
+        if hasattr(variable, "ndim"):
+            shape = [None] * variable.ndim if shape is None else shape
+            # Of sparse matrices it is not known whether a size is 1.
+            ones = getattr(variable, "broadcastable", (False,) * len(shape))
+            sizes = (1 if is_one else size for size, is_one in zip(shape, ones))
+            self._symbols[variable] = tuple(map(self._symbol, sizes))
 
     def _symbol(self, size):
         numbers = self.numbers(size) if hasattr(size, "owner") else size
         if numbers is not None:
-            numbers = numbers if isinstance(numbers, list) else [numbers] * len(ROWS)
-            numbers = list(map(np.int64, numbers))
+            numbers = list(map(np.int64, _for_each(numbers)))
         constant = numbers is not None and len(set(numbers)) == 1
         symbol = _constant(numbers[0]) if constant else tensor.lscalar()
         self._numbers[symbol] = numbers
@@ -115,10 +111,9 @@ class Sizes:
     def _asked(self, node):
         """The second input has the sizes of the last output, unless one is to be found."""
         numbers = self.numbers(node.inputs[1])
-        if numbers is None or any(np.min(each) < 0 for each in numbers if np.size(each)):
+        if numbers is None or np.less(numbers, 0).any():
             return None
-        shape = [list(map(int, sizes)) for sizes in zip(*numbers)]
-        return [None] * (len(node.outputs) - 1) + [shape]
+        return [None] * (len(node.outputs) - 1) + [list(map(list, zip(*numbers)))]
 
     def _branched(self, node):
         dimensions = [self.dimensions(variable) for variable in node.inputs[1:]]
@@ -148,30 +143,37 @@ class Sizes:
         if isinstance(node.op, Shape_i):
             return self.dimensions(node.inputs[0])[node.op.i]
         if isinstance(node.op, Shape):
-            dimensions = self.dimensions(node.inputs[0])
-            if None in dimensions:
-                return None
+            dimensions = self.dimensions(node.inputs[0])  # an error where one is not known
             return list(np.array(dimensions, int).reshape(-1, len(ROWS)).T)  # also of a scalar
         given = [self.numbers(each) for each in node.inputs]
         if not given or None in given or any(np.size(e) > _MOST for each in given for e in each):
             return None
-        place = node.outputs.index(variable)
-        return [self._performed(node, list(inputs))[place] for inputs in zip(*given)]
+        return [self._performed(variable, inputs) for inputs in zip(*given)]
 
-    def _performed(self, node, inputs):
-        storage = [[None] for _ in node.outputs]
+    def _performed(self, variable, inputs):
+        node, done = variable.owner, {each: [False] for each in variable.owner.outputs}
+        storage = {each: [value] for each, value in zip(node.inputs, inputs)}
+        storage.update((each, [None]) for each in node.outputs)
         node.op.prepare_node(node, None, None, "py")
-        params = node.run_params()
-        params = () if params is graph.NoParams else (node.params_type.filter(params),)
-        node.op.perform(node, inputs, storage, *params)
-        return [value for (value,) in storage]
+        node.op.make_py_thunk(node, storage, done, [])()
+        return storage[variable][0]
+
+    def takes_all(self, part, variable, axis):
+        """Whether a slice takes all of a dimension, in order."""
+        asked = [part.start, part.stop, part.step]
+        ends = [self.numbers(e) if hasattr(e, "owner") else _for_each(e) for e in asked]
+        sizes = self.dimensions(variable)[axis] or _for_each(sys.maxsize)  # they are not known
+        return None not in ends and all(
+            slice(*each).indices(size) == (0, size, 1) for *each, size in zip(*ends, sizes)
+        )
 
 
-_DIRECT = {
-    "IfElse": Sizes._branched,
-    "Reshape": Sizes._asked,
-    "mrg_uniform": Sizes._asked,
-}
+def _for_each(number):
+    """One for each of ``ROWS``."""
+    return number if isinstance(number, list) else [number] * len(ROWS)
+
+
+_DIRECT = {"IfElse": Sizes._branched, "Reshape": Sizes._asked, "mrg_uniform": Sizes._asked}
 
 
 # How variables depend on the rows --------------------------------------------------------------
@@ -209,7 +211,7 @@ class VariableRows:
         placement = self.of(variable)
         if isinstance(placement, Drawn):
             placement = self.as_drawn(variable)
-        return Value(placement, self.sizes.shape(variable))
+        return _rows.Value(placement, self.sizes.shape(variable))
 
     def as_drawn(self, variable):
         """Where random numbers have rows: along the one dimension that grows with them."""
@@ -228,7 +230,7 @@ class VariableRows:
             if all(isinstance(each, (Replicated, Count, Drawn)) for each in given):
                 return [Drawn()] * len(node.outputs)
         values = [self.value(variable) for variable in node.inputs]
-        found = without_rows([value.placement for value in values])
+        found = _rows.without_rows([value.placement for value in values])
         if found is None or rule in OF_SIZES:
             found = rule(node, values, self)
         return found if isinstance(found, list) else [found] * len(node.outputs)
@@ -299,7 +301,7 @@ class Cut:
         return rows
 
 
-class ModelGraph:
+class ModelGraph(VariableRows):
     """The graph of a model's outputs, and how it depends on the rows of a batch.
 
     Arguments:
@@ -310,22 +312,22 @@ class ModelGraph:
     """
 
     def __init__(self, outputs, sharded, given, tries=True):
-        self.outputs = outputs
         sizes = {variable: list(np.shape(value)) for variable, value in given.items()}
         for variable in sharded:
             sizes[variable][0] = list(ROWS)
-        self._rows = VariableRows({variable: Sharded(0) for variable in sharded}, Sizes(sizes))
-        self._rows.follow(outputs)
+        super().__init__({variable: Sharded(0) for variable in sharded}, Sizes(sizes))
+        self.follow(outputs)
+        self._outputs = outputs
         self._tries = tries
 
     def cuts(self, wanted):
         """Cuts at what is nearest to these variables that a device can compute of its own rows."""
-        return [Cut(v, self._rows.of(v)) for v in nearest(wanted, self._can_be_cut)]
+        return [Cut(v, self.of(v)) for v in nearest(wanted, self._can_be_cut)]
 
     def _can_be_cut(self, variable):
-        placement = self._rows.of(variable)
+        placement = self.of(variable)
         if isinstance(placement, Unknown):
-            return self._tries and bool(self._rows.sizes.grown(variable))
+            return self._tries and bool(self.sizes.grown(variable))
         whole = isinstance(placement, Sharded) and placement.copies == 1
         return whole and hasattr(variable, "broadcastable")
 
@@ -336,22 +338,18 @@ class ModelGraph:
             why: of what no rule knows, as ``_rows.Across`` has it.
         """
         kinds = Mixed if self._tries else (Mixed, Unknown)
-        needed = set(graph.ancestors(self.outputs))
-        lost = [v for v, p in self._rows.placements.items() if isinstance(p, kinds) and v in needed]
-        if not any(self._rows.sizes.grown(variable) for variable in lost):
+        needed = set(graph.ancestors(self._outputs))
+        lost = [v for v, p in self.placements.items() if isinstance(p, kinds) and v in needed]
+        if not any(map(self.sizes.grown, lost)):
             return None
-        first, united = lost[0], lost
-        why = "mixed" if isinstance(self._rows.of(first), Mixed) else why
+        why, united = "mixed" if isinstance(self.of(lost[0]), Mixed) else why, lost
         while united:  # a sum over the rows, from where it is one
             first = united[0]
-            united = [v for v in first.owner.inputs if isinstance(self._rows.of(v), Partial)]
-        return _rows.Across(first.owner.op, self._layer(first), line_of(first), why)
-
-    def _layer(self, variable):
-        """The first layer of Keras whose output depends on a variable."""
-        following = depending_on([variable], self.outputs)
-        made = [v for v in self._rows.placements if v in following and hasattr(v, "_keras_history")]
-        return f"layer {made[0]._keras_history[0].name!r}" if made else None
+            united = [v for v in first.owner.inputs if isinstance(self.of(v), Partial)]
+        following = depending_on([first], self._outputs)
+        layers = [v for v in self.placements if v in following and hasattr(v, "_keras_history")]
+        name = f"layer {layers[0]._keras_history[0].name!r}" if layers else None
+        return _rows.Across(first.owner.op, name, line_of(first), why)
 
 
 def line_of(variable):
@@ -373,9 +371,8 @@ def _is_normalized(variable):
     from keras import backend as K
 
     def in_inference(node):
-        if isinstance(node.op, IfElse) and node.inputs[0] is K.learning_phase():
-            return node.inputs[1 + node.op.n_outs :]
-        return node.inputs
+        by_phase = isinstance(node.op, IfElse) and node.inputs[0] is K.learning_phase()
+        return node.inputs[1 + node.op.n_outs :] if by_phase else node.inputs
 
     def normalizes(variable):
         return type(variable.owner.op).__name__ == "AbstractBatchNormTrain"
