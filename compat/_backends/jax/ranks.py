@@ -31,9 +31,8 @@ def distribute(model, place):
     return model
 
 
-def _rows(model, data):
-    batch = next(leaf for leaf in _keras.keras_of(model).tree.flatten(data) if leaf is not None)
-    return int(batch.shape[0])
+def _rows(data):
+    return int(jax.tree.leaves(data)[0].shape[0])
 
 
 class RankedJAXTrainFunction(keras_model.RankedMethod):
@@ -59,7 +58,7 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
         )
 
         def counted(state, data):
-            rows = _rows(model, data)
+            rows = _rows(data)
             keras_model.count(model, rows, False)
 
             def share():
@@ -84,12 +83,12 @@ class Reduced:
         self.step = step  # of state, data and this rank's share of the rows
         self.asked = {}  # shapes of data -> whether losses ask for the share, and for totals
         self.compiled = not model.run_eagerly and model.jit_compile
-        self.ask = jax.jit(self.find) if self.compiled else self.find
+        self.ask = jax.jit(self.totals) if self.compiled else self.totals
         self.run = jax.jit(self.reduced, donate_argnums=0) if self.compiled else self.reduced
 
     def __call__(self, state, data, share):
         """``share`` is a function that gives the share, and is called only where it is needed."""
-        key = str([getattr(leaf, "shape", None) for leaf in self.keras.tree.flatten(data)])
+        key = str([getattr(leaf, "shape", None) for leaf in jax.tree.leaves(data)])
         if key not in self.asked:
             self.asked[key] = self.what_is_asked(state, data)
         needs_share, needs_totals = self.asked[key]
@@ -105,22 +104,21 @@ class Reduced:
         """Found by tracing the step; one that cannot be traced is taken to ask for all."""
         if not self.compiled:
             return True, True
-        asked = set()
+        shares = []
 
-        def note(what, value):
-            asked.add(what)
-            return value
+        def share():
+            shares.append(1.0)
+            return 1.0
 
-        share, total = partial(note, "share", 1.0), partial(note, "totals")
-        jax.eval_shape(partial(self.within, share, total), state, data)
-        return bool(asked), "totals" in asked
+        totals = jax.eval_shape(partial(self.find, share), state, data)
+        return bool(shares or totals), bool(totals)
 
     def within(self, share, total, state, data):
         """Do the step; ``share`` and ``total`` are what ``losses.Reductions`` takes."""
         with losses.Reductions(share, total).within(self.keras):
             return self.step(state, data, share)
 
-    def find(self, state, data, share):
+    def find(self, share, state, data):
         """The lists of which losses ask the totals."""
         found = []
 
@@ -128,8 +126,11 @@ class Reduced:
             found.append(list(values))
             return values
 
-        self.within(lambda: share, total, state, data)
+        self.within(share, total, state, data)
         return found
+
+    def totals(self, state, data, share):
+        return self.find(lambda: share, state, data)
 
     def reduced(self, state, data, share, totals):
         rest = iter(totals)
@@ -151,7 +152,7 @@ class RankedJAXStep:
         self.count = 0
 
     def __call__(self, state, data):
-        rows = _rows(self.model, data)
+        rows = _rows(data)
         keras_model.count(self.model, rows, True)
         share = self.engine.share(rows)
         if not self.count and keras3.may_mix_rows(self.model):

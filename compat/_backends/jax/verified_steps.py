@@ -123,22 +123,19 @@ _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.+?) ([\w-]+)\((.*)")
 ProgramOperation = collections.namedtuple("ProgramOperation", "name shapes")
 
 
-def _computations(program):
-    """The computations of a program in XLA's text form: instructions by name, in each."""
-    found = {}  # type: dict
+def operations(program):
+    """By the name of each instruction of a program in XLA's text form: what it computes.
+
+    That is the products and convolutions, fused or not.
+    """
+    everything = {}  # type: dict  # instructions by name, in each computation
     for line in program.splitlines():
         header = re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line)
         if header:
-            current = found[header.group(1)] = {}
+            current = everything[header.group(1)] = {}
         instruction = _INSTRUCTION.match(line)
         if instruction:
             current[instruction.group(1)] = instruction.groups()[1:]
-    return found
-
-
-def operations(program):
-    """By each instruction's name: the products and convolutions it computes, fused or not."""
-    everything = _computations(program)
 
     def inside(computation, name):
         shape, kind, rest = computation[name]
@@ -169,8 +166,8 @@ def executed(step):
     with recorded() as events:
         step()
     new = [e for e in client.live_executables() if all(e is not other for other in before)]
-    programs = {e.hlo_modules()[0].name: e.hlo_modules()[0].to_string() for e in new}
-    computed = {name: operations(text) for name, text in programs.items() if name.endswith("_step")}
+    programs = [executable.hlo_modules()[0] for executable in new]
+    computed = {p.name: operations(p.to_string()) for p in programs if p.name.endswith("_step")}
     found = {}  # type: dict
     for *_, record in events:
         if record.get("hlo_module") in computed and "hlo_op" in record:

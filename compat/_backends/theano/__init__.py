@@ -253,16 +253,12 @@ def _importer():
     for name, module in list(sys.modules.items()):  # in the order in which they were begun
         if name.partition(".")[0] == "theano":
             return importer if name == "theano" else None
-        if any(map(_is_theanos, list(getattr(module, "__dict__", {}).values()))):
+        values = list(getattr(module, "__dict__", {}).values())
+        of_modules = [v.__name__ for v in values if isinstance(v, types.ModuleType)]
+        others = [v.__module__ for v in values if isinstance(v, (type, types.FunctionType))]
+        if any(str(each).partition(".")[0] == "theano" for each in of_modules + others):
             importer = name
     return None
-
-
-def _is_theanos(value):
-    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
-        return False
-    name = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None)
-    return str(name).partition(".")[0] == "theano"
 
 
 # Whether the GPUs that Theano's flags name came up when it was imported ---------------------------
@@ -307,14 +303,12 @@ def check(theano, failure, settings):
     Returns:
         Lines for the report, and warnings.
     """
-    asked = _contexts_of_flags(theano.config)
-    renames = hasattr(theano, "gpuarray") and _active_contexts(theano)
-    for name, gpu in asked if renames else ():
+    asked, active = _contexts_of_flags(theano.config), _active_contexts(theano)
+    for name, gpu in asked if active else ():
         # Theano 1.0.5 says "Mapped name dev0", but registers no second name for one GPU.
         up = theano.gpuarray.init_dev.devmap
-        if name not in _active_contexts(theano) and gpu in up:
-            theano.gpuarray.type.reg_context(name, up[gpu])
-    active = _active_contexts(theano)
+        if name not in active and gpu in up:
+            theano.gpuarray.type.reg_context(name, up[gpu])  # which makes it active
     gpus = ", ".join(dict.fromkeys(gpu for context, gpu in asked if context not in active))
     if not gpus:
         return [], []

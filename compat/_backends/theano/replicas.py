@@ -21,6 +21,7 @@ however uneven the shards. A compiled function keeps nothing for the next one, s
 forward returns, besides, whatever the one that goes back needs of what it has computed.
 """
 
+import contextlib
 import functools
 import operator
 import weakref
@@ -33,16 +34,8 @@ from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import progress, work
 from ..._runtime.patching import replaced
-from . import graph_rows
-from .device_body import (
-    Device,
-    compiled,
-    computed_by,
-    copied,
-    gradients_of,
-    placeholder_like,
-    value_like,
-)
+from . import device_body, graph_rows
+from .device_body import Device, computed_by, gradients_of, placeholder_like, value_like
 
 
 def parallelize(model, devices):
@@ -222,8 +215,21 @@ class ReplicatedFunction:
         self.is_made, self.tried = False, {}
 
     def _make(self, given):
-        """Find where the graph is cut, and compile what devices compute of rows, and the rest."""
-        self._find_cuts(given)
+        """Find where the graph is cut, and compile what devices compute of rows, and the rest.
+
+        The head begins at the variables nearest to it that the body computes.
+        """
+        owner, outputs = self.owner, self.owner.model.outputs
+        self.sharded = list(owner.model.inputs) + [v for v in given if v not in self.inputs]
+        leaves = set(graph.inputs(outputs)).difference(self.sharded)
+        self.body_inputs = self.sharded + [v for v in self.inputs if v in leaves]
+        self.cuts, across, reach = [], owner.across, "The model"
+        if across is None:
+            of_model = graph_rows.ModelGraph(outputs, self.sharded, given, not owner.doubt)
+            self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
+            across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
+        if across is not None:
+            _rows.runs_whole(owner.model.name, across, owner.devices[0].name, reach, owner)
         at_cut = {cut.variable: cut.variable.type() for cut in self.cuts}
         self.used = [
             variable
@@ -235,11 +241,8 @@ class ReplicatedFunction:
         replaced.update(at_cut)
         values = theano.clone(self.outputs + list(self.updates.values()), replaced)
         count = len(self.outputs)
-        self.head = self._compile(
-            self.inputs + list(at_cut.values()),
-            values[:count],
-            updates=list(zip(self.updates, values[count:])),
-        )
+        updates = list(zip(self.updates, values[count:]))
+        self.head = self._compile(self.inputs + list(at_cut.values()), values[:count], updates)
 
     def _gradients(self, at_cut):
         """Those of the loss with respect to the weights, of which the bodies compute a part.
@@ -265,22 +268,6 @@ class ReplicatedFunction:
             for weight, value in zip(self.body_weights, computed_by(of_bodies, upstream, own)):
                 gradients[weight] = gradients[weight] + value if weight in gradients else value
         return gradients
-
-    def _find_cuts(self, given):
-        """Find where the head begins: the variables nearest to it that the body computes."""
-        owner, outputs = self.owner, self.owner.model.outputs
-        leaves = set(graph.inputs(outputs))
-        states = [variable for variable in given if variable not in self.inputs]
-        self.sharded = list(owner.model.inputs) + states
-        others = [v for v in self.inputs if v in leaves and v not in self.sharded]
-        self.body_inputs = self.sharded + others
-        self.cuts, across, reach = [], owner.across, "The model"
-        if across is None:
-            of_model = graph_rows.ModelGraph(outputs, self.sharded, given, not owner.doubt)
-            self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
-            across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
-        if across is not None:
-            _rows.runs_whole(owner.model.name, across, owner.devices[0].name, reach, owner)
 
     def _in_inference(self, given, rows, chosen):
         """What the first device computes of some rows of the batch: the values at the cuts.
@@ -332,20 +319,18 @@ class ReplicatedFunction:
             upstream = [at_cut[place] + np.float32(0.5) for place in self.back]
             return list(map(np.asarray, self._run(self.backward[:1], [handed_over + upstream])[0]))
 
-        try:
-            with self.owner.devices[0].randomness_kept():
-                whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
-            is_right = all(map(_rows.trial.close, map(sum, zip(*parts)), whole))
-        except Exception:  # whatever an operation of the user's does
-            is_right = False
-        if not is_right:
-            self.owner.across = across
-        return is_right
+        # Whatever an operation of the user's does.
+        with contextlib.suppress(Exception), self.owner.devices[0].randomness_kept():
+            whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
+            if all(map(_rows.trial.close, map(sum, zip(*parts)), whole)):
+                return True
+        self.owner.across = across
+        return False
 
-    def _compile(self, inputs, outputs, **options):
+    def _compile(self, inputs, outputs, updates, **options):
         # As K.function has it.
         options = dict(self.options, allow_input_downcast=True, on_unused_input="ignore", **options)
-        return theano.function(inputs, outputs, **options)
+        return theano.function(inputs, outputs, updates=updates, **options)
 
     # The devices' functions ---------------------------------------------------------------------
 
@@ -360,11 +345,11 @@ class ReplicatedFunction:
             if number == 0 or device.target != devices[0].target:
                 given = self.body_inputs, self.sharded, cuts, self.used, back, weights
                 with device.current():
-                    functions, weights = compiled(device, self._compile, *given)
+                    functions, weights = device_body.compiled(device, self._compile, *given)
                 made.append(functions)
             else:  # on one processor all are copies of the first's
                 swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
-                made.append([copied(function, swap) for function in made[0]])
+                made.append([device_body.copied(function, swap) for function in made[0]])
         if not back:
             self.owner.forward[tuple(cuts)] = made
         self.body_weights = weights

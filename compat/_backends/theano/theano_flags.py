@@ -45,19 +45,15 @@ def split_flags(text):
     return [(name, value if equals else None) for name, equals, value in pairs]
 
 
+def _said(text):
+    """The values by name; of duplicates the last counts, and what has no value is ignored."""
+    return {name: value for name, value in split_flags(text) if value is not None}
+
+
 def merge_flags(text, flags):
     """A ``THEANO_FLAGS`` text that says what ``text`` said, and ``flags`` where both speak."""
-    merged = {}  # type: dict
-    for name, value in split_flags(text) + list(flags.items()):
-        if value is not None or name not in merged:
-            merged[name] = value
-    return ",".join(
-        _escaped(name if value is None else f"{name}={value}") for name, value in merged.items()
-    )
-
-
-def _escaped(entry):
-    return "".join("\\" + c if c in "\\,'\"#" else c for c in entry)
+    merged = [f"{name}={value}" for name, value in dict(_said(text), **flags).items()]
+    return ",".join(re.sub("[\\\\,'\"#]", r"\\\g<0>", entry) for entry in merged)
 
 
 # Files ----------------------------------------------------------------------------------------
@@ -86,8 +82,7 @@ class Flags:
     """
 
     def __init__(self, environ):
-        entries = split_flags(environ.get("THEANO_FLAGS", ""))  # of duplicates the last counts
-        self._flags = {name: value for name, value in entries if value is not None}
+        self._flags = _said(environ.get("THEANO_FLAGS", ""))
         home = _expanduser("~", environ)
         defaults = {name: environ.get(name, "") for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP")}
         defaults.update(USER=environ.get("USER", os.path.split(home)[-1]), PID=str(os.getpid()))
@@ -243,11 +238,25 @@ def problems(environ, version):
         version: Theano's, or None.
     """
     try:
-        yield from _ignored(split_flags(environ.get("THEANO_FLAGS", "")))
+        for name, value in split_flags(environ.get("THEANO_FLAGS", "")):
+            if value is None:
+                yield f"THEANO_FLAGS: {name!r} has no value, Theano ignores it."
+            elif name != name.strip() or value != value.strip():
+                entry, name, value = f"{name}={value}", name.strip(), value.strip()
+                yield (
+                    f"THEANO_FLAGS: {entry!r} has a space beside its '=', Theano does not take it "
+                    f"for {name}. Write {name}={value}."
+                )
         said, known = Flags(environ), defined()
         if known:
             yield from unknown(said, known, version)
-        yield from _overruled((said.get("floatX") or "").strip(), environ)
+        path, floatx = detection.keras_json(environ), (said.get("floatX") or "").strip()
+        keras = detection.read_keras_json(path).get("floatx", "float32")
+        if floatx in _FLOATX and floatx[-2:] != keras[-2:]:  # Theano knows "32", too
+            yield (
+                f"floatX={floatx}: Keras sets {keras} when it is imported, as {path} says or by "
+                "default. Pass floatx= to configure_gpu(), which sets both."
+            )
     except errors.CompatError as error:
         yield str(error)
 
@@ -281,27 +290,3 @@ def defined():
     path = os.path.join(os.path.dirname(spec.origin), "configdefaults.py")
     with open(path, encoding="utf-8") as file:
         return set(re.findall(r"AddConfigVar\(\s*['\"]([\w.]+)", file.read()))
-
-
-def _ignored(entries):
-    """Why Theano ignores entries of THEANO_FLAGS."""
-    for name, value in entries:
-        if value is None:
-            yield f"THEANO_FLAGS: {name!r} has no value, Theano ignores it."
-        elif name != name.strip() or value != value.strip():
-            entry, name, value = f"{name}={value}", name.strip(), value.strip()
-            yield (
-                f"THEANO_FLAGS: {entry!r} has a space beside its '=', Theano does not take it for "
-                f"{name}. Write {name}={value}."
-            )
-
-
-def _overruled(floatx, environ):
-    """That Keras will not leave ``floatX`` as it is, if so."""
-    path = detection.keras_json(environ)
-    keras = detection.read_keras_json(path).get("floatx", "float32")
-    if floatx in _FLOATX and floatx[-2:] != keras[-2:]:  # Theano knows "32", too
-        yield (
-            f"floatX={floatx}: Keras sets {keras} when it is imported, as {path} says or by "
-            "default. Pass floatx= to configure_gpu(), which sets both."
-        )
