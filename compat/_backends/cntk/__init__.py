@@ -45,11 +45,10 @@ class CNTK(Backend):
     def configure(self, settings):
         imported = [name for name in ("keras", "cntk") if name in sys.modules]
         cntk = self.import_framework()
-        applied, warnings = [], []
+        warnings = []  # type: list
         device = _wanted(cntk, settings, warnings)
-        if device is not None:
-            applied.append(_set_default(cntk, device, imported))
-        self.kept["simulated"] = settings.devices.simulated
+        applied = [] if device is None else [_set_default(cntk, device, imported)]
+        self.kept["simulated"] = [f"cpu:{i}" for i in range(settings.devices.simulated)]
         if settings.memory and settings.devices.gpus:
             warnings.append(
                 f"memory={settings.memory} was asked for, but CNTK has no setting for a GPU's "
@@ -64,8 +63,8 @@ class CNTK(Backend):
 
     def devices(self):
         """The default device; one name each for simulated ones, which all are the CPU."""
-        simulated = [f"cpu:{index}" for index in range(self.kept.get("simulated", 0))]
-        return simulated or [_name(self.import_framework().device.use_default_device())]
+        default = self.import_framework().device.use_default_device
+        return self.kept.get("simulated") or [_name(default())]
 
     def parallelize(self, model, devices):
         """Return ``model`` as it is: it runs on the default device.

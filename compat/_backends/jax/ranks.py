@@ -53,9 +53,11 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
     def __call__(self, model, force=False):
         if model.test_function is not None and not force:
             return
-        reduced = Reduced(
-            model, self.engine, lambda state, data, share: model.test_step(state, data)
-        )
+
+        def step(state, data, share):
+            return model.test_step(state, data)
+
+        reduced = Reduced(model, self.engine, step)
 
         def counted(state, data):
             rows = _rows(data)
@@ -144,8 +146,8 @@ class RankedJAXStep:
         self.model = model
         self.engine = engine
         self.compute = Reduced(model, engine, self.gradients)
-        update = self.updated
-        self.update = jax.jit(update, donate_argnums=(0, 1)) if self.compute.compiled else update
+        compiled = self.compute.compiled
+        self.update = jax.jit(self.updated, donate_argnums=(0, 1)) if compiled else self.updated
         averaged = set(map(id, keras3.averaged(model)))
         others = enumerate(model.non_trainable_variables)
         self.averaged = [place for place, variable in others if id(variable) in averaged]
@@ -176,9 +178,7 @@ class RankedJAXStep:
             return trainable, variables
 
         with _step, patching.replaced(optimizer, stateless_apply=capture, **ours):
-            logs, (trainable, non_trainable, variables, metrics) = self.model.train_step(
-                state, data
-            )
+            logs, (trainable, others, variables, metrics) = self.model.train_step(state, data)
         if len(given) != 1:
             raise errors.unsupported(
                 "jax",
@@ -186,11 +186,10 @@ class RankedJAXStep:
                 "optimizer.stateless_apply {} times".format(self.model.name, len(given)),
                 "Have it do so once.",
             )
-        scale = 1.0 if scaled else share()
-        parts = [gradient * scale for gradient in given[0]]
-        parts += [(non_trainable[place] - before[place]) * share() for place in self.averaged]
-        non_trainable = list(non_trainable)
+        parts = [gradient * (1.0 if scaled else share()) for gradient in given[0]]
+        non_trainable = list(others)
         for place in self.averaged:
+            parts.append((others[place] - before[place]) * share())
             non_trainable[place] = before[place]
         dtype = "float64" if any(part.dtype == "float64" for part in parts) else "float32"
         flat, _ = ravel_pytree([jnp.zeros(0, dtype)] + [part.astype(dtype) for part in parts])
@@ -199,13 +198,13 @@ class RankedJAXStep:
     def updated(self, trainable, others, means):
         """Keras' own update, with the gradients of all ranks."""
         non_trainable, optimizer, metrics = others
-        targets = list(trainable) + [non_trainable[place] for place in self.averaged]
-        parts = arrays.like(targets, means)
-        for place, change in zip(self.averaged, parts[len(trainable) :]):
-            non_trainable[place] = non_trainable[place] + change
-        trainable, optimizer = self.model.optimizer.stateless_apply(
-            optimizer, parts[: len(trainable)], trainable
-        )
+        averaged = [non_trainable[place] for place in self.averaged]
+        parts = arrays.like(list(trainable) + averaged, means)
+        gradients, changes = parts[: len(trainable)], parts[len(trainable) :]
+        for place, before, change in zip(self.averaged, averaged, changes):
+            non_trainable[place] = before + change
+        apply = self.model.optimizer.stateless_apply
+        trainable, optimizer = apply(optimizer, gradients, trainable)
         return trainable, (non_trainable, optimizer, metrics)
 
     def verified(self, state):

@@ -101,7 +101,7 @@ class Theano(Backend):
         flags = theano_flags.asked(settings, os.environ, devices.ordinals(os.environ))
         known = {p.fullname: p for p in theano.configparser._config_var_list}
         lines = self._apply(theano, flags, known, settings)
-        self.kept["simulated"] = devices.simulated
+        self.kept["simulated"] = [f"cpu:{number}" for number in range(devices.simulated)]
         if settings.memory and not devices.gpus and "gpuarray.preallocate" not in flags:
             lines.append(f"memory={settings.memory}: there is no GPU to reserve it on")
         started, warnings = check(theano, failure.error, settings)
@@ -170,8 +170,8 @@ class Theano(Backend):
     def devices(self):
         """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
         device (``"cpu:0"``): functions and weights of its own, on the one CPU."""
-        simulated = [f"cpu:{number}" for number in range(self.kept.get("simulated", 0))]
-        return list(active_gpus(self.import_framework())) or simulated or ["cpu"]
+        gpus = list(active_gpus(self.import_framework()))
+        return gpus or self.kept.get("simulated") or ["cpu"]
 
     # Parallelizing ----------------------------------------------------------------------------
 

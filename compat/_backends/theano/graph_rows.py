@@ -224,11 +224,11 @@ class VariableRows:
     def _after(self, node):
         name, rule = _entry(node.op)
         given = [self.of(variable) for variable in node.inputs]
-        if rule is not drawn and all(isinstance(each, Replicated) for each in given):
+        kinds = set(map(type, given))
+        if kinds <= {Replicated} and rule is not drawn:
             return [REPLICATED] * len(node.outputs)
-        if name in ARRANGING and any(isinstance(each, Drawn) for each in given):
-            if all(isinstance(each, (Replicated, Count, Drawn)) for each in given):
-                return [Drawn()] * len(node.outputs)
+        if Drawn in kinds and kinds <= {Replicated, Count, Drawn} and name in ARRANGING:
+            return [Drawn()] * len(node.outputs)
         values = [self.value(variable) for variable in node.inputs]
         found = _rows.without_rows([value.placement for value in values])
         if found is None or rule in OF_SIZES:

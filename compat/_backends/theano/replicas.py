@@ -37,6 +37,8 @@ from ..._runtime.patching import replaced
 from . import device_body, graph_rows
 from .device_body import Device, computed_by, gradients_of, placeholder_like, value_like
 
+_METHODS = ["_make_" + name for name in _keras.FUNCTIONS]
+
 
 def parallelize(model, devices):
     """Run ``model`` on several devices, or give the plain behaviour back.
@@ -57,8 +59,8 @@ def parallelize(model, devices):
             "Give the model an Input(shape=...) and feed it.",
         )
     with _keras.rebuilding_functions(model):
-        if current is not None:
-            current.uninstall()
+        for name in [] if current is None else _METHODS + ["_compat_functions"]:
+            del vars(model)[name]
         if devices:
             ReplicatedTheanoFunctions(model, [Device(*each) for each in devices])
 
@@ -70,8 +72,6 @@ class ReplicatedTheanoFunctions:
     methods of its own for that, which hand Keras another ``K.function``.
     """
 
-    METHODS = ["_make_" + name for name in _keras.FUNCTIONS]
-
     def __init__(self, model, devices):
         self.model = model
         self.devices = devices
@@ -79,13 +79,9 @@ class ReplicatedTheanoFunctions:
         self.doubt = None  # why what no rule knows is not split, after a trial
         # The devices' functions that compute variables at cuts, which functions have in common.
         self.forward = {}  # type: dict
-        for name in self.METHODS:
+        for name in _METHODS:
             vars(model)[name] = functools.partial(self._make, getattr(model, name))
         vars(model)["_compat_functions"] = self
-
-    def uninstall(self):
-        for name in self.METHODS + ["_compat_functions"]:
-            del vars(self.model)[name]
 
     def _make(self, make):
         """Keras' method, for which ``K.function`` makes a replicated one, of gradients to come."""
