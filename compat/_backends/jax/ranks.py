@@ -161,10 +161,8 @@ class RankedJAXStep:
             keras3.check_loss(self.model, data, partial(_loss, state))
         logs, parts, trainable, others = self.compute(state, data, lambda: share)
         means = self.engine.sum_array(parts) if parts.size else parts
-        trainable, others = self.update(trainable, others, means)
+        state = self.update(trainable, others, means)
         self.count += 1
-        non_trainable, optimizer, metrics = others
-        state = trainable, non_trainable, optimizer, metrics
         return logs, self.verified(state) if checksum.is_due(self.count) else state
 
     def gradients(self, state, data, share):
@@ -196,7 +194,7 @@ class RankedJAXStep:
         return logs, flat, trainable, (non_trainable, variables, metrics)
 
     def updated(self, trainable, others, means):
-        """Keras' own update, with the gradients of all ranks."""
+        """The state after Keras' own update, with the gradients of all ranks."""
         non_trainable, optimizer, metrics = others
         averaged = [non_trainable[place] for place in self.averaged]
         parts = arrays.like(list(trainable) + averaged, means)
@@ -205,7 +203,7 @@ class RankedJAXStep:
             non_trainable[place] = before + change
         apply = self.model.optimizer.stateless_apply
         trainable, optimizer = apply(optimizer, gradients, trainable)
-        return trainable, (non_trainable, optimizer, metrics)
+        return trainable, non_trainable, optimizer, metrics
 
     def verified(self, state):
         """The state, compared with the other ranks'. See ``_ranks.checksum.verify``."""

@@ -35,7 +35,9 @@ def check_distribution(model):
 
 def install(model, devices):
     """Have a model run on several devices, and what steps of its own call in its place."""
-    _make_sorts_divisible()
+    if patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
+        patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
+        jax.clear_caches()  # also of what it has differentiated so far
     sharded = ShardedCall(devices)
     sharded.install(model)
     CountedSteps(devices).install(model)
@@ -46,19 +48,13 @@ def install(model, devices):
         step(devices).install(model)
 
 
-def _make_sorts_divisible():
-    """Have JAX differentiate sorts by signed indices of 32 bits.
+def _differentiate_sort(primals, tangents, dimension, **options):
+    """Differentiate sorts by signed indices of 32 bits.
 
     JAX's own rule gathers by unsigned ones, and promises that they are in bounds. XLA's
     partitioner fails a check at that, and ends the process, where a dimension does not divide
     among the devices.
     """
-    if patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
-        patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
-        jax.clear_caches()  # also of what it has differentiated so far
-
-
-def _differentiate_sort(primals, tangents, dimension, **options):
     order = jax.lax.broadcasted_iota("int32", primals[0].shape, dimension)
     *found, order = jax.lax.sort_p.bind(*primals, order, dimension=dimension, **options)
 

@@ -6,6 +6,7 @@ Its random numbers do not depend on how it is sharded, so that they are compared
 
 import collections
 import contextlib
+import functools
 import glob
 import itertools
 import os
@@ -99,15 +100,11 @@ class VerifiedJAXStep(keras_steps.Verified):
     step = _JAXStep
 
     def made_anew(self, model):
-        name = keras_steps.STEPS[self.kind]
-        method = getattr(model, name)
-
-        def step(*args):
-            return method(*args)
-
         # jax.jit() keeps one program for each function, and Keras gives it the model's method: by
         # another object, or what was traced undivided would run in the place of the other.
-        step.__name__ = name
+        name = keras_steps.STEPS[self.kind]
+        step = functools.partial(getattr(model, name))
+        step.__name__ = name  # by which `CountedSteps` tells it
         with patching.replaced(model, **{name: step}):
             return super().made_anew(model)
 

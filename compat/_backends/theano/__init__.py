@@ -286,10 +286,8 @@ def active_gpus(theano):
 def _contexts_of_flags(config):
     """Context and GPU, for each that the flags ask for; None is the default context."""
     asked = [(None, config.device)] if config.device != "cpu" else []
-    for entry in filter(None, config.contexts.split(";")):
-        name, _, gpu = entry.partition("->")
-        asked.append((name.strip(), gpu.strip()))
-    return asked
+    named = [entry.partition("->") for entry in config.contexts.split(";") if entry]
+    return asked + [(name.strip(), gpu.strip()) for name, _, gpu in named]
 
 
 def _active_contexts(theano):

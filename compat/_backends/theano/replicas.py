@@ -227,11 +227,8 @@ class ReplicatedFunction:
         if across is not None:
             _rows.runs_whole(owner.model.name, across, owner.devices[0].name, reach, owner)
         at_cut = {cut.variable: cut.variable.type() for cut in self.cuts}
-        self.used = [
-            variable
-            for variable in graph.inputs(list(at_cut))
-            if isinstance(variable, theano.compile.SharedVariable) and variable not in given
-        ]
+        leaves = graph.inputs(list(at_cut))
+        self.used = [v for v in leaves if hasattr(v, "get_value") and v not in given]
         gradients = self._gradients(at_cut)
         replaced = {own: value_like(own, gradients[weight]) for weight, own in self.weights}
         replaced.update(at_cut)

@@ -181,7 +181,10 @@ def asked(settings, environ, ids):
         if other not in flags and said.get(other) and not keeps:
             flags[other] = ""
     if settings.memory and (names or keeps):
-        flags["gpuarray.preallocate"] = _megabytes(settings.memory)
+        # Up to 1 it is a fraction, at most .95; above 1 megabytes.
+        flags["gpuarray.preallocate"] = f"{min(settings.memory.fraction or 0, 0.95):g}"
+        if settings.memory.size:
+            flags["gpuarray.preallocate"] = f"{max(2, settings.memory.size / 2.0**20):.15g}"
     if settings.floatx:
         flags["floatX"] = settings.floatx
     if launchers.launched(environ):
@@ -209,13 +212,6 @@ def _checked(flags):
                 flags, f"{value!r} is neither a number, True, False, nor one line of text"
             )
     return {name: str(value) for name, value in flags.items()}
-
-
-def _megabytes(memory):
-    """What ``gpuarray.preallocate`` takes: up to 1 a fraction, at most .95; above 1 megabytes."""
-    if memory.size:
-        return f"{max(2, memory.size / 2.0**20):.15g}"
-    return f"{min(memory.fraction or 0, 0.95):g}"
 
 
 def invalid(flags, problem):
