@@ -85,7 +85,7 @@ class Reduced:
         self.step = step  # of state, data and this rank's share of the rows
         self.asked = {}  # shapes of data -> whether losses ask for the share, and for totals
         self.compiled = not model.run_eagerly and model.jit_compile
-        self.ask = jax.jit(self.totals) if self.compiled else self.totals
+        self.ask = jax.jit(self.parts) if self.compiled else self.parts
         self.run = jax.jit(self.reduced, donate_argnums=0) if self.compiled else self.reduced
 
     def __call__(self, state, data, share):
@@ -112,31 +112,29 @@ class Reduced:
             shares.append(1.0)
             return 1.0
 
-        totals = jax.eval_shape(partial(self.find, share), state, data)
-        return bool(shares or totals), bool(totals)
+        _, parts = jax.eval_shape(partial(self.within, share, []), state, data)
+        return bool(shares or parts), bool(parts)
 
-    def within(self, share, total, state, data):
-        """Do the step; ``share`` and ``total`` are what ``losses.Reductions`` takes."""
-        with losses.Reductions(share, total).within(self.keras):
-            return self.step(state, data, share)
+    def within(self, share, totals, state, data):
+        """What the step returns, and the lists of which losses ask the totals.
 
-    def find(self, share, state, data):
-        """The lists of which losses ask the totals."""
-        found = []
+        Arguments:
+            totals: what they get, where any of them asks; else each gets its own.
+        """
+        parts = []
 
         def total(values):
-            found.append(list(values))
-            return values
+            parts.append(list(values))
+            return totals[len(parts) - 1] if totals else values
 
-        self.within(share, total, state, data)
-        return found
+        with losses.Reductions(share, total).within(self.keras):
+            return self.step(state, data, share), parts
 
-    def totals(self, state, data, share):
-        return self.find(lambda: share, state, data)
+    def parts(self, state, data, share):
+        return self.within(lambda: share, [], state, data)[1]
 
     def reduced(self, state, data, share, totals):
-        rest = iter(totals)
-        return self.within(lambda: share, lambda values: next(rest), state, data)
+        return self.within(lambda: share, totals, state, data)[0]
 
 
 class RankedJAXStep:
