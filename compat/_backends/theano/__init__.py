@@ -254,9 +254,10 @@ def _importer():
         if name.partition(".")[0] == "theano":
             return importer if name == "theano" else None
         values = list(getattr(module, "__dict__", {}).values())
-        of_modules = [v.__name__ for v in values if isinstance(v, types.ModuleType)]
-        others = [v.__module__ for v in values if isinstance(v, (type, types.FunctionType))]
-        if any(str(each).partition(".")[0] == "theano" for each in of_modules + others):
+        made = [v for v in values if isinstance(v, (type, types.FunctionType))]
+        found = [getattr(v, "__name__", "") for v in values if isinstance(v, types.ModuleType)]
+        found += [getattr(v, "__module__", "") for v in made]
+        if any(str(each).partition(".")[0] == "theano" for each in found):
             importer = name
     return None
 
@@ -274,25 +275,24 @@ class Failure(logging.Handler):
             self.error = record.exc_info[1] or self.error
 
 
+def _contexts(theano):
+    """Context and GPU, for each that the flags ask for, None is the default; which are active."""
+    config, gpuarray = theano.config, getattr(theano, "gpuarray", None)
+    asked = [(None, config.device)] if config.device != "cpu" else []
+    named = [entry.partition("->") for entry in config.contexts.split(";") if entry]
+    asked += [(name.strip(), gpu.strip()) for name, _, gpu in named]
+    active = gpuarray.type.list_contexts() if gpuarray and gpuarray.pygpu_activated else ()
+    return asked, active
+
+
 def active_gpus(theano):
     """The GPUs that came up, each with the first of its contexts."""
-    active, found = _active_contexts(theano), {}
-    for context, gpu in _contexts_of_flags(theano.config):
+    asked, active = _contexts(theano)
+    found = {}  # type: dict
+    for context, gpu in asked:
         if context in active:
             found.setdefault(gpu, context)
     return found
-
-
-def _contexts_of_flags(config):
-    """Context and GPU, for each that the flags ask for; None is the default context."""
-    asked = [(None, config.device)] if config.device != "cpu" else []
-    named = [entry.partition("->") for entry in config.contexts.split(";") if entry]
-    return asked + [(name.strip(), gpu.strip()) for name, _, gpu in named]
-
-
-def _active_contexts(theano):
-    gpuarray = getattr(theano, "gpuarray", None)
-    return gpuarray.type.list_contexts() if gpuarray and gpuarray.pygpu_activated else ()
 
 
 def check(theano, failure, settings):
@@ -301,7 +301,7 @@ def check(theano, failure, settings):
     Returns:
         Lines for the report, and warnings.
     """
-    asked, active = _contexts_of_flags(theano.config), _active_contexts(theano)
+    asked, active = _contexts(theano)
     for name, gpu in asked if active else ():
         # Theano 1.0.5 says "Mapped name dev0", but registers no second name for one GPU.
         up = theano.gpuarray.init_dev.devmap

@@ -71,13 +71,9 @@ def _maximum(node, values, rows):
 
 
 def _along(node, values, rows):
-    """Along ``op.axis``; None is all of them, as one."""
-    return Mixed() if node.op.axis is None else _rows.along(values[0], node.op.axis)
-
-
-def _along_second(node, values, rows):
-    """Along an axis that is the second input."""
-    axis = rows.sizes.constant(node.inputs[1])
+    """Along ``op.axis``, None is all of them, as one; or along an axis that is the second input."""
+    has_axis = hasattr(node.op, "axis")
+    axis = node.op.axis if has_axis else rows.sizes.constant(node.inputs[1])
     known = axis is not None and _are_replicated(values[1:])
     return _rows.along(values[0], axis) if known else Mixed()
 
@@ -279,8 +275,7 @@ _KINDS = [
     (_checked, "Assert"),
     (_reduced, "CAReduce"),
     (_maximum, "Argmax MaxAndArgmax"),
-    (_along, "CumOp DiffOp TopKOp"),
-    (_along_second, "ArgSortOp SortOp Split"),
+    (_along, "ArgSortOp CumOp DiffOp SortOp Split TopKOp"),
     (_all(_along_last), "LogSoftmax Softmax SoftmaxGrad SoftmaxWithBias"),
     (_all(_rows.product), "Dot Dot22 StructuredDot TrueDot"),
     (_batched_product, "BatchedDot"),
