@@ -67,10 +67,8 @@ class _JAXStep(keras_steps.KerasStep):
         Arguments:
             shardings: on which devices each is, by label; the others are on JAX's default device.
         """
-        placed = [
-            jax.device_put(np.array(self.values[label]), shardings.get(label))
-            for label in self.labels
-        ]
+        pairs = self.values.items()
+        placed = [jax.device_put(np.array(value), shardings.get(label)) for label, value in pairs]
         return jax.tree.unflatten(self.tree, placed)
 
     def done(self, function):

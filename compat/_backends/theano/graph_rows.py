@@ -63,10 +63,8 @@ class Sizes:
         """The sizes, None for those that are not known or change with the number of rows."""
         if not hasattr(variable, "ndim"):
             return None
-        return [
-            sizes[0] if sizes is not None and len(set(sizes)) == 1 else None
-            for sizes in self.dimensions(variable)
-        ]
+        given = self.dimensions(variable)
+        return [sizes[0] if sizes and len(set(sizes)) == 1 else None for sizes in given]
 
     def grown(self, variable):
         """The dimensions whose sizes are not known or change with the number of rows."""

@@ -29,11 +29,9 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
 
         differentiate, make = K.gradients, K.function
         of_rows = _keras.states(model, "get_value")
-        state = [  # the values that a step gives to moving averages and the like
-            new
-            for variable, new in model.updates
-            if variable not in of_rows and "float" in variable.dtype and "float" in new.dtype
-        ]
+        updates = [(v, new) for v, new in model.updates if v not in of_rows and "float" in v.dtype]
+        # The values that a step gives to moving averages and the like.
+        state = [new for _, new in updates if "float" in new.dtype]
         means = {}  # by what they are means of
         last = K.constant(0.0)  # of the operation before, which ranks must not run after
 

@@ -61,8 +61,7 @@ def merge_flags(text, flags):
 
 def files(environ):
     """The files that Theano reads, present or not; what a later one says wins."""
-    on_windows = sys.platform == "win32"
-    usual = os.pathsep.join(["~/.theanorc"] + ["~/.theanorc.txt"] * on_windows)
+    usual = "~/.theanorc" + f"{os.pathsep}~/.theanorc.txt" * (sys.platform == "win32")
     named = environ.get("THEANORC", usual).split(os.pathsep)
     return [_expanduser(path, environ) for path in named if path]
 
@@ -190,9 +189,8 @@ def asked(settings, environ, ids):
     if launchers.launched(environ):
         # Ranks compile the same at the same time, and by itself Theano waits 5 to 10 seconds
         # before it looks for its lock again; so long it stays another's, as ever.
-        for name, seconds in (("compile.wait", "1"), ("compile.timeout", "120")):
-            if not said.get(name):
-                flags[name] = seconds
+        seconds = {"compile.wait": "1", "compile.timeout": "120"}
+        flags.update((name, value) for name, value in seconds.items() if not said.get(name))
     flags.update(options)
     return flags
 
