@@ -112,26 +112,26 @@ class Reduced:
             shares.append(1.0)
             return 1.0
 
-        _, parts = jax.eval_shape(partial(self.within, share, []), state, data)
+        _, parts = jax.eval_shape(partial(self.within, share, None), state, data)
         return bool(shares or parts), bool(parts)
 
     def within(self, share, totals, state, data):
         """What the step returns, and the lists of which losses ask the totals.
 
         Arguments:
-            totals: what they get, where any of them asks; else each gets its own.
+            totals: what they get, one after the other; None: each gets its own.
         """
         parts = []
 
         def total(values):
             parts.append(list(values))
-            return totals[len(parts) - 1] if totals else values
+            return values if totals is None else totals[len(parts) - 1]
 
         with losses.Reductions(share, total).within(self.keras):
             return self.step(state, data, share), parts
 
     def parts(self, state, data, share):
-        return self.within(lambda: share, [], state, data)[1]
+        return self.within(lambda: share, None, state, data)[1]
 
     def reduced(self, state, data, share, totals):
         return self.within(lambda: share, totals, state, data)[0]
