@@ -183,8 +183,6 @@ def value_like(variable, own):
 
 # The body of a model's graph: its functions to go forward and back ------------------------------
 
-_FLOATS = "float16", "float32", "float64"
-
 
 def compiled(device, compile_function, inputs, sharded, wanted, used, places, weights):
     """The functions of the body, the graph from a device's shard to the values at the cut.
@@ -215,7 +213,7 @@ def compiled(device, compile_function, inputs, sharded, wanted, used, places, we
 
     def place_of(variable):
         """What is no float stays in the host's memory."""
-        return device.place if variable.type.dtype in _FLOATS else "cpu"
+        return device.place if "float" in variable.type.dtype else "cpu"
 
     def function(inputs, values, updates=()):
         values = [value.transfer(place_of(value)) for value in values]
