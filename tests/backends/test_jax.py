@@ -12,7 +12,8 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # isort: split
 import jax
 
 import compat
-from compat._backends.jax import JAX, _fraction, backend, device_name, verified_steps
+from compat._backends.jax import JAX, _fraction, backend, verified_steps
+from compat._backends.jax.sharding import device_name
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
 from compat._configuration.settings import Memory, Settings

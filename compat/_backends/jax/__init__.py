@@ -186,12 +186,9 @@ class JAX(Backend):
 
 def _devices(jax):
     """JAX's devices, by Keras' names for them."""
-    return {device_name(device): device for device in jax.local_devices()}
+    from . import sharding  # imports jax
 
-
-def device_name(device):
-    """A device of JAX's, as compat names it."""
-    return f"{device.platform}:{device.id}"
+    return {sharding.device_name(device): device for device in jax.local_devices()}
 
 
 def _gpus(jax):

@@ -16,7 +16,6 @@ from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
 from ..._runtime.within import Within
-from . import device_name
 
 
 def check_distribution(model):
@@ -246,6 +245,11 @@ def _put(value, sharding):
     if mask is not None:
         masking.set_keras_mask(result, mask)
     return result
+
+
+def device_name(device):
+    """A device of JAX's, as compat names it."""
+    return f"{device.platform}:{device.id}"
 
 
 def _is_staged(value):
