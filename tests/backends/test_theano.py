@@ -114,7 +114,6 @@ def ran(model):
         return {}
 
     def runs(function):
-        """As Theano's profile of the function has it."""
         return sum(function.profile.apply_callcount.get(node, 0) for node in products(function))
 
     return {name: np.array(list(map(runs, made))) for name, made in functions(model).items()}
