@@ -12,7 +12,7 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # isort: split
 import jax
 
 import compat
-from compat._backends.jax import JAX, _fraction, backend, op_placement
+from compat._backends.jax import JAX, _fraction, backend, verified_steps
 from compat._backends.jax.sharding import device_name
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
@@ -34,7 +34,7 @@ from .verification_cases import verified
 
 def executed(model, inputs, targets):
     """Train one step; by device, what JAX's profiler saw it execute."""
-    return op_placement.executed(jax, lambda: model.train_on_batch(inputs, targets))
+    return verified_steps.executed(lambda: model.train_on_batch(inputs, targets))
 
 
 class TestJAX(KerasParts):
@@ -58,7 +58,7 @@ class TestJAX(KerasParts):
         for operation in sum(found.values(), []):  # nothing was computed undivided
             rows = len(targets[0] if isinstance(targets, list) else targets)
             assert rows not in sum(operation.shapes, []), operation.name
-        return op_placement.products(found)
+        return verified_steps.products(found)
 
     def shard_sizes(self, model, inputs, targets):
         found = executed(model, inputs, targets)
@@ -229,7 +229,7 @@ def test_loop_of_ones_own(keras):
         results.append([value] + gradients)
     for expected, found in zip(*results):
         np.testing.assert_allclose(expected, found, atol=1e-6)
-    computed = sum(op_placement.operations(lowered.as_text()).values(), [])
+    computed = sum(verified_steps.operations(lowered.as_text()).values(), [])
     assert computed and not any(len(ROWS) in sum(each.shapes, []) for each in computed)
 
 

@@ -11,8 +11,7 @@ import pytest
 from terminals import terminal
 
 import compat
-from compat._backends.theano import flag_problems, theano_flags
-from compat._backends.theano.verified_steps import products
+from compat._backends.theano import theano_flags
 from compat._configuration import packages, registry
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
@@ -103,20 +102,21 @@ def number_of_products(function):
     return sum(name.startswith(("Dot", "Gem", "BatchedDot")) for name in names)
 
 
-def runs(function, nodes):
-    """How often these nodes ran, as Theano's profile of the function has it."""
-    counts = function.profile.apply_callcount
-    return sum(counts.get(node, 0) for node in nodes)
+def products(function):
+    from compat._backends.theano import verified_steps  # imports theano
+
+    return verified_steps.products(function)
 
 
 def ran(model):
     """For each device, how many products of layers ran there so far, and of their gradients."""
     if not getattr(model.train_function, "forward", None):  # not made yet
         return {}
-    return {
-        device: np.array([runs(function, products(function)) for function in made])
-        for device, made in functions(model).items()
-    }
+
+    def runs(function):
+        return sum(function.profile.apply_callcount.get(node, 0) for node in products(function))
+
+    return {name: np.array(list(map(runs, made))) for name, made in functions(model).items()}
 
 
 def places(function):
@@ -516,7 +516,7 @@ def test_the_reason_is_theanos_own():
     """What Theano logs with pygpu installed, here without CUDA (seen with pygpu 0.7.6)."""
     from types import SimpleNamespace
 
-    from compat._backends.theano.gpu_startup import reason
+    from compat._backends.theano import reason
 
     with_pygpu = SimpleNamespace(gpuarray=SimpleNamespace(pygpu=True))
     logged = RuntimeError(b'Could not load "libcuda.so"', 2)
@@ -811,7 +811,7 @@ def test_flags_that_theano_ignores(problems, theano):
 @span
 def test_the_flags_read_from_the_file_are_theanos(theano):
     parameters = theano.import_framework().configparser._config_var_list
-    assert flag_problems.defined() == {parameter.fullname for parameter in parameters}
+    assert theano_flags.defined() == {parameter.fullname for parameter in parameters}
 
 
 def test_what_is_wrong(problems, tmp_path):

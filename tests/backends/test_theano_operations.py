@@ -228,8 +228,7 @@ def prove(name, inputs, function, found):
     import theano
     from theano import tensor
 
-    from compat._backends.theano.graph_rows import VariableRows
-    from compat._backends.theano.graph_sizes import ROWS, Sizes
+    from compat._backends.theano.graph_rows import ROWS, Sizes, VariableRows
 
     given = [tensor.TensorType(a.dtype, [n == 1 for n in np.shape(a)])() for a in inputs]
     outputs = function(*given)

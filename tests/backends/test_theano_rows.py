@@ -7,7 +7,6 @@ import pytest
 
 import compat
 from compat import _rows
-from compat._backends.theano.context_device import is_random
 from compat._configuration import registry
 from compat._rows import Sharded
 from compat._runtime.process import process
@@ -28,12 +27,12 @@ def keras():
 
 
 def graph_of(model):
-    from compat._backends.theano import graph_cuts
+    from compat._backends.theano import graph_rows
 
     inputs = model.inputs
     shapes = [[size or 4 for size in v._keras_shape] for v in inputs]
     given = {v: np.zeros(shape) for v, shape in zip(inputs, shapes)}
-    return graph_cuts.ModelGraph(model.outputs, inputs, given)
+    return graph_rows.ModelGraph(model.outputs, inputs, given)
 
 
 def whole(operation, name, layer=None, line=None, reach=_rows.FROM_THERE_ON, why="mixed"):
@@ -265,6 +264,8 @@ def test_what_cannot_be_tried_gets_all_rows(keras):
 
 def test_a_trial_leaves_no_trace(keras):
     """Random numbers go on as they would."""
+    from compat._backends.theano.device_body import is_random  # imports theano
+
     K = keras.backend
     model = named(keras, lambda x: x + K.random_normal(K.shape(x)))[0]
     compat.parallelize(initialise(model))

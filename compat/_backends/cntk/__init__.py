@@ -33,10 +33,10 @@ class CNTK(Backend):
         try:
             return super().import_framework()
         except errors.BrokenInstallError as error:
-            missing = _missing_libraries(os.environ)
-            if not missing:
+            without_openmpi = _without_openmpi(os.environ)
+            if without_openmpi is None:
                 raise
-            raise _cntk_without_openmpi(*missing) from error
+            raise without_openmpi from error
 
     def initialised(self):
         """CNTK looks for GPUs when it is imported."""
@@ -45,11 +45,10 @@ class CNTK(Backend):
     def configure(self, settings):
         imported = [name for name in ("keras", "cntk") if name in sys.modules]
         cntk = self.import_framework()
-        applied, warnings = [], []
+        warnings = []  # type: list
         device = _wanted(cntk, settings, warnings)
-        if device is not None:
-            applied.append(_set_default(cntk, device, imported))
-        self.kept["simulated"] = settings.devices.simulated
+        applied = [] if device is None else [_set_default(cntk, device, imported)]
+        self.kept["simulated"] = [f"cpu:{i}" for i in range(settings.devices.simulated)]
         if settings.memory and settings.devices.gpus:
             warnings.append(
                 f"memory={settings.memory} was asked for, but CNTK has no setting for a GPU's "
@@ -64,8 +63,8 @@ class CNTK(Backend):
 
     def devices(self):
         """The default device; one name each for simulated ones, which all are the CPU."""
-        simulated = [f"cpu:{index}" for index in range(self.kept.get("simulated", 0))]
-        return simulated or [_name(self.import_framework().device.use_default_device())]
+        default = self.import_framework().device.use_default_device
+        return self.kept.get("simulated") or [_name(default())]
 
     def parallelize(self, model, devices):
         """Return ``model`` as it is: it runs on the default device.
@@ -98,8 +97,7 @@ class CNTK(Backend):
         return model
 
     def problems(self, environ):
-        missing = _missing_libraries(environ)
-        return [str(_cntk_without_openmpi(*missing))] if missing else []
+        return [str(error) for error in [_without_openmpi(environ)] if error is not None]
 
 
 # The default device ---------------------------------------------------------------------------
@@ -133,74 +131,67 @@ def _set_default(cntk, device, imported):
     ``try_set_default_device`` may return False for a device that it does not take, and True for
     one that it does not use.
     """
+    fixed = errors.too_late(
+        "cntk",
+        f"its default device was fixed when {(imported or ['cntk'])[0]} was imported, and cannot "
+        f"become {_name(device)}",
+        "Call it before the first `import keras`.",
+    )
     try:
         taken = cntk.device.try_set_default_device(device)
     except RuntimeError as error:  # another device is fixed
-        raise _cntk_device_fixed(_name(device), imported) from error
+        raise fixed from error
     try:
-        default = cntk.device.use_default_device()
+        default, excluded = cntk.device.use_default_device(), None
+        problem = f"its default device is {_name(default)}"
     except RuntimeError as error:  # all devices are excluded
+        default, excluded = None, error
         problem = str(error).partition("\n")[0].rstrip(".")
-        raise _device_failed(_name(device), problem) from error
-    if not taken or default != device:
-        if imported:
-            raise _cntk_device_fixed(_name(device), imported)
-        raise _device_failed(_name(device), f"its default device is {_name(default)}")
-    return f"cntk.device.try_set_default_device({_name(device)})"
-
-
-def _device_failed(device, problem):
-    return errors.device_failed(
+    if taken and default == device:
+        return f"cntk.device.try_set_default_device({_name(device)})"
+    if imported and default is not None:
+        raise fixed
+    raise errors.device_failed(
         "cntk",
-        device,
+        _name(device),
         problem,
         "See that cntk.device.set_excluded_devices() does not name it, and that no other process "
         "holds it.",
-    )
+    ) from excluded
 
 
 # Installation ---------------------------------------------------------------------------------
 
 
-def _missing_libraries(environ):
-    """CNTK's own folder of libraries, and what OpenMPI's library is missing, or nothing."""
+def _without_openmpi(environ):
+    """The error for CNTK's libraries without those of OpenMPI that they are linked with, or None.
+
+    In CNTK's own folder OpenMPI 4's files do for them.
+    """
     import importlib.util  # here for start-up time
 
     spec = importlib.util.find_spec("cntk")
     if not sys.platform.startswith("linux") or spec is None:
-        return []
+        return None
     own = os.path.join(list(spec.submodule_search_locations)[0], "libs")
     folders = [own] + environ.get("LD_LIBRARY_PATH", "").split(":")
     known = b""
     with contextlib.suppress(OSError), open("/etc/ld.so.cache", "rb") as file:
         known = file.read()  # with the names of what the loader finds in the system's folders
-    missing = {
-        name: there
-        for name, there in _LIBRARIES.items()
+    missing = [
+        name
+        for name in sorted(_LIBRARIES)
         if name.encode() + b"\0" not in known
         and not any(os.path.exists(os.path.join(folder, name)) for folder in folders)
-    }
-    return [own, missing] if missing else []
-
-
-def _cntk_device_fixed(device, imported):
-    name = imported[0] if imported else "cntk"
-    return errors.too_late(
-        "cntk",
-        f"its default device was fixed when {name} was imported, and cannot become {device}",
-        "Call it before the first `import keras`.",
-    )
-
-
-def _cntk_without_openmpi(folder, missing):
-    """``missing``: each library that CNTK is linked with, and the file of OpenMPI 4 that does."""
-    commands = " && ".join(
-        f"ln -s $(ldconfig -p | grep -o '/.*/{there}') {folder}/{name}"
-        for name, there in sorted(missing.items())
-    )
+    ]
+    if not missing:
+        return None
+    links = [
+        f"ln -s $(ldconfig -p | grep -o '/.*/{_LIBRARIES[name]}') {own}/{name}" for name in missing
+    ]
     return errors.BrokenInstallError(
         "cntk is installed, but importing it fails without OpenMPI's {}. On Debian and Ubuntu: "
-        "apt-get install libopenmpi3 && {}".format(" and ".join(sorted(missing)), commands)
+        "apt-get install libopenmpi3 && {}".format(" and ".join(missing), " && ".join(links))
     )
 
 

@@ -48,8 +48,17 @@ class JAX(Backend):
                 variables[_FRACTION] = f"{memory.fraction:g}"
             if not memory.grow and _FRACTION_SINCE_2025 in environ:
                 variables[_FRACTION_SINCE_2025] = None
-        if settings.devices.simulated > 1:
-            variables.update(_threads(settings.devices.simulated, environ))
+        # A program on N CPU devices occupies N threads until its last collective is done. The same
+        # threads launch the next programs, and a launch blocks while 32 programs are in flight on
+        # its device. By default XLA has one thread per core or per device: steps that are launched
+        # without waiting for their results can block them all, and XLA then aborts the process
+        # after 40 seconds (GetPjRtCpuClient and CpuPjRtRawLoadedExecutable::Execute in
+        # xla/pjrt/cpu/cpu_client.cc). With three per device, two Python threads can launch programs
+        # at the same time; more than that would slow down small operations.
+        asked, needed = environ.get(_THREADS), 3 * settings.devices.simulated
+        has = usable_cores() if asked is None else whole_number(asked) or 0
+        if settings.devices.simulated > 1 and has < needed:
+            variables[_THREADS] = str(needed)
         return variables
 
     def initialised(self):
@@ -150,9 +159,10 @@ class JAX(Backend):
 
     def profiled(self):
         """From JAX's profiler."""
-        from . import timeline  # not at start-up
+        devices = self.devices()
+        from . import verified_steps  # imports jax
 
-        return timeline.profiled(self.devices())
+        return verified_steps.profiled(devices)
 
     # Ranks ------------------------------------------------------------------------------------
 
@@ -208,22 +218,6 @@ def _check_devices_made(jax, settings):
         "Call it before the first model, variable or array is made, best before the first "
         "`import jax` or `import keras`.",
     )
-
-
-def _threads(devices, environ):
-    """The value of ``_THREADS`` that gives XLA enough threads for so many CPU devices, if needed.
-
-    A program on N CPU devices occupies N threads until its last collective is done. The same
-    threads launch the next programs, and a launch blocks while 32 programs are in flight on its
-    device. By default XLA has one thread per core or per device: steps that are launched without
-    waiting for their results can block them all, and XLA then aborts the process after 40 seconds
-    (GetPjRtCpuClient and CpuPjRtRawLoadedExecutable::Execute in xla/pjrt/cpu/cpu_client.cc).
-    With three per device, two Python threads can launch programs at the same time; more than
-    that would slow down small operations.
-    """
-    asked = environ.get(_THREADS)
-    has = usable_cores() if asked is None else whole_number(asked) or 0
-    return {_THREADS: str(3 * devices)} if has < 3 * devices else {}
 
 
 def _fraction(settings):

@@ -31,9 +31,8 @@ def distribute(model, place):
     return model
 
 
-def _rows(model, data):
-    batch = next(leaf for leaf in _keras.keras_of(model).tree.flatten(data) if leaf is not None)
-    return int(batch.shape[0])
+def _rows(data):
+    return int(jax.tree.leaves(data)[0].shape[0])
 
 
 class RankedJAXTrainFunction(keras_model.RankedMethod):
@@ -54,12 +53,14 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
     def __call__(self, model, force=False):
         if model.test_function is not None and not force:
             return
-        reduced = Reduced(
-            model, self.engine, lambda state, data, share: model.test_step(state, data)
-        )
+
+        def step(state, data, share):
+            return model.test_step(state, data)
+
+        reduced = Reduced(model, self.engine, step)
 
         def counted(state, data):
-            rows = _rows(model, data)
+            rows = _rows(data)
             keras_model.count(model, rows, False)
 
             def share():
@@ -84,12 +85,12 @@ class Reduced:
         self.step = step  # of state, data and this rank's share of the rows
         self.asked = {}  # shapes of data -> whether losses ask for the share, and for totals
         self.compiled = not model.run_eagerly and model.jit_compile
-        self.ask = jax.jit(self.find) if self.compiled else self.find
+        self.ask = jax.jit(self.parts) if self.compiled else self.parts
         self.run = jax.jit(self.reduced, donate_argnums=0) if self.compiled else self.reduced
 
     def __call__(self, state, data, share):
         """``share`` is a function that gives the share, and is called only where it is needed."""
-        key = str([getattr(leaf, "shape", None) for leaf in self.keras.tree.flatten(data)])
+        key = str(jax.tree.map(lambda leaf: getattr(leaf, "shape", None), data))
         if key not in self.asked:
             self.asked[key] = self.what_is_asked(state, data)
         needs_share, needs_totals = self.asked[key]
@@ -105,35 +106,35 @@ class Reduced:
         """Found by tracing the step; one that cannot be traced is taken to ask for all."""
         if not self.compiled:
             return True, True
-        asked = set()
+        shares = []
 
-        def note(what, value):
-            asked.add(what)
-            return value
+        def share():
+            shares.append(1.0)
+            return 1.0
 
-        share, total = partial(note, "share", 1.0), partial(note, "totals")
-        jax.eval_shape(partial(self.within, share, total), state, data)
-        return bool(asked), "totals" in asked
+        _, parts = jax.eval_shape(partial(self.within, share, None), state, data)
+        return bool(shares or parts), bool(parts)
 
-    def within(self, share, total, state, data):
-        """Do the step; ``share`` and ``total`` are what ``losses.Reductions`` takes."""
-        with losses.Reductions(share, total).within(self.keras):
-            return self.step(state, data, share)
+    def within(self, share, totals, state, data):
+        """What the step returns, and the lists of which losses ask the totals.
 
-    def find(self, state, data, share):
-        """The lists of which losses ask the totals."""
-        found = []
+        Arguments:
+            totals: what they get, one after the other; None: each gets its own.
+        """
+        parts = []
 
         def total(values):
-            found.append(list(values))
-            return values
+            parts.append(list(values))
+            return values if totals is None else totals[len(parts) - 1]
 
-        self.within(lambda: share, total, state, data)
-        return found
+        with losses.Reductions(share, total).within(self.keras):
+            return self.step(state, data, share), parts
+
+    def parts(self, state, data, share):
+        return self.within(lambda: share, None, state, data)[1]
 
     def reduced(self, state, data, share, totals):
-        rest = iter(totals)
-        return self.within(lambda: share, lambda values: next(rest), state, data)
+        return self.within(lambda: share, totals, state, data)[0]
 
 
 class RankedJAXStep:
@@ -143,25 +144,23 @@ class RankedJAXStep:
         self.model = model
         self.engine = engine
         self.compute = Reduced(model, engine, self.gradients)
-        update = self.updated
-        self.update = jax.jit(update, donate_argnums=(0, 1)) if self.compute.compiled else update
+        compiled = self.compute.compiled
+        self.update = jax.jit(self.updated, donate_argnums=(0, 1)) if compiled else self.updated
         averaged = set(map(id, keras3.averaged(model)))
         others = enumerate(model.non_trainable_variables)
         self.averaged = [place for place, variable in others if id(variable) in averaged]
         self.count = 0
 
     def __call__(self, state, data):
-        rows = _rows(self.model, data)
+        rows = _rows(data)
         keras_model.count(self.model, rows, True)
         share = self.engine.share(rows)
         if not self.count and keras3.may_mix_rows(self.model):
             keras3.check_loss(self.model, data, partial(_loss, state))
         logs, parts, trainable, others = self.compute(state, data, lambda: share)
         means = self.engine.sum_array(parts) if parts.size else parts
-        trainable, others = self.update(trainable, others, means)
+        state = self.update(trainable, others, means)
         self.count += 1
-        non_trainable, optimizer, metrics = others
-        state = trainable, non_trainable, optimizer, metrics
         return logs, self.verified(state) if checksum.is_due(self.count) else state
 
     def gradients(self, state, data, share):
@@ -175,9 +174,7 @@ class RankedJAXStep:
             return trainable, variables
 
         with _step, patching.replaced(optimizer, stateless_apply=capture, **ours):
-            logs, (trainable, non_trainable, variables, metrics) = self.model.train_step(
-                state, data
-            )
+            logs, (trainable, others, variables, metrics) = self.model.train_step(state, data)
         if len(given) != 1:
             raise errors.unsupported(
                 "jax",
@@ -185,27 +182,26 @@ class RankedJAXStep:
                 "optimizer.stateless_apply {} times".format(self.model.name, len(given)),
                 "Have it do so once.",
             )
-        scale = 1.0 if scaled else share()
-        parts = [gradient * scale for gradient in given[0]]
-        parts += [(non_trainable[place] - before[place]) * share() for place in self.averaged]
-        non_trainable = list(non_trainable)
+        parts = [gradient * (1.0 if scaled else share()) for gradient in given[0]]
+        non_trainable = list(others)
         for place in self.averaged:
+            parts.append((others[place] - before[place]) * share())
             non_trainable[place] = before[place]
         dtype = "float64" if any(part.dtype == "float64" for part in parts) else "float32"
         flat, _ = ravel_pytree([jnp.zeros(0, dtype)] + [part.astype(dtype) for part in parts])
         return logs, flat, trainable, (non_trainable, variables, metrics)
 
     def updated(self, trainable, others, means):
-        """Keras' own update, with the gradients of all ranks."""
+        """The state after Keras' own update, with the gradients of all ranks."""
         non_trainable, optimizer, metrics = others
-        targets = list(trainable) + [non_trainable[place] for place in self.averaged]
-        parts = arrays.like(targets, means)
-        for place, change in zip(self.averaged, parts[len(trainable) :]):
-            non_trainable[place] = non_trainable[place] + change
-        trainable, optimizer = self.model.optimizer.stateless_apply(
-            optimizer, parts[: len(trainable)], trainable
-        )
-        return trainable, (non_trainable, optimizer, metrics)
+        averaged = [non_trainable[place] for place in self.averaged]
+        parts = arrays.like(list(trainable) + averaged, means)
+        gradients, changes = parts[: len(trainable)], parts[len(trainable) :]
+        for place, before, change in zip(self.averaged, averaged, changes):
+            non_trainable[place] = before + change
+        apply = self.model.optimizer.stateless_apply
+        trainable, optimizer = apply(optimizer, gradients, trainable)
+        return trainable, non_trainable, optimizer, metrics
 
     def verified(self, state):
         """The state, compared with the other ranks'. See ``_ranks.checksum.verify``."""

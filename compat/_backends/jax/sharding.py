@@ -34,7 +34,9 @@ def check_distribution(model):
 
 def install(model, devices):
     """Have a model run on several devices, and what steps of its own call in its place."""
-    _make_sorts_divisible()
+    if patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
+        patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
+        jax.clear_caches()  # also of what it has differentiated so far
     sharded = ShardedCall(devices)
     sharded.install(model)
     CountedSteps(devices).install(model)
@@ -45,19 +47,13 @@ def install(model, devices):
         step(devices).install(model)
 
 
-def _make_sorts_divisible():
-    """Have JAX differentiate sorts by signed indices of 32 bits.
+def _differentiate_sort(primals, tangents, dimension, **options):
+    """Differentiate sorts by signed indices of 32 bits.
 
     JAX's own rule gathers by unsigned ones, and promises that they are in bounds. XLA's
     partitioner fails a check at that, and ends the process, where a dimension does not divide
     among the devices.
     """
-    if patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
-        patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
-        jax.clear_caches()  # also of what it has differentiated so far
-
-
-def _differentiate_sort(primals, tangents, dimension, **options):
     order = jax.lax.broadcasted_iota("int32", primals[0].shape, dimension)
     *found, order = jax.lax.sort_p.bind(*primals, order, dimension=dimension, **options)
 
@@ -138,8 +134,7 @@ class ShardedCall(patching.InstanceMethod):
 
     def __call__(self, model, *args, **kwargs):
         call = self.plain(model)
-        tree = _keras.keras_of(model).tree
-        batch = next(filter(_has_rows, tree.flatten((args, kwargs))), None)
+        batch = next(filter(_has_rows, jax.tree.leaves((args, kwargs))), None)
         # Not where a model is exported: a batch of unknown size names no machine's devices.
         if batch is None or split_rows.runs_undivided() or not isinstance(batch.shape[0], int):
             return call(*args, **kwargs)
@@ -148,12 +143,12 @@ class ShardedCall(patching.InstanceMethod):
             self.place(model)
             if not (self.belongs_to or self).in_step.here():
                 self.count(rows, self.divides(rows), False)
-        args, kwargs = self.shard((args, kwargs), rows, tree)
+        args, kwargs = self.shard((args, kwargs), rows)
         with split_rows.undivided():
             outputs = call(*args, **kwargs)
-        return self.replicate_uneven(self.shard(outputs, rows, tree), rows, tree)
+        return self.replicate_uneven(self.shard(outputs, rows), rows)
 
-    def shard(self, values, rows, tree):
+    def shard(self, values, rows):
         """The same nested values, with the arrays of so many rows sharded."""
 
         def shard(value):
@@ -165,7 +160,7 @@ class ShardedCall(patching.InstanceMethod):
                 self.split.add(rows)
             return _put(value, self.rows if is_split else self.whole)
 
-        return tree.map_structure(shard, self.replicate_uneven(values, rows, tree))
+        return _map(shard, self.replicate_uneven(values, rows))
 
     def count(self, rows, is_split, training):
         """Count a batch that has been computed: XLA's shards are of one size, the last shorter."""
@@ -177,14 +172,14 @@ class ShardedCall(patching.InstanceMethod):
     def divides(self, rows):
         return rows % len(self.devices) == 0
 
-    def replicate_uneven(self, values, rows, tree):
+    def replicate_uneven(self, values, rows):
         """The same nested values, whole on each device if so many rows do not divide."""
 
         def replicate(value):
             is_one = _is_staged(value) and _has_rows(value)
             return _put(value, self.whole) if is_one else value
 
-        return values if self.divides(rows) else tree.map_structure(replicate, values)
+        return values if self.divides(rows) else _map(replicate, values)
 
 
 class CountedSteps(patching.InstanceMethod):
@@ -199,7 +194,7 @@ class CountedSteps(patching.InstanceMethod):
         def step(state, data):
             with sharded.in_step:
                 results = step_function(state, data)
-            leaves = _keras.keras_of(model).tree.flatten(data)
+            leaves = jax.tree.leaves(data)
             batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
             if batch is not None and not split_rows.runs_undivided():
                 rows = batch.shape[0]
@@ -223,19 +218,23 @@ class ShardedStep(patching.InstanceMethod):
     """A step of the user's, which may call anything: XLA then splits all that the data reaches."""
 
     def __call__(self, model, state, data):
-        tree = _keras.keras_of(model).tree
-        batch = next(filter(_has_rows, tree.flatten(data)), None)
+        batch = next(filter(_has_rows, jax.tree.leaves(data)), None)
         if batch is None or split_rows.runs_undivided():
             return self.plain(model)(state, data)
         sharded, rows = ShardedCall.of(model), batch.shape[0]
-        results = self.plain(model)(state, sharded.shard(data, rows, tree))
-        return sharded.replicate_uneven(results, rows, tree)
+        results = self.plain(model)(state, sharded.shard(data, rows))
+        return sharded.replicate_uneven(results, rows)
 
 
 _STEPS = [
     type("ShardedStep", (ShardedStep,), {"method": name})
     for name in ("train_step", "test_step", "predict_step")
 ]
+
+
+def _map(function, values):
+    """By Keras, which leaves dictionaries in their order: JAX sorts them."""
+    return sys.modules["keras"].tree.map_structure(function, values)
 
 
 def _put(value, sharding):

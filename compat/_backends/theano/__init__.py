@@ -1,7 +1,7 @@
 """Theano, under Keras 2.0 to 2.3: its flags before the import, ``theano.config`` after it.
 
 What a flag is, where it is set and which ones say what was asked: ``theano_flags.py``,
-``theanorc.py``. How a model runs on several of Theano's contexts: ``device_replicas.py``.
+``theanorc.py``. How a model runs on several of Theano's contexts: ``replicas.py``.
 """
 
 import logging
@@ -13,7 +13,7 @@ import types
 from ... import _keras, _ranks, errors
 from ..._configuration import detection
 from ...backend import Backend
-from . import flag_problems, gpu_startup, theano_flags, theanorc
+from . import theano_flags, theanorc
 
 
 class Theano(Backend):
@@ -90,7 +90,7 @@ class Theano(Backend):
         return super().import_framework()
 
     def configure(self, settings):
-        failure = gpu_startup.Failure()
+        failure = Failure()
         logger = logging.getLogger("theano.gpuarray")
         logger.addHandler(failure)
         try:
@@ -101,15 +101,15 @@ class Theano(Backend):
         flags = theano_flags.asked(settings, os.environ, devices.ordinals(os.environ))
         known = {p.fullname: p for p in theano.configparser._config_var_list}
         lines = self._apply(theano, flags, known, settings)
-        self.kept["simulated"] = devices.simulated
+        self.kept["simulated"] = [f"cpu:{number}" for number in range(devices.simulated)]
         if settings.memory and not devices.gpus and "gpuarray.preallocate" not in flags:
             lines.append(f"memory={settings.memory}: there is no GPU to reserve it on")
-        started, warnings = gpu_startup.check(theano, failure.error, settings)
+        started, warnings = check(theano, failure.error, settings)
         lines += started
         said = theano_flags.Flags(os.environ)
         # Others may be those of another version, in a file for several: `compat env` tells them.
         version = detection.installed_version(self)
-        warnings += flag_problems.unknown(said, known, version, only_misspelled=True)
+        warnings += theano_flags.unknown(said, known, version, only_misspelled=True)
         lines += [f"{p} is read, too" for p in said.files]
         if settings.persist:
             lines.append(self._written(settings))
@@ -170,13 +170,13 @@ class Theano(Backend):
     def devices(self):
         """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
         device (``"cpu:0"``): functions and weights of its own, on the one CPU."""
-        simulated = [f"cpu:{number}" for number in range(self.kept.get("simulated", 0))]
-        return list(gpu_startup.active_gpus(self.import_framework())) or simulated or ["cpu"]
+        gpus = list(active_gpus(self.import_framework()))
+        return gpus or self.kept.get("simulated") or ["cpu"]
 
     # Parallelizing ----------------------------------------------------------------------------
 
     def parallelize(self, model, devices):
-        """Run ``model`` on ``devices``, the same object; see ``device_replicas.py``.
+        """Run ``model`` on ``devices``, the same object; see ``replicas.py``.
 
         BatchNorm normalises each device's rows by their own statistics; its moving averages are
         those of the whole batch. Dropout masks of the devices are independent. A stateful RNN keeps
@@ -194,10 +194,10 @@ class Theano(Backend):
                 batch and under ``strict=True``: what runs on the first device alone.
         """
         several = [] if list(devices) == self.devices()[:1] else devices
-        contexts = gpu_startup.active_gpus(self.import_framework())
-        from . import device_replicas  # imports theano
+        contexts = active_gpus(self.import_framework())
+        from . import replicas  # imports theano
 
-        device_replicas.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])
+        replicas.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])
         return model
 
     def verify(self, model, verification):
@@ -238,7 +238,7 @@ class Theano(Backend):
                 "g++ is not on PATH: Theano runs everything in Python, slowly. On Debian and "
                 "Ubuntu: apt-get install g++"
             )
-        return found + list(flag_problems.found(environ, detection.installed_version(self)))
+        return found + list(theano_flags.problems(environ, detection.installed_version(self)))
 
 
 backend = Theano()
@@ -253,13 +253,84 @@ def _importer():
     for name, module in list(sys.modules.items()):  # in the order in which they were begun
         if name.partition(".")[0] == "theano":
             return importer if name == "theano" else None
-        if any(map(_is_theanos, list(getattr(module, "__dict__", {}).values()))):
+        values = list(getattr(module, "__dict__", {}).values())
+        made = [v for v in values if isinstance(v, (type, types.FunctionType))]
+        found = [getattr(v, "__name__", "") for v in values if isinstance(v, types.ModuleType)]
+        found += [getattr(v, "__module__", "") for v in made]
+        if any(str(each).partition(".")[0] == "theano" for each in found):
             importer = name
     return None
 
 
-def _is_theanos(value):
-    if not isinstance(value, (types.ModuleType, type, types.FunctionType)):
-        return False
-    name = getattr(value, "__name__" if isinstance(value, types.ModuleType) else "__module__", None)
-    return str(name).partition(".")[0] == "theano"
+# Whether the GPUs that Theano's flags name came up when it was imported ---------------------------
+
+
+class Failure(logging.Handler):
+    """Keeps the error that Theano only logs when a GPU does not come up."""
+
+    error = None
+
+    def emit(self, record):
+        if record.exc_info:
+            self.error = record.exc_info[1] or self.error
+
+
+def _contexts(theano):
+    """Context and GPU, for each that the flags ask for, None is the default; which are active."""
+    config, gpuarray = theano.config, getattr(theano, "gpuarray", None)
+    asked = [(None, config.device)] if config.device != "cpu" else []
+    named = [entry.partition("->") for entry in config.contexts.split(";") if entry]
+    asked += [(name.strip(), gpu.strip()) for name, _, gpu in named]
+    active = gpuarray.type.list_contexts() if gpuarray and gpuarray.pygpu_activated else ()
+    return asked, active
+
+
+def active_gpus(theano):
+    """The GPUs that came up, each with the first of its contexts."""
+    asked, active = _contexts(theano)
+    found = {}  # type: dict
+    for context, gpu in asked:
+        if context in active:
+            found.setdefault(gpu, context)
+    return found
+
+
+def check(theano, failure, settings):
+    """Report a GPU that did not come up: Theano logs it, and goes on with the CPU.
+
+    Returns:
+        Lines for the report, and warnings.
+    """
+    asked, active = _contexts(theano)
+    for name, gpu in asked if active else ():
+        # Theano 1.0.5 says "Mapped name dev0", but registers no second name for one GPU.
+        up = theano.gpuarray.init_dev.devmap
+        if name not in active and gpu in up:
+            theano.gpuarray.type.reg_context(name, up[gpu])  # which makes it active
+    gpus = ", ".join(dict.fromkeys(gpu for context, gpu in asked if context not in active))
+    if not gpus:
+        return [], []
+    problem, remedy = reason(theano, failure)
+    error = errors.device_failed("theano", gpus, problem, remedy)
+    if settings.strict:
+        raise error from failure
+    return [f"{gpus} did not come up: {problem}"], [str(error)]
+
+
+def reason(theano, failure):
+    """Why a GPU did not come up, and what to do."""
+    if failure is not None:
+        texts = [a.decode("utf-8", "replace") if isinstance(a, bytes) else a for a in failure.args]
+        return (
+            ", ".join(map(str, texts)),
+            "Look at the driver (nvidia-smi) and at CUDA (CUDA_ROOT), or choose the CPU: gpus=0.",
+        )
+    if getattr(getattr(theano, "gpuarray", None), "pygpu", theano) is None:
+        return (
+            "the package pygpu is missing, or older than 0.7",
+            "Install libgpuarray and pygpu 0.7, or choose the CPU: gpus=0.",
+        )
+    return (
+        "theano logged the reason when it was imported",
+        "Look at its log, or call configure_gpu() before `import theano`.",
+    )

@@ -25,15 +25,13 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
         """Within, gradients, and the model's state after a step, are means over all ranks."""
         from keras import backend as K
 
-        from .graph_variables import computed_by  # imports theano
+        from .device_body import computed_by  # imports theano
 
         differentiate, make = K.gradients, K.function
         of_rows = _keras.states(model, "get_value")
-        state = [  # the values that a step gives to moving averages and the like
-            new
-            for variable, new in model.updates
-            if variable not in of_rows and "float" in variable.dtype and "float" in new.dtype
-        ]
+        updates = [(v, new) for v, new in model.updates if v not in of_rows and "float" in v.dtype]
+        # The values that a step gives to moving averages and the like.
+        state = [new for _, new in updates if "float" in new.dtype]
         means = {}  # by what they are means of
         last = K.constant(0.0)  # of the operation before, which ranks must not run after
 

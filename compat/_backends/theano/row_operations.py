@@ -5,15 +5,12 @@ asked only where an input has rows, or is a part of a sum, unless it is one of `
 """
 
 import os
-import sys
 
 from theano.scan_module.scan_utils import scan_args
 from theano.tensor.subtensor import get_idx_list
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from .graph_sizes import ROWS
-from .graph_variables import frames_of
 
 
 class Drawn(_rows.Placement):
@@ -40,9 +37,9 @@ def unknown(node, values, rows):
 
 
 def _pointwise(node, values, rows):
-    if type(getattr(node.op, "scalar_op", None)).__name__ == "Second":  # of the first, the shape
-        if isinstance(values[0].placement, Partial):
-            values = [Value(REPLICATED, values[0].shape), values[1]]
+    is_second = type(getattr(node.op, "scalar_op", None)).__name__ == "Second"
+    if is_second and isinstance(values[0].placement, Partial):  # whose shape alone it takes
+        values = [Value(REPLICATED, values[0].shape), values[1]]
     return _rows.pointwise(values)
 
 
@@ -63,8 +60,8 @@ _HOW = {"add": "sum", "maximum": "max", "minimum": "min", "or": "any", "and": "a
 
 
 def _reduced(node, values, rows):
-    is_mean = type(node.op).__name__ == "Mean"
-    how = "mean" if is_mean else _HOW.get(str(node.op.scalar_op).lower(), "other")
+    how = _HOW.get(str(node.op.scalar_op).lower(), "other")
+    how = "mean" if type(node.op).__name__ == "Mean" else how
     return _rows.reduced(values[0], node.op.axis, how)
 
 
@@ -74,13 +71,9 @@ def _maximum(node, values, rows):
 
 
 def _along(node, values, rows):
-    """Along ``op.axis``; None is all of them, as one."""
-    return Mixed() if node.op.axis is None else _rows.along(values[0], node.op.axis)
-
-
-def _along_second(node, values, rows):
-    """Along an axis that is the second input."""
-    axis = rows.sizes.constant(node.inputs[1])
+    """Along ``op.axis``, None is all of them, as one; or along an axis that is the second input."""
+    has_axis = hasattr(node.op, "axis")
+    axis = node.op.axis if has_axis else rows.sizes.constant(node.inputs[1])
     known = axis is not None and _are_replicated(values[1:])
     return _rows.along(values[0], axis) if known else Mixed()
 
@@ -129,22 +122,13 @@ def _parts(node, variables, rows):
     parts = {}
     for axis, index in enumerate(get_idx_list(variables, node.op.idx_list)):
         is_slice = isinstance(index, slice)
-        asked = [index.start, index.stop, index.step] if is_slice else [index]
-        if is_slice and _is_whole(asked, rows.sizes.dimensions(variables[0])[axis], rows):
+        if is_slice and rows.sizes.takes_all(index, variables[0], axis):
             continue
+        asked = [index.start, index.stop, index.step] if is_slice else [index]
         if any(not isinstance(rows.of(v), Replicated) for v in asked if hasattr(v, "owner")):
             return None
         parts[axis] = "part" if is_slice else "one"
     return parts
-
-
-def _is_whole(asked, sizes, rows):
-    """Whether a slice, its three numbers, takes all of a dimension, in order."""
-    ends = [rows.sizes.numbers(e) if hasattr(e, "owner") else [e] * len(ROWS) for e in asked]
-    sizes = sizes or [sys.maxsize] * len(ROWS)  # they are not known
-    return None not in ends and all(
-        slice(*each).indices(size) == (0, size, 1) for *each, size in zip(*ends, sizes)
-    )
 
 
 def _sliced(node, values, rows):
@@ -180,6 +164,12 @@ def _pooled(node, values, rows):
     if not _are_replicated(values[1:]):
         return Mixed()
     return _rows.resized(values[0], list(range(-node.op.ndim, 0)))
+
+
+def frames_of(variable):
+    """Where a variable was made: pairs of a file and a line, the innermost last."""
+    traces = getattr(variable.tag, "trace", None) or [[]]
+    return [(frame[0], frame[1]) for frame in traces[0]]
 
 
 def _normalized(node, values, rows):
@@ -228,18 +218,17 @@ def _branched(node, values, rows):
 def _looped(node, values, rows):
     """``scan``: rows along another dimension than that of the steps. A step for each is tried."""
     loop = scan_args(node.inputs, node.outputs, node.op.inputs, node.op.outputs, node.op.info)
-    of = dict(zip(node.inputs, [value.placement for value in values]))
+    of = dict(zip(node.inputs, values))
     if loop.outer_in_mit_mot:
         return Unknown("a loop's gradient")
     states = loop.outer_in_mit_sot + loop.outer_in_sit_sot
-    if any(_is_first(of[v]) for v in loop.outer_in_seqs):
-        others = [of[v] for v in loop.outer_in_non_seqs]
-        alone = not states + loop.cond and all(isinstance(each, Replicated) for each in others)
+    if any(of[v].axis == 0 for v in loop.outer_in_seqs):
+        alone = not states + loop.cond and _are_replicated(of[v] for v in loop.outer_in_non_seqs)
         return Unknown("a step for each row") if alone else Mixed()
-    if not isinstance(of[loop.n_steps], Replicated) or any(_is_first(of[v]) for v in states):
+    if not _are_replicated([of[loop.n_steps]]) or any(of[v].axis == 0 for v in states):
         return Mixed()
     held, inside = _in_each_step(loop, of, states, rows)
-    if any(not isinstance(inside.value(v).placement, Replicated) for v in loop.cond):
+    if not _are_replicated(map(inside.value, loop.cond)):
         return Mixed()  # the rows tell where it ends
     for outer, before in zip(loop.outer_out_mit_sot + loop.outer_out_sit_sot, states):
         rows.sizes.set(outer, rows.sizes.dimensions(before))
@@ -257,11 +246,11 @@ def _in_each_step(loop, of, states, rows):
     """
     same = zip(loop.inner_in_shared + loop.inner_in_non_seqs,
                loop.outer_in_shared + loop.outer_in_non_seqs)  # fmt: skip
-    pairs = [(inner, outer, of[outer], 0) for inner, outer in same]
+    pairs = [(inner, outer, of[outer].placement, 0) for inner, outer in same]
     steps = zip(loop.inner_in_seqs, loop.outer_in_seqs)
-    pairs += [(inner, outer, _moved(of[outer], -1), 1) for inner, outer in steps]
+    pairs += [(inner, outer, _moved(of[outer].placement, -1), 1) for inner, outer in steps]
     taps = loop.inner_in_mit_sot + [[v] for v in loop.inner_in_sit_sot]
-    held, before = [_moved(of[v], -1) for v in states], None
+    held, before = [_moved(of[v].placement, -1) for v in states], None
     while held != before:
         of_states = [(v, *state, 1) for each, *state in zip(taps, states, held) for v in each]
         inside, before = rows.inside(pairs + of_states, loop.inner_outputs), held
@@ -269,10 +258,6 @@ def _in_each_step(loop, of, states, rows):
         # What they are before a step, and after it.
         held = [_rows.chosen(REPLICATED, [was, is_now.placement]) for was, is_now in zip(held, new)]
     return held, inside
-
-
-def _is_first(placement):
-    return isinstance(placement, Sharded) and placement.axis == 0
 
 
 def _moved(placement, by):
@@ -290,8 +275,7 @@ _KINDS = [
     (_checked, "Assert"),
     (_reduced, "CAReduce"),
     (_maximum, "Argmax MaxAndArgmax"),
-    (_along, "CumOp DiffOp TopKOp"),
-    (_along_second, "ArgSortOp SortOp Split"),
+    (_along, "ArgSortOp CumOp DiffOp SortOp Split TopKOp"),
     (_all(_along_last), "LogSoftmax Softmax SoftmaxGrad SoftmaxWithBias"),
     (_all(_rows.product), "Dot Dot22 StructuredDot TrueDot"),
     (_batched_product, "BatchedDot"),

@@ -8,12 +8,14 @@ first. Values are plain texts here: what they mean is Theano's business.
 import configparser
 import contextlib
 import errno
+import importlib.util
 import os
 import re
 import shlex
 import sys
 
 from ... import errors
+from ..._configuration import detection
 from ..._ranks import launchers
 from ..._runtime.safe_files import plain
 
@@ -43,19 +45,15 @@ def split_flags(text):
     return [(name, value if equals else None) for name, equals, value in pairs]
 
 
+def _said(text):
+    """The values by name; of duplicates the last counts, and what has no value is ignored."""
+    return {name: value for name, value in split_flags(text) if value is not None}
+
+
 def merge_flags(text, flags):
     """A ``THEANO_FLAGS`` text that says what ``text`` said, and ``flags`` where both speak."""
-    merged = {}  # type: dict
-    for name, value in split_flags(text) + list(flags.items()):
-        if value is not None or name not in merged:
-            merged[name] = value
-    return ",".join(
-        _escaped(name if value is None else f"{name}={value}") for name, value in merged.items()
-    )
-
-
-def _escaped(entry):
-    return "".join("\\" + c if c in "\\,'\"#" else c for c in entry)
+    merged = [f"{name}={value}" for name, value in dict(_said(text), **flags).items()]
+    return ",".join(re.sub("[\\\\,'\"#]", r"\\\g<0>", entry) for entry in merged)
 
 
 # Files ----------------------------------------------------------------------------------------
@@ -63,8 +61,7 @@ def _escaped(entry):
 
 def files(environ):
     """The files that Theano reads, present or not; what a later one says wins."""
-    on_windows = sys.platform == "win32"
-    usual = os.pathsep.join(["~/.theanorc"] + ["~/.theanorc.txt"] * on_windows)
+    usual = "~/.theanorc" + f"{os.pathsep}~/.theanorc.txt" * (sys.platform == "win32")
     named = environ.get("THEANORC", usual).split(os.pathsep)
     return [_expanduser(path, environ) for path in named if path]
 
@@ -84,8 +81,7 @@ class Flags:
     """
 
     def __init__(self, environ):
-        entries = split_flags(environ.get("THEANO_FLAGS", ""))  # of duplicates the last counts
-        self._flags = {name: value for name, value in entries if value is not None}
+        self._flags = _said(environ.get("THEANO_FLAGS", ""))
         home = _expanduser("~", environ)
         defaults = {name: environ.get(name, "") for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP")}
         defaults.update(USER=environ.get("USER", os.path.split(home)[-1]), PID=str(os.getpid()))
@@ -184,15 +180,17 @@ def asked(settings, environ, ids):
         if other not in flags and said.get(other) and not keeps:
             flags[other] = ""
     if settings.memory and (names or keeps):
-        flags["gpuarray.preallocate"] = _megabytes(settings.memory)
+        # Up to 1 it is a fraction, at most .95; above 1 megabytes.
+        flags["gpuarray.preallocate"] = f"{min(settings.memory.fraction or 0, 0.95):g}"
+        if settings.memory.size:
+            flags["gpuarray.preallocate"] = f"{max(2, settings.memory.size / 2.0**20):.15g}"
     if settings.floatx:
         flags["floatX"] = settings.floatx
     if launchers.launched(environ):
         # Ranks compile the same at the same time, and by itself Theano waits 5 to 10 seconds
         # before it looks for its lock again; so long it stays another's, as ever.
-        for name, seconds in (("compile.wait", "1"), ("compile.timeout", "120")):
-            if not said.get(name):
-                flags[name] = seconds
+        seconds = {"compile.wait": "1", "compile.timeout": "120"}
+        flags.update((name, value) for name, value in seconds.items() if not said.get(name))
     flags.update(options)
     return flags
 
@@ -214,15 +212,75 @@ def _checked(flags):
     return {name: str(value) for name, value in flags.items()}
 
 
-def _megabytes(memory):
-    """What ``gpuarray.preallocate`` takes: up to 1 a fraction, at most .95; above 1 megabytes."""
-    if memory.size:
-        return f"{max(2, memory.size / 2.0**20):.15g}"
-    return f"{min(memory.fraction or 0, 0.95):g}"
-
-
 def invalid(flags, problem):
     return errors.InvalidArgumentError(
         f"theano_flags={flags!r} is not understood: {problem}. Use a dictionary of Theano's flags, "
         'such as {"optimizer": "fast_compile", "openmp": True}.'
     )
+
+
+# What Theano will not take as it was meant. A value that it refuses is its own error when it is
+# imported, which names those that it takes.
+
+_FLOATX = "float16", "float32", "float64", "16", "32", "64"
+
+
+def problems(environ, version):
+    """A sentence for each flag that Theano, or Keras, ignores.
+
+    Arguments:
+        version: Theano's, or None.
+    """
+    try:
+        for name, value in split_flags(environ.get("THEANO_FLAGS", "")):
+            if value is None:
+                yield f"THEANO_FLAGS: {name!r} has no value, Theano ignores it."
+            elif name != name.strip() or value != value.strip():
+                entry, name, value = f"{name}={value}", name.strip(), value.strip()
+                yield (
+                    f"THEANO_FLAGS: {entry!r} has a space beside its '=', Theano does not take it "
+                    f"for {name}. Write {name}={value}."
+                )
+        said, known = Flags(environ), defined()
+        if known:
+            yield from unknown(said, known, version)
+        path, floatx = detection.keras_json(environ), (said.get("floatX") or "").strip()
+        keras = detection.read_keras_json(path).get("floatx", "float32")
+        if floatx in _FLOATX and floatx[-2:] != keras[-2:]:  # Theano knows "32", too
+            yield (
+                f"floatX={floatx}: Keras sets {keras} when it is imported, as {path} says or by "
+                "default. Pass floatx= to configure_gpu(), which sets both."
+            )
+    except errors.CompatError as error:
+        yield str(error)
+
+
+def unknown(said, known, version, only_misspelled=False):
+    """A sentence for each flag that is none of Theano's.
+
+    Arguments:
+        said: the flags, a ``Flags``.
+        known: the names of Theano's.
+        only_misspelled: leave out those that are like none of Theano's.
+    """
+    from ..._configuration import spelling  # here for start-up time
+
+    for name, value in said.spelled_as(known):
+        meant = None if name in known else spelling.closest(name, known)
+        if meant or name not in known and not only_misspelled:
+            hint = f" Did you mean {meant}?" if meant else ""
+            yield f"{name}={value}: Theano {version} has no flag {name}, and ignores it.{hint}"
+
+
+def defined():
+    """The names of the installed Theano's flags; none where they are not known.
+
+    Read from its ``configdefaults.py``, since importing that configures Theano and may bring up a
+    GPU.
+    """
+    spec = importlib.util.find_spec("theano")
+    if spec is None or not spec.origin:
+        return set()
+    path = os.path.join(os.path.dirname(spec.origin), "configdefaults.py")
+    with open(path, encoding="utf-8") as file:
+        return set(re.findall(r"AddConfigVar\(\s*['\"]([\w.]+)", file.read()))

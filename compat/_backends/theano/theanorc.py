@@ -116,14 +116,11 @@ def _with_option(text, section, option, value):
     end = "\r\n" if "\r\n" in text else "\n"
     if lines and not lines[-1].endswith(("\n", "\r")):
         lines[-1] += end
-    said = [_options("".join(lines[:count])) for count in range(len(lines) + 1)]
-
-    def lines_of(part):
-        """The numbers of those up to which the text says otherwise than up to the one before."""
-        return [number for number, then in enumerate(said[1:]) if part(then) != part(said[number])]
-
-    of_section = lines_of(lambda options: options.get(section))
-    same = lines_of(lambda options: options.get(section, {}).get(option.lower()))
+    said = [_options("".join(lines[:count])).get(section) for count in range(len(lines) + 1)]
+    # The numbers of the lines up to which it says otherwise than up to the one before.
+    of_section = [number for number in range(len(lines)) if said[number] != said[number + 1]]
+    key = option.lower()
+    same = [n for n in of_section if (said[n] or {}).get(key) != said[n + 1].get(key)]
     if not of_section:
         lines += [end] * bool(lines) + [f"[{section}]{end}", f"{option} = {value}{end}"]
         yield "".join(lines)

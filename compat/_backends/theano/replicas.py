@@ -1,5 +1,27 @@
-"""A function of a Keras model, run on several devices: forward, backward and what runs once."""
+"""One Keras model on several of Theano's contexts, or on simulated devices.
 
+A ``transfer`` inside a graph is optimised away, and in a graph on a context that is not the default
+one Theano 1.0.5 still does much on the default one: whatever does not say where (allocations, a
+loop's states, a convolution's filters turned around), and what follows from that. So there are
+functions of every device's own, with weights of its own, made and run while its context is the
+default one. Keras builds the model, its loss and its metrics as ever;
+when it then turns tensors into a function to run (``_make_train_function`` and its two
+siblings), its graph is cut in two:
+
+- The *body*, all that the model's outputs depend on, is compiled for each device and computes its
+  shard of the batch. What leaves it, towards loss, metrics or updates, has rows, which are put
+  together on the host.
+- The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties, statistics of
+  the batch, and what computes across its rows (``row_operations.py``) with all that follows. Its
+  gradient at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer
+  sees.
+
+So any loss, also one that compares rows with one another, and every metric is that of one device,
+however uneven the shards. A compiled function keeps nothing for the next one, so the one that goes
+forward returns, besides, whatever the one that goes back needs of what it has computed.
+"""
+
+import contextlib
 import functools
 import operator
 import weakref
@@ -8,12 +30,80 @@ import numpy as np
 import theano
 from theano.gof import graph
 
-from ... import _keras, _rows
+from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import progress, work
 from ..._runtime.patching import replaced
-from . import device_body, graph_cuts
-from .graph_variables import computed_by, gradients_of, value_like
+from . import device_body, graph_rows
+from .device_body import Device, computed_by, gradients_of, placeholder_like, value_like
+
+_METHODS = ["_make_" + name for name in _keras.FUNCTIONS]
+
+
+def parallelize(model, devices):
+    """Run ``model`` on several devices, or give the plain behaviour back.
+
+    Arguments:
+        devices: their names and Theano's targets, as ``Device`` takes them; none for the plain
+            behaviour.
+    """
+    current = vars(model).get("_compat_functions")
+    running = [] if current is None else [device.name for device in current.devices]
+    if [name for name, _ in devices] == running:
+        return
+    if any(tensor not in model._feed_inputs for tensor in model.inputs or ()):
+        raise errors.unsupported(
+            "theano",
+            f"run model {model.name!r} on several devices: an input of it is a tensor of the "
+            "user's, Input(tensor=...), whose rows cannot be split",
+            "Give the model an Input(shape=...) and feed it.",
+        )
+    with _keras.rebuilding_functions(model):
+        for name in [] if current is None else _METHODS + ["_compat_functions"]:
+            del vars(model)[name]
+        if devices:
+            ReplicatedTheanoFunctions(model, [Device(*each) for each in devices])
+
+
+class ReplicatedTheanoFunctions:
+    """The three functions of a Keras model, made to run its body on several devices.
+
+    Keras makes a function when it is first needed, by a method of the model. The instance gets
+    methods of its own for that, which hand Keras another ``K.function``.
+    """
+
+    def __init__(self, model, devices):
+        self.model = model
+        self.devices = devices
+        self.across = None  # why the model runs whole, an `Across`
+        self.doubt = None  # why what no rule knows is not split, after a trial
+        # The devices' functions that compute variables at cuts, which functions have in common.
+        self.forward = {}  # type: dict
+        for name in _METHODS:
+            vars(model)[name] = functools.partial(self._make, getattr(model, name))
+        vars(model)["_compat_functions"] = self
+
+    def _make(self, make):
+        """Keras' method, for which ``K.function`` makes a replicated one, of gradients to come."""
+        from keras import backend as K
+
+        differentiate = K.gradients
+        asked = []  # the loss, and (weight, variable in the place of its gradient)
+
+        def gradients(loss, variables):
+            ancestors = set(graph.ancestors([loss]))
+            if (asked and asked[0] is not loss) or any(v not in ancestors for v in variables):
+                return differentiate(loss, variables)  # which fails for a weight of no influence
+            placeholders = [placeholder_like(variable, "cpu") for variable in variables]
+            asked[:] = [loss, (asked[1] if asked else []) + list(zip(variables, placeholders))]
+            return placeholders
+
+        def function(inputs, outputs, updates=(), **options):
+            return ReplicatedFunction(self, inputs, outputs, updates, asked, options)
+
+        with replaced(K, function=function, gradients=gradients):
+            make()
+
 
 #: What Theano raises where the sizes of a part of a batch do not fit each other.
 _ERRORS = (ValueError, IndexError, AssertionError)
@@ -121,24 +211,31 @@ class ReplicatedFunction:
         self.is_made, self.tried = False, {}
 
     def _make(self, given):
-        """Find where the graph is cut, and compile what devices compute of rows, and the rest."""
-        self._find_cuts(given)
+        """Find where the graph is cut, and compile what devices compute of rows, and the rest.
+
+        The head begins at the variables nearest to it that the body computes.
+        """
+        owner, outputs = self.owner, self.owner.model.outputs
+        self.sharded = list(owner.model.inputs) + [v for v in given if v not in self.inputs]
+        leaves = set(graph.inputs(outputs)).difference(self.sharded)
+        self.body_inputs = self.sharded + [v for v in self.inputs if v in leaves]
+        self.cuts, across, reach = [], owner.across, "The model"
+        if across is None:
+            of_model = graph_rows.ModelGraph(outputs, self.sharded, given, not owner.doubt)
+            self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
+            across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
+        if across is not None:
+            _rows.runs_whole(owner.model.name, across, owner.devices[0].name, reach, owner)
         at_cut = {cut.variable: cut.variable.type() for cut in self.cuts}
-        self.used = [
-            variable
-            for variable in graph.inputs(list(at_cut))
-            if isinstance(variable, theano.compile.SharedVariable) and variable not in given
-        ]
+        leaves = graph.inputs(list(at_cut))
+        self.used = [v for v in leaves if hasattr(v, "get_value") and v not in given]
         gradients = self._gradients(at_cut)
         replaced = {own: value_like(own, gradients[weight]) for weight, own in self.weights}
         replaced.update(at_cut)
         values = theano.clone(self.outputs + list(self.updates.values()), replaced)
         count = len(self.outputs)
-        self.head = self._compile(
-            self.inputs + list(at_cut.values()),
-            values[:count],
-            updates=list(zip(self.updates, values[count:])),
-        )
+        updates = list(zip(self.updates, values[count:]))
+        self.head = self._compile(self.inputs + list(at_cut.values()), values[:count], updates)
 
     def _gradients(self, at_cut):
         """Those of the loss with respect to the weights, of which the bodies compute a part.
@@ -164,22 +261,6 @@ class ReplicatedFunction:
             for weight, value in zip(self.body_weights, computed_by(of_bodies, upstream, own)):
                 gradients[weight] = gradients[weight] + value if weight in gradients else value
         return gradients
-
-    def _find_cuts(self, given):
-        """Find where the head begins: the variables nearest to it that the body computes."""
-        owner, outputs = self.owner, self.owner.model.outputs
-        leaves = set(graph.inputs(outputs))
-        states = [variable for variable in given if variable not in self.inputs]
-        self.sharded = list(owner.model.inputs) + states
-        others = [v for v in self.inputs if v in leaves and v not in self.sharded]
-        self.body_inputs = self.sharded + others
-        self.cuts, across, reach = [], owner.across, "The model"
-        if across is None:
-            of_model = graph_cuts.ModelGraph(outputs, self.sharded, given, not owner.doubt)
-            self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
-            across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
-        if across is not None:
-            _rows.runs_whole(owner.model.name, across, owner.devices[0].name, reach, owner)
 
     def _in_inference(self, given, rows, chosen):
         """What the first device computes of some rows of the batch: the values at the cuts.
@@ -222,7 +303,7 @@ class ReplicatedFunction:
 
     def _is_right_back(self, given, rows):
         """Whether gradients of the user's own are those of the whole batch, by a trial as well."""
-        across = graph_cuts.own_gradient([self.cuts[place] for place in self.back])
+        across = graph_rows.own_gradient([self.cuts[place] for place in self.back])
         if across is None:
             return True
 
@@ -231,20 +312,18 @@ class ReplicatedFunction:
             upstream = [at_cut[place] + np.float32(0.5) for place in self.back]
             return list(map(np.asarray, self._run(self.backward[:1], [handed_over + upstream])[0]))
 
-        try:
-            with self.owner.devices[0].randomness_kept():
-                whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
-            is_right = all(map(_rows.trial.close, map(sum, zip(*parts)), whole))
-        except Exception:  # whatever an operation of the user's does
-            is_right = False
-        if not is_right:
-            self.owner.across = across
-        return is_right
+        # Whatever an operation of the user's does.
+        with contextlib.suppress(Exception), self.owner.devices[0].randomness_kept():
+            whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
+            if all(map(_rows.trial.close, map(sum, zip(*parts)), whole)):
+                return True
+        self.owner.across = across
+        return False
 
-    def _compile(self, inputs, outputs, **options):
+    def _compile(self, inputs, outputs, updates, **options):
         # As K.function has it.
         options = dict(self.options, allow_input_downcast=True, on_unused_input="ignore", **options)
-        return theano.function(inputs, outputs, **options)
+        return theano.function(inputs, outputs, updates=updates, **options)
 
     # The devices' functions ---------------------------------------------------------------------
 
