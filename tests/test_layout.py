@@ -164,7 +164,6 @@ NAMING = {
     "compat._ranks.loaders": "random numbers as a DataLoader of torch draws them",
     "compat._ranks.launchers": "names of variables",
     "compat._ranks.losses": "tells the kinds of Keras apart",
-    "compat._ranks.rendezvous": "names of variables",
     "compat._verification.keras_steps": "versions in an error's advice",
     "compat._verification.reachable": "what frameworks' own objects hold is not searched",
 }

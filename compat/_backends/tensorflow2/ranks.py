@@ -10,8 +10,9 @@ import sys
 import tensorflow as tf
 
 from ... import _keras, errors
-from ..._ranks import clusters, keras3, keras_model
+from ..._ranks import keras3, keras_model
 from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
+from ..._ranks.place import TF_CONFIG
 from ..._runtime import patching
 from . import ranked_steps
 from .keras_models import unsupported
@@ -42,7 +43,7 @@ def join(place):
     Raises:
         NotInstalledError: it is Horovod, which is not installed.
     """
-    if place.launcher == clusters.TF_CONFIG:
+    if place.launcher == TF_CONFIG:
         return tensorflow_collectives.TensorFlowCollectives.join(place)
     try:
         return tensorflow_horovod.TensorFlowHorovod.join(place)
