@@ -11,7 +11,7 @@ import contextlib
 import numpy as np
 
 from .. import _keras, errors
-from . import keras_model, losses, ranked_method
+from . import keras_model, losses, saving
 from .keras_model import RankedFit, RankedMethod, count
 
 # In place of weights that are all zero, by whose number Keras would divide: adds nothing.
@@ -31,9 +31,7 @@ def install(model, engine, kinds):
         return
 
     with _keras.rebuilding_functions(_keras.inner_model(model)):
-        _keras.InnerModel.have_prepared(
-            model, lambda maker: ranked_method.install(maker, engine, kinds)
-        )
+        _keras.InnerModel.have_prepared(model, lambda maker: saving.install(maker, engine, kinds))
     keras_model.install(model, engine)
     RankedFit.of(model).divides = _divides
 

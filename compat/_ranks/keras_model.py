@@ -12,8 +12,8 @@ from typing import Any
 
 from .. import _keras, errors
 from .._runtime import work
-from . import agreement, checksum, datasets, metrics, ranked_method, saving, splitting
-from .ranked_method import RankedMethod
+from . import agreement, checksum, datasets, metrics, saving, splitting
+from .saving import RankedMethod
 from .weights import Start, WeightComparison
 from .weights import same_start as same_start
 
@@ -24,7 +24,7 @@ def install(model, engine, kinds=()):
     Arguments:
         kinds: the backend's own.
     """
-    ranked_method.install(model, engine, tuple(kinds) + _KINDS + saving.KINDS)
+    saving.install(model, engine, tuple(kinds) + _KINDS + saving.KINDS)
 
 
 _LAST = "after the last epoch"
@@ -327,6 +327,6 @@ class RankedEvaluate(RankedMethod):
         return {name: found[name] if name in found else means[name] for name in result}
 
 
-_KINDS = (RankedFit, RankedFitGenerator, RankedResetMetrics) + ranked_method.named(
+_KINDS = (RankedFit, RankedFitGenerator, RankedResetMetrics) + saving.named(
     RankedEvaluate, "evaluate", "evaluate_generator", "test_on_batch", "train_on_batch"
 )

@@ -11,7 +11,7 @@ import functools
 import tensorflow as tf
 
 from ... import _keras
-from ..._ranks import keras3, keras_model, losses
+from ..._ranks import keras_model, losses
 from ..._runtime import patching
 from ..._runtime.within import Within
 from ..._verification import keras_steps, reachable
@@ -49,7 +49,7 @@ class RankedFunction(WaitingFunction):
                 iterator, self.begun = step.begin(model, self.function, iterator), True
             result = self.function(iterator)
         if step.first_batch is not None:
-            keras3.check_loss(model, step.first_batch, _loss)
+            losses.check_loss(model, step.first_batch, _loss)
             step.first_batch = None
         keras_model.RankedFit.of(model).comparison.stepped(model)
         return result
@@ -116,7 +116,7 @@ class RankedStep(keras_model.RankedMethod):
                 result = self.plain(model)(data)
             self.check(model)
             self.average_state(state, before, share)
-            if keras3.may_mix_rows(model):
+            if losses.loss_may_mix_rows(model):
                 self.keep_first(data, share)
             return result
 
@@ -163,7 +163,7 @@ class RankedStep(keras_model.RankedMethod):
     # ------------------------------------------------------------------------------------------
 
     def keep_first(self, data, share):
-        """Keep the batch of the step that runs first, for ``keras3.check_loss``."""
+        """Keep the batch of the step that runs first, for ``losses.check_loss``."""
         present = [value for value in tf.nest.flatten(data) if value is not None]
         if not all(isinstance(value, tf.Tensor) for value in present):
             return
@@ -269,7 +269,7 @@ def _loss(model, arrays):
     tensors = tf.nest.map_structure(
         lambda array: None if array is None else tf.convert_to_tensor(array), arrays
     )
-    return keras3.loss_in_inference(model, tensors)
+    return losses.loss_in_inference(model, tensors)
 
 
 def _rows(data):

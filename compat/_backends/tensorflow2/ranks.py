@@ -10,7 +10,7 @@ import sys
 import tensorflow as tf
 
 from ... import _keras, errors
-from ..._ranks import keras3, keras_model
+from ..._ranks import keras_model, weights
 from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from ..._ranks.place import TF_CONFIG
 from ..._runtime import patching
@@ -114,11 +114,11 @@ class RankedKeras3Step(ranked_steps.RankedStep):
     computing = _computing
 
     def state(self, model):
-        return [variable._value for variable in keras3.averaged(model)]
+        return [variable._value for variable in weights.averaged(model)]
 
     def of_all_ranks(self, optimizer, share):
         apply = optimizer.apply
-        methods, scaled = keras3.scaling(optimizer, lambda dtype: tf.cast(share, dtype))
+        methods, scaled = weights.scaling(optimizer, lambda dtype: tf.cast(share, dtype))
 
         def apply_of_all_ranks(grads, *args, **kwargs):
             means = self.means(list(grads), tf.ones_like(share) if scaled else share)

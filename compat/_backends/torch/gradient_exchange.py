@@ -19,7 +19,7 @@ import weakref
 import torch
 
 from ... import errors
-from ..._ranks import checksum, keras3
+from ..._ranks import checksum, weights
 from . import loss_terms
 from .batches import are_same, tensors_in, to_numpy
 from .sums import Sums
@@ -325,7 +325,7 @@ class Exchange:
             same = torch.allclose(mine, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
             if not same and variable.path not in self.warned:
                 self.warned.add(variable.path)
-                keras3.warn_of_mean(variable)
+                weights.warn_of_mean(variable)
 
     # The same weights -------------------------------------------------------------------------
 

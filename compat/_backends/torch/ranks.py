@@ -15,7 +15,7 @@ from torch._C import _functorch
 from torch.nn.parameter import is_lazy
 
 from ... import _keras, errors
-from ..._ranks import keras3, keras_model, losses
+from ..._ranks import keras_model, losses, weights
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, work
 from . import batches, gradient_exchange, loss_terms, models
@@ -141,14 +141,14 @@ class RankedKerasCall(Ranked):
         return [variable._value for variable in model.trainable_variables]
 
     def averaged(self, model):
-        return [variable._value for variable in keras3.averaged(model)]
+        return [variable._value for variable in weights.averaged(model)]
 
     def averaged_by_users(self, model):
-        found = keras3.averaged(model, by_users=True)
+        found = weights.averaged(model, by_users=True)
         return [(variable, variable._value) for variable in found]
 
     def verified(self, model):
-        return [([(variable.path, variable._value) for variable in keras3.same(model)],)]
+        return [([(variable.path, variable._value) for variable in weights.same(model)],)]
 
 
 class RankedTrainStep(keras_model.RankedMethod):
@@ -178,9 +178,9 @@ class RankedTrainStep(keras_model.RankedMethod):
             result = step(data, *args, **kwargs)
         if self.training and not exchange.checked:
             exchange.checked = True
-            if keras3.may_mix_rows(model):
+            if losses.loss_may_mix_rows(model):
                 with torch.no_grad():
-                    keras3.check_loss(model, data, keras3.loss_in_inference)
+                    losses.check_loss(model, data, losses.loss_in_inference)
         return result
 
     def reductions(self, model, exchange):
