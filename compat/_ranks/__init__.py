@@ -284,6 +284,6 @@ def barrier() -> None:
     """
     if own_place() is None:
         return
-    from . import agreement  # for start-up time
+    from . import arrays  # for start-up time
 
-    agreement.barrier()
+    arrays.barrier()

@@ -5,7 +5,7 @@ import weakref
 import zlib
 
 from .. import errors
-from . import agreement, arrays
+from . import arrays
 
 # Of what Dataset.cardinality() returns: it is infinite, and it is unknown.
 _INFINITE, _UNKNOWN = -1, -2
@@ -14,7 +14,7 @@ _INFINITE, _UNKNOWN = -1, -2
 _shuffled = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary  # part -> its seeds
 
 
-class Seeds(agreement.Part):
+class Seeds(arrays.Part):
     """By what a dataset was shuffled before ``shard()``. TensorFlow's global seed is among it."""
 
     name = "Dataset"

@@ -12,7 +12,7 @@ from typing import Any
 
 from .. import _keras, errors
 from .._runtime import work
-from . import agreement, checksum, datasets, metrics, saving, splitting
+from . import arrays, checksum, datasets, metrics, saving, sharding
 from .saving import RankedMethod
 from .weights import Start, WeightComparison
 from .weights import same_start as same_start
@@ -77,7 +77,7 @@ class RankedFit(RankedMethod):
         self.engine.agree("fit()")
         args, given = _by_name(fit, args, kwargs)
         if self.splits:
-            splitting.split(self.engine, model.name, given)
+            sharding.split(self.engine, model.name, given)
         callbacks = given.get("callbacks") or []
         if not isinstance(callbacks, (list, tuple)):
             callbacks = [callbacks]
@@ -103,8 +103,8 @@ class RankedFit(RankedMethod):
         source = given.get("generator", given.get("x"))
         weights = Start(model, self.engine) if model.built else None
         sources = map(datasets.compared, [source, given.get("validation_data")])
-        self.agreement = agreement.Agreement(self.engine, sources)
-        options = [*self.validates(model, given), bool(callbacks), splitting.batches(given, source)]
+        self.agreement = arrays.Agreement(self.engine, sources)
+        options = [*self.validates(model, given), bool(callbacks), sharding.batches(given, source)]
         start, positions, options = self.engine.gather_each(
             [weights.numbers if weights else [], self.agreement.positions(), options]
         )
@@ -208,7 +208,7 @@ class RankedFit(RankedMethod):
         last = epoch == params.get("epochs")
         due = self.comparison.is_due(last) and (self.alone or not last)  # else in ``stop()``
         wished = self.alone and (self.wished or self.trainee.stop_training)
-        more = [self.agreement.position(), bool(wished)]
+        more = [self.agreement.parts[0].position(), bool(wished)]
         more += self.comparison.numbers(model) if due else []
         positions, wishes, *rows = zip(*self.complete(model, logs, more))
         self.agreement.epoch_ended(positions)

@@ -48,13 +48,13 @@ class Place:
     def __str__(self):
         return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
 
-    def part_of(self, rows):
+    def part_of(self, rows, first=0):
         """This rank's run of so many rows, (start, stop): the first ranks have one row more.
 
         Not as replicas are dealt theirs: here no rank has more rows of a smaller batch.
         """
         each, more = divmod(rows, self.size)
-        start = self.rank * each + min(self.rank, more)
+        start = first + self.rank * each + min(self.rank, more)
         return start, start + each + (self.rank < more)
 
     def rows_of_batch(self, batch_size):
