@@ -210,7 +210,13 @@ class RankedFit(RankedMethod):
         wished = self.alone and (self.wished or self.trainee.stop_training)
         more = [self.agreement.parts[0].position(), bool(wished)]
         more += self.comparison.numbers(model) if due else []
-        positions, wishes, *rows = zip(*self.complete(model, logs, more))
+        now = metrics.state(model)
+        trained = now if self.trained is None or not self.seen[False]["batches"] else self.trained
+        validated = now if self.seen[False]["batches"] else None
+        moments = {"": (trained, self.seen[True]), "val_": (validated, self.seen[False])}
+        rows, results = self.results.over_ranks(model, moments, logs, more)
+        logs.update(results)
+        positions, wishes, *rows = zip(*rows)
         self.agreement.epoch_ended(positions)
         if due:
             when = _LAST if last else "after epoch {}".format(epoch)
@@ -227,24 +233,6 @@ class RankedFit(RankedMethod):
         if due:
             self.comparison.resolve(model, _LAST, rows)
         self.trainee.stop_training = any(wish for (wish,) in wishes)
-
-    def complete(self, model, logs, more):
-        """Make an epoch's logs those of all ranks, with rank 0's names.
-
-        Arguments:
-            more: whole numbers to gather on the way, which are returned.
-        """
-        now = metrics.state(model)
-        validated = self.seen[False]["batches"] > 0
-        trained = self.trained if validated and self.trained is not None else now
-        states = [trained, now if validated else None]
-        rows, (train, validation), means, names = self.results.over_ranks(
-            model, self.seen, states, logs, lambda name: name[:4] != "val_", more
-        )
-        values = dict(train, **{"val_" + name: value for name, value in validation.items()})
-        logs.update((name, value) for name, value in means.items() if name not in values)
-        logs.update((name, values[name]) for name in names if name in values and name in logs)
-        return rows
 
 
 class RankedResetMetrics(RankedMethod):
@@ -321,10 +309,9 @@ class RankedEvaluate(RankedMethod):
     def completed(self, fit, model, result):
         """The results over all ranks, in the same order."""
         state = metrics.state(model) if fit.evaluated is None else fit.evaluated
-        _, (found,), means, _ = fit.results.over_ranks(
-            model, fit.seen, [state], result, lambda name: self.training
-        )
-        return {name: found[name] if name in found else means[name] for name in result}
+        moments = {"": (state, fit.seen[self.training])}
+        _, results = fit.results.over_ranks(model, moments, result)
+        return {name: results[name] for name in result}
 
 
 _KINDS = (RankedFit, RankedFitGenerator, RankedResetMetrics) + saving.named(
