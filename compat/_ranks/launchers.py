@@ -76,16 +76,15 @@ def launched(environ):
 
 def _jax(environ):
     """The variables of ``jax.distributed.initialize()``."""
-    names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"
-    where = environ.get("JAX_COORDINATOR_ADDRESS", "")
-    return places.from_rank_and_size("JAX's variables", names, environ, where)
+    names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"
+    return places.from_rank_and_size("JAX's variables", names, environ)
 
 
 def _keras(environ):
     """The variables of ``keras.distribution.initialize()``."""
-    names = "KERAS_DISTRIBUTION_PROCESS_ID", "KERAS_DISTRIBUTION_NUM_PROCESSES"
+    names = map("KERAS_DISTRIBUTION_{}".format, ("PROCESS_ID", "NUM_PROCESSES", "JOB_ADDRESSES"))
+    place = places.from_rank_and_size("Keras' variables", names, environ)
     addresses = _keras_addresses(environ)
-    place = places.from_rank_and_size("Keras' variables", names, environ, "".join(addresses[:1]))
     if place is None or len(addresses) != place.size:
         return place
     return places.from_addresses(place.launcher, addresses, place.rank)
@@ -98,10 +97,8 @@ def _keras_addresses(environ):
 
 def _jaxjob(environ):
     """Kubeflow's JAXJob: one process in each pod. Others use these names for other purposes."""
-    if "COORDINATOR_ADDRESS" not in environ:
-        return None
-    names = "PROCESS_ID", "NUM_PROCESSES"
-    return places.from_rank_and_size("JAXJob", names, environ, environ["COORDINATOR_ADDRESS"])
+    names = "PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS"
+    return places.from_rank_and_size("JAXJob", names, environ) if names[2] in environ else None
 
 
 def _srun(environ):
@@ -134,8 +131,8 @@ def _torch_alike(environ):
 
     Without LOCAL_RANK there is one process a machine.
     """
-    names = ["RANK", "WORLD_SIZE"]
-    rank, size, local_rank = (places.number(name, environ) for name in names + ["LOCAL_RANK"])
+    names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+    rank, size, local_rank = (places.number(name, environ) for name in names)
     if size is None or size < 2:
         return None
     if local_rank is None:
@@ -148,12 +145,11 @@ def _torch_alike(environ):
                     f"do not count them alike. Start the script with torchrun, or set {name}=1 for "
                     "one process on each machine, or COMPAT_ALONE=1 to train alone."
                 )
-        return places.from_rank_and_size("RANK", names, environ, environ.get("MASTER_ADDR", ""))
+        return places.from_rank_and_size("RANK", ("RANK", "WORLD_SIZE", "MASTER_ADDR"), environ)
     if rank is None and places.number("NODE_RANK", environ) == 0:
         rank = local_rank  # Lightning's script launcher; on other nodes nothing tells the rank
     if rank is None:
         return None
-    names.append("LOCAL_RANK")
     return places.from_values("RANK", names, (rank, size, local_rank, local_rank + 1), False)
 
 

@@ -42,8 +42,7 @@ class Place:
         self.local_rank = local_rank
         self.local_size = local_size
         self.launcher = launcher
-        same = local_size == size
-        self.on_one_machine = same if on_one_machine is None else on_one_machine
+        self.on_one_machine = local_size == size if on_one_machine is None else on_one_machine
 
     def __str__(self):
         return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
@@ -117,18 +116,20 @@ def from_addresses(launcher, addresses, rank):
     return Place(rank, len(hosts), hosts[:rank].count(mine), hosts.count(mine), launcher)
 
 
-def from_rank_and_size(launcher, names, environ, where):
+def from_rank_and_size(launcher, names, environ):
     """A place by rank and size alone: one rank a machine, or all on this one.
 
     Arguments:
-        names: the variables of the rank and of the size.
-        where: rank 0's address: on this machine's loopback interface, so are all. But on
-            Kubernetes, PyTorchJob tells rank 0 "localhost" and the others its name.
+        names: the variables of the rank, of the size, and of rank 0's address, or all addresses. If
+            it is on this machine's loopback interface, so are all. But on Kubernetes, PyTorchJob
+            tells rank 0 "localhost" and the others its name.
     """
+    *names, address = names
     rank, size = (number(name, environ) for name in names)
     if rank is None or size is None:
         return None
-    here = is_loopback(host_of(where.strip())) and "KUBERNETES_SERVICE_HOST" not in environ
+    where = environ.get(address, "").partition(",")[0].strip()
+    here = is_loopback(host_of(where)) and "KUBERNETES_SERVICE_HOST" not in environ
     local = (rank, size) if here else (0, 1)
     return from_values(launcher, names, (rank, size) + local)
 
