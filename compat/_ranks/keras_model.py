@@ -210,10 +210,10 @@ class RankedFit(RankedMethod):
         wished = self.alone and (self.wished or self.trainee.stop_training)
         more = [self.agreement.parts[0].position(), bool(wished)]
         more += self.comparison.numbers(model) if due else []
-        now = metrics.state(model)
-        trained = now if self.trained is None or not self.seen[False]["batches"] else self.trained
-        validated = now if self.seen[False]["batches"] else None
-        moments = {"": (trained, self.seen[True]), "val_": (validated, self.seen[False])}
+        now, validated = metrics.state(model), self.seen[False]["batches"] > 0
+        trained = self.trained if validated and self.trained is not None else now
+        ended = now if validated else None
+        moments = {"": (trained, self.seen[True]), "val_": (ended, self.seen[False])}
         rows, results = self.results.over_ranks(model, moments, logs, more)
         logs.update(results)
         positions, wishes, *rows = zip(*rows)

@@ -47,10 +47,9 @@ class Reductions:
             yield
             return
         module = sys.modules[keras.losses.Loss.__module__]
-        ours = {}  # type: dict
         if hasattr(module, "reduce_values"):
             self.ops = module.ops
-            ours = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce}
+            ours = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce}  # type: dict
         else:
             module, self.ops = module.losses_utils, sys.modules["tensorflow"]
             ours = {"apply_valid_mask": self.mask_of_tf_keras, "compute_weighted_loss": self.reduce}

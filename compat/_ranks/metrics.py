@@ -8,7 +8,6 @@ matrices) adds up.
 """
 
 import ast
-import collections
 import contextlib
 import inspect
 import textwrap
@@ -230,23 +229,22 @@ def _only_adds(function):
     except (OSError, SyntaxError, TypeError):  # of a notebook's cell that is gone, for example
         return False
     nodes = list(ast.walk(tree))
-    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "self"]
-    used = collections.Counter(filter(None, map(_own_name, nodes)))
-    alone = len(names) > sum(used.values())  # handed to a function, for example
+    selves = [node for node in nodes if isinstance(node, ast.Name) and node.id == "self"]
     sets = [node for node in nodes if getattr(node, "attr", None) == "assign"]
-    del used["dtype"]
-    added = [
-        _own_name(node.func.value)
-        for node in nodes
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "assign"
-        and node.args
-        and isinstance(node.args[0], ast.BinOp)
-        and isinstance(node.args[0].op, ast.Add)
-        and _own_name(node.args[0].left) == _own_name(node.func.value)
-    ]
-    return not alone and used == dict.fromkeys(added, 2) and len(sets) == len(added)
+    types_of_number = [node for node in nodes if _own_name(node) == "dtype"]
+    added = list(filter(None, map(_added_to, nodes)))
+    each_once = len(set(added)) == len(added) == len(sets)
+    return each_once and len(selves) == 2 * len(added) + len(types_of_number)
+
+
+def _added_to(node):
+    """The name x of a call ``self.x.assign(self.x + ...)``, or None."""
+    value = node.args[0] if isinstance(node, ast.Call) and node.args else None
+    is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+    if is_sum and getattr(node.func, "attr", None) == "assign":
+        name = _own_name(node.func.value)
+        return name if name == _own_name(getattr(value, "left", None)) else None
+    return None
 
 
 def _own_name(node):

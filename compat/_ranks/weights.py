@@ -14,7 +14,7 @@ class Start:
 
     def __init__(self, model, engine):
         self.model, self.engine = model, engine
-        self.variables = _variables(model) + engine.state_besides(model)
+        self.variables = _variables(model, engine)
         self.read, self.write = _keras.reader_and_writer(model)
         self.mine = self.read(self.variables)
         # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
@@ -50,8 +50,8 @@ def _is_of_mxnet(model):
     return hasattr(getattr(model, "optimizer", None), "create_state")
 
 
-def _variables(model):
-    """The variables of a model and its optimizer."""
+def _variables(model, engine):
+    """The variables of a model and its optimizer, and those that its training sets besides."""
     # For MXNet's see same_start().
     optimizer = None if _is_of_mxnet(model) else getattr(model, "optimizer", None)
     state = []
@@ -72,7 +72,7 @@ def _variables(model):
     scale = getattr(optimizer, "_loss_scale", None)
     if scale is not None and hasattr(scale, "current_loss_scale"):
         state += [scale.current_loss_scale, scale.counter]
-    return list(model.weights) + state
+    return list(model.weights) + state + engine.state_besides(model)
 
 
 # Comparison ---------------------------------------------------------------------------------
@@ -134,8 +134,7 @@ class WeightComparison:
         numbers = [weight for weight in model.weights if "int" in str(weight.dtype)]
         own = metrics.variables(model) + numbers + _keras.states(model, "dtype")
         ids = set(map(id, own))
-        variables = _variables(model) + self.engine.state_besides(model)
-        return [variable for variable in variables if id(variable) not in ids]
+        return [each for each in _variables(model, self.engine) if id(each) not in ids]
 
 
 # State of Keras 3 ---------------------------------------------------------------------------
