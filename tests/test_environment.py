@@ -13,8 +13,8 @@ import compat
 from compat import __main__
 from compat._api import environment
 from compat._configuration import device_choice, discovery, packages
-from compat._ranks import clusters
 from compat._ranks.engines import installed
+from compat._ranks.place import TF_CONFIG
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -308,7 +308,7 @@ def test_a_rank(toy, capsys, monkeypatch):
 
 def test_the_evaluator(toy, capsys, monkeypatch):
     config = {"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "evaluator", "index": 0}}
-    monkeypatch.setenv(clusters.TF_CONFIG, json.dumps(config))
+    monkeypatch.setenv(TF_CONFIG, json.dumps(config))
     line = "\nranks       none: this process evaluates what ranks save (TF_CONFIG)\n"
     assert line in main(capsys)[1]
 

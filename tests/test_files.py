@@ -11,7 +11,7 @@ import types
 import pytest
 from conftest import ROOT
 
-from compat._ranks import ranked_method, saving
+from compat._ranks import saving
 from compat._runtime import safe_files
 
 NEW = "new\n"
@@ -192,7 +192,7 @@ class Model:
 def ranked(rank=0):
     model = Model()
     place = types.SimpleNamespace(rank=rank)
-    ranked_method.install(model, types.SimpleNamespace(place=place), saving.KINDS)
+    saving.install(model, types.SimpleNamespace(place=place), saving.KINDS)
     return model
 
 

@@ -45,7 +45,7 @@ ROOMS = [
 # A room has an upper floor where some of its modules need more than the others.
 UPPER_FLOORS = {
     "compat._ranks." + name: "compat._ranks (Keras models)"
-    for name in ("keras2", "keras3", "keras_model", "metrics", "splitting", "weights")
+    for name in ("keras2", "keras_model", "losses", "metrics", "weights")
 }
 
 # Parts of a room that lie elsewhere: what needs more than the rest of its room does.
@@ -158,7 +158,6 @@ NAMING = {
     "compat._ranks.loaders": "random numbers as a DataLoader of torch draws them",
     "compat._ranks.launchers": "names of variables",
     "compat._ranks.losses": "tells the kinds of Keras apart",
-    "compat._ranks.rendezvous": "names of variables",
     "compat._verification.keras_steps": "versions in an error's advice",
     "compat._verification.reachable": "what frameworks' own objects hold is not searched",
 }

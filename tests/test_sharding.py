@@ -14,7 +14,7 @@ from conftest import refusal
 from thread_ranks import Threads, together
 
 import compat
-from compat._ranks import agreement, keras_model, own_place
+from compat._ranks import arrays, keras_model, own_place
 from compat._ranks.launchers import LAUNCHERS
 from compat._runtime.process import process as own_process
 
@@ -280,7 +280,7 @@ def test_threads_may_share_the_part_of_an_iterator(as_rank):
     assert sorted(found) == [row for row in range(500) if row % 5 < 2]
     alone = compat.shard(generate(500))
     list(alone)
-    assert agreement.part_in(alone).checksum_at(100) == part.checksum_at(100) != 0
+    assert arrays.part_in(alone).checksum_at(100) == part.checksum_at(100) != 0
 
 
 OTHER_BATCHES = (
@@ -358,7 +358,7 @@ def parts(as_rank, *made):
 
 def begun(engine, *sources):
     """The agreement of a ``fit()`` on what it was given."""
-    agreed = agreement.Agreement(engine, sources)
+    agreed = arrays.Agreement(engine, sources)
     agreed.compare(engine.gather(agreed.advance(engine.gather(agreed.positions()))))
     return agreed
 
@@ -406,11 +406,11 @@ def test_threads_of_an_earlier_fit_draw_no_more(as_rank):
     earlier, later = multiprocessing.pool.ThreadPool(1), multiprocessing.pool.ThreadPool(1)
     try:
         assert earlier.apply(draw)[0].tolist() == [0, 1]
-        agreement.part_in(part).begin()
+        arrays.part_in(part).begin()
         assert earlier.apply(draw) is None
         assert later.apply(draw)[0].tolist() == [5, 6]
         assert draw()[0].tolist() == [10, 11]
-        agreement.part_in(part).begin()
+        arrays.part_in(part).begin()
         assert draw()[0].tolist() == [15, 16]
     finally:
         earlier.terminate()
@@ -438,7 +438,8 @@ def test_epochs_end_with_the_same_batches(as_rank):
         for _ in range(2):
             for _ in range(4 + engine.place.rank):  # which takes one ahead
                 assert len(next(part)) in (2, 3)
-            agreed.epoch_ended([of_rank[0] for of_rank in engine.gather([agreed.position()])])
+            position = agreed.parts[0].position()
+            agreed.epoch_ended([of_rank[0] for of_rank in engine.gather([position])])
 
     assert together(2, function) == [differs("generator")] * 2
 

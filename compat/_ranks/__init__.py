@@ -11,7 +11,7 @@ import sys
 
 from .. import errors
 from .._configuration.numeric import whole_number
-from .place import Place, is_loopback, stays_alone
+from .place import Place, evaluator_in, is_loopback, stays_alone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -55,9 +55,7 @@ def own_place() -> "Optional[Place]":
 
 def evaluator() -> "Optional[Place]":
     """The place of a process that evaluates what ranks have saved, and is none of them, or None."""
-    from . import clusters  # for start-up time
-
-    return clusters.evaluator(os.environ)
+    return evaluator_in(os.environ)
 
 
 def _place_in_group():
@@ -286,6 +284,6 @@ def barrier() -> None:
     """
     if own_place() is None:
         return
-    from . import agreement  # for start-up time
+    from . import arrays  # for start-up time
 
-    agreement.barrier()
+    arrays.barrier()

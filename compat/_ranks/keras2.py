@@ -3,7 +3,7 @@
 Before Keras 2.3 the loss of an output is divided by the share of its rows that a mask leaves, and
 by that of the sample weights that are not zero. A rank knows both of its own rows before it runs
 the function. So all ranks' are summed up where they agree on a step, and what Keras divided by too
-little is in the sample weights that it is handed (``Divisors``).
+little is in the sample weights that it is handed (``RankedKeras2Function``).
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import contextlib
 import numpy as np
 
 from .. import _keras, errors
-from . import keras_model, losses, ranked_method
+from . import keras_model, losses, saving
 from .keras_model import RankedFit, RankedMethod, count
 
 # In place of weights that are all zero, by whose number Keras would divide: adds nothing.
@@ -31,9 +31,7 @@ def install(model, engine, kinds):
         return
 
     with _keras.rebuilding_functions(_keras.inner_model(model)):
-        _keras.InnerModel.have_prepared(
-            model, lambda maker: ranked_method.install(maker, engine, kinds)
-        )
+        _keras.InnerModel.have_prepared(model, lambda maker: saving.install(maker, engine, kinds))
     keras_model.install(model, engine)
     RankedFit.of(model).divides = _divides
 
@@ -76,15 +74,15 @@ class MakeFunction(RankedMethod):
         rows = rows_of(inputs)
         count(function.model, rows, self.training)
         self.check_loss(function, inputs)
-        mine = function.divisors.of(inputs)
+        mine = function.divisors(inputs)
         share = self.engine.share(rows, [rows * value for value in mine])
         total = rows / share
-        return share, function.divisors.applied(inputs, mine, self.engine.totals / total)
+        return share, function.divided(inputs, mine, self.engine.totals / total)
 
     def check_loss(self, function, inputs):
         """Try a loss that is not Keras' own before the first step."""
         if self.training and not function.started:
-            _check_loss(function.divisors.model, inputs)
+            _check_loss(function.made_for, inputs)
 
 
 def _feeds(model):
@@ -101,12 +99,21 @@ class RankedKeras2Function:
 
     def __init__(self, maker, model, made):
         self.maker = maker
+        self.made_for = model
         # A Sequential before Keras 2.2 has another model in it, which made the function.
         self.model = getattr(model, "callback_model", None) or model
-        self.divisors = Divisors(model)
         self.feeds = _feeds(model)
         self.made = made
         self.started = False
+        self.means = None  # the function of ``_left``
+        self.factors = None  # by which each output's unweighted metrics are too large
+        # What it is called with has the sample weights at these places.
+        self.places = range(0)
+        self.masks = {}  # place among the weights -> the mask
+        if knows_divisors(model):
+            before = len(model._feed_inputs) + len(model._feed_targets)
+            self.places = range(before, before + len(model._feed_sample_weights))
+            self.masks = masks_of(model)
 
     def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
         return getattr(self.made, name)
@@ -118,7 +125,63 @@ class RankedKeras2Function:
         self.started = True
         if self.maker.training:
             RankedFit.of(self.model).comparison.stepped(self.model)
-        return self.divisors.of_all_ranks(result)
+        return self.of_all_ranks(result)
+
+    # What Keras before 2.3 divides the loss of each output by, as a share of the rows -----------
+
+    def divisors(self, inputs):
+        """The share that masks leave, and that of weights that are not zero, for each output."""
+        left = [1.0] * len(self.places)
+        for output, mean in zip(sorted(self.masks), self._left(inputs) if self.masks else ()):
+            left[output] = float(mean)
+            if not left[output]:
+                raise errors.UnsupportedError(
+                    "All rows of a batch on one rank are masked in output {!r} of {!r}: this "
+                    "Keras divides by the number of those left. Shuffle the rows, or use "
+                    "larger batches.".format(self.made_for.output_names[output], self.made_for.name)
+                )
+        return left + [float(np.mean(inputs[place] != 0)) for place in self.places]
+
+    def _left(self, inputs):
+        model = self.made_for
+        K = _keras.keras_of(model).backend
+        rest = list(inputs[self.places[-1] + 1 :])
+        if self.means is None:
+            masks = [self.masks[output] for output in sorted(self.masks)]
+            means = [K.mean(K.cast(mask, K.floatx())) for mask in masks]
+            phase = [K.learning_phase()] * bool(rest)
+            self.means = K.function(model._feed_inputs + phase, means)
+        return self.means(list(inputs[: len(model._feed_inputs)]) + rest)
+
+    def divided(self, inputs, mine, all_ranks):
+        """The function's inputs, with weights that make each output's loss part of all ranks'."""
+        outputs = len(self.places)
+        ratios = [m / a if a else 1.0 for m, a in zip(mine, all_ranks)]
+        self.factors = ratios[:outputs]
+        if all(ratio == 1.0 for ratio in ratios):
+            return inputs
+        inputs = list(inputs)
+        for place, left, given in zip(self.places, ratios[:outputs], ratios[outputs:]):
+            weights = np.asarray(inputs[place])
+            if given:
+                inputs[place] = (weights * (left * given)).astype(weights.dtype)
+            else:
+                inputs[place] = np.full_like(weights, _NEXT_TO_NOTHING)
+        return inputs
+
+    def of_all_ranks(self, result):
+        """The function's result: metrics without weights are divided by masks, too."""
+        if not self.masks or self.factors is None or not isinstance(result, (list, tuple)):
+            return result
+        result = list(result)
+        names = getattr(self.made_for, "output_names", [])
+        place = 1 + (len(names) if len(names) > 1 else 0)  # after the losses
+        for output, (plain, weighted) in enumerate(_numbers_of_metrics(self.made_for)):
+            for metric in range(place, place + plain):
+                result[metric] = result[metric] * self.factors[output]
+            place += plain + weighted
+        self.factors = None
+        return result
 
 
 class MakeTestFunction(MakeFunction):
@@ -140,78 +203,6 @@ class MakeTestFunction(MakeFunction):
 def knows_divisors(model):
     """Whether this Keras divides by more than the number of rows, as none does from 2.3 on."""
     return hasattr(model, "_feed_sample_weights") and not hasattr(model, "_prepare_total_loss")
-
-
-class Divisors:
-    """What Keras before 2.3 divides the loss of each output by, as a share of the rows."""
-
-    def __init__(self, model):
-        self.model = model
-        self.masks = {}  # place among the weights -> the mask
-        self.places = range(0)  # of the weights in what the function is called with
-        self.function = None
-        self.factors = None  # by which each output's unweighted metrics are too large
-        if not knows_divisors(model):
-            return
-        before = len(model._feed_inputs) + len(model._feed_targets)
-        self.places = range(before, before + len(model._feed_sample_weights))
-        self.masks = masks_of(model)
-
-    def of(self, inputs):
-        """The share that masks leave, and that of weights that are not zero, for each output."""
-        left = [1.0] * len(self.places)
-        if self.masks:
-            for output, mean in zip(sorted(self.masks), self._means(inputs)):
-                left[output] = float(mean)
-                if not left[output]:
-                    raise errors.UnsupportedError(
-                        "All rows of a batch on one rank are masked in output {!r} of {!r}: this "
-                        "Keras divides by the number of those left. Shuffle the rows, or use "
-                        "larger batches.".format(self.model.output_names[output], self.model.name)
-                    )
-        given = [float(np.mean(inputs[place] != 0)) for place in self.places]
-        return left + given
-
-    def _means(self, inputs):
-        model = self.model
-        K = _keras.keras_of(model).backend
-        if self.function is None:
-            masks = [self.masks[output] for output in sorted(self.masks)]
-            means = [K.mean(K.cast(mask, K.floatx())) for mask in masks]
-            phase = [K.learning_phase()] * (len(inputs) > self.places[-1] + 1)
-            self.function = K.function(model._feed_inputs + phase, means)
-        rest = list(inputs[self.places[-1] + 1 :])
-        return self.function(list(inputs[: len(model._feed_inputs)]) + rest)
-
-    def applied(self, inputs, mine, all_ranks):
-        """The function's inputs, with weights that make each output's loss part of all ranks'."""
-        outputs = len(self.places)
-        ratios = [m / a if a else 1.0 for m, a in zip(mine, all_ranks)]
-        self.factors = ratios[:outputs]
-        if all(ratio == 1.0 for ratio in ratios):
-            return inputs
-        inputs = list(inputs)
-        for place, left, given in zip(self.places, ratios[:outputs], ratios[outputs:]):
-            weights = np.asarray(inputs[place])
-            if given:
-                inputs[place] = (weights * (left * given)).astype(weights.dtype)
-            else:
-                inputs[place] = np.full_like(weights, _NEXT_TO_NOTHING)
-        return inputs
-
-    def of_all_ranks(self, result):
-        """The function's result: metrics without weights are divided by masks, too."""
-        if not self.masks or self.factors is None or not isinstance(result, (list, tuple)):
-            return result
-        result = list(result)
-        names = getattr(self.model, "output_names", [])
-        place = 1 + (len(names) if len(names) > 1 else 0)  # after the losses
-        for output, (plain, weighted) in enumerate(_numbers_of_metrics(self.model)):
-            for metric in range(place, place + plain):
-                result[metric] = result[metric] * self.factors[output]
-            place += plain + weighted
-        self.factors = None
-        return result
 
 
 def _divides(model, weighted):

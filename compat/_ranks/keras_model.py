@@ -12,8 +12,8 @@ from typing import Any
 
 from .. import _keras, errors
 from .._runtime import work
-from . import agreement, checksum, datasets, metrics, ranked_method, saving, splitting
-from .ranked_method import RankedMethod
+from . import arrays, checksum, datasets, metrics, saving, sharding
+from .saving import RankedMethod
 from .weights import Start, WeightComparison
 from .weights import same_start as same_start
 
@@ -24,7 +24,7 @@ def install(model, engine, kinds=()):
     Arguments:
         kinds: the backend's own.
     """
-    ranked_method.install(model, engine, tuple(kinds) + _KINDS + saving.KINDS)
+    saving.install(model, engine, tuple(kinds) + _KINDS + saving.KINDS)
 
 
 _LAST = "after the last epoch"
@@ -77,7 +77,7 @@ class RankedFit(RankedMethod):
         self.engine.agree("fit()")
         args, given = _by_name(fit, args, kwargs)
         if self.splits:
-            splitting.split(self.engine, model.name, given)
+            sharding.split(self.engine, model.name, given)
         callbacks = given.get("callbacks") or []
         if not isinstance(callbacks, (list, tuple)):
             callbacks = [callbacks]
@@ -103,8 +103,8 @@ class RankedFit(RankedMethod):
         source = given.get("generator", given.get("x"))
         weights = Start(model, self.engine) if model.built else None
         sources = map(datasets.compared, [source, given.get("validation_data")])
-        self.agreement = agreement.Agreement(self.engine, sources)
-        options = [*self.validates(model, given), bool(callbacks), splitting.batches(given, source)]
+        self.agreement = arrays.Agreement(self.engine, sources)
+        options = [*self.validates(model, given), bool(callbacks), sharding.batches(given, source)]
         start, positions, options = self.engine.gather_each(
             [weights.numbers if weights else [], self.agreement.positions(), options]
         )
@@ -208,9 +208,15 @@ class RankedFit(RankedMethod):
         last = epoch == params.get("epochs")
         due = self.comparison.is_due(last) and (self.alone or not last)  # else in ``stop()``
         wished = self.alone and (self.wished or self.trainee.stop_training)
-        more = [self.agreement.position(), bool(wished)]
+        more = [self.agreement.parts[0].position(), bool(wished)]
         more += self.comparison.numbers(model) if due else []
-        positions, wishes, *rows = zip(*self.complete(model, logs, more))
+        now, validated = metrics.state(model), self.seen[False]["batches"] > 0
+        trained = self.trained if validated and self.trained is not None else now
+        ended = now if validated else None
+        moments = {"": (trained, self.seen[True]), "val_": (ended, self.seen[False])}
+        rows, results = self.results.over_ranks(model, moments, logs, more)
+        logs.update(results)
+        positions, wishes, *rows = zip(*rows)
         self.agreement.epoch_ended(positions)
         if due:
             when = _LAST if last else "after epoch {}".format(epoch)
@@ -227,24 +233,6 @@ class RankedFit(RankedMethod):
         if due:
             self.comparison.resolve(model, _LAST, rows)
         self.trainee.stop_training = any(wish for (wish,) in wishes)
-
-    def complete(self, model, logs, more):
-        """Make an epoch's logs those of all ranks, with rank 0's names.
-
-        Arguments:
-            more: whole numbers to gather on the way, which are returned.
-        """
-        now = metrics.state(model)
-        validated = self.seen[False]["batches"] > 0
-        trained = self.trained if validated and self.trained is not None else now
-        states = [trained, now if validated else None]
-        rows, (train, validation), means, names = self.results.over_ranks(
-            model, self.seen, states, logs, lambda name: name[:4] != "val_", more
-        )
-        values = dict(train, **{"val_" + name: value for name, value in validation.items()})
-        logs.update((name, value) for name, value in means.items() if name not in values)
-        logs.update((name, values[name]) for name in names if name in values and name in logs)
-        return rows
 
 
 class RankedResetMetrics(RankedMethod):
@@ -321,12 +309,11 @@ class RankedEvaluate(RankedMethod):
     def completed(self, fit, model, result):
         """The results over all ranks, in the same order."""
         state = metrics.state(model) if fit.evaluated is None else fit.evaluated
-        _, (found,), means, _ = fit.results.over_ranks(
-            model, fit.seen, [state], result, lambda name: self.training
-        )
-        return {name: found[name] if name in found else means[name] for name in result}
+        moments = {"": (state, fit.seen[self.training])}
+        _, results = fit.results.over_ranks(model, moments, result)
+        return {name: results[name] for name in result}
 
 
-_KINDS = (RankedFit, RankedFitGenerator, RankedResetMetrics) + ranked_method.named(
+_KINDS = (RankedFit, RankedFitGenerator, RankedResetMetrics) + saving.named(
     RankedEvaluate, "evaluate", "evaluate_generator", "test_on_batch", "train_on_batch"
 )

@@ -1,8 +1,8 @@
-"""``shard()`` of a DataLoader of torch or Gluon: one whose batches are this rank's parts.
+"""``shard()`` of DataLoaders of torch and Gluon, and of iterators of MXNet.
 
-The batches are drawn as in one process, by their numbers, and each rank loads the rows of its part
-alone. torch's own DistributedSampler does not do that: it deals out rows, and repeats some where
-they do not divide, so that the ranks train on other batches than one process.
+The batches of a DataLoader are drawn as in one process, by their numbers, and each rank loads the
+rows of its part alone. torch's own DistributedSampler does not do that: it deals out rows, and
+repeats some where they do not divide, so that the ranks train on other batches than one process.
 """
 
 import copy
@@ -10,44 +10,46 @@ import inspect
 import itertools
 import sys
 
-from .. import errors
-from . import agreement, arrays
+import numpy as np
 
-# What loaders of torch and of Gluon have: what draws the batches, and what makes them.
-_MARKS = ("batch_sampler", "collate_fn"), ("_batch_sampler", "_batchify_fn")
+from .. import errors
+from .._runtime import patching
+from . import arrays
 
 
 def takes(data):
-    return any(hasattr(data, draws) and hasattr(data, makes) for draws, makes in _MARKS)
+    is_torchs = hasattr(data, "batch_sampler") and hasattr(data, "collate_fn")
+    return is_torchs or (hasattr(data, "_batch_sampler") and hasattr(data, "_batchify_fn"))
 
 
-def _sampler_of(data):
-    """What draws the batches of a loader; None of one that has none, and of other data."""
-    return next((getattr(data, draws) for draws, _ in _MARKS if hasattr(data, draws)), None)
+def _own(owner, name):
+    """What a loader or sampler of torch has by this name, and Gluon's with an underscore."""
+    return getattr(owner, name, getattr(owner, "_" + name, None))
 
 
-def is_distributed(loader):
+def _is_distributed(loader):
     """Whether its sampler already gives each rank other rows, as a DistributedSampler does."""
-    batches = _sampler_of(loader)
-    samplers = batches, getattr(batches, "sampler", None), getattr(loader, "sampler", None)
+    batches = _own(loader, "batch_sampler")
+    samplers = batches, _own(batches, "sampler"), _own(loader, "sampler")
     return any(hasattr(sampler, "num_replicas") for sampler in samplers)
 
 
 def is_part(data):
     """Whether this is a loader of ``shard()``'s."""
-    return isinstance(_sampler_of(data), PartOfBatches)
+    return isinstance(_own(data, "batch_sampler"), PartOfBatches)
 
 
 def is_split(data):
     """Whether this is a loader whose batches are this rank's alone."""
-    return is_part(data) or (_sampler_of(data) is not None and is_distributed(data))
+    is_loader = _own(data, "batch_sampler") is not None
+    return is_part(data) or (is_loader and _is_distributed(data))
 
 
 def shard(place, loader, batch_size=None):
     """As ``compat.shard()``."""
-    batches = _sampler_of(loader)
+    batches = _own(loader, "batch_sampler")
     kind = type(loader).__name__
-    if is_distributed(loader):
+    if _is_distributed(loader):
         raise errors.InvalidArgumentError(
             "The sampler of the {0} given to shard() has rows for this rank alone already, as a "
             "DistributedSampler has. Use the {0} as it is, or give it a sampler for one "
@@ -60,7 +62,7 @@ def shard(place, loader, batch_size=None):
             "numbers (its dataset is an IterableDataset, or batch_size is None). Have the dataset "
             "give each rank its part, with compat.rank() and compat.size().".format(kind)
         )
-    own = _batch_size_of(batches)
+    own = _own(batches, "batch_size")
     if own is not None:
         place.rows_of_batch(own)
     if None not in (own, batch_size) and own != batch_size:
@@ -78,10 +80,6 @@ def shard(place, loader, batch_size=None):
     return loader
 
 
-def _batch_size_of(batches):
-    return getattr(batches, "batch_size", getattr(batches, "_batch_size", None))
-
-
 def _made(loader, part):
     """A loader of Gluon's, whose processes are its own."""
     names = list(inspect.signature(type(loader).__init__).parameters)[2:]
@@ -90,7 +88,7 @@ def _made(loader, part):
     return type(loader)(loader._dataset, **given)
 
 
-class PartOfBatches(agreement.StandIn):
+class PartOfBatches(arrays.StandIn):
     """This rank's part of each batch that a sampler draws, as numbers of rows.
 
     The order is rank 0's where the sampler has no generator of its own: each iteration has a seed
@@ -99,31 +97,31 @@ class PartOfBatches(agreement.StandIn):
 
     def __init__(self, place, batches, kind):
         self.place = place
-        self._whole = self.batches = batches
+        self._whole = batches
         self.kind = kind
 
     def set_epoch(self, epoch):
         """Tell the sampler, as scripts tell a DistributedSampler; one that needs none has none."""
-        for sampler in (self.batches, self.rows):
+        for sampler in (self._whole, self.rows):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     @property
     def rows(self):
         """What draws the rows, or None."""
-        return getattr(self.batches, "sampler", getattr(self.batches, "_sampler", None))
+        return _own(self._whole, "sampler")
 
     def left_out(self):
         """The rows of a last batch that is too small, as far as that is known, or 0."""
-        drops = getattr(self.batches, "drop_last", getattr(self.batches, "_last_batch", True))
-        size = _batch_size_of(self.batches)
+        drops = getattr(self._whole, "drop_last", getattr(self._whole, "_last_batch", True))
+        size = _own(self._whole, "batch_size")
         if drops not in (False, "keep") or not size:
             return 0
         rows = len(self.rows) % size
         return rows if rows < self.place.size else 0
 
     def __len__(self):
-        return len(self.batches) - bool(self.left_out())
+        return len(self._whole) - bool(self.left_out())
 
     def __iter__(self):
         known = self.left_out()
@@ -137,28 +135,20 @@ class PartOfBatches(agreement.StandIn):
 
     def _agreed(self):
         """The batches of all ranks, of which the ranks have compared the first."""
-        if type(self.rows).__name__ == "SequentialSampler":
-            return iter(self.batches)
-        gluons = type(self.rows).__name__ == "RandomSampler"  # which takes no generator
-        shuffled = getattr(self.rows, "generator", None if gluons else self) is None
-        engine = agreement.ready(self.kind, shuffled)
-        return iter(self.batches) if engine is None else self._compared(engine)
-
-    def _compared(self, engine):
-        batches = iter(self.batches)
-        sampler = self.rows
-        drawn = getattr(sampler, "generator", self) is None
-        if drawn:
-            sampler.generator = _generator(engine)
-        try:
+        batches, sampler = iter(self._whole), self.rows
+        kind = type(sampler).__name__
+        # Gluon's RandomSampler takes none.
+        generator = getattr(sampler, "generator", None if kind == "RandomSampler" else self)
+        is_in_order = kind == "SequentialSampler"
+        engine = None if is_in_order else arrays.ready(self.kind, generator is None)
+        if engine is None:
+            return batches
+        seeded = generator is None and hasattr(sampler, "generator")
+        drawn = {"generator": _generator(engine)} if seeded else {}
+        with patching.replaced(sampler, **drawn):
             first = [list(batch) for batch in itertools.islice(batches, 1)]
-        finally:
-            if drawn:
-                sampler.generator = None
-        import numpy
-
-        agreement.compare(engine, self.kind, arrays.checksum([numpy.array(b) for b in first]))
-        yield from itertools.chain(first, batches)
+        arrays.compare(engine, self.kind, arrays.checksum(list(map(np.array, first))))
+        return itertools.chain(first, batches)
 
 
 def _generator(engine):
@@ -168,3 +158,104 @@ def _generator(engine):
     generator = torch.Generator()
     generator.manual_seed(engine.broadcast(seed))
     return generator
+
+
+# Iterators of MXNet ----------------------------------------------------------------------------
+
+
+def takes_mxnets(data):
+    return hasattr(data, "provide_data") and hasattr(data, "iter_next")
+
+
+def shard_mxnets(place, iterator, batch_size=None):
+    """As ``compat.shard()``."""
+    if batch_size is not None and iterator.batch_size not in (0, batch_size):
+        raise arrays.other_batch_size(batch_size, iterator.batch_size)
+    if iterator.batch_size:
+        place.rows_of_batch(iterator.batch_size)
+    base = next(kind for kind in reversed(type(iterator).__mro__) if kind.__name__ == "DataIter")
+    return PartOfDataIter.make(base, place, iterator)
+
+
+def _getter(name):
+    """A method of a ``DataIter`` that gives this of the current batch."""
+    return lambda self: getattr(self._current, name)
+
+
+class PartOfDataIter(arrays.PartOfObject):
+    """This rank's rows of each batch. Beside it, MXNet's own class is a base class."""
+
+    def __init__(self, place, iterator):
+        super().__init__(place, iterator)
+        self._begins = True
+        self.batch_size = iterator.batch_size and place.rows_of_batch(iterator.batch_size)
+
+    @property
+    def provide_data(self):
+        return self._described(self._whole.provide_data)
+
+    @property
+    def provide_label(self):
+        return self._described(self._whole.provide_label)
+
+    def _described(self, descriptions):
+        return descriptions and [self._description(each) for each in descriptions]
+
+    def _description(self, whole):
+        axis = _axis(whole)
+        name, shape = whole[:2]
+        rows = self._place.rows_of_batch(shape[axis])
+        shape = tuple(shape[:axis]) + (rows,) + tuple(shape[axis + 1 :])
+        if not hasattr(whole, "layout"):
+            return name, shape
+        return type(whole)(name, shape, whole.dtype, whole.layout)
+
+    def reset(self):
+        self._whole.reset()
+        self._begins = True
+
+    def next(self):
+        batch = self._whole.next()
+        if self._begins:
+            self._begins = False
+            engine = arrays.ready(self.name, getattr(self._whole, "shuffle", False))
+            if engine is not None:
+                arrays.compare(engine, self.name, arrays.checksum([batch.data, batch.label]))
+        return self._part(batch)
+
+    def iter_next(self):
+        try:
+            self._current = self.next()
+        except StopIteration:
+            return False
+        return True
+
+    getdata, getlabel, getindex, getpad = map(_getter, ("data", "label", "index", "pad"))
+
+    def _part(self, whole):
+        data = whole.provide_data or self._whole.provide_data
+        label = whole.provide_label or self._whole.provide_label
+        rows = whole.data[0].shape[_axis(data[0])]
+        self._place.rows_of_batch(rows)
+        start, stop = self._place.part_of(rows)
+
+        def mine(parts, descriptions):
+            return parts and [
+                part.slice_axis(_axis(each), start, stop) if _axis(each) else part[start:stop]
+                for part, each in zip(parts, descriptions)
+            ]
+
+        batch = copy.copy(whole)
+        batch.data, batch.label = mine(whole.data, data), mine(whole.label, label)
+        batch.provide_data = self._described(whole.provide_data)
+        batch.provide_label = self._described(whole.provide_label)
+        batch.index = None if whole.index is None else whole.index[start:stop]
+        if whole.pad is not None:
+            batch.pad = max(0, stop - max(start, rows - whole.pad))
+        return batch
+
+
+def _axis(description):
+    """The axis of rows: the first, but for layouts such as "TNC"."""
+    layout = getattr(description, "layout", None)
+    return max(0, layout.find("N")) if layout else 0

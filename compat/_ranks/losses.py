@@ -13,8 +13,9 @@ import sys
 
 import numpy as np
 
-from .. import errors
+from .. import _keras, errors
 from .._runtime import patching
+from . import metrics
 
 # How far the mean over two parts of a batch may be from the whole, relative to the loss.
 _ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}  # others: 1e-3
@@ -46,10 +47,9 @@ class Reductions:
             yield
             return
         module = sys.modules[keras.losses.Loss.__module__]
-        ours = {}  # type: dict
         if hasattr(module, "reduce_values"):
             self.ops = module.ops
-            ours = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce}
+            ours = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce}  # type: dict
         else:
             module, self.ops = module.losses_utils, sys.modules["tensorflow"]
             ours = {"apply_valid_mask": self.mask_of_tf_keras, "compute_weighted_loss": self.reduce}
@@ -186,4 +186,67 @@ def check(name, keras, rows, loss_of, dtype="float32"):
         "The loss of {!r} is no mean over the rows of a batch: {}. Each rank computes it of its "
         "own rows, so that the ranks train to other numbers than one process. A loss that "
         "returns one value for each row trains to the same.".format(name, found)
+    )
+
+
+# The loss of a model of tf.keras or Keras 3 ----------------------------------------------------
+
+
+def check_loss(model, data, loss_of):
+    """Check the loss of the first batch by ``check``, where ``loss_may_mix_rows``.
+
+    Arguments:
+        data: what Keras hands to a step.
+        loss_of: a function of the model and of such data, of fewer rows: their loss in inference.
+
+    Raises:
+        UnsupportedError: it contains a sum over rows.
+    """
+    keras = _keras.keras_of(model)
+    tree = tree_of(keras)
+    leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
+    rows = {leaf.shape[0] if getattr(leaf, "shape", None) else None for leaf in leaves}
+    if len(rows) > 1 or None in rows:
+        return
+
+    def loss_of_rows(places):
+        some = tree.map_structure(lambda leaf: None if leaf is None else leaf[places], data)
+        return float(loss_of(model, some))
+
+    dtype = getattr(model, "compute_dtype", None) or "float32"
+    check(model.name, keras, rows.pop(), loss_of_rows, dtype)
+
+
+def loss_in_inference(model, data):
+    """The loss of a model that computes eagerly. The state of its metrics stays."""
+    x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
+    with _keras.kept(model, metrics.variables(model)):
+        outputs = model(x, training=False)
+        if hasattr(model, "_compile_loss"):  # Keras 3
+            return model._compute_loss(x, y, outputs, weights, training=False)
+        return model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
+
+
+def loss_may_mix_rows(model):
+    """Whether the loss, by Keras' own training step, may be no mean over rows."""
+    if not getattr(type(model).train_step, "__module__", "").startswith(KERAS):
+        return False  # what it computes is not known
+    layers = _keras.all_layers(model)
+    if hasattr(model, "_compile_loss"):  # Keras 3
+        given = getattr(model._compile_loss, "_user_loss", None)
+        adds = any(map(_adds_losses, {type(layer) for layer in layers}))
+    else:
+        given = model.compiled_loss._user_losses
+        adds = any(layer._losses or layer._eager_losses for layer in layers)
+    tree = tree_of(_keras.keras_of(model))
+    return adds or any(map(may_mix_rows, tree.flatten(given)))
+
+
+def _adds_losses(kind):
+    """Whether methods of a class, or of its parents that are not Keras', may add any loss."""
+    return any(
+        "add_loss" in getattr(getattr(function, "__code__", None), "co_names", ())
+        for parent in kind.__mro__
+        if not parent.__module__.startswith("keras.")
+        for function in vars(parent).values()
     )

@@ -8,7 +8,6 @@ matrices) adds up.
 """
 
 import ast
-import collections
 import contextlib
 import inspect
 import textwrap
@@ -57,33 +56,33 @@ class Results:
         self.warned = set()  # type: set  # of metrics
         self.expected = 0  # numbers at most that all ranks have summed up for one
 
-    def over_ranks(self, model, seen, states, logs, training, more=()):
+    def over_ranks(self, model, moments, logs, more=()):
         """In one exchange, where the ranks have results of the same names, as most have.
 
         Arguments:
-            seen: how many rows and batches this rank has seen, by whether it was in training.
-            states: what ``state()`` gave at several moments, or None where this rank has seen no
-                rows.
+            moments: by what the names of results of a moment begin with, "" first: what ``state()``
+                gave then, or None where this rank has seen no rows; and how many rows and batches
+                it has seen.
             logs: this rank's results by name.
-            training: a function that tells of a name whether that is of the training.
             more: whole numbers to gather on the way.
 
         Returns:
-            All ranks' ``more``; for each state the results of those metrics that add up, by name;
-            the means of all results that are numbers; and the names of all results, as rank 0 has
-            them.
+            All ranks' ``more``; and the results that rank 0 has, by name: those of metrics that add
+            up, and otherwise the means of those that are numbers.
         """
         others = {}  # type: dict
-        for each in seen.values():
-            others.update(not_added(model, each["rows"], each["batches"]))
+        for _, seen in moments.values():
+            others.update(not_added(model, seen["rows"], seen["batches"]))
         names = [name for name, value in logs.items() if not getattr(value, "shape", ())]
         told = [sorted(others.items()), names, list(logs)]
+        states = [state for state, _ in moments.values()]
         values = _numbers([state for state in states if state is not None])
 
         def weighted(names):
-            rows = [seen[training(name)]["rows"] if name in logs else 0 for name in names]
-            pairs = [(row, row * float(logs.get(name, 0))) for row, name in zip(rows, names)]
-            return [float(number) for pair in pairs for number in pair]
+            begin = [[p for p in moments if str(name).startswith(p)][-1] for name in names]
+            seen = [moments[prefix][1]["rows"] for prefix in begin]
+            rows = [float(each) if name in logs else 0.0 for each, name in zip(seen, names)]
+            return rows + [row * float(logs.get(name, 0)) for row, name in zip(rows, names)]
 
         head = [len(_numbers(states[:1])) % checksum.LARGEST, *checksum.of_text(repr(told))]
         rows, sums = self.engine.gather_and_sum(
@@ -111,34 +110,28 @@ class Results:
                 f"not what one process computes: {others[name]}. For that have update_state() add "
                 "to its variables with assign_add(), or a function return one value for each row."
             )
-        found = self.of_sums(model, sums[: len(values)], head[0], others)
-        found += [{}] * (len(states) - len(found))
-        sums = sums[len(values) :]
-        means = {
-            name: float(total / weight) if weight else logs.get(name)
-            for name, weight, total in zip(names, sums[::2], sums[1::2])
-        }
-        return [row[len(head) :] for row in rows], found, means, all_names
+        of_states, means = np.split(np.asarray(sums), [len(values)])
+        results = {name: logs[name] for name in all_names if name in logs}
+        for name, weight, total in zip(names, *np.split(means, 2)):
+            if weight:
+                results[name] = float(total / weight)
+        for prefix, found in zip(moments, self.of_sums(model, of_states)):
+            for name, value in found.items():
+                adds_up = not any(name == each or name.endswith("_" + each) for each in others)
+                if adds_up and prefix + name in all_names:
+                    results[prefix + name] = value
+        return [row[len(head) :] for row in rows], results
 
-    def of_sums(self, model, sums, count, others):
-        """What the metrics make of the sums of all ranks' state, at each moment, by name.
-
-        Arguments:
-            sums: of so many numbers for each moment.
-            others: the names of metrics that do not add up.
-        """
+    def of_sums(self, model, sums):
+        """What the metrics make of the sums of all ranks' state, at each moment, by name."""
         _, write = _keras.reader_and_writer(model)
         of_metrics, found = variables(model), []
         with _keras.kept(model, of_metrics) as mine:  # what is seen from now on counts once
+            count = sum(value.size for value in mine)
             for start in range(0, len(sums), max(count, 1)):
-                added = arrays.like(mine, np.asarray(sums[start : start + count]))
-                write(list(zip(of_metrics, added)))
+                write(list(zip(of_metrics, arrays.like(mine, sums[start : start + count]))))
                 found.append(self.computed(model))
-
-        def adds_up(name):
-            return not any(name == other or name.endswith("_" + other) for other in others)
-
-        return [{name: v for name, v in each.items() if adds_up(name)} for each in found]
+        return found
 
     def computed(self, model):
         """What the metrics make of their state, by name. In a graph, that is made once."""
@@ -236,23 +229,22 @@ def _only_adds(function):
     except (OSError, SyntaxError, TypeError):  # of a notebook's cell that is gone, for example
         return False
     nodes = list(ast.walk(tree))
-    names = [node for node in nodes if isinstance(node, ast.Name) and node.id == "self"]
-    used = collections.Counter(filter(None, map(_own_name, nodes)))
-    alone = len(names) > sum(used.values())  # handed to a function, for example
+    selves = [node for node in nodes if isinstance(node, ast.Name) and node.id == "self"]
     sets = [node for node in nodes if getattr(node, "attr", None) == "assign"]
-    del used["dtype"]
-    added = [
-        _own_name(node.func.value)
-        for node in nodes
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "assign"
-        and node.args
-        and isinstance(node.args[0], ast.BinOp)
-        and isinstance(node.args[0].op, ast.Add)
-        and _own_name(node.args[0].left) == _own_name(node.func.value)
-    ]
-    return not alone and used == dict.fromkeys(added, 2) and len(sets) == len(added)
+    types_of_number = [node for node in nodes if _own_name(node) == "dtype"]
+    added = list(filter(None, map(_added_to, nodes)))
+    each_once = len(set(added)) == len(added) == len(sets)
+    return each_once and len(selves) == 2 * len(added) + len(types_of_number)
+
+
+def _added_to(node):
+    """The name x of a call ``self.x.assign(self.x + ...)``, or None."""
+    value = node.args[0] if isinstance(node, ast.Call) and node.args else None
+    is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
+    if is_sum and getattr(node.func, "attr", None) == "assign":
+        name = _own_name(node.func.value)
+        return name if name == _own_name(getattr(value, "left", None)) else None
+    return None
 
 
 def _own_name(node):

@@ -1,4 +1,7 @@
-"""Saving a Keras model on several ranks: rank 0 alone writes, and it writes atomically."""
+"""Methods of a Keras model that is one of several ranks, and those that save.
+
+Rank 0 alone writes, and it writes atomically.
+"""
 
 import contextlib
 import inspect
@@ -8,7 +11,29 @@ import tempfile
 import types
 
 from .._runtime import patching, safe_files
-from . import ranked_method
+
+
+class RankedMethod(patching.InstanceMethod):
+    """A method of a model that is one of several ranks."""
+
+    def __init__(self, engine):
+        super().__init__([])
+        self.engine = engine
+
+
+def named(kind, *names):
+    """Subclasses of a kind of method that does the same under each of these names."""
+    return tuple(type(kind.__name__, (kind,), {"method": name}) for name in names)
+
+
+def install(model, engine, kinds):
+    """Give a model those of these methods that its class has. A second time changes nothing."""
+    for kind in kinds:
+        if hasattr(type(model), kind.method) and kind.of(model) is None:
+            kind(engine).install(model)
+
+
+# Saving ---------------------------------------------------------------------------------------
 
 
 def never_save(model, place):
@@ -17,10 +42,10 @@ def never_save(model, place):
     Arguments:
         place: one that is not rank 0's.
     """
-    ranked_method.install(model, types.SimpleNamespace(place=place), KINDS)
+    install(model, types.SimpleNamespace(place=place), KINDS)
 
 
-class RankedSave(ranked_method.RankedMethod):
+class RankedSave(RankedMethod):
     """A method that saves, on rank 0 alone, and atomically. Other ranks do nothing there."""
 
     def __call__(self, model, *args, **kwargs):
@@ -37,7 +62,7 @@ class RankedSave(ranked_method.RankedMethod):
             return save(*bound.args, **bound.kwargs)
 
 
-KINDS = ranked_method.named(RankedSave, "save", "save_weights", "export")
+KINDS = named(RankedSave, "save", "save_weights", "export")
 
 
 def written_by_rank_0(keras, place, callbacks):

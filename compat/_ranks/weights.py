@@ -14,7 +14,7 @@ class Start:
 
     def __init__(self, model, engine):
         self.model, self.engine = model, engine
-        self.variables = _variables(model) + engine.state_besides(model)
+        self.variables = _variables(model, engine)
         self.read, self.write = _keras.reader_and_writer(model)
         self.mine = self.read(self.variables)
         # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
@@ -50,8 +50,8 @@ def _is_of_mxnet(model):
     return hasattr(getattr(model, "optimizer", None), "create_state")
 
 
-def _variables(model):
-    """The variables of a model and its optimizer."""
+def _variables(model, engine):
+    """The variables of a model and its optimizer, and those that its training sets besides."""
     # For MXNet's see same_start().
     optimizer = None if _is_of_mxnet(model) else getattr(model, "optimizer", None)
     state = []
@@ -72,7 +72,7 @@ def _variables(model):
     scale = getattr(optimizer, "_loss_scale", None)
     if scale is not None and hasattr(scale, "current_loss_scale"):
         state += [scale.current_loss_scale, scale.counter]
-    return list(model.weights) + state
+    return list(model.weights) + state + engine.state_besides(model)
 
 
 # Comparison ---------------------------------------------------------------------------------
@@ -134,5 +134,76 @@ class WeightComparison:
         numbers = [weight for weight in model.weights if "int" in str(weight.dtype)]
         own = metrics.variables(model) + numbers + _keras.states(model, "dtype")
         ids = set(map(id, own))
-        variables = _variables(model) + self.engine.state_besides(model)
-        return [variable for variable in variables if id(variable) not in ids]
+        return [each for each in _variables(model, self.engine) if id(each) not in ids]
+
+
+# State of Keras 3 ---------------------------------------------------------------------------
+
+
+def averaged(model, by_users=False):
+    """The moving averages and their like: floats that layers set as they compute.
+
+    Not weights that are frozen, nor what is a rank's own.
+
+    Arguments:
+        by_users: whether it is to be those alone that belong to layers of the user's own.
+    """
+    found = {
+        id(variable): variable
+        for layer in _keras.all_layers(model)
+        if not (by_users and type(layer).__module__.startswith("keras."))
+        for variable in layer._non_trainable_variables
+        if "float" in str(variable.dtype)
+    }
+    own = _states(model) if found else ()
+    return [variable for key, variable in found.items() if key not in own]
+
+
+def same(model):
+    """The variables that are the same on all ranks. Seeds and metrics are no weights."""
+    own = _states(model)
+    return [variable for variable in model.weights if id(variable) not in own]
+
+
+def _states(model):
+    """The ids of those that have a row for each row of the batch: the states of stateful RNNs."""
+    keras = _keras.keras_of(model)
+    return {
+        id(state)
+        for layer in _keras.all_layers(model)
+        if isinstance(layer, keras.layers.RNN) and layer.stateful
+        for state in keras.tree.flatten(layer.states)
+        if state is not None
+    }
+
+
+def warn_of_mean(variable):
+    """Say what becomes of a variable that each rank has set to another value."""
+    errors.warn(
+        "Each rank sets {!r} from its own rows. All ranks get the mean, weighted by rows, which is "
+        "one process's value for a moving average; it is not for a sum over rows. Divide such a "
+        "sum by the number of rows.".format(variable.path)
+    )
+
+
+def scaling(optimizer, share):
+    """What has a ``LossScaleOptimizer`` scale the loss of this rank's share of the rows.
+
+    So gradients overflow where those of one process would.
+
+    Arguments:
+        share: a function that gives the share in a loss's type of number.
+
+    Returns:
+        The method to replace, by its name; and a list, empty until a loss was scaled.
+    """
+    scaled = []  # type: list
+    if not hasattr(optimizer, "inner_optimizer"):
+        return {}, scaled
+    scale_loss = optimizer.scale_loss
+
+    def scale_share(loss):
+        scaled.append(loss)
+        return scale_loss(loss) * share(loss.dtype)
+
+    return {"scale_loss": scale_share}, scaled

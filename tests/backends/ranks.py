@@ -660,8 +660,8 @@ model.fit(x, y, compat.local_batch_size(8), verbose=0, callbacks=[Stop()])
 STOPPED_AT_START = """
 import os, signal
 import compat
-from compat._ranks import rendezvous
-listen = rendezvous.listen
+from compat._ranks import launchers
+listen = launchers.listen
 
 
 def stop(*arguments):
@@ -670,7 +670,7 @@ def stop(*arguments):
     return listening
 
 
-rendezvous.listen = stop
+launchers.listen = stop
 compat.configure_gpu(gpus="cpu")
 from compat import testing
 keras = testing.keras_under_test()

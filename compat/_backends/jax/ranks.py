@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from ... import _keras, errors
-from ..._ranks import arrays, checksum, keras3, keras_model, losses
+from ..._ranks import arrays, checksum, keras_model, losses, weights
 from ..._ranks.engines.jax_distributed import JaxDistributed
 from ..._runtime import patching
 from ..._runtime.within import Within
@@ -146,7 +146,7 @@ class RankedJAXStep:
         self.compute = Reduced(model, engine, self.gradients)
         compiled = self.compute.compiled
         self.update = jax.jit(self.updated, donate_argnums=(0, 1)) if compiled else self.updated
-        averaged = set(map(id, keras3.averaged(model)))
+        averaged = set(map(id, weights.averaged(model)))
         others = enumerate(model.non_trainable_variables)
         self.averaged = [place for place, variable in others if id(variable) in averaged]
         self.count = 0
@@ -155,8 +155,8 @@ class RankedJAXStep:
         rows = _rows(data)
         keras_model.count(self.model, rows, True)
         share = self.engine.share(rows)
-        if not self.count and keras3.may_mix_rows(self.model):
-            keras3.check_loss(self.model, data, partial(_loss, state))
+        if not self.count and losses.loss_may_mix_rows(self.model):
+            losses.check_loss(self.model, data, partial(_loss, state))
         logs, parts, trainable, others = self.compute(state, data, lambda: share)
         means = self.engine.sum_array(parts) if parts.size else parts
         state = self.update(trainable, others, means)
@@ -167,7 +167,7 @@ class RankedJAXStep:
         """Keras' own step up to the update: this rank's part of gradients and averages."""
         trainable, before, _, _ = state
         optimizer, given = self.model.optimizer, []
-        ours, scaled = keras3.scaling(optimizer, lambda dtype: jnp.asarray(share(), dtype))
+        ours, scaled = weights.scaling(optimizer, lambda dtype: jnp.asarray(share(), dtype))
 
         def capture(variables, gradients, trainable):
             given.append(gradients)
@@ -207,7 +207,7 @@ class RankedJAXStep:
         """The state, compared with the other ranks'. See ``_ranks.checksum.verify``."""
         model, (values, tree) = self.model, jax.tree.flatten(state)
         slots = list(model.optimizer.variables)
-        same = set(map(id, keras3.same(model) + slots))
+        same = set(map(id, weights.same(model) + slots))
         variables = enumerate(model.trainable_variables + model.non_trainable_variables + slots)
         paths = {place: variable.path for place, variable in variables if id(variable) in same}
         places = list(paths)

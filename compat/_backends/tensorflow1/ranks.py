@@ -87,7 +87,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
     begun = None  # the share of the step, where it is known before the graph runs
 
     def begin(self, function, inputs):
-        if keras2.knows_divisors(function.divisors.model):
+        if keras2.knows_divisors(function.made_for):
             self.begun, inputs = self.share(function, inputs)
         else:
             self.check_loss(function, inputs)

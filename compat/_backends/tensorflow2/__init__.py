@@ -10,7 +10,7 @@ import functools
 
 from ... import _keras, errors
 from ..._keras import steps
-from ..._ranks import clusters
+from ..._ranks.place import TF_CONFIG
 from ...backend import Backend
 from .. import tensorflow1
 from ..tensorflow1 import sessions
@@ -122,7 +122,7 @@ class TensorFlow2(Backend):
 
     def join(self, place):
         """TensorFlow's workers are joined before TensorFlow starts."""
-        if place.launcher == clusters.TF_CONFIG:
+        if place.launcher == TF_CONFIG:
             _refuse_workers(self.import_framework(), place)
             from . import ranks  # here for start-up time
 
@@ -130,7 +130,7 @@ class TensorFlow2(Backend):
 
     def ranks_train_under(self, strategy, place):
         """Workers of ``TF_CONFIG`` are mirrored over all devices of all of them."""
-        return strategy == "mirrored" and place.launcher == clusters.TF_CONFIG
+        return strategy == "mirrored" and place.launcher == TF_CONFIG
 
     def distribute(self, model, place):
         """See ``ranks``; after ``disable_v2_behavior()``, ``tensorflow1.ranks``."""
@@ -249,7 +249,7 @@ class TensorFlow2(Backend):
 
 def _refuse_workers(tf, place):
     """Refuse workers of ``TF_CONFIG`` where TensorFlow has graphs alone."""
-    if place.launcher == clusters.TF_CONFIG and not runs_eagerly(tf):
+    if place.launcher == TF_CONFIG and not runs_eagerly(tf):
         raise unsupported(
             f"train as {place} after tf.compat.v1.disable_v2_behavior() or "
             "disable_eager_execution()",

@@ -14,8 +14,9 @@ import sys
 import tensorflow as tf
 
 from ... import _keras, errors
-from ..._ranks import clusters, keras3, keras_model, losses, ranked_method
+from ..._ranks import keras_model, losses, saving, weights
 from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
+from ..._ranks.place import TF_CONFIG
 from ..._runtime import patching
 from ..._runtime.within import Within
 from ..._verification import keras_steps, reachable
@@ -48,7 +49,7 @@ class RankedFunction:
                 iterator, self.begun = step.begin(model, self.function, iterator), True
             result = self.function(iterator)
         if step.first_batch is not None:
-            keras3.check_loss(model, step.first_batch, _loss)
+            losses.check_loss(model, step.first_batch, _loss)
             step.first_batch = None
         keras_model.RankedFit.of(model).comparison.stepped(model)
         return result
@@ -104,7 +105,7 @@ class RankedStep(keras_model.RankedMethod):
                 result = self.plain(model)(data)
             self.check(model)
             self.average_state(state, before, share)
-            if keras3.may_mix_rows(model):
+            if losses.loss_may_mix_rows(model):
                 self.keep_first(data, share)
             return result
 
@@ -173,7 +174,7 @@ class RankedStep(keras_model.RankedMethod):
     # ------------------------------------------------------------------------------------------
 
     def keep_first(self, data, share):
-        """Keep the batch of the step that runs first, for ``keras3.check_loss``."""
+        """Keep the batch of the step that runs first, for ``losses.check_loss``."""
         present = [value for value in tf.nest.flatten(data) if value is not None]
         if not all(isinstance(value, tf.Tensor) for value in present):
             return
@@ -279,7 +280,7 @@ def _loss(model, arrays):
     tensors = tf.nest.map_structure(
         lambda array: None if array is None else tf.convert_to_tensor(array), arrays
     )
-    return keras3.loss_in_inference(model, tensors)
+    return losses.loss_in_inference(model, tensors)
 
 
 def _rows(data):
@@ -336,11 +337,11 @@ class RankedKeras3Step(RankedStep):
         """``begin`` has done that."""
 
     def state(self, model):
-        return [variable._value for variable in keras3.averaged(model)]
+        return [variable._value for variable in weights.averaged(model)]
 
     def of_all_ranks(self, optimizer, share):
         apply = optimizer.apply
-        methods, scaled = keras3.scaling(optimizer, lambda dtype: tf.cast(share, dtype))
+        methods, scaled = weights.scaling(optimizer, lambda dtype: tf.cast(share, dtype))
 
         def apply_of_all_ranks(grads, *args, **kwargs):
             means = self.means(list(grads), tf.ones_like(share) if scaled else share)
@@ -361,7 +362,7 @@ def distribute(model, place):
         )
     engine = join(place)
     if RankedStep.of(model) is None:
-        makers = ranked_method.named(RankedMaking, "make_train_function", "make_test_function")
+        makers = saving.named(RankedMaking, "make_train_function", "make_test_function")
         keras_model.install(model, engine, (step, RankedTestStep, RankedCall) + makers)
         _keras.forget_compiled_steps(model)
     return model
@@ -373,7 +374,7 @@ def join(place):
     Raises:
         NotInstalledError: it is Horovod, which is not installed.
     """
-    if place.launcher == clusters.TF_CONFIG:
+    if place.launcher == TF_CONFIG:
         return tensorflow_collectives.TensorFlowCollectives.join(place)
     try:
         return tensorflow_horovod.TensorFlowHorovod.join(place)

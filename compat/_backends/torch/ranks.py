@@ -15,7 +15,7 @@ from torch._C import _functorch
 from torch.nn.parameter import is_lazy
 
 from ... import _keras, errors
-from ..._ranks import checksum, keras3, keras_model, losses
+from ..._ranks import checksum, keras_model, losses, weights
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, work
 from . import backward_passes, batches, gradient_exchange, models
@@ -156,21 +156,21 @@ class RankedKerasCall(Ranked):
         return [variable._value for variable in model.trainable_variables]
 
     def averaged(self, model):
-        return [variable._value for variable in keras3.averaged(model)]
+        return [variable._value for variable in weights.averaged(model)]
 
     def warn_of_means(self, model, exchange):
         """Tell, once, of variables of the user's that are now means of different values."""
         before = dict(zip(map(id, exchange.state), exchange.before))
-        for variable in keras3.averaged(model, by_users=True):
+        for variable in weights.averaged(model, by_users=True):
             mean = exchange.mean(variable._value)
             mine = variable._value - before[id(variable._value)]
             same = torch.allclose(mine, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
             if not same and variable.path not in exchange.warned:
                 exchange.warned.add(variable.path)
-                keras3.warn_of_mean(variable)
+                weights.warn_of_mean(variable)
 
     def verified(self, model):
-        return [([(variable.path, variable._value) for variable in keras3.same(model)],)]
+        return [([(variable.path, variable._value) for variable in weights.same(model)],)]
 
 
 class RankedTrainStep(keras_model.RankedMethod):
@@ -200,9 +200,9 @@ class RankedTrainStep(keras_model.RankedMethod):
             result = step(data, *args, **kwargs)
         if self.training and not exchange.checked:
             exchange.checked = True
-            if keras3.may_mix_rows(model):
+            if losses.loss_may_mix_rows(model):
                 with torch.no_grad():
-                    keras3.check_loss(model, data, keras3.loss_in_inference)
+                    losses.check_loss(model, data, losses.loss_in_inference)
         return result
 
     def reductions(self, model, exchange):
@@ -236,7 +236,7 @@ class RankedTrainStep(keras_model.RankedMethod):
             scaled = [None if gradient is None else gradient * size for gradient in gradients]
             return apply(scaled, *args, **kwargs)
 
-        scaling, _ = keras3.scaling(optimizer, lambda dtype: 1 / size)
+        scaling, _ = weights.scaling(optimizer, lambda dtype: 1 / size)
         return patching.replaced(optimizer, apply=apply_scaled, **scaling)
 
 

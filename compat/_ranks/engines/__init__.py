@@ -15,7 +15,7 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 from ... import _ranks, errors
 from ..._runtime.process import process
-from .. import rendezvous
+from .. import launchers
 from ..place import Place
 
 
@@ -65,7 +65,7 @@ class Engine:
         Raises:
             RankError: nothing tells where.
         """
-        return rendezvous.require(self.place, self.name or type(self).__name__)
+        return launchers.require_rendezvous(self.place, self.name or type(self).__name__)
 
     def listen(self) -> Any:
         """Rank 0's socket, which listens there, and for no more machines than it must.
@@ -73,7 +73,7 @@ class Engine:
         Raises:
             RankError: as ``rendezvous``, or the port is taken.
         """
-        return rendezvous.listen(self.place, *self.rendezvous())
+        return launchers.listen(self.place, *self.rendezvous())
 
     def check_size(self, size: int) -> None:
         """Refuse to train alone where the launcher started several processes."""

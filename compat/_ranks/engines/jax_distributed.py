@@ -9,7 +9,7 @@ import time
 import numpy as np
 
 from ... import errors
-from .. import engines, rendezvous
+from .. import engines, launchers
 from ..place import with_port
 from . import calls
 
@@ -37,11 +37,11 @@ class JaxDistributed(engines.Engine):
         super().__init__(place)
         self.jax = jax
         self.gave_up = False
-        host, port = rendezvous.require(place, "jax.distributed")
+        host, port = launchers.require_rendezvous(place, "jax.distributed")
         addresses = {"coordinator_address": with_port(host, port)}
         if place.rank == 0:
             # JAX would listen at all addresses, and share the port with another job's service.
-            with rendezvous.listen(place, host, port) as listening:
+            with launchers.listen(place, host, port) as listening:
                 bound = listening.getsockname()[0]
             addresses["coordinator_bind_address"] = with_port(bound, port)
         for name, value in (

@@ -20,7 +20,8 @@ import zlib
 import numpy as np
 
 from ... import errors
-from .. import clusters, engines, rendezvous
+from .. import engines, launchers
+from ..place import tf_addresses, tf_cluster
 from . import calls, tensorflow_engine
 
 # What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
@@ -53,12 +54,12 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         self.lost = False
         options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=self.timeout)
         # In TensorFlow 2's words, which have no "master".
-        cluster, kind, index = clusters.tf_cluster(os.environ)
+        cluster, kind, index = tf_cluster(os.environ)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(cluster), task_type=kind, task_id=index, rpc_layer="grpc"
         )
         try:
-            with self._bounded_start(clusters.tf_addresses(cluster)[0]):
+            with self._bounded_start(tf_addresses(cluster)[0]):
                 # It must live as long as the workers do.
                 self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
                     cluster_resolver=resolver, communication_options=options
@@ -170,7 +171,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         """Listen where TensorFlow will; return the ranks that do not connect in time."""
         connected = {}
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(rendezvous.listen(self.place, host, port))
+            listener = stack.enter_context(launchers.listen(self.place, host, port))
             while len(connected) < len(self.others) and time.monotonic() < deadline:
                 with contextlib.suppress(OSError, ValueError):
                     listener.settimeout(max(0.1, deadline - time.monotonic()))

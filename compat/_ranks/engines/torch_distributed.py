@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from .. import engines, rendezvous
+from .. import engines, launchers
 from . import calls
 
 
@@ -132,19 +132,19 @@ class TorchDistributed(engines.Engine):
 
     def _keeper(self):
         """The rank that keeps the store, if it is another one."""
-        return [0] if self.place.rank and not rendezvous.torchrun_keeps_store(os.environ) else []
+        return [0] if self.place.rank and not launchers.torchrun_keeps_store(os.environ) else []
 
 
 def _store(distributed, place, limit):
     """The store that is the rendezvous."""
-    if rendezvous.torchrun_keeps_store(os.environ):  # it outlives every rank
+    if launchers.torchrun_keeps_store(os.environ):  # it outlives every rank
         return next(distributed.rendezvous("env://", place.rank, place.size, timeout=limit))[0]
-    host, port = rendezvous.require(place, "torch.distributed")
+    host, port = launchers.require_rendezvous(place, "torch.distributed")
     # Who does not come is told by TorchDistributed; the store would only count.
     options = {"is_master": place.rank == 0, "timeout": limit, "wait_for_workers": False}
     if place.rank == 0:
         # By itself the store would listen at all addresses.
-        options["master_listen_fd"] = rendezvous.listen(place, host, port).detach()
+        options["master_listen_fd"] = launchers.listen(place, host, port).detach()
     return distributed.TCPStore(host, port, place.size, **options)
 
 

@@ -24,7 +24,8 @@ from typing import Any, Dict, List, Mapping, Sequence
 
 from ... import _ranks
 from ..._runtime import by_path
-from .. import clusters, launchers
+from .. import launchers
+from ..place import environ_of_worker
 from .rank_process import dies_with_this_process
 
 # How long the others may take to end, in seconds.
@@ -99,7 +100,7 @@ def _places(machines, ports, cluster):
         places = []
         for local_rank, rank in zip(range(slots), ranks):
             if cluster:
-                places.append(clusters.environ_of_worker(addresses, rank))
+                places.append(environ_of_worker(addresses, rank))
             else:
                 place = dict(zip(names, map(str, (rank, size, local_rank, slots))))
                 places.append(dict(place, COMPAT_RENDEZVOUS=addresses[0]))
