@@ -166,7 +166,7 @@ NAMING = {
     "compat._ranks.losses": "tells the kinds of Keras apart",
     "compat._ranks.rendezvous": "names of variables",
     "compat._verification.keras_steps": "versions in an error's advice",
-    "compat._verification.reachable": "what frameworks' own objects hold is not searched",
+    "compat._verification.steps": "what frameworks' own objects hold is not searched",
 }
 
 

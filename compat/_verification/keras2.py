@@ -8,8 +8,7 @@ the one to the other.
 import contextlib
 
 from .. import _keras
-from . import keras_steps, reachable
-from .verification import suspended
+from . import keras_steps, steps, suspended
 
 
 class VerifiedKeras2Step(keras_steps.Verified):
@@ -52,7 +51,7 @@ class VerifiedKeras2Step(keras_steps.Verified):
 @contextlib.contextmanager
 def _attributes_kept(optimizers):
     """Within, what an optimizer notes of the function that it makes is forgotten."""
-    attributes = reachable.Attributes(optimizers, lambda name, value: True)
+    attributes = steps.Attributes(optimizers, lambda name, value: True)
     values = [value for each in optimizers for value in vars(each).values()]
     lists = [(value, value[:]) for value in values if isinstance(value, list)]
     try:

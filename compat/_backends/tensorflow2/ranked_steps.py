@@ -14,7 +14,7 @@ from ... import _keras
 from ..._ranks import keras3, keras_model, losses
 from ..._runtime import patching
 from ..._runtime.within import Within
-from ..._verification import keras_steps, reachable
+from ..._verification import keras_steps, steps
 from .keras_models import unsupported
 from .layer_state import is_set, read
 from .replicas import recording
@@ -135,7 +135,7 @@ class RankedStep(keras_model.RankedMethod):
         """Begin with rank 0's weights where no graph is traced for that."""
         if self.started is not model.optimizer:
             self.started = model.optimizer
-            counters = reachable.numbers(keras_steps.optimizers(model))
+            counters = steps.numbers_held(keras_steps.optimizers(model))
             with _stepping:
                 tf.function(self.plain(model)).get_concrete_function(data)
             counters.put_back()  # Nadam of Keras 2.15 counts when it is traced

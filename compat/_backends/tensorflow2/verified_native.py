@@ -19,7 +19,7 @@ import tensorflow as tf
 from ... import _verification
 from ..._rows import split_rows
 from ..._runtime import work
-from ..._verification import keras_steps, reachable
+from ..._verification import keras_steps
 from . import layer_state, op_placement
 from .kinds import held, is_variable
 from .replicas import recording
@@ -47,7 +47,7 @@ class VerifiedCall(_verification.Step):
         parts = [self.model] + list(getattr(self.model, "submodules", ()))
         kinds = (bool, int, float, tf.Tensor)
         own = [part for part in parts if hasattr(part, "__dict__")]
-        return reachable.Attributes(own, lambda name, value: isinstance(value, kinds))
+        return _verification.Attributes(own, lambda name, value: isinstance(value, kinds))
 
     def by_design(self, inference, changed):
         layers = [part for part in _parts(self.model) if hasattr(part, "moving_mean")]

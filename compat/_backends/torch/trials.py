@@ -5,8 +5,7 @@ import math
 
 import torch
 
-from ... import _rows
-from ..._verification import verification
+from ... import _rows, _verification
 from . import batches, calls
 from .calls import RowCount, is_sharded, tag_of
 from .reductions import NotMergeable, is_number
@@ -22,7 +21,7 @@ def generators():
 
 def random_numbers():
     """A context after which the random numbers that a model may draw are those from now on."""
-    afterwards = verification.random_numbers()
+    afterwards = _verification.random_numbers()
     for generator in generators().values():
         afterwards.callback(generator.set_state, generator.get_state())
     return afterwards

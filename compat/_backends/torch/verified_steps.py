@@ -11,7 +11,7 @@ import torch
 
 from ... import _keras, _verification
 from ..._rows import split_rows
-from ..._verification import keras_steps, reachable
+from ..._verification import keras_steps
 from . import batches, models, timeline, trials
 from .batches import tensors_in, to_numpy
 
@@ -215,7 +215,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
 
     def attributes(self):
         own = filter(trials.is_users, self.module.modules())
-        return reachable.Attributes(own, lambda name, value: True)
+        return _verification.Attributes(own, lambda name, value: True)
 
     def on_one_device(self):
         # What the caller differentiates has kept the buffers, whose values come back.
