@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from ... import _keras, errors
 from ..._ranks import clusters, keras3, keras_model
-from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
+from ..._ranks.engines import tensorflow_collectives, tensorflow_engine
 from ..._runtime import patching
 from . import ranked_steps
 from .keras_models import unsupported
@@ -45,7 +45,7 @@ def join(place):
     if place.launcher == clusters.TF_CONFIG:
         return tensorflow_collectives.TensorFlowCollectives.join(place)
     try:
-        return tensorflow_horovod.TensorFlowHorovod.join(place)
+        return tensorflow_engine.TensorFlowHorovod.join(place)
     except errors.NotInstalledError as error:
         raise errors.NotInstalledError(
             f"{error} From TensorFlow 2.4 on, compat run -n {place.size} needs no Horovod."

@@ -11,7 +11,7 @@ buckets were sent before a tensor in them had its last value; these are sent aga
 
 import torch
 
-from ..._ranks.engines import buckets
+from ..._ranks import engines
 
 
 class Sums:
@@ -28,7 +28,7 @@ class Sums:
         self.engine = engine
         self.tensors = tensors
         self.numbers = numbers
-        *groups, last = buckets.filled(map(_item, tensors)) or [((torch.float32, "cpu"), [])]
+        *groups, last = engines.buckets(map(_item, tensors)) or [((torch.float32, "cpu"), [])]
         self.buckets = [_Bucket(*group) for group in groups]
         self.buckets.append(_Bucket(*last, front=numbers + len(groups) + 1))
         # Id of a tensor -> its slot.
@@ -161,7 +161,7 @@ class _Slot:
 
 
 def _item(tensor):
-    """As ``buckets.filled`` takes it: a bucket is of one type of number and device."""
+    """As ``engines.buckets`` takes it: a bucket is of one type of number and device."""
     is_double = tensor.dtype in (torch.float64, torch.complex128)
     dtype = torch.float64 if is_double else torch.float32
     size = _real(tensor.detach()).numel() * (8 if is_double else 4)

@@ -18,6 +18,9 @@ from ..._runtime.process import process
 from .. import rendezvous
 from ..place import Place
 
+#: Bytes of the first bucket of what is summed up together, and of the others.
+BUCKET_SIZES = [2**20, 25 * 2**20]
+
 
 class Engine:
     """What the ranks of one framework talk through. Subclasses join the others when created.
@@ -318,6 +321,27 @@ def answer(question: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
 def ranks_of(flags: Sequence[float]) -> List[int]:
     """The ranks whose flag is set."""
     return [rank for rank, flag in enumerate(flags) if flag]
+
+
+def buckets(items):
+    """What ranks sum up together, as torch's DistributedDataParallel: buckets of values.
+
+    Arguments:
+        items: of each value what it has in common with others, its bytes, and itself.
+
+    Returns:
+        Of each bucket what its values have in common, and the values. Full ones come first.
+    """
+    full = []  # type: list
+    being_filled = {}  # type: dict
+    for kind, size, value in items:
+        values, before = being_filled.pop(kind, ([], 0))
+        values.append(value)
+        if before + size < BUCKET_SIZES[min(len(full), 1)]:
+            being_filled[kind] = values, before + size
+        else:
+            full.append((kind, values))
+    return full + [(kind, values) for kind, (values, _) in being_filled.items()]
 
 
 def end_process(error, last=None):
