@@ -14,6 +14,7 @@ import traceback
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 from ... import _ranks, errors
+from ..._runtime.on_demand import numpy
 from ..._runtime.process import process
 from .. import rendezvous
 from ..place import Place
@@ -126,15 +127,13 @@ class Engine:
 
     def _gather_and_sum(self, numbers, values):
         """As ``gather_and_sum``, of as many values on all ranks."""
-        row = [flag * number for flag in self.flags(True) for number in numbers]
-        sums, count = self.sum(row + values), len(numbers)
+        mine = [flag * number for flag in self.flags(True) for number in numbers]
+        sums, count = self.sum(mine + values), len(numbers)
         starts = [rank * count for rank in range(self.place.size)]
-        return [list(map(int, sums[start : start + count])) for start in starts], sums[len(row) :]
+        return [list(map(int, sums[start : start + count])) for start in starts], sums[len(mine) :]
 
     def broadcast(self, value: Any) -> Any:
         """What rank 0 passes: numbers, texts, arrays and lists of them."""
-        import numpy
-
         content = pickle.dumps(value, 4) if self.place.rank == 0 else b""
         size = int(self.sum([len(content)])[0])
         content = numpy.frombuffer(content or bytes(size), "uint8")
@@ -195,12 +194,24 @@ class Engine:
             yield
         except Exception as error:
             problem = self.problem(error)
-            if problem is None:
+            if problem is None or isinstance(error, errors.RankError):  # which says so itself
                 raise
             raise errors.rank_lost(self.place, what, self.absent(), problem) from error
         finally:
             self.inside = outer
             self.resume()
+
+    def look_while_waiting(self, look: Callable[[Any], None], seconds: float) -> None:
+        """From now on call ``look(self.inside)``, in a thread, as often as this rank waits."""
+
+        def watch():
+            while True:
+                time.sleep(seconds)
+                inside = self.inside
+                if inside is not None:
+                    look(inside)
+
+        threading.Thread(target=watch, daemon=True).start()
 
     @contextlib.contextmanager
     def watched(
@@ -250,8 +261,8 @@ class Engine:
             RankLostError: other ranks have no more batches.
         """
         self.more = list(numbers)
-        total, flags = self._exchange(rows, False)
-        self.stepped(ranks_of(flags))
+        total, ended = self._exchange(rows, False)
+        self.stepped(ended)
         return rows / total
 
     def stepped(self, ended: Sequence[int]) -> None:
@@ -286,19 +297,18 @@ class Engine:
 
     def _close(self):
         """The ranks that have no more batches, this one among them."""
-        return ranks_of(self._exchange(0, True)[1])
+        return self._exchange(0, True)[1]
 
     def _exchange(self, rows, flag):
-        """The rows of all ranks, and each rank's flag."""
+        """As ``rows_and_ended``; ``flag``: whether this rank has no more batches."""
         sums = self.sum([float(rows)] + self.flags(flag) + self.more)
         self.more = [0.0] * len(self.more)  # of one that has no more batches
-        return self.rows_and_flags(sums)
+        return self.rows_and_ended(sums)
 
-    def rows_and_flags(self, sums: Any) -> Tuple[float, Any]:
-        """The rows of all ranks, and each rank's flag, of what was summed up in a step."""
-        size = self.place.size
-        self.totals = sums[1 + size :]
-        return float(sums[0]), sums[1 : 1 + size]
+    def rows_and_ended(self, sums: Any) -> Tuple[float, List[int]]:
+        """What was summed up in a step: all ranks' rows, and the ranks without more batches."""
+        self.totals = sums[1 + self.place.size :]
+        return float(sums[0]), [rank for rank in range(self.place.size) if sums[1 + rank]]
 
     def flags(self, flag: float) -> List[float]:
         """This rank's flag in its place, which sums up to all ranks' flags."""
@@ -316,11 +326,6 @@ def answer(question: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
     asking.start()
     asking.join(seconds)
     return found[0] if found else otherwise
-
-
-def ranks_of(flags: Sequence[float]) -> List[int]:
-    """The ranks whose flag is set."""
-    return [rank for rank, flag in enumerate(flags) if flag]
 
 
 def buckets(items):

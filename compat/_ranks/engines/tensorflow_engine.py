@@ -128,8 +128,8 @@ class TensorFlowEngine(engines.Engine):
 
         def share(rows, sums):
             self.resume()
-            total, flags = self.rows_and_flags(sums)
-            self.stepped(engines.ranks_of(flags))
+            total, ended = self.rows_and_ended(sums)
+            self.stepped(ended)
             return rows / total
 
         if tf.executing_eagerly():
