@@ -4,7 +4,6 @@ Here is what all engines have in common; each is a subclass beside its backend.
 """
 
 import contextlib
-import itertools
 import os
 import pickle
 import sys
@@ -49,8 +48,7 @@ class Engine:
         self.others = [rank for rank in range(place.size) if rank != place.rank]
         self.timeout = _ranks.timeout(os.environ)
         self.steps = 0
-        self.more = []  # type: List[float]  # exchanged with each step's rows
-        self.totals = None  # type: Any
+        self.totals = []  # type: Any
         self.calls = None  # type: Any  # a ``calls.Calls``, where the ranks keep a store
         self.exchanges = 0  # since the last of these calls began
         # What for this rank waits, which exchange that is, and until when.
@@ -100,7 +98,7 @@ class Engine:
     def gather_each(self, lists: Sequence[Sequence[int]]) -> List[List[List[int]]]:
         """As ``gather``, of several lists at once: what that gives for each of them."""
         rows = list(map(iter, self.gather([number for each in lists for number in each])))
-        return [[list(itertools.islice(row, len(each))) for row in rows] for each in lists]
+        return [[[next(row) for _ in each] for row in rows] for each in lists]
 
     def gather_and_sum(
         self, numbers: Sequence[int], values: Sequence[float], expected: int
@@ -214,22 +212,17 @@ class Engine:
         threading.Thread(target=watch, daemon=True).start()
 
     @contextlib.contextmanager
-    def watched(
-        self,
-        what: str,
-        seconds: Optional[float] = None,
-        absent: Callable[[], Sequence[int]] = tuple,
-    ) -> Iterator[None]:
+    def watched(self, what: str, seconds: float = 0.0, absent: Any = tuple) -> Iterator[None]:
         """Within, the main thread waits for others in a way that cannot be interrupted.
 
         After so many seconds this process ends, with the traceback of an error.
 
         Arguments:
             what: what for, in a phrase.
-            seconds: None: ``timeout``.
+            seconds: 0: ``timeout``.
             absent: returns the ranks that are known to be missing; called after these seconds.
         """
-        limit = self.timeout if seconds is None else seconds
+        limit = seconds or self.timeout
 
         def end():
             problem = "{:g} seconds are over".format(limit)
@@ -260,8 +253,8 @@ class Engine:
         Raises:
             RankLostError: other ranks have no more batches.
         """
-        self.more = list(numbers)
-        total, ended = self._exchange(rows, False)
+        sums = self.sum([float(rows), *self.flags(False), *numbers])
+        total, ended = self.rows_and_ended(sums)
         self.stepped(ended)
         return rows / total
 
@@ -295,15 +288,10 @@ class Engine:
             )
         self.steps = 0
 
-    def _close(self):
-        """The ranks that have no more batches, this one among them."""
-        return self._exchange(0, True)[1]
-
-    def _exchange(self, rows, flag):
-        """As ``rows_and_ended``; ``flag``: whether this rank has no more batches."""
-        sums = self.sum([float(rows)] + self.flags(flag) + self.more)
-        self.more = [0.0] * len(self.more)  # of one that has no more batches
-        return self.rows_and_ended(sums)
+    def _close(self, flag=True):
+        """The ranks that have no more batches, this one among them, whose flag says so."""
+        numbers = [0.0] * len(self.totals)  # as many as those that go on have
+        return self.rows_and_ended(self.sum([0.0, *self.flags(flag), *numbers]))[1]
 
     def rows_and_ended(self, sums: Any) -> Tuple[float, List[int]]:
         """What was summed up in a step: all ranks' rows, and the ranks without more batches."""

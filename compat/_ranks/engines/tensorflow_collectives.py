@@ -206,7 +206,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             if self.calls is not None:
                 self.calls.end()
             with contextlib.suppress(errors.RankLostError):
-                self._exchange(0, _EXITS)
+                self._close(_EXITS)
 
         if not self.lost:
             failed = hasattr(sys, "last_type")

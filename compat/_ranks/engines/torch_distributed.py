@@ -107,9 +107,9 @@ class TorchDistributed(engines.Engine):
             self.distributed.all_gather(found, padded)
         return torch.cat([part[:size] for part, size in zip(found, sizes)])
 
-    def _close(self):
+    def _close(self, flag=True):
         # Others that have more batches are in an exchange like the last one.
-        return super()._close() if self.last is None else self.last.close()
+        return super()._close(flag) if self.last is None else self.last.close()
 
     def broadcast(self, value):
         box = [value]
