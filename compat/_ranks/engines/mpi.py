@@ -235,13 +235,10 @@ def launcher(job):
             "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install the MPI "
             "that mpi4py was compiled with: on Debian and Ubuntu, apt-get install openmpi-bin."
         )
-    options = (
-        "OMPI_MCA_rmaps_base_oversubscribe=1",
-        "OMPI_MCA_hwloc_base_binding_policy=none",
-        "OMPI_ALLOW_RUN_AS_ROOT=1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
-    )
-    command = ["env"] + list(options) + [mpirun, "-n", str(job.size)]
+    command = ["env", "OMPI_MCA_rmaps_base_oversubscribe=1"]
+    command += ["OMPI_MCA_hwloc_base_binding_policy=none"]
+    command += ["OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
+    command += [mpirun, "-n", str(job.size)]
     if job.hosts is not None:
         command += ["--host", job.hosts]
         for name in sorted(starter.exported(job.environ)):

@@ -53,11 +53,8 @@ class TensorFlowEngine(engines.Engine):
 
     #: What is found in the messages of TensorFlow's errors that mean the loss of a rank.
     mark = ""
-
-    def __init__(self, place):
-        super().__init__(place)
-        self.failure = None  # noted last
-        self.order = []  # type: list  # see order_of_steps()
+    failure = None  # noted last
+    order = ()  # see order_of_steps()
 
     def mean(self, tensors, share, name):
         """The mean over all ranks, weighted by their shares of the rows.
@@ -184,21 +181,16 @@ class TensorFlowEngine(engines.Engine):
             self.failure = error
             raise
 
-    @contextlib.contextmanager
     def waiting(self, what):
-        """As the base class's, or the exception noted last."""
         self.failure = None
-        try:
-            with super().waiting(what):
-                yield
-        except Exception as error:
-            failure, self.failure = self.failure, None
-            if failure is None or failure is error:
-                raise
-            raise failure from error
+        return super().waiting(what)
 
     def problem(self, error):
-        if self.failure is not None or not isinstance(error, self.tf.errors.OpError):
+        """As the base class's; raises the exception noted last, for which TensorFlow's stands."""
+        failure, self.failure = self.failure, None
+        if failure is not None and failure is not error:
+            raise failure from error
+        if failure is not None or not isinstance(error, self.tf.errors.OpError):
             return None
         return problem_of(error) if re.search(self.mark, str(error)) else None
 
