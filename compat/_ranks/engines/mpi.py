@@ -115,7 +115,7 @@ class MPI(engines.Engine):
             return
         failed = self.lost or hasattr(sys, "last_type")  # of an exception that ended the script
         if not failed:
-            self._tell(_LEFT)
+            self._tell(_LEFT, self.others)
             while len(self.left) < len(self.others) and not self.waiters:
                 self._listen()
                 time.sleep(0.01)
@@ -140,9 +140,8 @@ class MPI(engines.Engine):
             waited = time.monotonic() - start
             self._listen()
             ended = sorted(rank for rank, done in self.left.items() if done <= self.done)
-            for rank in ended:
-                self._tell(_WAITS, rank)
             if ended:
+                self._tell(_WAITS, ended)
                 raise errors.rank_lost(self.place, what, ended, "its script has ended")
             if waited > self.timeout:
                 problem = f"{self.timeout:g} seconds are over"
@@ -159,12 +158,12 @@ class MPI(engines.Engine):
         """The ranks that do not answer that they wait as well."""
         if self.notes is None or self.lost:
             return []
-        self._tell(_ASKS)
+        self._tell(_ASKS, self.others)
         return self.missing(lambda rank: self._listen() or rank in self.waiters)
 
-    def _tell(self, what, to=None):
+    def _tell(self, what, ranks):
         note = numpy.array([what, self.done])
-        for rank in self.others if to is None else [to]:
+        for rank in ranks:
             self.notes.Isend(note, rank).Free()
         self._told = note  # until it has left
 
@@ -180,7 +179,7 @@ class MPI(engines.Engine):
             if note[0] == _LEFT:
                 self.left[sender] = int(note[1])
             elif note[0] == _ASKS:
-                self._tell(_WAITS, sender)
+                self._tell(_WAITS, [sender])
             else:
                 self.waiters.add(sender)
 
