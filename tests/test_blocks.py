@@ -29,7 +29,7 @@ from compat._commands.pytest_plugin import twins
 from compat._configuration import pip_extras, registry
 from compat._ranks.launch import watching
 from compat._runtime import reporting
-from compat._verification import comparison, verification
+from compat._verification import comparison
 
 
 def runs():
@@ -204,7 +204,7 @@ def _is_difference(text):
     assert comparison.cause_of("output 1", None, 3) in said
     (template,) = [
         text
-        for text in sources.texts(inspect.getsource(verification))
+        for text in sources.texts(inspect.getsource(_verification))
         if text.startswith("The first thing that differs")
     ]
     pattern = "(.+)".join(map(re.escape, re.split(r"{[^}]*}", template)))

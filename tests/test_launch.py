@@ -369,7 +369,7 @@ def test_what_a_rank_leaves_behind_is_ended_if_it_failed(finished, status, daemo
     done, out, _ = finished(program)
     assert done == status
     pid = int(re.search(r"left (\d+)", out).group(1))
-    assert watching._runs(pid) == stays
+    assert rank_process.runs(pid) == stays
     if stays:
         os.kill(pid, signal.SIGKILL)
 
@@ -398,7 +398,7 @@ def test_what_ranks_started_is_killed_with_them(job):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
     process.communicate(timeout=30)
-    assert not any(map(watching._runs, pids))
+    assert not any(map(rank_process.runs, pids))
 
 
 def test_a_rank_ends_when_nobody_listens_any_more(tmp_path):
@@ -468,7 +468,7 @@ def test_a_signal_right_after_the_start_of_a_script_ends_all_of_it(tmp_path, nam
                     break
     assert not kinds
     with open(mark) as file:
-        assert not watching._runs(int(file.read()))
+        assert not rank_process.runs(int(file.read()))
 
 
 def _ended(text):
@@ -611,18 +611,16 @@ def test_command_line(process, tmp_path, monkeypatch):
     )
 
 
-def test_a_process_that_outlives_its_launcher_is_killed(monkeypatch):
-    monkeypatch.setattr(watching, "GRACE", 0.2)
+def test_a_process_that_outlives_its_launcher_is_killed():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is waited for
-    watching._end_processes([ended.pid, running.pid])
+    rank_process.await_end([ended.pid, running.pid], 0.2)
     assert running.wait(timeout=10) == -signal.SIGKILL
     assert ended.wait() == 0
-    monkeypatch.setattr(watching, "GRACE", 30.0)
     began = time.monotonic()
-    watching._end_processes([ended.pid, running.pid])
-    assert time.monotonic() - began < watching.GRACE  # nothing is left to wait for
+    rank_process.await_end([ended.pid, running.pid], 30.0)
+    assert time.monotonic() - began < 30.0  # nothing is left to wait for
 
 
 # Signals at random moments --------------------------------------------------------------------

@@ -159,7 +159,7 @@ NAMING = {
     "compat._ranks.launchers": "names of variables",
     "compat._ranks.losses": "tells the kinds of Keras apart",
     "compat._verification.keras_steps": "versions in an error's advice",
-    "compat._verification.reachable": "what frameworks' own objects hold is not searched",
+    "compat._verification.steps": "what frameworks' own objects hold is not searched",
 }
 
 

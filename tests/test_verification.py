@@ -10,8 +10,7 @@ from conftest import refusal
 import compat
 from compat import _keras, _verification
 from compat._configuration.settings import Every, parse_verify, simulated_from_outside
-from compat._verification import keras_steps
-from compat._verification.verification import given_moved
+from compat._verification import given_moved, keras_steps
 
 
 def test_layers_are_not_asked_for_variables_where_none_has_moved():

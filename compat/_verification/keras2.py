@@ -8,8 +8,7 @@ the one to the other.
 import contextlib
 
 from .. import _keras
-from . import keras_steps, reachable
-from .verification import suspended
+from . import keras_steps, steps, suspended
 
 
 class VerifiedKeras2Step(keras_steps.Verified):
@@ -52,7 +51,7 @@ class VerifiedKeras2Step(keras_steps.Verified):
 @contextlib.contextmanager
 def _attributes_kept(optimizers):
     """Within, what an optimizer notes of the function that it makes is forgotten."""
-    attributes = reachable.Attributes(optimizers, lambda name, value: True)
+    attributes = steps.Attributes(optimizers, lambda name, value: True)
     values = [value for each in optimizers for value in vars(each).values()]
     lists = [(value, value[:]) for value in values if isinstance(value, list)]
     try:
@@ -184,20 +183,18 @@ class Keras2Step(ArraysStep):
 
     def _function_of(self, kind, undivided):
         """The function by which the model infers, on one device or on all."""
-        key = kind, undivided
-        if key not in self._inferring:
-            self._inferring[key] = self._function_made(kind, undivided)
-        return self._inferring[key]
-
-    def _function_made(self, kind, undivided):
-        model, attribute = self.model, keras_steps.FUNCTIONS[kind]
-        with suspended:
-            if undivided:
-                method = vars(model)[self.method.prefix + attribute].__func__
-                return method.make_undivided(model)
-            getattr(model, self.method.prefix + attribute)()
-            function = getattr(model, attribute)
-            return getattr(function, "made", function)
+        if (kind, undivided) not in self._inferring:
+            attribute = keras_steps.FUNCTIONS[kind]
+            method = getattr(self.model, self.method.prefix + attribute)
+            with suspended:
+                if undivided:
+                    function = method.__func__.make_undivided(self.model)
+                else:
+                    method()
+                    function = getattr(self.model, attribute)
+                    function = getattr(function, "made", function)
+            self._inferring[kind, undivided] = function
+        return self._inferring[kind, undivided]
 
 
 def _is_called_in_training(layer):

@@ -10,8 +10,7 @@ import contextlib
 from .. import _keras, errors
 from .._rows import split_rows
 from .._runtime import patching
-from . import reachable, steps
-from .verification import random_numbers, suspended
+from . import random_numbers, steps, suspended
 
 # Kind of step -> the attribute that keeps its function.
 FUNCTIONS = {"train": "train_function", "evaluate": "test_function", "predict": "predict_function"}
@@ -243,9 +242,9 @@ class KerasStep(FunctionStep):
         # Not all of an optimizer's variables are among those that it lists: a product of its own
         # schedule, say.
         for each in optimizers(model):
-            groups.append(("slot", _variables_of(each) + reachable.variables([each], kinds)))
+            groups.append(("slot", _variables_of(each) + steps.variables_held([each], kinds)))
         groups += [("metric state", metric.variables) for metric in model.metrics]
-        groups.append(("state", reachable.variables([model], kinds)))
+        groups.append(("state", steps.variables_held([model], kinds)))
         for word, variables in groups:
             for variable in variables:
                 self.label_of("weight" if id(variable) in trainable else word, variable)
@@ -260,7 +259,7 @@ class KerasStep(FunctionStep):
         return self._labels[id(variable)]
 
     def attributes(self):
-        return reachable.numbers([self.model] + optimizers(self.model))
+        return steps.numbers_held([self.model] + optimizers(self.model))
 
     def read(self):
         return {label: self.as_array(variable) for label, variable in self.labelled().items()}

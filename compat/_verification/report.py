@@ -73,8 +73,8 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
     elif operations:
         places = ["{} {} + {}".format(device, *counts) for device, counts in operations]
         lines.append(f"  products ran, forward + backward: {settings.listed(places)}")
-        if not _on_several(record):
-            lines.append(f"  only {len(_working(record))} of its devices worked")
+        if _idle(record):
+            lines.append(f"  only {len(record['devices']) - _idle(record)} of its devices worked")
     incomparable = record["incomparable"]
     for reason in sorted(set(incomparable.values())):
         labels = sorted(label for label in incomparable if incomparable[label] == reason)
@@ -87,7 +87,7 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
 
 def is_good(record: "Mapping[str, Any]") -> bool:
     """Whether nothing differed, and more than one device worked."""
-    return not record["failure"] and (not _has_products(record) or _on_several(record))
+    return not record["failure"] and not _idle(record)
 
 
 def _has_products(record):
@@ -95,9 +95,7 @@ def _has_products(record):
     return any(map(any, record["operations"].values()))
 
 
-def _working(record):
-    return [d for d, (forward, backward) in record["operations"].items() if forward and backward]
-
-
-def _on_several(record):
-    return len(_working(record)) == len(record["devices"])
+def _idle(record):
+    """How many of the devices that should have did not run products forward and backward."""
+    working = sum(map(all, record["operations"].values()))
+    return len(record["devices"]) - working if _has_products(record) else 0

@@ -18,7 +18,7 @@ import compat
 from compat import _verification
 from compat._commands.pytest_plugin.twins import Twins
 from compat._configuration.settings import Every
-from compat._verification.verification import given_moved
+from compat._verification import given_moved
 from compat.backend import Verification
 from compat.testing import (
     CASES,

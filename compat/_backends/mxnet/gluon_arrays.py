@@ -336,11 +336,11 @@ def blocks(block):
 
 def own_attributes(block):
     """What a block has set on itself, such as a counter, to be put back."""
-    from ..._verification import reachable  # not at start-up
+    from ..._verification import Attributes  # not at start-up
 
     own = [part for part in blocks(block) if not type(part).__module__.startswith("mxnet.")]
     # Gluon's own begin with "_": what is compiled stays.
-    return reachable.Attributes(own, lambda name, value: not name.startswith("_"))
+    return Attributes(own, lambda name, value: not name.startswith("_"))
 
 
 def check_equal(block, parameters):

@@ -10,7 +10,7 @@ import functools
 
 from ... import errors
 from ..._ranks import keras2, keras_model
-from ..._ranks.engines import tensorflow_horovod
+from ..._ranks.engines import tensorflow_engine
 from .functions import counting_in_order
 from .graph import variables_written
 from .sessions import warn_of_reference_variables
@@ -18,7 +18,7 @@ from .sessions import warn_of_reference_variables
 
 def distribute(model, place):
     """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    engine = tensorflow_horovod.TensorFlowHorovod.join(place)
+    engine = tensorflow_engine.TensorFlowHorovod.join(place)
     if engine.tf.executing_eagerly():
         raise errors.unsupported(
             "tensorflow1",

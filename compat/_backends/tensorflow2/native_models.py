@@ -21,7 +21,7 @@ import tensorflow as tf
 from ... import _verification, errors
 from ..._rows import split_rows
 from ..._runtime import work
-from ..._verification import keras_steps, reachable
+from ..._verification import keras_steps
 from . import merging, recorded_steps
 from .replicas import are_arrays, recording, tensors_of
 from .replicated_call import ReplicatedCall
@@ -134,7 +134,7 @@ class VerifiedCall(_verification.Step):
         parts = [self.model] + list(getattr(self.model, "submodules", ()))
         kinds = (bool, int, float, tf.Tensor)
         own = [part for part in parts if hasattr(part, "__dict__")]
-        return reachable.Attributes(own, lambda name, value: isinstance(value, kinds))
+        return _verification.Attributes(own, lambda name, value: isinstance(value, kinds))
 
     def by_design(self, inference, changed):
         parts = [*getattr(self.model, "submodules", ()), self.model, *held(self.model)]

@@ -15,11 +15,11 @@ import tensorflow as tf
 
 from ... import _keras, errors
 from ..._ranks import keras_model, losses, saving, weights
-from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
+from ..._ranks.engines import tensorflow_collectives, tensorflow_engine
 from ..._ranks.place import TF_CONFIG
 from ..._runtime import patching
 from ..._runtime.within import Within
-from ..._verification import keras_steps, reachable
+from ..._verification import keras_steps, steps
 from .merging import is_set, read
 from .replicas import as_tensors, has_rows, recording, rows_of, with_tensors
 from .replicated_call import ReplicatedCall
@@ -124,7 +124,7 @@ class RankedStep(keras_model.RankedMethod):
         """Begin with rank 0's weights where no graph is traced for that."""
         if self.started is not model.optimizer:
             self.started = model.optimizer
-            counters = reachable.numbers(keras_steps.optimizers(model))
+            counters = steps.numbers_held(keras_steps.optimizers(model))
             with _stepping:
                 tf.function(self.plain(model)).get_concrete_function(data)
             counters.put_back()  # Nadam of Keras 2.15 counts when it is traced
@@ -377,7 +377,7 @@ def join(place):
     if place.launcher == TF_CONFIG:
         return tensorflow_collectives.TensorFlowCollectives.join(place)
     try:
-        return tensorflow_horovod.TensorFlowHorovod.join(place)
+        return tensorflow_engine.TensorFlowHorovod.join(place)
     except errors.NotInstalledError as error:
         raise errors.NotInstalledError(
             f"{error} From TensorFlow 2.4 on, compat run -n {place.size} needs no Horovod."

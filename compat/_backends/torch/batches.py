@@ -17,8 +17,7 @@ from collections.abc import MutableMapping
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ... import _rows
-from ..._verification import verification
+from ... import _rows, _verification
 from .calls import is_number, tree
 
 # Tensors --------------------------------------------------------------------------------------
@@ -360,7 +359,7 @@ def generators():
 
 def random_numbers():
     """A context after which the random numbers that a model may draw are those from now on."""
-    afterwards = verification.random_numbers()
+    afterwards = _verification.random_numbers()
     for generator in generators().values():
         afterwards.callback(generator.set_state, generator.get_state())
     return afterwards

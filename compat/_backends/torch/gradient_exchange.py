@@ -24,8 +24,7 @@ import weakref
 import torch
 
 from ... import errors
-from ..._ranks import checksum
-from ..._ranks.engines import buckets
+from ..._ranks import checksum, engines
 from .backward_passes import ForwardRows, Pass, check_loss, loss_under_way
 from .batches import are_same
 
@@ -264,7 +263,7 @@ class Sums:
 
     def __init__(self, engine, tensors, count):
         self.engine, self.tensors, self.count = engine, tensors, count
-        *groups, last = buckets.filled(map(_item, tensors)) or [((torch.float32, "cpu"), [])]
+        *groups, last = engines.buckets(map(_item, tensors)) or [((torch.float32, "cpu"), [])]
         self.buckets = [_Bucket(*group) for group in groups]
         header = 5 + engine.place.size + count + len(groups) + 1
         self.buckets.append(_Bucket(*last, front=header))
@@ -374,7 +373,7 @@ class _Bucket:
 
 
 def _item(tensor):
-    """As ``buckets.filled`` takes it: a bucket is of one type of number and device."""
+    """As ``engines.buckets`` takes it: a bucket is of one type of number and device."""
     is_double = tensor.dtype in (torch.float64, torch.complex128)
     dtype = torch.float64 if is_double else torch.float32
     size = _real(tensor.detach()).numel() * (8 if is_double else 4)

@@ -13,7 +13,7 @@ import torch
 from ... import _keras, _verification, errors
 from ..._rows import split_rows
 from ..._runtime.operation_times import Operation, converted
-from ..._verification import keras_steps, reachable
+from ..._verification import keras_steps
 from . import batches, models
 from .batches import tensors_in, to_numpy
 
@@ -212,7 +212,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
 
     def attributes(self):
         own = filter(batches.is_users, self.module.modules())
-        return reachable.Attributes(own, lambda name, value: True)
+        return _verification.Attributes(own, lambda name, value: True)
 
     def on_one_device(self):
         # What the caller differentiates has kept the buffers, whose values come back.

@@ -4,7 +4,6 @@ Here is what all engines have in common; each is a subclass beside its backend.
 """
 
 import contextlib
-import itertools
 import os
 import pickle
 import sys
@@ -14,9 +13,13 @@ import traceback
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 from ... import _ranks, errors
+from ..._runtime.on_demand import numpy
 from ..._runtime.process import process
 from .. import launchers
 from ..place import Place
+
+#: Bytes of the first bucket of what is summed up together, and of the others.
+BUCKET_SIZES = [2**20, 25 * 2**20]
 
 
 class Engine:
@@ -45,8 +48,7 @@ class Engine:
         self.others = [rank for rank in range(place.size) if rank != place.rank]
         self.timeout = _ranks.timeout(os.environ)
         self.steps = 0
-        self.more = []  # type: List[float]  # exchanged with each step's rows
-        self.totals = None  # type: Any
+        self.totals = []  # type: Any
         self.calls = None  # type: Any  # a ``calls.Calls``, where the ranks keep a store
         self.exchanges = 0  # since the last of these calls began
         # What for this rank waits, which exchange that is, and until when.
@@ -96,7 +98,7 @@ class Engine:
     def gather_each(self, lists: Sequence[Sequence[int]]) -> List[List[List[int]]]:
         """As ``gather``, of several lists at once: what that gives for each of them."""
         rows = list(map(iter, self.gather([number for each in lists for number in each])))
-        return [[list(itertools.islice(row, len(each))) for row in rows] for each in lists]
+        return [[[next(row) for _ in each] for row in rows] for each in lists]
 
     def gather_and_sum(
         self, numbers: Sequence[int], values: Sequence[float], expected: int
@@ -123,15 +125,13 @@ class Engine:
 
     def _gather_and_sum(self, numbers, values):
         """As ``gather_and_sum``, of as many values on all ranks."""
-        row = [flag * number for flag in self.flags(True) for number in numbers]
-        sums, count = self.sum(row + values), len(numbers)
+        mine = [flag * number for flag in self.flags(True) for number in numbers]
+        sums, count = self.sum(mine + values), len(numbers)
         starts = [rank * count for rank in range(self.place.size)]
-        return [list(map(int, sums[start : start + count])) for start in starts], sums[len(row) :]
+        return [list(map(int, sums[start : start + count])) for start in starts], sums[len(mine) :]
 
     def broadcast(self, value: Any) -> Any:
         """What rank 0 passes: numbers, texts, arrays and lists of them."""
-        import numpy
-
         content = pickle.dumps(value, 4) if self.place.rank == 0 else b""
         size = int(self.sum([len(content)])[0])
         content = numpy.frombuffer(content or bytes(size), "uint8")
@@ -192,30 +192,37 @@ class Engine:
             yield
         except Exception as error:
             problem = self.problem(error)
-            if problem is None:
+            if problem is None or isinstance(error, errors.RankError):  # which says so itself
                 raise
             raise errors.rank_lost(self.place, what, self.absent(), problem) from error
         finally:
             self.inside = outer
             self.resume()
 
+    def look_while_waiting(self, look: Callable[[Any], None], seconds: float) -> None:
+        """From now on call ``look(self.inside)``, in a thread, as often as this rank waits."""
+
+        def watch():
+            while True:
+                time.sleep(seconds)
+                inside = self.inside
+                if inside is not None:
+                    look(inside)
+
+        threading.Thread(target=watch, daemon=True).start()
+
     @contextlib.contextmanager
-    def watched(
-        self,
-        what: str,
-        seconds: Optional[float] = None,
-        absent: Callable[[], Sequence[int]] = tuple,
-    ) -> Iterator[None]:
+    def watched(self, what: str, seconds: float = 0.0, absent: Any = tuple) -> Iterator[None]:
         """Within, the main thread waits for others in a way that cannot be interrupted.
 
         After so many seconds this process ends, with the traceback of an error.
 
         Arguments:
             what: what for, in a phrase.
-            seconds: None: ``timeout``.
+            seconds: 0: ``timeout``.
             absent: returns the ranks that are known to be missing; called after these seconds.
         """
-        limit = self.timeout if seconds is None else seconds
+        limit = seconds or self.timeout
 
         def end():
             problem = "{:g} seconds are over".format(limit)
@@ -246,9 +253,9 @@ class Engine:
         Raises:
             RankLostError: other ranks have no more batches.
         """
-        self.more = list(numbers)
-        total, flags = self._exchange(rows, False)
-        self.stepped(ranks_of(flags))
+        sums = self.sum([float(rows), *self.flags(False), *numbers])
+        total, ended = self.rows_and_ended(sums)
+        self.stepped(ended)
         return rows / total
 
     def stepped(self, ended: Sequence[int]) -> None:
@@ -281,21 +288,15 @@ class Engine:
             )
         self.steps = 0
 
-    def _close(self):
-        """The ranks that have no more batches, this one among them."""
-        return ranks_of(self._exchange(0, True)[1])
+    def _close(self, flag=True):
+        """The ranks that have no more batches, this one among them, whose flag says so."""
+        numbers = [0.0] * len(self.totals)  # as many as those that go on have
+        return self.rows_and_ended(self.sum([0.0, *self.flags(flag), *numbers]))[1]
 
-    def _exchange(self, rows, flag):
-        """The rows of all ranks, and each rank's flag."""
-        sums = self.sum([float(rows)] + self.flags(flag) + self.more)
-        self.more = [0.0] * len(self.more)  # of one that has no more batches
-        return self.rows_and_flags(sums)
-
-    def rows_and_flags(self, sums: Any) -> Tuple[float, Any]:
-        """The rows of all ranks, and each rank's flag, of what was summed up in a step."""
-        size = self.place.size
-        self.totals = sums[1 + size :]
-        return float(sums[0]), sums[1 : 1 + size]
+    def rows_and_ended(self, sums: Any) -> Tuple[float, List[int]]:
+        """What was summed up in a step: all ranks' rows, and the ranks without more batches."""
+        self.totals = sums[1 + self.place.size :]
+        return float(sums[0]), [rank for rank in range(self.place.size) if sums[1 + rank]]
 
     def flags(self, flag: float) -> List[float]:
         """This rank's flag in its place, which sums up to all ranks' flags."""
@@ -315,9 +316,25 @@ def answer(question: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
     return found[0] if found else otherwise
 
 
-def ranks_of(flags: Sequence[float]) -> List[int]:
-    """The ranks whose flag is set."""
-    return [rank for rank, flag in enumerate(flags) if flag]
+def buckets(items):
+    """What ranks sum up together, as torch's DistributedDataParallel: buckets of values.
+
+    Arguments:
+        items: of each value what it has in common with others, its bytes, and itself.
+
+    Returns:
+        Of each bucket what its values have in common, and the values. Full ones come first.
+    """
+    full = []  # type: list
+    being_filled = {}  # type: dict
+    for kind, size, value in items:
+        values, before = being_filled.pop(kind, ([], 0))
+        values.append(value)
+        if before + size < BUCKET_SIZES[min(len(full), 1)]:
+            being_filled[kind] = values, before + size
+        else:
+            full.append((kind, values))
+    return full + [(kind, values) for kind, (values, _) in being_filled.items()]
 
 
 def end_process(error, last=None):

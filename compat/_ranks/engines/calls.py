@@ -7,8 +7,6 @@ that waits in one looks once a second whether the next rank has come to a call i
 """
 
 import contextlib
-import threading
-import time
 from typing import Any
 
 from ... import errors
@@ -44,7 +42,8 @@ class Calls:
         self.engine, self.post, self.read, self.delete = engine, post, read, delete
         self.next = (engine.place.rank + 1) % engine.place.size
         self.count = 0  # calls that have begun
-        threading.Thread(target=self.watch, daemon=True).start()
+        self.seen = None  # type: Any  # the wait at which the next rank was seen in another call
+        engine.look_while_waiting(self.look, _LOOK)
 
     def begin(self, call):
         """Compare a call that begins with the next rank's, for which this one waits."""
@@ -81,21 +80,15 @@ class Calls:
         self.post(self.name(count, self.engine.place.rank), text)
         return what
 
-    def watch(self):
+    def look(self, inside):
         """End this process where it waits in a step, and the next rank came to a call instead."""
-        engine = self.engine
-        seen = None  # type: Any
-        while True:
-            time.sleep(_LOOK)
-            inside, count = engine.inside, self.count + 1
-            if inside is None:
-                continue
-            with contextlib.suppress(Exception):  # nothing is there
-                exchanges, _, theirs = self.read(self.name(count, self.next), 0.01).partition(" ")
-                # Their call's own wait is one of their exchanges. At the first look this rank's may
-                # just be ending, so the second one decides.
-                if theirs and int(exchanges) <= inside[1] and seen is inside:
-                    mine = self.tell(count, inside[0])
-                    error = different_calls([(engine.place.rank, mine), (self.next, theirs)])
-                    engines.end_process(error, engine.absent)
-                seen = inside if theirs else None
+        engine, count = self.engine, self.count + 1
+        with contextlib.suppress(Exception):  # nothing is there
+            exchanges, _, theirs = self.read(self.name(count, self.next), 0.01).partition(" ")
+            # Their call's own wait is one of their exchanges. At the first look this rank's may
+            # just be ending, so the second one decides.
+            if theirs and int(exchanges) <= inside[1] and self.seen is inside:
+                mine = self.tell(count, inside[0])
+                error = different_calls([(engine.place.rank, mine), (self.next, theirs)])
+                engines.end_process(error, engine.absent)
+            self.seen = inside if theirs else None

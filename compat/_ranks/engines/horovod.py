@@ -20,7 +20,12 @@ from .. import engines
 
 
 class HorovodEngine(engines.Engine):
-    """Horovod, as horovodrun has started it. Subclasses are for one framework each."""
+    """Horovod, as horovodrun has started it. Subclasses are for one framework each.
+
+    Raises:
+        NotInstalledError: Horovod is not installed.
+        BrokenInstallError: it is, but not for this framework.
+    """
 
     name = "Horovod"
     #: The framework's name in Horovod: ``horovod.<framework>``.
@@ -29,7 +34,13 @@ class HorovodEngine(engines.Engine):
     def __init__(self, place):
         super().__init__(place)
         self.deadline = None  # of the wait that goes on
-        self.horovod = _import_horovod(self.framework)
+        if packages.version("horovod") is None:
+            raise _no_horovod(self.framework)
+        name = "horovod." + self.framework
+        try:
+            self.horovod = importlib.import_module(name)
+        except Exception as error:  # it was built without the framework, or with another one
+            raise errors.broken_install(name, error) from error
         self._rendezvous()
         # How long it waits for a rank whose machine is gone.
         os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(int(math.ceil(self.timeout))))
@@ -103,22 +114,6 @@ def _in_store(method, place, rank):
     except urllib.error.HTTPError:
         return False
     return True
-
-
-def _import_horovod(framework):
-    """``horovod.<framework>``.
-
-    Raises:
-        NotInstalledError: Horovod is not installed.
-        BrokenInstallError: it is, but not for this framework.
-    """
-    if packages.version("horovod") is None:
-        raise _no_horovod(framework)
-    name = "horovod." + framework
-    try:
-        return importlib.import_module(name)
-    except Exception as error:  # it was built without the framework, or with another one
-        raise errors.broken_install(name, error) from error
 
 
 def is_missing(python):

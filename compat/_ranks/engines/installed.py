@@ -33,57 +33,37 @@ class Installed(collections.namedtuple("Installed", "name version frameworks thr
 
 def engines():
     """All of them, in order of their names."""
-    found = []
-    for name, distributions, look in _ENGINES:
-        version = packages.version(*distributions)
-        spec = importlib.util.find_spec(distributions[0]) if version else None
-        folders = list((spec and spec.submodule_search_locations) or [])
-        parts = look(version, folders[0]) if folders else None
-        if parts is not None:
-            found.append(Installed(name, version, *parts))
-    return found
+    for version, folder in _found("horovod"):
+        frameworks = [name for name in _HOROVOD if _files(folder, name, "mpi_lib*.so")]
+        yield Installed("Horovod", version, frameworks, [], None)
+    for version, folder in _found("jax"):
+        if _files(folder, "_src", "distributed.py"):
+            yield Installed("jax.distributed", version, ["jax"], [], None)
+    for version, folder in _found("mpi4py"):
+        launcher = shutil.which("mpirun")
+        yield Installed("mpi4py", version, ["theano", "cntk"], _linked_mpi(folder), launcher)
+    for version, _ in _found("tensorflow", "tensorflow-cpu", "tensorflow-gpu"):
+        if packages.release(version) >= (2, 4):  # which has all options of the cluster
+            yield Installed("TF_CONFIG's cluster", version, ["tensorflow"], [], None)
+    for version, _ in _found("torch"):
+        yield Installed("torch.distributed", version, ["torch"], [], None)
 
 
-# Each returns the frameworks, the libraries that it is linked with and the launcher; or None.
+def _found(module, *others):
+    """Version and folder of a module, in a list, if it or another distribution brings it."""
+    version = packages.version(module, *others)
+    spec = importlib.util.find_spec(module) if version else None
+    folders = list((spec and spec.submodule_search_locations) or [])
+    return [(version, folder) for folder in folders[:1]]
 
 
-def _horovod(version, folder):
-    return [name for name in _HOROVOD if glob.glob(_inside(folder, name, "mpi_lib*.so"))], [], None
+def _files(folder, *parts):
+    return glob.glob(os.path.join(glob.escape(folder), *parts))
 
 
-def _jax(version, folder):
-    exists = os.path.exists(os.path.join(folder, "_src", "distributed.py"))
-    return (["jax"], [], None) if exists else None
-
-
-def _mpi4py(version, folder):
+def _linked_mpi(folder):
     libraries = set()
-    for path in glob.glob(_inside(folder, "MPI*.so")):
+    for path in _files(folder, "MPI*.so"):
         with open(path, "rb") as file:
             libraries.update(re.findall(rb"libmpi\w*\.so[.\d]*", file.read()))
-    names = sorted(name.decode() for name in libraries)
-    return ["theano", "cntk"], names, shutil.which("mpirun")
-
-
-def _tensorflow(version, folder):
-    """The cluster of TF_CONFIG, in the versions that have its options."""
-    return None if packages.release(version) < (2, 4) else (["tensorflow"], [], None)
-
-
-def _torch(version, folder):
-    return ["torch"], [], None
-
-
-def _inside(folder, *parts):
-    """A pattern for ``glob``."""
-    return os.path.join(glob.escape(folder), *parts)
-
-
-# Their names, their distributions, of which the first has the module's name, and what looks there.
-_ENGINES = (
-    ("Horovod", ["horovod"], _horovod),
-    ("jax.distributed", ["jax"], _jax),
-    ("mpi4py", ["mpi4py"], _mpi4py),
-    ("TF_CONFIG's cluster", ["tensorflow", "tensorflow-cpu", "tensorflow-gpu"], _tensorflow),
-    ("torch.distributed", ["torch"], _torch),
-)  # type: tuple
+    return sorted(name.decode() for name in libraries)

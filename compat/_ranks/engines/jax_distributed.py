@@ -3,7 +3,6 @@
 import atexit
 import contextlib
 import socket
-import threading
 import time
 
 import numpy as np
@@ -82,7 +81,7 @@ class JaxDistributed(engines.Engine):
             self.store.key_value_delete,
         )
         atexit.register(self.end)
-        threading.Thread(target=self.watch, daemon=True).start()
+        self.look_while_waiting(self.look, _LOOK)
 
     def sum(self, values):
         # By their bytes: unless told to, JAX makes float32 of float64.
@@ -127,23 +126,18 @@ class JaxDistributed(engines.Engine):
         self.gave_up = True
         return absent
 
-    def watch(self):
+    def look(self, inside):
         """End this process where it waits for a rank that has ended, or too long.
 
         JAX's own collectives have no limit.
         """
-        while True:
-            time.sleep(_LOOK)
-            inside = self.inside
-            if inside is None:
-                continue
-            what, _, until = inside
-            ended = self.marked("ended") or []
-            if (ended or time.monotonic() > until) and self.inside is inside:
-                problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
-                lost = self.absent()
-                error = errors.rank_lost(self.place, what, ended or lost, problem)
-                engines.end_process(error, self.end)
+        what, _, until = inside
+        ended = self.marked("ended") or []
+        if (ended or time.monotonic() > until) and self.inside is inside:
+            problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
+            lost = self.absent()
+            error = errors.rank_lost(self.place, what, ended or lost, problem)
+            engines.end_process(error, self.end)
 
     def mark(self, what):
         def tell():

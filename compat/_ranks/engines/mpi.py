@@ -19,6 +19,7 @@ import time
 import zlib
 
 from ... import errors
+from ..._runtime.on_demand import numpy
 from .. import engines
 from ..launch import starter
 from . import calls
@@ -56,50 +57,47 @@ class MPI(engines.Engine):
         world = self.mpi.COMM_WORLD
         self.check_size(world.Get_size())
         # The framework, or the script, may use the world as well.
-        self.comm = self._of_our_own(world)
-        self.notes = self._of_our_own(world)
+        with self.waiting("to start"):
+            self.comm = self._of_our_own(world)
+            self.notes = self._of_our_own(world)
         atexit.register(self._leave)
 
     def sum(self, values):
-        import numpy
-
         return self.sum_array(numpy.array(values, "float64"), "for the others")
 
     def sum_array(self, array, what="for the others' gradients"):
         """The sum of an array over all ranks, in its place: on all of them the same bits."""
         flat = array.view()
         flat.shape = -1  # no copy, or an error
-        self._in_pieces(what, flat, lambda piece: self.comm.Iallreduce(self.mpi.IN_PLACE, piece))
+        with self.waiting(what):
+            self._in_pieces(flat, lambda piece: self.comm.Iallreduce(self.mpi.IN_PLACE, piece))
         return array
 
     def broadcast_bytes(self, content):
         received = content.copy()  # may be written to
-        self._in_pieces("for the broadcast from rank 0", received, self.comm.Ibcast)
+        self._in_pieces(received, self.comm.Ibcast)
         return received
 
-    def _in_pieces(self, what, array, begin):
+    def _in_pieces(self, array, begin):
         """Exchange an array, piece by piece."""
-        self._agree(what, len(array))
+        self._agree(self.inside[0], len(array))
         size = _PIECE // array.itemsize
         for start in range(0, len(array), size):
-            self._wait(begin(array[start : start + size]), what)
+            self._wait(begin(array[start : start + size]))
 
     def _agree(self, what, size):
         """Refuse to exchange where ranks come for different things.
 
         MPI adds up whatever has one size, and ends the process without a word where sizes differ.
         """
-        import numpy
-
         code = zlib.crc32("{} {}".format(what, size).encode())
         codes = numpy.array([code, -code], "int64")
-        self._wait(self.comm.Iallreduce(self.mpi.IN_PLACE, codes, self.mpi.MAX), what)
+        self._wait(self.comm.Iallreduce(self.mpi.IN_PLACE, codes, self.mpi.MAX))
         if codes[0] == -codes[1]:
             return
         mine = (what + errors.users_line()).encode()[:_LONGEST].ljust(_LONGEST)
         found = numpy.empty([self.place.size, _LONGEST], "uint8")
-        self._wait(self.comm.Iallgather(numpy.frombuffer(mine, "uint8"), found), what)
-        self.lost = True
+        self._wait(self.comm.Iallgather(numpy.frombuffer(mine, "uint8"), found))
         waits = [row.tobytes().decode("utf-8", "replace").rstrip() for row in found]
         raise calls.different_calls(enumerate(waits))
 
@@ -107,7 +105,7 @@ class MPI(engines.Engine):
 
     def _of_our_own(self, world):
         comm, request = world.Idup()
-        self._wait(request, "to start")
+        self._wait(request)
         comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         return comm
 
@@ -117,7 +115,7 @@ class MPI(engines.Engine):
             return
         failed = self.lost or hasattr(sys, "last_type")  # of an exception that ended the script
         if not failed:
-            self._tell(_LEFT)
+            self._tell(_LEFT, self.others)
             while len(self.left) < len(self.others) and not self.waiters:
                 self._listen()
                 time.sleep(0.01)
@@ -134,52 +132,43 @@ class MPI(engines.Engine):
 
     # Waiting ----------------------------------------------------------------------------------
 
-    def _wait(self, request, what):
+    def _wait(self, request):
         """Wait until all ranks have done what this one asks for."""
+        what, *_ = self.inside
         start = time.monotonic()
-        while not self._test(request, what):
+        while not request.Test():
             waited = time.monotonic() - start
             self._listen()
             ended = sorted(rank for rank, done in self.left.items() if done <= self.done)
-            for rank in ended:
-                self._tell(_WAITS, rank)
             if ended:
-                raise self._lost(what, ended, "its script has ended")
+                self._tell(_WAITS, ended)
+                raise errors.rank_lost(self.place, what, ended, "its script has ended")
             if waited > self.timeout:
-                raise self._lost(what, self.absent(), f"{self.timeout:g} seconds are over")
+                problem = f"{self.timeout:g} seconds are over"
+                raise errors.rank_lost(self.place, what, self.absent(), problem)
             # At first without a pause; later the fewer looks the longer it takes.
             time.sleep(0 if waited < 0.002 else min(waited / 50, 0.01))
         self.done += 1
 
-    def _test(self, request, what):
-        try:
-            return request.Test()
-        except self.mpi.Exception as error:  # of a connection, for example
-            raise self._lost(what, [], error) from error
-
-    def _lost(self, what, absent, problem):
-        self.lost = True
-        return errors.rank_lost(self.place, what, absent, problem)
+    def problem(self, error):
+        self.lost = True  # whatever it is, this rank has left an exchange
+        return str(error) if isinstance(error, self.mpi.Exception) else None
 
     def absent(self):
         """The ranks that do not answer that they wait as well."""
-        if self.notes is None:
+        if self.notes is None or self.lost:
             return []
-        self._tell(_ASKS)
+        self._tell(_ASKS, self.others)
         return self.missing(lambda rank: self._listen() or rank in self.waiters)
 
-    def _tell(self, what, to=None):
-        import numpy
-
+    def _tell(self, what, ranks):
         note = numpy.array([what, self.done])
-        for rank in self.others if to is None else [to]:
+        for rank in ranks:
             self.notes.Isend(note, rank).Free()
         self._told = note  # until it has left
 
     def _listen(self):
         """Take what others tell, and answer."""
-        import numpy
-
         if self.notes is None:
             return
         status = self.mpi.Status()
@@ -190,7 +179,7 @@ class MPI(engines.Engine):
             if note[0] == _LEFT:
                 self.left[sender] = int(note[1])
             elif note[0] == _ASKS:
-                self._tell(_WAITS, sender)
+                self._tell(_WAITS, [sender])
             else:
                 self.waiters.add(sender)
 
@@ -245,13 +234,10 @@ def launcher(job):
             "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install the MPI "
             "that mpi4py was compiled with: on Debian and Ubuntu, apt-get install openmpi-bin."
         )
-    options = (
-        "OMPI_MCA_rmaps_base_oversubscribe=1",
-        "OMPI_MCA_hwloc_base_binding_policy=none",
-        "OMPI_ALLOW_RUN_AS_ROOT=1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
-    )
-    command = ["env"] + list(options) + [mpirun, "-n", str(job.size)]
+    command = ["env", "OMPI_MCA_rmaps_base_oversubscribe=1"]
+    command += ["OMPI_MCA_hwloc_base_binding_policy=none"]
+    command += ["OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
+    command += [mpirun, "-n", str(job.size)]
     if job.hosts is not None:
         command += ["--host", job.hosts]
         for name in sorted(starter.exported(job.environ)):

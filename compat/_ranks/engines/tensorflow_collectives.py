@@ -58,15 +58,19 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(cluster), task_type=kind, task_id=index, rpc_layer="grpc"
         )
+        self._await_all(tf_addresses(cluster)[0])
+        # One that is lost again ends this process: TensorFlow would wait for it for ever.
+        faulthandler.dump_traceback_later(self.timeout, exit=True)
         try:
-            with self._bounded_start(tf_addresses(cluster)[0]):
-                # It must live as long as the workers do.
-                self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
-                    cluster_resolver=resolver, communication_options=options
-                )
+            # It must live as long as the workers do.
+            self.strategy = tf.distribute.MultiWorkerMirroredStrategy(
+                cluster_resolver=resolver, communication_options=options
+            )
         except tf.errors.OpError as error:
             problem = tensorflow_engine.problem_of(error)
             raise errors.rank_lost(place, "to start", [], problem) from error
+        finally:
+            faulthandler.cancel_dump_traceback_later()
         # The one that configure_gpu() has left visible.
         self.device = _GPU if tf.config.get_visible_devices("GPU") else _HOST
         store = context.context()
@@ -149,9 +153,8 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
 
     # No wait is unbounded ---------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _bounded_start(self, address):
-        """Within, all workers have connected; one that is lost again ends this process.
+    def _await_all(self, address):
+        """Wait until all workers have connected.
 
         TensorFlow would wait for them for an hour, or for ever, and holds Python's lock meanwhile.
         """
@@ -161,11 +164,6 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         if absent:
             problem = "no answer for {:g} s".format(self.timeout)
             raise errors.rank_lost(self.place, "to start", absent, problem)
-        faulthandler.dump_traceback_later(self.timeout, exit=True)
-        try:
-            yield
-        finally:
-            faulthandler.cancel_dump_traceback_later()
 
     def _await_ranks(self, host, port, deadline):
         """Listen where TensorFlow will; return the ranks that do not connect in time."""
@@ -195,13 +193,12 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             time.sleep(0.1)
         return [0]
 
-    def rows_and_flags(self, sums):
-        total, flags = super().rows_and_flags(sums)
-        left = [rank for rank, each in enumerate(flags) if each == _EXITS]
+    def rows_and_ended(self, sums):
+        left = [rank for rank in range(self.place.size) if sums[1 + rank] == _EXITS]
         if left:
             self.lost = True
             raise errors.rank_lost(self.place, "for the others", left, "it has ended")
-        return total, flags
+        return super().rows_and_ended(sums)
 
     def leave(self):
         """At the end of the program: notify ranks that go on, and wait for them."""
@@ -210,7 +207,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             if self.calls is not None:
                 self.calls.end()
             with contextlib.suppress(errors.RankLostError):
-                self._exchange(0, _EXITS)
+                self._close(_EXITS)
 
         if not self.lost:
             failed = hasattr(sys, "last_type")

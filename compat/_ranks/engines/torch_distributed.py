@@ -22,46 +22,56 @@ class TorchDistributed(engines.Engine):
         self.last = None  # the exchange that all ranks did last
         self.store = None
         self.made = False  # this class, and not the script, has made the default group
+        self.limit = datetime.timedelta(seconds=self.timeout)
+        cuda = sys.modules["torch"].cuda.is_available()
+        if place.on_one_machine and sys.platform == "linux":
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # where gloo listens
         # A stopped rank 0 still accepts connections but never answers, which the store's own
         # timeouts do not cover.
-        with self.watched("to start", 2 * self.timeout, self._keeper):
-            self._start()
-
-    def _start(self):
-        distributed, place = self.distributed, self.place
-        limit = datetime.timedelta(seconds=self.timeout)
-        cuda = sys.modules["torch"].cuda.is_available()
-        if not distributed.is_initialized():
-            with self.waiting("to start"):
-                self.store = store = _store(distributed, place, limit)
-                # All come to the store first, so that it knows who has not.
-                store.set("compat/came/{}".format(place.rank), "")
-                store.wait(["compat/came/{}".format(r) for r in range(place.size)], limit)
-                with _interface(place):
-                    distributed.init_process_group(
-                        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-                        store=distributed.PrefixStore("compat", self.store),
-                        rank=place.rank,
-                        world_size=place.size,
-                        timeout=limit,
-                    )
-            self.made = True
-
-            def read(name, seconds):
-                store.wait([name], datetime.timedelta(seconds=seconds))
-                return store.get(name).decode()
-
-            self.calls = calls.Calls(self, store.set, read, store.delete_key)
-            atexit.register(self.calls.end)
-        self.check_size(distributed.get_world_size())
-        # What ranks sum up while a backward pass goes on keeps its order within a group of its own,
-        # whatever layers or the script exchange meanwhile, as SyncBatchNorm does.
-        with self.waiting("to start"), _interface(place):
-            self.group = distributed.new_group(timeout=limit)
+        with self.watched("to start", 2 * self.timeout, self._keeper), self.waiting("to start"):
+            if not distributed.is_initialized():
+                self._make_default_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+            self.check_size(distributed.get_world_size())
+            # What ranks sum up while a backward pass goes on keeps its order within a group of its
+            # own, whatever layers or the script exchange meanwhile, as SyncBatchNorm does.
+            self.group = distributed.new_group(timeout=self.limit)
         if not cuda:
             # One of gloo's threads that still lets go of a tensor while Python finalizes ends the
             # process: "terminate called without an active exception".
             atexit.register(self._leave)
+
+    def _make_default_group(self, backends):
+        place = self.place
+        store = self.store = self._store_of_all()
+        # All come to the store first, so that it knows who has not.
+        store.set("compat/came/{}".format(place.rank), "")
+        store.wait(["compat/came/{}".format(r) for r in range(place.size)], self.limit)
+        prefixed = self.distributed.PrefixStore("compat", store)
+        self.distributed.init_process_group(
+            backends, store=prefixed, rank=place.rank, world_size=place.size, timeout=self.limit
+        )
+        self.made = True
+
+        def read(name, seconds):
+            store.wait([name], datetime.timedelta(seconds=seconds))
+            return store.get(name).decode()
+
+        self.calls = calls.Calls(self, store.set, read, store.delete_key)
+        atexit.register(self.calls.end)
+
+    def _store_of_all(self):
+        """The store that is the rendezvous."""
+        distributed, place = self.distributed, self.place
+        if launchers.torchrun_keeps_store(os.environ):  # it outlives every rank
+            found = distributed.rendezvous("env://", place.rank, place.size, timeout=self.limit)
+            return next(found)[0]
+        host, port = launchers.require_rendezvous(place, "torch.distributed")
+        # Who does not come is told by this class; the store would only count.
+        options = {"is_master": place.rank == 0, "timeout": self.limit, "wait_for_workers": False}
+        if place.rank == 0:
+            # By itself the store would listen at all addresses.
+            options["master_listen_fd"] = launchers.listen(place, host, port).detach()
+        return distributed.TCPStore(host, port, place.size, **options)
 
     def _leave(self):
         """At the end of this process: the groups made here go, unless the script has done so."""
@@ -97,9 +107,9 @@ class TorchDistributed(engines.Engine):
             self.distributed.all_gather(found, padded)
         return torch.cat([part[:size] for part, size in zip(found, sizes)])
 
-    def _close(self):
+    def _close(self, flag=True):
         # Others that have more batches are in an exchange like the last one.
-        return super()._close() if self.last is None else self.last.close()
+        return super()._close(flag) if self.last is None else self.last.close()
 
     def broadcast(self, value):
         box = [value]
@@ -133,30 +143,3 @@ class TorchDistributed(engines.Engine):
     def _keeper(self):
         """The rank that keeps the store, if it is another one."""
         return [0] if self.place.rank and not launchers.torchrun_keeps_store(os.environ) else []
-
-
-def _store(distributed, place, limit):
-    """The store that is the rendezvous."""
-    if launchers.torchrun_keeps_store(os.environ):  # it outlives every rank
-        return next(distributed.rendezvous("env://", place.rank, place.size, timeout=limit))[0]
-    host, port = launchers.require_rendezvous(place, "torch.distributed")
-    # Who does not come is told by TorchDistributed; the store would only count.
-    options = {"is_master": place.rank == 0, "timeout": limit, "wait_for_workers": False}
-    if place.rank == 0:
-        # By itself the store would listen at all addresses.
-        options["master_listen_fd"] = launchers.listen(place, host, port).detach()
-    return distributed.TCPStore(host, port, place.size, **options)
-
-
-@contextlib.contextmanager
-def _interface(place):
-    """Within, gloo listens on the loopback interface where all ranks are on this machine."""
-    name = "GLOO_SOCKET_IFNAME"
-    chooses = name not in os.environ and place.on_one_machine and sys.platform == "linux"
-    if chooses:
-        os.environ[name] = "lo"
-    try:
-        yield
-    finally:
-        if chooses:
-            del os.environ[name]

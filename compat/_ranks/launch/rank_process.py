@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Union
+from typing import Any, Callable, Collection, Dict, List, Mapping, NamedTuple, Optional, Union
 
 from ... import _ranks
 
@@ -287,13 +287,41 @@ def _end_group(leader):
 
     They would hold memory of GPUs. What made a session of its own, as daemons do, stays.
     """
-    until = time.monotonic() + _LEFT_BEHIND
+    kill(-leader, signal.SIGTERM)
+    await_end([-leader], _LEFT_BEHIND)
+
+
+def await_end(pids: Collection[int], seconds: float) -> None:
+    """Wait until processes have ended that were told to, and kill those that do not.
+
+    Arguments:
+        pids: their numbers; of a group that has the number n, -n.
+    """
+    until = time.monotonic() + seconds
+    while any(map(runs, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    for pid in filter(runs, pids):
+        kill(pid, signal.SIGKILL)
+
+
+def kill(pid: int, number: int) -> None:
+    """Send a process, or a group, a signal."""
     with contextlib.suppress(OSError):  # there is none, or none any more
-        os.killpg(leader, signal.SIGTERM)
-        while time.monotonic() < until:
-            os.killpg(leader, 0)
-            time.sleep(0.02)
-        os.killpg(leader, signal.SIGKILL)
+        os.kill(pid, number)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process of this machine, or one of a group, has not ended."""
+    try:
+        os.kill(pid, 0)
+        if pid < 0:
+            return True
+        with open("/proc/{}/stat".format(pid)) as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except ProcessLookupError:
+        return False
+    except OSError:  # no /proc, or the process has just ended
+        return not os.path.exists("/proc/self")
 
 
 def dies_with_this_process(mask: Any = None) -> Callable[[], None]:

@@ -196,12 +196,11 @@ def _watch(processes, told=None):
 def wait(processes: Sequence[Any], seconds: float) -> None:
     """Wait for processes that were told to end, and kill those that do not."""
     until = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < until:
+        time.sleep(0.02)
     for process in processes:
-        try:
-            process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        process.kill()  # unless it has ended
+        process.wait()
 
 
 def main(arguments: List[str]) -> int:

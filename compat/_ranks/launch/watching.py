@@ -7,7 +7,6 @@ and horovodrun, on one machine and on several.
 
 import collections
 import contextlib
-import itertools
 import json
 import os
 import select
@@ -19,7 +18,7 @@ from typing import Any, Dict, List, Optional, Tuple
 from ... import errors
 from ..._runtime import progress
 from . import output, rank_process
-from .rank_process import Ended
+from .rank_process import Ended, await_end, kill
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
 GRACE = 15.0
@@ -167,7 +166,7 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
     numbers = [n for n in rank_process.PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]
     before = {n: signal.signal(n, lambda number, frame: told.append(number)) for n in numbers}
     try:
-        for restart in itertools.count():
+        for restart in range(max_restarts + 1):
             if logs is not None:
                 logs.begin(restart)
             ranks = WatchedRanks(size, output.Output(quiet, logs))
@@ -185,7 +184,9 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
             said = "compat run: restart {} of {}, because {}."
             output.say(said.format(restart + 1, max_restarts, failure))
             if not elsewhere:
-                _end_processes(list(ranks.processes.values()) + list(ranks.scripts.values()))
+                # A launcher does not always wait for what it has started; that must not meet what
+                # is started next, as it may still hold a GPU's memory.
+                await_end([*ranks.processes.values(), *ranks.scripts.values()], GRACE)
             if told:
                 break
     finally:
@@ -206,7 +207,7 @@ def _run(command, environ, ranks, told, elsewhere):
     if status and not elsewhere:
         # Ranks that were killed could not end what their scripts had started.
         for rank in set(ranks.scripts) - {end.rank for end in ranks.ended}:
-            _kill(-ranks.scripts[rank], signal.SIGKILL)
+            kill(-ranks.scripts[rank], signal.SIGKILL)
     return status
 
 
@@ -256,14 +257,14 @@ def _pass_on(told, launcher, ranks, elsewhere):
         if elsewhere:
             launcher.send_signal(signal.SIGINT)
         for rank in [] if elsewhere else running:
-            _kill(ranks.processes[rank], signal.SIGINT)
+            kill(ranks.processes[rank], signal.SIGINT)
         return rank_process.INTERRUPT_GRACE
     if len(told) < 3:
         name = signal.Signals(told[-1]).name
         output.say(f"compat run: told to end by {name}; the ranks are ended.")
         launcher.terminate()
         return GRACE
-    _kill(-launcher.pid, signal.SIGKILL)
+    kill(-launcher.pid, signal.SIGKILL)
     return 1.0
 
 
@@ -275,37 +276,7 @@ def _end(launcher):
         with contextlib.suppress(subprocess.TimeoutExpired):
             launcher.wait(GRACE)
             return
-        _kill(-launcher.pid, signal.SIGKILL)
-
-
-def _end_processes(pids):
-    """Wait for processes that were told to end; those of one start must not meet the next one's.
-
-    They may still hold a GPU's memory. A launcher does not always wait for what it has started.
-    """
-    until = time.monotonic() + GRACE
-    while any(map(_runs, pids)) and time.monotonic() < until:
-        time.sleep(0.05)
-    for pid in filter(_runs, pids):
-        _kill(pid, signal.SIGKILL)
-
-
-def _kill(pid, number):
-    """Send a process a signal; a group that has the number -``pid``."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
-
-
-def _runs(pid):
-    """Whether a process of this machine has not ended."""
-    try:
-        os.kill(pid, 0)
-        with open("/proc/{}/stat".format(pid)) as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except ProcessLookupError:
-        return False
-    except OSError:  # no /proc, or the process has just ended
-        return not os.path.exists("/proc/self")
+        kill(-launcher.pid, signal.SIGKILL)
 
 
 def _rank_ended(ended, size):
