@@ -16,8 +16,8 @@ import torch
 
 import compat
 from compat._backends.torch import Torch
-from compat._backends.torch.verified_steps import products as placement
-from compat._backends.torch.verified_steps import replica as replica_of
+from compat._backends.torch.timeline import products as placement
+from compat._backends.torch.timeline import replica as replica_of
 from compat._configuration import registry
 from compat._configuration.device_choice import choose
 from compat._configuration.gpu_selection import parse_gpus
@@ -39,8 +39,7 @@ def shard_sizes(step):
             e for e in profile.events() if e.name in ("aten::addmm", "aten::mm")
             and "replica on {}".format(replica_of(e)) == replica.name
         ]  # fmt: skip
-        shapes = [s for s in products[0].input_shapes if len(s) == 2]
-        sizes[replica.name] = shapes[0][0]
+        sizes[replica.name] = next(s for s in products[0].input_shapes if len(s) == 2)[0]
     return list(sizes.values())
 
 
@@ -66,9 +65,8 @@ class TestTorch(KerasParts):
     # What is special to Keras on torch --------------------------------------------------------
 
     def test_dropout_masks_of_replicas_differ(self, keras):
-        model = keras.models.Sequential(
-            [keras.layers.Input((500,)), keras.layers.Dropout(0.5, seed=1)]
-        )
+        layers = [keras.layers.Input((500,)), keras.layers.Dropout(0.5, seed=1)]
+        model = keras.models.Sequential(layers)
         compat.parallelize(model)
         outputs = keras.ops.convert_to_numpy(model(np.ones((3, 500), "float32"), training=True))
         assert 0.3 < (outputs == 0).mean() < 0.7
@@ -350,12 +348,10 @@ def test_a_script_that_configures_is_told_what_took_precedence(tmp_path, as_modu
     script = tmp_path / "script.py"
     script.write_text(SCRIPT_THAT_CONFIGURES)
     command = [sys.executable, "-m", "compat", "run", "--parallelize", "--simulate", "3"]
-    completed = subprocess.run(
+    output = subprocess.check_output(
         command + (["-m", "script"] if as_module else [str(script)]) + ["--gpus", "7"],
         cwd=str(tmp_path),
         env=dict(os.environ, PYTHONPATH=os.getcwd()),
-        stdout=subprocess.PIPE,
-        check=True,
         universal_newlines=True,
     )
     told = (
@@ -363,6 +359,13 @@ def test_a_script_that_configures_is_told_what_took_precedence(tmp_path, as_modu
         "this process (gpus=None, COMPAT_SIMULATE=3, parallelize). Start the script without it for "
         "the script's own settings (gpus=2, COMPAT_SIMULATE=3)."
     )
-    assert "TOLD {!r}\n".format([told]) in completed.stdout
-    assert re.search("^models +no model has been compiled yet$", completed.stdout, re.MULTILINE)
-    assert completed.stdout.endswith("__main__ ['--gpus', '7']\n")
+    assert "TOLD {!r}\n".format([told]) in output
+    assert re.search("^models +no model has been compiled yet$", output, re.MULTILINE)
+    assert output.endswith("__main__ ['--gpus', '7']\n")
+
+
+@pytest.mark.row("compat.timeline()")
+def test_timelines_do_not_need_numpy(tmp_path):
+    script = "import sys; sys.modules['numpy'] = None; import compat, torch"
+    script += "\nwith compat.timeline(sys.argv[1]): torch.ones(3).sum()"
+    subprocess.check_call([sys.executable, "-c", script, str(tmp_path / "timeline.json")])

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import compat
-from compat._backends.torch import verified_steps, watch
+from compat._backends.torch import timeline, watch
 from compat.testing import DEVICES
 
 from .test_torch import devices  # noqa: F401  (a fixture)
@@ -496,7 +496,7 @@ def test_containers():
 def test_replicas_without_rows_of_their_own_get_gradients():
     module, x = compat.parallelize(torch.nn.Linear(4, 5).double()), rows(2, 4)
     module(x)
-    placed = verified_steps.products(lambda: module(x).sum().backward())
+    placed = timeline.products(lambda: module(x).sum().backward())
     assert len(placed) == DEVICES and len(set(placed.values())) == 1, placed
 
 

@@ -130,9 +130,9 @@ class Torch(Backend):
 
     def profiled(self):
         """From torch's profiler."""
-        from . import verified_steps  # imports torch
+        from . import timeline  # not at start-up
 
-        return verified_steps.profiled(self.devices())
+        return timeline.profiled(self.devices())
 
     # Ranks ------------------------------------------------------------------------------------
 

@@ -145,8 +145,8 @@ class Exchange:
             self.check(name)
             for parameter, used in zip(self.hooked, self.sums.used):
                 if used and parameter.grad is None:  # another rank's batch has used it
-                    parameter.grad = torch.empty_like(parameter)
-                if used:
+                    parameter.grad = self.sums.write_mean(parameter, torch.empty_like(parameter))
+                elif used:
                     self.sums.write_mean(parameter, parameter.grad)
             check = checksum.is_due(self.count)
             if check and not self.is_suspect:
@@ -313,8 +313,7 @@ class Sums:
         for bucket in self.buckets:
             self.engine.end_sum(bucket.work)
         sums = iter(front.tolist())
-        told = itertools.islice(sums, 5)
-        self.total, self.unknown, self.rows, self.divided, self.sparse = told
+        self.total, self.unknown, self.rows, self.divided, self.sparse = itertools.islice(sums, 5)
         flags = itertools.islice(sums, self.engine.place.size)
         self.ended = [rank for rank, flag in enumerate(flags) if flag]
         self.used = list(itertools.islice(sums, self.count))

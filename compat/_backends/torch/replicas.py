@@ -78,9 +78,8 @@ class PartsTrial:
     def is_random(self):
         """Whether the same rows give something else each time."""
         whole, again = self.outcomes()[0].values, self.compute(self.all_rows).values
-        return list(whole) != list(again) or not all(
-            batches.close(whole[k], again[k]) for k in whole
-        )
+        same = list(whole) == list(again)
+        return not (same and all(batches.close(whole[k], again[k]) for k in whole))
 
 
 class ReplicatedMethod(patching.InstanceMethod):
@@ -351,10 +350,7 @@ class ReplicatedMethod(patching.InstanceMethod):
 
         def compute(rows, gradients=False):
             """What these rows give, without dropout, and without a trace."""
-            state, torchs = (
-                self.state(model),
-                itertools.filterfalse(is_users, model.modules()),
-            )
+            state, torchs = self.state(model), itertools.filterfalse(is_users, model.modules())
             with random_numbers(), torch.set_grad_enabled(gradients), evaluating(torchs):
                 return self.replica(
                     model, state, arguments, layout, home, rows, True, True, probing=True

@@ -1,20 +1,18 @@
-"""What steps of models on torch execute, and the same steps on one device, from the same state.
+"""Verification of models on torch: a step done on one device, from the same state.
 
 Of a torch module, whose optimizer is not known here, a step is a call: its results, its buffers,
 and the gradients of its parameters for a random gradient of its results.
 """
 
-import collections
 import contextlib
 
 import numpy as np
 import torch
 
-from ... import _keras, _verification, errors
+from ... import _keras, _verification
 from ..._rows import split_rows
-from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras_steps
-from . import batches, models
+from . import batches, models, timeline
 from .batches import tensors_in, to_numpy
 
 _RANDOM = "random numbers of "
@@ -71,7 +69,7 @@ class TorchStep(_RandomStep, keras_steps.KerasStep):
         return _keras.keras_of(self.model).ops.convert_to_numpy(value)
 
     def operations(self):
-        return products(lambda: self.function.made(self.data))
+        return timeline.products(lambda: self.function.made(self.data))
 
     def infer(self, inputs):
         with torch.no_grad():
@@ -258,7 +256,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         return named
 
     def operations(self):
-        return products(lambda: self._again(self._named))
+        return timeline.products(lambda: self._again(self._named))
 
     def outputs(self, undivided):
         with contextlib.ExitStack() as afterwards, torch.no_grad():
@@ -268,80 +266,3 @@ class _ModuleCall(_RandomStep, _StepOfModule):
                 afterwards.callback(setattr, part, "training", part.training)
             self.module.eval()  # which may be the user's own
             return self._again(_outputs)
-
-
-# What each device executes, and when: from torch's profiler ------------------------------------
-
-_REPLICA = "replica on "
-_GRADIENT = "autograd::engine::evaluate_function: "
-# What a layer computes with, and what autograd computes its gradient with.
-PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::convolution", "aten::embedding")
-GRADIENTS = PRODUCTS + ("aten::convolution_backward", "aten::embedding_dense_backward")
-
-
-def profiled(devices):
-    """What ``Torch.profiled()`` returns, for the configured devices."""
-    if torch.autograd._profiler_enabled():  # another one would end it, silently
-        raise errors.profiler_runs("torch")
-    kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU, kinds.CUDA] if devices[0].startswith("cuda") else [kinds.CPU]
-    recording = torch.profiler.profile(activities=activities)
-    return converted(recording, lambda profile: _executed(profile.events(), devices))
-
-
-def _executed(events, devices):
-    """On simulated devices: what replicas call, and the steps of the backward pass through that."""
-    owners = _owners(events)
-    for event in events:
-        name, caller, device = event.name, event.cpu_parent, None
-        if devices[0].startswith("cuda"):
-            if event.device_type == torch.autograd.DeviceType.CUDA:
-                device = f"cuda:{event.device_index}"
-        elif len(devices) == 1:
-            device = devices[0] if caller is None else None
-        elif name.startswith(_GRADIENT):
-            name, device = "gradient of " + name[len(_GRADIENT) :], owners.get(event.sequence_nr)
-        elif caller is not None and caller.name.startswith(_REPLICA):
-            device = replica(event)
-        if device is not None:
-            time = event.time_range
-            yield Operation(device, name, time.start, time.end - time.start)
-
-
-def products(step):
-    """For each replica, how many layers' products ``step()`` computed, and how many gradients.
-
-    A product is called by its replica's forward pass, and the gradient that autograd computes has
-    its operation's sequence number.
-    """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-    events = profile.events()
-    owners, placed = _owners(events), collections.defaultdict(lambda: [0, 0])
-    for event in events:
-        # A convolution calls its own implementation.
-        if event.name in PRODUCTS and _within(event.cpu_parent, PRODUCTS) is None:
-            placed[replica(event)][0] += 1
-        gradient = _within(event, _GRADIENT) if event.name in GRADIENTS else None
-        if gradient is not None:
-            placed[owners.get(gradient.sequence_nr)][1] += 1
-    return {device: tuple(counts) for device, counts in placed.items() if device is not None}
-
-
-def _owners(events):
-    """The device of the replica that called an operation, by the number its gradient has, too."""
-    pairs = ((event.sequence_nr, replica(event)) for event in events)
-    return {number: device for number, device in pairs if number >= 0 and device is not None}
-
-
-def replica(event):
-    """The device of the replica that an operation belongs to; None: of none."""
-    parent = _within(event.cpu_parent, _REPLICA)
-    return None if parent is None else parent.name[len(_REPLICA) :]
-
-
-def _within(event, names):
-    """The innermost operation around this one, or itself, whose name begins so, or None."""
-    while event is not None and not event.name.startswith(names):
-        event = event.cpu_parent
-    return event

@@ -120,9 +120,10 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def made(self, call, result):
         """Where no argument depends on rows a number of them may still make rows."""
+        if not isinstance(result, torch.Tensor):
+            return result
         by_count = self.counting and call.name in COUNTING
-        grows = by_count or call.known or calls.has_count(call.args, call.kwargs)
-        if grows and isinstance(result, torch.Tensor):
+        if by_count or call.known or calls.has_count(call.args, call.kwargs):
             call.results = [result]
             self.tag(call, self.by_rules(call))
         return result
@@ -187,9 +188,8 @@ class Watch(torch.overrides.TorchFunctionMode):
                 return value
             if tag_of(value) is not None:
                 return tag_of(value)
-            return calls.Constant(
-                value.clone() if call.in_place and value is call.args[0] else value
-            )
+            is_changed = call.in_place and value is call.args[0]
+            return calls.Constant(value.clone() if is_changed else value)
 
         args, kwargs = call.mapped(keep)
         kwargs.pop("out", None)  # it is the result

@@ -1,0 +1,82 @@
+"""What each device executes, and when: from torch's profiler."""
+
+import collections
+
+import torch
+
+from ... import errors
+from ..._runtime.operation_times import Operation, converted
+
+_REPLICA = "replica on "
+_GRADIENT = "autograd::engine::evaluate_function: "
+# What a layer computes with, and what autograd computes its gradient with.
+PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::convolution", "aten::embedding")
+GRADIENTS = PRODUCTS + ("aten::convolution_backward", "aten::embedding_dense_backward")
+
+
+def profiled(devices):
+    """What ``Torch.profiled()`` returns, for the configured devices."""
+    if torch.autograd._profiler_enabled():  # another one would end it, silently
+        raise errors.profiler_runs("torch")
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if devices[0].startswith("cuda") else [kinds.CPU]
+    recording = torch.profiler.profile(activities=activities)
+    return converted(recording, lambda profile: _executed(profile.events(), devices))
+
+
+def _executed(events, devices):
+    """On simulated devices: what replicas call, and the steps of the backward pass through that."""
+    owners = _owners(events)
+    for event in events:
+        name, caller, device = event.name, event.cpu_parent, None
+        if devices[0].startswith("cuda"):
+            if event.device_type == torch.autograd.DeviceType.CUDA:
+                device = f"cuda:{event.device_index}"
+        elif len(devices) == 1:
+            device = devices[0] if caller is None else None
+        elif name.startswith(_GRADIENT):
+            name, device = "gradient of " + name[len(_GRADIENT) :], owners.get(event.sequence_nr)
+        elif caller is not None and caller.name.startswith(_REPLICA):
+            device = replica(event)
+        if device is not None:
+            time = event.time_range
+            yield Operation(device, name, time.start, time.end - time.start)
+
+
+def products(step):
+    """For each replica, how many layers' products ``step()`` computed, and how many gradients.
+
+    A product is called by its replica's forward pass, and the gradient that autograd computes has
+    its operation's sequence number.
+    """
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    events = profile.events()
+    owners, placed = _owners(events), collections.defaultdict(lambda: [0, 0])
+    for event in events:
+        # A convolution calls its own implementation.
+        if event.name in PRODUCTS and _within(event.cpu_parent, PRODUCTS) is None:
+            placed[replica(event)][0] += 1
+        gradient = _within(event, _GRADIENT) if event.name in GRADIENTS else None
+        if gradient is not None:
+            placed[owners.get(gradient.sequence_nr)][1] += 1
+    return {device: tuple(counts) for device, counts in placed.items() if device is not None}
+
+
+def _owners(events):
+    """The device of the replica that called an operation, by the number its gradient has, too."""
+    pairs = ((event.sequence_nr, replica(event)) for event in events)
+    return {number: device for number, device in pairs if number >= 0 and device is not None}
+
+
+def replica(event):
+    """The device of the replica that an operation belongs to; None: of none."""
+    parent = _within(event.cpu_parent, _REPLICA)
+    return None if parent is None else parent.name[len(_REPLICA) :]
+
+
+def _within(event, names):
+    """The innermost operation around this one, or itself, whose name begins so, or None."""
+    while event is not None and not event.name.startswith(names):
+        event = event.cpu_parent
+    return event
