@@ -174,7 +174,10 @@ def compat(*arguments, **options):
 def test_ctrl_c_at_compat_test_of_a_script(tmp_path):
     Site(tmp_path).install("jax", "0.7.2", "jax")  # as far as can be told without an import
     script = tmp_path / "train.py"
-    script.write_text("import time\nprint('begins', flush=True)\ntime.sleep(60)\n")
+    script.write_text(
+        "import time\ntry:\n    print('begins', flush=True)\n    time.sleep(60)\n"
+        "finally:\n    time.sleep(0.6)\n"  # it may save something
+    )
     command = "test", "-n", "0", "--backend", "jax", script
     found = compat(*command, PYTHONPATH=str(tmp_path), when="begins\r\n", send=b"\x03")
     assert found.last.endswith("\nKeyboardInterrupt") and "compat: " not in found.last

@@ -301,6 +301,7 @@ ENDS = """
 
 NOTHING = "It printed nothing.\n"
 TIME_IS_UP = "was killed: Timeout (>1000.0s) from pytest-timeout."
+TIME_WAS_UP = "was killed: Timeout >1000.0s."  # of Python 3.6's pytest-timeout
 IN_TEARDOWN = "ERROR at teardown of test_"
 
 
@@ -309,6 +310,7 @@ def test_a_process_that_ends_is_a_failed_test(project):
     result = run(project, "-rfE")
     result.assert_outcomes(passed=3, failed=5, errors=2)
     text = re.sub(r"^_+ (.*?) _+$", r"* \1", result.stdout.str(), flags=re.M)
+    text = text.replace(TIME_WAS_UP, TIME_IS_UP)
     for name, how, output in (
         ("test_dies", "was killed by signal 9 (SIGKILL).", "Its stdout:\nbefore it\n"),
         ("test_with_an_unruly_plugin", "ended with exit status 3.", "Its stderr:\nTraceback"),
