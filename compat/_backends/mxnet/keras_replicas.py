@@ -227,15 +227,13 @@ class ModelReplicas:
             _copy(updated, others)
 
     def _average_auxiliary_states(self, phase):
-        """Moving averages: one update, to the mean of the replicas' weighted by shard size.
-
-        Those of the head are the first replica's, of the whole batch.
-        """
-        for names, sizes in (
-            (phase.body.list_auxiliary_states(), phase.sizes),
-            (phase.head.aux_dict, work.undivided(self.contexts, 1)),
-        ):
-            symbol_graph.unite([[held[name] for held in self.arrays] for name in names], sizes)
+        """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
+        names = phase.body.list_auxiliary_states()
+        symbol_graph.unite([[held[name] for held in self.arrays] for name in names], phase.sizes)
+        if phase.head.aux_dict:  # of the whole batch
+            symbol_graph.wait_for_updates()
+            for held in self.arrays[1:]:
+                _copy(phase.head.aux_dict, held)
 
 
 def _copy(arrays, others):
