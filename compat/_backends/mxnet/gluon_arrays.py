@@ -61,7 +61,7 @@ def are_of(placements, results, sizes):
     for placement, parts in zip(placements, zip(*arrays)):
         axis = getattr(placement, "axis", None)
         each = {  # sizes, and along the rows the number of elements of each row
-            tuple(n / size if dim == axis else n for dim, n in enumerate(part.shape))
+            tuple(n / (size or 1) if dim == axis else n for dim, n in enumerate(part.shape))
             for part, size in zip(parts, sizes)
         }
         if len(each) > 1 or any(n % 1 for n in each.pop()):
@@ -70,28 +70,43 @@ def are_of(placements, results, sizes):
 
 
 def merged(placements, results, sizes, context):
-    """One result for the whole batch."""
+    """One result for the whole batch; of a replica whose shard is empty nothing is kept.
+
+    It has all replicas' gradients: a trainer wants some from each.
+    """
     parts = zip(*map(leaves, results))
     values = (
-        _merged(placement, [on_context(context, each) for each in part], sizes)
+        _merged(placement, [on_context(context, each) for each in part], sizes, context)
         for placement, part in zip(placements, parts)
     )
     return mapped(lambda place, array: next(values), results[0])
 
 
-def _merged(placement, parts, sizes):
+def _merged(placement, parts, sizes, context):
     if placement == REPLICATED or len(parts) == 1:
         return parts[0]
-    if isinstance(placement, Sharded):
-        return concatenated(parts, placement.axis)
-    weights = [size / sum(sizes) if placement.how == "mean" else 1.0 for size in sizes]
-    return sum(part * weight for part, weight in zip(parts, weights))
+    if isinstance(placement, Partial):
+        total = float(sum(sizes)) if placement.how == "mean" else None
+        weights = [size / total if total else float(size > 0) for size in sizes]
+        return sum(part * weight for part, weight in zip(parts, weights))
+    axis = placement.axis
+    whole = concatenated(parts, axis)
+    if all(sizes):
+        return whole
+    each = parts[0].shape[axis]  # every replica has computed one row
+    kept = [n * each + k for n, size in enumerate(sizes) if size for k in range(each)]
+    module = mx.np if _is_numpy(whole) else mx.nd
+    return module.take(whole, module.array(kept, dtype="int32", ctx=context), axis=axis)
 
 
 def concatenated(arrays, axis):
-    if hasattr(mx, "np") and isinstance(arrays[0], mx.np.ndarray):
+    if _is_numpy(arrays[0]):
         return mx.np.concatenate(arrays, axis=axis)
     return mx.nd.concat(*arrays, dim=axis)
+
+
+def _is_numpy(array):
+    return hasattr(mx, "np") and isinstance(array, mx.np.ndarray)
 
 
 # Gradients of the user's own --------------------------------------------------------------------
@@ -248,19 +263,16 @@ def _updaters(trainer):
     return [trainer._kvstore._updater] if on_kvstore else trainer._updaters
 
 
-def leave_without_gradients(block, sizes):
-    """Gradients of 0 where a context has no rows, new as if a backward pass had written them.
-
-    A trainer insists on some of each context.
-    """
+def leave_without_gradients(block):
+    """Gradients of 0 on all contexts but the first, new as if a backward pass had written them."""
     for parameter in parameters_of(block):
         if parameter._data is not None and parameter.grad_req != "null":
-            for size, array, gradient in zip(sizes, parameter.list_data(), parameter.list_grad()):
-                if not size and parameter.grad_req == "write":
+            for array, gradient in zip(parameter.list_data()[1:], parameter.list_grad()[1:]):
+                if parameter.grad_req == "write":
                     # A sparse one has no rows then: those that it has would be updated.
                     is_sparse = gradient.stype != "default"
                     gradient[:] = mx.nd.zeros_like(gradient) if is_sparse else 0
-                array._fresh_grad = array._fresh_grad or not size
+                array._fresh_grad = True
 
 
 # States -----------------------------------------------------------------------------------------

@@ -70,9 +70,8 @@ class BlockReplicas:
 
     def _prepare(self):
         self._unite_statistics()
-        gluon_arrays.move(
-            self.block, self.contexts
-        )  # if it was initialised or given a Trainer since
+        # If it was initialised or given a Trainer since.
+        gluon_arrays.move(self.block, self.contexts)
 
     def remove(self):
         self._unite_statistics()
@@ -124,44 +123,47 @@ class BlockReplicas:
             return self._run_whole(args)
         self._prepare()
         rows, count = next(leaves(args)).shape[0], len(self.contexts)
-        sizes = split_rows.sizes(rows, count)
-        filled = [replica for replica, size in enumerate(sizes) if size]
+        # One without rows of its own is run for its gradients: which of them a backward pass makes,
+        # and when, a trainer sees for each context.
+        all_sizes, recording = split_rows.sizes(rows, count), mx.autograd.is_recording()
+        replicas = [i for i, size in enumerate(all_sizes) if size or recording]
+        sizes = [all_sizes[i] for i in replicas]
         states, results = self._own_states(), []
+        across = _rows.Across(None, why="unknown")  # unless it all works out
         try:
-            for replica in filled:
-                context, part = (
-                    self.contexts[replica],
-                    slice(*split_rows.run_bounds(rows, count, replica)),
-                )
+            for i in replicas:
+                context, part = self.contexts[i], slice(*split_rows.run_bounds(rows, count, i))
                 with states.replica(context):
                     results.append(self._written(context, args, lambda array: array[part]))  # noqa: B023
-            across, shards = states.unite(), [sizes[replica] for replica in filled]
-            if across is None and not gluon_arrays.are_of(placements, results, shards):
-                across = _rows.Across(None, why="tried")
-            if across is None:
-                result = gluon_arrays.merged(placements, results, shards, self.contexts[0])
+            found = states.unite()
+            if found is None and not gluon_arrays.are_of(placements, results, sizes):
+                found = _rows.Across(None, why="tried")
+            if found is None:
+                result = gluon_arrays.merged(placements, results, sizes, self.contexts[0])
+            across = found
         except Exception:
             # Of the user's own, which comes again; or of a shard, whose shape does not do.
             clear_errors()
-            across = _rows.Across(None, why="unknown")
+        finally:  # also where it is interrupted
+            if across is not None:
+                states.set(states.before)
         if across is not None:
-            states.set(states.before)
             result = self._run_whole(args)  # what is wrong on one device, too, is the user's
             self._leave_whole(kind, across)
             return result
-        self._note_batch(sizes)
+        self._note_batch(all_sizes)
         return result
 
     def _run_whole(self, args):
         """All rows on the first context, where one device's gradients are; the others get none."""
         result = self.run_undivided(args)
+        if mx.autograd.is_recording():
+            with mx.autograd.pause():
+                gluon_arrays.leave_without_gradients(self.block)
         self._note_batch(work.undivided(self.names, next(leaves(args)).shape[0]))
         return result
 
     def _note_batch(self, sizes):
-        if mx.autograd.is_recording() and not all(sizes):
-            with mx.autograd.pause():
-                gluon_arrays.leave_without_gradients(self.block, sizes)
         if mx.autograd.is_training():
             self._sizes = sizes
         work.count(self.names, sizes, mx.autograd.is_training())

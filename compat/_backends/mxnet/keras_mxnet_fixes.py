@@ -148,13 +148,34 @@ def keep_state(optimizer_class):
     Patch(optimizer_class, "create_state_multi_precision", create_state_multi_precision)
 
 
-def make_states_anew(updater):
-    """Have the optimizer's states, which lie on a context, made anew where weights lie now."""
+def take_to(updater, context):
+    """Move an updater's states, of one of its optimizer's models, and step counts to a context."""
     optimizer = updater.optimizer
-    optimizer._compat_states = updater.states  # also of a model trained before all this was fixed
-    weights = [array.asnumpy() for array in optimizer.weights]
-    optimizer._compat_states = {}
-    optimizer.set_weights(weights)
+    updater.set_states(updater.get_states())  # copies, which move when they are next used
+    optimizer._compat_states = updater.states
+    # Steps are counted per device id: Adam would begin anew on another one.
+    optimizer._all_index_update_counts[context.device_id] = dict(optimizer._index_update_count)
+    optimizer._set_current_context(context.device_id)
+
+
+def run_plain(model, context, updater):
+    """Let a model run as Keras alone would, on one context, with the optimizer's state."""
+    model._context = [context]
+    if not model.compiled:
+        return  # Keras makes a module for each prediction
+    model._module = module = mx.mod.BucketingModule(
+        model._module._sym_gen, "pred", context=[context], fixed_param_names=model._fixed_weights
+    )
+    place_groups(model)
+
+    def init_optimizer(**arguments):
+        """Brings the state along: a module takes none before it is bound to shapes."""
+        type(module).init_optimizer(module, **arguments)
+        module._curr_module._updater = updater
+
+    if updater is not None:
+        take_to(updater, context)
+        module.init_optimizer = init_optimizer
 
 
 # Parts on devices of their own ----------------------------------------------------------------

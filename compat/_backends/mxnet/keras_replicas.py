@@ -11,7 +11,7 @@ from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import replaced
 from . import symbol_graph
-from .keras_mxnet_fixes import device_with_replicas, groups_of, make_states_anew, place_groups
+from .keras_mxnet_fixes import device_with_replicas, groups_of, run_plain, take_to
 
 
 def parallelize(model, contexts):
@@ -22,14 +22,7 @@ def parallelize(model, contexts):
             raise device_with_replicas(model.name)
         (replicas or ModelReplicas(model)).move(contexts)
     elif replicas is not None or model._context != contexts:
-        (replicas or ModelReplicas(model)).remove()
-        model._context = contexts
-        if model.compiled:  # else Keras makes a module for each prediction
-            model._module = mx.mod.BucketingModule(
-                model._module._sym_gen, "pred", context=contexts,
-                fixed_param_names=model._fixed_weights,
-            )  # fmt: skip
-            place_groups(model)
+        run_plain(model, contexts[0], (replicas or ModelReplicas(model)).remove())
 
 
 class ExportedBuckets(dict):
@@ -88,6 +81,7 @@ class ModelReplicas:
     def __init__(self, model):
         self.model = model
         self._source = None  # the symbol, or the outputs, that arrays and phases were made for
+        self._updater = None  # of the optimizer, with this model's state
         self._forget()
         if model.compiled:
             K.set_model(model)  # it may have been compiled before keras-mxnet was fixed
@@ -103,20 +97,19 @@ class ModelReplicas:
 
     def move(self, contexts):
         """Go on with other contexts."""
-        self._keep_what_was_trained()
+        self._sync_weights()
         self._forget()
         self.contexts = contexts
+        if self._updater is not None:
+            take_to(self._updater, contexts[0])
 
     def remove(self):
-        """Leave the model without replicas."""
-        self._keep_what_was_trained()
+        """Leave the model without replicas; return the updater."""
+        self._sync_weights()
+        self._follow()
         for name in self._replaced:
             delattr(self.model, name)
-
-    def _keep_what_was_trained(self):
-        self._sync_weights()
-        if self._updater is not None and self._source is self.model._pred_mxnet_symbol:
-            make_states_anew(self._updater)
+        return self._updater
 
     @contextlib.contextmanager
     def undivided(self):
@@ -134,7 +127,6 @@ class ModelReplicas:
         """Drop arrays and executors; they are made again when a batch comes."""
         self.arrays = None  # of weights and auxiliary states by name, for each replica
         self.phases, self._undivided_phases = {}, {}
-        self._updater = None  # of the optimizer, which has its state
         self._stale = False  # whether Keras' variables have newer values than the arrays
 
     # Called by Keras ----------------------------------------------------------------------------
@@ -187,7 +179,7 @@ class ModelReplicas:
         model = self.model
         if model.compiled:
             if self._source is not model._pred_mxnet_symbol:
-                self._source = model._pred_mxnet_symbol
+                self._source, self._updater = model._pred_mxnet_symbol, None
                 self._forget()
         elif self._source != model.outputs:
             model._create_predict_module()
@@ -235,15 +227,13 @@ class ModelReplicas:
             _copy(updated, others)
 
     def _average_auxiliary_states(self, phase):
-        """Moving averages: one update, to the mean of the replicas' weighted by shard size.
-
-        Those of the head are the first replica's, of the whole batch.
-        """
-        for names, sizes in (
-            (phase.body.list_auxiliary_states(), phase.sizes),
-            (phase.head.aux_dict, work.undivided(self.contexts, 1)),
-        ):
-            symbol_graph.unite([[held[name] for held in self.arrays] for name in names], sizes)
+        """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
+        names = phase.body.list_auxiliary_states()
+        symbol_graph.unite([[held[name] for held in self.arrays] for name in names], phase.sizes)
+        if phase.head.aux_dict:  # of the whole batch
+            symbol_graph.wait_for_updates()
+            for held in self.arrays[1:]:
+                _copy(phase.head.aux_dict, held)
 
 
 def _copy(arrays, others):

@@ -123,7 +123,8 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         for name, arrays in zip(self.param_names, self.grad_arrays):
             for array, size in zip(arrays, sizes):
                 if array is not None and not size and self.grad_req[name] == "write":
-                    array[:] = 0
+                    # A sparse one has no rows then: those that it has would be updated.
+                    array[:] = 0 if array.stype == "default" else mx.nd.zeros_like(array)
         if len(sizes) > 1:  # else it would only wait
             symbol_graph.unite(self.aux_arrays, sizes)
 
