@@ -260,6 +260,9 @@ class ReplicatedFunction:
             own = [weights[weight] for weight in self.body_weights]
             for weight, value in zip(self.body_weights, computed_by(of_bodies, upstream, own)):
                 gradients[weight] = gradients[weight] + value if weight in gradients else value
+        without = [weight for weight in weights if weight not in gradients]
+        if without:  # as on one device: zeros, of what is no float, or Theano's error
+            gradients.update(zip(without, theano.grad(self.loss, without)))
         return gradients
 
     def _in_inference(self, given, rows, chosen):
