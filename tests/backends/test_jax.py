@@ -13,7 +13,7 @@ import jax
 from jax.experimental import sparse
 
 import compat
-from compat._backends.jax import JAX, _fraction, backend, verified_steps
+from compat._backends.jax import JAX, _fraction, backend, ranks, verified_steps
 from compat._backends.jax.sharding import device_name
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
@@ -378,7 +378,9 @@ def test_sparse_batches_have_rows_and_stay_whole(keras):
     model.compile("sgd", "mse")
     kind = ("cpu:0", "cpu:1", "cpu:2"), (10, 10, 10), True
     before = work.batches().get(kind, 0)
-    model.train_on_batch([sparse.BCOO.fromdense(table), table], TARGETS[:30])
+    batch = [sparse.BCOO.fromdense(table), table]
+    model.train_on_batch(batch, TARGETS[:30])
+    assert ranks._rows(model, (batch, TARGETS[:30])) == 30
     assert work.batches().get(kind, 0) == before + 1
 
 

@@ -59,8 +59,9 @@ def parallelize(model, devices):
             "Give the model an Input(shape=...) and feed it.",
         )
     with _keras.rebuilding_functions(model):
-        for name in [] if current is None else _METHODS + ["_compat_functions"]:
-            del vars(model)[name]
+        if current is not None:
+            for name in _METHODS + ["_compat_functions"]:
+                del vars(model)[name]
         if devices:
             ReplicatedTheanoFunctions(model, [Device(*each) for each in devices])
 
