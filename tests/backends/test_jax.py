@@ -10,9 +10,10 @@ import pytest
 # Most of these tests' time is compiling.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # isort: split
 import jax
+from jax.experimental import sparse
 
 import compat
-from compat._backends.jax import JAX, _fraction, backend, verified_steps
+from compat._backends.jax import JAX, _fraction, backend, ranks, verified_steps
 from compat._backends.jax.sharding import device_name
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
@@ -367,6 +368,20 @@ def test_a_verified_step_is_compiled_for_all_devices_and_for_one(keras, caplog):
     # JAX may have forgotten one of them in a long process, and compile it again.
     assert ["NamedSharding" in each for each in compiled][:2] == [True, False]
     assert len(set(compiled)) == 2
+
+
+def test_sparse_batches_have_rows_and_stay_whole(keras):
+    table = ROWS[:30] * (ROWS[:30] > 0)
+    inputs = [keras.layers.Input((8,), sparse=is_sparse) for is_sparse in (True, False)]
+    outputs = keras.layers.add([keras.layers.Dense(4)(each) for each in inputs])
+    model = compat.parallelize(keras.Model(inputs, outputs))
+    model.compile("sgd", "mse")
+    kind = ("cpu:0", "cpu:1", "cpu:2"), (10, 10, 10), True
+    before = work.batches().get(kind, 0)
+    batch = [sparse.BCOO.fromdense(table), table]
+    model.train_on_batch(batch, TARGETS[:30])
+    assert ranks._rows(model, (batch, TARGETS[:30])) == 30
+    assert work.batches().get(kind, 0) == before + 1
 
 
 def test_an_optional_input_that_is_not_given(keras):

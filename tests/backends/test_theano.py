@@ -261,10 +261,13 @@ class TestTheano(KerasParts):
             def call(self, inputs):
                 return inputs
 
-        model = keras.models.Sequential([Idle(4, input_shape=(4,)), keras.layers.Dense(4)])
-        compat.parallelize(model).compile("sgd", "mse")
-        with pytest.raises(DisconnectedInputError):
-            model.train_on_batch(np.ones((5, 4)), np.ones((5, 4)))
+        dense = keras.layers.Dense(4, input_shape=(4,))
+        stopping = [dense, keras.layers.Lambda(keras.backend.stop_gradient)]
+        for first in [Idle(4, input_shape=(4,))], stopping:
+            model = keras.models.Sequential(first + [keras.layers.Dense(4)])
+            compat.parallelize(model).compile("sgd", "mse")
+            with pytest.raises(DisconnectedInputError):
+                model.train_on_batch(np.ones((5, 4)), np.ones((5, 4)))
 
     def test_input_of_ones_own_is_an_error(self, keras):
         tensor = keras.layers.Input(tensor=keras.backend.variable(np.ones((6, 4))))
@@ -748,11 +751,11 @@ def test_memory(tmp_path, memory, megabytes):
 @span
 def test_the_environment_before_the_import(theano, tmp_path):
     (tmp_path / ".theanorc").write_text("[global]\ninit_gpu_device = cuda1\nfloatX = float32\n")
-    home = {"HOME": str(tmp_path)}
+    home = {"HOME": str(tmp_path), "THEANO_FLAGS": "openmp"}  # which Theano warns that it ignores
     assert theano.environ(Settings(Devices(["3", "1"], [1, 0])), home) == {
         "CUDA_VISIBLE_DEVICES": "3,1",
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "THEANO_FLAGS": "device=cuda0,contexts=dev0->cuda0;dev1->cuda1,init_gpu_device=",
+        "THEANO_FLAGS": "openmp,device=cuda0,contexts=dev0->cuda0;dev1->cuda1,init_gpu_device=",
     }
     one = dict(home, CUDA_VISIBLE_DEVICES="3", THEANO_FLAGS="device=cuda0,init_gpu_device=")
     assert theano.environ(Settings(Devices(["3"], [0])), one) == {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

@@ -64,7 +64,7 @@ class CNTK(Backend):
     def devices(self):
         """The default device; one name each for simulated ones, which all are the CPU."""
         default = self.import_framework().device.use_default_device
-        return self.kept.get("simulated") or [_name(default())]
+        return list(self.kept.get("simulated", ())) or [_name(default())]
 
     def parallelize(self, model, devices):
         """Return ``model`` as it is: it runs on the default device.

@@ -31,8 +31,10 @@ def distribute(model, place):
     return model
 
 
-def _rows(data):
-    return int(jax.tree.leaves(data)[0].shape[0])
+def _rows(model, data):
+    # By Keras, for which a sparse array is one leaf: JAX takes it apart.
+    batch = next(leaf for leaf in _keras.keras_of(model).tree.flatten(data) if leaf is not None)
+    return int(batch.shape[0])
 
 
 class RankedJAXTrainFunction(keras_model.RankedMethod):
@@ -60,7 +62,7 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
         reduced = Reduced(model, self.engine, step)
 
         def counted(state, data):
-            rows = _rows(data)
+            rows = _rows(model, data)
             keras_model.count(model, rows, False)
 
             def share():
@@ -90,7 +92,7 @@ class Reduced:
 
     def __call__(self, state, data, share):
         """``share`` is a function that gives the share, and is called only where it is needed."""
-        key = str(jax.tree.map(lambda leaf: getattr(leaf, "shape", None), data))
+        key = str([getattr(leaf, "shape", None) for leaf in self.keras.tree.flatten(data)])
         if key not in self.asked:
             self.asked[key] = self.what_is_asked(state, data)
         needs_share, needs_totals = self.asked[key]
@@ -152,7 +154,7 @@ class RankedJAXStep:
         self.count = 0
 
     def __call__(self, state, data):
-        rows = _rows(data)
+        rows = _rows(self.model, data)
         keras_model.count(self.model, rows, True)
         share = self.engine.share(rows)
         if not self.count and losses.loss_may_mix_rows(self.model):

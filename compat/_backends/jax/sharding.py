@@ -134,7 +134,7 @@ class ShardedCall(patching.InstanceMethod):
 
     def __call__(self, model, *args, **kwargs):
         call = self.plain(model)
-        batch = next(filter(_has_rows, jax.tree.leaves((args, kwargs))), None)
+        batch = next(filter(_has_rows, _leaves((args, kwargs))), None)
         # Not where a model is exported: a batch of unknown size names no machine's devices.
         if batch is None or split_rows.runs_undivided() or not isinstance(batch.shape[0], int):
             return call(*args, **kwargs)
@@ -194,7 +194,7 @@ class CountedSteps(patching.InstanceMethod):
         def step(state, data):
             with sharded.in_step:
                 results = step_function(state, data)
-            leaves = jax.tree.leaves(data)
+            leaves = _leaves(data)
             batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
             if batch is not None and not split_rows.runs_undivided():
                 rows = batch.shape[0]
@@ -218,7 +218,7 @@ class ShardedStep(patching.InstanceMethod):
     """A step of the user's, which may call anything: XLA then splits all that the data reaches."""
 
     def __call__(self, model, state, data):
-        batch = next(filter(_has_rows, jax.tree.leaves(data)), None)
+        batch = next(filter(_has_rows, _leaves(data)), None)
         if batch is None or split_rows.runs_undivided():
             return self.plain(model)(state, data)
         sharded, rows = ShardedCall.of(model), batch.shape[0]
@@ -230,6 +230,11 @@ _STEPS = [
     type("ShardedStep", (ShardedStep,), {"method": name})
     for name in ("train_step", "test_step", "predict_step")
 ]
+
+
+def _leaves(values):
+    """By Keras, for which a sparse array is one, as it is for ``_map``: JAX takes it apart."""
+    return sys.modules["keras"].tree.flatten(values)
 
 
 def _map(function, values):

@@ -171,7 +171,7 @@ class Theano(Backend):
         """``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or one name for each simulated
         device (``"cpu:0"``): functions and weights of its own, on the one CPU."""
         gpus = list(active_gpus(self.import_framework()))
-        return gpus or self.kept.get("simulated") or ["cpu"]
+        return gpus or list(self.kept.get("simulated", ())) or ["cpu"]
 
     # Parallelizing ----------------------------------------------------------------------------
 

@@ -59,8 +59,9 @@ def parallelize(model, devices):
             "Give the model an Input(shape=...) and feed it.",
         )
     with _keras.rebuilding_functions(model):
-        for name in [] if current is None else _METHODS + ["_compat_functions"]:
-            del vars(model)[name]
+        if current is not None:
+            for name in _METHODS + ["_compat_functions"]:
+                del vars(model)[name]
         if devices:
             ReplicatedTheanoFunctions(model, [Device(*each) for each in devices])
 
@@ -260,6 +261,9 @@ class ReplicatedFunction:
             own = [weights[weight] for weight in self.body_weights]
             for weight, value in zip(self.body_weights, computed_by(of_bodies, upstream, own)):
                 gradients[weight] = gradients[weight] + value if weight in gradients else value
+        without = [weight for weight in weights if weight not in gradients]
+        if without:  # as on one device: zeros, of what is no float, or Theano's error
+            gradients.update(zip(without, theano.grad(self.loss, without)))
         return gradients
 
     def _in_inference(self, given, rows, chosen):

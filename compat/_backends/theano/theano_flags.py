@@ -45,15 +45,17 @@ def split_flags(text):
     return [(name, value if equals else None) for name, equals, value in pairs]
 
 
-def _said(text):
-    """The values by name; of duplicates the last counts, and what has no value is ignored."""
-    return {name: value for name, value in split_flags(text) if value is not None}
-
-
 def merge_flags(text, flags):
-    """A ``THEANO_FLAGS`` text that says what ``text`` said, and ``flags`` where both speak."""
-    merged = [f"{name}={value}" for name, value in dict(_said(text), **flags).items()]
-    return ",".join(re.sub("[\\\\,'\"#]", r"\\\g<0>", entry) for entry in merged)
+    """A ``THEANO_FLAGS`` text that says what ``text`` said, and ``flags`` where both speak.
+
+    What has no value stays: Theano warns that it ignores it.
+    """
+    merged = {}  # type: dict
+    for name, value in split_flags(text) + list(flags.items()):
+        if value is not None or name not in merged:
+            merged[name] = value
+    entries = [name if value is None else f"{name}={value}" for name, value in merged.items()]
+    return ",".join(re.sub("[\\\\,'\"#]", r"\\\g<0>", entry) for entry in entries)
 
 
 # Files ----------------------------------------------------------------------------------------
@@ -81,7 +83,8 @@ class Flags:
     """
 
     def __init__(self, environ):
-        self._flags = _said(environ.get("THEANO_FLAGS", ""))
+        entries = split_flags(environ.get("THEANO_FLAGS", ""))  # of duplicates the last counts
+        self._flags = {name: value for name, value in entries if value is not None}
         home = _expanduser("~", environ)
         defaults = {name: environ.get(name, "") for name in ("LSCRATCH", "TMPDIR", "TEMP", "TMP")}
         defaults.update(USER=environ.get("USER", os.path.split(home)[-1]), PID=str(os.getpid()))
