@@ -9,6 +9,8 @@ from . import arrays
 
 # Of what Dataset.cardinality() returns: it is infinite, and it is unknown.
 _INFINITE, _UNKNOWN = -1, -2
+# There are no windows of None, for example.
+_IN_WINDOWS = {"TensorSpec", "SparseTensorSpec", "RaggedTensorSpec", "OptionalSpec"}
 
 
 _shuffled = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary  # part -> its seeds
@@ -89,33 +91,48 @@ def _elements(place, dataset):
     count = _cardinality(dataset)
     if count == _UNKNOWN:
         windows = dataset.window(place.size, drop_remainder=True)
-        return windows.flat_map(lambda *window: _in_window(window).skip(place.rank).take(1))
+        return windows.flat_map(
+            lambda *window: _in_window(dataset, window).skip(place.rank).take(1)
+        )
     if count != _INFINITE:
         dataset = dataset.take(count - arrays.left_out(place, count, place.size, "elements"))
     return dataset.shard(place.size, place.rank)
 
 
-def _in_window(window):
+def _in_window(dataset, window):
     """The elements of a window, of which there is a dataset for each part of an element."""
-    return sys.modules["tensorflow"].data.Dataset.zip(window if len(window) > 1 else window[0])
+    return sys.modules["tensorflow"].data.Dataset.zip(_as_element(dataset, window))
+
+
+def _as_element(dataset, parts):
+    """What functions of an element are called with, as the element: only tuples are unpacked."""
+    return parts if type(dataset.element_spec) is tuple else parts[0]
 
 
 def _rows(place, dataset, batch_size):
     """This rank's rows of a dataset of rows: its part of each ``batch_size`` of them."""
     tf = sys.modules["tensorflow"]
+    kinds = {type(spec).__name__ for spec in tf.nest.flatten(dataset.element_spec)}
+    if not kinds <= _IN_WINDOWS:
+        optional = tf.data.experimental.Optional
+        packed = dataset.map(lambda *row: optional.from_value(_as_element(dataset, row)))
+        return _rows(place, packed, batch_size).map(lambda row: row.get_value())
     count = _cardinality(dataset)
     if count >= 0:
         count -= arrays.left_out(place, count, batch_size)
         dataset = dataset.take(count)
 
     def rows_of(*window):
-        return tf.data.experimental.cardinality(_in_window(window))
+        return tf.data.experimental.cardinality(_in_window(dataset, window))
 
     def part(*window):
         start, stop = _part_of(place, rows_of(*window))
-        return _in_window(window).skip(start).take(stop - start)
+        return _in_window(dataset, window).skip(start).take(stop - start)
 
-    shown = _kept(place, dataset.window(batch_size), rows_of).flat_map(part)
+    windows = dataset.window(batch_size)
+    if count == _UNKNOWN:  # else the last one has enough; what asks Python has no state to save
+        windows = _kept(place, windows, rows_of)
+    shown = windows.flat_map(part)
     if count >= 0 and hasattr(tf.data.experimental, "assert_cardinality"):
         start, stop = place.part_of(count % batch_size)
         rows = count // batch_size * place.rows_of_batch(batch_size) + stop - start
@@ -160,7 +177,7 @@ def _parts(place, dataset):
     def part(*batch):
         start, stop = _part_of(place, rows_of(*batch))
         mine = tf.nest.map_structure(lambda tensor: tensor[start:stop], batch)
-        return mine if isinstance(dataset.element_spec, tuple) else mine[0]
+        return _as_element(dataset, mine)
 
     last = _rows_of_last(dataset)
     if last is None:

@@ -68,7 +68,7 @@ class Results:
 
         Returns:
             All ranks' ``more``; and the results that rank 0 has, by name: those of metrics that add
-            up, and otherwise the means of those that are numbers.
+            up, which this rank may name otherwise, and the means of those others that are numbers.
         """
         others = {}  # type: dict
         for _, seen in moments.values():
@@ -118,7 +118,7 @@ class Results:
         for prefix, found in zip(moments, self.of_sums(model, of_states)):
             for name, value in found.items():
                 adds_up = not any(name == each or name.endswith("_" + each) for each in others)
-                if adds_up and prefix + name in all_names:
+                if adds_up and (prefix + name in all_names or prefix + name in logs):
                     results[prefix + name] = value
         return [row[len(head) :] for row in rows], results
 
