@@ -9,8 +9,6 @@ from . import arrays
 
 # Of what Dataset.cardinality() returns: it is infinite, and it is unknown.
 _INFINITE, _UNKNOWN = -1, -2
-# There are no windows of None, for example.
-_IN_WINDOWS = {"TensorSpec", "SparseTensorSpec", "RaggedTensorSpec", "OptionalSpec"}
 
 
 _shuffled = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary  # part -> its seeds
@@ -89,99 +87,79 @@ def _cardinality(dataset):
 def _elements(place, dataset):
     """Every N-th element, equally many on each rank."""
     count = _cardinality(dataset)
+    if count == _INFINITE:
+        return dataset.shard(place.size, place.rank)
     if count == _UNKNOWN:
-        windows = dataset.window(place.size, drop_remainder=True)
-        return windows.flat_map(
-            lambda *window: _in_window(dataset, window).skip(place.rank).take(1)
-        )
-    if count != _INFINITE:
-        dataset = dataset.take(count - arrays.left_out(place, count, place.size, "elements"))
-    return dataset.shard(place.size, place.rank)
+        tf = sys.modules["tensorflow"]
 
+        def mine(*window):
+            rows = tf.data.Dataset.zip(window if len(window) > 1 else window[0])
+            return rows.skip(place.rank).take(1)
 
-def _in_window(dataset, window):
-    """The elements of a window, of which there is a dataset for each part of an element."""
-    return sys.modules["tensorflow"].data.Dataset.zip(_as_element(dataset, window))
-
-
-def _as_element(dataset, parts):
-    """What functions of an element are called with, as the element: only tuples are unpacked."""
-    return parts if type(dataset.element_spec) is tuple else parts[0]
+        return dataset.window(place.size, drop_remainder=True).flat_map(mine)
+    left_out = arrays.left_out(place, count, place.size, "elements")
+    return dataset.take(count - left_out).shard(place.size, place.rank)
 
 
 def _rows(place, dataset, batch_size):
     """This rank's rows of a dataset of rows: its part of each ``batch_size`` of them."""
     tf = sys.modules["tensorflow"]
-    kinds = {type(spec).__name__ for spec in tf.nest.flatten(dataset.element_spec)}
-    if not kinds <= _IN_WINDOWS:
-        optional = tf.data.experimental.Optional
-        packed = dataset.map(lambda *row: optional.from_value(_as_element(dataset, row)))
-        return _rows(place, packed, batch_size).map(lambda row: row.get_value())
     count = _cardinality(dataset)
-    if count >= 0:
-        count -= arrays.left_out(place, count, batch_size)
-        dataset = dataset.take(count)
+    if count == _UNKNOWN:
+        return _parts(place, dataset.batch(batch_size)).unbatch()
+    is_finite = count != _INFINITE
+    if not is_finite:
+        count = sys.maxsize // batch_size * batch_size
+    last = count % batch_size
+    whole = count - last  # rows of batches that are whole
+    start, stop = place.part_of(batch_size)
+    first, end = place.part_of(last)
+    if arrays.left_out(place, count, batch_size):
+        dataset, first, end = dataset.take(whole), 0, 0
 
-    def rows_of(*window):
-        return tf.data.experimental.cardinality(_in_window(dataset, window))
+    def is_mine(row, element):
+        at, is_whole = row % batch_size, row < whole
+        mine = (start <= at) & (at < stop)
+        if last:  # only then are there rows of a smaller last batch
+            mine = (is_whole & mine) | (~is_whole & (first <= at) & (at < end))
+        return mine
 
-    def part(*window):
-        start, stop = _part_of(place, rows_of(*window))
-        return _in_window(dataset, window).skip(start).take(stop - start)
-
-    windows = dataset.window(batch_size)
-    if count == _UNKNOWN:  # else the last one has enough; what asks Python has no state to save
-        windows = _kept(place, windows, rows_of)
-    shown = windows.flat_map(part)
-    if count >= 0 and hasattr(tf.data.experimental, "assert_cardinality"):
-        start, stop = place.part_of(count % batch_size)
-        rows = count // batch_size * place.rows_of_batch(batch_size) + stop - start
+    shown = dataset.enumerate().filter(is_mine).map(lambda row, element: element)
+    rows = whole // batch_size * (stop - start) + end - first
+    if is_finite and hasattr(tf.data.experimental, "assert_cardinality"):
         shown = shown.apply(tf.data.experimental.assert_cardinality(rows))
     return shown
-
-
-def _part_of(place, rows):
-    """As ``place.part_of``, of a tensor."""
-    tf = sys.modules["tensorflow"]
-    each, more = rows // place.size, rows % place.size
-    start = place.rank * each + tf.minimum(tf.cast(place.rank, tf.int64), more)
-    return start, start + each + tf.cast(place.rank < more, tf.int64)
-
-
-def _kept(place, batches, rows_of):
-    """Batches without those that have fewer rows than there are ranks."""
-    tf = sys.modules["tensorflow"]
-
-    def left_out(rows):
-        arrays.warn_of_few(rows, place)  # in a thread of TensorFlow's: no caller is to be seen
-        return False
-
-    def is_kept(*batch):
-        rows = rows_of(*batch)
-        return tf.cond(
-            rows >= place.size,
-            lambda: True,
-            lambda: tf.ensure_shape(tf.numpy_function(left_out, [rows], tf.bool), []),
-        )
-
-    return batches.filter(is_kept)
 
 
 def _parts(place, dataset):
     """This rank's part of each batch; a batch with fewer rows than ranks is left out."""
     tf = sys.modules["tensorflow"]
 
-    def rows_of(*batch):
+    def rows_of(batch):
         return tf.shape(tf.nest.flatten(batch)[0], out_type=tf.int64)[0]
 
+    def left_out(rows):
+        arrays.warn_of_few(rows, place)  # in a thread of TensorFlow's: no caller is to be seen
+        return False
+
+    def is_kept(*batch):
+        rows = rows_of(batch)
+        return tf.cond(
+            rows >= place.size,
+            lambda: True,
+            lambda: tf.ensure_shape(tf.numpy_function(left_out, [rows], tf.bool), []),
+        )
+
     def part(*batch):
-        start, stop = _part_of(place, rows_of(*batch))
+        each, more = rows_of(batch) // place.size, rows_of(batch) % place.size
+        start = place.rank * each + tf.minimum(tf.cast(place.rank, tf.int64), more)
+        stop = start + each + tf.cast(place.rank < more, tf.int64)
         mine = tf.nest.map_structure(lambda tensor: tensor[start:stop], batch)
-        return _as_element(dataset, mine)
+        return mine if isinstance(dataset.element_spec, tuple) else mine[0]
 
     last = _rows_of_last(dataset)
     if last is None:
-        return _kept(place, dataset, rows_of).map(part)
+        return dataset.filter(is_kept).map(part)
     if last < place.size:
         arrays.warn_of_few(last, place)
         dataset = dataset.take(_cardinality(dataset) - 1)

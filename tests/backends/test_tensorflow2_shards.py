@@ -44,10 +44,6 @@ def pairs(rows):
     return tf.data.Dataset.from_tensor_slices((np.arange(rows), -np.arange(rows)))
 
 
-def tuples(rows):
-    return tf.data.Dataset.zip((tf.data.Dataset.range(rows),))
-
-
 def generated():
     return tf.data.Dataset.from_generator(lambda: iter(range(23)), tf.int32, tf.TensorShape([]))
 
@@ -137,14 +133,3 @@ def test_what_cannot_be_told_or_does_not_fit_is_an_error(shards):
         "of their first axis is not known. Batches: call its unbatch() before. Rows: call shard() "
         "after batch(), or without batch_size."
     )
-
-
-def test_rows_keep_their_structure(shards):
-    found, _ = shards(lambda: tuples(6), 3)
-    assert found == [[(0,), (3,)], [(1,), (4,)], [(2,), (5,)]]
-
-
-def test_the_state_of_an_iterator_over_rows_can_be_saved(shards, tmp_path):
-    shards(lambda: pairs(6), 3)  # as the last rank
-    iterator = iter(compat.shard(pairs(6), 3))
-    tf.train.Checkpoint(iterator=iterator).write(str(tmp_path / "state"))
