@@ -434,3 +434,23 @@ def test_variables_that_a_replica_makes_stay_listed():
             assert not tf.compat.v1.global_variables()
             within = tf.compat.v1.get_variable("within", ())
         assert [v.name for v in tf.compat.v1.global_variables()] == [before.name, within.name]
+
+
+def test_sparse_strings_are_not_tried_and_sparse_results_are_given(keras):
+    """Of strings none can be made up; a table that is the same for all rows comes back once."""
+    table = tf.sparse.from_dense(tf.eye(2))
+
+    def call(words, rows):
+        lengths = tf.strings.length(tf.sparse.to_dense(words, default_value=""))
+        return rows + tf.reduce_sum(tf.cast(lengths, tf.float32), 1, keepdims=True), table
+
+    model, rows = compat.parallelize(tf.function(call)), tf.constant(ROWS[:6])
+    words = tf.sparse.from_dense([["a", ""], ["", "bc"]] * 3)
+    with told() as texts:
+        found, shared = tf.function(lambda *given: model(*given))(words, rows)
+        _, of_rows = compat.parallelize(tf.function(lambda rows: (rows, table)))(rows)
+    assert [text.split(" of a batch")[0] for text in texts] == [
+        "Model 'call' may compute across the rows"
+    ]
+    np.testing.assert_allclose(found, call(words, rows)[0])
+    assert shared.values.shape == of_rows.values.shape == (2,)

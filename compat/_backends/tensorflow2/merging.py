@@ -255,6 +255,8 @@ class Merging:
             return values[0]
         if name in ("masks", "logits") and not isinstance(placement, Sharded):
             return None  # they would belong to its rows
+        if isinstance(values[0], (tf.SparseTensor, tf.IndexedSlices)):
+            return values[0]  # the same for any rows, and TensorFlow adds up none
         return self.value(list(values), placement)
 
     def value(self, values, placement, before=None):
