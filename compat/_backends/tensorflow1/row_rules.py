@@ -109,9 +109,9 @@ def cast(op, values):
 def bias(op, values):
     """A vector along the channels."""
     value, bias = values
-    axis = _channels(op, value)
-    shape = [1] * axis + list(bias.shape) + [1] * (value.rank - 1 - axis)
-    placement = _rows.expanded(bias, set(range(value.rank)) - {axis})
+    axis, rank = _channels(op, value), known(value.rank)
+    shape = [1] * axis + list(known(bias.shape)) + [1] * (rank - 1 - axis)
+    placement = _rows.expanded(bias, set(range(rank)) - {axis})
     return _rows.added([value, Value(placement, shape)])
 
 
