@@ -109,9 +109,9 @@ def cast(op, values):
 def bias(op, values):
     """A vector along the channels."""
     value, bias = values
-    axis = _channels(op, value)
-    shape = [1] * axis + list(bias.shape) + [1] * (value.rank - 1 - axis)
-    placement = _rows.expanded(bias, set(range(value.rank)) - {axis})
+    axis, rank = _channels(op, value), known(value.rank)
+    shape = [1] * axis + list(known(bias.shape)) + [1] * (rank - 1 - axis)
+    placement = _rows.expanded(bias, set(range(rank)) - {axis})
     return _rows.added([value, Value(placement, shape)])
 
 
@@ -266,6 +266,27 @@ def gathered_by_coordinates(op, values):
     if not isinstance(places.placement, Replicated) or depth is None or data.axis < depth:
         return Mixed()
     return data.placement.replace(axis=data.axis - depth + places.rank - 1)
+
+
+def segments(op, values):
+    data, places, count = values
+    if not isinstance(count.placement, Replicated):
+        return Unknown("how many segments")
+    beyond = data.axis is not None and places.rank is not None
+    if beyond and isinstance(places.placement, Replicated):
+        if data.axis < places.rank:
+            return Mixed()
+        return data.placement.replace(axis=data.axis - places.rank + 1)
+    return _rows.scattered([places, data], op.type[len("UnsortedSegment") :].lower())
+
+
+def scattered(op, values):
+    places, data, sizes = values
+    if not isinstance(sizes.placement, Replicated):
+        return Unknown("the sizes")
+    if places.rank is None or places.axis == places.rank - 1:
+        return Mixed()
+    return _rows.scattered([places, data])
 
 
 def counted_in(op, values):
