@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import warnings
 
 import numpy as np
 import pytest
@@ -11,12 +10,11 @@ import torch
 
 import compat
 from compat._configuration import registry
-from compat.testing import largest_difference
 
 from . import verification_cases
 from .interruptions import interrupted
 from .test_torch import devices  # noqa: F401  (a fixture)
-from .verification_cases import verified, weights_until_found
+from .verification_cases import verified
 
 pytestmark = pytest.mark.usefixtures("devices")
 backend = registry.find("torch")
@@ -26,14 +24,7 @@ verified_module = functools.partial(verified, backend)
 def test_rows_that_mix_in_a_later_batch_are_right_or_found():
     import keras
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", compat.CompatWarning)
-        first, second = weights_until_found(backend, keras)
-    if isinstance(first, compat.ResultsDifferError):
-        assert second == 4, "the first step that is verified and mixes rows"
-        assert "does a training step on 3 devices" in str(first)
-    else:
-        assert largest_difference(first, second) < 1e-5
+    verification_cases.check_rows_that_mix_in_a_later_batch(keras, backend)
 
 
 def test_an_optional_input_that_is_not_given():

@@ -8,7 +8,7 @@ import pytest
 import compat
 from compat import _verification
 from compat._configuration.settings import Every
-from compat.testing import initialise
+from compat.testing import initialise, largest_difference
 
 ROWS = np.random.RandomState(0).normal(size=(20, 4)).astype("float32")
 
@@ -112,3 +112,15 @@ def check_the_users_error_is_the_one_that_is_raised(keras, backend):
     verified(backend, model)
     with pytest.raises(ValueError, match="third|The two structures"):
         model.fit(ROWS, {"first": ROWS[:, :2], "second": ROWS[:, :2]}, verbose=0)
+
+
+def check_rows_that_mix_in_a_later_batch(keras, backend):
+    """They are right, or found."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", compat.CompatWarning)
+        first, second = weights_until_found(backend, keras)
+    if isinstance(first, compat.ResultsDifferError):
+        assert second == 4, "the first step that is verified and mixes rows"
+        assert "does a training step on 3 devices" in str(first)
+    else:
+        assert largest_difference(first, second) < 1e-5
