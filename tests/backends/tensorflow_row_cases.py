@@ -334,6 +334,8 @@ def _lookups():
     yield "gather_nd(where)", [array(3, 4)], lambda x: tf.gather_nd(x, v1.where(x > 0.5))
     yield "gather(where)", [array(3, 3)], lambda x: tf.gather(x, v1.where(x > 0.5))
     yield "where, times 0", [array(3, 3)], lambda x: tf.gather(x, 0 * v1.where(x[:, 0] > 0.1)[:, 0])
+    segments = "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentSum UnsortedSegmentProd"
+    yield from simple(segments, x, places, num_segments=4)
     unweighted = {"size": 4, "weights": np.float32([])}
     yield from simple("Bincount", places, **unweighted)
     yield (
@@ -344,6 +346,8 @@ def _lookups():
     for given, binary in itertools.product((places, whole_numbers(4, 3, 3)), (False, True)):
         label = "DenseBincount {} {}".format(given.ndim, binary)
         yield from simple("DenseBincount", given, label=label, binary_output=binary, **unweighted)
+    yield from simple("HistogramFixedWidth", x, value_range=np.float32([0, 1]), nbins=4)
+    yield from simple("ScatterNd", places[:, None], array(3, 4), shape=[5, 4])
     classes = whole_numbers(4, 3, 3)
     for axis in (-1, 0, 1):
         yield from simple("OneHot", classes, depth=4, on_value=1.0, off_value=0.0, axis=axis)

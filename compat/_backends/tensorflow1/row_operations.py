@@ -307,7 +307,12 @@ _TYPES = {
     row_rules.sparse_product: "SparseTensorDenseMatMul",
     row_rules.gathered: "Gather GatherV2 ResourceGather",
     row_rules.gathered_by_coordinates: "GatherNd ResourceGatherNd",
+    row_rules.segments: (
+        "UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum"
+    ),
     row_rules.counted_in: "Bincount DenseBincount",
+    of_first(lambda op, values: _rows.scattered(values[:1])): "HistogramFixedWidth",
+    row_rules.scattered: "ScatterNd",
     row_rules.where: "Where",
     row_rules.sequences_reversed: "ReverseSequence",
     row_rules.of_values(_rows.by_row, [0]): (

@@ -268,6 +268,27 @@ def gathered_by_coordinates(op, values):
     return data.placement.replace(axis=data.axis - depth + places.rank - 1)
 
 
+def segments(op, values):
+    data, places, count = values
+    if not isinstance(count.placement, Replicated):
+        return Unknown("how many segments")
+    beyond = data.axis is not None and places.rank is not None
+    if beyond and isinstance(places.placement, Replicated):
+        if data.axis < places.rank:
+            return Mixed()
+        return data.placement.replace(axis=data.axis - places.rank + 1)
+    return _rows.scattered([places, data], op.type[len("UnsortedSegment") :].lower())
+
+
+def scattered(op, values):
+    places, data, sizes = values
+    if not isinstance(sizes.placement, Replicated):
+        return Unknown("the sizes")
+    if places.rank is None or places.axis == places.rank - 1:
+        return Mixed()
+    return _rows.scattered([places, data])
+
+
 def counted_in(op, values):
     """Histograms of a fixed number of places."""
     counted, count, weights = values
