@@ -270,3 +270,25 @@ class NativeParts(SharedParts, NativeContract):
         with terminal(monkeypatch) as printed:
             self.fit(model, 16, 16)
         assert printed == [f"verifying a training step of model {record.model!r}", ""]
+
+
+# Costs ----------------------------------------------------------------------------------------
+
+
+def keras_step(keras, rows, parallel):
+    """A training step of a model with a kernel, statistics and products; and the model."""
+    layers = keras.layers
+    model = keras.models.Sequential(
+        [
+            layers.Conv2D(3, 3, activation="relu", input_shape=(6, 6, 2)),
+            layers.BatchNormalization(),
+            layers.Flatten(),
+            layers.Dense(4, activation="relu"),
+            layers.Dense(1),
+        ]
+    )
+    if parallel:
+        compat.parallelize(model)
+    model.compile("sgd", "mse")
+    inputs = np.ones((rows, 6, 6, 2), "float32")
+    return functools.partial(model.train_on_batch, inputs, inputs[:, 0, 0, :1]), model

@@ -2,12 +2,13 @@
 
 import collections
 
-import numpy as np
 import pytest
 
 import compat
 from compat._backends.mxnet.verification import operations
 from compat.testing import DEVICES, keras_under_test
+
+from . import shared_parts
 
 ROWS = 12
 COPY = "CopyCPU2CPU"
@@ -30,25 +31,7 @@ def counted(step):
 
 
 def keras_step(parallel):
-    keras = keras_under_test()
-    layers = keras.layers
-    model = keras.models.Sequential(
-        [
-            layers.Conv2D(3, 3, activation="relu", input_shape=(6, 6, 2)),
-            layers.BatchNormalization(),
-            layers.Flatten(),
-            layers.Dense(4, activation="relu"),
-            layers.Dense(1),
-        ]
-    )
-    if parallel:
-        compat.parallelize(model)
-    model.compile("sgd", "mse")
-    inputs = np.ones((ROWS, 6, 6, 2), "float32")
-
-    def step():
-        model.train_on_batch(inputs, inputs[:, 0, 0, :1])
-
+    step, model = shared_parts.keras_step(keras_under_test(), ROWS, parallel)
     return step, len(model.weights)
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import compat
-from compat.testing import DEVICES
+from compat.testing import DEVICES, keras_under_test
 
+from . import shared_parts
 from .test_torch import devices  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.usefixtures("devices")
@@ -49,28 +50,7 @@ def module_step(parallel):
 
 
 def keras_step(parallel):
-    import keras
-    import numpy as np
-
-    layers = keras.layers
-    model = keras.models.Sequential(
-        [
-            layers.Input((6, 6, 2)),
-            layers.Conv2D(3, 3, activation="relu"),
-            layers.BatchNormalization(),
-            layers.Flatten(),
-            layers.Dense(4, activation="relu"),
-            layers.Dense(1),
-        ]
-    )
-    if parallel:
-        compat.parallelize(model)
-    model.compile("sgd", "mse")
-    inputs = np.ones((ROWS, 6, 6, 2), "float32")
-
-    def step():
-        model.train_on_batch(inputs, inputs[:, 0, 0, :1])
-
+    step, model = shared_parts.keras_step(keras_under_test(), ROWS, parallel)
     return step, len(model.trainable_weights), len(model.non_trainable_weights)
 
 
