@@ -11,14 +11,12 @@ import sys
 
 from .. import errors
 from .._configuration.numeric import whole_number
-from .place import Place, evaluator_in, is_loopback, stays_alone
+from .place import Place, evaluator_in, is_loopback, stays_alone, timeout
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, List, Mapping, Optional, Tuple
 
-#: How long ranks wait for each other where the user sets nothing, in seconds.
-TIMEOUT = 600.0
 _ALONE = Place(0, 1, 0, 1, "")
 
 
@@ -68,25 +66,6 @@ def _place_in_group():
         return None
     here = whole_number(os.environ.get("LOCAL_RANK", "")) or 0
     return Place(rank, size, here, here + 1, "torch.distributed", False)
-
-
-def timeout(environ: "Mapping[str, str]", name: str = "COMPAT_TIMEOUT") -> float:
-    """How long a rank waits for the others, in seconds: ``COMPAT_TIMEOUT``, or ``TIMEOUT``.
-
-    Arguments:
-        name: of what has set it, for the error.
-    """
-    text = environ.get("COMPAT_TIMEOUT", str(TIMEOUT))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 1e9:  # more than engines and the system can wait
-        raise errors.InvalidArgumentError(
-            "{}={} is not understood. Use a number of seconds above 0, at most 1e9: how long a "
-            "rank waits for the others.".format(name, text)
-        )
-    return seconds
 
 
 def parse_hosts(text: str) -> "List[Tuple[str, int]]":

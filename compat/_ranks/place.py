@@ -11,6 +11,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
+#: How long ranks wait for each other where the user sets nothing, in seconds.
+TIMEOUT = 600.0
 #: The variable that tells TensorFlow's workers the cluster and their task in it, as JSON.
 TF_CONFIG = "TF_CONFIG"
 #: The same of Vertex AI's containers: one process a machine.
@@ -301,3 +303,22 @@ def _invalid(name, text, problem):
         '["host1:2222", "host2:2222"]}}, "task": {{"type": "worker", "index": 0}}}}, or set '
         "COMPAT_ALONE=1 to train alone.".format(text, problem)
     )
+
+
+def timeout(environ: "Mapping[str, str]", name: str = "COMPAT_TIMEOUT") -> float:
+    """How long a rank waits for the others, in seconds: ``COMPAT_TIMEOUT``, or ``TIMEOUT``.
+
+    Arguments:
+        name: of what has set it, for the error.
+    """
+    text = environ.get("COMPAT_TIMEOUT", str(TIMEOUT))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 1e9:  # more than engines and the system can wait
+        raise errors.InvalidArgumentError(
+            "{}={} is not understood. Use a number of seconds above 0, at most 1e9: how long a "
+            "rank waits for the others.".format(name, text)
+        )
+    return seconds

@@ -12,11 +12,11 @@ import time
 import traceback
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
-from ... import _ranks, errors
+from ... import errors
 from ..._runtime.on_demand import numpy
 from ..._runtime.process import process
 from .. import launchers
-from ..place import Place
+from ..place import Place, timeout
 
 #: Bytes of the first bucket of what is summed up together, and of the others.
 BUCKET_SIZES = [2**20, 25 * 2**20]
@@ -46,7 +46,7 @@ class Engine:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.others = [rank for rank in range(place.size) if rank != place.rank]
-        self.timeout = _ranks.timeout(os.environ)
+        self.timeout = timeout(os.environ)
         self.steps = 0
         self.totals = []  # type: Any
         self.calls = None  # type: Any  # a ``calls.Calls``, where the ranks keep a store

@@ -1,0 +1,99 @@
+"""Where the rows are in ``tensor[index]``: torch is asked, of stand-ins without memory."""
+
+import torch
+
+from ... import _rows
+from .calls import REPLICATED, Call, RowCount
+
+# How many rows stand-ins have, which are shapes without memory: no index asks for so many.
+_MANY = 2**31 - 1
+
+
+def indexed(call):
+    """The placement of ``tensor[index]``: torch is asked where stand-ins have their rows then."""
+    tensor, index = call.args[:2]
+    value = call.value(tensor)
+    parts = list(index) if isinstance(index, tuple) else [index]
+    parts = [torch.as_tensor(part) if isinstance(part, list) else part for part in parts]
+    rest = tensor.dim() - sum(map(_dimensions, parts))
+    axis, dim, looked_up, given = value.axis, 0, [], []
+    for part in parts:
+        count = rest if part is Ellipsis else _dimensions(part)
+        is_of_rows = value.axis in range(dim, dim + count)
+        if isinstance(part, torch.Tensor):
+            looked_up.append(_looked_up(call, part, value, dim if is_of_rows else None))
+            axis = None if is_of_rows else axis  # they are in what is looked up
+        elif is_of_rows and isinstance(part, slice) and isinstance(part.stop, RowCount):
+            if int(part.stop) == tensor.shape[dim]:
+                part = slice(part.start, _MANY, part.step)
+        given.append(part)
+        dim += count
+    found = _rows.pointwise(looked_up)
+    if axis is None and not isinstance(found, _rows.Sharded):
+        return found
+    if axis is not None and found != REPLICATED:
+        return _rows.Mixed()
+    if any(_is_mask(part) and not part.dim() for part in given):
+        return _rows.Mixed()  # a new dimension, of one element or of none
+    rank = max([each.rank for each in looked_up], default=0)
+    numbers = stand_in([1] * rank, getattr(found, "axis", None)) if rank else 0
+    index = []
+    for part in given:
+        index += [numbers] * _dimensions(part) if isinstance(part, torch.Tensor) else [part]
+    placement = found if axis is None else value.placement
+    return moved(placement, stand_in(tensor.shape, axis)[tuple(index)])
+
+
+def _dimensions(part):
+    """How many dimensions a part of an index is for; the rest is for an ellipsis."""
+    if part is None or part is Ellipsis or isinstance(part, bool):
+        return 0
+    return part.dim() if _is_mask(part) else 1
+
+
+def _is_mask(part):
+    return isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8)
+
+
+def _looked_up(call, part, value, dim):
+    """The numbers that a tensor in an index stands for.
+
+    Arguments:
+        dim: where it begins, if it is for the dimension of the rows; else None.
+    """
+    given, found, shape = call.value(part), _rows.Mixed(), list(part.shape)
+    if _is_mask(part):  # it leaves another number of elements to each row
+        shape = [None]
+        if dim is None and given.placement == REPLICATED:
+            found = REPLICATED
+        elif dim is not None and dim == value.axis and given.axis == 0:
+            found = _rows.Sharded(0, inner=None, even=False)
+    elif dim is None:
+        return given
+    elif shape and value.placement == _rows.Sharded(value.axis):
+        # x[range(rows), numbers]; of one row any dimension may be that of the rows.
+        if part.numel() == call.rows and part.flatten().tolist() == list(range(call.rows)):
+            found = _rows.Sharded(shape.index(max(shape)))
+    return _rows.Value(found, shape)
+
+
+def indexed_and_set(call):
+    """The placement of a tensor after ``tensor[index] = value``."""
+    tensor, index, given = call.args
+    whole = call.value(tensor).placement
+    part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
+    value = call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(REPLICATED, [])
+    found = _rows.pointwise([_rows.Value(part, tensor[index].shape), value])
+    return whole if found == part and isinstance(part, type(whole)) else _rows.Mixed()
+
+
+def moved(placement, stand_in):
+    """The placement of rows that are where a view of a stand-in has them, if it has all of them."""
+    sizes = list(stand_in.shape)
+    return placement.replace(axis=sizes.index(_MANY)) if _MANY in sizes else _rows.Mixed()
+
+
+def stand_in(shape, axis):
+    """A tensor of a shape, without memory, that has ``_MANY`` rows along an axis."""
+    sizes = [_MANY if place == axis else size for place, size in enumerate(shape)]
+    return torch.empty(sizes, dtype=torch.int64, device="meta")
