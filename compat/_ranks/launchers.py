@@ -1,6 +1,6 @@
 """What a launcher tells: a process's place among the ranks, and where ranks find each other.
 
-Both are told in the environment alone.
+Both are read from the environment alone.
 
 Each launcher has variables of its own. Most tell a rank, a size, and the same two among the
 processes of one machine: ``LAUNCHERS``. Every other one has a function, below or in ``place``.

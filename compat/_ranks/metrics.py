@@ -78,15 +78,9 @@ class Results:
         states = [state for state, _ in moments.values()]
         values = _numbers([state for state in states if state is not None])
 
-        def weighted(names):
-            begin = [[p for p in moments if str(name).startswith(p)][-1] for name in names]
-            seen = [moments[prefix][1]["rows"] for prefix in begin]
-            rows = [float(each) if name in logs else 0.0 for each, name in zip(seen, names)]
-            return rows + [row * float(logs.get(name, 0)) for row, name in zip(rows, names)]
-
         head = [len(_numbers(states[:1])) % checksum.LARGEST, *checksum.of_text(repr(told))]
         rows, sums = self.engine.gather_and_sum(
-            head + list(more), values + weighted(names), self.expected
+            head + list(more), values + _weighted(names, logs, moments), self.expected
         )
         if sums is not None:
             self.expected = max(self.expected, len(sums))
@@ -101,15 +95,9 @@ class Results:
             told = self.engine.broadcast(told)
             states = [[0 * v for v in states[0]] if s is None else s for s in states]
             values = _numbers(states)
-            sums = self.engine.sum(values + weighted(told[1]))
+            sums = self.engine.sum(values + _weighted(told[1], logs, moments))
         others, names, all_names = dict(told[0]), told[1], told[2]
-        for name in sorted(set(others) - self.warned):
-            self.warned.add(name)
-            errors.warn(
-                f"Metric {name!r} is the mean of the ranks' values, weighted by their rows, and "
-                f"not what one process computes: {others[name]}. For that have update_state() add "
-                "to its variables with assign_add(), or a function return one value for each row."
-            )
+        self.warn_of(others)
         of_states, means = np.split(np.asarray(sums), [len(values)])
         results = {name: logs[name] for name in all_names if name in logs}
         for name, weight, total in zip(names, *np.split(means, 2)):
@@ -121,6 +109,16 @@ class Results:
                 if adds_up and (prefix + name in all_names or prefix + name in logs):
                     results[prefix + name] = value
         return [row[len(head) :] for row in rows], results
+
+    def warn_of(self, others):
+        """Warn once of each metric that does not add up. ``others``: why, by name."""
+        for name in sorted(set(others) - self.warned):
+            self.warned.add(name)
+            errors.warn(
+                f"Metric {name!r} is the mean of the ranks' values, weighted by their rows, and "
+                f"not what one process computes: {others[name]}. For that have update_state() add "
+                "to its variables with assign_add(), or a function return one value for each row."
+            )
 
     def of_sums(self, model, sums):
         """What the metrics make of the sums of all ranks' state, at each moment, by name."""
@@ -156,6 +154,19 @@ class Results:
 def _numbers(states):
     """What ``state()`` gave, of several moments, as one list of numbers that ranks sum up."""
     return arrays.flat([value for state in states for value in state], "float64").tolist()
+
+
+def _weighted(names, logs, moments):
+    """The rows that count for results of these names, then each result times its rows.
+
+    Arguments:
+        logs, moments: as ``Results.over_ranks()`` has them.
+    """
+    rows = []
+    for name in names:
+        prefix = [each for each in moments if str(name).startswith(each)][-1]
+        rows.append(float(moments[prefix][1]["rows"]) if name in logs else 0.0)
+    return rows + [count * float(logs.get(name, 0)) for count, name in zip(rows, names)]
 
 
 def _number(value):

@@ -66,7 +66,7 @@ class TorchDistributed(engines.Engine):
             found = distributed.rendezvous("env://", place.rank, place.size, timeout=self.limit)
             return next(found)[0]
         host, port = launchers.require_rendezvous(place, "torch.distributed")
-        # Who does not come is told by this class; the store would only count.
+        # This class names the ranks that do not come; the store would only count them.
         options = {"is_master": place.rank == 0, "timeout": self.limit, "wait_for_workers": False}
         if place.rank == 0:
             # By itself the store would listen at all addresses.

@@ -202,7 +202,7 @@ class RanksContract(Jobs):
         """Its data is split over the ranks, and its first model parallelized."""
         script, logs = tmp_path / "unchanged.py", tmp_path / "logs"
         script.write_text(UNCHANGED)
-        # Whatever the launcher, each rank's output is told apart.
+        # Whatever the launcher, each rank has a log file of its own.
         path = tmp_path / "report.json"
         options = ["--parallelize", "--quiet", "--log-dir", str(logs), "--report-json", str(path)]
         job = self.run(2, str(script), before=options)
