@@ -14,6 +14,7 @@ All types that compat hands to a backend, and those that it subclasses, are impo
   launcher, for frameworks that bring none.
 - ``Verification`` and ``Step``: a step on several devices compared with the same step on one.
 - ``Operation``: what a device has executed, and when, for timelines.
+- ``UsageCheck``: compares what a model's devices executed with what was counted.
 - ``count_batch``: what a backend calls for each batch that its replicas, or a rank, has computed.
 - ``compare_ranks``: what its ranks call, all at once, to compare the weights that they hold.
 
@@ -37,11 +38,12 @@ if TYPE_CHECKING:
     from ._ranks.engines import Engine
     from ._ranks.launch.starter import launcher as own_launcher
     from ._runtime.operation_times import Operation
+    from ._runtime.usage import UsageCheck
     from ._runtime.work import count as count_batch
     from ._verification import Step, Verification
 
 __all__ = ["Backend", "Job", "Memory", "Place", "Settings"]
-__all__ += ["Devices", "Engine", "Operation", "Step", "Verification"]
+__all__ += ["Devices", "Engine", "Operation", "Step", "UsageCheck", "Verification"]
 __all__ += ["compare_ranks", "count_batch", "own_launcher"]
 
 # Imported when they are asked for: ``import compat`` stays as cheap as it is without them.
@@ -50,6 +52,7 @@ _LAZY = {
     "Engine": ("._ranks.engines", "Engine"),
     "Operation": ("._runtime.operation_times", "Operation"),
     "Step": ("._verification", "Step"),
+    "UsageCheck": ("._runtime.usage", "UsageCheck"),
     "Verification": ("._verification", "Verification"),
     "compare_ranks": ("._ranks.checksum", "verify"),
     "count_batch": ("._runtime.work", "count"),
@@ -188,6 +191,36 @@ class Backend:
         behaviour back. Each batch that the replicas have computed goes to ``count_batch()``.
         """
         raise self._cannot("run one model on several devices", "Use one device: gpus=1.")
+
+    def executed(self, model: "Any") -> "ContextManager[Dict[str, int]]":
+        """Within, have the framework record how many operations each device executes.
+
+        Only the first step within needs to be recorded; later ones should cost nothing. What is
+        found is compared with the batches that were counted, after a model's first training step,
+        evaluation and prediction.
+
+        Arguments:
+            model: one that ``parallelize`` has returned.
+
+        Returns:
+            A context manager that gives a dictionary, which has the numbers by the names of
+            ``devices()`` when the block ends.
+
+        Raises:
+            UnsupportedError: the framework does not report which devices execute what.
+        """
+        raise self._cannot("report which devices execute what")
+
+    def watch(self, model: "Any", check: "Optional[UsageCheck]") -> None:
+        """Have each step of a model that ``is_native`` checked, by ``with check.step(kind):``.
+
+        It must not depend on what ``parallelize`` replaces: whether that is reached is what is
+        checked. Keras models are watched at their public methods already.
+
+        Arguments:
+            model: one that ``parallelize`` has returned.
+            check: what is entered around each step; None: no more.
+        """
 
     def placed_parts(self, model: "Any") -> "List[str]":
         """The devices that ``device()`` gave to parts of ``model``."""

@@ -60,6 +60,10 @@ class AmbiguousBackendError(CompatError, RuntimeError):
     """Several backends fit, and compat does not guess."""
 
 
+class DevicesNotUsedError(CompatError, RuntimeError):
+    """A parallelized model did not run on all of its devices."""
+
+
 class TooLateError(CompatError, RuntimeError):
     """The framework has already fixed what was to be set."""
 

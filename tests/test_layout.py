@@ -35,7 +35,7 @@ ROOMS = [
     ["compat._ranks"],
     ["compat._configuration.device_choice"],
     ["compat._configuration.gpu_selection"],
-    ["compat._runtime.reporting"],
+    ["compat._runtime.reporting", "compat._runtime.usage"],
     ["compat._configuration.settings", "compat._runtime.operation_times"],
     ["compat._rows", "compat._runtime.work"],
     ["compat._configuration", "compat._runtime", "compat.errors"],

@@ -1,5 +1,6 @@
 """The public calls: normalise the arguments, choose the backend, delegate to it."""
 
+import functools
 import os
 
 from .. import _ranks, errors
@@ -236,6 +237,7 @@ def _parallelize(model, gpus=None, strategy=None):
 
             saving.never_save(model, evaluator)
         model, where = backend.parallelize(model, devices), settings.listed(devices)
+        _watch(backend, model, name, devices)
         _verify(backend, model, name, devices)
     if process.configuration is not None:
         process.configuration.parallelized[name] = where
@@ -254,6 +256,38 @@ def _check_strategy(strategy):
             f"strategy={strategy!r} is not understood. Use None (the model's replicas run in this "
             f"process, split by compat) or {others}."
         )
+
+
+def _watch(backend, model, name, devices):
+    """Have the first steps of a model checked: whether all devices were used."""
+    from .. import _keras  # for start-up time
+
+    check = None
+    process.unused.pop(name, None)
+    if len(devices) > 1:
+        from .._runtime import usage  # for start-up time
+        from ..backend import Backend  # for start-up time
+
+        reports = type(backend).executed is not Backend.executed
+        record = functools.partial(backend.executed, model) if reports else None
+        check = usage.UsageCheck(name, devices, record, functools.partial(_hooks, model))
+    if _keras.keras_of(model) is None:
+        backend.watch(model, check)
+    else:
+        from .._keras import watched_methods  # for start-up time
+
+        watched_methods.install(model, check)
+
+
+def _hooks(model):
+    """What compat replaced on a model, by name."""
+    from .. import _keras  # for start-up time
+    from .._keras import watched_methods  # for start-up time
+    from .._runtime import patching  # for start-up time
+
+    if _keras.keras_of(model) is not None:
+        return watched_methods.hooks(model)
+    return patching.InstanceMethod.all_of(model) if hasattr(model, "__dict__") else {}
 
 
 def _verify(backend, model, name, devices, ranks=False):

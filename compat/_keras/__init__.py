@@ -8,6 +8,7 @@ import sys
 from .. import errors
 from .._configuration import detection, packages, settings
 from .._runtime import patching
+from .._runtime.process import process
 
 # How the names of the modules of each Keras begin.
 _KERASES = {
@@ -85,7 +86,7 @@ class InnerModel(patching.InstanceMethod):
         super().__init__([])
         self.prepare = prepare
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         self.plain(model)(*args, **kwargs)
         self.prepare(inner_model(model))
 
@@ -165,6 +166,7 @@ def undivided(model):
 
 
 def warn_not_divided(model, reason, device):
+    process.whole[model.name] = f"not divided: {reason}"
     errors.warn(
         f"parallelize() leaves model {model.name!r} on {device}: {reason}, so its batches cannot "
         "be split. The numbers are those of one device, and so is the speed."

@@ -76,7 +76,7 @@ class WatchedTraining(patching.InstanceMethod):
 
     method = "make_train_function"
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         function = self.plain(model)(*args, **kwargs) or model.train_function
         if not isinstance(function, _WatchedFunction):
             function = _WatchedFunction(model, function)

@@ -46,7 +46,7 @@ class MakeFunction(RankedMethod):
     function = "train_function"
     training = True
 
-    def __call__(self, model):
+    def invoke(self, model):
         make, function = self.plain(model), vars(model).get(self.function)
         _refuse_sums(model)
         with self.making(model):

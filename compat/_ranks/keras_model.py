@@ -68,7 +68,7 @@ class RankedFit(RankedMethod):
         self.divides = None  # type: Any
         self.results = metrics.Results(engine)
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         return self.run(model, self.plain(model), args, kwargs)
 
     def run(self, model, fit, args, kwargs):
@@ -243,7 +243,7 @@ class RankedResetMetrics(RankedMethod):
 
     method = "reset_metrics"
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         fit = RankedFit.of(model)
         if fit.in_epoch and fit.trained is None:
             fit.trained = metrics.state(model)
@@ -257,7 +257,7 @@ class RankedFitGenerator(RankedMethod):
 
     method = "fit_generator"
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         return RankedFit.of(model).run(model, self.plain(model), args, kwargs)
 
 
@@ -272,7 +272,7 @@ class RankedEvaluate(RankedMethod):
         super().__init__(engine)
         self.training = self.method == "train_on_batch"
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         evaluate = self.plain(model)
         fit = RankedFit.of(model)
         if fit.in_epoch or fit.evaluating:  # evaluate() calls evaluate_generator() in Keras 2.3

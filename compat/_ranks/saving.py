@@ -48,7 +48,7 @@ def never_save(model, place):
 class RankedSave(RankedMethod):
     """A method that saves, on rank 0 alone, and atomically. Other ranks do nothing there."""
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         if self.engine.place.rank:
             return None
         save = self.plain(model)

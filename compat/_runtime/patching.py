@@ -88,6 +88,9 @@ class InstanceMethod:
 
     method = "call"
 
+    #: How often it was called: a hook that the framework never calls is reported.
+    calls = 0
+
     def __init__(self, devices):
         self.devices = list(devices)
         self.hidden = None  # what the instance itself had before, as after an unpickling
@@ -97,6 +100,11 @@ class InstanceMethod:
         return self.method
 
     def __call__(self, model, *args, **kwargs):
+        self.calls += 1
+        return self.invoke(model, *args, **kwargs)
+
+    def invoke(self, model, *args, **kwargs):
+        """Do what the method does in place of the hidden one."""
         raise NotImplementedError
 
     @classmethod
@@ -121,6 +129,13 @@ class InstanceMethod:
         del model.__dict__[self.method]
         if self.hidden is not None:
             model.__dict__[self.method] = self.plain(model)
+
+    @staticmethod
+    def all_of(model):
+        """All methods of these kinds that this very instance has, by name."""
+        functions = {n: getattr(each, "__func__", None) for n, each in vars(model).items()}
+        functions = {n: getattr(each, "made_by", each) for n, each in functions.items()}
+        return {n: each for n, each in functions.items() if isinstance(each, InstanceMethod)}
 
     def plain(self, model):
         """The method that this one hides, of this model: deep copies share ``hidden``."""

@@ -5,7 +5,7 @@ from _thread import RLock  # threading costs an import
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, Dict, List, Optional, Tuple
+    from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
     from .._configuration.settings import Configuration
 
@@ -29,6 +29,8 @@ class Process:
             it runs.
         whole: by the names of models that are not divided, or not all of them, how far they are.
         batches: how many batches were computed, by what ``work.count()`` was told of them.
+        unused: by the names of models that did not run on all of their devices, what was found.
+        idle_devices: those on which the framework executed nothing of the rows they were given.
         verified: what was verified, a record for each model.
         records_operations: whether each model's first training step that is verified tells where
             its operations ran.
@@ -51,6 +53,8 @@ class Process:
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
         self.whole: "Dict[str, str]" = {}
         self.batches: "Dict[Any, int]" = {}
+        self.unused: "Dict[str, str]" = {}
+        self.idle_devices: "Set[str]" = set()
         self.verified: "List[Any]" = []
         self.records_operations = False
         self.comparisons = 0

@@ -57,6 +57,7 @@ class Report(NamedTuple):
         not_told: batches whose rows are not known.
         absent: ranks that ended without a report.
         comparisons: how often the ranks have compared their weights.
+        unused: what was found of each model that did not run on all of its devices, by its name.
     """
 
     devices: "List[DeviceUse]"
@@ -65,11 +66,14 @@ class Report(NamedTuple):
     not_told: int = 0
     absent: "Sequence[int]" = ()
     comparisons: int = 0
+    unused: "Mapping[str, str]" = {}
 
     @property
     def all_worked(self) -> bool:
-        """Whether every device has computed rows."""
-        return bool(self.devices) and not self.absent and all(each.rows for each in self.devices)
+        """Whether every device has computed rows, of each model that was given several."""
+        if not self.devices or self.absent or self.unused:
+            return False
+        return all(each.rows for each in self.devices)
 
     @property
     def verdict(self) -> str:
@@ -100,13 +104,17 @@ class Report(NamedTuple):
                 if len(names) <= settings.LISTED:
                     named = " and ".join(names)
                 said += f" {named} got no rows: {reason}."
-        if not any(each.training_rows for each in uses):
+        if self.unused:
+            said += f" {_models(self.unused)} did not run on all devices: see below."
+        elif not any(each.training_rows for each in uses):
             said += " None of it was training: no model was trained."
         if self.not_told:
             said += f" {_not_told(self.not_told)}"
         return said
 
     def _nothing_counted(self):
+        if self.unused:
+            return f"No batch was split. {_models(self.unused)} did not run on all devices."
         if self.not_told:
             return _not_told(self.not_told)
         if not self.models:
@@ -142,7 +150,7 @@ class Report(NamedTuple):
         return f"<Report {self.verdict}>"
 
     def __str__(self):
-        said = [self.verdict] + self._undivided()
+        said = [self.verdict] + self._undivided() + list(self.unused.values())
         lines = [line for text in said for line in textwrap.wrap(text, WIDTH)]
         return "\n".join(_table(self.devices) + lines)
 
@@ -157,6 +165,7 @@ class Report(NamedTuple):
         lanes += [markup.Lane(f"rank {n}", "no report", 0, wrong=True) for n in self.absent]
         shown = [markup.sentence(self.verdict, not self.all_worked)]
         shown += map(markup.sentence, self._undivided())
+        shown += [markup.sentence(text, True) for text in self.unused.values()]
         shown += [markup.picture("Rows that each device has computed", lanes)] if lanes else []
         recorded = [(use.title, use) for use in uses if use.busy_parts]
         if recorded:
@@ -184,14 +193,19 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
         absent: ranks that have left none.
     """
     uses = [DeviceUse(**each) for report in reports for each in report["devices"]]
-    models, whole = (
+    models, whole, unused = (
         {name: where for report in reports for name, where in report[key].items()}
-        for key in ("models", "whole")
+        for key in ("models", "whole", "unused")
     )
     not_told = sum(report["not_told"] for report in reports)
     comparisons = min([report["comparisons"] for report in reports] or [0])
     uses.sort(key=lambda each: each.rank or 0)
-    return Report(uses, models, whole, not_told, absent, comparisons)
+    return Report(uses, models, whole, not_told, absent, comparisons, unused)
+
+
+def _models(names):
+    word = "Model " if len(names) == 1 else "Models "
+    return word + settings.listed([repr(name) for name in names])
 
 
 def _rows(number):
@@ -253,6 +267,7 @@ def of_this_process(names, rank, models, memory_peaks) -> "Report":
         not_told += number if sizes is None else 0
         # A device may not be configured, or no more.
         for name, size in zip(list(seen)[:1] if devices == ("",) else devices, sizes or ()):
+            size = 0 if name in process.idle_devices else size
             seen.setdefault(name, []).append((size * number, number, training, sizes))
     uses = []
     for name, batches in seen.items():
@@ -264,15 +279,18 @@ def of_this_process(names, rank, models, memory_peaks) -> "Report":
             training_rows=sum(rows for rows, _, training, _ in batches if training),
             steps=sum(number for rows, number, _, _ in batches if rows),
             memory_peak=memory_peaks.get(name),
-            idle=None if rows else _why_idle([sizes for _, _, _, sizes in batches]),
+            idle=None if rows else _why_idle(name, [sizes for _, _, _, sizes in batches]),
             **process.activities[name]._asdict() if name in process.activities else {},
         )
         uses.append(use)
-    return Report(uses, models, dict(process.whole), not_told, (), process.comparisons)
+    whole, unused = dict(process.whole), dict(process.unused)
+    return Report(uses, models, whole, not_told, (), process.comparisons, unused)
 
 
-def _why_idle(batches):
+def _why_idle(name, batches):
     """Why a device got no rows of these batches, by the sizes of all devices' parts."""
+    if name in process.idle_devices:
+        return "the framework executed no operation there"
     if not batches:
         return "no batch was split over it"
     largest = max(map(sum, batches))

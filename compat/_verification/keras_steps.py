@@ -62,7 +62,7 @@ class Verified(patching.InstanceMethod):
                 method.install(model)
                 method.verified(model)
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         result = self.plain(model)(*args, **kwargs)
         made = self.verified(model)
         return None if result is None else made

@@ -42,7 +42,7 @@ class RankedJAXTrainFunction(keras_model.RankedMethod):
 
     method = "make_train_function"
 
-    def __call__(self, model, force=False):
+    def invoke(self, model, force=False):
         if model.train_function is None or force:
             model.train_function = model._make_function(RankedJAXStep(model, self.engine))
 
@@ -52,7 +52,7 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
 
     method = "make_test_function"
 
-    def __call__(self, model, force=False):
+    def invoke(self, model, force=False):
         if model.test_function is not None and not force:
             return
 
@@ -238,7 +238,7 @@ class RankedStatelessCall(keras_model.RankedMethod):
 
     method = "stateless_call"
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         if kwargs.get("training") and not _step.here():
             raise errors.unsupported(
                 "jax",

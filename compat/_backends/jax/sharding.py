@@ -132,7 +132,7 @@ class ShardedCall(patching.InstanceMethod):
             if isinstance(value, jax.Array) and value.sharding != self.whole:
                 variable.assign(jax.device_put(value, self.whole))
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         call = self.plain(model)
         batch = next(filter(_has_rows, _leaves((args, kwargs))), None)
         # Not where a model is exported: a batch of unknown size names no machine's devices.
@@ -187,7 +187,7 @@ class CountedSteps(patching.InstanceMethod):
 
     method = "_make_function"
 
-    def __call__(self, model, step_function, *args, **kwargs):
+    def invoke(self, model, step_function, *args, **kwargs):
         sharded = ShardedCall.of(model)
         training = getattr(step_function, "__name__", "") == "train_step"
 
@@ -209,7 +209,7 @@ class StateOnDevices(patching.InstanceMethod):
 
     method = "_get_jax_state"
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         ShardedCall.of(model).place(model)
         return self.plain(model)(*args, **kwargs)
 
@@ -217,7 +217,7 @@ class StateOnDevices(patching.InstanceMethod):
 class ShardedStep(patching.InstanceMethod):
     """A step of the user's, which may call anything: XLA then splits all that the data reaches."""
 
-    def __call__(self, model, state, data):
+    def invoke(self, model, state, data):
         batch = next(filter(_has_rows, _leaves(data)), None)
         if batch is None or split_rows.runs_undivided():
             return self.plain(model)(state, data)

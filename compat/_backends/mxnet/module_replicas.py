@@ -55,7 +55,7 @@ class _BindDivided(InstanceMethod):
 
     method = "bind"
 
-    def __call__(self, module, data_shapes, label_shapes=None, for_training=True, *args, **kwargs):
+    def invoke(self, module, data_shapes, label_shapes=None, for_training=True, *args, **kwargs):
         bind = self.plain(module)
         if module.binded and not kwargs.get("force_rebind"):
             return bind(data_shapes, label_shapes, for_training, *args, **kwargs)
@@ -80,7 +80,7 @@ class _InitOptimizerWithKVStore(InstanceMethod):
 
     method = "init_optimizer"
 
-    def __call__(self, module, kvstore="local", *args, **kwargs):
+    def invoke(self, module, kvstore="local", *args, **kwargs):
         self.plain(module)(kvstore or "local", *args, **kwargs)
 
 

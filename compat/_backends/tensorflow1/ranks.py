@@ -38,9 +38,9 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
     no more.
     """
 
-    def __call__(self, model):
+    def invoke(self, model):
         before = vars(model).get(self.function)
-        super().__call__(model)
+        super().invoke(model)
         function = vars(model)[self.function]
         if function is not before:
             with function.updates_op.graph.as_default(), self.engine.tf.name_scope("ranks"):

@@ -77,7 +77,7 @@ class NativeCall(ReplicatedCall):
     _has_said = False  # that it is not verified
     verification = None
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         kind, verification = "train" if recording() else "predict", self.verification
         is_wanted = verification is not None and verification.wants(kind)
         if is_wanted and not split_rows.runs_undivided():
@@ -91,7 +91,7 @@ class NativeCall(ReplicatedCall):
                     "calls are not verified. Call it once outside, within a tf.GradientTape for "
                     "its gradients: model(batch)."
                 )
-        return super().__call__(model, *args, **kwargs)
+        return super().invoke(model, *args, **kwargs)
 
     def _given(self, model, given):
         if are_arrays(given) and not self._has_warned:
@@ -126,7 +126,7 @@ class VerifiedCall(_verification.Step):
     def __init__(self, call, model, args, kwargs):
         self.call, self.model, self.args, self.kwargs = call, model, args, kwargs
         self.is_recording = recording()
-        self.replicated = functools.partial(ReplicatedCall.__call__, call, model)
+        self.replicated = functools.partial(ReplicatedCall.invoke, call, model)
         self.variables = self._found()
         self.dtype = keras_steps.coarsest({v.dtype.name for v in self.variables.values()})
 

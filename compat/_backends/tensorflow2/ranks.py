@@ -58,7 +58,7 @@ class RankedFunction:
 class RankedMaking(keras_model.RankedMethod):
     """The method that makes the function which trains, or the one which evaluates."""
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
         attribute = self.method[len("make_") :]
         made = getattr(model, attribute)
@@ -78,7 +78,7 @@ class RankedStep(keras_model.RankedMethod):
     first_batch = None  # where its loss is to be checked
     kept = False  # as it is of one batch only
 
-    def __call__(self, model, data):
+    def invoke(self, model, data):
         with self.engine.noting():
             data = as_tensors(data)  # Keras 3 hands arrays to a step that runs eagerly
             asked_for = _keras.compiled_with(model).get("jit_compile")
@@ -254,7 +254,7 @@ class RankedTestStep(keras_model.RankedMethod):
     method = "test_step"
     autograph_info__ = {}  # type: dict
 
-    def __call__(self, model, data):
+    def invoke(self, model, data):
         data = as_tensors(data)
         rows = _rows(data)
 
@@ -295,7 +295,7 @@ class RankedCall(ReplicatedCall):
     def __init__(self, engine):
         super().__init__([])
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         is_of_step = _stepping.here() or self._only_traced(model)
         if recording() and not is_of_step:
             raise unsupported(

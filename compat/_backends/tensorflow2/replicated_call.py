@@ -70,7 +70,7 @@ class ReplicatedCall(patching.InstanceMethod):
         if self.supports_jit:
             model.__dict__["supports_jit"] = True
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         steps.note_call()
         call = functools.partial(self._unreplicated, model)
         if split_rows.runs_undivided() or self._only_traced(model):
@@ -349,11 +349,11 @@ def placed_parts(model):
 class PlacedCall(ReplicatedCall):
     """A layer's ``call``: one replica, on the device of the node that is being run."""
 
-    def __call__(self, layer, *args, **kwargs):
+    def invoke(self, layer, *args, **kwargs):
         following, device = getattr(_next, "call", None) or (None, None)
         if following is not layer:
             return self._unreplicated(layer, *args, **kwargs)
         _next.call = None
         placed = PlacedCall([device])
         placed.hidden = self.hidden
-        return ReplicatedCall.__call__(placed, layer, *args, **kwargs)
+        return ReplicatedCall.invoke(placed, layer, *args, **kwargs)

@@ -56,7 +56,7 @@ class Ranked(keras_model.RankedMethod):
         """Within, a model trains by itself."""
         return patching.replaced(self, is_alone=True)
 
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         batch = batches.first_batch((args, kwargs))
         if self.is_alone or self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
@@ -179,7 +179,7 @@ class RankedTrainStep(keras_model.RankedMethod):
     method = "train_step"
     training = True
 
-    def __call__(self, model, data, *args, **kwargs):
+    def invoke(self, model, data, *args, **kwargs):
         step = self.plain(model)
         exchange = RankedKerasCall.of(model).exchange(model)
         keras = _keras.keras_of(model)

@@ -106,7 +106,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         self.tried = {}  # functions without a rule, by the kind of call
 
     @torch.compiler.disable  # what it makes of a model around a parallelized one stops here
-    def __call__(self, model, *args, **kwargs):
+    def invoke(self, model, *args, **kwargs):
         if split_rows.runs_undivided():
             return self.plain(model)(*args, **kwargs)
         arguments = batches.DividedArguments(args, kwargs, self.converter(model))

@@ -147,7 +147,7 @@ class VerifiedModuleForward(models.ForwardMethod):
         self.verification = verification
 
     @torch.compiler.disable
-    def __call__(self, module, *args, **kwargs):
+    def invoke(self, module, *args, **kwargs):
         kind = "train" if module.training and torch.is_grad_enabled() else "predict"
         forward = self.plain(module)
         if (

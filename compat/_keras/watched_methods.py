@@ -1,0 +1,71 @@
+"""The public methods of a Keras model that train, evaluate and predict, watched.
+
+They are where the framework's steps begin, whatever functions this Keras makes for them: a check
+that stands here notices steps which never reach what compat replaces further inside.
+"""
+
+import functools
+import inspect
+
+from .. import _keras
+from .._runtime import patching
+
+_KINDS = {
+    "fit": "train",
+    "fit_generator": "train",
+    "train_on_batch": "train",
+    "evaluate": "evaluate",
+    "evaluate_generator": "evaluate",
+    "test_on_batch": "evaluate",
+    "predict": "predict",
+    "predict_generator": "predict",
+    "predict_on_batch": "predict",
+}
+# Kind of step -> the attribute in which Keras keeps the function that does it.
+_FUNCTIONS = dict(zip(("train", "evaluate", "predict"), _keras.FUNCTIONS))
+
+
+class WatchedMethod(patching.InstanceMethod):
+    """A method that does steps of one kind, which a ``UsageCheck`` checks."""
+
+    watches = True
+
+    def __init__(self, check):
+        super().__init__([])
+        self.check = check
+
+    def install(self, model, function=None):
+        super().install(model, function)
+        # Wrappers look up its arguments.
+        self.__signature__ = inspect.signature(getattr(type(model), self.method))
+
+    def invoke(self, model, *args, **kwargs):
+        kind = _KINDS[self.method]
+        function = functools.partial(_function, model, _FUNCTIONS[kind])
+        with self.check.step(kind, function, self.method):
+            return self.plain(model)(*args, **kwargs)
+
+
+_METHODS = [type("WatchedMethod", (WatchedMethod,), {"method": name}) for name in _KINDS]
+
+
+def _function(model, attribute):
+    return getattr(_keras.inner_model(model), attribute, None)
+
+
+def install(model, check):
+    """Have a check watch a model's methods; None: none does any more."""
+    for method in _METHODS:
+        watched = method.of(model)
+        if watched is not None:
+            watched.remove(model)
+        if check is not None and hasattr(type(model), method.method):
+            method(check).install(model)
+
+
+def hooks(model):
+    """What compat replaced on a model and on the model inside it, without these methods."""
+    found = patching.InstanceMethod.all_of(model)
+    if _keras.inner_model(model) not in (None, model):
+        found.update(patching.InstanceMethod.all_of(_keras.inner_model(model)))
+    return {name: each for name, each in found.items() if not hasattr(each, "watches")}

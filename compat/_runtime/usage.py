@@ -1,0 +1,136 @@
+"""Check that the steps of a parallelized model ran on the devices that it was given.
+
+Two records that do not depend on each other are compared: the batches that compat counted where it
+split them, and the operations that the framework reports for each device.
+"""
+
+import contextlib
+from _thread import get_ident
+from typing import Any, Callable, ContextManager, Dict, Iterator, Optional, Sequence, Set
+
+from .. import errors
+from .._configuration import settings
+from . import work
+from .process import process
+
+#: Kinds of steps, as a message names them.
+KINDS = {"train": "training step", "evaluate": "evaluation", "predict": "prediction"}
+
+
+class UsageCheck:
+    """Checks the first training step, evaluation and prediction of one model.
+
+    A step is checked again when the model has another function for it, as after ``compile()``.
+
+    Arguments:
+        model: the model's name.
+        devices: the devices that it was given, as the backend names them.
+        record: returns a context manager that gives a dictionary, which has the number of
+            operations that each device executed in the first step when the block ends. None: the
+            framework does not report that.
+        hooks: returns the methods that compat replaced on the model, by name, each with the number
+            of its ``calls``.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        devices: "Sequence[str]",
+        record: "Optional[Callable[[], ContextManager[Dict[str, int]]]]",
+        hooks: "Callable[[], Dict[str, Any]]",
+    ) -> None:
+        self.model, self.devices = model, list(devices)
+        self.record, self.hooks = record, hooks
+        self._confirmed: "Dict[str, Any]" = {}  # by kind, the function that was checked
+        self._running: "Set[Any]" = set()
+
+    @contextlib.contextmanager
+    def step(
+        self, kind: str, function: "Callable[[], Any]" = lambda: None, name: str = ""
+    ) -> "Iterator[None]":
+        """Check what runs within, one or more steps of a kind.
+
+        Arguments:
+            kind: one of ``KINDS``.
+            function: returns what the framework calls for such a step, where it keeps that.
+            name: the framework's method that does the steps, for messages.
+
+        Raises:
+            DevicesNotUsedError: devices were not used, under ``configure_gpu(strict=True)``.
+        """
+        key = kind, get_ident()
+        is_checked = kind in self._confirmed and self._confirmed[kind] is function()
+        if is_checked or key in self._running or work.uncounted:
+            yield
+            return
+        before = work.batches()
+        calls = {hook: each.calls for hook, each in self.hooks().items()}
+        executed: "Optional[Dict[str, int]]" = None
+        self._running.add(key)
+        try:
+            if self.record is None:
+                yield
+            else:
+                with self.record() as executed:
+                    yield
+        finally:
+            self._running.discard(key)
+        self._confirmed[kind] = function()
+        counted = [
+            batch
+            for batch, number in work.batches().items()
+            if number > before.get(batch, 0) and (batch[2] or kind != "train")
+        ]
+        problem = self._problem(counted, executed, calls)
+        if problem:
+            self._report(kind, name, problem)
+
+    def _problem(self, counted, executed, calls):
+        """What is wrong, a clause that follows the name of the step, or None."""
+        if not counted:
+            if self.model in process.whole or executed is not None and not any(executed.values()):
+                return None  # a warning has said so; or nothing was computed
+            return f"no batch was split over {settings.listed(self.devices)}. " + self._unreached(calls)
+        claimed = {
+            device
+            for devices, sizes, _ in counted
+            for device, rows in zip(devices, sizes or ())
+            if rows and device in self.devices
+        }
+        if executed is None:
+            return None
+        if not any(executed.values()):
+            return "the framework recorded no operation on any device. " + self._unreached(calls)
+        idle = [device for device in self.devices if device in claimed and not executed.get(device)]
+        if not idle:
+            return None
+        process.idle_devices.update(idle)
+        return (
+            f"the framework executed no operation on {settings.listed(idle)}, which "
+            "{} given rows. The session, context or mesh in use has fewer devices than "
+            "configure_gpu() has set up, or places operations elsewhere. Let compat configure "
+            "it: leave out device_count, visible_device_list and the like.".format(
+                "was" if len(idle) == 1 else "were"
+            )
+        )
+
+    def _unreached(self, calls):
+        names = [name for name, each in self.hooks().items() if each.calls == calls.get(name, 0)]
+        found = "Something else runs the model in place of what parallelize() set up."
+        if names:
+            what = settings.listed([f"model.{name}()" for name in names])
+            found = f"What parallelize() put in place of {what} was not called."
+        return (
+            f"{found} Another library has replaced it, or this version of the framework takes "
+            "another way: call parallelize() after such libraries have changed the model, and "
+            "report it with the output of `python -m compat env` if there is none."
+        )
+
+    def _report(self, kind, name, problem):
+        where = f" ({name}())" if name else ""
+        text = f"In the first {KINDS[kind]} of model {self.model!r}{where} {problem}"
+        process.unused[self.model] = text
+        configuration = process.configuration
+        if configuration is not None and configuration.settings.strict:
+            raise errors.DevicesNotUsedError(text)
+        errors.warn(text)
