@@ -34,6 +34,7 @@ from .errors import (
     ConfigurationFileError,
     DeviceFailedError,
     DevicesNotFoundError,
+    DevicesNotUsedError,
     InvalidArgumentError,
     ModelFileError,
     NotAModelError,
@@ -54,6 +55,12 @@ __all__ += ["barrier", "is_chief", "local_batch_size", "local_rank", "rank"]
 __all__ += ["scaled_learning_rate", "shard", "size"]
 __all__ += ["AlreadyConfiguredError", "AmbiguousBackendError", "BrokenInstallError"]
 __all__ += ["CompatError", "CompatWarning", "ConfigurationFileError", "DeviceFailedError"]
-__all__ += ["DevicesNotFoundError", "InvalidArgumentError", "ModelFileError", "NotAModelError"]
+__all__ += [
+    "DevicesNotFoundError",
+    "DevicesNotUsedError",
+    "InvalidArgumentError",
+    "ModelFileError",
+    "NotAModelError",
+]
 __all__ += ["NotInstalledError", "PythonNotFoundError", "RankError", "RankLostError"]
 __all__ += ["ResultsDifferError", "TooLateError", "UnknownOptionError", "UnsupportedError"]

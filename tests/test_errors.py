@@ -43,6 +43,7 @@ BUILT_IN = {
     "AlreadyConfiguredError": RuntimeError,
     "DevicesNotFoundError": RuntimeError,
     "DeviceFailedError": RuntimeError,
+    "DevicesNotUsedError": RuntimeError,
     "NotAModelError": TypeError,
     "RankError": RuntimeError,
     "RankLostError": RuntimeError,

@@ -90,7 +90,9 @@ class UsageCheck:
         if not counted:
             if self.model in process.whole or executed is not None and not any(executed.values()):
                 return None  # a warning has said so; or nothing was computed
-            return f"no batch was split over {settings.listed(self.devices)}. " + self._unreached(calls)
+            return f"no batch was split over {settings.listed(self.devices)}. " + self._unreached(
+                calls
+            )
         claimed = {
             device
             for devices, sizes, _ in counted

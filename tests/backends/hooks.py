@@ -27,7 +27,9 @@ class _Watched:
         self.names = []
         self.was_left_out = False
 
-    def is_left_out(self, name):
+    def is_left_out(self, owner, name):
+        if type(owner).__module__.startswith("compat."):
+            return False  # an object of compat's own, not of a framework
         if name not in self.names:
             self.names.append(name)
         self.was_left_out |= name == self.left_out
@@ -41,16 +43,18 @@ def _watched(left_out=None):
     set_value = patching.Patch._set
 
     def installing(hook, model, *args):
-        watched.is_left_out(f"model.{hook.method}")
+        if not hasattr(hook, "watches"):  # what checks all others
+            watched.is_left_out(model, f"model.{hook.method}")
         return install(hook, model, *args)
 
     def calling(hook, model, *args, **kwargs):
-        if watched.is_left_out(f"model.{hook.method}") and not hasattr(hook, "watches"):
+        is_watch = hasattr(hook, "watches")
+        if not is_watch and watched.is_left_out(model, f"model.{hook.method}"):
             return hook.plain(model)(*args, **kwargs)
         return call(hook, model, *args, **kwargs)
 
     def setting(patch, value):
-        if watched.is_left_out(name_of(patch.owner, patch.name)):
+        if watched.is_left_out(patch.owner, name_of(patch.owner, patch.name)):
             value = getattr(patch, "before", None) if patch.was_own else None
             if not patch.was_own and not isinstance(patch.owner, dict):
                 value = getattr(patch.owner, patch.name, None)

@@ -32,6 +32,8 @@ from compat.testing import (
 from compat.testing.automatic import compiled_on_all_devices
 from compat.testing.several import SeveralDevicesContract
 
+from . import hooks
+
 
 class SharedParts(SeveralDevicesContract):
     """Tests of one model, of whatever kind."""
@@ -67,6 +69,24 @@ class SharedParts(SeveralDevicesContract):
 
 class KerasParts(SharedParts, ParallelContract):
     """Subclass this in place of ``ParallelContract``."""
+
+    #: Hooks that no step depends on, by name (see ``hooks``), each with the reason.
+    exempt_hooks = {}  # type: Dict[str, str]
+
+    def test_a_hook_that_is_not_reached_is_never_silent(self, keras, configuration):
+        """Each of them is left out once, as if the framework did not call it."""
+        inputs, targets = CASES["dense"].data(11)
+
+        def program():
+            model = self.parallel()
+            self.fit(model, 11, 4)
+            model.evaluate(inputs, targets, verbose=0)
+            self.predict(model, inputs)
+
+        found = hooks.left_out_one_by_one(program, self.exempt_hooks)
+        print("\n".join(f"{name}: {text}" for name, text in found.items()))
+        silent = [name for name, text in found.items() if text is None]
+        assert found and not silent, silent
 
     # Automatic parallelization ----------------------------------------------------------------
 
