@@ -311,13 +311,13 @@ def innermost_line(frames):
         frames: pairs of a file and a line, the innermost last.
     """
     for path, line in reversed(frames):
-        if _is_users(path) and not path.startswith("<"):
+        if is_users_file(path) and not path.startswith("<"):
             return f"{os.path.basename(path)}, line {line}"
     return None
 
 
-def _is_users(path):
-    """Whether a source file is of no installed package and not of Python's own library."""
+def is_users_file(path: str) -> bool:
+    """Return whether a file belongs neither to an installed package nor to Python's library."""
     libraries = [
         os.path.dirname(each) + os.sep for each in (os.__file__, os.path.abspath(__file__))
     ]
@@ -335,7 +335,7 @@ def _users_frame(frame):
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] != __name__.partition(".")[0]:
             outside = outside or level
-            if _is_users(frame.f_code.co_filename):
+            if is_users_file(frame.f_code.co_filename):
                 return frame, level
         frame, level = frame.f_back, level + 1
     return None, outside or 1

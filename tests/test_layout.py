@@ -37,7 +37,8 @@ ROOMS = [
     ["compat._configuration.gpu_selection"],
     ["compat._runtime.reporting", "compat._runtime.usage"],
     ["compat._configuration.settings", "compat._runtime.operation_times"],
-    ["compat._rows", "compat._runtime.work"],
+    ["compat._rows", "compat._runtime.work", "compat._runtime.effects"],
+    ["compat._runtime.containers"],
     ["compat._configuration", "compat._runtime", "compat.errors"],
     ["compat._configuration.numeric", "compat._configuration.pip_extras"],
 ]  # fmt: skip
@@ -158,8 +159,8 @@ NAMING = {
     "compat._ranks.loaders": "random numbers as a DataLoader of torch draws them",
     "compat._ranks.launchers": "names of variables",
     "compat._ranks.losses": "tells the kinds of Keras apart",
+    "compat._runtime.containers": "what frameworks' own objects hold is not searched",
     "compat._verification.keras_steps": "versions in an error's advice",
-    "compat._verification.steps": "what frameworks' own objects hold is not searched",
 }
 
 

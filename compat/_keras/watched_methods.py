@@ -6,6 +6,7 @@ that stands here notices steps which never reach what compat replaces further in
 
 import functools
 import inspect
+from typing import List, Type
 
 from .. import _keras
 from .._runtime import patching
@@ -46,7 +47,9 @@ class WatchedMethod(patching.InstanceMethod):
             return self.plain(model)(*args, **kwargs)
 
 
-_METHODS = [type("WatchedMethod", (WatchedMethod,), {"method": name}) for name in _KINDS]
+_METHODS: "List[Type[WatchedMethod]]" = [
+    type("WatchedMethod", (WatchedMethod,), {"method": name}) for name in _KINDS
+]
 
 
 def _function(model, attribute):

@@ -1,9 +1,9 @@
 """A step of a model, as a backend does it on one device and on all; and what its objects hold."""
 
 import contextlib
-import functools
-import types
 from typing import Any, Collection, Dict, Iterator, Mapping, Optional, Tuple
+
+from .._runtime import containers
 
 #: Why batch normalization differs by design; of a layer, say, and its name.
 NORMALISED = "{} {!r} normalises each replica's rows by their own statistics"
@@ -100,9 +100,6 @@ class Step:
 
 # What objects hold --------------------------------------------------------------------------------
 
-# What objects of these packages hold belongs to the framework; Keras within them does not.
-_FRAMEWORKS = ("compat", "jax", "jaxlib", "numpy", "tensorflow", "tensorflow_core", "torch")
-
 
 def variables_held(roots, kinds):
     """All variables that objects hold: in attributes, containers, and what functions refer to.
@@ -111,7 +108,11 @@ def variables_held(roots, kinds):
         roots: the objects.
         kinds: the classes of variables, as ``isinstance`` takes them.
     """
-    return [value for value in _all(roots, kinds) if isinstance(value, kinds)]
+
+    def is_variable(value):
+        return isinstance(value, kinds)
+
+    return list(filter(is_variable, containers.reached(roots, is_variable)))
 
 
 class Attributes:
@@ -143,54 +144,5 @@ class Attributes:
 
 def numbers_held(roots):
     """``Attributes`` that are numbers, of objects and of all that they hold."""
-    objects = [value for value in _all(roots, ()) if _has_attributes(value)]
+    objects = filter(containers.has_attributes, containers.reached(roots, lambda value: False))
     return Attributes(objects, lambda name, value: type(value) in (int, float), forgets=False)
-
-
-def _all(roots, kinds):
-    """The objects, and all that they hold; nothing that variables do."""
-    seen, pending = {}, list(reversed(roots))
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
-            continue
-        seen[id(value)] = value
-        yield value
-        if not isinstance(value, kinds):
-            pending.extend(reversed(_held(value)))
-
-
-def _held(value):
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    if isinstance(value, types.MethodType):
-        return [value.__self__, value.__func__]
-    if isinstance(value, functools.partial):
-        return [value.func, value.args, value.keywords]
-    if isinstance(value, types.FunctionType) and _is_entered(value.__module__):
-        names = [name for name in value.__code__.co_names if name in value.__globals__]
-        cells = [content for cell in value.__closure__ or () for content in _contents(cell)]
-        defaults = [value.__defaults__, value.__kwdefaults__]
-        return cells + defaults + [value.__globals__[name] for name in names]
-    return list(vars(value).values()) if _has_attributes(value) else []
-
-
-def _has_attributes(value):
-    kind = type(value)
-    if isinstance(value, (type, types.ModuleType, types.FunctionType)):
-        return False
-    is_known = _is_entered(kind.__module__) or hasattr(kind, "apply_gradients")
-    return is_known and hasattr(value, "__dict__")
-
-
-def _is_entered(module):
-    return (module or "").split(".")[0] not in _FRAMEWORKS or ".keras." in module
-
-
-def _contents(cell):
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # of a function that is yet to be defined
-        return []

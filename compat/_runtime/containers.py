@@ -1,0 +1,350 @@
+"""Objects that hold values, and all that a call can reach from some of them.
+
+The attributes of objects, dictionaries, lists, sets, the variables of closures, attributes of the
+user's classes, the globals that the user's functions name, and arrays of numpy's.
+"""
+
+import collections
+import functools
+import sys
+import types
+from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+
+from .. import errors
+
+#: Objects of these packages belong to the framework; those of Keras within them do not.
+FRAMEWORKS = ("compat", "jax", "jaxlib", "mxnet", "numpy", "tensorflow", "tensorflow_core", "torch")
+
+#: In place of a value where there is none: an attribute not there before, or deleted.
+MISSING = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
+
+# Longer containers hold data, not what a call notes: they are followed by their lengths alone.
+_LONGEST = 10000
+# Larger arrays are data.
+_LARGEST = 1 << 20
+
+ATOMS = {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice}
+ATOMS |= {type(MISSING), types.BuiltinFunctionType, types.CodeType}
+
+
+def reached(
+    roots: "Sequence[Any]",
+    is_value: "Callable[[Any], bool]",
+    seen: "Optional[Dict[int, Any]]" = None,
+) -> "Iterator[Any]":
+    """Iterate over the objects, and all that they lead to, in order, each once.
+
+    Arguments:
+        is_value: returns whether a value is not looked into.
+        seen: what was reached before, by id; it is kept alive there, so that ids stay its own.
+    """
+    seen, pending = {} if seen is None else seen, list(reversed(roots))
+    while pending:
+        value = pending.pop()
+        if id(value) in seen or type(value) in ATOMS or isinstance(value, types.ModuleType):
+            continue
+        seen[id(value)] = value
+        yield value
+        if not is_value(value):
+            held = [each for owner in owners(value) for each in owner.read().values()]
+            pending += reversed(held + _led_to(value))
+
+
+def is_same(value: "Any", other: "Any") -> bool:
+    """Return whether two values are one object, or equal numbers or texts."""
+    return value is other or type(value) is type(other) and type(value) in ATOMS and value == other
+
+
+class _Items:
+    """A dictionary, or the attributes of an object.
+
+    Attributes:
+        held: what is held, of which there is one owner.
+        is_compared: whether its values are compared, not only whether they are the same objects.
+    """
+
+    is_compared = False
+
+    def __init__(self, held, of=None):
+        self.held, self.of = held, of
+        self.identity: "Any" = (id(held), None)  # one owner of some values
+
+    def described(self, key):
+        if self.of is not None:
+            return f"attribute {key!r} of {type(self.of).__name__}"
+        return f"item {key!r} of a dictionary"
+
+    def read(self):
+        if len(self.held) > _LONGEST:
+            return {MISSING: len(self.held)}
+        return dict(self.held)
+
+    def write(self, key, value):
+        if key is MISSING:
+            return
+        if value is MISSING:
+            dict.pop(self.held, key, None)
+        else:
+            dict.__setitem__(self.held, key, value)
+
+    def restore(self, before):
+        if MISSING in before:
+            return
+        for key in [key for key in self.held if key not in before]:
+            dict.__delitem__(self.held, key)
+        dict.update(self.held, before)
+
+
+class _Names(_Items):
+    """Some names of a module, or of a class: of functions' globals those that they name."""
+
+    def __init__(self, held, names):
+        super().__init__(held)
+        self.names = names
+        self.identity = id(held), tuple(names)
+
+    def described(self, key):
+        if isinstance(self.held, type):
+            return f"attribute {key!r} of class {self.held.__name__}"
+        return f"global variable {key!r}"
+
+    def read(self):
+        values = vars(self.held) if isinstance(self.held, type) else self.held
+        return {name: values[name] for name in self.names if name in values}
+
+    def write(self, key, value):
+        if not isinstance(self.held, type):
+            super().write(key, value)
+        elif value is MISSING:
+            delattr(self.held, key)
+        else:
+            setattr(self.held, key, value)
+
+    def restore(self, before):
+        now = self.read()
+        for key in set(now).union(before):
+            if not is_same(now.get(key, MISSING), before.get(key, MISSING)):
+                self.write(key, before.get(key, MISSING))
+
+
+class _Slots(_Items):
+    """An object's attributes that have slots."""
+
+    def __init__(self, held, names):
+        super().__init__(held, of=held)
+        self.names = names
+
+    def read(self):
+        found = {name: getattr(self.held, name, MISSING) for name in self.names}
+        return {name: value for name, value in found.items() if value is not MISSING}
+
+    def write(self, key, value):
+        if value is MISSING:
+            delattr(self.held, key)
+        else:
+            setattr(self.held, key, value)
+
+    restore = _Names.restore
+
+
+class _Elements(_Items):
+    """A list or a deque."""
+
+    def described(self, key):
+        return f"element {key} of a list"
+
+    def read(self):
+        if len(self.held) > _LONGEST:
+            return {MISSING: len(self.held)}
+        return dict(enumerate(self.held))
+
+    def write(self, key, value):
+        if key is MISSING:
+            return
+        if value is MISSING:
+            del self.held[-1]  # the last ones are those that are missing
+        elif key < len(self.held):
+            self.held[key] = value
+        else:
+            self.held.append(value)
+
+    def restore(self, before):
+        if MISSING in before:
+            while len(self.held) > before[MISSING]:
+                self.held.pop()
+        elif isinstance(self.held, list):
+            self.held[:] = before.values()
+        else:
+            self.held.clear()
+            self.held.extend(before.values())
+
+
+class _Members(_Items):
+    """A set."""
+
+    is_compared = True
+
+    def described(self, key):
+        return "a set"
+
+    def read(self):
+        return {None: frozenset(self.held)}
+
+    def write(self, key, value):
+        self.held.clear()
+        self.held.update(value)
+
+    def restore(self, before):
+        self.write(None, before[None])
+
+
+class _Contents(_Items):
+    """The value of a closure's variable."""
+
+    def described(self, key):
+        return "a variable of a closure"
+
+    def read(self):
+        try:
+            return {None: self.held.cell_contents}
+        except ValueError:  # of a function that is yet to be defined
+            return {}
+
+    def write(self, key, value):
+        if sys.version_info >= (3, 7):
+            self.held.cell_contents = value
+        else:  # read-only there
+            import ctypes
+
+            cell, content = ctypes.py_object(self.held), ctypes.py_object(value)
+            ctypes.pythonapi.PyCell_Set(cell, content)
+
+    def restore(self, before):
+        if before:
+            self.write(None, before[None])
+
+
+class _Array(_Items):
+    """The numbers of an array of numpy's."""
+
+    is_compared = True
+
+    def described(self, key):
+        return "an array of numpy's"
+
+    def read(self):
+        return {None: (self.held.shape, self.held.tobytes())}
+
+    def write(self, key, value):
+        import numpy as np
+
+        if isinstance(value, tuple):  # as it was read
+            value = np.frombuffer(value[1], self.held.dtype).reshape(value[0])
+        self.held[...] = value
+
+    def restore(self, before):
+        if self.held.flags.writeable and self.read() != before:
+            self.write(None, before[None])
+
+
+def _is_array(value):
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return False
+    return value.nbytes <= _LARGEST and not value.dtype.hasobject and value.flags.writeable
+
+
+def owners(value: "Any") -> "Iterator[Any]":
+    """Iterate over what holds the values that a value has."""
+    if isinstance(value, dict):
+        yield _Items(value)
+    elif isinstance(value, (list, collections.deque)):
+        yield _Elements(value)
+    elif isinstance(value, set):
+        yield _Members(value)
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            yield _Contents(cell)
+        if errors.is_users_file(value.__code__.co_filename):
+            for name in _named(value.__code__, "STORE_GLOBAL"):
+                yield _Names(value.__globals__, [name])
+    elif isinstance(value, type):
+        yield _Names(value, [n for n, each in vars(value).items() if _is_variable(n, each)])
+    elif _is_array(value):
+        yield _Array(value)
+    if has_attributes(value):
+        yield _Items(vars(value), of=value)
+    if _is_users_class(type(value)):
+        slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+        if slots:
+            yield _Slots(value, slots)
+
+
+def _is_variable(name, value):
+    """Whether an attribute of a class is data that a call may change."""
+    return not name.startswith("__") and not callable(value) and not hasattr(value, "__get__")
+
+
+def _slots_of(kind):
+    slots = vars(kind).get("__slots__", ())
+    names = [slots] if isinstance(slots, str) else slots
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
+
+
+def _led_to(value):
+    """What a value leads to besides what it holds."""
+    if isinstance(value, (tuple, frozenset)):
+        return list(value)
+    if isinstance(value, types.MethodType):
+        return [value.__self__, value.__func__]
+    if isinstance(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, types.FunctionType):
+        names = ()  # type: Any
+        if errors.is_users_file(value.__code__.co_filename):
+            names = dict.fromkeys(_named(value.__code__, "LOAD_GLOBAL"))
+        named = [value.__globals__[name] for name in names if name in value.__globals__]
+        return [value.__defaults__, value.__kwdefaults__] + named
+    if isinstance(value, type):
+        functions = [getattr(each, "fget", each) for each in vars(value).values()]
+        functions = [getattr(each, "__func__", each) for each in functions]
+        functions = [each for each in functions if isinstance(each, types.FunctionType)]
+        return functions + [base for base in value.__bases__ if _is_users_class(base)]
+    return [type(value)] if _is_users_class(type(value)) else []
+
+
+def _is_users_class(kind):
+    """Return whether a class is defined in a script, and not in an installed package."""
+    path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
+    return kind.__module__ != "builtins" and is_entered(kind) and errors.is_users_file(path)
+
+
+def _named(code, operation):
+    """Iterate over the names on which a function's code, or a function within it, operates."""
+    import dis  # for start-up time
+
+    yield from (each.argval for each in dis.get_instructions(code) if each.opname == operation)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _named(constant, operation)
+
+
+def has_attributes(value: "Any") -> bool:
+    """Return whether a value has attributes that are looked into."""
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        return False
+    is_known = is_entered(type(value)) or hasattr(value, "apply_gradients")
+    return is_known and hasattr(value, "__dict__")
+
+
+def is_entered(kind: type) -> bool:
+    """Whether objects of a class are looked into: it is neither Python's nor the framework's."""
+    module = kind.__module__ or ""
+    top = module.split(".")[0]
+    if top in FRAMEWORKS:
+        return ".keras." in module
+    return top not in _PYTHONS
+
+
+_PYTHONS = {"builtins", "threading", "_thread", "weakref", "abc", "typing", "logging", "io", "_io"}
+_PYTHONS |= {"enum", "functools", "collections", "random", "types", "re", "inspect", "pathlib"}

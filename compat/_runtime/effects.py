@@ -1,0 +1,125 @@
+"""What a call changes in the Python objects that it can reach: noted, listed and put back.
+
+A call reaches the attributes of objects, dictionaries, lists, sets, the variables of closures,
+attributes of the user's classes, and the globals that the user's functions name. ``Effects`` finds
+those once; a snapshot of them costs a shallow copy of each. Tensors and a framework's own objects
+are values: they are not looked into.
+"""
+
+import functools
+import random
+import sys
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence
+
+from .containers import MISSING, is_same, owners, reached
+
+
+class Change(NamedTuple):
+    """One value that a call has set, added or removed.
+
+    Attributes:
+        owner: what holds the value; see ``Effects.write``.
+        key: the attribute's name, the item's key, or the element's index; None for a set, a
+            variable of a closure, and an array as a whole.
+        before, after: the value, or ``MISSING``.
+    """
+
+    owner: Any
+    key: Any
+    before: Any
+    after: Any
+
+    @property
+    def place(self) -> "Any":
+        """What identifies the place of the change, the same for each replica's call."""
+        return self.owner.identity, self.key
+
+    def __str__(self):
+        return self.owner.described(self.key)
+
+
+class Effects:
+    """The changes of calls since ``note()``.
+
+    Arguments:
+        roots: the objects that the calls begin with: models, functions.
+        is_value: returns whether a value, such as a tensor, is not looked into.
+    """
+
+    def __init__(
+        self, roots: "Sequence[Any]", is_value: "Callable[[Any], bool]" = lambda value: False
+    ) -> None:
+        self.is_value = is_value
+        self._owners: "Dict[Any, Any]" = {}  # by identity
+        self._randoms: "List[Any]" = []
+        self._before: "Dict[Any, Any]" = {}
+        self._states: "List[Any]" = []
+        self._seen: "Dict[int, Any]" = {}
+        self.follow(roots)
+
+    def follow(self, values: "Sequence[Any]") -> None:
+        """Find what these values hold, at any depth."""
+        for value in reached(values, self.is_value, self._seen):
+            if not self.is_value(value):
+                state = _random_state(value)
+                self._randoms += [] if state is None else [state]
+                for owner in owners(value):
+                    self._owners.setdefault(owner.identity, owner)
+
+    def note(self) -> None:
+        """Take the present state as that before the next call."""
+        self._before = {place: owner.read() for place, owner in self._owners.items()}
+        self._states = [get() for get, _ in self._randoms]
+
+    def changes(self) -> "List[Change]":
+        """What has changed since ``note()``, in a fixed order."""
+        found = []
+        for place, before in self._before.items():
+            owner = self._owners[place]
+            after = owner.read()
+            if after == before if owner.is_compared else _are_same(before, after):
+                continue
+            for key in list(before) + [key for key in after if key not in before]:
+                old, new = before.get(key, MISSING), after.get(key, MISSING)
+                if not (old == new if owner.is_compared else is_same(old, new)):
+                    found.append(Change(owner, key, old, new))
+        return found
+
+    def restore(self, randoms: bool = False) -> None:
+        """Put back what there was at ``note()``.
+
+        Arguments:
+            randoms: whether generators of random numbers go back, too.
+        """
+        for place, before in self._before.items():
+            owner = self._owners[place]
+            if owner.is_compared or not _are_same(before, owner.read()):
+                owner.restore(before)
+        for (_, put), state in zip(self._randoms, self._states) if randoms else ():
+            put(state)
+
+    def write(self, changes: "Sequence[Change]") -> None:
+        """Make changes: each sets its ``after`` where ``before`` was at ``note()``."""
+        for change in changes:
+            change.owner.write(change.key, change.after)
+        self.follow([change.after for change in changes if change.after is not MISSING])
+
+
+def _are_same(values, others):
+    if len(values) != len(others):
+        return False
+    return all(is_same(value, others.get(key, MISSING)) for key, value in values.items())
+
+
+def _random_state(value):
+    """Functions that get and put the state of a generator of random numbers, or None."""
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, numpy.random.RandomState):
+        return value.get_state, value.set_state
+    generator = getattr(getattr(numpy, "random", None), "Generator", None)
+    if generator is not None and isinstance(value, generator):
+        bits = value.bit_generator
+        return (lambda: bits.state), functools.partial(setattr, bits, "state")
+    return None
