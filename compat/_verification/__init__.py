@@ -147,9 +147,9 @@ class Verification:
         step.write(moved)
         with _aside(step), given_moved(step, seed, number):
             after = {**step.on_one_device(), **step.read()}
-        # Changes count from where this one began.
+        # Changes count from where this one began, unless the step gives another shape.
         for label, value in moved.items():
-            if value is not start[label]:
+            if value is not start[label] and after[label].shape == value.shape:
                 after[label] = after[label] - (value - start[label])
         return after
 

@@ -25,7 +25,7 @@ import sys
 from ... import _keras, errors
 from ..._configuration import device_choice, gpu_selection
 from ...backend import Backend
-from . import sessions
+from . import sessions, variables
 from .graph import v1_names
 from .graph_changes import placed_on, placed_parts
 
@@ -72,7 +72,7 @@ class TensorFlow1(Backend):
         lines = [f"every session, of Keras and others: ConfigProto {shown}"]
         if settings.memory and not settings.devices.gpus:
             lines.append("memory: no GPU is used, so nothing was set")
-        lines.append(sessions.switch_resource_variables_on(tf))
+        lines.append(variables.switch_resource_variables_on(tf))
         return lines, []
 
     def session_config(self, tf, settings, late):
@@ -176,7 +176,7 @@ class TensorFlow1(Backend):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 current.uninstall()
         if len(devices) > 1:
-            sessions.warn_of_reference_variables(model)
+            variables.warn_of_reference_variables(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
         if len(devices) > 1 or functions.counts_without_order(model):
             with _keras.rebuilding_functions(_keras.inner_model(model)):

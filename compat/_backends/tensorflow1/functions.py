@@ -12,6 +12,7 @@ from ..._verification import keras2
 from . import graph, timeline
 from .graph_rows import ReplicasTrial
 from .replicas import GraphReplicas, rows_differ
+from .variables import settable
 
 # What TensorFlow calls what runs a part of the batch, and what puts the parts together.
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
@@ -300,6 +301,7 @@ class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
         held = [v for metric in metrics for v in getattr(metric, "variables", ())]
         ran = [function.updates_op] + list(function.outputs)
         written = graph.variables_written(ran, held)  # TensorFlow does not list those
+        written = settable(written)
         return sorted(written, key=lambda variable: getattr(variable, "handle", variable).op._id)
 
     # Nothing else orders the two where Keras makes a function for itself.

@@ -14,6 +14,7 @@ from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Val
 from . import graph
 from .row_operations import ALIGNED, placements
 from .row_rules import Positions
+from .variables import settable
 
 
 class TensorRows:
@@ -266,7 +267,7 @@ class ReplicasTrial:
     def _tried(self, tensors, ran):
         """The placements of tensors by a trial, which adds to ``ran`` what it has computed."""
         random = [t for t in self.part.drawn() if graph.is_outermost(t.op)]
-        written = list(graph.variables_of(self.part.once))
+        written = list(settable(graph.variables_of(self.part.once)))
         before = self.session.run(written)
 
         def compute(rows):

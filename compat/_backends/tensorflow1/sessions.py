@@ -1,4 +1,4 @@
-"""The configuration that every session of TensorFlow 1 begins with, and resource variables."""
+"""The configuration that every session of TensorFlow 1 begins with."""
 
 import copy
 import os
@@ -129,61 +129,3 @@ def session_of(keras):
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
     is_local = isinstance(session, threading.local)  # from TensorFlow 1.15
     return getattr(session, "session", None) if is_local else session
-
-
-# Resource variables, which TensorFlow 1 makes reference variables where it is left alone --------
-
-
-def warn_of_reference_variables(model):
-    weights = model.weights if model.built else ()  # a Sequential of unknown input
-    if any(weight.dtype._is_ref_dtype for weight in weights):
-        errors.warn(
-            f"The weights of {model.name} are reference variables, which TensorFlow may overwrite "
-            "while a replica still reads them: training goes wrong now and then. Call "
-            "configure_gpu() before the model is built; it switches resource variables on."
-        )
-
-
-def switch_resource_variables_on(tf):
-    """Switch them on: keras 2.2's reference variables race, and train wrongly.
-
-    An update may overwrite a weight that the gradient, or another replica, has yet to read.
-    """
-    _let_resource_variables_add_in_place()
-    if hasattr(tf, "enable_resource_variables"):  # from 1.11
-        tf.enable_resource_variables()
-        call = "tf.enable_resource_variables()"
-    else:
-        _make_resource_variables(tf.Variable)
-        call = "tf.Variable() makes resource variables"
-    return call + ", since reference variables race and train wrongly"
-
-
-def _let_resource_variables_add_in_place():
-    """Give ``loss += tensor`` its old meaning, a tensor, which resource variables refuse (1.12 on).
-
-    Losses of Keras' own examples begin as ``K.variable(0.)``: deep_dream, neural_style_transfer.
-    """
-    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
-
-    for operator in ("add", "sub", "mul", "div", "truediv", "realdiv", "pow"):
-        name = f"__i{operator}__"
-        for parent in ResourceVariable.__mro__:
-            if name in vars(parent) and patching.find(parent, name) is None:
-                # Python then takes __add__, and binds what that returns.
-                patching.Patch(parent, name, lambda self, other: NotImplemented)
-
-
-def _make_resource_variables(variable):
-    """Have ``tf.Variable()`` give an instance of its subclass for resource variables."""
-    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
-
-    def __new__(cls, *args, **options):
-        # What a resource variable cannot be: read from a file, or of a shape not known yet.
-        others = {"variable_def", "expected_shape"} & set(options)
-        if cls is variable and len(args) < 7 and not others and options.get("validate_shape", True):
-            cls = ResourceVariable
-        return object.__new__(cls)
-
-    if patching.find(variable, "__new__") is None:
-        patching.Patch(variable, "__new__", staticmethod(__new__))
