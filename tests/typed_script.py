@@ -69,6 +69,7 @@ kinds: List[Type[compat.CompatError]] = [
     compat.ConfigurationFileError,
     compat.DeviceFailedError,
     compat.DevicesNotFoundError,
+    compat.DevicesNotUsedError,
     compat.InvalidArgumentError,
     compat.ModelFileError,
     compat.NotAModelError,

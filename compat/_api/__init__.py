@@ -1,6 +1,5 @@
 """The public calls: normalise the arguments, choose the backend, delegate to it."""
 
-import functools
 import os
 
 from .. import _ranks, errors
@@ -269,8 +268,8 @@ def _watch(backend, model, name, devices):
         from ..backend import Backend  # for start-up time
 
         reports = type(backend).executed is not Backend.executed
-        record = functools.partial(backend.executed, model) if reports else None
-        check = usage.UsageCheck(name, devices, record, functools.partial(_hooks, model))
+        record = (lambda: backend.executed(model)) if reports else None
+        check = usage.UsageCheck(name, devices, record, lambda: _hooks(model))
     if _keras.keras_of(model) is None:
         backend.watch(model, check)
     else:

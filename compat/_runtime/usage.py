@@ -108,12 +108,10 @@ class UsageCheck:
             return None
         process.idle_devices.update(idle)
         return (
-            f"the framework executed no operation on {settings.listed(idle)}, which "
-            "{} given rows. The session, context or mesh in use has fewer devices than "
-            "configure_gpu() has set up, or places operations elsewhere. Let compat configure "
-            "it: leave out device_count, visible_device_list and the like.".format(
-                "was" if len(idle) == 1 else "were"
-            )
+            f"the framework executed no operation on {settings.listed(idle)}, to which rows were "
+            "given. The session, context or mesh in use has fewer devices than configure_gpu() has "
+            "set up, or places operations elsewhere. Let compat configure it: leave out "
+            "device_count, visible_device_list and the like."
         )
 
     def _unreached(self, calls):

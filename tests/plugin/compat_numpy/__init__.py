@@ -54,6 +54,16 @@ class Numpy(Backend):
             replicas.install(model, devices)
         return model
 
+    def executed(self, model):
+        from . import replicas
+
+        return replicas.executed()
+
+    def watch(self, model, check):
+        from . import replicas
+
+        replicas.watch(model, check)
+
     def profiled(self):
         from . import replicas
 

@@ -1,5 +1,6 @@
 """A network on several devices: each computes the gradients of its rows; the update is one."""
 
+import collections
 import contextlib
 import functools
 import time
@@ -8,10 +9,13 @@ import numpy as np
 
 from compat.backend import Operation, count_batch
 
-from .networks import Network, device
+from .networks import Network, device, recorded
 
 # The methods of one network that hide its class's.
 _METHODS = "gradients", "outputs"
+
+# The methods with which a step begins.
+_STEPS = {"train_on_batch": "train", "predict": "predict"}
 
 
 _profiles = []  # lists that are being filled
@@ -25,6 +29,28 @@ def profiled():
         yield operations
     finally:
         _profiles.remove(operations)
+
+
+@contextlib.contextmanager
+def executed():
+    """Within, the products that each device computes are counted, by what ``networks`` records."""
+    numbers = collections.Counter()
+    with recorded() as records:
+        yield numbers
+    numbers.update(device for device, _, _ in records)
+
+
+def watch(network, check):
+    """Have steps checked where a script begins them, which is outside of what ``install`` hides."""
+    for name, kind in _STEPS.items():
+        vars(network).pop(name, None)
+        if check is not None:
+            setattr(network, name, functools.partial(_watched, network, name, check, kind))
+
+
+def _watched(network, name, check, kind, *args, **kwargs):
+    with check.step(kind, name=name):
+        return getattr(Network, name)(network, *args, **kwargs)
 
 
 def _start(name, function, *arguments):

@@ -1,0 +1,197 @@
+"""The first steps of a parallelized model are checked: whether all of its devices worked.
+
+The backend is tests/plugin, whose devices are threads.
+"""
+
+import contextlib
+import types
+import warnings
+
+import numpy as np
+import pytest
+
+import compat
+from compat import errors
+from compat._runtime import usage, work
+from compat._runtime.process import process
+from compat._runtime.usage import UsageCheck
+
+pytestmark = pytest.mark.usefixtures("process")
+
+THREE = ["cpu:0", "cpu:1", "cpu:2"]
+HOOKS = {
+    "call": types.SimpleNamespace(calls=0),
+    "make_train_function": types.SimpleNamespace(calls=0),
+}
+UNREACHED = (
+    "In the first training step of model 'net' (fit()) no batch was split over cpu:0, cpu:1, "
+    "cpu:2. What parallelize() put in place of model.call(), model.make_train_function() was not "
+    "called. Another library has replaced it, or this version of the framework takes another way: "
+    "call parallelize() after such libraries have changed the model, and report it with the output "
+    "of `python -m compat env` if there is none."
+)
+
+
+def check_of(executed=None, hooks=HOOKS):
+    @contextlib.contextmanager
+    def record():
+        yield executed
+
+    return UsageCheck("net", THREE, None if executed is None else record, lambda: hooks)
+
+
+def warned(check, step, kind="train", name="fit"):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with check.step(kind, name=name):
+            step()
+    return [str(each.message) for each in caught]
+
+
+def count(sizes=(2, 2, 3), training=True):
+    return lambda: work.count(THREE, sizes, training)
+
+
+def test_a_step_on_all_devices_is_silent_and_checked_once():
+    check = check_of(dict.fromkeys(THREE, 5))
+    assert warned(check, count()) == []
+    assert warned(check, lambda: None) == [], "it was checked again"
+    assert warned(check, lambda: None, "predict") == [
+        UNREACHED.replace("training step", "prediction")
+    ]
+
+
+def test_a_step_that_no_hook_counted():
+    assert warned(check_of(dict(dict.fromkeys(THREE, 0), **{"cpu:0": 9})), bool) == [UNREACHED]
+    assert process.unused == {"net": UNREACHED}
+
+
+def test_without_hooks_and_without_a_record():
+    (text,) = warned(check_of(hooks={}), lambda: None)
+    assert text == (
+        "In the first training step of model 'net' (fit()) no batch was split over cpu:0, cpu:1, "
+        "cpu:2. Something else runs the model in place of what parallelize() set up. Another "
+        "library has replaced it, or this version of the framework takes another way: call "
+        "parallelize() after such libraries have changed the model, and report it with the output "
+        "of `python -m compat env` if there is none."
+    )
+
+
+def test_a_record_without_operations():
+    (text,) = warned(check_of(dict.fromkeys(THREE, 0), hooks={}), count())
+    assert text.startswith(
+        "In the first training step of model 'net' (fit()) the framework recorded no operation on "
+        "any device. "
+    )
+
+
+def test_devices_that_executed_nothing():
+    (text,) = warned(check_of({"cpu:0": 9, "cpu:1": 3}), count())
+    assert text == (
+        "In the first training step of model 'net' (fit()) the framework executed no operation on "
+        "cpu:2, to which rows were given. The session, context or mesh in use has fewer devices "
+        "than configure_gpu() has set up, or places operations elsewhere. Let compat configure it: "
+        "leave out device_count, visible_device_list and the like."
+    )
+    assert process.idle_devices == {"cpu:2"}
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 0), (7, 0, 0)])
+def test_a_device_without_rows_need_not_execute_anything(sizes):
+    executed = {device: 1 for device, rows in zip(THREE, sizes) if rows}
+    assert warned(check_of(executed), count(sizes)) == []
+
+
+def test_nothing_is_reported_of_what_was_not_computed_or_said_before():
+    assert warned(check_of(dict.fromkeys(THREE, 0)), lambda: None) == []
+    process.whole["net"] = "not divided: its layer is stateful"
+    assert warned(check_of({"cpu:0": 9}), lambda: None) == []
+
+
+def test_a_step_within_another_one_of_its_kind_belongs_to_it():
+    check = check_of(dict.fromkeys(THREE, 5))
+
+    def step():
+        with check.step("train", name="fit_generator"):
+            pass
+        count()()
+
+    assert warned(check, step) == []
+
+
+def test_a_step_with_another_function_is_checked_again():
+    check, function = check_of({"cpu:0": 1}), ["made first"]
+    for made, expected in (("made first", 1), ("made first", 0), ("made by compile()", 1)):
+        function[0] = made
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with check.step("train", lambda: function[0]):
+                pass
+        assert len(caught) == expected
+
+
+def test_a_step_that_fails_says_nothing_more():
+    check = check_of({"cpu:0": 9})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(KeyError), check.step("train"):
+                raise KeyError
+    assert len(warned(check, lambda: None)) == 1
+
+
+# With a real backend ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def network():
+    from compat_numpy.networks import Network
+
+    compat.configure_gpu(backend="numpy", simulate=3, verify=0)
+    return compat.parallelize(Network(8, 16, 4))
+
+
+DATA = np.ones((7, 8)), np.ones((7, 4))
+
+
+def test_all_devices_worked(network):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        network.train_on_batch(*DATA)
+        network.predict(DATA[0])
+    report = compat.report()
+    assert report.verdict == "All 3 devices worked: 4 to 6 rows each." and report.all_worked
+
+
+def test_what_is_not_reached_is_in_the_report(network):
+    network.gradients = type(network).gradients.__get__(network)  # as another library does
+    with pytest.warns(compat.CompatWarning) as caught:
+        network.train_on_batch(*DATA)
+    (warning,) = caught
+    assert "model 'Network' (train_on_batch())" in str(warning.message)
+    assert warning.filename == __file__
+    report = compat.report()
+    assert not report.all_worked
+    assert report.verdict == ("No batch was split. Model 'Network' did not run on all devices.")
+    assert str(warning.message) in " ".join(str(report).split("\n"))
+    assert report.as_dict()["unused"] == {"Network": str(warning.message)}
+    assert str(warning.message).split(" (")[0] in report.to_html().replace("&#x27;", "'")
+    network.predict(DATA[0])
+    verdict = compat.report().verdict
+    assert verdict.endswith("Model 'Network' did not run on all devices: see below.")
+
+
+def test_strict_makes_it_an_error():
+    from compat_numpy.networks import Network
+
+    compat.configure_gpu(backend="numpy", simulate=3, verify=0, strict=True)
+    network = compat.parallelize(Network(8, 16, 4))
+    network.gradients = type(network).gradients.__get__(network)
+    with pytest.raises(errors.DevicesNotUsedError, match="no batch was split"):
+        network.train_on_batch(*DATA)
+
+
+def test_kinds_are_those_of_keras_methods():
+    from compat._keras import watched_methods
+
+    assert set(watched_methods._KINDS.values()) == set(usage.KINDS)
