@@ -13,7 +13,7 @@ from ..._ranks import keras2, keras_model
 from ..._ranks.engines import tensorflow_engine
 from .functions import counting_in_order
 from .graph import variables_written
-from .sessions import warn_of_reference_variables
+from .variables import warn_of_reference_variables
 
 
 def distribute(model, place):
