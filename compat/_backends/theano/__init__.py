@@ -195,15 +195,15 @@ class Theano(Backend):
         """
         several = [] if list(devices) == self.devices()[:1] else devices
         contexts = active_gpus(self.import_framework())
-        from . import replicas  # imports theano
+        from . import functions  # imports theano
 
-        replicas.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])
+        functions.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])
         return model
 
     def verify(self, model, verification):
-        from . import verified_steps  # here for start-up time
+        from . import functions  # imports theano
 
-        verified_steps.VerifiedTheanoStep.install_on(model, verification)
+        functions.verify(model, verification)
 
     def launcher(self, job):
         from ..._ranks.engines import mpi  # here for start-up time

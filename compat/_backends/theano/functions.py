@@ -1,0 +1,145 @@
+"""The functions of a Keras model on Theano, made to run its body on several devices.
+
+Keras makes a function when it is first needed, by a method of the model
+(``_make_train_function`` and its two siblings). The instance gets methods of its own for that,
+which hand Keras another ``K.function``: one that makes a ``replicas.ReplicatedFunction``.
+"""
+
+import threading
+from _thread import get_ident
+
+from theano.gof import graph
+
+from ... import _keras, errors
+from ..._runtime import patching
+from .device_body import Device, placeholder_like
+from .replicas import ReplicatedFunction
+from .verified_steps import VerifiedTheanoStep
+
+# K.function and K.gradients are replaced while a function is made: by one thread at a time.
+_making = threading.RLock()
+
+
+def parallelize(model, devices):
+    """Run ``model`` on several devices, or give the plain behaviour back.
+
+    Arguments:
+        devices: their names and Theano's targets, as ``Device`` takes them; none for the plain
+            behaviour.
+    """
+    current = vars(model).get("_compat_functions")
+    running = [] if current is None else [device.name for device in current.devices]
+    if [name for name, _ in devices] == running:
+        return
+    inner = _keras.inner_model(model)
+    if inner is not None:
+        _refuse_own_inputs(inner)
+    with _keras.rebuilding_functions(inner):
+        if current is not None:
+            current.uninstall()
+        if devices:
+            ReplicatedTheanoFunctions(model, [Device(*each) for each in devices])
+
+
+def verify(model, verification):
+    """Have the first steps of ``model`` verified; None: no longer."""
+    functions, inner = vars(model).get("_compat_functions"), _keras.inner_model(model)
+    if functions is not None:
+        functions.verification = verification
+    if inner is not None:
+        VerifiedTheanoStep.install_on(inner, verification)
+
+
+def _refuse_own_inputs(model):
+    if any(tensor not in model._feed_inputs for tensor in model.inputs or ()):
+        raise errors.unsupported(
+            "theano",
+            f"run model {model.name!r} on several devices: an input of it is a tensor of the "
+            "user's, Input(tensor=...), whose rows cannot be split",
+            "Give the model an Input(shape=...) and feed it.",
+        )
+
+
+class ReplicatedTheanoFunctions:
+    """The three functions of a Keras model, made to run its body on several devices.
+
+    Attributes:
+        model: the model that makes them: of an old ``Sequential``, the one inside.
+        across: why the model runs whole, an ``Across``, or None.
+        doubt: why what no rule knows is not split, after a trial; or None.
+        forward: the devices' functions that compute variables at cuts, which functions share.
+        running: held while one thread makes or runs them.
+    """
+
+    def __init__(self, model, devices):
+        self.owner, self.model = model, None
+        self.devices = devices
+        self.across = self.doubt = None
+        self.forward = {}  # type: dict
+        self.verification = None
+        self.running = threading.RLock()
+        vars(model)["_compat_functions"] = self
+        _keras.InnerModel.have_prepared(model, self._prepare)
+
+    def _prepare(self, model):
+        """Of an old ``Sequential`` these are several models, one after the other."""
+        _refuse_own_inputs(model)
+        self.model = model
+        for kind in _KINDS:
+            kind(self).install(model)
+        if self.verification is not None:
+            VerifiedTheanoStep.install_on(model, self.verification)
+
+    def __reduce__(self):
+        return type(None), ()  # a copy of the model is plain
+
+    def uninstall(self):
+        for kind in _KINDS if self.model is not None else ():
+            kind.of(self.model).remove(self.model)
+        if _keras.InnerModel.of(self.owner) is not None:
+            _keras.InnerModel.of(self.owner).remove(self.owner)
+        del vars(self.owner)["_compat_functions"]
+
+
+class MakeReplicatedFunction(patching.InstanceMethod):
+    """The method by which Keras makes one of a model's functions, which becomes a replicated one.
+
+    Arguments:
+        functions: the model's ``ReplicatedTheanoFunctions``.
+    """
+
+    def __init__(self, functions):
+        super().__init__([device.name for device in functions.devices])
+        self.functions = functions
+
+    def invoke(self, model):
+        """Keras' method, for which ``K.function`` makes a replicated one, of gradients to come."""
+        from keras import backend as K
+
+        thread, asked = get_ident(), []  # the loss, and (weight, variable for its gradient)
+        differentiate, make = K.gradients, K.function
+
+        def gradients(loss, variables):
+            if get_ident() != thread:
+                return differentiate(loss, variables)
+            ancestors = set(graph.ancestors([loss]))
+            if (asked and asked[0] is not loss) or any(v not in ancestors for v in variables):
+                return differentiate(loss, variables)  # which fails for a weight of no influence
+            placeholders = [placeholder_like(variable, "cpu") for variable in variables]
+            asked[:] = [loss, (asked[1] if asked else []) + list(zip(variables, placeholders))]
+            return placeholders
+
+        def function(inputs, outputs, updates=(), **options):
+            if get_ident() != thread:
+                return make(inputs, outputs, updates, **options)
+            return ReplicatedFunction(self.functions, inputs, outputs, updates, asked, options)
+
+        with _making:
+            with patching.replaced(K, function=function, gradients=gradients):
+                self.plain(model)()
+
+
+_KINDS = [
+    type("MakeReplicatedFunction", (MakeReplicatedFunction,), {"method": "_make_" + name})
+    for name in _keras.FUNCTIONS
+]
