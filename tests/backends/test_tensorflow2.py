@@ -17,7 +17,7 @@ import compat
 from compat import _api, _keras
 from compat._backends.tensorflow1 import sessions
 from compat._backends.tensorflow2 import TensorFlow2, backend
-from compat._backends.tensorflow2.recorded_steps import executed, products, short
+from compat._backends.tensorflow2.executions import executed, products, short
 from compat._backends.tensorflow2.runtime import chosen_gpus
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus

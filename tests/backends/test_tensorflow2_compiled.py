@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow2.recorded_steps import executed, products, short
+from compat._backends.tensorflow2.executions import executed, products, short
 from compat.testing import DEVICES, keras_under_test, slow
 
 from .messages import told

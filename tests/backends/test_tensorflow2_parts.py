@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import compat
 from compat._backends.tensorflow2 import replicas
-from compat._backends.tensorflow2.recorded_steps import executed, products, short
+from compat._backends.tensorflow2.executions import executed, products, short
 from compat._rows import split_rows
 from compat.testing import (
     DEVICES,

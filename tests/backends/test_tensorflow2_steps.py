@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow2.recorded_steps import executed, products
+from compat._backends.tensorflow2.executions import executed, products
 from compat.testing import DEVICES, initialise, keras_under_test, slow, span
 
 from .messages import refusal, told

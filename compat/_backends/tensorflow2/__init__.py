@@ -108,6 +108,15 @@ class TensorFlow2(Backend):
 
         return recorded_steps.profiled(devices)
 
+    def executed(self, model):
+        """Partitions of graphs, and operations that run eagerly; see ``executions``."""
+        if in_v1_mode(self.import_framework()):
+            return tensorflow1.backend.executed(model)
+        from . import executions, replicated_call  # here for start-up time
+
+        call = replicated_call.of(model)
+        return executions.by_device(call.devices if call else self.devices())
+
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, job):

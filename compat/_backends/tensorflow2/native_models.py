@@ -22,7 +22,7 @@ from ... import _verification, errors
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._verification import keras_steps
-from . import merging, recorded_steps
+from . import executions, merging
 from .replicas import are_arrays, recording, tensors_of
 from .replicated_call import ReplicatedCall
 from .runtime import held, is_variable
@@ -220,7 +220,7 @@ class VerifiedCall(_verification.Step):
     def operations(self):
         # A graph is recorded when it is made.
         step = functools.partial(self._differentiated, tf.function(self.replicated))
-        return recorded_steps.products(recorded_steps.executed(step))
+        return executions.products(executions.executed(step))
 
     def outputs(self, undivided):
         args, kwargs = self._in_inference()

@@ -175,6 +175,11 @@ class ReplicatedCall(patching.InstanceMethod):
         return plain(*args, **kwargs)
 
 
+def of(model):
+    """What runs a model, of Keras or native, on several devices, or None."""
+    return vars(type(model)).get("_compat_call") or ReplicatedCall.of(model)
+
+
 def _across_in_keras3(model, trace):
     """What an optimizer of Keras 3 would not make of the replicas' gradients, or None."""
     if not hasattr(_keras.keras_of(model), "StatelessScope"):
