@@ -195,3 +195,20 @@ def test_kinds_are_those_of_keras_methods():
     from compat._keras import watched_methods
 
     assert set(watched_methods._KINDS.values()) == set(usage.KINDS)
+
+
+def test_what_cannot_be_recorded_this_time_is_checked_again():
+    """As where the script records something itself: only what was counted is known."""
+    executed = usage.Executed.fromkeys(THREE, 0)
+    executed.is_known = False
+    check = check_of(executed)
+    assert warned(check, count()) == []
+    assert warned(check, lambda: None) == [UNREACHED], "it was not checked again"
+
+
+def test_a_backend_that_reports_nothing_for_this_model_is_silent():
+    def record():
+        raise errors.UnsupportedError("it does not report which devices execute what")
+
+    check = UsageCheck("net", THREE, record, lambda: HOOKS)
+    assert warned(check, count()) == []

@@ -265,11 +265,10 @@ def _watch(backend, model, name, devices):
     process.unused.pop(name, None)
     if len(devices) > 1:
         from .._runtime import usage  # for start-up time
-        from ..backend import Backend  # for start-up time
 
-        reports = type(backend).executed is not Backend.executed
-        record = (lambda: backend.executed(model)) if reports else None
-        check = usage.UsageCheck(name, devices, record, lambda: _hooks(model))
+        check = usage.UsageCheck(
+            name, devices, lambda: backend.executed(model), lambda: _hooks(model)
+        )
     if _keras.keras_of(model) is None:
         backend.watch(model, check)
     else:

@@ -78,11 +78,10 @@ class UsageCheck:
         executed: "Optional[Dict[str, int]]" = None
         self._running.add(key)
         try:
-            if self.record is None:
+            with contextlib.ExitStack() as recording:
+                with contextlib.suppress(errors.UnsupportedError):
+                    executed = recording.enter_context(self.record()) if self.record else None
                 yield
-            else:
-                with self.record() as executed:
-                    yield
         finally:
             self._running.discard(key)
         is_known = getattr(executed, "is_known", True)
