@@ -109,6 +109,8 @@ class Contract(OfBackend):
         """``compat.report()`` tells only of what this test computes."""
         monkeypatch.setattr(process, "batches", {})
         monkeypatch.setattr(process, "graph_counters", {})
+        monkeypatch.setattr(process, "unused", {})
+        monkeypatch.setattr(process, "idle_devices", set())
 
     @pytest.fixture
     def batches(self, request):

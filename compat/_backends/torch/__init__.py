@@ -112,6 +112,18 @@ class Torch(Backend):
             steps.install(models.ReplicatedKerasCall, model, devices, "one device")
         return model
 
+    def executed(self, model):
+        """From torch's dispatcher."""
+        from . import executed  # imports torch
+
+        return executed.executed(self.devices())
+
+    def watch(self, model, check):
+        """By hooks of torch's own, which call what stands in place of ``forward``."""
+        from . import executed  # imports torch
+
+        executed.WatchedCalls.install_on(model, check)
+
     def verify(self, model, verification):
         from . import verified_steps  # imports torch
 

@@ -14,7 +14,7 @@ import torch
 from ... import _keras, _rows, errors
 from ..._keras import steps
 from ..._runtime import patching
-from . import batches
+from . import batches, tracing
 from .calls import NotMergeable, State, Total, tag, tag_of
 from .replicas import ReplicatedMethod, untagged
 
@@ -170,7 +170,7 @@ class ForwardMethod(patching.InstanceMethod):
         super().install(module, forward)
 
     def is_only_traced(self, module, batch):
-        return getattr(batch, "is_meta", False) is True or torch.jit.is_tracing()
+        return getattr(batch, "is_meta", False) is True or tracing.is_traced()
 
     @classmethod
     def install_on(cls, module, given):
@@ -192,7 +192,8 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
         """Where the module's weights lie, as the plain module's outputs would."""
         kinds = (torch.Tensor, batches.PackedSequence)
         first = next(leaf for leaf in arguments.leaves if isinstance(leaf, kinds))
-        return next(model.parameters(), first.data).device
+        packed = isinstance(first, batches.PackedSequence)
+        return next(model.parameters(), first.data if packed else first).device
 
     def state(self, model):
         return ModuleReplicas(model)

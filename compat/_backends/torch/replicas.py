@@ -15,7 +15,7 @@ import torch
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import batches, calls, merging
+from . import batches, calls, executed, merging, timeline, tracing
 from .batches import evaluating, is_users, random_numbers
 from .calls import NotMergeable, RowCount, tag, tag_of
 from .watch import Watch
@@ -113,6 +113,10 @@ class ReplicatedMethod(patching.InstanceMethod):
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
         if self.is_only_traced(model, tensor):
             return self.plain(model)(*args, **kwargs)
+        executed.begin_call()
+        if tracing.is_transformed():
+            error = NotMergeable(_rows.Across(None, why="transformed"))
+            return self.whole(model, arguments, None, error)
         packed = [v for v in arguments.leaves if isinstance(v, batches.PackedSequence)]
         if packed:
             error = NotMergeable(_rows.Across("PackedSequence", why="unknown"))
@@ -149,6 +153,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         """Run with the whole batch where one device would, which may raise as that would.
 
         Arguments:
+            rows: how many it has, or None.
             error: why, if that was not said before.
         """
         home = self.home(model, arguments)
@@ -158,7 +163,8 @@ class ReplicatedMethod(patching.InstanceMethod):
             found, unflatten, _ = batches.flatten(arguments.changed())
         # It may change the caller's containers.
         unflatten([untagged(arguments.own(leaf)) for leaf in found])
-        work.count(self.devices, work.undivided(self.devices, rows), torch.is_grad_enabled())
+        sizes = None if rows is None else work.undivided(self.devices, rows)
+        work.count(self.devices, sizes, torch.is_grad_enabled())
         if error is not None:
             name = type(model).__name__ if _keras.keras_of(model) is None else model.name
             _rows.runs_whole(name, error.across, self.devices[0], "The model", self)
@@ -215,7 +221,8 @@ class ReplicatedMethod(patching.InstanceMethod):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
             rows, copy = range(*split_rows.run_bounds(layout.rows, count, index)), index > 0
-            with torch.profiler.record_function(f"replica on {name}"):
+            mark = torch.profiler.record_function(timeline.REPLICA + name)
+            with executed.recorded(self.devices[:count]), mark:
                 outcome = self.replica(model, state, arguments, layout, device, rows, copy, watched)
             outcomes.append(outcome)
         return outcomes

@@ -7,7 +7,8 @@ import torch
 from ... import errors
 from ..._runtime.operation_times import Operation, converted
 
-_REPLICA = "replica on "
+#: How the ranges begin that replicas mark for the profiler; a device's name follows.
+REPLICA = "replica on "
 _GRADIENT = "autograd::engine::evaluate_function: "
 # What a layer computes with, and what autograd computes its gradient with.
 PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::convolution", "aten::embedding")
@@ -36,7 +37,7 @@ def _executed(events, devices):
             device = devices[0] if caller is None else None
         elif name.startswith(_GRADIENT):
             name, device = "gradient of " + name[len(_GRADIENT) :], owners.get(event.sequence_nr)
-        elif caller is not None and caller.name.startswith(_REPLICA):
+        elif caller is not None and caller.name.startswith(REPLICA):
             device = replica(event)
         if device is not None:
             time = event.time_range
@@ -71,8 +72,8 @@ def _owners(events):
 
 def replica(event):
     """The device of the replica that an operation belongs to; None: of none."""
-    parent = _within(event.cpu_parent, _REPLICA)
-    return None if parent is None else parent.name[len(_REPLICA) :]
+    parent = _within(event.cpu_parent, REPLICA)
+    return None if parent is None else parent.name[len(REPLICA) :]
 
 
 def _within(event, names):

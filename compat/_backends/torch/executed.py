@@ -1,0 +1,190 @@
+"""Proof of use: which devices execute operations, as torch's dispatcher reports them.
+
+Nothing here depends on the methods that ``parallelize()`` replaces on a model.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+
+import torch
+from torch.utils import _python_dispatch
+
+from ..._rows import split_rows
+from . import calls, timeline, tracing
+
+_recorders = threading.local()  # ``found``: those of this thread, the innermost last
+
+_BEGINS = torch.ops.profiler._record_function_enter_new.default
+_ENDS = torch.ops.profiler._record_function_exit._RecordFunction
+
+
+class Recorder(_python_dispatch.TorchDispatchMode):
+    """Counts the operations that each device executes in this thread.
+
+    A GPU is known by the tensors that an operation returns. Simulated devices are all the CPU. For
+    these the ranges that replicas mark for torch's profiler tell whose an operation is: the
+    dispatcher reports them, too.
+
+    Arguments:
+        devices: their names.
+    """
+
+    def __init__(self, devices):
+        super().__init__()
+        self.counts = dict.fromkeys(devices, 0)
+        self.home = devices[0]
+        self.is_simulated = devices[0].startswith("cpu")
+        self.calls = 0  # of replicated models
+        self._ranges = []
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        """What torch.compile() has made runs as compiled."""
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is _BEGINS:
+            self._ranges.append(args[0])
+        elif func is _ENDS:
+            del self._ranges[-1:]
+        else:
+            first = next(calls.tensors_in(result), None)
+            if first is not None and not first.is_meta:
+                self._count(first.device)
+        return result
+
+    def _count(self, device):
+        name = str(device)
+        if self.is_simulated:
+            marks = [each for each in self._ranges if each.startswith(timeline.REPLICA)]
+            name = marks[-1][len(timeline.REPLICA) :] if marks else self.home
+        if name in self.counts:
+            self.counts[name] += 1
+
+    def leave(self):
+        """Leave torch's stack of modes, on which others may lie above this one."""
+        stack = _python_dispatch._get_current_dispatch_mode_stack()
+        places = [place for place, mode in enumerate(stack) if mode is self]
+        base = _python_dispatch.TorchDispatchMode
+        above = stack[places[0] + 1 :] if places else []
+        for mode in above[::-1] + ([self] if places else []):
+            base.__exit__(mode, None, None, None)
+        for mode in above:
+            base.__enter__(mode)
+
+
+@contextlib.contextmanager
+def executed(devices):
+    """What ``Torch.executed()`` returns, for the devices of a model."""
+    recorder, found = Recorder(devices), _found()
+    found.append(recorder)
+    recorder.__enter__()
+    try:
+        yield recorder.counts
+    finally:
+        found.remove(recorder)
+        recorder.leave()
+
+
+def _found():
+    if not hasattr(_recorders, "found"):
+        _recorders.found = []
+    return _recorders.found
+
+
+def begin_call():
+    """End the recording of the first step, where a replicated model is called once more."""
+    for recorder in getattr(_recorders, "found", ()):
+        recorder.calls += 1
+        if recorder.calls > 1:
+            recorder.leave()
+
+
+def recorded(devices):
+    """A context in which devices are recorded that have executed nothing in the first step.
+
+    Arguments:
+        devices: those that are about to compute rows.
+    """
+    found = getattr(_recorders, "found", None)
+    if found and found[-1].calls > 1 and not all(found[-1].counts.get(name) for name in devices):
+        return found[-1]
+    return contextlib.ExitStack()
+
+
+def _forget():
+    """Record nothing in a process that was forked: a loader's worker, say."""
+    for recorder in getattr(_recorders, "found", ()):
+        recorder.leave()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+# Calls of modules ---------------------------------------------------------------------------------
+
+
+class _Hook:
+    """A hook of one of torch's modules, which copies and pickles of the module do without."""
+
+    def __init__(self, function):
+        self.function = function
+
+    @torch.compiler.disable
+    def __call__(self, *given):
+        self.function(*given)
+
+    def __reduce__(self):
+        return getattr, (contextlib.nullcontext(), "__exit__")  # does nothing, and needs no compat
+
+
+class WatchedCalls:
+    """Has the calls of a module checked, from hooks of torch's own.
+
+    Arguments:
+        check: a ``UsageCheck``.
+    """
+
+    _watched = torch.utils.weak.WeakIdKeyDictionary()  # module -> its hooks' handles
+
+    def __init__(self, check):
+        self.check = check
+        self.running = threading.local()  # ``step``: the one that is checked in this thread
+
+    @classmethod
+    def install_on(cls, module, check):
+        """Take the present hooks away; unless ``check`` is None, register others."""
+        for handle in cls._watched.pop(module, ()):
+            handle.remove()
+        if check is not None:
+            calls = cls(check)
+            cls._watched[module] = (
+                module.register_forward_pre_hook(_Hook(calls.begin), prepend=True),
+                module.register_forward_hook(_Hook(calls.end), always_call=True),
+            )
+
+    def begin(self, module, args):
+        if split_rows.runs_undivided() or tracing.is_traced():
+            return
+        self.close((GeneratorExit, GeneratorExit(), None))  # an interruption has left it
+        kind = "train" if module.training and torch.is_grad_enabled() else "predict"
+        step = self.check.step(kind, functools.partial(vars(module).get, "forward"), "forward")
+        self.running.step, self.running.raised = step, sys.exc_info()[1]
+        step.__enter__()
+
+    def end(self, module, args, result):
+        if split_rows.runs_undivided() or tracing.is_traced():
+            return
+        raised = sys.exc_info()
+        self.close((None, None, None) if raised[1] is self.running.raised else raised)
+
+    def close(self, raised):
+        step = getattr(self.running, "step", None)
+        if step is not None:
+            self.running.step = None
+            step.__exit__(*raised)

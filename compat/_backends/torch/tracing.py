@@ -1,0 +1,22 @@
+"""Calls that torch traces or transforms, in which there are no rows to split."""
+
+import torch
+from torch._C import _functorch
+
+_TRACING = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
+
+
+def is_traced():
+    """Return whether torch records what a call would compute, and no device computes anything.
+
+    So do ``torch.jit.trace()``, ``torch.export``, ``make_fx()`` and ``FakeTensorMode``.
+    """
+    if torch.jit.is_tracing():
+        return True
+    modes = torch._C._len_torch_dispatch_stack()
+    return modes > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
+
+
+def is_transformed():
+    """Return whether a function of ``torch.func`` transforms the call, such as ``vmap()``."""
+    return _functorch.maybe_current_level() is not None
