@@ -1,6 +1,8 @@
 """What a call changes in the objects that it reaches is noted, listed and put back."""
 
 import collections
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from compat._runtime.effects import Effects
 
 CALLS = 0
 UNRELATED = 0
+KEPT = {}
 
 
 class Model:
@@ -163,3 +166,29 @@ def test_tensors_are_values_and_long_lists_are_data():
     assert [each.key for each in found.changes()] == [MISSING]
     found.restore()
     assert len(data) == 20000 and tensor.inside == [1]
+
+
+def test_what_is_put_in_place_between_calls_is_followed_and_what_is_gone_is_let_go():
+    global KEPT
+
+    class Tensor:
+        pass
+
+    def hook(value):
+        KEPT["value"] = value
+
+    found = Effects([hook], lambda value: isinstance(value, Tensor))
+    for _ in range(2):
+        KEPT = {}  # as a script does before each of its steps
+        found.note()
+        hook(1)
+        assert [str(each) for each in found.take()] == ["item 'value' of a dictionary"]
+        assert KEPT == {}
+    KEPT = {"tensor": Tensor()}
+    found.note()
+    kept = weakref.ref(KEPT["tensor"])
+    KEPT = {}
+    found.forget()
+    found.note()
+    gc.collect()
+    assert kept() is None

@@ -77,7 +77,7 @@ REASONS = {
     "the gradients of the two cannot be told apart.",
     "compiled": "{} is a function that XLA compiles (jit_compile=True) with variables in it, "
     "which all have to be on its device; each device has a part of the batch.",
-    "transformed": "{} is called in a function that torch.func transforms, such as vmap(), which "
+    "transformed": "{} is called in a function that vmap(), grad() or the like transforms, which "
     "hides the rows of a batch.",
     "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
     "second dimension of its arguments, so that compat cannot tell the rows.",
@@ -98,7 +98,7 @@ class Across(NamedTuple):
             gradient of the user's own mixes rows), "opaque" (it returns what is no tensor),
             "weight" (it sets one that is trained), "table" (rows of one are looked up in two ways),
             "rows" (it is not known which dimension has them), "compiled" (by XLA, with variables),
-            "transformed" (by torch.func).
+            "transformed" (by ``vmap()``).
     """
 
     operation: Any

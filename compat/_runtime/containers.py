@@ -266,7 +266,7 @@ def owners(value: "Any") -> "Iterator[Any]":
         for cell in value.__closure__ or ():
             yield _Contents(cell)
         if errors.is_users_file(value.__code__.co_filename):
-            for name in _named(value.__code__, "STORE_GLOBAL"):
+            for name in dict.fromkeys(_named(value.__code__)):
                 yield _Names(value.__globals__, [name])
     elif isinstance(value, type):
         yield _Names(value, [n for n, each in vars(value).items() if _is_variable(n, each)])
@@ -300,11 +300,7 @@ def _led_to(value):
     if isinstance(value, functools.partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, types.FunctionType):
-        names = ()  # type: Any
-        if errors.is_users_file(value.__code__.co_filename):
-            names = dict.fromkeys(_named(value.__code__, "LOAD_GLOBAL"))
-        named = [value.__globals__[name] for name in names if name in value.__globals__]
-        return [value.__defaults__, value.__kwdefaults__] + named
+        return [value.__defaults__, value.__kwdefaults__]
     if isinstance(value, type):
         functions = [getattr(each, "fget", each) for each in vars(value).values()]
         functions = [getattr(each, "__func__", each) for each in functions]
@@ -319,14 +315,16 @@ def _is_users_class(kind):
     return kind.__module__ != "builtins" and is_entered(kind) and errors.is_users_file(path)
 
 
-def _named(code, operation):
-    """Iterate over the names on which a function's code, or a function within it, operates."""
+def _named(code):
+    """Iterate over the globals that a function's code, or a function within it, reads or sets."""
     import dis  # for start-up time
 
-    yield from (each.argval for each in dis.get_instructions(code) if each.opname == operation)
+    for each in dis.get_instructions(code):
+        if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+            yield each.argval
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _named(constant, operation)
+            yield from _named(constant)
 
 
 def has_attributes(value: "Any") -> bool:

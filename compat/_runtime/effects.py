@@ -11,7 +11,7 @@ import random
 import sys
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
-from .containers import MISSING, is_same, owners, reached
+from .containers import ATOMS, MISSING, is_same, owners, reached
 
 
 class Change(NamedTuple):
@@ -49,40 +49,83 @@ class Effects:
     def __init__(
         self, roots: "Sequence[Any]", is_value: "Callable[[Any], bool]" = lambda value: False
     ) -> None:
-        self.is_value = is_value
-        self._owners: "Dict[Any, Any]" = {}  # by identity
-        self._randoms: "List[Any]" = []
+        self.roots, self.is_value = list(roots), is_value
         self._before: "Dict[Any, Any]" = {}
         self._states: "List[Any]" = []
+        self._begin()
+
+    def _begin(self):
+        self._owners: "Dict[Any, Any]" = {}  # by identity
+        self._randoms: "List[Any]" = []
         self._seen: "Dict[int, Any]" = {}
-        self.follow(roots)
+        self._looks: "Dict[Any, Any]" = {}  # of the values of each owner: ids, and those followed
+        self.follow(self.roots)
 
     def follow(self, values: "Sequence[Any]") -> None:
         """Find what these values hold, at any depth."""
         for value in reached(values, self.is_value, self._seen):
-            if not self.is_value(value):
-                state = _random_state(value)
-                self._randoms += [] if state is None else [state]
-                for owner in owners(value):
-                    self._owners.setdefault(owner.identity, owner)
+            if self.is_value(value):
+                del self._seen[id(value)]  # a tensor, say, which would stay in memory
+                continue
+            state = _random_state(value)
+            self._randoms += [] if state is None else [state]
+            for owner in owners(value):
+                self._owners.setdefault(owner.identity, owner)
 
     def note(self) -> None:
-        """Take the present state as that before the next call."""
-        self._before = {place: owner.read() for place, owner in self._owners.items()}
+        """Take the present state as that before the next call.
+
+        What was put in place since the last one is followed, what is gone is not any more.
+        """
+        self._before = {}
+        pending = list(self._owners.values())
+        while pending:
+            for owner in pending:
+                self._before[owner.identity] = values = owner.read()
+                if not owner.is_compared and not self._follow_new(owner, values):
+                    self._begin()
+                    self._before = {}
+                    break
+            pending = [each for place, each in self._owners.items() if place not in self._before]
         self._states = [get() for get, _ in self._randoms]
 
-    def changes(self) -> "List[Change]":
-        """What has changed since ``note()``, in a fixed order."""
-        found = []
+    def _follow_new(self, owner, values):
+        """Follow the values that an owner did not have before; return whether all those remain."""
+        look = list(map(id, values.values())), list(map(type, values.values()))
+        known, inside = self._looks.get(owner.identity, (None, set()))
+        if look == known:
+            return True
+        new = {
+            id(value): value
+            for value in values.values()
+            if type(value) not in ATOMS and not self.is_value(value)
+        }
+        self._looks[owner.identity] = look, set(new)
+        self.follow([value for key, value in new.items() if key not in inside])
+        return inside <= set(new)
+
+    def forget(self) -> None:
+        """Let go of the state at ``note()``."""
+        self._before, self._states = {}, []
+
+    def _changed(self):
+        """Each owner whose values have changed since ``note()``, with these before and after."""
         for place, before in self._before.items():
             owner = self._owners[place]
             after = owner.read()
-            if after == before if owner.is_compared else _are_same(before, after):
-                continue
-            for key in list(before) + [key for key in after if key not in before]:
-                old, new = before.get(key, MISSING), after.get(key, MISSING)
-                if not (old == new if owner.is_compared else is_same(old, new)):
-                    found.append(Change(owner, key, old, new))
+            if not (after == before if owner.is_compared else _are_same(before, after)):
+                yield owner, before, after
+
+    def changes(self) -> "List[Change]":
+        """What has changed since ``note()``, in a fixed order."""
+        return [change for each in self._changed() for change in _changes(*each)]
+
+    def take(self) -> "List[Change]":
+        """The ``changes()``, which are put back at once, but for generators of random numbers."""
+        found = []
+        for owner, before, after in list(self._changed()):
+            found += _changes(owner, before, after)
+            owner.restore(before)
         return found
 
     def restore(self, randoms: bool = False) -> None:
@@ -91,10 +134,8 @@ class Effects:
         Arguments:
             randoms: whether generators of random numbers go back, too.
         """
-        for place, before in self._before.items():
-            owner = self._owners[place]
-            if owner.is_compared or not _are_same(before, owner.read()):
-                owner.restore(before)
+        for owner, before, _ in list(self._changed()):
+            owner.restore(before)
         for (_, put), state in zip(self._randoms, self._states) if randoms else ():
             put(state)
 
@@ -105,9 +146,18 @@ class Effects:
         self.follow([change.after for change in changes if change.after is not MISSING])
 
 
+def _changes(owner, before, after):
+    for key in list(before) + [key for key in after if key not in before]:
+        old, new = before.get(key, MISSING), after.get(key, MISSING)
+        if not (old == new if owner.is_compared else is_same(old, new)):
+            yield Change(owner, key, old, new)
+
+
 def _are_same(values, others):
     if len(values) != len(others):
         return False
+    if list(map(id, values.values())) == list(map(id, others.values())):
+        return list(values) == list(others)  # as nearly always
     return all(is_same(value, others.get(key, MISSING)) for key, value in values.items())
 
 

@@ -79,7 +79,7 @@ def test_the_operations_of_each_replica_are_those_that_the_dispatcher_reports(de
 
 def test_operations_count_where_their_results_lie(devices):
     """As on GPUs: nothing that a replica says of itself is looked at."""
-    recorder = executed.Recorder(["cuda:0", "cuda:1"])
+    recorder = executed.OperationCounter(["cuda:0", "cuda:1"])
     for device in ("cuda:1", "cuda:1", "cpu"):
         recorder._count(torch.device(device))
     assert recorder.counts == {"cuda:0": 0, "cuda:1": 2}
@@ -88,13 +88,13 @@ def test_operations_count_where_their_results_lie(devices):
 def test_only_the_first_step_is_recorded(keras, keras_model, monkeypatch):
     """And a device of which it has shown nothing: as where the first batch has one row."""
     calls = []
-    dispatch = executed.Recorder.__torch_dispatch__
+    dispatch = executed.OperationCounter.__torch_dispatch__
 
     def counting(recorder, func, *args, **kwargs):
         calls.append(func)
         return dispatch(recorder, func, *args, **kwargs)
 
-    monkeypatch.setattr(executed.Recorder, "__torch_dispatch__", counting)
+    monkeypatch.setattr(executed.OperationCounter, "__torch_dispatch__", counting)
     steps = [0]
     note = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: steps.append(len(calls))

@@ -21,7 +21,7 @@ _BEGINS = torch.ops.profiler._record_function_enter_new.default
 _ENDS = torch.ops.profiler._record_function_exit._RecordFunction
 
 
-class Recorder(_python_dispatch.TorchDispatchMode):
+class OperationCounter(_python_dispatch.TorchDispatchMode):
     """Counts the operations that each device executes in this thread.
 
     A GPU is known by the tensors that an operation returns. Simulated devices are all the CPU. For
@@ -80,7 +80,7 @@ class Recorder(_python_dispatch.TorchDispatchMode):
 @contextlib.contextmanager
 def executed(devices):
     """What ``Torch.executed()`` returns, for the devices of a model."""
-    recorder, found = Recorder(devices), _found()
+    recorder, found = OperationCounter(devices), _found()
     found.append(recorder)
     recorder.__enter__()
     try:
