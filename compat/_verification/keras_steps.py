@@ -111,13 +111,16 @@ class VerifiedFunction:
     """
 
     def __init__(self, method, model, made):
-        self.method = method
-        self.model = model
-        self.made = made
-        self.undivided = None
+        vars(self).update(method=method, model=model, made=made, undivided=None)
 
     def __getattr__(self, name):  # its outputs, for example, to which callbacks may add
         return getattr(self.made, name)
+
+    def __setattr__(self, name, value):
+        if name in vars(self):
+            vars(self)[name] = value
+        else:  # what it fetches, for example
+            setattr(self.made, name, value)
 
     def __call__(self, *args):
         method = self.method

@@ -12,6 +12,7 @@ from ..._verification import keras2
 from . import graph, timeline
 from .graph_rows import ReplicasTrial
 from .replicas import GraphReplicas, rows_differ
+from .results import ReplicatedResults
 from .variables import settable
 
 # What TensorFlow calls what runs a part of the batch, and what puts the parts together.
@@ -106,7 +107,7 @@ class ReplicatedGraphFunctions:
             setattr(self.model, name, None)
             try:
                 function.make()
-                vars(function).update(vars(self._made[name]))
+                function.become(self._made[name])
             finally:
                 self._made[name] = function
                 setattr(self.model, name, current)
@@ -155,16 +156,23 @@ class ReplicatedGraphFunction:
     def __init__(self, owner, made, make, training):
         vars(self).update(owner=owner, made=made, make=make, training=training)
         vars(self).update(replicas=owner.replicas_now(), is_tried=False)
-        made.outputs = [self.replicas.whole(tensor) for tensor in made.outputs]
+        vars(self).update(results=ReplicatedResults(self.replicas, made))
         made.updates_op = self.replicas.whole(made.updates_op)
+
+    def become(self, other):
+        """Run what another function runs, which was made anew, with what was added to this one."""
+        self.results.give_to(other)
+        if hasattr(self, "fetch_callbacks"):
+            other.fetch_callbacks = self.fetch_callbacks
+        vars(self).update(vars(other))
 
     def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
         if name == "made":  # of a copy, before it has anything
             raise AttributeError(name)
-        return getattr(self.made, name)
+        return getattr(self.results if name in ReplicatedResults.added else self.made, name)
 
     def __setattr__(self, name, value):  # what a run is to record, for example
-        setattr(self.made, name, value)
+        setattr(self.results if name in ReplicatedResults.added else self.made, name, value)
 
     def __call__(self, inputs):
         from tensorflow.python.framework.errors import InvalidArgumentError
@@ -182,7 +190,7 @@ class ReplicatedGraphFunction:
     def try_on(self, inputs):
         """Try what it takes of the replicas on the first rows; returns the rows it is fed."""
         rows = self._checked_rows(inputs)
-        while not self.is_tried:
+        while self.results.wire() or not self.is_tried:
             fed = dict(zip(self.made.inputs, inputs))
             vars(self)["is_tried"] = not self.owner.try_on(self.replicas, fed)
         return rows
@@ -279,6 +287,7 @@ class _TensorFlow1Step(keras2.Keras2Step):
         # A trial that fails makes the function anew, with other variables for the optimizer.
         if hasattr(function.made, "try_on"):  # it is of replicas
             function.made.try_on(data)
+            function.made.results.give_to(function.undivided)
         super().__init__(method, function, data)
 
     def operations(self):
@@ -299,7 +308,7 @@ class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
         metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
         metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
         held = [v for metric in metrics for v in getattr(metric, "variables", ())]
-        ran = [function.updates_op] + list(function.outputs)
+        ran = [function.updates_op] + list(function.outputs) + getattr(function, "fetches", [])
         written = graph.variables_written(ran, held)  # TensorFlow does not list those
         written = settable(written)
         return sorted(written, key=lambda variable: getattr(variable, "handle", variable).op._id)
