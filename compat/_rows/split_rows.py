@@ -75,6 +75,8 @@ REASONS = {
     "weight.",
     "table": "{} looks up rows that depend on the batch and rows that do not in one table, and "
     "the gradients of the two cannot be told apart.",
+    "contexts": "{} has its parameters on several contexts: the script splits its batches by "
+    "itself.",
     "compiled": "{} is a function that XLA compiles (jit_compile=True) with variables in it, "
     "which all have to be on its device; each device has a part of the batch.",
     "transformed": "{} is called in a function that vmap(), grad() or the like transforms, which "

@@ -5,7 +5,7 @@ import contextlib
 import mxnet as mx
 import numpy as np
 
-from ... import _rows, errors
+from ... import errors
 from ..._ranks.arrays import parts_of
 from ..._rows import REPLICATED, Partial, Sharded, trial
 from ..._runtime.patching import replaced
@@ -31,6 +31,10 @@ def on_context(context, array):
     return getattr(array, "as_in_ctx", array.as_in_context)(context)  # mx.np has the short one
 
 
+def context_of(array):
+    return array.ctx if is_numpy(array) else array.context
+
+
 def without_arrays(value):
     """What is no array, in its place."""
     return mapped(lambda place, array: None, value)
@@ -38,7 +42,7 @@ def without_arrays(value):
 
 def like(values, array):
     """An array of the kind, the type and the context of ``array``."""
-    made = mx.nd.array(values, ctx=array.context, dtype=array.dtype)
+    made = mx.nd.array(values, ctx=context_of(array), dtype=array.dtype)
     return made if type(array) is mx.nd.NDArray else made.as_np_ndarray()
 
 
@@ -70,42 +74,33 @@ def are_of(placements, results, sizes):
 
 
 def merged(placements, results, sizes, context):
-    """One result for the whole batch; of a replica whose shard is empty nothing is kept.
-
-    It has all replicas' gradients: a trainer wants some from each.
-    """
+    """One result for the whole batch, from those of replicas with so many rows."""
     parts = zip(*map(leaves, results))
     values = (
-        _merged(placement, [on_context(context, each) for each in part], sizes, context)
+        _merged(placement, [on_context(context, each) for each in part], sizes)
         for placement, part in zip(placements, parts)
     )
     return mapped(lambda place, array: next(values), results[0])
 
 
-def _merged(placement, parts, sizes, context):
+def _merged(placement, parts, sizes):
     if placement == REPLICATED or len(parts) == 1:
         return parts[0]
     if isinstance(placement, Partial):
-        total = float(sum(sizes)) if placement.how == "mean" else None
-        weights = [size / total if total else float(size > 0) for size in sizes]
+        is_mean = placement.how == "mean"
+        weights = [size / float(sum(sizes)) if is_mean else 1.0 for size in sizes]
         return sum(part * weight for part, weight in zip(parts, weights))
-    axis = placement.axis
-    whole = concatenated(parts, axis)
-    if all(sizes):
-        return whole
-    each = parts[0].shape[axis]  # every replica has computed one row
-    kept = [n * each + k for n, size in enumerate(sizes) if size for k in range(each)]
-    module = mx.np if _is_numpy(whole) else mx.nd
-    return module.take(whole, module.array(kept, dtype="int32", ctx=context), axis=axis)
+    return concatenated(parts, placement.axis)
 
 
 def concatenated(arrays, axis):
-    if _is_numpy(arrays[0]):
+    if is_numpy(arrays[0]):
         return mx.np.concatenate(arrays, axis=axis)
     return mx.nd.concat(*arrays, dim=axis)
 
 
-def _is_numpy(array):
+def is_numpy(array):
+    """Whether an array is one of ``mx.np``."""
     return hasattr(mx, "np") and isinstance(array, mx.np.ndarray)
 
 
@@ -211,18 +206,31 @@ def parameters_of(block):
     return list(type(block).collect_params(block).values())
 
 
-# On several contexts ----------------------------------------------------------------------------
+# Contexts ---------------------------------------------------------------------------------------
 
 
-def move(block, contexts):
-    """Bring parameters, and the trainers that have them, to these contexts where they are not."""
+def move(block, context):
+    """Bring parameters, and the trainers that have them, to this context where they are not.
+
+    Those on several contexts stay: their script splits its batches by itself.
+    """
     parameters = parameters_of(block)
     for parameter in parameters:
-        is_made = parameter._data is not None or parameter._deferred_init
-        if is_made and parameter.list_ctx() != contexts:
-            parameter.reset_ctx(contexts)
+        if len(_contexts_of(parameter)) == 1 and _contexts_of(parameter) != [context]:
+            parameter.reset_ctx(context)
     for trainer in {parameter._trainer for parameter in parameters} - {None}:
         _move_trainer(trainer)
+
+
+def _contexts_of(parameter):
+    is_made = parameter._data is not None or parameter._deferred_init
+    return parameter.list_ctx() if is_made else []
+
+
+def contexts_of(block):
+    """The contexts of a block's parameters, as far as these are made."""
+    found = {str(each): each for p in parameters_of(block) for each in _contexts_of(p)}
+    return [found[name] for name in sorted(found)]
 
 
 def _move_trainer(trainer):
@@ -231,16 +239,8 @@ def _move_trainer(trainer):
         contexts = trainer._check_contexts()
     except (AssertionError, RuntimeError):
         return  # it has another block's parameters, too, which are elsewhere as yet, or not there
-    settings, wanted = trainer._kvstore_params, {}
-    if len(contexts) > 1 and settings["kvstore"] is None:  # it would sum no gradients over them
-        wanted["kvstore"] = "device"
-    # As on one context: allreduce_grads() and update() can be called one by one.
-    can_be_split = settings["update_on_kvstore"] is None and not trainer._contains_sparse_weight
-    if len(contexts) > 1 and can_be_split:
-        wanted["update_on_kvstore"] = False
-    if not wanted and trainer._contexts == contexts:
+    if trainer._contexts == contexts:
         return
-    settings.update(wanted)
     updater = _updaters(trainer)[0]
     # Copies: what is copied when it is used has another context's update in it.
     states = updater.get_states() if updater.states else None
@@ -261,18 +261,6 @@ def _move_trainer(trainer):
 def _updaters(trainer):
     on_kvstore = trainer._kvstore and trainer._update_on_kvstore
     return [trainer._kvstore._updater] if on_kvstore else trainer._updaters
-
-
-def leave_without_gradients(block):
-    """Gradients of 0 on all contexts but the first, new as if a backward pass had written them."""
-    for parameter in parameters_of(block):
-        if parameter._data is not None and parameter.grad_req != "null":
-            for array, gradient in zip(parameter.list_data()[1:], parameter.list_grad()[1:]):
-                if parameter.grad_req == "write":
-                    # A sparse one has no rows then: those that it has would be updated.
-                    is_sparse = gradient.stype != "default"
-                    gradient[:] = mx.nd.zeros_like(gradient) if is_sparse else 0
-                array._fresh_grad = True
 
 
 # States -----------------------------------------------------------------------------------------
@@ -305,40 +293,6 @@ def states_of(block, operations):
     return means, others
 
 
-class OwnStates:
-    """States that a user's block sets in its ``forward``.
-
-    Each replica begins with the same values, also where ``set_data()`` of the one before has set
-    those of all contexts. If all end with the same (a step counter) that is the new value. If
-    not, it depends on the rows, and only the user knows whether as a sum or as a mean.
-    """
-
-    def __init__(self, parameters):
-        self.parameters = parameters
-        self.before = [parameter.list_data()[0].copy() for parameter in parameters]
-        self.after = []  # of each replica
-
-    def set(self, values):
-        with mx.autograd.pause():
-            for parameter, value in zip(self.parameters, values):
-                for array in parameter.list_data():
-                    value.copyto(array)
-
-    @contextlib.contextmanager
-    def replica(self, context):
-        self.set(self.before)
-        yield
-        self.after.append([parameter.data(context).copy() for parameter in self.parameters])
-
-    def unite(self):
-        """Set what all replicas have set; or return what sets different values, by the rows."""
-        for parameter, *values in zip(self.parameters, *self.after):
-            if not _equal(values):
-                return _rows.Across(f"that sets the parameter {parameter.name!r}")
-        self.set(self.after[0])
-        return None
-
-
 def blocks(block):
     """A block and all that are within."""
     yield block
@@ -355,18 +309,18 @@ def own_attributes(block):
     return Attributes(own, lambda name, value: not name.startswith("_"))
 
 
-def check_equal(block, parameters):
+def check_equal(block, differing):
     """See that no replica has set a state of its own since, in its backward pass."""
-    for parameter in parameters:
-        if not _equal(parameter.list_data()):
-            raise errors.UnsupportedError(
-                f"The replicas of the block {block.name!r} set its parameter {parameter.name!r} to "
-                "different values, each from its own rows, and whether these are to be added up or "
-                "averaged only the block knows. Set it outside of the block, from results for the "
-                "whole batch; or run the block on one device: parallelize(block, gpus=1)."
-            )
+    for parameter in differing:
+        raise errors.UnsupportedError(
+            f"The replicas of the block {block.name!r} set its parameter {parameter.name!r} to "
+            "different values, each from its own rows, and whether these are to be added up or "
+            "averaged only the block knows. Set it outside of the block, from results for the "
+            "whole batch; or run the block on one device: parallelize(block, gpus=1)."
+        )
 
 
-def _equal(arrays):
+def are_equal(arrays):
+    """Whether some arrays have the same numbers."""
     first, *others = [array.asnumpy() for array in arrays]
     return all((other == first).all() for other in others)

@@ -4,12 +4,13 @@ import contextlib
 
 import mxnet as mx
 
-from ... import _rows
+from ... import _rows, errors
+from ..._configuration import settings
 from ..._rows import split_rows
 from ..._runtime import work
-from ..._runtime.patching import replaced
-from . import gluon_arrays, symbol_graph
-from .gluon_arrays import leaves, mapped, on_context, parameters_of, states_of
+from ..._runtime.patching import InstanceMethod, replaced
+from . import gluon_arrays, gluon_parameters, symbol_graph
+from .gluon_arrays import context_of, leaves, mapped, on_context, parameters_of, states_of
 from .symbol_graph import clear_errors
 from .verification import BlockCall
 
@@ -22,16 +23,17 @@ def parallelize(block, contexts):
     else:
         if replicas is not None:
             replicas.remove()
-        gluon_arrays.move(block, contexts)
+        gluon_arrays.move(block, contexts[0])
 
 
 class BlockReplicas:
-    """The replicas of one block: its parameters on each context, and a ``forward`` that splits.
+    """The replicas of one block: a ``forward`` that splits, and copies of its parameters.
 
     Each array given is split by its first dimension, where it has as many rows as the first one
     given, and handed over whole where not; each replica's part runs on its context, and what
-    comes out is put together on the first. All of that is recorded by autograd, so the gradients
-    of a loss of the whole batch reach each context, and ``Trainer`` sums them.
+    comes out is put together on the first. All of that is recorded by autograd, also where the
+    replicas get copies of the parameters (``gluon_parameters``): after a backward pass the one
+    gradient of each parameter is that of the whole batch, for whoever reads or changes it.
 
     Differs from one context:
 
@@ -44,13 +46,14 @@ class BlockReplicas:
     the third. A HybridBlock is traced, too: where its results have their rows, whether they are
     sums or means over the rows, and which operations write states. A block that mixes rows, or
     whose own states depend on them, runs on the first context with the whole batch, with a
-    warning. The parameters stay on all contexts: what the others add to the gradients is 0.
+    warning.
+
+    A script that has the parameters on several contexts splits its batches by itself: each array
+    runs where it lies, with a warning.
 
     ``Block.__call__`` and what saves call a block's methods on the instance, where three are
     replaced: it stays the same object, and its children stay plain.
     """
-
-    METHODS = ("forward", "collect_params", "_collect_params_with_prefix")
 
     def __init__(self, block):
         self.block = block
@@ -59,32 +62,47 @@ class BlockReplicas:
         self._operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
         self.verification = None  # of the first calls
-        methods = {name: getattr(self, name) for name in self.METHODS}
-        vars(block).update(methods, _compat_replicas=self)
+        vars(block)["_compat_replicas"] = self
+        gluon_parameters.follow_replicas()
+        for kind in _METHODS:
+            kind(self).install(block)
 
     def move(self, contexts):
         """Go on with other contexts."""
+        self._unite_statistics()
         self.contexts = contexts
         self.names = [str(context) for context in contexts]
-        self._prepare()
+        self._copies = gluon_parameters.Copies(contexts)
+        gluon_arrays.move(self.block, contexts[0])
 
     def _prepare(self):
+        """Follow the block: it may have been initialised, or given a Trainer, since."""
         self._unite_statistics()
-        # If it was initialised or given a Trainer since.
-        gluon_arrays.move(self.block, self.contexts)
+        found = gluon_arrays.contexts_of(self.block)
+        if len(found) == 1 and found[0] in self.contexts:
+            if found != self.contexts[:1]:
+                self.move(found + [each for each in self.contexts if each != found[0]])
+        else:
+            gluon_arrays.move(self.block, self.contexts[0])
 
     def remove(self):
         self._unite_statistics()
-        for name in self.METHODS + ("_compat_replicas",):
-            del vars(self.block)[name]
+        for kind in _METHODS:
+            kind.of(self.block).remove(self.block)
+        del vars(self.block)["_compat_replicas"]
 
     # Called by Gluon ----------------------------------------------------------------------------
 
-    def forward(self, *args):
+    def forward(self, args):
         arrays = list(leaves(args))
         if not arrays or not arrays[0].shape or split_rows.runs_undivided():
             # Symbols, too: the block is being exported.
-            return type(self.block).forward(self.block, *args)
+            return self._plain(args)
+        contexts = gluon_arrays.contexts_of(self.block)
+        if len(contexts) > 1:
+            return self._run_where_arrays_lie(args, settings.listed(list(map(str, contexts))))
+        self._prepare()
+        self._check_contexts(arrays)
         verification = self.verification
         if verification is not None and self._kinds[self._kind(args)][0] is not None:
             # Batch normalization and dropout go by this, not by whether gradients are wanted.
@@ -93,14 +111,37 @@ class BlockReplicas:
                 return verification.verify(kind, BlockCall(self, args))
         return self.run(args)
 
+    def _plain(self, args):
+        return _SplitForward.of(self.block).plain(self.block)(*args)
+
+    def _run_where_arrays_lie(self, args, contexts):
+        """The block of a script that splits its batches by itself."""
+        _rows.runs_whole(
+            self.block.name, _rows.Across(None, why="contexts"), contexts, "Each array", self
+        )
+        array = next(leaves(args))
+        work.count([str(context_of(array))], [array.shape[0]], mx.autograd.is_training())
+        with split_rows.undivided():
+            return self._plain(args)
+
+    def _check_contexts(self, arrays):
+        found = {str(context_of(array)) for array in arrays}.intersection(self.names[1:])
+        if found:
+            raise errors.UnsupportedError(
+                f"The block {self.block.name!r} was given an array on {min(found)}, but its "
+                f"parameters are on {self.names[0]}: parallelize() splits each batch by itself. "
+                f"Give the block whole batches on {self.names[0]}, without "
+                "gluon.utils.split_and_load(); or initialize it on all contexts of the script, "
+                "which then runs as if it were not parallelized."
+            )
+
     def run_undivided(self, args):
         """The block on the first context alone, where no replica is running."""
         self._prepare()
-        states = self._own_states()
-        with states.replica(self.contexts[0]):
-            result = self._written(self.contexts[0], args, lambda array: array)
-        states.unite()
-        return result
+        self._copies.begin()
+        if self._sizes is not None:
+            self._sizes = work.undivided(self.names, 1)
+        return self._written(self.contexts[0], args, lambda array: array)
 
     def _written(self, context, args, rows):
         """The block as it is written, on a context, where parts of it do not split again.
@@ -110,10 +151,13 @@ class BlockReplicas:
         """
 
         def part(place, array):
-            return on_context(context, rows(array) if self._split[place] else array)
+            # Not the array itself: gradients that come back from another context are not added.
+            return on_context(
+                context, rows(array) if self._split[place] else array.reshape(array.shape)
+            )
 
         with split_rows.undivided(), context:
-            return type(self.block).forward(self.block, *mapped(part, args))
+            return self._plain(mapped(part, args))
 
     def run(self, args):
         """The block on all contexts, or on the first one where it cannot be divided."""
@@ -123,19 +167,18 @@ class BlockReplicas:
             return self._run_whole(args)
         self._prepare()
         rows, count = next(leaves(args)).shape[0], len(self.contexts)
-        # One without rows of its own is run for its gradients: which of them a backward pass makes,
-        # and when, a trainer sees for each context.
-        all_sizes, recording = split_rows.sizes(rows, count), mx.autograd.is_recording()
-        replicas = [i for i, size in enumerate(all_sizes) if size or recording]
+        all_sizes = split_rows.sizes(rows, count)
+        replicas = [i for i, size in enumerate(all_sizes) if size]
         sizes = [all_sizes[i] for i in replicas]
-        states, results = self._own_states(), []
+        copies, results = self._copies, []
+        copies.begin(self._own_states())
         across = _rows.Across(None, why="unknown")  # unless it all works out
         try:
             for i in replicas:
-                context, part = self.contexts[i], slice(*split_rows.run_bounds(rows, count, i))
-                with states.replica(context):
-                    results.append(self._written(context, args, lambda array: array[part]))  # noqa: B023
-            found = states.unite()
+                part = slice(*split_rows.run_bounds(rows, count, i))
+                with copies.replica(i):
+                    results.append(self._written(self.contexts[i], args, lambda a: a[part]))  # noqa: B023
+            found = copies.united(replicas)
             if found is None and not gluon_arrays.are_of(placements, results, sizes):
                 found = _rows.Across(None, why="tried")
             if found is None:
@@ -146,7 +189,7 @@ class BlockReplicas:
             clear_errors()
         finally:  # also where it is interrupted
             if across is not None:
-                states.set(states.before)
+                copies.restore()
         if across is not None:
             result = self._run_whole(args)  # what is wrong on one device, too, is the user's
             self._leave_whole(kind, across)
@@ -155,17 +198,16 @@ class BlockReplicas:
         return result
 
     def _run_whole(self, args):
-        """All rows on the first context, where one device's gradients are; the others get none."""
+        """All rows on the first context."""
         result = self.run_undivided(args)
-        if mx.autograd.is_recording():
-            with mx.autograd.pause():
-                gluon_arrays.leave_without_gradients(self.block)
         self._note_batch(work.undivided(self.names, next(leaves(args)).shape[0]))
         return result
 
     def _note_batch(self, sizes):
         if mx.autograd.is_training():
             self._sizes = sizes
+            for parameter in states_of(self.block, self._operations)[0]:
+                gluon_parameters.pending[parameter] = self._unite_statistics
         work.count(self.names, sizes, mx.autograd.is_training())
 
     # What can be divided ------------------------------------------------------------------------
@@ -224,7 +266,7 @@ class BlockReplicas:
         sees_gradients = graph is not None and not graph.own_gradients()
         is_single = next(leaves(args)).shape[0] == 1
         # Parts of a block that sets states would set them one after the other.
-        is_left = sees_gradients or is_single or self._own_states().parameters
+        is_left = sees_gradients or is_single or self._own_states()
         if mx.autograd.is_recording() and not is_left:
             parameters, first = parameters_of(self.block), self.contexts[0]
             if gluon_arrays.mixes_back(parameters, args, placements, first, self._on_rows):
@@ -269,7 +311,7 @@ class BlockReplicas:
 
         try:
             with self._leaving_no_trace(), gluon_arrays.symbols_refused():
-                traced = type(self.block).forward(self.block, *mapped(variable, args))
+                traced = self._plain(mapped(variable, args))
             graph = symbol_graph.Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
             graph.follow(given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
@@ -281,26 +323,23 @@ class BlockReplicas:
     def _leaving_no_trace(self):
         """Within, the block runs as it is written, without hooks, and keeps nothing of it."""
         plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
-        with contextlib.ExitStack() as stack:
-            states = self._own_states()
-            stack.callback(states.set, states.before)
+        self._copies.begin(self._own_states())
+        with contextlib.ExitStack() as stack, self._copies.replica(0):
+            stack.callback(self._copies.restore)
             for part in set(gluon_arrays.blocks(self.block)):  # one may be there twice
                 stack.enter_context(replaced(part, **plain))
             stack.callback(gluon_arrays.own_attributes(self.block).put_back)
             yield
 
+    def arrays_of(self, parameter):
+        """All arrays that replicas have of a parameter."""
+        return list(self._copies.arrays_of(parameter).values())
+
     # States -------------------------------------------------------------------------------------
 
-    def collect_params(self, *args, **kwargs):
-        self._unite_statistics()
-        return type(self.block).collect_params(self.block, *args, **kwargs)
-
-    def _collect_params_with_prefix(self, *args, **kwargs):
-        self._unite_statistics()
-        return type(self.block)._collect_params_with_prefix(self.block, *args, **kwargs)
-
     def _own_states(self):
-        return gluon_arrays.OwnStates(states_of(self.block, self._operations)[1])
+        """The parameters that the block sets by itself, and that are no running statistics."""
+        return states_of(self.block, self._operations)[1]
 
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.
@@ -311,9 +350,48 @@ class BlockReplicas:
             return
         means, others = states_of(self.block, self._operations)
         with mx.autograd.pause():
-            # Where the first context alone has trained it, what else it has set, too.
-            united = means if any(self._sizes[1:]) else means + others
-            symbol_graph.unite([parameter.list_data() for parameter in united], self._sizes)
-            gluon_arrays.check_equal(self.block, others)
+            for parameter in means:
+                arrays = self._copies.arrays_of(parameter)
+                sizes = [self._sizes[index] for index in arrays]
+                symbol_graph.unite([list(arrays.values())], sizes)
+            differing = [p for p in others if self._copies.is_set_since(p, self._sizes)]
         if not mx.autograd.is_recording():
             self._sizes = None
+            for parameter in means:
+                gluon_parameters.pending.pop(parameter, None)
+        gluon_arrays.check_equal(self.block, differing)
+
+
+# What Gluon calls -------------------------------------------------------------------------------
+
+
+class _BlockMethod(InstanceMethod):
+    """A method of a block that calls its replicas."""
+
+    def __init__(self, replicas):
+        super().__init__([])
+        self.replicas = replicas
+
+
+class _SplitForward(_BlockMethod):
+    method = "forward"
+
+    def invoke(self, block, *args):
+        return self.replicas.forward(args)
+
+
+class _CollectUnited(_BlockMethod):
+    """Collects parameters whose running statistics are those of all replicas."""
+
+    method = "collect_params"
+
+    def invoke(self, block, *args, **kwargs):
+        self.replicas._unite_statistics()
+        return self.plain(block)(*args, **kwargs)
+
+
+class _CollectUnitedByPrefix(_CollectUnited):
+    method = "_collect_params_with_prefix"
+
+
+_METHODS = (_SplitForward, _CollectUnited, _CollectUnitedByPrefix)

@@ -198,7 +198,7 @@ class BlockCall(_verification.Step):
         with mx.autograd.pause():
             for label, parameter in self.made.items():
                 if label in values:
-                    for array in parameter.list_data():
+                    for array in self.replicas.arrays_of(parameter):
                         like(values[label], array).copyto(array)
         wait_for_updates()
 
