@@ -113,3 +113,62 @@ def test_a_plain_model_again(keras):
         assert "_compat_functions" not in vars(model) and "build" not in vars(model)
         steps(model)
     assert plain <= set(vars(model))
+
+
+# Modes ----------------------------------------------------------------------------------------
+
+
+def modes():
+    """Arguments of ``compile()``, which Keras hands to ``theano.function``, by name."""
+    import theano
+    from theano.compile import debugmode, monitormode, nanguardmode
+
+    def is_seen(number, node, function):
+        pass
+
+    return {
+        "monitor": {"mode": monitormode.MonitorMode(pre_func=is_seen, post_func=is_seen)},
+        "debug": {"mode": debugmode.DebugMode(), "profile": False},  # it refuses to profile
+        "guard": {"mode": nanguardmode.NanGuardMode()},
+        "callback": {"mode": theano.Mode(theano.gof.vm.VM_Linker(callback=lambda **given: None))},
+        "python": {"mode": theano.Mode("py")},
+        "fast": {"mode": "FAST_RUN"},
+        "profile": {"profile": True},
+    }
+
+
+@pytest.mark.parametrize("name", ["monitor", "debug", "guard", "callback", "python", "profile"])
+def test_modes_run_on_all_devices(keras, name):
+    """Also one that comes after another one."""
+    found = []
+    for parallel in (False, True):
+        model, results = initialise(dense(keras)), []
+        if parallel:
+            compat.parallelize(model)
+        for mode in ("fast", name):
+            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", **modes()[mode])
+            results += steps(model)
+        found.append(results)
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    for function in (model.train_function, model.test_function, model.predict_function):
+        assert len(function.forward) == DEVICES
+        kinds = {type(made.maker.mode) for made in function.forward + [function.head]}
+        assert kinds == {type(modes()[name].get("mode", function.head.maker.mode))}
+
+
+def test_a_monitor_sees_what_each_device_computes(keras):
+    from theano.compile.monitormode import MonitorMode
+
+    seen = []
+
+    def see(number, node, function):
+        if "Dot" in str(node.op):
+            seen.append(function.inputs[0][0].shape[0])
+
+    model = compat.parallelize(initialise(dense(keras)))
+    model.compile("sgd", "mse", mode=MonitorMode(pre_func=see))
+    model.predict_on_batch(INPUTS)  # with a trial
+    del seen[:]
+    model.predict_on_batch(INPUTS)
+    assert seen == [3, 3, 4, 4, 4, 4]

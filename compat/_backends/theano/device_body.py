@@ -65,16 +65,18 @@ class Device:
             del registered[None]
             registered.update(default)
 
-    def adopt(self, variable, number):
+    def adopt(self, variable, number, is_apart=False):
         """Make this device's variable for one of Keras', unless it has one.
 
         Arguments:
             number: the device's among those of its model. The first uses Keras' variables
                 themselves, if they lie there.
+            is_apart: whether the first has variables of its own as well.
         """
-        if variable in self.variables:
+        known = self.variables.get(variable)
+        if known is not None and not (is_apart and known is variable):
             return
-        if number == 0 and context_of(variable) == self.target:
+        if number == 0 and context_of(variable) == self.target and not is_apart:
             self.variables[variable] = variable
             return
         value, options = variable.get_value(), {}
@@ -245,6 +247,25 @@ def _kept(gradients, leaves, values):
         return variable in forward and hasattr(variable, "broadcastable") and not is_view
 
     return nearest(gradients, is_kept)
+
+
+def takes_values_away(mode):
+    """Whether a function of this mode holds the values of its shared variables while it runs.
+
+    Functions that are called meanwhile, as the bodies are to go back, do not find them there.
+    """
+    return isinstance(theano.compile.mode.get_mode(mode), theano.compile.debugmode.DebugMode)
+
+
+def can_be_copied(function):
+    """Whether Theano's ``copy()`` gives functions like this one.
+
+    That of ``DebugMode``, which has a maker of its own, would be without its shared variables;
+    linkers that wrap others, as ``MonitorMode`` has, do not keep what it needs.
+    """
+    return type(function.maker) is theano.compile.FunctionMaker and hasattr(
+        function.fn, "storage_map"
+    )
 
 
 def copied(function, swap):

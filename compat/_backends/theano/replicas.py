@@ -265,11 +265,14 @@ class ReplicatedFunction:
         """Compile them: forward and, of the cuts that have a gradient, backward."""
         devices, back = self.owner.devices, self.back
         weights = [weight for weight, _ in self.weights if weight in self.used]
-        made = [] if back else self.owner.forward.get(tuple(cuts), [])
+        mode = self.options.get("mode")
+        made = [] if back else self.owner.forward.get((tuple(cuts), mode), [])
+        is_apart = device_body.takes_values_away(mode)
         for number, device in enumerate(devices if cuts and not made else ()):
             for variable in self.used:
-                device.adopt(variable, number)
-            if number == 0 or device.target != devices[0].target:
+                device.adopt(variable, number, is_apart)
+            is_alike = number and device.target == devices[0].target
+            if not (is_alike and all(map(device_body.can_be_copied, made[0]))):
                 given = self.body_inputs, self.sharded, cuts, self.used, back, weights
                 with device.current():
                     functions, weights = device_body.compiled(device, self._compile, *given)
@@ -278,7 +281,7 @@ class ReplicatedFunction:
                 swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
                 made.append([device_body.copied(function, swap) for function in made[0]])
         if not back:
-            self.owner.forward[tuple(cuts)] = made
+            self.owner.forward[tuple(cuts), mode] = made
         self.body_weights = weights
         self.forward = [forward for forward, *_ in made]
         self.backward = [backward for _, *rest in made for backward in rest]
