@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import sys
+import types
 
 from .. import errors
 from .._configuration import detection, packages, settings
@@ -104,10 +105,12 @@ def rebuilding_functions(model):
     """Within, change how a model of Keras 2 makes its functions; afterwards it makes them anew.
 
     Keras makes new variables for the optimizer's state with every train function. Their values are
-    copied from the old ones. ``model`` is None where it is not built yet.
+    copied from the old ones. A function that a script or another library has put in the place of
+    Keras' does more than that one does, and stays. ``model`` is None where it is not built yet.
     """
     known = vars(model) if model is not None else {}
-    made = [function for function in FUNCTIONS if known.get(function) is not None]
+    made = [name for name in FUNCTIONS if known.get(name) is not None]
+    made = [name for name in made if not is_users_function(known[name])]
     state = model.optimizer.get_weights() if "train_function" in made else None
     yield
     for function in made:
@@ -374,6 +377,12 @@ def import_keras(backend):
         f"No Keras that runs on {backend.name} is installed, or KERAS_BACKEND and keras.json "
         f"choose another backend for it.{remedy}"
     )
+
+
+def is_users_function(function):
+    """Whether a function that a model's steps call was not made by Keras, nor here."""
+    kind = function if isinstance(function, types.FunctionType) else type(function)
+    return is_users(kind) and kind.__module__.split(".")[0] != __name__.split(".")[0]
 
 
 def is_users(thing):

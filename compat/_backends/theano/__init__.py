@@ -205,6 +205,12 @@ class Theano(Backend):
 
         functions.verify(model, verification)
 
+    def executed(self, model):
+        """From the functions that Theano calls; see ``executed``."""
+        from . import executed  # imports theano
+
+        return executed.executed(vars(model)["_compat_functions"])
+
     def launcher(self, job):
         from ..._ranks.engines import mpi  # here for start-up time
 

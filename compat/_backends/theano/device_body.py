@@ -1,6 +1,7 @@
 """A device of Theano's, with weights of its own, and the body of a model's graph on it."""
 
 import contextlib
+import weakref
 from collections import OrderedDict
 
 import numpy as np
@@ -47,6 +48,7 @@ class Device:
         self.target = target
         self.place = "cpu" if target == "cpu" else None
         self.variables = {}  # type: Any  # Keras' shared variables, and those used here
+        self.functions = weakref.WeakSet()  # type: Any  # those of bodies that run here
 
     @contextlib.contextmanager
     def current(self):

@@ -5,7 +5,9 @@ Keras makes a function when it is first needed, by a method of the model
 which hand Keras another ``K.function``: one that makes a ``replicas.ReplicatedFunction``.
 """
 
+import contextlib
 import threading
+import weakref
 from _thread import get_ident
 
 from theano.gof import graph
@@ -13,11 +15,8 @@ from theano.gof import graph
 from ... import _keras, errors
 from ..._runtime import patching
 from .device_body import Device, placeholder_like
-from .replicas import ReplicatedFunction
+from .replicas import ReplicatedFunction, making
 from .verified_steps import VerifiedTheanoStep
-
-# K.function and K.gradients are replaced while a function is made: by one thread at a time.
-_making = threading.RLock()
 
 
 def parallelize(model, devices):
@@ -68,6 +67,7 @@ class ReplicatedTheanoFunctions:
         across: why the model runs whole, an ``Across``, or None.
         doubt: why what no rule knows is not split, after a trial; or None.
         forward: the devices' functions that compute variables at cuts, which functions share.
+        heads: the functions that compute the rest, of the whole batch.
         running: held while one thread makes or runs them.
     """
 
@@ -77,6 +77,7 @@ class ReplicatedTheanoFunctions:
         self.across = self.doubt = None
         self.forward = {}  # type: dict
         self.verification = None
+        self.heads = weakref.WeakSet()
         self.running = threading.RLock()
         vars(model)["_compat_functions"] = self
         _keras.InnerModel.have_prepared(model, self._prepare)
@@ -116,6 +117,14 @@ class MakeReplicatedFunction(patching.InstanceMethod):
         """Keras' method, for which ``K.function`` makes a replicated one, of gradients to come."""
         from keras import backend as K
 
+        with contextlib.ExitStack() as within:
+            within.enter_context(making)
+            if model is self.functions.model:  # no copy of it
+                within.enter_context(patching.replaced(K, **self._replacements(K)))
+            self.plain(model)()
+
+    def _replacements(self, K):
+        """What stands for functions of Keras' backend in this thread, by name."""
         thread, asked = get_ident(), []  # the loss, and (weight, variable for its gradient)
         differentiate, make = K.gradients, K.function
 
@@ -134,9 +143,7 @@ class MakeReplicatedFunction(patching.InstanceMethod):
                 return make(inputs, outputs, updates, **options)
             return ReplicatedFunction(self.functions, inputs, outputs, updates, asked, options)
 
-        with _making:
-            with patching.replaced(K, function=function, gradients=gradients):
-                self.plain(model)()
+        return {"gradients": gradients, "function": function}
 
 
 _KINDS = [

@@ -23,18 +23,23 @@ forward returns, besides, whatever the one that goes back needs of what it has c
 import contextlib
 import functools
 import operator
+import threading
 import weakref
 
 import numpy as np
 import theano
 from theano.gof import graph
 
-from ... import _keras, _rows
+from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import progress, work
 from ..._runtime.patching import replaced
 from . import device_body, graph_rows
 from .device_body import computed_by, gradients_of, value_like
+
+#: Held while one thread makes functions: K.function is replaced for that, and Theano's own state
+#: is not made for several.
+making = threading.RLock()
 
 #: What Theano raises where the sizes of a part of a batch do not fit each other.
 _ERRORS = (ValueError, IndexError, AssertionError)
@@ -68,7 +73,23 @@ class ReplicatedFunction:
         self.cuts = []  # type: Any
         self.batch = None  # type: Any  # what `_go_back` takes of the one that runs
 
+    def __reduce__(self):
+        """Give copies none. Keras before 2.2 copies, and pickles, a model with its functions."""
+        model = self.owner.model
+        if self.loss is not None and getattr(model.optimizer, "weights", None):
+            errors.warn(
+                f"The copy of model {model.name!r} will train from the beginning of its "
+                "optimizer's state (momentum, moments): a function that runs on several devices "
+                "is not copied, and the one that Keras makes anew has none. Use model.save() and "
+                "load_model(), which keep it."
+            )
+        return type(None), ()
+
     def __call__(self, inputs):
+        with self.owner.running:  # a function of Theano's has places for one call's values
+            return self._call(inputs)
+
+    def _call(self, inputs):
         rows, devices = inputs[0].shape[0], self.owner.devices
         states = _keras.states(self.owner.model, "get_value")
         given = {state: state.get_value(borrow=True) for state in states}  # for each row one
@@ -83,7 +104,7 @@ class ReplicatedFunction:
         except _ERRORS:
             self._compute_on_one(given)
             self._run_whole()
-            return self(inputs)
+            return self._call(inputs)
         count, sizes = len(self.cuts), split_rows.sizes(rows, len(devices))
         # For each cut what the devices have computed.
         parts = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
@@ -132,7 +153,8 @@ class ReplicatedFunction:
         while not self.is_made or self.cuts and self.tried.get(shapes, 0) < min(rows, _ENOUGH):
             with progress.shown(f"compiling model {self.owner.model.name!r} for Theano"):
                 if not self.is_made:
-                    self._make(given)
+                    with making:
+                        self._make(given)
                 self.is_made = self._is_right(given, rows) and self._is_right_back(given, rows)
             self.tried[shapes] = rows
 
@@ -167,6 +189,7 @@ class ReplicatedFunction:
         count = len(self.outputs)
         updates = list(zip(self.updates, values[count:]))
         self.head = self._compile(self.inputs + list(at_cut.values()), values[:count], updates)
+        owner.heads.add(self.head)
 
     def _gradients(self, at_cut):
         """Those of the loss with respect to the weights, of which the bodies compute a part.
@@ -280,6 +303,7 @@ class ReplicatedFunction:
             else:  # on one processor all are copies of the first's
                 swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
                 made.append([device_body.copied(function, swap) for function in made[0]])
+            device.functions.update(made[number])
         if not back:
             self.owner.forward[tuple(cuts), mode] = made
         self.body_weights = weights

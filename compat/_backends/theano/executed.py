@@ -1,0 +1,87 @@
+"""Proof of use: which devices execute operations, as the functions that Theano calls tell.
+
+All of Theano's functions are called through one method. While a step is recorded it notes which
+they are. On GPUs the values that a function holds and returns tell where it ran; simulated devices
+are all the CPU, and have functions of their own.
+"""
+
+import contextlib
+import threading
+from _thread import get_ident
+
+from theano.compile.function_module import Function
+
+from ..._runtime import patching
+
+_lock = threading.Lock()
+_recorders = []  # type: list  # those of all threads
+_patches = []  # type: list  # one, while there are any
+
+
+class CallRecorder:
+    """Counts the operations that each device executes in this thread, in the first step.
+
+    Arguments:
+        functions: the model's ``ReplicatedTheanoFunctions``.
+    """
+
+    def __init__(self, functions):
+        self.functions, self.thread = functions, get_ident()
+        self.counts = dict.fromkeys([device.name for device in functions.devices], 0)
+        self._called = set()  # type: set  # what a step calls once
+
+    def note(self, function, results):
+        """Note a call, of whatever function of Theano's."""
+        home, *others = self.functions.devices
+        device = next((each for each in others if function in each.functions), home)
+        # Trials call what goes forward on the first device.
+        if device is not home or function in self.functions.heads:
+            if function in self._called:
+                return self.end()  # the second step
+            self._called.add(function)
+        for name in _gpus(function, results) or [device.name]:
+            if name in self.counts:
+                self.counts[name] += len(function.maker.fgraph.apply_nodes)
+
+    def begin(self):
+        with _lock:
+            if not _recorders:
+                _patches.append(patching.Patch(Function, "__call__", _recording(Function.__call__)))
+            _recorders.append(self)
+
+    def end(self):
+        with _lock:
+            if self in _recorders:
+                _recorders.remove(self)
+                if not _recorders:
+                    _patches.pop().take_back()
+
+
+def _recording(call):
+    """What stands in the place of the method by which all functions are called."""
+
+    def calling(function, *args, **kwargs):
+        results = call(function, *args, **kwargs)
+        for recorder in [each for each in _recorders if each.thread == get_ident()]:
+            recorder.note(function, results)
+        return results
+
+    return calling
+
+
+def _gpus(function, results):
+    """The GPUs on which a function's own values lie, and what it has returned."""
+    values = [container.storage[0] for container in function.input_storage]
+    values += results if isinstance(results, list) else [results]
+    return {value.context.dev for value in values if hasattr(value, "context")}
+
+
+@contextlib.contextmanager
+def executed(functions):
+    """Within, the first step is recorded; gives the numbers of operations, by device."""
+    recorder = CallRecorder(functions)
+    recorder.begin()
+    try:
+        yield recorder.counts
+    finally:
+        recorder.end()
