@@ -70,6 +70,8 @@ class JAX(Backend):
 
     def configure(self, settings):
         jax = self.import_framework()
+        from . import versions  # imports jax
+
         chosen = settings.devices
         changes = {}
         applied, warnings = [], []
@@ -79,8 +81,6 @@ class JAX(Backend):
             _check_devices_made(jax, settings)
         elif chosen.simulated or chosen.declined:
             changes["jax_platforms"] = "cpu"
-            if chosen.simulated:
-                changes["jax_num_cpu_devices"] = chosen.simulated
         elif chosen.gpus:
             if settings.memory and settings.memory.size:
                 os.environ[_FRACTION] = f"{_fraction(settings):g}"
@@ -94,6 +94,8 @@ class JAX(Backend):
         elif chosen.wanted():
             ids = ",".join(map(str, chosen.wanted()))
             changes.update(jax_cuda_visible_devices=ids, jax_rocm_visible_devices=ids)
+        if chosen.simulated and not made:
+            applied.append(versions.simulate(chosen.simulated))
         if settings.floatx == "float64":
             changes["jax_enable_x64"] = True  # else JAX makes float32 of it
         for name, value in changes.items():
@@ -116,9 +118,10 @@ class JAX(Backend):
     def devices(self):
         """As Keras names them. Simulated ones are known before JAX makes them."""
         jax = self.import_framework()
-        simulated = getattr(jax.config, "jax_num_cpu_devices", -1)
-        if not self.initialised() and jax.config.jax_platforms == "cpu" and simulated > 0:
-            return [f"cpu:{index}" for index in range(simulated)]
+        from . import versions  # imports jax
+
+        if not self.initialised() and jax.config.jax_platforms == "cpu" and versions.simulated():
+            return [f"cpu:{index}" for index in range(versions.simulated())]
         return list(_devices(jax))
 
     # Replicas ---------------------------------------------------------------------------------
@@ -160,9 +163,11 @@ class JAX(Backend):
     def profiled(self):
         """From JAX's profiler."""
         devices = self.devices()
-        from . import verified_steps  # imports jax
+        from . import profiler, versions  # import jax
 
-        return verified_steps.profiled(devices)
+        if not versions.reads_profiles():
+            return super().profiled()
+        return profiler.profiled(devices)
 
     # Ranks ------------------------------------------------------------------------------------
 
@@ -186,9 +191,9 @@ class JAX(Backend):
 
 def _devices(jax):
     """JAX's devices, by Keras' names for them."""
-    from . import sharding  # imports jax
+    from . import programs  # imports jax
 
-    return {sharding.device_name(device): device for device in jax.local_devices()}
+    return {programs.device_name(device): device for device in jax.local_devices()}
 
 
 def _gpus(jax):

@@ -16,6 +16,8 @@ from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
 from ..._runtime.within import Within
+from . import counted_steps
+from .programs import device_name
 
 
 def check_distribution(model):
@@ -39,7 +41,7 @@ def install(model, devices):
         jax.clear_caches()  # also of what it has differentiated so far
     sharded = ShardedCall(devices)
     sharded.install(model)
-    CountedSteps(devices).install(model)
+    counted_steps.install(model, sharded)
     for part in steps.called_models(model):
         if ShardedCall.of(part) is None:
             ShardedCall(devices, belongs_to=sharded).install(part)
@@ -71,9 +73,10 @@ def remove(model):
         call = ShardedCall.of(part)
         if call is not None and (part is model or call.belongs_to is sharded):
             call.remove(part)
-    for step in _STEPS + [CountedSteps]:
+    for step in _STEPS:
         if step.of(model) is not None:
             step.of(model).remove(model)
+    counted_steps.remove(model)
 
 
 def _variables(model):
@@ -114,12 +117,16 @@ class ShardedCall(patching.InstanceMethod):
 
     def install(self, model):
         super().install(model)
-        StateOnDevices(self.devices).install(model)
+        for state in _STATE:
+            if hasattr(type(model), state.method):
+                state(self.devices).install(model)
 
     def remove(self, model):
         """Give the variables back to JAX's default device, too."""
         super().remove(model)
-        StateOnDevices.of(model).remove(model)
+        for state in _STATE:
+            if state.of(model) is not None:
+                state.of(model).remove(model)
         for variable in _variables(model):
             if variable._value is not None:
                 variable.assign(np.asarray(variable._value))
@@ -169,6 +176,13 @@ class ShardedCall(patching.InstanceMethod):
             sizes = [min(each, max(0, rows - i * each)) for i in range(len(self.names))]
         work.count(self.names, sizes, training)
 
+    def count_step(self, data, training):
+        """Count the batch of a step of Keras' loops."""
+        arrays = (leaf for leaf in _leaves(data) if getattr(leaf, "shape", None))
+        rows = next((array.shape[0] for array in arrays), None)
+        if rows is not None:
+            self.count(rows, rows in self.split, training)
+
     def divides(self, rows):
         return rows % len(self.devices) == 0
 
@@ -182,36 +196,19 @@ class ShardedCall(patching.InstanceMethod):
         return values if self.divides(rows) else _map(replicate, values)
 
 
-class CountedSteps(patching.InstanceMethod):
-    """The method by which Keras makes a loop's function of a step, whose batches are counted."""
-
-    method = "_make_function"
-
-    def invoke(self, model, step_function, *args, **kwargs):
-        sharded = ShardedCall.of(model)
-        training = getattr(step_function, "__name__", "") == "train_step"
-
-        def step(state, data):
-            with sharded.in_step:
-                results = step_function(state, data)
-            leaves = _leaves(data)
-            batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
-            if batch is not None and not split_rows.runs_undivided():
-                rows = batch.shape[0]
-                sharded.count(rows, rows in sharded.split, training)
-            return results
-
-        return self.plain(model)(step, *args, **kwargs)
-
-
 class StateOnDevices(patching.InstanceMethod):
-    """The method with which each of Keras' loops begins: it hands out the variables' values."""
-
-    method = "_get_jax_state"
+    """A method with which each of Keras' loops begins: it hands out the variables' values."""
 
     def invoke(self, model, *args, **kwargs):
         ShardedCall.of(model).place(model)
         return self.plain(model)(*args, **kwargs)
+
+
+# The second one notes on which devices the values are. Keras 3.12 does not need it any more.
+_STATE = [
+    type("StateOnDevices", (StateOnDevices,), {"method": name})
+    for name in ("_get_jax_state", "_record_training_state_sharding_spec")
+]
 
 
 class ShardedStep(patching.InstanceMethod):
@@ -250,11 +247,6 @@ def _put(value, sharding):
     if mask is not None:
         masking.set_keras_mask(result, mask)
     return result
-
-
-def device_name(device):
-    """A device of JAX's, as compat names it."""
-    return f"{device.platform}:{device.id}"
 
 
 def _is_staged(value):
