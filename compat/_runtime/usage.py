@@ -106,6 +106,8 @@ class UsageCheck:
             return f"no batch was split over {settings.listed(self.devices)}. " + self._unreached(
                 calls
             )
+        if self.model not in process.whole and all(_is_alone(sizes) for _, sizes, _ in counted):
+            return "one device computed every batch alone. " + self._unreached(calls)
         claimed = {
             device
             for devices, sizes, _ in counted
@@ -147,3 +149,8 @@ class UsageCheck:
         if configuration is not None and configuration.settings.strict:
             raise errors.DevicesNotUsedError(text)
         errors.warn(text)
+
+
+def _is_alone(sizes):
+    """Return whether one device of several computed a batch that could have been split."""
+    return sizes is not None and len(sizes) > 1 and max(sizes) == sum(sizes) > 1

@@ -3,6 +3,7 @@
 See ``sharding`` for several devices, ``ranks`` for several processes.
 """
 
+import functools
 import os
 import sys
 
@@ -94,13 +95,13 @@ class JAX(Backend):
         elif chosen.wanted():
             ids = ",".join(map(str, chosen.wanted()))
             changes.update(jax_cuda_visible_devices=ids, jax_rocm_visible_devices=ids)
-        if chosen.simulated and not made:
-            applied.append(versions.simulate(chosen.simulated))
         if settings.floatx == "float64":
             changes["jax_enable_x64"] = True  # else JAX makes float32 of it
         for name, value in changes.items():
             jax.config.update(name, value)
             applied.append(f"jax.config.update({name!r}, {value!r})")
+        if chosen.simulated and not made:
+            applied.append(versions.simulate(chosen.simulated))
         place = _ranks.own_place()
         if place is not None:
             from ..._ranks.engines.jax_distributed import JaxDistributed  # only ranks need it
@@ -153,6 +154,16 @@ class JAX(Backend):
         from . import verified_steps  # not at start-up
 
         verified_steps.VerifiedJAXStep.install_on(model, verification)
+
+    def executed(self, model):
+        """From the program of the step; see ``executions``."""
+        self.import_framework()
+        from . import counted_steps, executions, sharding  # import jax
+
+        call = sharding.ShardedCall.of(model)
+        names = call.names if call else self.devices()
+        variables = functools.partial(sharding.variables_of, model)
+        return executions.by_device(names, variables, counted_steps.runs_programs(model))
 
     def memory_peaks(self):
         """``memory_stats()``, which CPU devices do not have."""

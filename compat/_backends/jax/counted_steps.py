@@ -1,5 +1,7 @@
 """Batches counted where the functions that Keras makes of steps get them."""
 
+import threading
+
 from ..._rows import split_rows
 from ..._runtime import patching
 
@@ -22,24 +24,55 @@ def remove(model):
             kind.of(model).remove(model)
 
 
+def runs_programs(model):
+    """Return whether a model's steps are compiled."""
+    return not model.run_eagerly and model.jit_compile
+
+
+class Running(threading.local):
+    """The steps of Keras' loops that a thread is within, innermost last.
+
+    Attributes:
+        steps: for each the numbers of rows of the batches that it has split.
+    """
+
+    def __init__(self):
+        self.steps = []
+
+    def note_split(self, rows):
+        """Note that a batch of so many rows is split, now or in the program that is traced."""
+        if self.steps:
+            self.steps[-1].add(rows)
+
+
 class _Counting(patching.InstanceMethod):
     def __init__(self, sharded):
         super().__init__(sharded.devices)
         self.sharded = sharded
 
-    def counted(self, step, training, batches):
+    def counted(self, model, step, kind, batches):
         """A function of state and data that does a step, and counts its batches.
 
         Arguments:
+            kind: of the step: "train", for example.
             batches: returns the batches within the data.
         """
 
+        running = self.sharded.running
+        split = self.sharded.split.setdefault(kind, set())
+
         def counted(state, data):
-            with self.sharded.in_step:
+            running.steps.append(set())
+            try:
                 results = step(state, data)
+            finally:
+                found = running.steps.pop()
+            if runs_programs(model):
+                split.update(found)  # a program is traced once, also for functions made later
+                found = split
             if not split_rows.runs_undivided():
                 for batch in batches(data):
-                    self.sharded.count_step(batch, training)
+                    self.sharded.count_step(batch, found, kind == "train")
             return results
 
         counted.counts = True
@@ -52,8 +85,8 @@ class CountedSteps(_Counting):
     method = "_make_function"
 
     def invoke(self, model, step_function, *args, **kwargs):
-        training = getattr(step_function, "__name__", "") == "train_step"
-        step = self.counted(step_function, training, lambda data: [data])
+        kind = getattr(step_function, "__name__", "").replace("_step", "")
+        step = self.counted(model, step_function, kind, lambda data: [data])
         return self.plain(model)(step, *args, **kwargs)
 
 
@@ -65,8 +98,8 @@ class CountedFunction(_Counting):
         attribute = self.method[len("make_") :]
         function = getattr(model, attribute)
         if not hasattr(function, "counts"):
-            training = attribute == "train_function"
-            setattr(model, attribute, self.counted(function, training, list))
+            kind = attribute.replace("_function", "")
+            setattr(model, attribute, self.counted(model, function, kind, list))
         return result
 
 
