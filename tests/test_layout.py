@@ -25,7 +25,8 @@ ROOMS = [
     ["compat._api.configuring", "compat._keras.automatic_parallel"],
     ["compat._keras.wrappers"],
     ["compat._backends"],
-    ["compat._verification", "compat._keras.steps", "compat._ranks (Keras models)"],
+    ["compat._verification", "compat._ranks (Keras models)"],
+    ["compat._keras.steps"],
     ["compat._keras"],
     ["compat._configuration.detection"],
     ["compat._configuration.registry"],
@@ -46,7 +47,7 @@ ROOMS = [
 # A room has an upper floor where some of its modules need more than the others.
 UPPER_FLOORS = {
     "compat._ranks." + name: "compat._ranks (Keras models)"
-    for name in ("keras2", "keras_model", "losses", "metrics", "weights")
+    for name in ("keras2", "keras_model", "losses", "metrics", "rank_usage", "weights")
 }
 
 # Parts of a room that lie elsewhere: what needs more than the rest of its room does.
@@ -159,6 +160,7 @@ NAMING = {
     "compat._ranks.loaders": "random numbers as a DataLoader of torch draws them",
     "compat._ranks.launchers": "names of variables",
     "compat._ranks.losses": "tells the kinds of Keras apart",
+    "compat._ranks.rank_usage": "where a fit() holds a model's weights",
     "compat._runtime.containers": "what frameworks' own objects hold is not searched",
     "compat._verification.keras_steps": "versions in an error's advice",
 }
@@ -234,7 +236,7 @@ OTHERS = {
     "compat._backends.theano.theanorc": "the lock of .theanorc",
 }
 TEMPORARY = {
-    "compat._backends.jax.profiler", "compat._backends.mxnet.verification",
+    "compat._backends.jax.verified_steps", "compat._backends.mxnet.verification",
     "compat._backends.tensorflow2.recorded_steps", "compat._commands.test",
     "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.own_process",
     "compat._commands.machines",

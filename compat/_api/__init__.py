@@ -178,6 +178,7 @@ def note_by_hand(model: "Any") -> "Any":
 def _parallelize(model, gpus=None, strategy=None):
     from .. import _keras  # for start-up time
     from .._configuration import gpu_selection  # for start-up time
+    from . import use_checks  # for start-up time
 
     selection = gpu_selection.parse_gpus(gpus)
     place = _ranks.own_place()
@@ -223,6 +224,7 @@ def _parallelize(model, gpus=None, strategy=None):
     process.whole.pop(name, None)
     if place is not None:
         model, where = backend.distribute(model, place), str(place)
+        use_checks.watch_rank(model, name, place)
         ranks = [f"rank {rank}" for rank in range(place.size)] if backend.verifies_ranks else []
         _verify(backend, model, name, ranks, ranks=True)
     else:
@@ -236,7 +238,7 @@ def _parallelize(model, gpus=None, strategy=None):
 
             saving.never_save(model, evaluator)
         model, where = backend.parallelize(model, devices), settings.listed(devices)
-        _watch(backend, model, name, devices)
+        use_checks.watch(backend, model, name, devices)
         _verify(backend, model, name, devices)
     if process.configuration is not None:
         process.configuration.parallelized[name] = where
@@ -255,37 +257,6 @@ def _check_strategy(strategy):
             f"strategy={strategy!r} is not understood. Use None (the model's replicas run in this "
             f"process, split by compat) or {others}."
         )
-
-
-def _watch(backend, model, name, devices):
-    """Have the first steps of a model checked: whether all devices were used."""
-    from .. import _keras  # for start-up time
-
-    check = None
-    process.unused.pop(name, None)
-    if len(devices) > 1:
-        from .._runtime import usage  # for start-up time
-
-        check = usage.UsageCheck(
-            name, devices, lambda: backend.executed(model), lambda: _hooks(model)
-        )
-    if _keras.keras_of(model) is None:
-        backend.watch(model, check)
-    else:
-        from .._keras import watched_methods  # for start-up time
-
-        watched_methods.install(model, check)
-
-
-def _hooks(model):
-    """What compat replaced on a model, by name."""
-    from .. import _keras  # for start-up time
-    from .._keras import watched_methods  # for start-up time
-    from .._runtime import patching  # for start-up time
-
-    if _keras.keras_of(model) is not None:
-        return watched_methods.hooks(model)
-    return patching.InstanceMethod.all_of(model) if hasattr(model, "__dict__") else {}
 
 
 def _verify(backend, model, name, devices, ranks=False):

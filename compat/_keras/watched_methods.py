@@ -42,9 +42,8 @@ class WatchedMethod(patching.InstanceMethod):
 
     def invoke(self, model, *args, **kwargs):
         kind = _KINDS[self.method]
-        function = functools.partial(_function, model, _FUNCTIONS[kind])
-        with self.check.step(kind, function, self.method):
-            return self.plain(model)(*args, **kwargs)
+        with self.check.step(kind, functools.partial(function_of, model, kind), self.method):
+            return self.check.call(self.plain(model), args, kwargs)
 
 
 _METHODS: "List[Type[WatchedMethod]]" = [
@@ -52,8 +51,9 @@ _METHODS: "List[Type[WatchedMethod]]" = [
 ]
 
 
-def _function(model, attribute):
-    return getattr(_keras.inner_model(model), attribute, None)
+def function_of(model, kind):
+    """The function that Keras has made for a kind of step, or None."""
+    return getattr(_keras.inner_model(model), _FUNCTIONS[kind], None)
 
 
 def install(model, check):
@@ -68,7 +68,10 @@ def install(model, check):
 
 def hooks(model):
     """What compat replaced on a model and on the model inside it, without these methods."""
-    found = patching.InstanceMethod.all_of(model)
-    if _keras.inner_model(model) not in (None, model):
-        found.update(patching.InstanceMethod.all_of(_keras.inner_model(model)))
-    return {name: each for name, each in found.items() if not hasattr(each, "watches")}
+    found = {}
+    for each in (model, _keras.inner_model(model)):
+        stacks = patching.InstanceMethod.all_of(each) if each is not None else {}
+        for name, stack in stacks.items():
+            replaced = [method for method in stack if not hasattr(method, "watches")]
+            found.update({name: replaced[-1]} if replaced else {})
+    return found

@@ -11,7 +11,7 @@ import contextlib
 import numpy as np
 
 from .. import _keras, errors
-from . import keras_model, losses, saving
+from . import keras_model, losses, saving, step_functions
 from .keras_model import RankedFit, RankedMethod, count
 
 # In place of weights that are all zero, by whose number Keras would divide: adds nothing.
@@ -43,6 +43,7 @@ class MakeFunction(RankedMethod):
     """
 
     method = "_make_train_function"
+    steps = ("train",)
     function = "train_function"
     training = True
 
@@ -61,6 +62,15 @@ class MakeFunction(RankedMethod):
     def making(self, model):
         """The context in which Keras makes the function."""
         yield
+
+    def replaced(self, model, owner, **functions):
+        """As ``step_functions.replaced``, while Keras makes a function, which it does by these."""
+        before = vars(model).get(self.function)
+
+        def is_due(called):
+            return vars(model).get(self.function) is not before
+
+        return step_functions.replaced(self.engine, owner, is_due, **functions)
 
     def run(self, function, inputs):
         """Call a ``RankedKeras2Function``'s, ``function.made``."""
@@ -186,6 +196,7 @@ class RankedKeras2Function:
 
 class MakeTestFunction(MakeFunction):
     method = "_make_test_function"
+    steps = ("evaluate",)
     function = "test_function"
     training = False
 

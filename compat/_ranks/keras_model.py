@@ -40,7 +40,7 @@ def count(model: Any, rows: int, training: bool) -> None:
         fit.seen[training].update(rows=rows, batches=1)
 
 
-def _by_name(function, args, kwargs):
+def arguments_by_name(function, args, kwargs):
     """The arguments of a call by name; by position as they are, where some have no name.
 
     By name Keras 2 takes all of them, by position no more than its old versions did.
@@ -75,7 +75,7 @@ class RankedFit(RankedMethod):
         if self.running:  # fit() itself calls fit_generator(), in Keras 2.3
             return fit(*args, **kwargs)
         self.engine.agree("fit()")
-        args, given = _by_name(fit, args, kwargs)
+        args, given = arguments_by_name(fit, args, kwargs)
         if self.splits:
             sharding.split(self.engine, model.name, given)
         callbacks = given.get("callbacks") or []
@@ -85,7 +85,8 @@ class RankedFit(RankedMethod):
         callbacks = saving.written_by_rank_0(keras, place, list(callbacks))
         # In front, so that the user's callbacks see what all ranks see.
         given["callbacks"] = [self.epochs(model)] + callbacks + [self.stops(model)]
-        self.begin(model, given, callbacks)
+        of_users = [callback for callback in callbacks if not hasattr(callback, "watches")]
+        self.begin(model, given, of_users)
         if given.get("validation_split"):
             errors.warn(
                 "validation_split={} takes the last rows of each rank's part of the data, and not "
@@ -211,6 +212,8 @@ class RankedFit(RankedMethod):
         more = [self.agreement.parts[0].position(), bool(wished)]
         more += self.comparison.numbers(model) if due else []
         now, validated = metrics.state(model), self.seen[False]["batches"] > 0
+        if validated and now and self.trained is None:  # ``now`` is of the validation data
+            engine.unreached["model.reset_metrics"] = None
         trained = self.trained if validated and self.trained is not None else now
         ended = now if validated else None
         moments = {"": (trained, self.seen[True]), "val_": (ended, self.seen[False])}
@@ -242,6 +245,7 @@ class RankedResetMetrics(RankedMethod):
     """
 
     method = "reset_metrics"
+    is_optional = True  # before Keras 2.3
 
     def invoke(self, model, *args, **kwargs):
         fit = RankedFit.of(model)
@@ -256,6 +260,7 @@ class RankedFitGenerator(RankedMethod):
     """The method of Keras 2 that is ``fit`` for batches that come from a generator."""
 
     method = "fit_generator"
+    is_optional = True  # in Keras 3
 
     def invoke(self, model, *args, **kwargs):
         return RankedFit.of(model).run(model, self.plain(model), args, kwargs)
@@ -285,7 +290,7 @@ class RankedEvaluate(RankedMethod):
         if as_list:  # in Keras 3, whose names for these are not the model's metrics_names
             kwargs["return_dict"] = True
         if fit.divides is not None and not self.training:
-            _, given = _by_name(evaluate, args, kwargs)
+            _, given = arguments_by_name(evaluate, args, kwargs)
             weighted = given.get("sample_weight") is not None
             fit.in_step = self.engine.sum([float(fit.divides(model, weighted))])[0] > 0
         # ``evaluated``: the metrics' state of a batch, where Keras has reset it since.
@@ -314,6 +319,10 @@ class RankedEvaluate(RankedMethod):
         return {name: results[name] for name in result}
 
 
-_KINDS = (RankedFit, RankedFitGenerator, RankedResetMetrics) + saving.named(
-    RankedEvaluate, "evaluate", "evaluate_generator", "test_on_batch", "train_on_batch"
-)
+class RankedEvaluateGenerator(RankedEvaluate):
+    method = "evaluate_generator"
+    is_optional = True  # in Keras 3
+
+
+_KINDS = (RankedFit, RankedFitGenerator, RankedResetMetrics, RankedEvaluateGenerator)
+_KINDS += saving.named(RankedEvaluate, "evaluate", "test_on_batch", "train_on_batch")

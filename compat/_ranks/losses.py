@@ -14,8 +14,8 @@ import sys
 import numpy as np
 
 from .. import _keras, errors
-from .._runtime import patching
-from . import metrics
+from .._keras.steps import has_own_steps
+from . import metrics, step_functions
 
 # How far the mean over two parts of a batch may be from the whole, relative to the loss.
 _ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}  # others: 1e-3
@@ -34,11 +34,14 @@ class Reductions:
     Arguments:
         share: a function without arguments, which gives this rank's share of the step's rows.
         total: a function of a list of scalars, which gives their sums over all ranks.
+        model, engine: whose step computes the losses; None: only parts of it are tried.
     """
 
-    def __init__(self, share, total):
+    def __init__(self, share, total, model=None, engine=None):
         self.share = share
         self.total = total
+        self.model = model
+        self.engine = engine
 
     @contextlib.contextmanager
     def within(self, keras):
@@ -52,14 +55,16 @@ class Reductions:
             ours = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce}  # type: dict
         else:
             module, self.ops = module.losses_utils, sys.modules["tensorflow"]
-            ours = {"apply_valid_mask": self.mask_of_tf_keras, "compute_weighted_loss": self.reduce}
-        ours = {
-            name: functools.partial(function, getattr(module, name))
-            for name, function in ours.items()
-            if hasattr(module, name)  # before tf.keras 2.12 masks are weights
-        }
-        with patching.replaced(module, **ours):
+            ours = {"compute_weighted_loss": self.reduce}
+            if hasattr(module, "apply_valid_mask"):  # before tf.keras 2.12 masks are weights
+                ours["apply_valid_mask"] = self.mask_of_tf_keras
+        ours = {name: functools.partial(ours[name], getattr(module, name)) for name in ours}
+        with step_functions.replaced(self.engine, module, self.is_due, **ours):
             yield
+
+    def is_due(self, called):
+        """Whether Keras has to reduce losses by these functions: where it computes any."""
+        return bool(called) or self.model is not None and computes_losses(self.model)
 
     # Each is called as Keras' own function, ``plain``. Where the reduction is "sum", that takes the
     # mask for a weight, and divides by nothing.
@@ -96,6 +101,27 @@ class Reductions:
         if reduction == "sum" and len(values.shape):
             loss = loss / cast(self.share())
         return loss
+
+
+def computes_losses(model):
+    """Whether Keras' own step computes one of Keras' losses, or of those that it makes one of."""
+    if has_own_steps(model):
+        return False
+    kind = _keras.keras_of(model).losses.Loss
+    return any(
+        not isinstance(loss, kind) or type(loss).__call__ is kind.__call__  # else it is a function
+        for loss in _compiled_losses(model)
+        if loss is not None
+    )
+
+
+def _compiled_losses(model):
+    """The losses that ``compile()`` was given."""
+    if hasattr(model, "_compile_loss"):  # Keras 3
+        given = getattr(model._compile_loss, "_user_loss", None)
+    else:
+        given = model.compiled_loss._user_losses
+    return tree_of(_keras.keras_of(model)).flatten(given)
 
 
 # Losses that may be no means ------------------------------------------------------------------
@@ -233,13 +259,10 @@ def loss_may_mix_rows(model):
         return False  # what it computes is not known
     layers = _keras.all_layers(model)
     if hasattr(model, "_compile_loss"):  # Keras 3
-        given = getattr(model._compile_loss, "_user_loss", None)
         adds = any(map(_adds_losses, {type(layer) for layer in layers}))
     else:
-        given = model.compiled_loss._user_losses
         adds = any(layer._losses or layer._eager_losses for layer in layers)
-    tree = tree_of(_keras.keras_of(model))
-    return adds or any(map(may_mix_rows, tree.flatten(given)))
+    return adds or any(map(may_mix_rows, _compiled_losses(model)))
 
 
 def _adds_losses(kind):

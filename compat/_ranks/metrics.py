@@ -70,6 +70,7 @@ class Results:
             All ranks' ``more``; and the results that rank 0 has, by name: those of metrics that add
             up, which this rank may name otherwise, and the means of those others that are numbers.
         """
+        self.engine.count("results")
         others = {}  # type: dict
         for _, seen in moments.values():
             others.update(not_added(model, seen["rows"], seen["batches"]))

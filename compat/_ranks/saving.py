@@ -10,11 +10,22 @@ import shutil
 import tempfile
 import types
 
+from .. import errors
 from .._runtime import patching, safe_files
 
 
 class RankedMethod(patching.InstanceMethod):
-    """A method of a model that is one of several ranks."""
+    """A method of a model that is one of several ranks.
+
+    Attributes:
+        steps: the kinds of steps that have to call it, as ``RanksCheck`` has them.
+        is_of_keras_steps: whether a step of the script's own may do without it.
+        is_optional: whether the classes of some versions of Keras have no such method.
+    """
+
+    steps = ()  # type: tuple
+    is_of_keras_steps = False
+    is_optional = False
 
     def __init__(self, engine):
         super().__init__([])
@@ -27,10 +38,23 @@ def named(kind, *names):
 
 
 def install(model, engine, kinds):
-    """Give a model those of these methods that its class has. A second time changes nothing."""
+    """Give a model these methods. A second time changes nothing.
+
+    Raises:
+        UnsupportedError: its class has no method of such a name, and training depends on it.
+    """
     for kind in kinds:
-        if hasattr(type(model), kind.method) and kind.of(model) is None:
-            kind(engine).install(model)
+        if hasattr(type(model), kind.method):
+            if kind.of(model) is None:
+                kind(engine).install(model)
+        elif not kind.is_optional:
+            raise errors.unsupported(
+                "compat",
+                f"make a {type(model).__name__} one of several ranks: it has no method "
+                f"{kind.method}(), which they depend on",
+                "Use a version of Keras that compat is tested with, or one process: "
+                "COMPAT_ALONE=1.",
+            )
 
 
 # Saving ---------------------------------------------------------------------------------------
@@ -62,7 +86,12 @@ class RankedSave(RankedMethod):
             return save(*bound.args, **bound.kwargs)
 
 
-KINDS = named(RankedSave, "save", "save_weights", "export")
+class RankedExport(RankedSave):
+    method = "export"
+    is_optional = True  # before Keras 2.13
+
+
+KINDS = named(RankedSave, "save", "save_weights") + (RankedExport,)
 
 
 def written_by_rank_0(keras, place, callbacks):

@@ -78,6 +78,20 @@ def replaced(owner: "Any", **attributes: "Any") -> "Iterator[None]":
         yield
 
 
+class Callback:
+    """A function that a framework is given to call, such as a hook of a tensor.
+
+    Arguments:
+        name: what it is to the framework, "Tensor.register_hook" for example.
+    """
+
+    def __init__(self, name: str, function: "Any") -> None:
+        self.name, self.function = name, function
+
+    def __call__(self, *args: "Any") -> "Any":
+        return self.function(*args)
+
+
 class InstanceMethod:
     """A method of one model that hides its class's: how a model runs on several devices.
 
@@ -109,10 +123,11 @@ class InstanceMethod:
 
     @classmethod
     def of(cls, model):
-        """The method of this kind that this very instance has, or None."""
-        function = getattr(model.__dict__.get(cls.method), "__func__", None)
-        function = getattr(function, "made_by", function)
-        return function if isinstance(function, cls) else None
+        """The method of this kind that this very instance has, or None.
+
+        Also one that another of these methods hides.
+        """
+        return next((each for each in _stacked(model, cls.method) if isinstance(each, cls)), None)
 
     def install(self, model, function=None):
         """Not by setattr: Keras would track the method as a part of the model.
@@ -132,10 +147,9 @@ class InstanceMethod:
 
     @staticmethod
     def all_of(model):
-        """All methods of these kinds that this very instance has, by name."""
-        functions = {n: getattr(each, "__func__", None) for n, each in vars(model).items()}
-        functions = {n: getattr(each, "made_by", each) for n, each in functions.items()}
-        return {n: each for n, each in functions.items() if isinstance(each, InstanceMethod)}
+        """All methods of these kinds that this very instance has, by name, the outermost first."""
+        stacks = {name: list(_stacked(model, name)) for name in list(vars(model))}
+        return {name: stack for name, stack in stacks.items() if stack}
 
     def plain(self, model):
         """The method that this one hides, of this model: deep copies share ``hidden``."""
@@ -143,3 +157,15 @@ class InstanceMethod:
         if isinstance(getattr(hidden, "__self__", None), type(model)):
             hidden = types.MethodType(hidden.__func__, model)
         return hidden
+
+
+def _stacked(model, name):
+    """The methods of these kinds that a model has under a name, the outermost first."""
+    bound = vars(model).get(name)
+    while bound is not None:
+        function = getattr(bound, "__func__", None)
+        method = getattr(function, "made_by", function)
+        if not isinstance(method, InstanceMethod):
+            return
+        yield method
+        bound = method.hidden

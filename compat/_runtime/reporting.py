@@ -95,7 +95,8 @@ class Report(NamedTuple):
             if self.absent:
                 who = f"{len(uses)} of {len(uses) + len(self.absent)} {word}"
             many = _rows(rows[0]) if rows[0] == rows[-1] else f"{rows[0]:,} to {rows[-1]:,} rows"
-            said = "{} worked: {}{}.".format(who, many, " each" if several else "")
+            worked = "worked" if word == "devices" or not self.unused else "computed rows"
+            said = "{} {}: {}{}.".format(who, worked, many, " each" if several else "")
         else:
             said = f"Only {len(rows)} of {len(uses) + len(self.absent)} {word} worked."
             for reason in dict.fromkeys(each.idle for each in uses if each.idle):
@@ -105,7 +106,8 @@ class Report(NamedTuple):
                     named = " and ".join(names)
                 said += f" {named} got no rows: {reason}."
         if self.unused:
-            said += f" {_models(self.unused)} did not run on all devices: see below."
+            done = "run on all devices" if word == "devices" else "train together with the others"
+            said += f" {_models(self.unused)} did not {done}: see below."
         elif not any(each.training_rows for each in uses):
             said += " None of it was training: no model was trained."
         if self.not_told:

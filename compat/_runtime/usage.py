@@ -6,7 +6,7 @@ split them, and the operations that the framework reports for each device.
 
 import contextlib
 from _thread import get_ident
-from typing import Any, Callable, ContextManager, Dict, Iterator, Optional, Sequence, Set
+from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, Optional, Sequence, Set
 
 from .. import errors
 from .._configuration import settings
@@ -96,7 +96,11 @@ class UsageCheck:
         if is_known or problem:
             self._confirmed[kind] = function()
         if problem:
-            self._report(kind, name, problem)
+            self._report(f"the first {KINDS[kind]}", name, problem)
+
+    def call(self, method: "Callable[..., Any]", args: "Sequence[Any]", kwargs: "Any") -> "Any":
+        """Call a public method of the framework's whose steps are checked."""
+        return method(*args, **kwargs)
 
     def _problem(self, counted, executed, calls):
         """What is wrong, a clause that follows the name of the step, or None."""
@@ -106,8 +110,6 @@ class UsageCheck:
             return f"no batch was split over {settings.listed(self.devices)}. " + self._unreached(
                 calls
             )
-        if self.model not in process.whole and all(_is_alone(sizes) for _, sizes, _ in counted):
-            return "one device computed every batch alone. " + self._unreached(calls)
         claimed = {
             device
             for devices, sizes, _ in counted
@@ -130,27 +132,47 @@ class UsageCheck:
         )
 
     def _unreached(self, calls):
-        names = [name for name, each in self.hooks().items() if each.calls == calls.get(name, 0)]
-        found = "Something else runs the model in place of what parallelize() set up."
-        if names:
-            what = settings.listed([f"model.{name}()" for name in names])
-            found = f"What parallelize() put in place of {what} was not called."
-        return (
-            f"{found} Another library has replaced it, or this version of the framework takes "
-            "another way: call parallelize() after such libraries have changed the model, and "
-            "report it with the output of `python -m compat env` if there is none."
-        )
+        hooks = self.hooks().items()
+        uncalled = [name for name, each in hooks if each.calls == calls.get(name, 0)]
+        return unreached(f"model.{name}" for name in uncalled)
 
-    def _report(self, kind, name, problem):
-        where = f" ({name}())" if name else ""
-        text = f"In the first {KINDS[kind]} of model {self.model!r}{where} {problem}"
-        process.unused[self.model] = text
-        configuration = process.configuration
-        if configuration is not None and configuration.settings.strict:
-            raise errors.DevicesNotUsedError(text)
-        errors.warn(text)
+    def _report(self, step, name, problem):
+        report(self.model, step, name, problem)
 
 
-def _is_alone(sizes):
-    """Return whether one device of several computed a batch that could have been split."""
-    return sizes is not None and len(sizes) > 1 and max(sizes) == sum(sizes) > 1
+def report(model: str, step: str, name: str, problem: str) -> None:
+    """Warn of a model that did not run as ``parallelize()`` set it up, and have reports say so.
+
+    Arguments:
+        model: its name.
+        step: when: "the first training step".
+        name: the framework's method that did it; may be empty.
+        problem: a clause that follows these.
+
+    Raises:
+        DevicesNotUsedError: in place of the warning, under ``configure_gpu(strict=True)``.
+    """
+    where = f" ({name}())" if name else ""
+    text = f"In {step} of model {model!r}{where} {problem}"
+    process.unused.setdefault(model, text)
+    configuration = process.configuration
+    if configuration is not None and configuration.settings.strict:
+        raise errors.DevicesNotUsedError(text)
+    errors.warn(text)
+
+
+def unreached(names: "Iterable[str]") -> str:
+    """Say that hooks of these names were not called, and what to do.
+
+    Arguments:
+        names: of functions and methods; none: it is not known which.
+    """
+    what = settings.listed([f"{name}()" for name in names])
+    found = "Something else runs the model in place of what parallelize() set up."
+    if what:
+        found = f"What parallelize() put in place of {what} was not called."
+    return (
+        f"{found} Another library has replaced it, or this version of the framework takes "
+        "another way: call parallelize() after such libraries have changed the model, and "
+        "report it with the output of `python -m compat env` if there is none."
+    )

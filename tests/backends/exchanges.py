@@ -13,13 +13,23 @@ from compat.testing.models import fit_in_order
 from compat.testing.ranks import RanksContract
 from compat.testing.ranks.programs import BATCH
 
+from . import rank_hooks
+
 SCRIPT = """\
 import sys
 from compat.testing.ranks import programs
 sys.path.append({!r})
-import exchanges
-programs.main(*sys.argv[1:], exchange=exchanges.exchange)
+from backends import exchanges, rank_hooks
+programs.main(*sys.argv[1:], exchange=exchanges.exchange, left_out=rank_hooks.left_out)
 """
+
+
+UNREACHED = (
+    " did not do all that ranks depend on. What parallelize() put in place of {} was not called. "
+    "Another library has replaced it, or this version of the framework takes another way: call "
+    "parallelize() after such libraries have changed the model, and report it with the output of "
+    "`python -m compat env` if there is none."
+)
 
 
 class RankedParts(RanksContract):
@@ -28,14 +38,38 @@ class RankedParts(RanksContract):
     #: How often ranks exchange something at most, by the calls of their engine: in a fit() of four
     #: steps that is not the first, and in train_on_batch().
     exchanges = (10, 3)
+    #: Hooks that no step depends on, by name, each with the reason; besides ``rank_hooks.EXEMPT``.
+    exempt_hooks = {}  # type: dict
 
     def script(self):
-        return SCRIPT.format(os.path.dirname(os.path.abspath(__file__)))
+        return SCRIPT.format(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
     def calls(self, size):
         calls = super().calls(size)
-        # After all others, since it changes the engine.
-        return calls + [("exchange", [])] if size == 2 else calls
+        if size != 2:
+            return calls
+        exempt = dict(rank_hooks.EXEMPT, **self.exempt_hooks)
+        # The last one changes the engine.
+        return calls + [("left_out", [exempt]), ("exchange", [])]
+
+    def test_a_hook_that_is_not_reached_is_never_silent(self, results):
+        """Each of them is left out once, on all ranks, as if the framework did not call it."""
+        for _, facts in results(2, "left_out"):
+            print("\n".join(f"{name}: {text}" for name, text in facts["said"].items()))
+            silent = [name for name, text in facts["said"].items() if text is None]
+            assert facts["said"] and not silent, silent
+
+    def test_ranks_that_do_not_train_together_are_reported_and_an_error_under_strict(self, results):
+        for rank, (_, facts) in enumerate(results(2, "left_out")):
+            said = facts["said"]["model.fit"]
+            assert said.startswith(
+                f"In the first training step of model 'net' (fit()) rank {rank} "
+            )
+            assert said.endswith(UNREACHED.format("model.fit()")), said
+            assert facts["strict"] == "DevicesNotUsedError: " + said
+            all_worked, verdict = facts["report"]
+            end = " rows. Model 'net' did not train together with the others: see below."
+            assert not all_worked and verdict.endswith(end), verdict
 
     def test_ranks_exchange_once_before_and_once_after_the_steps(self, results):
         """And the gradients of eight small layers at once."""

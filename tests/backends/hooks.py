@@ -28,6 +28,7 @@ class _Watched:
         self.was_left_out = False
 
     def is_left_out(self, owner, name):
+        """Note a hook of ``owner``'s; return whether it is the one to leave out."""
         if type(owner).__module__.startswith("compat."):
             return False  # an object of compat's own, not of a framework
         if name not in self.names:
@@ -40,7 +41,7 @@ class _Watched:
 def _watched(left_out=None):
     watched = _Watched(left_out)
     install, call = patching.InstanceMethod.install, patching.InstanceMethod.__call__
-    set_value = patching.Patch._set
+    set_value, call_back = patching.Patch._set, patching.Callback.__call__
 
     def installing(hook, model, *args):
         if not hasattr(hook, "watches"):  # what checks all others
@@ -60,6 +61,11 @@ def _watched(left_out=None):
                 value = getattr(patch.owner, patch.name, None)
         return set_value(patch, value)
 
+    def calling_back(hook, *args):
+        if not watched.is_left_out(None, hook.name):
+            return call_back(hook, *args)
+
+    patching.Callback.__call__ = calling_back
     patching.InstanceMethod.install = installing
     patching.InstanceMethod.__call__ = calling
     patching.Patch._set = setting
@@ -68,7 +74,7 @@ def _watched(left_out=None):
     finally:
         patching.InstanceMethod.install = install
         patching.InstanceMethod.__call__ = call
-        patching.Patch._set = set_value
+        patching.Patch._set, patching.Callback.__call__ = set_value, call_back
 
 
 def left_out_one_by_one(program, exempt):
@@ -86,16 +92,18 @@ def left_out_one_by_one(program, exempt):
         program()
     unknown = set(exempt).difference(watched.names)
     assert not unknown, f"no such hook is made: {sorted(unknown)}"
-    found = {}
-    for name in [each for each in watched.names if each not in exempt]:
-        with _watched(name) as left_out, warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            error = None
-            try:
-                program()
-            except Exception as raised:  # whatever goes wrong without it is not silent
-                error = f"{type(raised).__name__}: {raised}"
-            texts = [str(each.message) for each in caught if "compat" in each.category.__module__]
-        found[name] = (texts + [error])[0]
-        assert left_out.was_left_out, f"{name} was not made again"
-    return found
+    return {name: said_without(name, program) for name in watched.names if name not in exempt}
+
+
+def said_without(name, program):
+    """What a program says first without this hook: a warning, an error, or None."""
+    with _watched(name) as left_out, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        error = None
+        try:
+            program()
+        except Exception as raised:  # whatever goes wrong without it is not silent
+            error = f"{type(raised).__name__}: {raised}"
+        texts = [str(each.message) for each in caught if "compat" in each.category.__module__]
+    assert left_out.was_left_out, f"{name} was not made again"
+    return (texts + [error])[0]

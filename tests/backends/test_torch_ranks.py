@@ -16,6 +16,10 @@ class TestTorchRanks(RankedParts):
     backend = "torch"
     exchanges = (6, 2)
     extension = ".keras"
+    exempt_hooks = {
+        "model.export": "as save()",
+        "Tensor.register_hook": "it tells which rows a loop of one's own goes back through",
+    }
     policies = ("mixed_float16", "mixed_bfloat16")
     processes = True
     going_on = "go_on", "go_on_plain"

@@ -11,7 +11,6 @@ import contextlib
 import numpy as np
 
 from ..._ranks import arrays, keras2
-from ..._runtime.patching import replaced
 
 
 class MakeCNTKTrainFunction(keras2.MakeFunction):
@@ -20,9 +19,13 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
     def run(self, function, inputs):
         share, inputs = self.share(function, inputs)
         self.factor.value = np.asarray(share, "float32")
+        seen = _samples(function)
         # Ranks that wait here, too, answer each other when their time is over.
         with self.engine.watched("for the others' gradients", absent=self.engine.absent):
             result = function.made(inputs)
+        # By what CNTK counts: of a learner that exchanges gradients the rows of all ranks.
+        if _samples(function) - seen > keras2.rows_of(inputs):
+            self.engine.count("gradients")
         state = _state(function.model)
         if state:  # becomes its mean over all ranks
             values = [variable.value for variable in state]
@@ -53,8 +56,14 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
             )
             return made
 
-        with replaced(K, function=function):
+        with self.replaced(model, K, function=function):
             yield
+
+
+def _samples(function):
+    """How many rows the function's trainer has trained on."""
+    trainer = function.made.trainer
+    return 0 if trainer is None else trainer.total_number_of_samples_seen
 
 
 def _state(model):

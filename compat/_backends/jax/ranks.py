@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from ... import _keras, errors
-from ..._ranks import arrays, checksum, keras_model, losses, weights
+from ..._ranks import arrays, checksum, keras_model, losses, step_functions, weights
 from ..._ranks.engines.jax_distributed import JaxDistributed
-from ..._runtime import patching
 from ..._runtime.within import Within
 
 _step = Within()  # also where it trains models within
@@ -41,6 +40,7 @@ class RankedJAXTrainFunction(keras_model.RankedMethod):
     """What Keras makes of ``train_step``: a step in two programs."""
 
     method = "make_train_function"
+    steps = ("train",)
 
     def invoke(self, model, force=False):
         if model.train_function is None or force:
@@ -51,6 +51,7 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
     """What Keras makes of ``test_step``, with its rows counted."""
 
     method = "make_test_function"
+    steps = ("evaluate",)
 
     def invoke(self, model, force=False):
         if model.test_function is not None and not force:
@@ -82,7 +83,7 @@ class Reduced:
     """
 
     def __init__(self, model, engine, step):
-        self.engine = engine
+        self.model, self.engine = model, engine
         self.keras = _keras.keras_of(model)
         self.step = step  # of state, data and this rank's share of the rows
         self.asked = {}  # shapes of data -> whether losses ask for the share, and for totals
@@ -129,7 +130,7 @@ class Reduced:
             parts.append(list(values))
             return values if totals is None else totals[len(parts) - 1]
 
-        with losses.Reductions(share, total).within(self.keras):
+        with losses.Reductions(share, total, self.model, self.engine).within(self.keras):
             return self.step(state, data, share), parts
 
     def parts(self, state, data, share):
@@ -160,10 +161,15 @@ class RankedJAXStep:
         if not self.count and losses.loss_may_mix_rows(self.model):
             losses.check_loss(self.model, data, partial(_loss, state))
         logs, parts, trainable, others = self.compute(state, data, lambda: share)
-        means = self.engine.sum_array(parts) if parts.size else parts
+        means = self.means(parts) if parts.size else parts
         state = self.update(trainable, others, means)
         self.count += 1
         return logs, self.verified(state) if checksum.is_due(self.count) else state
+
+    def means(self, parts):
+        means = self.engine.sum_array(parts)
+        self.engine.count("gradients")
+        return means
 
     def gradients(self, state, data, share):
         """Keras' own step up to the update: this rank's part of gradients and averages."""
@@ -175,7 +181,8 @@ class RankedJAXStep:
             given.append(gradients)
             return trainable, variables
 
-        with _step, patching.replaced(optimizer, stateless_apply=capture, **ours):
+        capturing = step_functions.replaced(self.engine, optimizer, stateless_apply=capture, **ours)
+        with _step, capturing:
             logs, (trainable, others, variables, metrics) = self.model.train_step(state, data)
         if len(given) != 1:
             raise errors.unsupported(
@@ -237,6 +244,8 @@ class RankedStatelessCall(keras_model.RankedMethod):
     alone, since no part of it is the model's."""
 
     method = "stateless_call"
+    steps = ("train",)
+    is_of_keras_steps = True
 
     def invoke(self, model, *args, **kwargs):
         if kwargs.get("training") and not _step.here():

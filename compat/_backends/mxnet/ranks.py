@@ -9,9 +9,8 @@ user's own.
 import mxnet as mx
 import numpy as np
 
-from ..._ranks import keras2
+from ..._ranks import keras2, step_functions
 from ..._ranks.engines import horovod
-from ..._runtime.patching import replaced
 from . import symbol_graph
 
 
@@ -92,8 +91,12 @@ class MakeMXNetTrainFunction(keras2.MakeFunction):
             type(module).forward_backward(module, batch)
             gradients = [array for array in executor.grad_arrays if array is not None]
             self.engine.mean(gradients, share, "gradients")
+            self.engine.count("gradients")
 
-        with replaced(module, forward_backward=forward_backward):
+        always = step_functions.always
+        with step_functions.replaced(
+            self.engine, module, always, forward_backward=forward_backward
+        ):
             result = function.made(inputs)
         if state:
             symbol_graph.wait_for_updates()

@@ -6,6 +6,7 @@ all ranks', so that whatever it does with gradients (it clips, scales, or is Ten
 does with that mean, and stays the user's.
 """
 
+import contextlib
 import functools
 
 from ... import errors
@@ -93,10 +94,18 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             self.check_loss(function, inputs)
         return inputs
 
+    @contextlib.contextmanager
     def making(self, model):
         """Within, the optimizer takes the gradients of all ranks."""
-        loss_of = functools.partial(self.loss_of_all_ranks, model)
-        return counting_in_order(model.optimizer, loss_of)
+        name = f"{type(model.optimizer).__name__}.get_updates"
+        self.engine.unexchanged[name] = None
+
+        def loss_of(*arguments):
+            self.engine.unexchanged.pop(name, None)
+            return self.loss_of_all_ranks(model, *arguments)
+
+        with counting_in_order(model.optimizer, loss_of):
+            yield
 
     def loss_of_all_ranks(self, model, loss, parameters):
         """A scalar whose gradients are the mean, over all ranks' rows, of those of the loss.

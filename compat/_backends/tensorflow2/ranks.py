@@ -14,10 +14,9 @@ import sys
 import tensorflow as tf
 
 from ... import _keras, errors
-from ..._ranks import keras_model, losses, saving, weights
+from ..._ranks import keras_model, losses, step_functions, weights
 from ..._ranks.engines import tensorflow_collectives, tensorflow_engine
 from ..._ranks.place import TF_CONFIG
-from ..._runtime import patching
 from ..._runtime.within import Within
 from ..._verification import keras_steps, steps
 from .merging import is_set, read
@@ -58,6 +57,9 @@ class RankedFunction:
 class RankedMaking(keras_model.RankedMethod):
     """The method that makes the function which trains, or the one which evaluates."""
 
+    method = "make_train_function"
+    steps = ("train",)
+
     def invoke(self, model, *args, **kwargs):
         self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
         attribute = self.method[len("make_") :]
@@ -68,10 +70,16 @@ class RankedMaking(keras_model.RankedMethod):
         return made
 
 
+class RankedTestMaking(RankedMaking):
+    method = "make_test_function"
+    steps = ("evaluate",)
+
+
 class RankedStep(keras_model.RankedMethod):
     """The ``train_step`` of a model that trains together with the other ranks."""
 
     method = "train_step"
+    steps = ("train",)
     autograph_info__ = {}  # type: dict  # as in ReplicatedCall
     exchanged = 0  # lots of gradients, in the step that was traced last
     started = None  # the optimizer with which an eager step began
@@ -101,7 +109,7 @@ class RankedStep(keras_model.RankedMethod):
                 stack.enter_context(self.computing(model, rows, lambda: share))
                 for optimizer in keras_steps.optimizers(model):
                     methods = self.of_all_ranks(optimizer, share)
-                    stack.enter_context(patching.replaced(optimizer, **methods))
+                    stack.enter_context(step_functions.replaced(self.engine, optimizer, **methods))
                 result = self.plain(model)(data)
             self.check(model)
             self.average_state(state, before, share)
@@ -156,12 +164,14 @@ class RankedStep(keras_model.RankedMethod):
 
         def call_and_weigh(*args, **kwargs):
             module = sys.modules[keras.losses.Loss.__module__]
-            with patching.replaced(module, unscale_loss_for_distribution=weigh):
+            with replaced(module, lambda _: compute.metrics, unscale_loss_for_distribution=weigh):
                 return call(*args, **kwargs)
 
-        with losses.Reductions(share, total).within(keras), contextlib.ExitStack() as stack:
+        replaced = functools.partial(step_functions.replaced, self.engine)
+        reductions = losses.Reductions(share, total, model, self.engine)
+        with reductions.within(keras), contextlib.ExitStack() as stack:
             if call is not None and not isinstance(rows, int):
-                stack.enter_context(patching.replaced(compute, call=call_and_weigh))
+                stack.enter_context(replaced(compute, reductions.is_due, call=call_and_weigh))
             yield
 
     def state(self, model):
@@ -252,6 +262,7 @@ class RankedTestStep(keras_model.RankedMethod):
     """The ``test_step`` of a model: it counts rows, by which metrics are averaged."""
 
     method = "test_step"
+    steps = ("evaluate",)
     autograph_info__ = {}  # type: dict
 
     def invoke(self, model, data):
@@ -291,6 +302,9 @@ def _rows(data):
 
 class RankedCall(ReplicatedCall):
     """The ``call`` of a model, which refuses gradients that no other rank would see."""
+
+    steps = ("train",)
+    is_of_keras_steps = True
 
     def __init__(self, engine):
         super().__init__([])
@@ -362,8 +376,8 @@ def distribute(model, place):
         )
     engine = join(place)
     if RankedStep.of(model) is None:
-        makers = saving.named(RankedMaking, "make_train_function", "make_test_function")
-        keras_model.install(model, engine, (step, RankedTestStep, RankedCall) + makers)
+        kinds = step, RankedTestStep, RankedCall, RankedMaking, RankedTestMaking
+        keras_model.install(model, engine, kinds)
         _keras.forget_compiled_steps(model)
     return model
 

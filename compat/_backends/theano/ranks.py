@@ -10,7 +10,6 @@ import contextlib
 
 from ... import _keras
 from ..._ranks import arrays, keras2
-from ..._runtime.patching import replaced
 
 
 class MakeTheanoTrainFunction(keras2.MakeFunction):
@@ -39,7 +38,9 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
             kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
             flat = arrays.flat(values, kind)
             flat *= self.step_share
-            return arrays.like(values, self.engine.sum_array(flat))
+            means = arrays.like(values, self.engine.sum_array(flat))
+            self.engine.count("gradients")
+            return means
 
         def gradients(loss, variables):
             nonlocal last
@@ -56,5 +57,5 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
             updates = [(variable, means.get(new, new)) for variable, new in updates]
             return make(inputs, outputs, updates, **options)
 
-        with replaced(K, gradients=gradients, function=function):
+        with self.replaced(model, K, gradients=gradients, function=function):
             yield

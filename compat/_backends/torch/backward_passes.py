@@ -25,6 +25,8 @@ from .batches import tensors_in
 
 # The end, and the rows ----------------------------------------------------------------------------
 
+#: What tells that a pass has ended.
+PASS_HOOK = "Variable._execution_engine.queue_callback"
 # The one that goes on, if there is one.
 _passes = weakref.WeakSet()  # type: weakref.WeakSet
 
@@ -48,7 +50,8 @@ class Pass:
         found = next(iter(_passes), None)
         if found is None:
             found = cls()
-            torch.autograd.Variable._execution_engine.queue_callback(found)
+            ended = patching.Callback(PASS_HOOK, found)
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
             _passes.add(found)
         if exchange not in found.exchanges:
             exchange.begin()
@@ -84,7 +87,7 @@ class ForwardRows:
             noted[1] = True
 
         for tensor in found:
-            tensor.register_hook(reach)
+            tensor.register_hook(patching.Callback("Tensor.register_hook", reach))
         if self.used:
             self.passes, self.used = [], False
         self.passes.append(noted)
@@ -120,6 +123,8 @@ _ARITHMETIC = frozenset(
 # So many operations between a loss and what it is made of are looked at.
 _MOST = 100
 
+# What tells the gradient of a term.
+_TERM_HOOK = "Node.register_prehook"
 # Of the backward passes under way, the outermost first: their losses.
 _losses = []  # type: list
 
@@ -182,10 +187,19 @@ def follow():
         with contextlib.ExitStack() as afterwards:
             afterwards.callback(_losses.pop)
             for term in loss.terms:
-                afterwards.callback(term.node.register_prehook(term.note).remove)
+                noting = patching.Callback(_TERM_HOOK, term.note)
+                afterwards.callback(term.node.register_prehook(noting).remove)
             return plain(tensors, *args, **kwargs)
 
     patching.Patch(torch.autograd, "backward", backward)
+
+
+def missed_hooks():
+    """Return the names of what should have noted the loss of the pass that ends, and did not."""
+    if not _losses:
+        return ["torch.autograd.backward"]
+    terms = _losses[0].terms
+    return [_TERM_HOOK] if terms and all(term.gradient is None for term in terms) else []
 
 
 def loss_under_way():

@@ -25,9 +25,12 @@ import torch
 
 from ... import errors
 from ..._ranks import checksum, engines
-from .backward_passes import ForwardRows, Pass, check_loss, loss_under_way
+from ..._runtime import patching
+from .backward_passes import PASS_HOOK, ForwardRows, Pass, check_loss, loss_under_way, missed_hooks
 from .batches import are_same
 
+# What tells that a gradient is there.
+_HOOK = "Parameter.register_post_accumulate_grad_hook"
 # Autograd has a thread for each device, and one for the CPU.
 _arriving = threading.RLock()
 
@@ -74,8 +77,13 @@ class Exchange:
 
         for parameter in parameters:
             if parameter not in self.hooks and parameter.is_leaf:
-                self.hooks[parameter] = parameter.register_post_accumulate_grad_hook(arrived)
+                hook = patching.Callback(_HOOK, arrived)
+                self.hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
         self.hooked = parameters
+
+    def missed_hook(self, task):
+        """Return the name of what did not call, where no pass has exchanged since this task."""
+        return _HOOK if self.task == task else PASS_HOOK
 
     def note(self, state, value):
         """Make these the running statistics. ``value`` gives what new ones had before."""
@@ -139,10 +147,13 @@ class Exchange:
         unknown, weight = weight is None, 1 if weight is None else weight
         with torch.no_grad():
             self.sum(weight, unknown, weight if rows is None else rows)
+            self.engine.count("gradients")
             self.engine.last = None if self.agreed else self
             if not self.agreed:
                 self.engine.stepped(self.sums.ended)
             self.check(name)
+            for hook in missed_hooks():
+                self.source.note_unreached(model, hook)
             for parameter, used in zip(self.hooked, self.sums.used):
                 if used and parameter.grad is None:  # another rank's batch has used it
                     parameter.grad = self.sums.write_mean(parameter, torch.empty_like(parameter))

@@ -15,10 +15,10 @@ from torch._C import _functorch
 from torch.nn.parameter import is_lazy
 
 from ... import _keras, errors
-from ..._ranks import checksum, keras_model, losses, weights
+from ..._ranks import checksum, keras_model, losses, step_functions, weights
 from ..._ranks.engines.torch_distributed import TorchDistributed
-from ..._runtime import patching, work
-from . import backward_passes, batches, gradient_exchange, models
+from ..._runtime import patching, usage, work
+from . import backward_passes, batches, gradient_exchange, models, optimizer_steps
 
 
 def distribute(model, place):
@@ -74,6 +74,10 @@ class Ranked(keras_model.RankedMethod):
         if rows is not None:
             exchange.rows.forward(rows, result)
         return result
+
+    def note_unreached(self, model, name):
+        """Note that torch did not call what was put in the place of one of its functions."""
+        self.engine.unreached[name] = None  # which a ``RanksCheck`` reports
 
     def warn_of_function(self, model):
         """Say what ``torch.func.grad()`` or its like gives, which differentiates by parameters."""
@@ -138,11 +142,14 @@ def _set(tensors, place, value):
 class RankedKerasCall(Ranked):
     """The ``call`` of a Keras model."""
 
+    steps = ("train",)
+    is_of_keras_steps = True
     is_only_traced = models.ReplicatedKerasCall.is_only_traced
 
     def count(self, model, rows):
-        if rows is not None and self.exchange(model).rows.step is None:
-            keras_model.count(model, rows, torch.is_grad_enabled())
+        is_training = torch.is_grad_enabled()  # else it predicts, or a step has counted
+        if is_training and rows is not None and self.exchange(model).rows.step is None:
+            keras_model.count(model, rows, True)
 
     def weights_made(self, model):
         return len(model.weights) or None
@@ -177,6 +184,7 @@ class RankedTrainStep(keras_model.RankedMethod):
     """A step of Keras' on a batch, whose rows count however it calls the model or its parts."""
 
     method = "train_step"
+    steps = ("train",)
     training = True
 
     def invoke(self, model, data, *args, **kwargs):
@@ -189,6 +197,7 @@ class RankedTrainStep(keras_model.RankedMethod):
             return step(data, *args, **kwargs)
         if type(model).train_step.__module__.startswith("keras."):
             exchange.is_suspect = True  # check_loss() tells of it
+        count, task = exchange.count, exchange.task
         rows = exchange.rows.step = int(batch.shape[0])
         keras_model.count(model, rows, self.training)
         with contextlib.ExitStack() as stack:
@@ -198,6 +207,8 @@ class RankedTrainStep(keras_model.RankedMethod):
             if self.training and hasattr(model.optimizer, "inner_optimizer"):
                 stack.enter_context(self.scaling(model.optimizer))
             result = step(data, *args, **kwargs)
+        if exchange.count == count:
+            self.engine.unexchanged = {exchange.missed_hook(task): None}
         if self.training and not exchange.checked:
             exchange.checked = True
             if losses.loss_may_mix_rows(model):
@@ -223,7 +234,7 @@ class RankedTrainStep(keras_model.RankedMethod):
             share()
             return self.engine.sum([float(value) for value in values]).tolist()
 
-        return losses.Reductions(share, total)
+        return losses.Reductions(share, total, model, self.engine)
 
     def scaling(self, optimizer):
         """Within, a ``LossScaleOptimizer`` has gradients overflow where one process's would.
@@ -237,11 +248,12 @@ class RankedTrainStep(keras_model.RankedMethod):
             return apply(scaled, *args, **kwargs)
 
         scaling, _ = weights.scaling(optimizer, lambda dtype: 1 / size)
-        return patching.replaced(optimizer, apply=apply_scaled, **scaling)
+        return step_functions.replaced(self.engine, optimizer, apply=apply_scaled, **scaling)
 
 
 class RankedTorchTestStep(RankedTrainStep):
     method = "test_step"
+    steps = ("evaluate",)
     training = False
 
 
@@ -279,6 +291,19 @@ class RankedForward(models.ForwardMethod, Ranked):
         same = [size for size in sizes if size in found]
         multiple = [size for size in sizes if size and all(each % size == 0 for each in found)]
         return result, (same + multiple + sizes)[0]
+
+    def exchange(self, model):
+        if model not in self.exchanges:
+            optimizer_steps.watch(super().exchange(model))
+        return super().exchange(model)
+
+    def note_unreached(self, model, name):
+        exchange = self.exchange(model)
+        if name not in exchange.warned:
+            exchange.warned.add(name)
+            text = f"{self.engine.place} did not do all that ranks depend on. "
+            text += usage.unreached([name])
+            usage.report(type(model).__name__, "the first training step", "backward", text)
 
     def weights_made(self, model):
         parameters = list(model.parameters())

@@ -3,6 +3,7 @@
 Here is what all engines have in common; each is a subclass beside its backend.
 """
 
+import collections
 import contextlib
 import os
 import pickle
@@ -38,6 +39,9 @@ class Engine:
         timeout: how long this rank waits for the others, in seconds.
         steps: how many steps the ranks have done together since the last epoch began.
         totals: of the last step, the sums over all ranks of the numbers that ``share`` was given.
+        unreached: the names of what replaces a framework's functions for the time of a step, and
+            was not called in one.
+        unexchanged: likewise of what has a step exchange gradients, if it did so without.
     """
 
     #: What errors call it; None for the name of its class.
@@ -49,6 +53,8 @@ class Engine:
         self.timeout = timeout(os.environ)
         self.steps = 0
         self.totals = []  # type: Any
+        self._exchanged = collections.Counter()  # type: Any  # by what was exchanged
+        self.unreached, self.unexchanged = {}, {}  # type: Any  # as sets that keep their order
         self.calls = None  # type: Any  # a ``calls.Calls``, where the ranks keep a store
         self.exchanges = 0  # since the last of these calls began
         # What for this rank waits, which exchange that is, and until when.
@@ -177,6 +183,14 @@ class Engine:
         """
         if self.calls is not None:
             self.calls.begin(call)
+
+    def count(self, what: str) -> None:
+        """Count an exchange of "gradients" or "results", which a ``RanksCheck`` asks for."""
+        self._exchanged[what] += 1
+
+    def exchanged(self, what: str) -> int:
+        """How often this rank has exchanged that with the others so far."""
+        return int(self._exchanged[what])
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:

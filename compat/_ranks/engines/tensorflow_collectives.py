@@ -37,6 +37,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     """The strategy's cluster. It has to be joined before TensorFlow starts."""
 
     mark = "ollective|compat/call"
+    means = None  # a variable: how often gradients have become their mean
 
     def __init__(self, place):
         import tensorflow as tf
@@ -130,6 +131,22 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     def sum_in_graph(self, tensor, name, before):
         with self.tf.control_dependencies(before):  # one after the other, on all ranks
             return self.reduce(tensor, self.device, name)
+
+    def mean(self, tensors, share, name):
+        tf, results = self.tf, super().mean(tensors, share, name)
+        if name.startswith("gradients") and results:
+            # Counted by the graph, which calls nothing of Python's for that.
+            with tf.init_scope(), tf.device(_HOST):
+                if self.means is None:
+                    self.means = tf.Variable(0, trainable=False, dtype=tf.int64)
+            with tf.control_dependencies(list(results)):
+                self.means.assign_add(1)
+        return results
+
+    def exchanged(self, what):
+        if what == "gradients" and self.means is not None:
+            return int(self.means.numpy())
+        return super().exchanged(what)
 
     def concatenate(self, slices, name, before):
         tf, values = self.tf, slices.values

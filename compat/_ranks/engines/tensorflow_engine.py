@@ -254,11 +254,18 @@ class TensorFlowHorovod(TensorFlowEngine, horovod.HorovodEngine):
 
     def mean(self, tensors, share, name):
         tf = self.tf
-        if tf.executing_eagerly():
+
+        def arrive():
             self.arrive()
+            if name.startswith("gradients"):
+                self.count("gradients")
+            return 0.0
+
+        if tf.executing_eagerly():
+            arrive()
             return super().mean(tensors, share, name)
         with tf.control_dependencies(list(tensors)):  # only now it waits for the others
-            arrived = self.called(lambda: self.arrive() or 0.0, [], tf.float64)
+            arrived = self.called(arrive, [], tf.float64)
         results = super().mean(tensors, share, name)
         if results:
             with tf.control_dependencies([arrived]):  # what computes a result calls that, too

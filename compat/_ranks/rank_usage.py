@@ -1,0 +1,232 @@
+"""Check that a Keras model of a rank trains and evaluates together with the other ranks.
+
+Steps are what Keras reports: its public methods and its callbacks, which do not depend on what
+``parallelize()`` replaces. They are compared with how often the engine exchanged gradients and
+results, and with the batches that were counted. Each rank finds by itself what is wrong, since
+ranks that exchange nothing cannot agree on it.
+"""
+
+import contextlib
+import weakref
+
+from .. import _keras
+from .._keras import steps, watched_methods
+from .._runtime import usage, work
+from . import checksum, keras_model, losses
+
+
+class RanksCheck(usage.UsageCheck):
+    """Checks each training step and evaluation of one model of a rank.
+
+    Arguments:
+        model: one that ``Backend.distribute`` has returned.
+        place: this process's place among the ranks.
+        engine: what it communicates through; None: nothing is known of exchanges.
+        hooks: as ``UsageCheck`` has them.
+    """
+
+    def __init__(self, model, place, engine, hooks):
+        super().__init__(model.name, [], None, hooks)
+        self.place, self.engine = place, engine
+        self._installed = hooks()  # also those that another library replaces later
+        self._model = weakref.ref(model)
+        self._running = None  # the outermost call
+        self._reported = set()
+
+    @contextlib.contextmanager
+    def step(self, kind, function=None, name=""):
+        if self._running is not None or kind == "predict" or work.uncounted:
+            yield  # a rank predicts its own rows alone
+            return
+        self._running = call = _Call(self, kind, name)
+        try:
+            yield
+        except BaseException:
+            if self.engine is not None:
+                self.engine.unreached.clear()  # of a step that did not end
+            raise
+        finally:
+            self._running = None
+        call.end()
+
+    def call(self, method, args, kwargs):
+        """Call a method; ``fit`` gets a callback, by which Keras reports its steps."""
+        call = self._running
+        if call is None or call.name not in ("fit", "fit_generator") or call.is_reported:
+            return method(*args, **kwargs)
+        args, kwargs = keras_model.arguments_by_name(method, args, kwargs)
+        callbacks = kwargs.get("callbacks") or []
+        callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
+        kwargs["callbacks"] = list(callbacks) + [call.callback()]
+        call.is_reported = True
+        return method(*args, **kwargs)
+
+    def model_now(self):
+        return self._model()
+
+    def all_hooks(self):
+        """What compat replaced on the model, by name, whether it is still there or not."""
+        return dict(self._installed, **self.hooks())
+
+    def is_confirmed(self, kind):
+        """Whether the function that Keras uses for a kind of step was checked."""
+        function = watched_methods.function_of(self._model(), kind)
+        return kind in self._confirmed and self._confirmed[kind] is function
+
+    def confirm(self, kind):
+        self._confirmed[kind] = watched_methods.function_of(self._model(), kind)
+
+    def report(self, step, name, found, hooks):
+        """Report what was found, once.
+
+        Arguments:
+            found: what this rank did, a predicate.
+            hooks: the names of what was not called.
+        """
+        if (found, *hooks) not in self._reported:
+            self._reported.add((found, *hooks))
+            self._report(step, name, f"{self.place} {found}. {usage.unreached(hooks)}")
+
+
+class _Call:
+    """One call of ``fit()``, ``evaluate()`` or their like, and what there was before it."""
+
+    def __init__(self, check, kind, name):
+        self.check, self.kind, self.name = check, kind, name
+        self.is_reported = False  # whether Keras reports steps to ``callback()``
+        self.steps = self.epochs = 0
+        self.before = self._state()
+        self.calls = {hook: each.calls for hook, each in check.all_hooks().items()}
+        self.weights = None
+        if kind == "train" and not check.is_confirmed(kind):
+            self.weights = self._weights()
+
+    def _state(self):
+        engine, counted = self.check.engine, {True: 0, False: 0}
+        for (_, _, training), number in work.batches().items():
+            counted[training] += number
+        exchanged = engine.exchanged if engine is not None else lambda what: None
+        state = {what: exchanged(what) for what in ("gradients", "results")}
+        return dict(state, train=counted[True], evaluate=counted[False])
+
+    def _weights(self):
+        """A checksum of what is trained; None where that cannot be read."""
+        model = self.check.model_now()
+        keras = _keras.keras_of(model)
+        # On JAX a fit() holds them elsewhere.
+        if not getattr(model, "built", True) or _keras.backend_name(keras) == "jax":
+            return None
+        read, _ = _keras.reader_and_writer(model)
+        return checksum.numbers(read(model.trainable_weights))
+
+    def _since(self, what):
+        """How often that has happened in this call; None where that is not known."""
+        before = self.before[what]
+        return None if before is None else self._state()[what] - before
+
+    # What Keras reports -----------------------------------------------------------------------
+
+    def callback(self):
+        call = self
+
+        class Steps(_keras.keras_of(self.check.model_now()).callbacks.Callback):  # type: ignore
+            # It takes no values of logs, and changes nothing.
+            _supports_tf_logs = async_safe = watches = True
+
+            def set_model(self, model):
+                """Not as ``self.model``: see ``keras_model.RankedFit.stops``."""
+
+            def on_batch_end(self, batch, logs=None):
+                call.steps += 1
+                if call.steps == 1:
+                    call.trained("the first training step", 1)
+
+            def on_epoch_end(self, epoch, logs=None):
+                call.epochs += 1
+                call.epoch_ended(any(str(name).startswith("val_") for name in logs or ()))
+
+        return Steps()
+
+    def epoch_ended(self, validated):
+        """Check an epoch, at whose end ranks combine losses and metrics."""
+        step = "the first epoch" if self.epochs == 1 else f"epoch {self.epochs}"
+        model = self.check.model_now()
+        step_of_model = getattr(type(model), "train_step", None)
+        # One of the script's own may leave out an update.
+        if getattr(step_of_model, "__module__", losses.KERAS[0]).startswith(losses.KERAS):
+            self.trained(step, self.steps)
+        if validated:
+            self.evaluated(step)
+        self.combined(step, self.epochs)
+
+    def end(self):
+        if self.is_reported:
+            return
+        step = f"the first {usage.KINDS[self.kind]}"
+        if self.kind == "train":
+            self.trained(step, 1)
+        else:
+            self.evaluated(step)
+        self.combined(step, 1)
+
+    # What has to have happened ----------------------------------------------------------------
+
+    def trained(self, step, number):
+        """Check that so many steps exchanged gradients and were counted."""
+        exchanged, counted, found = self._since("gradients"), self._since("train"), ""
+        if exchanged is not None and exchanged < number and self._trains():
+            self.check.engine.unreached.update(self.check.engine.unexchanged)
+            found = "exchanged no gradients with the other ranks"
+            if exchanged:
+                found = "exchanged gradients with the other ranks in {} of {}"
+                found = found.format(_steps(exchanged), number)
+        elif counted < number:
+            found = f"counted {counted} of {number} batches" if counted else "counted no batch"
+        self._check(step, "train", found)
+
+    def evaluated(self, step):
+        """Check that a batch was counted, by whose rows results are combined."""
+        self._check(step, "evaluate", "" if self._since("evaluate") else "counted no batch")
+
+    def combined(self, step, times):
+        """Check that losses and metrics became those of all ranks' rows."""
+        combined, found = self._since("results"), ""
+        if combined is not None and combined < times:
+            found = "did not combine losses and metrics with those of the other ranks"
+        self._check(step, "", found)
+
+    def _trains(self):
+        """Whether weights were trained in this call; what is not known counts as trained."""
+        model = self.check.model_now()
+        if not model.trainable_weights:
+            return False
+        return self.weights is None or self._weights() != self.weights
+
+    def _check(self, step, kind, found):
+        """Report what was found, and what Keras did not call where it comes for the first time."""
+        is_first = bool(kind) and not self.check.is_confirmed(kind)
+        if kind:
+            self.check.confirm(kind)
+        hooks, engine = self._unreached(kind if is_first or found else ""), self.check.engine
+        if engine is not None:
+            hooks += engine.unreached
+            engine.unreached.clear()
+        if found or hooks:
+            found = found or "did not do all that ranks depend on"
+            self.check.report(step, self.name, found, hooks)
+
+    def _unreached(self, kind):
+        """The names of methods that this call and steps of a kind have to call, and did not."""
+        own_steps = steps.has_own_steps(self.check.model_now())
+
+        def is_due(name, hook):
+            of_step = kind in getattr(hook, "steps", ())
+            return name == self.name or of_step and not (own_steps and hook.is_of_keras_steps)
+
+        hooks = self.check.all_hooks().items()
+        uncalled = [(name, hook) for name, hook in hooks if hook.calls == self.calls.get(name, 0)]
+        return [f"model.{name}" for name, hook in uncalled if is_due(name, hook)]
+
+
+def _steps(number):
+    return "1 step" if number == 1 else f"{number} steps"

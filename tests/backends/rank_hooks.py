@@ -1,0 +1,74 @@
+"""What ranks say of each hook that they depend on, where it is left out, besides the contract."""
+
+import functools
+import warnings
+
+import numpy as np
+
+import compat
+from compat._runtime import patching
+from compat._runtime.process import process
+from compat.testing.models import fit_in_order
+
+from . import hooks
+
+#: Hooks that no step depends on, by name, each with the reason.
+EXEMPT = {
+    "model.save": "it only writes files, on rank 0 alone",
+    "model.save_weights": "as save()",
+}
+
+
+def left_out(keras, folder, exempt):
+    """Leave out each hook in turn, in the same two ranks, and note what each rank says.
+
+    Arguments:
+        exempt: hooks that no step depends on, by name, each with the reason.
+    """
+    with warnings.catch_warnings():  # of what is said with all hooks
+        warnings.simplefilter("error", compat.CompatWarning)
+        train_and_evaluate(keras)
+    program = functools.partial(train_and_evaluate, keras)
+    said = hooks.left_out_one_by_one(program, exempt)
+    settings = process.configuration.settings
+    settings.strict = True
+    try:
+        strict = hooks.said_without("model.fit", program)
+    finally:
+        settings.strict = False
+    report = compat.report()
+    return {}, {"said": said, "strict": strict, "report": [report.all_worked, report.verdict]}
+
+
+def take_back_patches():
+    """Have what is replaced once in a process be replaced again."""
+    for patch in reversed(patching.patches()):
+        patch.take_back()
+
+
+def train_and_evaluate(keras):
+    """Train and evaluate a new model by each of Keras' methods that does so."""
+    take_back_patches()
+    random = np.random.RandomState(0)
+    x = random.normal(size=(21, 6)).astype("float32")
+    inputs, targets = compat.shard((x, x.sum(axis=1, keepdims=True)), 8)
+    rows = compat.local_batch_size(8)
+
+    targets = [targets, -targets]
+    first = inputs[:rows], [each[:rows] for each in targets]
+
+    def build():
+        source = keras.layers.Input((6,))
+        outputs = [keras.layers.Dense(1, name=name)(source) for name in ("one", "two")]
+        return keras.models.Model(source, outputs, name="net")
+
+    model = compat.parallelize(build)
+    names = {"one": "mae", "two": "mae"}
+    model.compile(keras.optimizers.SGD(0.01), ["mse", "mse"], metrics=names)
+    fit_in_order(model, inputs, targets, rows, validation_data=(inputs, targets))
+    model.evaluate(inputs, targets, batch_size=rows, verbose=0)
+    model.train_on_batch(*first)
+    model.test_on_batch(*first)
+    if hasattr(model, "fit_generator"):  # before Keras 3
+        model.fit_generator((first for _ in range(9)), 1, verbose=0)
+        model.evaluate_generator((first for _ in range(9)), 1)
