@@ -236,7 +236,7 @@ OTHERS = {
     "compat._backends.theano.theanorc": "the lock of .theanorc",
 }
 TEMPORARY = {
-    "compat._backends.jax.verified_steps", "compat._backends.mxnet.verification",
+    "compat._backends.jax.profiler", "compat._backends.mxnet.verification",
     "compat._backends.tensorflow2.recorded_steps", "compat._commands.test",
     "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.own_process",
     "compat._commands.machines",

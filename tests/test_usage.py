@@ -96,10 +96,23 @@ def test_devices_that_executed_nothing():
     assert process.idle_devices == {"cpu:2"}
 
 
-@pytest.mark.parametrize("sizes", [(1, 1, 0), (7, 0, 0)])
+@pytest.mark.parametrize("sizes", [(1, 1, 0), (1, 0, 0)])
 def test_a_device_without_rows_need_not_execute_anything(sizes):
     executed = {device: 1 for device, rows in zip(THREE, sizes) if rows}
     assert warned(check_of(executed), count(sizes)) == []
+
+
+def test_a_device_that_computed_every_batch_alone():
+    (text,) = warned(check_of(dict.fromkeys(THREE, 5)), count((7, 0, 0)))
+    assert text == (
+        "In the first training step of model 'net' (fit()) one device computed every batch alone. "
+        "What parallelize() put in place of model.call(), model.make_train_function() was not "
+        "called. Another library has replaced it, or this version of the framework takes another "
+        "way: call parallelize() after such libraries have changed the model, and report it with "
+        "the output of `python -m compat env` if there is none."
+    )
+    process.whole["net"] = "not divided: its layer is stateful"
+    assert warned(check_of({"cpu:0": 9}), count((7, 0, 0))) == []
 
 
 def test_nothing_is_reported_of_what_was_not_computed_or_said_before():

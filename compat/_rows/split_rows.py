@@ -81,6 +81,8 @@ REASONS = {
     "which all have to be on its device; each device has a part of the batch.",
     "transformed": "{} is called in a function that vmap(), grad() or the like transforms, which "
     "hides the rows of a batch.",
+    "eager": "{} runs eagerly, where a batch is split only if its rows divide by the number of "
+    "devices.",
     "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
     "second dimension of its arguments, so that compat cannot tell the rows.",
 }
@@ -100,7 +102,7 @@ class Across(NamedTuple):
             gradient of the user's own mixes rows), "opaque" (it returns what is no tensor),
             "weight" (it sets one that is trained), "table" (rows of one are looked up in two ways),
             "rows" (it is not known which dimension has them), "compiled" (by XLA, with variables),
-            "transformed" (by ``vmap()``).
+            "transformed" (by ``vmap()``), "eager" (only even batches are split there).
     """
 
     operation: Any

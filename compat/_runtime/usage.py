@@ -110,6 +110,8 @@ class UsageCheck:
             return f"no batch was split over {settings.listed(self.devices)}. " + self._unreached(
                 calls
             )
+        if self.model not in process.whole and all(_is_alone(sizes) for _, sizes, _ in counted):
+            return "one device computed every batch alone. " + self._unreached(calls)
         claimed = {
             device
             for devices, sizes, _ in counted
@@ -176,3 +178,8 @@ def unreached(names: "Iterable[str]") -> str:
         "another way: call parallelize() after such libraries have changed the model, and "
         "report it with the output of `python -m compat env` if there is none."
     )
+
+
+def _is_alone(sizes):
+    """Return whether one device of several computed a batch that could have been split."""
+    return sizes is not None and len(sizes) > 1 and max(sizes) == sum(sizes) > 1

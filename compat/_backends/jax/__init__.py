@@ -3,6 +3,7 @@
 See ``sharding`` for several devices, ``ranks`` for several processes.
 """
 
+import functools
 import os
 import sys
 
@@ -70,6 +71,8 @@ class JAX(Backend):
 
     def configure(self, settings):
         jax = self.import_framework()
+        from . import versions  # imports jax
+
         chosen = settings.devices
         changes = {}
         applied, warnings = [], []
@@ -79,8 +82,6 @@ class JAX(Backend):
             _check_devices_made(jax, settings)
         elif chosen.simulated or chosen.declined:
             changes["jax_platforms"] = "cpu"
-            if chosen.simulated:
-                changes["jax_num_cpu_devices"] = chosen.simulated
         elif chosen.gpus:
             if settings.memory and settings.memory.size:
                 os.environ[_FRACTION] = f"{_fraction(settings):g}"
@@ -99,6 +100,8 @@ class JAX(Backend):
         for name, value in changes.items():
             jax.config.update(name, value)
             applied.append(f"jax.config.update({name!r}, {value!r})")
+        if chosen.simulated and not made:
+            applied.append(versions.simulate(chosen.simulated))
         place = _ranks.own_place()
         if place is not None:
             from ..._ranks.engines.jax_distributed import JaxDistributed  # only ranks need it
@@ -116,9 +119,10 @@ class JAX(Backend):
     def devices(self):
         """As Keras names them. Simulated ones are known before JAX makes them."""
         jax = self.import_framework()
-        simulated = getattr(jax.config, "jax_num_cpu_devices", -1)
-        if not self.initialised() and jax.config.jax_platforms == "cpu" and simulated > 0:
-            return [f"cpu:{index}" for index in range(simulated)]
+        from . import versions  # imports jax
+
+        if not self.initialised() and jax.config.jax_platforms == "cpu" and versions.simulated():
+            return [f"cpu:{index}" for index in range(versions.simulated())]
         return list(_devices(jax))
 
     # Replicas ---------------------------------------------------------------------------------
@@ -151,6 +155,16 @@ class JAX(Backend):
 
         verified_steps.VerifiedJAXStep.install_on(model, verification)
 
+    def executed(self, model):
+        """From the program of the step; see ``executions``."""
+        self.import_framework()
+        from . import counted_steps, executions, sharding  # import jax
+
+        call = sharding.ShardedCall.of(model)
+        names = call.names if call else self.devices()
+        variables = functools.partial(sharding.variables_of, model)
+        return executions.by_device(names, variables, counted_steps.runs_programs(model))
+
     def memory_peaks(self):
         """``memory_stats()``, which CPU devices do not have."""
         devices, key = _devices(self.import_framework()), "peak_bytes_in_use"
@@ -160,9 +174,11 @@ class JAX(Backend):
     def profiled(self):
         """From JAX's profiler."""
         devices = self.devices()
-        from . import verified_steps  # imports jax
+        from . import profiler, versions  # import jax
 
-        return verified_steps.profiled(devices)
+        if not versions.reads_profiles():
+            return super().profiled()
+        return profiler.profiled(devices)
 
     # Ranks ------------------------------------------------------------------------------------
 
@@ -186,9 +202,9 @@ class JAX(Backend):
 
 def _devices(jax):
     """JAX's devices, by Keras' names for them."""
-    from . import sharding  # imports jax
+    from . import programs  # imports jax
 
-    return {sharding.device_name(device): device for device in jax.local_devices()}
+    return {programs.device_name(device): device for device in jax.local_devices()}
 
 
 def _gpus(jax):

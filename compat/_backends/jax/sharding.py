@@ -11,11 +11,12 @@ import jax
 import numpy as np
 from jax.interpreters import ad
 
-from ... import _keras, errors
+from ... import _keras, _rows, errors
 from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from ..._runtime.within import Within
+from . import counted_steps
+from .programs import device_name
 
 
 def check_distribution(model):
@@ -39,12 +40,13 @@ def install(model, devices):
         jax.clear_caches()  # also of what it has differentiated so far
     sharded = ShardedCall(devices)
     sharded.install(model)
-    CountedSteps(devices).install(model)
+    counted_steps.install(model, sharded)
     for part in steps.called_models(model):
         if ShardedCall.of(part) is None:
             ShardedCall(devices, belongs_to=sharded).install(part)
-    for step in _STEPS if steps.has_own_steps(model) else ():
-        step(devices).install(model)
+    for step in _STEPS:
+        if any(_keras.is_users(getattr(type(model), name, None)) for name in step.owns):
+            step(devices).install(model)
 
 
 def _differentiate_sort(primals, tangents, dimension, **options):
@@ -71,12 +73,13 @@ def remove(model):
         call = ShardedCall.of(part)
         if call is not None and (part is model or call.belongs_to is sharded):
             call.remove(part)
-    for step in _STEPS + [CountedSteps]:
+    for step in _STEPS:
         if step.of(model) is not None:
             step.of(model).remove(model)
+    counted_steps.remove(model)
 
 
-def _variables(model):
+def variables_of(model):
     """All that a step reads or writes, once each."""
     optimizer = getattr(model, "optimizer", None)
     groups = model.variables, model.metrics_variables, getattr(optimizer, "variables", ())
@@ -105,29 +108,33 @@ class ShardedCall(patching.InstanceMethod):
         super().__init__(devices)
         self.belongs_to = belongs_to  # that of the model whose steps call this one
         self.names = [device_name(device) for device in devices]
-        # The numbers of rows of batches that have been split, now or in a program.
-        self.split = set() if belongs_to is None else belongs_to.split
-        self.in_step = Within()  # of Keras' loops, which counts
+        # The numbers of rows of the batches that the programs of each kind of step split.
+        self.split = {}  # type: dict
+        self.running = counted_steps.Running() if belongs_to is None else belongs_to.running
         mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
         self.whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def install(self, model):
         super().install(model)
-        StateOnDevices(self.devices).install(model)
+        for state in _STATE:
+            if hasattr(type(model), state.method):
+                state(self.devices).install(model)
 
     def remove(self, model):
         """Give the variables back to JAX's default device, too."""
         super().remove(model)
-        StateOnDevices.of(model).remove(model)
-        for variable in _variables(model):
+        for state in _STATE:
+            if state.of(model) is not None:
+                state.of(model).remove(model)
+        for variable in variables_of(model):
             if variable._value is not None:
                 variable.assign(np.asarray(variable._value))
 
     def place(self, model):
         """Replicate the variables: also those that are new, or that were set since."""
         check_distribution(model)
-        for variable in _variables(model):
+        for variable in variables_of(model):
             value = variable._value  # None: a variable whose making is deferred
             if isinstance(value, jax.Array) and value.sharding != self.whole:
                 variable.assign(jax.device_put(value, self.whole))
@@ -139,9 +146,12 @@ class ShardedCall(patching.InstanceMethod):
         if batch is None or split_rows.runs_undivided() or not isinstance(batch.shape[0], int):
             return call(*args, **kwargs)
         rows = batch.shape[0]
+        if not _is_staged(batch):
+            if rows > 1 and not self.divides(rows):
+                _rows.runs_whole(model.name, _EAGER, "every device", "The model", self)
         if not isinstance(batch, jax.core.Tracer):
             self.place(model)
-            if not (self.belongs_to or self).in_step.here():
+            if not self.running.steps:  # which count
                 self.count(rows, self.divides(rows), False)
         args, kwargs = self.shard((args, kwargs), rows)
         with split_rows.undivided():
@@ -157,7 +167,7 @@ class ShardedCall(patching.InstanceMethod):
             # Not staged, of run_eagerly: an array by itself cannot be uneven.
             is_split = _is_staged(value) or self.divides(rows)
             if is_split:
-                self.split.add(rows)
+                self.running.note_split(rows)
             return _put(value, self.rows if is_split else self.whole)
 
         return _map(shard, self.replicate_uneven(values, rows))
@@ -168,6 +178,13 @@ class ShardedCall(patching.InstanceMethod):
         if is_split:
             sizes = [min(each, max(0, rows - i * each)) for i in range(len(self.names))]
         work.count(self.names, sizes, training)
+
+    def count_step(self, data, split, training):
+        """Count the batch of a step of Keras' loops, with the numbers of rows that it splits."""
+        arrays = (leaf for leaf in _leaves(data) if getattr(leaf, "shape", None))
+        rows = next((array.shape[0] for array in arrays), None)
+        if rows is not None:
+            self.count(rows, rows in split, training)
 
     def divides(self, rows):
         return rows % len(self.devices) == 0
@@ -182,42 +199,26 @@ class ShardedCall(patching.InstanceMethod):
         return values if self.divides(rows) else _map(replicate, values)
 
 
-class CountedSteps(patching.InstanceMethod):
-    """The method by which Keras makes a loop's function of a step, whose batches are counted."""
-
-    method = "_make_function"
-
-    def invoke(self, model, step_function, *args, **kwargs):
-        sharded = ShardedCall.of(model)
-        training = getattr(step_function, "__name__", "") == "train_step"
-
-        def step(state, data):
-            with sharded.in_step:
-                results = step_function(state, data)
-            leaves = _leaves(data)
-            batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
-            if batch is not None and not split_rows.runs_undivided():
-                rows = batch.shape[0]
-                sharded.count(rows, rows in sharded.split, training)
-            return results
-
-        return self.plain(model)(step, *args, **kwargs)
-
-
 class StateOnDevices(patching.InstanceMethod):
-    """The method with which each of Keras' loops begins: it hands out the variables' values."""
-
-    method = "_get_jax_state"
+    """A method with which each of Keras' loops begins: it hands out the variables' values."""
 
     def invoke(self, model, *args, **kwargs):
         ShardedCall.of(model).place(model)
         return self.plain(model)(*args, **kwargs)
 
 
+# The second one notes on which devices the values are. Keras 3.12 does not need it any more.
+_STATE = [
+    type("StateOnDevices", (StateOnDevices,), {"method": name})
+    for name in ("_get_jax_state", "_record_training_state_sharding_spec")
+]
+
+
 class ShardedStep(patching.InstanceMethod):
     """A step of the user's, which may call anything: XLA then splits all that the data reaches."""
 
     def invoke(self, model, state, data):
+        data = _map(_as_array, data)
         batch = next(filter(_has_rows, _leaves(data)), None)
         if batch is None or split_rows.runs_undivided():
             return self.plain(model)(state, data)
@@ -226,9 +227,17 @@ class ShardedStep(patching.InstanceMethod):
         return sharded.replicate_uneven(results, rows)
 
 
+# An array by itself cannot be uneven.
+_EAGER = _rows.Across(None, why="eager")
+
+# A step, and the methods that it calls: where one is the user's, it may call parts of the model.
 _STEPS = [
-    type("ShardedStep", (ShardedStep,), {"method": name})
-    for name in ("train_step", "test_step", "predict_step")
+    type("ShardedStep", (ShardedStep,), {"method": name, "owns": (name, *called)})
+    for name, called in {
+        "train_step": ("compute_loss_and_updates", "compute_loss"),
+        "test_step": ("compute_loss_and_updates", "compute_loss"),
+        "predict_step": (),
+    }.items()
 ]
 
 
@@ -242,6 +251,12 @@ def _map(function, values):
     return sys.modules["keras"].tree.map_structure(function, values)
 
 
+def _as_array(value):
+    """An array of numpy, which steps get that run eagerly, as one of JAX's."""
+    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+    return jax.numpy.asarray(value) if is_array else value
+
+
 def _put(value, sharding):
     """A value by a sharding, with the mask that losses and metrics look for at an output."""
     put = jax.lax.with_sharding_constraint if _is_staged(value) else jax.device_put
@@ -250,11 +265,6 @@ def _put(value, sharding):
     if mask is not None:
         masking.set_keras_mask(result, mask)
     return result
-
-
-def device_name(device):
-    """A device of JAX's, as compat names it."""
-    return f"{device.platform}:{device.id}"
 
 
 def _is_staged(value):

@@ -1,31 +1,25 @@
-"""What devices execute, by JAX's profiler; and verification: a step done again on one device.
+"""Verification of models on several devices: a step done again on one device.
 
 A step of Keras on JAX is a pure function of the state, which it hands from step to step itself.
 Its random numbers do not depend on how it is sharded, so that they are compared as well.
 """
 
-import collections
-import contextlib
 import functools
-import glob
 import itertools
-import os
-import re
-import tempfile
 
 import jax
 import numpy as np
 
-from ... import errors
 from ..._runtime import patching
-from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras_steps
+from . import profiler
 
 
 class _JAXStep(keras_steps.KerasStep):
     def __init__(self, method, function, state, iterator):
+        self.collection = iter if hasattr(iterator, "__next__") else list  # Keras 3.6's are lists
+        iterator, count = iter(iterator), function.model.steps_per_execution
         first = next(iterator)
-        count = function.model.steps_per_execution
         super().__init__(method, function, [first, *itertools.islice(iterator, count - 1)])
         model = self.model
         groups = [("weight", model.trainable_variables), ("state", model.non_trainable_variables)]
@@ -73,13 +67,15 @@ class _JAXStep(keras_steps.KerasStep):
 
     def done(self, function):
         shardings = {} if function is self.function.undivided else self.shardings
-        results, state = function(self._state(shardings), iter(self.data))
-        self.values = dict(zip(self.labels, map(np.asarray, jax.tree.leaves(state))))
+        results, state = function(self._state(shardings), self.collection(self.data))
+        leaves = jax.tree.leaves(state)  # in Keras 3.6 a prediction gives the last ones only
+        changed = self.labels[len(self.labels) - len(leaves) :]
+        self.values.update(zip(changed, map(np.asarray, leaves)))
         return (results, state), self.named(results)
 
     def operations(self):
         function = self.method.made_anew(self.model)
-        return products(executed(lambda: self.done(function)))
+        return profiler.products(profiler.executed(lambda: self.done(function)))
 
     def infer(self, inputs):
         def infer(weights, state, inputs):
@@ -105,128 +101,3 @@ class VerifiedJAXStep(keras_steps.Verified):
         step.__name__ = name  # by which `CountedSteps` tells it
         with patching.replaced(model, **{name: step}):
             return super().made_anew(model)
-
-
-# Where JAX ran the operations of a step ---------------------------------------------------------
-
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.+?) ([\w-]+)\((.*)")
-
-
-#: A matrix product or convolution of a compiled program, as one device executes it. Its name tells
-#: where it comes from: "jit(train_step)/jvp(hidden)/dot_general", or is empty; the shapes are those
-#: of the result and of the operands.
-ProgramOperation = collections.namedtuple("ProgramOperation", "name shapes")
-
-
-def operations(program):
-    """By the name of each instruction of a program in XLA's text form: what it computes.
-
-    That is the products and convolutions, fused or not.
-    """
-    everything = {}  # type: dict  # instructions by name, in each computation
-    for line in program.splitlines():
-        header = re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line)
-        if header:
-            current = everything[header.group(1)] = {}
-        instruction = _INSTRUCTION.match(line)
-        if instruction:
-            current[instruction.group(1)] = instruction.groups()[1:]
-
-    def inside(computation, name):
-        shape, kind, rest = computation[name]
-        called = re.search(r"calls=%([\w.-]+)", rest)
-        if called:
-            body = everything[called.group(1)]
-            return [operation for inner in body for operation in inside(body, inner)]
-        if kind not in ("dot", "convolution"):
-            return []
-        operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
-        shapes = [shape] + [computation[operand][0] for operand in operands]
-        dimensions = [re.search(r"\[([\d,]*)\]", each).group(1) for each in shapes]
-        sizes = [list(map(int, re.findall(r"\d+", each))) for each in dimensions]
-        source = re.search(r'op_name="([^"]*)"', rest)
-        return [ProgramOperation(source.group(1) if source else "", sizes)]
-
-    return {name: inside(body, name) for body in everything.values() for name in body}
-
-
-def executed(step):
-    """Do a step whose program is new; by device, what JAX's profiler saw it execute.
-
-    The profiler records which instruction ran on which device; what an instruction computes, the
-    program tells that XLA compiled for this step.
-    """
-    client = jax.devices()[0].client
-    before = client.live_executables()
-    with recorded() as events:
-        step()
-    new = [e for e in client.live_executables() if all(e is not other for other in before)]
-    programs = [executable.hlo_modules()[0] for executable in new]
-    computed = {p.name: operations(p.to_string()) for p in programs if p.name.endswith("_step")}
-    found = {}  # type: dict
-    for *_, record in events:
-        if record.get("hlo_module") in computed and "hlo_op" in record:
-            device = "{}:{}".format(jax.devices()[0].platform, record["device_ordinal"])
-            ran = computed[record["hlo_module"]][record["hlo_op"]]
-            found.setdefault(device, []).extend(ran)
-    return found
-
-
-def products(found):
-    """Matrix products and convolutions by device, forward and backward."""
-    counts = {}
-    for device, ran in found.items():
-        backward = sum("transpose(jvp(" in each.name for each in ran)
-        forward = sum("jvp(" in each.name and "transpose(" not in each.name for each in ran)
-        counts[device] = forward, backward
-    return counts
-
-
-# What each device executes, and when -------------------------------------------------------------
-
-
-def profiled(devices):
-    """What ``JAX.profiled()`` returns, for the configured devices."""
-    return converted(recorded(), lambda events: _operations(events, devices))
-
-
-@contextlib.contextmanager
-def recorded():
-    """Within, JAX's profiler records; gives a list, which afterwards has each event.
-
-    With the names of plane, line and event, its start and duration, and its statistics.
-    """
-    events = []  # type: list
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # each call of a Python function
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            jax.profiler.start_trace(folder, profiler_options=options)
-        except RuntimeError as error:
-            if "one profile" not in str(error).lower():
-                raise
-            raise errors.profiler_runs("jax") from error
-        try:
-            yield events
-            jax.effects_barrier()
-        finally:
-            jax.profiler.stop_trace()
-            for path in glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True):
-                profile = jax.profiler.ProfileData.from_file(path)
-                for plane in profile.planes:
-                    for line in plane.lines:
-                        for e in line.events:
-                            span = e.start_ns / 1e3, e.duration_ns / 1e3
-                            events.append((plane.name, line.name, e.name, span, dict(e.stats)))
-
-
-def _operations(events, devices):
-    """Kernels of GPUs, which have planes of their own; of CPU devices the instructions of XLA."""
-    for plane, line, name, span, statistics in events:
-        gpu, place = re.match(r"/device:GPU:(\d+)", plane), None
-        if gpu and line.startswith("Stream"):
-            place = int(gpu.group(1))
-        elif not gpu and "hlo_op" in statistics:
-            place = statistics.get("device_ordinal")
-        if place is not None and place < len(devices):
-            yield Operation(devices[place], name, *span)

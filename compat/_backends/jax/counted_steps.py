@@ -1,0 +1,109 @@
+"""Batches counted where the functions that Keras makes of steps get them."""
+
+import threading
+
+from ..._rows import split_rows
+from ..._runtime import patching
+
+
+def install(model, sharded):
+    """Have the batches of a model's steps counted.
+
+    Arguments:
+        sharded: the model's ``ShardedCall``.
+    """
+    kinds = [CountedSteps] if hasattr(type(model), CountedSteps.method) else _FUNCTIONS
+    for kind in kinds:
+        kind(sharded).install(model)
+
+
+def remove(model):
+    """Count them no more."""
+    for kind in [CountedSteps, *_FUNCTIONS]:
+        if kind.of(model) is not None:
+            kind.of(model).remove(model)
+
+
+def runs_programs(model):
+    """Return whether a model's steps are compiled."""
+    return not model.run_eagerly and model.jit_compile
+
+
+class Running(threading.local):
+    """The steps of Keras' loops that a thread is within, innermost last.
+
+    Attributes:
+        steps: for each the numbers of rows of the batches that it has split.
+    """
+
+    def __init__(self):
+        self.steps = []
+
+    def note_split(self, rows):
+        """Note that a batch of so many rows is split, now or in the program that is traced."""
+        if self.steps:
+            self.steps[-1].add(rows)
+
+
+class _Counting(patching.InstanceMethod):
+    def __init__(self, sharded):
+        super().__init__(sharded.devices)
+        self.sharded = sharded
+
+    def counted(self, model, step, kind, batches):
+        """A function of state and data that does a step, and counts its batches.
+
+        Arguments:
+            kind: of the step: "train", for example.
+            batches: returns the batches within the data.
+        """
+
+        running = self.sharded.running
+        split = self.sharded.split.setdefault(kind, set())
+
+        def counted(state, data):
+            running.steps.append(set())
+            try:
+                results = step(state, data)
+            finally:
+                found = running.steps.pop()
+            if runs_programs(model):
+                split.update(found)  # a program is traced once, also for functions made later
+                found = split
+            if not split_rows.runs_undivided():
+                for batch in batches(data):
+                    self.sharded.count_step(batch, found, kind == "train")
+            return results
+
+        counted.counts = True
+        return counted
+
+
+class CountedSteps(_Counting):
+    """The method by which Keras makes a loop's function of a step."""
+
+    method = "_make_function"
+
+    def invoke(self, model, step_function, *args, **kwargs):
+        kind = getattr(step_function, "__name__", "").replace("_step", "")
+        step = self.counted(model, step_function, kind, lambda data: [data])
+        return self.plain(model)(step, *args, **kwargs)
+
+
+class CountedFunction(_Counting):
+    """A method by which Keras 3.6 makes such a function: of the batches of one execution."""
+
+    def invoke(self, model, *args, **kwargs):
+        result = self.plain(model)(*args, **kwargs)
+        attribute = self.method[len("make_") :]
+        function = getattr(model, attribute)
+        if not hasattr(function, "counts"):
+            kind = attribute.replace("_function", "")
+            setattr(model, attribute, self.counted(model, function, kind, list))
+        return result
+
+
+_FUNCTIONS = [
+    type("CountedFunction", (CountedFunction,), {"method": f"make_{kind}_function"})
+    for kind in ("train", "test", "predict")
+]

@@ -1,0 +1,99 @@
+"""Which device executes which operations, and when, by JAX's profiler."""
+
+import contextlib
+import glob
+import os
+import re
+import tempfile
+
+import jax
+
+from ... import errors
+from ..._runtime.operation_times import Operation, converted
+from . import programs, versions
+
+
+def executed(step):
+    """Do a step whose program is new; by device, what JAX's profiler saw it execute.
+
+    The profiler records which instruction ran on which device; what an instruction computes, the
+    program tells that XLA compiled for this step.
+    """
+    recording = recorded() if versions.reads_profiles() else contextlib.nullcontext()
+    with programs.compiled() as compiled, recording as events:
+        step()
+    computed, found = {}, {}  # type: dict, dict
+    for program, devices in compiled:
+        if program.name.endswith("_step"):
+            computed[program.name] = programs.operations(program.to_string())
+            if events is None:  # all devices of a program execute all of it
+                ran = sum(computed[program.name].values(), [])
+                found.update((programs.device_name(device), list(ran)) for device in devices)
+    if events is None:
+        return found
+    for *_, record in events:
+        if record.get("hlo_module") in computed and "hlo_op" in record:
+            device = "{}:{}".format(jax.devices()[0].platform, record["device_ordinal"])
+            ran = computed[record["hlo_module"]][record["hlo_op"]]
+            found.setdefault(device, []).extend(ran)
+    return found
+
+
+def products(found):
+    """Matrix products and convolutions by device, forward and backward."""
+    counts = {}
+    for device, ran in found.items():
+        backward = sum("transpose(jvp(" in each.name for each in ran)
+        forward = sum("jvp(" in each.name and "transpose(" not in each.name for each in ran)
+        counts[device] = forward, backward
+    return counts
+
+
+# What each device executes, and when -------------------------------------------------------------
+
+
+def profiled(devices):
+    """What ``JAX.profiled()`` returns, for the configured devices."""
+    return converted(recorded(), lambda events: _operations(events, devices))
+
+
+@contextlib.contextmanager
+def recorded():
+    """Within, JAX's profiler records; gives a list, which afterwards has each event.
+
+    With the names of plane, line and event, its start and duration, and its statistics.
+    """
+    events = []  # type: list
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # each call of a Python function
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            jax.profiler.start_trace(folder, profiler_options=options)
+        except RuntimeError as error:
+            if "one profile" not in str(error).lower():
+                raise
+            raise errors.profiler_runs("jax") from error
+        try:
+            yield events
+            jax.effects_barrier()
+        finally:
+            jax.profiler.stop_trace()
+            for path in glob.glob(os.path.join(folder, "**", "*.xplane.pb"), recursive=True):
+                profile = jax.profiler.ProfileData.from_file(path)
+                for plane in profile.planes:
+                    for line in plane.lines:
+                        for e in line.events:
+                            span = e.start_ns / 1e3, e.duration_ns / 1e3
+                            events.append((plane.name, line.name, e.name, span, dict(e.stats)))
+
+
+def _operations(events, devices):
+    """Kernels of GPUs, which have planes of their own; of CPU devices the instructions of XLA."""
+    for plane, line, name, span, statistics in events:
+        gpu, place = re.match(r"/device:GPU:(\d+)", plane), None
+        if gpu and line.startswith("Stream"):
+            place = int(gpu.group(1))
+        elif not gpu and "hlo_op" in statistics:
+            place = statistics.get("device_ordinal")
+        if place is not None and place < len(devices):
+            yield Operation(devices[place], name, *span)
