@@ -73,6 +73,8 @@ REASONS = {
     "put together from those of the devices.",
     "weight": "{} assigns to a trainable weight when it is called, and the devices share that "
     "weight.",
+    "effects": "{} changes what outlasts its call (a list, a counter, random numbers), which each "
+    "device would change.",
     "table": "{} looks up rows that depend on the batch and rows that do not in one table, and "
     "the gradients of the two cannot be told apart.",
     "contexts": "{} has its parameters on several contexts: the script splits its batches by "
@@ -102,7 +104,8 @@ class Across(NamedTuple):
             gradient of the user's own mixes rows), "opaque" (it returns what is no tensor),
             "weight" (it sets one that is trained), "table" (rows of one are looked up in two ways),
             "rows" (it is not known which dimension has them), "compiled" (by XLA, with variables),
-            "transformed" (by ``vmap()``), "eager" (only even batches are split there).
+            "transformed" (by ``vmap()``), "eager" (only even batches are split there), "effects"
+            (Python code in it changes something).
     """
 
     operation: Any

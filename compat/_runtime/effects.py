@@ -139,6 +139,11 @@ class Effects:
         for (_, put), state in zip(self._randoms, self._states) if randoms else ():
             put(state)
 
+    def has_drawn(self) -> bool:
+        """Return whether a generator of random numbers was used since ``note()``."""
+        pairs = zip(self._randoms, self._states)
+        return any(not _is_same_state(get(), state) for (get, _), state in pairs)
+
     def write(self, changes: "Sequence[Change]") -> None:
         """Make changes: each sets its ``after`` where ``before`` was at ``note()``."""
         for change in changes:
@@ -159,6 +164,14 @@ def _are_same(values, others):
     if list(map(id, values.values())) == list(map(id, others.values())):
         return list(values) == list(others)  # as nearly always
     return all(is_same(value, others.get(key, MISSING)) for key, value in values.items())
+
+
+def _is_same_state(state, other):
+    if isinstance(state, dict):
+        return all(_is_same_state(state[key], other[key]) for key in state)
+    if isinstance(state, tuple):
+        return all(map(_is_same_state, state, other))
+    return state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other
 
 
 def _random_state(value):

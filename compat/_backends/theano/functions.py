@@ -15,6 +15,7 @@ from theano.gof import graph
 from ... import _keras, errors
 from ..._runtime import patching
 from .device_body import Device, placeholder_like
+from .python_operations import PythonOperations
 from .replicas import ReplicatedFunction, making
 from .verified_steps import VerifiedTheanoStep
 
@@ -66,6 +67,7 @@ class ReplicatedTheanoFunctions:
         model: the model that makes them: of an old ``Sequential``, the one inside.
         across: why the model runs whole, an ``Across``, or None.
         doubt: why what no rule knows is not split, after a trial; or None.
+        python: the operations of the model's graph that run the user's code.
         forward: the devices' functions that compute variables at cuts, which functions share.
         heads: the functions that compute the rest, of the whole batch.
         running: held while one thread makes or runs them.
@@ -76,6 +78,7 @@ class ReplicatedTheanoFunctions:
         self.devices = devices
         self.across = self.doubt = None
         self.forward = {}  # type: dict
+        self.python = PythonOperations()
         self.verification = None
         self.heads = weakref.WeakSet()
         self.running = threading.RLock()

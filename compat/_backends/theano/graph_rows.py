@@ -15,6 +15,7 @@ from theano.ifelse import IfElse
 
 from ... import _rows, errors
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
+from . import python_operations
 from .device_body import depending_on, nearest
 from .row_operations import ARRANGING, OF_SIZES, TABLE, Drawn, drawn, frames_of, unknown
 
@@ -186,7 +187,10 @@ class VariableRows:
 
     Attributes:
         placements: of all variables that were followed, in the order in which they are computed.
+        changing: operations of the user's that change more than they return.
     """
+
+    changing = frozenset()  # type: frozenset
 
     def __init__(self, placements, sizes):
         self.placements = dict(placements)
@@ -220,6 +224,8 @@ class VariableRows:
         return Sharded(grown[0], inner=None) if whole else Mixed()
 
     def _after(self, node):
+        if node.op in self.changing:
+            return [Mixed()] * len(node.outputs)
         name, rule = _entry(node.op)
         given = [self.of(variable) for variable in node.inputs]
         kinds = set(map(type, given))
@@ -307,9 +313,11 @@ class ModelGraph(VariableRows):
         sharded: the variables that are given to the model in parts, whose rows come first.
         given: the values of these, and of other variables that the outputs depend on.
         tries: whether what no rule knows may be tried.
+        changing: operations that run once for the whole batch, as ``PythonOperations`` has them.
     """
 
-    def __init__(self, outputs, sharded, given, tries=True):
+    def __init__(self, outputs, sharded, given, tries=True, changing=frozenset()):
+        self.changing = changing
         sizes = {variable: list(np.shape(value)) for variable, value in given.items()}
         for variable in sharded:
             sizes[variable][0] = list(ROWS)
@@ -341,6 +349,7 @@ class ModelGraph(VariableRows):
         if not any(map(self.sizes.grown, lost)):
             return None
         why, united = "mixed" if isinstance(self.of(lost[0]), Mixed) else why, lost
+        why = "effects" if lost[0].owner.op in self.changing else why
         while united:  # a sum over the rows, from where it is one
             first = united[0]
             united = [v for v in first.owner.inputs if isinstance(self.of(v), Partial)]
@@ -358,8 +367,7 @@ def line_of(variable):
 def own_gradient(cuts):
     """The first operation before cuts whose gradient is the user's, as an ``Across``, or None."""
     for node in graph.io_toposort([], [cut.variable for cut in cuts]):
-        kind = type(node.op)
-        if kind.__module__.partition(".")[0] != "theano" or kind.__name__ == "OpFromGraph":
+        if python_operations.is_users(node.op) or type(node.op).__name__ == "OpFromGraph":
             return _rows.Across(node.op, None, line_of(node.outputs[0]), "gradient")
     return None
 

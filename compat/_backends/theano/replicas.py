@@ -20,7 +20,6 @@ however uneven the shards. A compiled function keeps nothing for the next one, s
 forward returns, besides, whatever the one that goes back needs of what it has computed.
 """
 
-import contextlib
 import functools
 import operator
 import threading
@@ -36,6 +35,7 @@ from ..._runtime import progress, work
 from ..._runtime.patching import replaced
 from . import device_body, graph_rows
 from .device_body import computed_by, gradients_of, value_like
+from .python_operations import HasEffectsError
 
 #: Held while one thread makes functions: K.function is replaced for that, and Theano's own state
 #: is not made for several.
@@ -87,7 +87,11 @@ class ReplicatedFunction:
 
     def __call__(self, inputs):
         with self.owner.running:  # a function of Theano's has places for one call's values
-            return self._call(inputs)
+            while True:
+                try:
+                    return self._call(inputs)
+                except HasEffectsError:
+                    self._make_again()
 
     def _call(self, inputs):
         rows, devices = inputs[0].shape[0], self.owner.devices
@@ -124,10 +128,13 @@ class ReplicatedFunction:
     def _run(self, functions, given):
         """Call each device's function. A GPU's returns before it has computed: all of them start,
         then one is awaited."""
-        results = []
-        for device, function, each in zip(self.owner.devices, functions, given):
-            with device.current():
-                results.append(function(*each))
+        results = []  # type: list
+        if not functions:
+            return results
+        with self.owner.python.unchanged():
+            for device, function, each in zip(self.owner.devices, functions, given):
+                with device.current():
+                    results.append(function(*each))
         return results
 
     def _compute_on_one(self, given):
@@ -139,7 +146,15 @@ class ReplicatedFunction:
         shards, parts, sizes = self.batch
         at_cut = zip(self.back, gradients)
         split = [self.cuts[place].split(each, parts[place], sizes) for place, each in at_cut]
-        found = self._run(self.backward, [s + list(g) for s, g in zip(shards, zip(*split))])
+        try:
+            found = self._run(self.backward, [s + list(g) for s, g in zip(shards, zip(*split))])
+        except HasEffectsError as error:  # the step has begun to change weights
+            raise errors.unsupported(
+                "theano",
+                "train {!r} on several devices: the gradient of an operation changes what outlasts "
+                "its call, which each device would change".format(self.owner.model.name),
+                "Run the model on one device: parallelize(model, gpus=1).",
+            ) from error
         return [np.asarray(functools.reduce(operator.add, map(np.asarray, e))) for e in zip(*found)]
 
     # Making -----------------------------------------------------------------------------------
@@ -161,6 +176,9 @@ class ReplicatedFunction:
     def _run_whole(self):
         """From now on, on one device."""
         self.owner.across = _rows.Across(None)
+        self._make_again()
+
+    def _make_again(self):
         self.is_made, self.tried = False, {}
 
     def _make(self, given):
@@ -173,8 +191,11 @@ class ReplicatedFunction:
         leaves = set(graph.inputs(outputs)).difference(self.sharded)
         self.body_inputs = self.sharded + [v for v in self.inputs if v in leaves]
         self.cuts, across, reach = [], owner.across, "The model"
+        owner.python.follow(outputs)
         if across is None:
-            of_model = graph_rows.ModelGraph(outputs, self.sharded, given, not owner.doubt)
+            changing = owner.python.changing
+            tries = not owner.doubt
+            of_model = graph_rows.ModelGraph(outputs, self.sharded, given, tries, changing)
             self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
             across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
@@ -244,6 +265,8 @@ class ReplicatedFunction:
         with device.randomness_kept():
             try:
                 found = _rows.trial.tried(lambda chosen: self._in_inference(given, rows, chosen)[0])
+            except HasEffectsError:
+                return False
             except Exception:
                 self._compute_on_one(given)
                 found = [None] * len(self.cuts)
@@ -270,10 +293,15 @@ class ReplicatedFunction:
             return list(map(np.asarray, self._run(self.backward[:1], [handed_over + upstream])[0]))
 
         # Whatever an operation of the user's does.
-        with contextlib.suppress(Exception), self.owner.devices[0].randomness_kept():
-            whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
+        try:
+            with self.owner.devices[0].randomness_kept():
+                whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
             if all(map(_rows.trial.close, map(sum, zip(*parts)), whole)):
                 return True
+        except HasEffectsError:
+            across = across._replace(why="effects")
+        except Exception:
+            pass
         self.owner.across = across
         return False
 
@@ -300,6 +328,8 @@ class ReplicatedFunction:
                 with device.current():
                     functions, weights = device_body.compiled(device, self._compile, *given)
                 made.append(functions)
+                for function in functions:
+                    self.owner.python.follow(function.maker.fgraph.outputs)
             else:  # on one processor all are copies of the first's
                 swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
                 made.append([device_body.copied(function, swap) for function in made[0]])
