@@ -314,7 +314,9 @@ def optimizers(model):
 
 def _variables_of(thing):
     variables = getattr(thing, "variables", ())
-    return list(variables() if callable(variables) else variables)
+    variables = variables() if callable(variables) else variables
+    # The vocabulary of a layer, which tf.keras saves as a weight, is no variable.
+    return [each for each in variables if hasattr(each, "name") or hasattr(each, "path")]
 
 
 def trained_layers(layers, training, moved=(), frozen=False):

@@ -15,6 +15,8 @@ from compat._backends.tensorflow1 import row_operations
 from compat._backends.tensorflow1.graph import v1_names
 from compat._rows import REPLICATED, Partial, Sharded, Value
 
+from . import text_row_cases
+
 v1 = v1_names(tf)
 raw = tf.raw_ops
 # Each graph runs a few times: to optimize it takes longer than that.
@@ -155,7 +157,8 @@ def names_of_inputs(name):
 
 
 def _all():
-    for group in (_pointwise, _reductions, _products, _lookups, _views, _layers):
+    groups = _pointwise, _reductions, _products, _lookups, _views, _layers
+    for group in groups + (text_row_cases.all_cases,):
         yield from group()
 
 

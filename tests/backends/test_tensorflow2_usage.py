@@ -79,8 +79,8 @@ def test_a_device_that_executes_nothing_is_named(keras):
         model.fit(ROWS, TARGETS, batch_size=4, epochs=2, verbose=0)
     assert texts == [
         "In the first training step of model {!r} (fit()) the framework executed no operation on "
-        "/gpu:0, to which rows were given. The session, context or mesh in use has fewer devices than "
-        "configure_gpu() has set up, or places operations elsewhere. Let compat configure it: "
+        "/gpu:0, to which rows were given. The session, context or mesh in use has fewer devices "
+        "than configure_gpu() has set up, or places operations elsewhere. Let compat configure it: "
         "leave out device_count, visible_device_list and the like.".format(model.name)
     ]
     compat.parallelize(model, gpus=1)

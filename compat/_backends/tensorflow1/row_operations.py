@@ -8,7 +8,7 @@ import numpy as np
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
-from . import row_rules
+from . import ragged_rules, row_rules
 from .graph import constant, known_numbers, sizes_of
 from .row_rules import NotKnown, Positions, known, of_first
 
@@ -217,6 +217,10 @@ def placements(op, values):
         op: a ``tf.Operation``.
         values: a ``Value`` for each of its inputs.
     """
+    found = ragged_rules.placements(op, values)
+    if found is not None:
+        return found
+    values = ragged_rules.without_row_counts(values)
     rule, positions = RULES.get(op.type), [v for v in values if isinstance(v.placement, Positions)]
     if positions and rule in (None, strided_slice):
         values = [Value(Unknown(), v.shape) if v in positions else v for v in values]
@@ -270,7 +274,7 @@ _TYPES = {
         "ReciprocalGrad Relu Relu6 Relu6Grad ReluGrad RightShift Rint Round Rsqrt RsqrtGrad Selu "
         "SelectV2 SeluGrad Sigmoid SigmoidGrad Sign Sin Sinh Softplus SoftplusGrad Softsign "
         "SoftsignGrad Sqrt SqrtGrad Square SquaredDifference Tan Tanh TanhGrad TruncateDiv "
-        "TruncateMod Xlog1py Xlogy ZerosLike Zeta"
+        "TruncateMod Xlog1py Xlogy ZerosLike Zeta " + ragged_rules.ON_TEXTS
     ),
     row_rules.extreme: "Maximum Minimum",
     row_rules.added: "AccumulateNV2 Add AddN AddV2 Sub",

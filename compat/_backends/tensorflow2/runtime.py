@@ -168,8 +168,8 @@ def refuse_strategies(tf, model):
     else:
         # To ask a model of tf.keras that is not built yet would be an error.
         weights = model.weights if not hasattr(model, "_eager_losses") or model.built else ()
-        # A Keras 3 variable has one of TensorFlow's.
-        variables = [v if isinstance(v, tf.Variable) else v.value for v in weights]
+        # A Keras 3 variable has one of TensorFlow's; a layer's vocabulary is no variable.
+        variables = [v if isinstance(v, tf.Variable) else getattr(v, "value", v) for v in weights]
         kinds = {kind.__name__ for variable in variables for kind in type(variable).__mro__}
         if "DistributedValues" not in kinds:
             return
