@@ -1,11 +1,13 @@
 """The devices' shares of a call: some rows of its arguments, computed there, with a gradient."""
 
 import contextlib
+import weakref
 
 import numpy as np
 import tensorflow as tf
 
 from ..._rows import REPLICATED, Count, Sharded, Unknown, split_rows
+from .between_outputs import InnerGradients
 
 # TensorFlow's module for the gradient tapes of a thread, private to it.
 try:
@@ -262,6 +264,8 @@ class Replica:
                 return value if size else _rows(value, 0, 0)
             return _rows(value, 0, rows_of(value) * tf.minimum(size, 1))
 
+        self.inner = None  # its ``InnerGradients``, where a tape records
+
         def results_of(*values):
             self.structure, self.values = compute(*values)
             for name, placements in trace.placements.items() if trace else ():
@@ -273,11 +277,13 @@ class Replica:
         def replica(*values):
             with tf.device(device):
                 results, gradients_of = _differentiable(results_of, values)
+            inner = InnerGradients(device, results, gradients_of)
+            self.inner = weakref.ref(inner)  # as long as the tape needs it
 
             def gradient(*upstream, **kwargs):  # up to TensorFlow 2.3 no keyword-only argument
                 variables = list(kwargs.get("variables") or ())
                 # Integers and booleans have no gradient.
-                pairs = [(r, g) for r, g in zip(results, upstream) if r.dtype.is_floating]
+                pairs = [(r, g) for r, g in zip(inner.results, upstream) if r.dtype.is_floating]
                 heads, upstream = [r for r, _ in pairs], [g for _, g in pairs]
                 with tf.device(device):
                     found = gradients_of(heads, list(values) + variables, upstream)

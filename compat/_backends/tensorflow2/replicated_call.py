@@ -14,7 +14,7 @@ from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
 from ..._runtime.process import process
-from . import merging
+from . import between_outputs, merging
 from .call_trace import Trace
 from .replicas import Replica, ShardedArguments, are_arrays, as_tensors, recording
 from .runtime import refuse_loops, refuse_strategies, several_devices_in_xla
@@ -114,6 +114,9 @@ class ReplicatedCall(patching.InstanceMethod):
                 output._keras_mask = mask
             if logits is not None:
                 output._keras_logits = logits
+        if trace is not None:
+            are_rows = [isinstance(each, _rows.Sharded) for each in trace.placements["outputs"]]
+            between_outputs.relate(replicas, results["outputs"], are_rows)
         return tf.nest.pack_sequence_as(replicas[0].structure, results["outputs"])
 
     def _computed(self, call, arguments, state, trace):
