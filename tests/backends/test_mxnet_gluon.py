@@ -101,6 +101,12 @@ def check_same(run, tolerance=1e-5):
     assert difference(run(False), run(True)) < tolerance
 
 
+class Unfollowed(list):
+    """What blocks note here is what each replica does: it is not put together."""
+
+    __module__ = "mxnet.tests"
+
+
 def shards_of(inputs):
     """The rows that each replica has, if any."""
     parts = [inputs[slice(*split_rows.bounds(len(inputs), 3, i))] for i in range(3)]
@@ -209,7 +215,7 @@ def test_each_context_computes_its_shard_forward_and_backward(mx, hybridize):
 
 @pytest.mark.parametrize("rows", [64, 61, 2, 1])
 def test_shards_are_those_of_every_backend(mx, rows):
-    seen = []
+    seen = Unfollowed()
 
     class Watched(mx.gluon.Block):
         def forward(self, x, more):
@@ -447,9 +453,11 @@ def test_blocks_within_blocks_do_not_split_again(mx):
     expected = outer(mx.nd.array(data(61)[0])).asnumpy()
     compat.parallelize(inner)
     compat.parallelize(outer)
-    seen = []
+    seen = Unfollowed()
     inner[0].register_forward_hook(lambda block, inputs, out: seen.append(out.shape[0]))
-    assert difference([expected], [outer(mx.nd.array(data(61)[0])).asnumpy()]) < 1e-5
+    for _ in range(2):
+        del seen[:]
+        assert difference([expected], [outer(mx.nd.array(data(61)[0])).asnumpy()]) < 1e-5
     assert seen == [20, 20, 21]
     compat.parallelize(outer, gpus=1)
     del seen[:]

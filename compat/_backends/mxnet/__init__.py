@@ -98,6 +98,19 @@ class MXNet(Backend):
 
         return verification.profiled(self.devices())
 
+    def executed(self, model):
+        """From the contexts of the results of operations and of executors."""
+        from . import executed  # it imports mxnet
+
+        return executed.executed(model, self.devices())
+
+    def watch(self, model, check):
+        """By hooks of Gluon's own; of a ``Module`` by its ``forward``."""
+        from . import executed  # it imports mxnet
+
+        kind = executed.WatchedForward if _is_module(model) else executed.WatchedBlock
+        kind.install_on(model, check)
+
     def problems(self, environ):
         h5py = packages.version("h5py")
         if not h5py or packages.release(h5py) < (3,):

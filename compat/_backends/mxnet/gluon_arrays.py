@@ -300,15 +300,6 @@ def blocks(block):
         yield from blocks(child)
 
 
-def own_attributes(block):
-    """What a block has set on itself, such as a counter, to be put back."""
-    from ..._verification import Attributes  # not at start-up
-
-    own = [part for part in blocks(block) if not type(part).__module__.startswith("mxnet.")]
-    # Gluon's own begin with "_": what is compiled stays.
-    return Attributes(own, lambda name, value: not name.startswith("_"))
-
-
 def check_equal(block, differing):
     """See that no replica has set a state of its own since, in its backward pass."""
     for parameter in differing:

@@ -43,6 +43,7 @@ class Copies:
         self._arrays = {}  # type: dict  # by parameter and replica
         self.before = {}  # type: dict  # by parameter that is set: its value before the call
         self._after = {}  # type: dict  # and after it
+        self._guarded = {}  # type: dict  # of those that nothing is known to set
         for parameter in states:
             self.keep(parameter)
         for parameter, buffers in self._buffers.items():
@@ -83,6 +84,12 @@ class Copies:
             for index in range(len(self.contexts)):
                 self.array(parameter, index)
 
+    def guard(self, parameters):
+        """Have ``united()`` and ``restore()`` look at parameters that nothing is known to set."""
+        for parameter in parameters:
+            if parameter._data is not None and parameter not in self.before:
+                self._guarded[parameter] = parameter._data[0].copy()
+
     @contextlib.contextmanager
     def replica(self, index):
         """Within, parameters are those of a replica."""
@@ -100,10 +107,13 @@ class Copies:
             What sets different values, by the rows: only the user knows whether they are to be
             added up or averaged. Or None.
         """
+        for parameter, value in self._guarded.items():
+            if parameter not in self.before and not are_equal([value, parameter._data[0]]):
+                return _sets(parameter)
         for parameter in self.before:
             arrays = [self.array(parameter, index) for index in replicas]
             if not are_equal(arrays):
-                return _rows.Across(f"that sets the parameter {parameter.name!r}")
+                return _sets(parameter)
             if arrays[0] is not parameter._data[0]:
                 with mx.autograd.pause():
                     arrays[0].copyto(parameter._data[0])
@@ -113,7 +123,7 @@ class Copies:
     def restore(self):
         """Give parameters the values from before the call."""
         with mx.autograd.pause():
-            for parameter, value in self.before.items():
+            for parameter, value in list(self._guarded.items()) + list(self.before.items()):
                 value.copyto(parameter._data[0])
 
     def arrays_of(self, parameter):
@@ -130,6 +140,10 @@ class Copies:
         if after is None or all(are_equal([after, array]) for array in used[1:]):
             return False  # what the script sets is the first one alone
         return not are_equal(used)
+
+
+def _sets(parameter):
+    return _rows.Across(f"that sets the parameter {parameter.name!r}")
 
 
 # What replicas reach ------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
 """Gluon blocks on several contexts, for the MXNet backend."""
 
-import contextlib
-
 import mxnet as mx
 
 from ... import _rows, errors
 from ..._configuration import settings
 from ..._rows import split_rows
 from ..._runtime import work
-from ..._runtime.patching import InstanceMethod, replaced
+from ..._runtime.patching import InstanceMethod
 from . import gluon_arrays, gluon_parameters, symbol_graph
 from .gluon_arrays import context_of, leaves, mapped, on_context, parameters_of, states_of
+from .gluon_trial import BlockTrial
+from .side_effects import SideEffects
 from .symbol_graph import clear_errors
 from .verification import BlockCall
 
@@ -58,9 +58,11 @@ class BlockReplicas:
     def __init__(self, block):
         self.block = block
         self._sizes = None  # of the shards of the last batch trained, while statistics may differ
-        self._split = {}  # by the place of an array among the arguments: whether it was split
-        self._operations = {}  # that write states, by name: of what was traced
+        self.split = {}  # by the place of an array among the arguments: whether it was split
+        self.operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
+        self._done = set()  # the kinds of which there was a call
+        self.effects = SideEffects(block)
         self.verification = None  # of the first calls
         vars(block)["_compat_replicas"] = self
         gluon_parameters.follow_replicas()
@@ -72,10 +74,10 @@ class BlockReplicas:
         self._unite_statistics()
         self.contexts = contexts
         self.names = [str(context) for context in contexts]
-        self._copies = gluon_parameters.Copies(contexts)
+        self.copies = gluon_parameters.Copies(contexts)
         gluon_arrays.move(self.block, contexts[0])
 
-    def _prepare(self):
+    def prepare(self):
         """Follow the block: it may have been initialised, or given a Trainer, since."""
         self._unite_statistics()
         found = gluon_arrays.contexts_of(self.block)
@@ -97,11 +99,11 @@ class BlockReplicas:
         arrays = list(leaves(args))
         if not arrays or not arrays[0].shape or split_rows.runs_undivided():
             # Symbols, too: the block is being exported.
-            return self._plain(args)
+            return self.plain(args)
         contexts = gluon_arrays.contexts_of(self.block)
         if len(contexts) > 1:
             return self._run_where_arrays_lie(args, settings.listed(list(map(str, contexts))))
-        self._prepare()
+        self.prepare()
         self._check_contexts(arrays)
         verification = self.verification
         if verification is not None and self._kinds[self._kind(args)][0] is not None:
@@ -111,7 +113,7 @@ class BlockReplicas:
                 return verification.verify(kind, BlockCall(self, args))
         return self.run(args)
 
-    def _plain(self, args):
+    def plain(self, args):
         return _SplitForward.of(self.block).plain(self.block)(*args)
 
     def _run_where_arrays_lie(self, args, contexts):
@@ -122,7 +124,7 @@ class BlockReplicas:
         array = next(leaves(args))
         work.count([str(context_of(array))], [array.shape[0]], mx.autograd.is_training())
         with split_rows.undivided():
-            return self._plain(args)
+            return self.plain(args)
 
     def _check_contexts(self, arrays):
         found = {str(context_of(array)) for array in arrays}.intersection(self.names[1:])
@@ -137,13 +139,13 @@ class BlockReplicas:
 
     def run_undivided(self, args):
         """The block on the first context alone, where no replica is running."""
-        self._prepare()
-        self._copies.begin()
+        self.prepare()
+        self.copies.begin()
         if self._sizes is not None:
             self._sizes = work.undivided(self.names, 1)
-        return self._written(self.contexts[0], args, lambda array: array)
+        return self.written(self.contexts[0], args, lambda array: array)
 
-    def _written(self, context, args, rows):
+    def written(self, context, args, rows):
         """The block as it is written, on a context, where parts of it do not split again.
 
         Arguments:
@@ -153,11 +155,11 @@ class BlockReplicas:
         def part(place, array):
             # Not the array itself: gradients that come back from another context are not added.
             return on_context(
-                context, rows(array) if self._split[place] else array.reshape(array.shape)
+                context, rows(array) if self.split[place] else array.reshape(array.shape)
             )
 
         with split_rows.undivided(), context:
-            return self._plain(mapped(part, args))
+            return self.plain(mapped(part, args))
 
     def run(self, args):
         """The block on all contexts, or on the first one where it cannot be divided."""
@@ -165,31 +167,44 @@ class BlockReplicas:
         placements, _ = self._kinds[kind]
         if placements is None:
             return self._run_whole(args)
-        self._prepare()
+        self.prepare()
         rows, count = next(leaves(args)).shape[0], len(self.contexts)
         all_sizes = split_rows.sizes(rows, count)
         replicas = [i for i, size in enumerate(all_sizes) if size]
         sizes = [all_sizes[i] for i in replicas]
-        copies, results = self._copies, []
-        copies.begin(self._own_states())
+        copies, effects, results, changes = self.copies, self.effects, [], []
+        statistics, states = states_of(self.block, self.operations)
+        copies.begin(states)
+        effects.begin()
+        if kind not in self._done:
+            copies.guard([p for p in parameters_of(self.block) if p not in statistics])
         across = _rows.Across(None, why="unknown")  # unless it all works out
         try:
             for i in replicas:
                 part = slice(*split_rows.run_bounds(rows, count, i))
                 with copies.replica(i):
-                    results.append(self._written(self.contexts[i], args, lambda a: a[part]))  # noqa: B023
+                    results.append(self.written(self.contexts[i], args, lambda a: a[part]))  # noqa: B023
+                changes.append(effects.taken())
             found = copies.united(replicas)
             if found is None and not gluon_arrays.are_of(placements, results, sizes):
                 found = _rows.Across(None, why="tried")
             if found is None:
                 result = gluon_arrays.merged(placements, results, sizes, self.contexts[0])
+                found = effects.write(changes, sizes, self.contexts[0])
             across = found
         except Exception:
             # Of the user's own, which comes again; or of a shard, whose shape does not do.
             clear_errors()
         finally:  # also where it is interrupted
             if across is not None:
+                effects.restore()
                 copies.restore()
+        if across is None or not effects.lack_rules(changes):
+            self._done.add(kind)
+        elif kind in self._kinds:
+            # Something new has changed, of which there was no trial.
+            del self._kinds[kind]
+            return self.run(args)
         if across is not None:
             result = self._run_whole(args)  # what is wrong on one device, too, is the user's
             self._leave_whole(kind, across)
@@ -206,7 +221,7 @@ class BlockReplicas:
     def _note_batch(self, sizes):
         if mx.autograd.is_training():
             self._sizes = sizes
-            for parameter in states_of(self.block, self._operations)[0]:
+            for parameter in states_of(self.block, self.operations)[0]:
                 gluon_parameters.pending[parameter] = self._unite_statistics
         work.count(self.names, sizes, mx.autograd.is_training())
 
@@ -219,13 +234,13 @@ class BlockReplicas:
         for place, array in places.items():
             # Arrays with as many rows as the first; what was whole before stays whole.
             has_rows = array.shape[:1] == (rows,)
-            kept = kept and (has_rows or not self._split.get(place, False))
-            self._split.setdefault(place, has_rows)
-        known = tuple((place, self._split[place], array.ndim) for place, array in places.items())
+            kept = kept and (has_rows or not self.split.get(place, False))
+            self.split.setdefault(place, has_rows)
+        known = tuple((place, self.split[place], array.ndim) for place, array in places.items())
         kind = mx.autograd.is_recording(), kept, known
         # Of a single row a trial tells nothing: it is tried again.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
-            found = self._decide(args) if kept else _rows.Across(None)
+            found = BlockTrial(self).decide(args) if kept else _rows.Across(None)
             if isinstance(found, _rows.Across):
                 self._leave_whole(kind, found)
             else:
@@ -236,110 +251,15 @@ class BlockReplicas:
         _rows.runs_whole(self.block.name, across, self.contexts[0], "The block", self)
         self._kinds[kind] = None, 2
 
-    def _decide(self, args):
-        """The results' placements, as far as they can be put together; or why they cannot."""
-        self._prepare()
-        graph = self._traced(args)
-        heads = [] if graph is None else graph.heads
-        claimed = [graph.placements[head] for head in heads]
-        if not all(gluon_arrays.can_be_merged(each) for each in claimed):
-            return graph.across(heads, with_rows=False) or _rows.Across(None)
-        untold = graph.nodes[graph.untold[0][0]]["name"] if graph and graph.untold else None
-        try:
-            tried = self._tried(args)
-        except Exception:
-            clear_errors()
-            with self._leaving_no_trace():
-                self.run_undivided(args)  # raises what is the user's own
-            return _rows.Across(untold, why="unknown")
-        if untold or len(claimed) != len(tried):
-            claimed = [None] * len(tried)
-        placements = [claim or found for claim, found in zip(claimed, tried)]
-        for claim, found, placement in zip(claimed, tried, placements):
-            is_random = isinstance(found, _rows.Unknown)
-            if is_random or not isinstance(placement, _rows.Sharded):
-                fits = claim is not None and not isinstance(found, _rows.Mixed)
-            else:
-                fits = getattr(found, "axis", None) == placement.axis
-            if not fits or not gluon_arrays.can_be_merged(placement):
-                return _rows.Across(untold, why="unknown" if is_random else "tried")
-        sees_gradients = graph is not None and not graph.own_gradients()
-        is_single = next(leaves(args)).shape[0] == 1
-        # Parts of a block that sets states would set them one after the other.
-        is_left = sees_gradients or is_single or self._own_states()
-        if mx.autograd.is_recording() and not is_left:
-            parameters, first = parameters_of(self.block), self.contexts[0]
-            if gluon_arrays.mixes_back(parameters, args, placements, first, self._on_rows):
-                return _rows.Across(None, why="gradient")
-        return placements
-
-    def _on_rows(self, args, numbers):
-        """What the block gives for some rows of the arguments, on the first context."""
-        first, rows = self.contexts[0], next(leaves(args)).shape[0]
-
-        def chosen(array):
-            return gluon_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
-
-        with self._leaving_no_trace():
-            return self._written(first, args, chosen)
-
-    def _tried(self, args):
-        """The placements of the results, by a trial on the first context, in inference."""
-        others = []
-
-        def compute(numbers):
-            with mx.autograd.pause(train_mode=False):
-                result = self._on_rows(args, numbers)
-            others.append(gluon_arrays.without_arrays(result))
-            return [array.asnumpy() for array in leaves(result)]
-
-        found = _rows.trial.tried(compute)
-        return found if all(each == others[0] for each in others) else [_rows.Mixed()]
-
-    def _traced(self, args):
-        """The graph of a HybridBlock, with its rows followed, or None."""
-        if not isinstance(self.block, mx.gluon.HybridBlock):
-            return None
-        shapes, given = {}, {}  # type: dict, dict
-
-        def variable(place, array):
-            name = "compat_input" + "_".join(map(str, place))
-            shapes[name] = array.shape
-            given[name] = _rows.Sharded(0) if self._split[place] else _rows.REPLICATED
-            symbol = mx.sym.var(name)
-            return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
-
-        try:
-            with self._leaving_no_trace(), gluon_arrays.symbols_refused():
-                traced = self._plain(mapped(variable, args))
-            graph = symbol_graph.Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
-            graph.follow(given, shapes)
-        except Exception:  # whatever a block of the user's cannot do with symbols
-            return None
-        self._operations.update(graph.states())
-        return graph
-
-    @contextlib.contextmanager
-    def _leaving_no_trace(self):
-        """Within, the block runs as it is written, without hooks, and keeps nothing of it."""
-        plain = {"_active": False, "_forward_hooks": {}, "_forward_pre_hooks": {}}
-        self._copies.begin(self._own_states())
-        with contextlib.ExitStack() as stack, self._copies.replica(0):
-            stack.callback(self._copies.restore)
-            for part in set(gluon_arrays.blocks(self.block)):  # one may be there twice
-                stack.enter_context(replaced(part, **plain))
-            stack.callback(gluon_arrays.own_attributes(self.block).put_back)
-            yield
-
     def arrays_of(self, parameter):
         """All arrays that replicas have of a parameter."""
-        return list(self._copies.arrays_of(parameter).values())
+        return list(self.copies.arrays_of(parameter).values())
 
     # States -------------------------------------------------------------------------------------
 
-    def _own_states(self):
+    def own_states(self):
         """The parameters that the block sets by itself, and that are no running statistics."""
-        return states_of(self.block, self._operations)[1]
+        return states_of(self.block, self.operations)[1]
 
     def _unite_statistics(self):
         """Give all contexts one set of running statistics.
@@ -348,13 +268,13 @@ class BlockReplicas:
         """
         if self._sizes is None:
             return
-        means, others = states_of(self.block, self._operations)
+        means, others = states_of(self.block, self.operations)
         with mx.autograd.pause():
             for parameter in means:
-                arrays = self._copies.arrays_of(parameter)
+                arrays = self.copies.arrays_of(parameter)
                 sizes = [self._sizes[index] for index in arrays]
                 symbol_graph.unite([list(arrays.values())], sizes)
-            differing = [p for p in others if self._copies.is_set_since(p, self._sizes)]
+            differing = [p for p in others if self.copies.is_set_since(p, self._sizes)]
         if not mx.autograd.is_recording():
             self._sizes = None
             for parameter in means:

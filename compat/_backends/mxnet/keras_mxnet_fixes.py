@@ -88,10 +88,12 @@ class _Models:
     def set_weight(self, name, array):
         if mxnet_backend._MODEL is self:
             for model in list(self._models):
+                replicas = getattr(model, "_compat_replicas", None)
+                set_weights = model._set_weights if replicas is None else replicas.set_weights
                 if name in model._args:
-                    model._set_weights({name: array}, {})
+                    set_weights({name: array}, {})
                 if name in model._auxs:
-                    model._set_weights({}, {name: array})
+                    set_weights({}, {name: array})
 
 
 def _add_missing_weights(model):

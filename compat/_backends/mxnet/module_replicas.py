@@ -6,6 +6,8 @@ drift apart, and gradients not summed under ``kvstore=None``. What computes acro
 batch, such as a loss that is divided by their number, runs on the first context, with a warning.
 """
 
+import types
+
 import mxnet as mx
 import numpy as np
 
@@ -139,8 +141,13 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         with replaced(self, input_grad_arrays=filled):
             return super().get_input_grads(merge_multi_context)
 
-    def update_metric(self, *args, **kwargs):
-        self._where_rows_are(super().update_metric, *args, **kwargs)
+    def update_metric(self, eval_metric, labels, pre_sliced):
+        """From the outputs of the whole batch: metrics of shards do not add up."""
+        if pre_sliced:  # by the script, for each executor
+            return self._where_rows_are(super().update_metric, eval_metric, labels, pre_sliced)
+        whole = types.SimpleNamespace(outputs=self.get_outputs())
+        with replaced(self, execs=[whole], slices=[slice(0, self.batch_size)]):
+            return super().update_metric(eval_metric, labels, pre_sliced)
 
 
 # What can be divided ------------------------------------------------------------------------------

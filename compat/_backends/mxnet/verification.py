@@ -26,6 +26,7 @@ from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras2, keras_steps
 from . import gluon_arrays
 from .gluon_arrays import leaves, like, states_of
+from .side_effects import BlockState
 from .symbol_graph import wait_for_updates
 
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
@@ -127,7 +128,7 @@ class _MXNetStep(keras2.ArraysStep):
         return values
 
     def write(self, values):
-        self.model._set_weights()  # replicas take Keras' arrays before the next batch
+        self.model._compat_replicas.set_weights()  # which take Keras' arrays before the next batch
         for label, array in self._arrays().items():
             if label in values:
                 array[:] = values[label]
@@ -183,11 +184,11 @@ class BlockCall(_verification.Step):
         if inference or not self.is_training:
             return None
         # Of what is traced, the operations are known once it ran on all contexts.
-        means, _ = states_of(self.block, self.replicas._operations)
+        means, _ = states_of(self.block, self.replicas.operations)
         return _verification.NORMALISED.format("block", self.block.name) if means else None
 
     def attributes(self):
-        return gluon_arrays.own_attributes(self.block)
+        return BlockState(self.block)
 
     def read(self):
         self.replicas._unite_statistics()  # then all contexts have the same

@@ -1,0 +1,158 @@
+"""The graphs of a Keras model on several contexts: cut in two, and their executors."""
+
+import mxnet as mx
+from keras.backend import mxnet_backend as K
+
+from ... import _rows
+from ..._rows import split_rows
+from ..._runtime import work
+from . import symbol_graph
+
+
+class Phase:
+    """One of Keras' graphs (train, test or predict) cut into body and head, and its executors.
+
+    Attributes:
+        bodies: an executor for each replica, on its context.
+        head: the executor that runs once, or None where bodies give all there is to give.
+        updates: new values by variable, after ``forward``.
+        parameters: all weights of the graph, in MXNet's order.
+    """
+
+    def __init__(self, replicas, name, inputs):
+        self.replicas, self.contexts, self.arrays = replicas, replicas.contexts, replicas.arrays
+        model = replicas.model
+        self.is_train = name == "train"
+        updates = model.updates if self.is_train else model.state_updates
+        outputs, states = _symbols(model, self.is_train)
+        # All outputs, results, and the updates' values. How many results there are is not told by
+        # the updates: what is trainable may have changed since compile().
+        if name == "predict":  # Keras' own graph leaves out values that are outputs, too
+            symbol, self.results, labels = mx.sym.Group(outputs + states), len(outputs), []
+        else:
+            symbol = getattr(model, f"_{name}_mxnet_symbol")
+            self.results = getattr(model, "_n" + name)
+            labels = model.targets + model.sample_weights
+        graph = symbol_graph.Graph(outputs, symbol)
+        self.variables = [variable.name for variable, _ in updates]
+        self.fed = [tensor.name for tensor in model.inputs + labels if tensor is not None]
+        # Of stateful layers, one row for each row of the batch.
+        states = {variable.name for variable, _ in model.state_updates}
+        self.states = sorted(states & set(symbol.list_arguments()))
+        self.sharded = [tensor.name for tensor in model.inputs] + self.states
+        self.parameters = [n for n in symbol.list_arguments() if n not in self.fed]
+        trained = [n for n in self.parameters if n not in model._fixed_weights]
+        self.trained = trained if self.is_train else []
+        self.sparse = graph.sparse_gradients()
+        self.bodies, self.shapes, across = [], None, None
+        self.is_tried = inputs[0].shape[0] > 1
+        if not self._divides(inputs):
+            across = _rows.Across(None)
+        elif len(self.contexts) > 1:  # else one runs the whole batch
+            across = self._follow(graph, inputs)
+        if across is not None:
+            reach = _rows.FROM_THERE_ON if across.operation else "The model"
+            _rows.runs_whole(model.name, across, self.contexts[0], reach, replicas)
+        self.body, self.head_symbol, self.cuts, self.places = graph.cut()
+
+    def _follow(self, graph, inputs):
+        """Find where the outputs' rows are, and try it; return what mixes them, or None."""
+        batch = self._batch(inputs)
+        given = dict.fromkeys(self.fed, _rows.Mixed())
+        given.update(dict.fromkeys(self.sharded, _rows.Sharded(0)))
+        fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
+        fed.update((name, fed[name].asnumpy()) for name in self.states)
+        unknown = graph.follow_and_try(given, fed, self.contexts[0], {}, self.arrays[0])
+        return unknown or graph.across(graph.outputs)
+
+    def _batch(self, inputs):
+        """All that has rows, by name: what is fed, and the states of layers."""
+        dense = [x.toarray() if hasattr(x, "toarray") else x for x in inputs]  # of scipy's matrices
+        held = self.replicas.model._args
+        return dict(zip(self.fed, dense), **{name: held[name] for name in self.states})
+
+    def _divides(self, inputs):
+        """Whether each input has a row for each of the batch."""
+        return len({x.shape[0] for x in inputs[: len(self.replicas.model.inputs)]}) == 1
+
+    def is_for(self, inputs):
+        """Whether it can run these, or a new one has to be made."""
+        # Of a single row a trial tells nothing.
+        is_tried = self.is_tried or inputs[0].shape[0] == 1
+        return not self.cuts or (self._divides(inputs) and is_tried)
+
+    # Executors ----------------------------------------------------------------------------------
+
+    def bind(self, inputs):
+        """Make executors for inputs of these shapes, unless there are."""
+        shapes = {name: tuple(array.shape) for name, array in self._batch(inputs).items()}
+        if shapes == self.shapes:
+            return
+        self.bodies, self.filled, self.head = [], [], None  # give their memory back first
+        self.shapes = None  # until all is made, if that is not interrupted
+        rows, count = inputs[0].shape[0], len(self.contexts)
+        self.sizes = split_rows.sizes(rows, count)
+        for replica, (context, held) in enumerate(zip(self.contexts, self.arrays)):
+            # An executor with a row, whose results are not used, where the shard is empty.
+            shard = {name: (self.sizes[replica] or 1,) + shapes[name][1:] for name in self.sharded}
+            body = symbol_graph.bound(
+                self.body, context, shard, {}, held, self.trained, self.sparse
+            )
+            self.bodies.append(body)
+            if self.sizes[replica]:
+                self.filled.append((body, slice(*split_rows.bounds(rows, count, replica))))
+        if self.head_symbol is not None:
+            cut = dict(zip(self.cuts, self.bodies[0].outputs))
+            whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in cut.items()}
+            types = {name: output.dtype for name, output in cut.items()}
+            differentiated = self.trained + (self.cuts if self.is_train else [])
+            self.head = symbol_graph.bound(
+                self.head_symbol, self.contexts[0], dict(shapes, **whole), types, self.arrays[0],
+                differentiated, self.sparse,
+            )  # fmt: skip
+        self.shapes = shapes
+
+    # One batch ----------------------------------------------------------------------------------
+
+    def forward(self, inputs):
+        """Run the bodies on their shards and the head on the whole; return Keras' results."""
+        batch = self._batch(inputs)
+        for body, part in self.filled:
+            self._run(body, {name: batch[name][part] for name in self.sharded})
+        values = []  # of the bodies' outputs, all rows, on the first context
+        for _, *shards in zip(self.cuts, *[body.outputs for body, _ in self.filled]):
+            shards = [shard.as_in_context(self.contexts[0]) for shard in shards]
+            values.append(mx.nd.concat(*shards, dim=0) if len(shards) > 1 else shards[0])
+        if self.head is not None:
+            values += self._run(self.head, dict(batch, **dict(zip(self.cuts, values))))
+        values = [values[place] for place in self.places]
+        self.updates = dict(zip(self.variables, values[self.results :]))
+        if len(self.sizes) > 1:  # else it is verified
+            # Without cuts the head computes all.
+            sizes = self.sizes if self.cuts else work.undivided(self.sizes, sum(self.sizes))
+            work.count(list(map(str, self.contexts)), sizes, self.is_train)
+        return values[: self.results]
+
+    def _run(self, executor, arrays):
+        fed = {name: array for name, array in arrays.items() if name in executor.arg_dict}
+        return executor.forward(is_train=self.is_train, **fed)
+
+    def backward(self):
+        """Gradients: the head's at the cut, and from there on each context its shard's."""
+        self.head.backward()
+        # Of no rows even zeros would not do, before a loss layer. Without cuts the head does all.
+        for body, part in self.filled if self.cuts else ():
+            context = body.outputs[0].context
+            gradients = [self.head.grad_dict[name][part] for name in self.cuts]
+            body.backward([gradient.as_in_context(context) for gradient in gradients])
+
+
+def _symbols(model, is_train):
+    """The symbols of a model's outputs, and of the new values of its states, in a phase."""
+    before = K.learning_phase()
+    K.set_learning_phase(int(is_train))
+    try:
+        outputs = [output.symbol for output in model.outputs]
+        return outputs, [value.symbol for _, value in model.state_updates]
+    finally:
+        K.set_learning_phase(before)
