@@ -10,6 +10,16 @@ from .. import errors
 from .._configuration import detection, packages, settings
 from .._runtime import patching
 from .._runtime.process import process
+from .functions import (
+    ALL_FUNCTIONS,
+    FUNCTIONS,
+    function_of_epochs,
+    is_users,
+    is_users_function,
+    maker_of,
+    rebuilding_functions,
+    trains,
+)
 
 # How the names of the modules of each Keras begin.
 _KERASES = {
@@ -57,10 +67,6 @@ def identity(keras, name):
     return keras.layers.Activation("linear", name=name)
 
 
-# What Keras 2 makes of a graph, each by a method of the model (``_make_train_function``).
-FUNCTIONS = ("train_function", "test_function", "predict_function")
-
-
 def wraps_a_model(model):
     """Whether ``model`` is a Sequential of a Keras before 2.2: the model inside does the work."""
     return "model" in vars(model) and any(c.__name__ == "Sequential" for c in type(model).__mro__)
@@ -98,26 +104,6 @@ class InnerModel(patching.InstanceMethod):
             cls(prepare).install(model)
         if inner_model(model) is not None:
             prepare(inner_model(model))
-
-
-@contextlib.contextmanager
-def rebuilding_functions(model):
-    """Within, change how a model of Keras 2 makes its functions; afterwards it makes them anew.
-
-    Keras makes new variables for the optimizer's state with every train function. Their values are
-    copied from the old ones. A function that a script or another library has put in the place of
-    Keras' does more than that one does, and stays. ``model`` is None where it is not built yet.
-    """
-    known = vars(model) if model is not None else {}
-    made = [name for name in FUNCTIONS if known.get(name) is not None]
-    made = [name for name in made if not is_users_function(known[name])]
-    state = model.optimizer.get_weights() if "train_function" in made else None
-    yield
-    for function in made:
-        setattr(model, function, None)
-    if state is not None:
-        model._make_train_function()
-        model.optimizer.set_weights(state)
 
 
 def states(model, attribute):
@@ -377,15 +363,3 @@ def import_keras(backend):
         f"No Keras that runs on {backend.name} is installed, or KERAS_BACKEND and keras.json "
         f"choose another backend for it.{remedy}"
     )
-
-
-def is_users_function(function):
-    """Whether a function that a model's steps call was not made by Keras, nor here."""
-    kind = function if isinstance(function, types.FunctionType) else type(function)
-    return is_users(kind) and kind.__module__.split(".")[0] != __name__.split(".")[0]
-
-
-def is_users(thing):
-    """Whether a class or a function is the user's, not Keras' own."""
-    package = (getattr(thing, "__module__", None) or "keras").split(".")[0]
-    return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")

@@ -42,7 +42,8 @@ class WatchedMethod(patching.InstanceMethod):
 
     def invoke(self, model, *args, **kwargs):
         kind = _KINDS[self.method]
-        with self.check.step(kind, functools.partial(function_of, model, kind), self.method):
+        function = functools.partial(function_of, model, kind, self.method)
+        with self.check.step(kind, function, self.method):
             return self.check.call(self.plain(model), args, kwargs)
 
 
@@ -51,9 +52,12 @@ _METHODS: "List[Type[WatchedMethod]]" = [
 ]
 
 
-def function_of(model, kind):
-    """The function that Keras has made for a kind of step, or None."""
-    return getattr(_keras.inner_model(model), _FUNCTIONS[kind], None)
+def function_of(model, kind, method=""):
+    """The function that Keras has made for a kind of step, which this method calls, or None."""
+    inner, attribute = _keras.inner_model(model), _FUNCTIONS[kind]
+    if not method.endswith("_on_batch"):
+        attribute = _keras.function_of_epochs(inner, attribute)
+    return getattr(inner, attribute, None)
 
 
 def install(model, check):

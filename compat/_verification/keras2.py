@@ -35,7 +35,7 @@ class VerifiedKeras2Step(keras_steps.Verified):
 
     def verified(self, model):
         # What a script has put in the function's place is its own, and does more than Keras' does.
-        function = getattr(model, keras_steps.FUNCTIONS[self.kind], None)
+        function = getattr(model, self.attribute, None)
         is_own = function is not None and _keras.is_users_function(function)
         return function if is_own else super().verified(model)
 

@@ -29,11 +29,16 @@ class Verified(patching.InstanceMethod):
 
     prefix = "make_"
 
-    def __init__(self, verification, kind):
+    def __init__(self, verification, kind, attribute):
         super().__init__([])
         self.verification = verification
         self.kind = kind
-        self.method = self.prefix + FUNCTIONS[kind]
+        self.attribute = attribute
+        self.method = self.method_of(attribute)
+
+    @classmethod
+    def method_of(cls, attribute):
+        return cls.prefix + attribute.lstrip("_")
 
     @classmethod
     def install_on(cls, model, verification):
@@ -41,7 +46,12 @@ class Verified(patching.InstanceMethod):
 
         The tf.keras of TensorFlow 2.0 and 2.1 has none to replace: a warning says so.
         """
-        kinds = [kind for kind, name in FUNCTIONS.items() if hasattr(model, cls.prefix + name)]
+        kinds = {
+            name: kind
+            for kind, each in FUNCTIONS.items()
+            for name in sorted({each, _keras.function_of_epochs(model, each)})
+            if hasattr(model, cls.method_of(name))
+        }
         if verification is not None and not kinds:
             keras = _keras.keras_of(model)
             errors.warn(
@@ -49,16 +59,15 @@ class Verified(patching.InstanceMethod):
                 "functions of a model's steps that could be verified, so nothing is verified of "
                 f"model {model.name!r}. Verify it with TensorFlow 2.3 or later."
             )
-        for kind in kinds:
-            function = FUNCTIONS[kind]
-            present = getattr(vars(model).get(cls.prefix + function), "__func__", None)
+        for function, kind in kinds.items():
+            present = getattr(vars(model).get(cls.method_of(function)), "__func__", None)
             if isinstance(present, Verified):  # whichever backend's
                 present.remove(model)
                 made = getattr(model, function, None)
                 if isinstance(made, VerifiedFunction):
                     setattr(model, function, made.made)
             if verification is not None:
-                method = cls(verification, kind)
+                method = cls(verification, kind, function)
                 method.install(model)
                 method.verified(model)
 
@@ -69,7 +78,7 @@ class Verified(patching.InstanceMethod):
 
     def verified(self, model):
         """Have the function that Keras has made verified, and return it."""
-        attribute = FUNCTIONS[self.kind]
+        attribute = self.attribute
         made = getattr(model, attribute, None)
         is_plain = made is not None and not isinstance(made, VerifiedFunction)
         if is_plain and self.verification.wants(self.kind):
@@ -89,7 +98,7 @@ class Verified(patching.InstanceMethod):
 
     def made_anew(self, model):
         """A function as Keras makes it, while the one that the model has stays."""
-        attribute = FUNCTIONS[self.kind]
+        attribute = self.attribute
         names = attribute, self.kind + "_tf_function"  # TensorFlow's Keras sets another one, too
         kept = {name: getattr(model, name) for name in names if hasattr(model, name)}
         # By setattr, as Keras does: it tracks functions of tf.function() as parts of the model.
@@ -126,9 +135,8 @@ class VerifiedFunction:
         method = self.method
         verification = method.verification
         if not suspended and not verification.wants(method.kind):
-            attribute = FUNCTIONS[method.kind]
-            if getattr(self.model, attribute, None) is self:
-                setattr(self.model, attribute, self.made)
+            if getattr(self.model, method.attribute, None) is self:
+                setattr(self.model, method.attribute, self.made)
         elif not method.is_ready(self.model):
             with suspended:
                 return self.made(*args)

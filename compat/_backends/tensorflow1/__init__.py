@@ -190,6 +190,12 @@ class TensorFlow1(Backend):
 
         functions.verify(model, verification)
 
+    def executed(self, model):
+        """Where the session places the operations that the first step runs: see ``executions``."""
+        from . import executions, functions  # here for start-up time
+
+        return executions.by_device(functions.devices_of(model) or self.devices())
+
     def profiled(self):
         """From the statistics that sessions record of each run: see ``timeline``."""
         from . import timeline  # here for start-up time

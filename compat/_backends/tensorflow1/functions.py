@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import threading
 from _thread import get_ident
 
 from ... import _keras, _rows, errors
@@ -25,8 +26,13 @@ _HINT = (
 )
 
 
+# What is made of a graph, one thread at a time: the scopes in which it makes operations are those
+# of all threads.
+_making = threading.RLock()
+
+
 class ReplicatedGraphFunctions:
-    """The three functions of a Keras model, made to run its batch part on several devices.
+    """The functions of a Keras model, made to run its batch part on several devices.
 
     Keras makes a function when it is first needed, by a method of the model. The instance gets
     methods of its own for that, which call Keras' and rewire what it made. On one device this is
@@ -36,44 +42,38 @@ class ReplicatedGraphFunctions:
     def __init__(self, model, devices):
         self.owner, self.model = model, None
         self.devices, self.verification = list(devices), None
-        self._names = _keras.FUNCTIONS if len(self.devices) > 1 else ("train_function",)
         self._made = {}  # type: Dict[str, ReplicatedGraphFunction]
         self._replicas = None  # type: Optional[GraphReplicas]
         self._replicas_key = []  # type: List[Any]
         self._tried = {}  # type: Dict[Any, Any]
+        #: Held while a thread tries the replicas.
+        self.trying = threading.RLock()
         vars(model)["_compat_functions"] = self
         _keras.InnerModel.have_prepared(model, self._prepare)
 
     def _prepare(self, model):
         """Of an old Sequential these are several models, one after the other."""
         self.model = model
-        for name in self._names:
-            vars(model)["_make_" + name] = self._maker(name)
+        for kind in _KINDS:
+            is_wanted = len(self.devices) > 1 or _keras.trains(kind.function)
+            if is_wanted and hasattr(model, kind.method):
+                kind(self).install(model)
         if self.verification is not None:
             VerifiedTensorFlow1Step.install_on(model, self.verification)
 
     def uninstall(self):
-        vars(self.owner).pop("build", None)
+        for model in (self.owner, self.model):
+            for kind in [_keras.InnerModel, *_KINDS] if model is not None else ():
+                method = kind.of(model)
+                if method is not None:
+                    method.remove(model)
         del vars(self.owner)["_compat_functions"]
-        for name in self._names if self.model is not None else ():
-            del vars(self.model)["_make_" + name]
 
-    def _maker(self, name):
-        make = getattr(self.model, "_make_" + name)
-
-        def make_replicated():
-            before = getattr(self.model, name, None)
-            with self._training() if "train" in name else contextlib.ExitStack():
-                make()
-            made = getattr(self.model, name)
-            # What stands there already may be the user's own.
-            if made is not before and len(self.devices) > 1:
-                self._made[name] = ReplicatedGraphFunction(
-                    self, made, make_replicated, "train" in name
-                )
-                setattr(self.model, name, self._made[name])
-
-        return make_replicated
+    def made(self, name, made):
+        """Take over a function that Keras has just made for the model."""
+        self._made[name] = ReplicatedGraphFunction(self, made, _keras.trains(name))
+        setattr(self.model, name, self._made[name])
+        _learning_phase(self._backend())  # made now: the graph may be finalized later
 
     def try_on(self, replicas, fed):
         """Try what a function takes of the replicas on the first rows that it is fed.
@@ -84,18 +84,34 @@ class ReplicatedGraphFunctions:
             Whether they were.
         """
         taken = [tensor for tensor in replicas.taken() if tensor not in replicas.tried]
+        if not taken:
+            return False
+        with replicas.graph.as_default():  # this thread need not have it
+            K = self._backend()
+            trial = ReplicasTrial(K, replicas, fed, _learning_phase(K))
+            failed = trial.differing(taken)
+            if failed:
+                self._refuse_finalized(replicas.graph)
+                found = trial.placements(failed)
+                # Nothing new: then all of it runs whole.
+                self._tried.update(found or dict.fromkeys(self.model.outputs, _rows.Mixed("tried")))
+                self._make_anew()
         replicas.tried.update(taken)
-        K = _keras.keras_of(self.model).backend
-        K = K if hasattr(K, "get_session") else graph.v1_names().keras.backend  # TensorFlow 2
-        phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
-        trial = ReplicasTrial(K, replicas, fed, phase)
-        failed = trial.differing(taken) if taken else {}
-        if failed:
-            found = trial.placements(failed)
-            # Nothing new: then all of it runs whole.
-            self._tried.update(found or dict.fromkeys(self.model.outputs, _rows.Mixed("tried")))
-            self._make_anew()
         return bool(failed)
+
+    def _backend(self):
+        K = _keras.keras_of(self.model).backend
+        return K if hasattr(K, "get_session") else graph.v1_names().keras.backend  # TensorFlow 2
+
+    def _refuse_finalized(self, within):
+        if within.finalized:
+            raise errors.UnsupportedError(
+                f"By a trial with rows of the first batch, model {self.model.name!r} needs the "
+                "whole batch where its graph has only shards, and its graph is finalized, so that "
+                "no operation can be added. Run each of its functions once before "
+                "graph.finalize(), as by model.predict(), or use one device: "
+                "parallelize(model, gpus=1)."
+            )
 
     def _make_anew(self):
         """Make all functions again; those that were there do from then on what the new ones do."""
@@ -106,7 +122,7 @@ class ReplicatedGraphFunctions:
             state = self.model.optimizer.get_weights() if function.training else None
             setattr(self.model, name, None)
             try:
-                function.make()
+                getattr(self.model, _keras.maker_of(name))()
                 function.become(self._made[name])
             finally:
                 self._made[name] = function
@@ -129,7 +145,7 @@ class ReplicatedGraphFunctions:
                 _rows.runs_whole(model.name, across, self.devices[0], owner=self)
         return self._replicas
 
-    def _training(self):
+    def training(self):
         """Within, the optimizer counts its steps in order.
 
         It takes its gradients from the replicas, if there are any, each on its device.
@@ -143,18 +159,72 @@ class ReplicatedGraphFunctions:
         )
 
 
+def _learning_phase(backend):
+    return getattr(backend, "symbolic_learning_phase", backend.learning_phase)()
+
+
+class MakeGraphFunction(patching.InstanceMethod):
+    """The method by which Keras makes one of a model's functions, which becomes a replicated one.
+
+    Arguments:
+        functions: the model's ``ReplicatedGraphFunctions``.
+    """
+
+    function = ""  # its name
+
+    def __init__(self, functions):
+        super().__init__(functions.devices)
+        self.functions = functions
+
+    def invoke(self, model):
+        name = self.function
+        trains = _keras.trains(name)
+        with _making:
+            before = getattr(model, name, None)
+            with self.functions.training() if trains else contextlib.ExitStack() as asked:
+                self.plain(model)()
+            made = getattr(model, name)
+            # What stands there already may be the user's own.
+            if made is not before and len(self.devices) > 1:
+                if trains and not asked:
+                    self._warn_of_gradients(model)
+                self.functions.made(name, made)
+
+    def _warn_of_gradients(self, model):
+        text = (
+            f"The gradients of model {model.name!r} are computed on {self.devices[0]} with the "
+            "whole batch: its training function was made without a call of "
+            "model.optimizer.get_updates(), from which parallelize() has each device compute its "
+            "own. Another library has replaced it: call parallelize() after such libraries have "
+            "changed the model."
+        )
+        process.unused[model.name] = text
+        if process.configuration is not None and process.configuration.settings.strict:
+            raise errors.DevicesNotUsedError(text)
+        errors.warn(text)
+
+
+_KINDS = [
+    type(
+        "MakeGraphFunction",
+        (MakeGraphFunction,),
+        {"method": _keras.maker_of(name), "function": name},
+    )
+    for name in _keras.ALL_FUNCTIONS
+]
+
+
 class ReplicatedGraphFunction:
     """A function of a model that runs replicas: it checks and counts what it is fed.
 
     Arguments:
         owner: the ``ReplicatedGraphFunctions`` of the model.
         made: what ``K.function`` returned.
-        make: has the model make the function again.
         training: whether it trains.
     """
 
-    def __init__(self, owner, made, make, training):
-        vars(self).update(owner=owner, made=made, make=make, training=training)
+    def __init__(self, owner, made, training):
+        vars(self).update(owner=owner, made=made, training=training)
         vars(self).update(replicas=owner.replicas_now(), is_tried=False)
         vars(self).update(results=ReplicatedResults(self.replicas, made))
         made.updates_op = self.replicas.whole(made.updates_op)
@@ -190,15 +260,14 @@ class ReplicatedGraphFunction:
     def try_on(self, inputs):
         """Try what it takes of the replicas on the first rows; returns the rows it is fed."""
         rows = self._checked_rows(inputs)
-        while self.results.wire() or not self.is_tried:
-            fed = dict(zip(self.made.inputs, inputs))
-            vars(self)["is_tried"] = not self.owner.try_on(self.replicas, fed)
+        with self.owner.trying:  # other threads wait for the first one
+            while self.results.wire() or not self.is_tried:
+                fed = dict(zip(self.made.inputs, inputs))
+                vars(self)["is_tried"] = not self.owner.try_on(self.replicas, fed)
         return rows
 
     def _count(self, inputs, rows):
-        devices, sizes = self.replicas.devices, None
-        if process.configuration is not None:
-            devices = timeline.as_configured(devices, process.configuration.devices)
+        devices, sizes = _as_configured(self.replicas.devices), None
         if rows:
             sizes = split_rows.sizes(next(iter(rows.values())), len(devices))
         elif not self.replicas.part.divided and inputs and _rows_of(inputs[0]) is not None:
@@ -225,32 +294,48 @@ def _rows_of(value):
     return getattr(shape[0], "value", shape[0]) if shape else None
 
 
+def devices_of(model):
+    """The devices that a model runs on, by the names that were configured, or None."""
+    functions = vars(model).get("_compat_functions")
+    return functions and _as_configured(functions.devices)
+
+
+def _as_configured(devices):
+    configuration = process.configuration
+    names = None if configuration is None else configuration.devices
+    return devices if names is None else timeline.as_configured(devices, names)
+
+
 # The order in which an optimizer's steps are counted ---------------------------------------------
 
 
 def counts_without_order(model):
     """Whether an Adam of this model's Keras may read its step counter before or after it grows."""
-    adam = _keras.keras_of(model).optimizers.Adam
-    return "get_updates" in vars(adam)  # not that of all later optimizers
+    get_updates = vars(_keras.keras_of(model).optimizers.Adam).get("get_updates")
+    code = getattr(get_updates, "__code__", None)  # none: that of all later optimizers
+    return code is not None and "control_dependencies" not in code.co_names  # as in 1.13's tf.keras
 
 
 @contextlib.contextmanager
 def counting_in_order(optimizer, loss_of=lambda loss, params: loss, within=contextlib.ExitStack):
     """Within, the training functions that Keras makes count as ``updates_in_order`` says.
 
+    Yields a list of the losses for which the optimizer was asked.
+
     Arguments:
         loss_of: what the optimizer trains on, in place of Keras' loss of some parameters.
         within: a function that gives the context in which it does.
     """
-    get_updates = optimizer.get_updates
+    get_updates, asked = optimizer.get_updates, []
 
     def get_updates_in_order(loss, params):
+        asked.append(loss)
         with within():
             return updates_in_order(optimizer, get_updates, loss_of(loss, params), params)
 
     # Not around all of it: a session that has run knows no new order (keras 2.3).
     with patching.replaced(optimizer, get_updates=get_updates_in_order):
-        yield
+        yield asked
 
 
 def updates_in_order(optimizer, get_updates, loss, params):

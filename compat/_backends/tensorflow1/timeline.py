@@ -69,12 +69,12 @@ def recorded(tf, thread=None, **options):
 
             patches.enter_context(patching.replaced(BaseSession, _make_callable_from_options=make))
             patches.enter_context(patching.replaced(BaseSession._Callable, __call__=call))
-            for keras_function in _keras_functions():
+            for keras_function in keras_functions():
                 patches.enter_context(_made_anew(keras_function))
         yield runs
 
 
-def _keras_functions():
+def keras_functions():
     """The classes of the functions that Keras makes once, for many runs."""
     modules = [sys.modules[k.backend.get_session.__module__] for k in imported_keras_packages()]
     names = ("Function", "GraphExecutionFunction")

@@ -1,0 +1,59 @@
+"""The functions that a model of Keras 2 makes of its graph, and how it makes them anew."""
+
+import contextlib
+import types
+
+# What Keras 2 makes of a graph, each by a method of the model: ``maker_of(name)``.
+FUNCTIONS = ("train_function", "test_function", "predict_function")
+# TensorFlow 1.13's tf.keras has more of them, for epochs: their metrics go on from batch to batch.
+_OF_EPOCHS = {"train_function": "_fit_function", "test_function": "_eval_function"}
+ALL_FUNCTIONS = (*FUNCTIONS, *_OF_EPOCHS.values())
+
+
+def maker_of(function):
+    """The name of the method by which Keras 2 makes one of a model's functions."""
+    return "_make_" + function.lstrip("_")
+
+
+def trains(function):
+    """Return whether the function of this name is one that trains."""
+    return function in ("train_function", "_fit_function")
+
+
+def function_of_epochs(model, function):
+    """The name of the function that ``fit`` or ``evaluate`` calls, in place of that for a batch."""
+    name = _OF_EPOCHS.get(function, function)
+    return name if hasattr(model, maker_of(name)) else function
+
+
+def is_users(thing):
+    """Whether a class or a function is the user's, not Keras' own."""
+    package = (getattr(thing, "__module__", None) or "keras").split(".")[0]
+    return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
+
+
+def is_users_function(function):
+    """Whether a function that a model's steps call was not made by Keras, nor here."""
+    kind = function if isinstance(function, types.FunctionType) else type(function)
+    return is_users(kind) and kind.__module__.split(".")[0] != __name__.split(".")[0]
+
+
+@contextlib.contextmanager
+def rebuilding_functions(model):
+    """Within, change how a model of Keras 2 makes its functions; afterwards it makes them anew.
+
+    Keras makes new variables for the optimizer's state with every train function. Their values are
+    copied from the old ones. A function that a script or another library has put in the place of
+    Keras' does more than that one does, and stays. ``model`` is None where it is not built yet.
+    """
+    known = vars(model) if model is not None else {}
+    made = [name for name in ALL_FUNCTIONS if known.get(name) is not None]
+    made = [name for name in made if not is_users_function(known[name])]
+    train = [function for function in made if trains(function)]
+    state = model.optimizer.get_weights() if train else None
+    yield
+    for function in made:
+        setattr(model, function, None)
+    if state is not None:
+        getattr(model, maker_of(train[0]))()
+        model.optimizer.set_weights(state)
