@@ -161,7 +161,7 @@ class TensorFlow1(Backend):
         Functions of the user's own (``K.function``, a loss of their own training loop) run the
         undivided graph.
         """
-        from . import functions  # here for start-up time
+        from . import functions, step_order  # here for start-up time
 
         inputs = getattr(model, "inputs", None) or ()
         kinds = {"nested_row_splits": "ragged", "assign": "a variable"}
@@ -178,7 +178,7 @@ class TensorFlow1(Backend):
         if len(devices) > 1:
             variables.warn_of_reference_variables(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
-        if len(devices) > 1 or functions.counts_without_order(model):
+        if len(devices) > 1 or step_order.counts_without_order(model):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 functions.ReplicatedGraphFunctions(model, devices)
         return model
@@ -194,7 +194,7 @@ class TensorFlow1(Backend):
         """Where the session places the operations that the first step runs: see ``executions``."""
         from . import executions, functions  # here for start-up time
 
-        return executions.by_device(functions.devices_of(model) or self.devices())
+        return executions.by_device(model, functions.devices_of(model) or self.devices())
 
     def profiled(self):
         """From the statistics that sessions record of each run: see ``timeline``."""

@@ -1,10 +1,10 @@
 """Which devices executed the first step of a model, as TensorFlow reports it.
 
-A session reports the partitions of the graph that it ran, device by device, but what Keras runs in
-it is compiled for many runs: to have these report would compile all of it a second time, which
+A session reports the partitions of the graph that it ran, device by device. But what Keras runs in
+it is compiled for many runs, and to have these report would compile all of it a second time, which
 takes longer than the step. So it is noted which functions and fetches ran. A session places each
-operation of its graph once, whatever is fetched. So afterwards it runs one operation that they
-consist of for each device, and reports where that was.
+operation of its graph once, whatever is fetched. So afterwards one operation of theirs runs for
+each device that they were given, and its partition tells where that was.
 """
 
 import collections
@@ -13,57 +13,71 @@ import sys
 import threading
 from _thread import get_ident
 
-from ..._runtime import patching, work
+from ... import _keras
+from ..._runtime import patching
 from ..._runtime.usage import Executed
 from . import graph
-from .timeline import as_configured, keras_functions, partitions
+from .timeline import around_calls, as_configured, partitions
 
 _lock = threading.RLock()
-_recordings = []  # type: list  # of all that record now
+_recordings = []  # type: List[_Recording]  # those of all threads
 _patches = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def by_device(devices):
-    """Within, the first step of this thread is recorded; yields an ``Executed``.
+def by_device(model, devices):
+    """Within, the first step of a model is recorded, on this thread; yields an ``Executed``.
 
     Arguments:
         devices: their names, as configured.
     """
-    recording = _Recording(devices)
+    recording = _Recording(model, devices)
+    with _lock:
+        if not _recordings:
+            _patches.enter_context(_noting())
+        _recordings.append(recording)
     try:
-        with _lock:
-            if not _recordings:
-                _patches.enter_context(_noting())
-            _recordings.append(recording)
         yield recording.executed
     finally:
         recording.end()
 
 
 class _Recording:
-    """What one thread runs, until a batch has been counted."""
+    """What one thread runs, until a function of the model has run."""
 
-    def __init__(self, devices):
-        self.thread, self.devices = get_ident(), devices
+    def __init__(self, model, devices):
+        self.thread, self.model, self.devices = get_ident(), model, devices
         self.executed = Executed()
-        self.before = work.batches()
         self.is_running = False  # a function, which may run a session
-        self.ran = []  # type: list  # pairs of a session and what it fetched
+        self.fetched = collections.defaultdict(set)  # type: Any  # by session
 
-    def run(self, fetches_of, run, *args, **kwargs):
-        """Call ``run``; ``fetches_of()`` gives its session, and what it fetches, afterwards."""
-        if self.ran and self.before != work.batches():
-            self.end()  # of the step before
-            return run(*args, **kwargs)
+    def run(self, run, fetched, function=None):
+        """Call ``run``.
+
+        Arguments:
+            fetched: gives the session and what it has fetched, afterwards.
+            function: the function of Keras' that runs.
+        """
         if self.is_running:
-            return run(*args, **kwargs)
+            return run()
         self.is_running = True
         try:
-            return run(*args, **kwargs)
+            return run()
         finally:
             self.is_running = False
-            self.ran.append(fetches_of())
+            session, fetches = fetched()
+            self.fetched[session].update(fetches)
+            if function is not None and self._is_of_model(function):
+                self.end()
+
+    def _is_of_model(self, function):
+        inner = _keras.inner_model(self.model)
+        for each in [getattr(inner, name, None) for name in _keras.ALL_FUNCTIONS]:
+            while hasattr(each, "made"):  # of replicas, or verified
+                each = each.made
+            if each is function:
+                return True
+        return False
 
     def end(self):
         with _lock:
@@ -72,13 +86,10 @@ class _Recording:
             _recordings.remove(self)
             if not _recordings:
                 _patches.close()
-        fetched = collections.defaultdict(set)  # type: Any
-        for session, fetches in self.ran:
-            fetched[session].update(fetches)
         try:
-            for session, fetches in fetched.items():
-                for device, number in _placed(session, fetches).items():
-                    name = as_configured([device], self.devices)[0]
+            for session, fetches in self.fetched.items():
+                found = _placed(session, fetches)
+                for name, number in zip(as_configured(found, self.devices), found.values()):
                     self.executed[name] = self.executed.get(name, 0) + number
         except Exception:  # the session may be closed by now
             self.executed.is_known = False
@@ -86,58 +97,50 @@ class _Recording:
 
 @contextlib.contextmanager
 def _noting():
-    """Within, what sessions and Keras' functions run is noted by all recordings of the thread."""
+    """Within, what sessions and Keras' functions run is noted by the recordings of the thread."""
     from tensorflow.python.client.session import BaseSession
 
     plain_run = BaseSession._do_run
 
     def run_session(session, handle, targets, fetches, *args, **kwargs):
-        call = plain_run, session, handle, targets, fetches
-        return _noted(lambda: (session, [*targets, *fetches]), *call, *args, **kwargs)
+        def run():
+            return plain_run(session, handle, targets, fetches, *args, **kwargs)
 
-    with contextlib.ExitStack() as patches:
-        patches.enter_context(patching.replaced(BaseSession, _do_run=run_session))
-        for kind in keras_functions():
-            patches.enter_context(patching.replaced(kind, __call__=_noting_function(kind)))
+        return _noted(run, lambda: (session, [*targets, *fetches]))
+
+    def call_function(call, function):
+        def fetched():
+            fetches = [*function.outputs, function.updates_op]
+            fetches += getattr(function, "fetches", None) or ()
+            with fetches[0].graph.as_default():
+                return sys.modules[type(function).__module__].get_session(), fetches
+
+        return _noted(call, fetched, function)
+
+    with patching.replaced(BaseSession, _do_run=run_session), around_calls(call_function):
         yield
 
 
-def _noting_function(kind):
-    plain_call, module = kind.__call__, sys.modules[kind.__module__]
-
-    def call(function, *args, **kwargs):
-        def fetches():
-            ran = [*function.outputs, function.updates_op, *getattr(function, "fetches", ())]
-            with ran[0].graph.as_default():
-                return module.get_session(), ran
-
-        return _noted(fetches, plain_call, function, *args, **kwargs)
-
-    return call
-
-
-def _noted(fetches, run, *args, **kwargs):
-    recording = next((each for each in list(_recordings) if each.thread == get_ident()), None)
-    if recording is None:
-        return run(*args, **kwargs)
-    return recording.run(fetches, run, *args, **kwargs)
+def _noted(run, *fetched):
+    ours = [each for each in list(_recordings) if each.thread == get_ident()]
+    return ours[-1].run(run, *fetched) if ours else run()  # a callback may run another model
 
 
 def _placed(session, fetches):
     """The number of operations that fetches consist of, by the device where the session runs them.
 
-    Those are counted that have been given a device, and one of each that takes no input is run.
+    By "" those to which no device was given.
     """
     tf, numbers, constants = graph.v1_names(), collections.Counter(), {}
     for op in graph.ancestors(fetches, ())[0]:
         numbers[op.device] += 1
         if op.type == "Const" and graph.is_outermost(op) and not op.control_inputs:
             constants[op.device] = op.outputs[0]
+    found = collections.Counter({"": numbers.pop("", 0)})
     options = tf.RunOptions(output_partition_graphs=True)
-    found = collections.Counter()  # type: Any
-    for device, constant in constants.items():
+    for device in set(constants).intersection(numbers):
         metadata = tf.RunMetadata()
-        session.run(constant, options=options, run_metadata=metadata)
+        session.run(constants[device], options=options, run_metadata=metadata)
         for actual in partitions(metadata):
             found[actual] += numbers[device]
     return found

@@ -191,7 +191,7 @@ class ReplicasTrial:
     """
 
     def __init__(self, backend, replicas, fed, phase):
-        self.backend, self.session = backend, backend.get_session()
+        self.session = backend.get_session()
         self.replicas, self.replica = replicas, replicas.copies[0]
         self.part, self.rows = replicas.part, replicas.part.rows
         divided = replicas.read_in_shards()
@@ -279,7 +279,10 @@ class ReplicasTrial:
             drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
             return dict(zip(tensors, trial.tried(compute)))
         finally:
-            self.backend.batch_set_value(list(zip(written, before)))
+            for variable, value in zip(written, before):
+                # By an operation that is there: the graph may be finalized.
+                initializer = variable.initializer
+                self.session.run(initializer, {initializer.inputs[1]: value})
 
     def _run(self, tensors, values, drawn, rows):
         """The arrays that the replica computes of some rows.

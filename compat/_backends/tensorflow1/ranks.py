@@ -12,8 +12,8 @@ import functools
 from ... import errors
 from ..._ranks import keras2, keras_model
 from ..._ranks.engines import tensorflow_engine
-from .functions import counting_in_order
 from .graph import variables_written
+from .step_order import counting_in_order
 from .variables import warn_of_reference_variables
 
 

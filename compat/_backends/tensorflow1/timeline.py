@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import functools
 import sys
+import threading
 from _thread import get_ident
 
 from ..._runtime import patching
@@ -69,8 +71,7 @@ def recorded(tf, thread=None, **options):
 
             patches.enter_context(patching.replaced(BaseSession, _make_callable_from_options=make))
             patches.enter_context(patching.replaced(BaseSession._Callable, __call__=call))
-            for keras_function in keras_functions():
-                patches.enter_context(_made_anew(keras_function))
+            patches.enter_context(_made_anew())
         yield runs
 
 
@@ -79,22 +80,58 @@ def keras_functions():
     modules = [sys.modules[k.backend.get_session.__module__] for k in imported_keras_packages()]
     names = ("Function", "GraphExecutionFunction")
     classes = {getattr(module, name, None) for module in modules for name in names}
-    return [each for each in classes if hasattr(each, "_make_callable")]
+    return [each for each in classes if isinstance(each, type)]
+
+
+_around_calls = []  # type: list
+_changing_calls = threading.RLock()
+_patches_of_calls = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def _made_anew(keras_function):
-    """Within, functions of this class run as made within; afterwards, as made afterwards."""
-    met, plain = [], keras_function.__call__
+def around_calls(wrapper):
+    """Within, each call of a Keras function is ``wrapper(call, function)``, which calls ``call()``.
 
+    Several may be in force at once, of several threads.
+    """
+    with _changing_calls:
+        if not _around_calls:
+            for kind in keras_functions():
+                replaced = patching.replaced(kind, __call__=_wrapped(kind.__call__))
+                _patches_of_calls.enter_context(replaced)
+        _around_calls.append(wrapper)
+    try:
+        yield
+    finally:
+        with _changing_calls:
+            _around_calls.remove(wrapper)
+            if not _around_calls:
+                _patches_of_calls.close()
+
+
+def _wrapped(plain):
     def __call__(function, *args, **kwargs):
+        call = functools.partial(plain, function, *args, **kwargs)
+        for wrapper in list(_around_calls):
+            call = functools.partial(wrapper, call, function)
+        return call()
+
+    return __call__
+
+
+@contextlib.contextmanager
+def _made_anew():
+    """Within, Keras' functions run as made within; afterwards, as made afterwards."""
+    met = []  # type: list
+
+    def make_anew(call, function):
         if not any(each is function for each in met):
             met.append(function)
             function._callable_fn = None
-        return plain(function, *args, **kwargs)
+        return call()
 
     try:
-        with patching.replaced(keras_function, __call__=__call__):
+        with around_calls(make_anew):
             yield
     finally:
         for function in met:

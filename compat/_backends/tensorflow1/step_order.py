@@ -1,0 +1,62 @@
+"""The order in which an optimizer of Keras counts its steps, and reads how many there were."""
+
+import contextlib
+
+from ... import _keras
+from ..._runtime import patching
+from . import graph
+
+
+def counts_without_order(model):
+    """Whether an Adam of this model's Keras may read its step counter before or after it grows."""
+    get_updates = vars(_keras.keras_of(model).optimizers.Adam).get("get_updates")
+    code = getattr(get_updates, "__code__", None)  # none: that of all later optimizers
+    return code is not None and "control_dependencies" not in code.co_names  # as in 1.13's tf.keras
+
+
+@contextlib.contextmanager
+def counting_in_order(optimizer, loss_of=lambda loss, params: loss, within=contextlib.ExitStack):
+    """Within, the training functions that Keras makes count as ``updates_in_order`` says.
+
+    Yields a list of the losses for which the optimizer was asked.
+
+    Arguments:
+        loss_of: what the optimizer trains on, in place of Keras' loss of some parameters.
+        within: a function that gives the context in which it does.
+    """
+    get_updates, asked = optimizer.get_updates, []
+
+    def get_updates_in_order(loss, params):
+        asked.append(loss)
+        with within():
+            return updates_in_order(optimizer, get_updates, loss_of(loss, params), params)
+
+    # Not around all of it: a session that has run knows no new order (keras 2.3).
+    with patching.replaced(optimizer, get_updates=get_updates_in_order):
+        yield asked
+
+
+def updates_in_order(optimizer, get_updates, loss, params):
+    """What ``get_updates`` gives, where what the optimizer counts grows once it was read.
+
+    In keras 2.2 and 2.3 nothing orders the two. Adam adds 1 to the number of steps that it reads,
+    so it means the number before: with reference variables it mostly gets that, with resource
+    variables the other one. Nadam reads its schedule of momentum twice, before and after it is set.
+    tf.keras has an order of its own, which stays.
+    """
+    held = [value for each in _keras.wrapped_optimizers(optimizer) for value in vars(each).values()]
+    counters = [value for value in held if hasattr(value, "handle")]
+    # What others made, such as what saves the counter, must not count.
+    others = {op for counter in counters for op in counter.handle.consumers()}
+    # Of a variable and its new value Keras makes an assignment, but later than can be seen here.
+    updates = [
+        update[0].assign(update[1]) if isinstance(update, tuple) else update
+        for update in get_updates(loss=loss, params=params)
+    ]
+    for counter in counters:
+        made = [op for op in counter.handle.consumers() if op not in others]
+        for read in [op for op in made if op.type == "ReadVariableOp"]:
+            for write in [op for op in made if op.type.startswith("Assign")]:
+                if write not in graph.ancestors([read], ())[0]:
+                    write._add_control_input(read)
+    return updates
