@@ -152,6 +152,7 @@ NAMING = {
     "compat._configuration.detection": "which Keras runs on which framework",
     "compat._configuration.pip_extras": "the extras of setup.cfg",
     "compat._keras": "tells the kinds of Keras apart",
+    "compat._keras.functions": "tells Keras' functions from a script's",
     "compat._api.legacy": "old names",
     "compat._ranks": "a process group of torch.distributed that the script made",
     "compat._ranks.arrays": "what shard() takes",

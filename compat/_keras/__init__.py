@@ -4,7 +4,6 @@ import contextlib
 import functools
 import os
 import sys
-import types
 
 from .. import errors
 from .._configuration import detection, packages, settings

@@ -332,6 +332,19 @@ class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
 
     step = _TensorFlow1Step
 
+    is_told = False  # of a graph that is finalized
+
+    def is_ready(self, model):
+        is_finalized = model.outputs[0].graph.finalized
+        if is_finalized and not self.is_told:
+            errors.warn(
+                f"verify={self.verification.asked}: the graph of model {model.name!r} is "
+                f"finalized, so that no operations can be added that do its {self.kind} step on "
+                "one device: it is not verified. Run a step before graph.finalize()."
+            )
+        self.is_told = is_finalized
+        return not is_finalized
+
     def written(self, function, model):
         metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
         metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
