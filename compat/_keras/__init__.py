@@ -111,13 +111,14 @@ def states(model, attribute):
     Arguments:
         attribute: what a variable of the backend has, and None, a state not made yet, has not.
     """
-    found = []
-    for layer in model.layers:
-        if hasattr(layer, "layers"):
-            found += states(layer, attribute)
-        elif getattr(layer, "stateful", False):
-            found += [s for s in getattr(layer, "states", None) or () if hasattr(s, attribute)]
-    return found
+    found = {
+        id(state): state  # of layers that are there twice, too
+        for layer in all_layers_of_keras2(model)
+        if getattr(layer, "stateful", False) and not hasattr(layer, "layers")
+        for state in getattr(layer, "states", None) or ()
+        if hasattr(state, attribute)
+    }
+    return list(found.values())
 
 
 def all_layers(model):
