@@ -128,8 +128,11 @@ class Copies:
 
     def arrays_of(self, parameter):
         """The parameter's array, and the copies of it that there are, by replica."""
-        arrays = {0: parameter._data[0]}
-        arrays.update(self._buffers.get(parameter, ()))
+        first = parameter._data[0]
+        arrays = {0: first}
+        for index, array in self._buffers.get(parameter, {}).items():
+            # After cast() in another type.
+            arrays[index] = array if array.dtype == first.dtype else array.astype(first.dtype)
         return arrays
 
     def is_set_since(self, parameter, sizes):

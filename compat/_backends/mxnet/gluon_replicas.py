@@ -10,6 +10,7 @@ from ..._runtime.patching import InstanceMethod
 from . import gluon_arrays, gluon_parameters, symbol_graph
 from .gluon_arrays import context_of, leaves, mapped, on_context, parameters_of, states_of
 from .gluon_trial import BlockTrial
+from .locks import CallLock, making
 from .side_effects import SideEffects
 from .symbol_graph import clear_errors
 from .verification import BlockCall
@@ -39,7 +40,7 @@ class BlockReplicas:
 
     - BatchNorm normalises each shard by its own statistics. The running ones take one step to
       the mean of the replicas' new values, weighted by shard size, before they are next used,
-      saved or collected. (MXNet's own practice lets them drift apart.)
+      read or saved. (MXNet's own practice lets them drift apart.)
     - Dropout draws an independent mask in each replica.
 
     Before its first call of a kind a block is tried: three rows together, against two of them and
@@ -51,8 +52,8 @@ class BlockReplicas:
     A script that has the parameters on several contexts splits its batches by itself: each array
     runs where it lies, with a warning.
 
-    ``Block.__call__`` and what saves call a block's methods on the instance, where three are
-    replaced: it stays the same object, and its children stay plain.
+    ``Block.__call__`` calls a block's ``forward`` on the instance, where it is replaced: it stays
+    the same object, and its children stay plain.
     """
 
     def __init__(self, block):
@@ -63,11 +64,11 @@ class BlockReplicas:
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
         self._done = set()  # the kinds of which there was a call
         self.effects = SideEffects(block)
+        self._calling = CallLock()
         self.verification = None  # of the first calls
         vars(block)["_compat_replicas"] = self
         gluon_parameters.follow_replicas()
-        for kind in _METHODS:
-            kind(self).install(block)
+        SplitForward(self).install(block)
 
     def move(self, contexts):
         """Go on with other contexts."""
@@ -89,8 +90,7 @@ class BlockReplicas:
 
     def remove(self):
         self._unite_statistics()
-        for kind in _METHODS:
-            kind.of(self.block).remove(self.block)
+        SplitForward.of(self.block).remove(self.block)
         del vars(self.block)["_compat_replicas"]
 
     # Called by Gluon ----------------------------------------------------------------------------
@@ -100,6 +100,10 @@ class BlockReplicas:
         if not arrays or not arrays[0].shape or split_rows.runs_undivided():
             # Symbols, too: the block is being exported.
             return self.plain(args)
+        with self._calling:
+            return self._called(args, arrays)
+
+    def _called(self, args, arrays):
         contexts = gluon_arrays.contexts_of(self.block)
         if len(contexts) > 1:
             return self._run_where_arrays_lie(args, settings.listed(list(map(str, contexts))))
@@ -114,7 +118,7 @@ class BlockReplicas:
         return self.run(args)
 
     def plain(self, args):
-        return _SplitForward.of(self.block).plain(self.block)(*args)
+        return SplitForward.of(self.block).plain(self.block)(*args)
 
     def _run_where_arrays_lie(self, args, contexts):
         """The block of a script that splits its batches by itself."""
@@ -240,7 +244,8 @@ class BlockReplicas:
         kind = mx.autograd.is_recording(), kept, known
         # Of a single row a trial tells nothing: it is tried again.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
-            found = BlockTrial(self).decide(args) if kept else _rows.Across(None)
+            with making:
+                found = BlockTrial(self).decide(args) if kept else _rows.Across(None)
             if isinstance(found, _rows.Across):
                 self._leave_whole(kind, found)
             else:
@@ -285,33 +290,12 @@ class BlockReplicas:
 # What Gluon calls -------------------------------------------------------------------------------
 
 
-class _BlockMethod(InstanceMethod):
-    """A method of a block that calls its replicas."""
+class SplitForward(InstanceMethod):
+    method = "forward"
 
     def __init__(self, replicas):
         super().__init__([])
         self.replicas = replicas
 
-
-class _SplitForward(_BlockMethod):
-    method = "forward"
-
     def invoke(self, block, *args):
         return self.replicas.forward(args)
-
-
-class _CollectUnited(_BlockMethod):
-    """Collects parameters whose running statistics are those of all replicas."""
-
-    method = "collect_params"
-
-    def invoke(self, block, *args, **kwargs):
-        self.replicas._unite_statistics()
-        return self.plain(block)(*args, **kwargs)
-
-
-class _CollectUnitedByPrefix(_CollectUnited):
-    method = "_collect_params_with_prefix"
-
-
-_METHODS = (_SplitForward, _CollectUnited, _CollectUnitedByPrefix)

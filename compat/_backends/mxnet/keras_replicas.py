@@ -10,6 +10,7 @@ from ..._runtime.patching import InstanceMethod, replaced
 from . import symbol_graph
 from .keras_mxnet_fixes import device_with_replicas, groups_of, run_plain, take_to
 from .keras_phases import Phase
+from .locks import CallLock, making
 
 
 def parallelize(model, contexts):
@@ -87,6 +88,7 @@ class ModelReplicas:
             if model._module.optimizer_initialized:
                 self._updater = model._module._curr_module._updater
         model._sync_weights()
+        self._calling = CallLock()
         vars(model)["_compat_replicas"] = self
         for kind in _METHODS:
             kind(self).install(model)
@@ -145,6 +147,10 @@ class ModelReplicas:
 
     def run(self, kind, inputs):
         """What the function of a phase does: "train", "test" or "predict"."""
+        with self._calling:
+            return self._run(kind, inputs)
+
+    def _run(self, kind, inputs):
         if kind == "train":
             self.model._check_trainable_weights_consistency()
         phase = self._prepared(kind, inputs)
@@ -200,7 +206,8 @@ class ModelReplicas:
         if self.model.compiled and not isinstance(self.model._module._buckets, ExportedBuckets):
             self.model._module._buckets = ExportedBuckets(self.model, inputs)
         if name not in self.phases or not self.phases[name].is_for(inputs):
-            self.phases[name] = Phase(self, name, inputs)
+            with making:
+                self.phases[name] = Phase(self, name, inputs)
         self.phases[name].bind(inputs)
         return self.phases[name]
 

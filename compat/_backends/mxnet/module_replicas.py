@@ -16,6 +16,7 @@ from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod, replaced
 from . import symbol_graph
+from .locks import making
 
 
 def parallelize(module, contexts):
@@ -69,9 +70,10 @@ class _BindDivided(InstanceMethod):
         if across is not None:
             _rows.runs_whole("Module", across, self.devices[0], "The Module")
         module._context = self.devices if across is None else self.devices[:1]
-        with replaced(mx.module.module, DataParallelExecutorGroup=_Group):
+        with making, replaced(mx.module.module, DataParallelExecutorGroup=_Group):
             bind(data_shapes, label_shapes, True, *args, **kwargs)
         group = module._exec_group
+        group.module = module
         # Bound for inference, oneDNN's convolutions would keep the weights of their first batch.
         module.for_training = group.for_training = for_training
         group.names = [str(context) for context in self.devices]
@@ -120,6 +122,13 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         work.count(self.names, self.sizes + [0] * idle, training)
 
     def backward(self, out_grads=None):
+        module = self.module
+        if len(self.contexts) > 1 and module.optimizer_initialized and module._kvstore is None:
+            raise errors.UnsupportedError(
+                f"The optimizer of {type(module).__name__} {module.symbol.name!r} was initialized "
+                "without a kvstore in a way that parallelize() does not know, so the gradients of "
+                "its devices would not be summed. Call its method init_optimizer()."
+            )
         self._where_rows_are(super().backward, out_grads)
         sizes = self.sizes
         for name, arrays in zip(self.param_names, self.grad_arrays):
