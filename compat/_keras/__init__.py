@@ -12,6 +12,7 @@ from .._runtime.process import process
 from .functions import (
     ALL_FUNCTIONS,
     FUNCTIONS,
+    OF_EPOCHS,
     function_of_epochs,
     is_users,
     is_users_function,

@@ -6,8 +6,8 @@ import types
 # What Keras 2 makes of a graph, each by a method of the model: ``maker_of(name)``.
 FUNCTIONS = ("train_function", "test_function", "predict_function")
 # TensorFlow 1.13's tf.keras has more of them, for epochs: their metrics go on from batch to batch.
-_OF_EPOCHS = {"train_function": "_fit_function", "test_function": "_eval_function"}
-ALL_FUNCTIONS = (*FUNCTIONS, *_OF_EPOCHS.values())
+OF_EPOCHS = {"train_function": "_fit_function", "test_function": "_eval_function"}
+ALL_FUNCTIONS = (*FUNCTIONS, *OF_EPOCHS.values())
 
 
 def maker_of(function):
@@ -22,7 +22,7 @@ def trains(function):
 
 def function_of_epochs(model, function):
     """The name of the function that ``fit`` or ``evaluate`` calls, in place of that for a batch."""
-    name = _OF_EPOCHS.get(function, function)
+    name = OF_EPOCHS.get(function, function)
     return name if hasattr(model, maker_of(name)) else function
 
 

@@ -1,5 +1,6 @@
 """TensorFlow 1: whether the first steps ran on all devices, by where its sessions place them."""
 
+import types
 import warnings
 
 import numpy as np
@@ -8,7 +9,9 @@ import tensorflow as tf
 
 import compat
 from compat import _keras
+from compat._backends.tensorflow1 import ranks
 from compat._backends.tensorflow1.graph import v1_names
+from compat._ranks import keras2
 from compat._runtime import patching
 from compat._runtime.process import process
 from compat.testing import CASES, DEVICES, keras_under_test, optimizer, span
@@ -161,9 +164,8 @@ def test_gradients_that_no_device_computes_by_itself_are_warned_of(keras):
         kind._make_train_function = make
 
 
-@span
-def test_functions_for_epochs_run_on_all_devices(keras, monkeypatch):
-    """As TensorFlow 1.13's tf.keras makes them, beside those for batches."""
+def have_functions_for_epochs(kind, monkeypatch):
+    """Give a class of models what TensorFlow 1.13's tf.keras has."""
 
     def maker(attribute):
         of_batches = {"_fit_function": "train_function", "_eval_function": "test_function"}
@@ -179,11 +181,16 @@ def test_functions_for_epochs_run_on_all_devices(keras, monkeypatch):
 
         return make
 
-    kind = type(_keras.inner_model(parallel(keras)[0]))
     for attribute in ("_fit_function", "_eval_function"):
         if not hasattr(kind, "_make" + attribute):
             monkeypatch.setattr(kind, "_make" + attribute, maker(attribute), raising=False)
             monkeypatch.setattr(kind, attribute, None, raising=False)
+
+
+@span
+def test_functions_for_epochs_run_on_all_devices(keras, monkeypatch):
+    """As TensorFlow 1.13's tf.keras makes them, beside those for batches."""
+    have_functions_for_epochs(type(_keras.inner_model(parallel(keras)[0])), monkeypatch)
     model, inner = parallel(keras)
     arrays = [INPUTS, TARGETS, np.ones(len(INPUTS), "float32")]
     if getattr(inner, "_feed_sample_weights", None) == []:
@@ -201,3 +208,15 @@ def test_functions_for_epochs_run_on_all_devices(keras, monkeypatch):
     compat.parallelize(model, gpus=1)
     assert "_make_eval_function" in before
     assert "_make_eval_function" not in patching.InstanceMethod.all_of(inner)
+
+
+@span
+def test_functions_for_epochs_are_those_of_a_rank(keras, monkeypatch):
+    model = CASES["dense"].build(keras)
+    inner = _keras.inner_model(model)
+    before = set(patching.InstanceMethod.all_of(inner))
+    have_functions_for_epochs(type(inner), monkeypatch)
+    keras2.install(model, types.SimpleNamespace(place=None), ranks._KINDS)
+    made = set(patching.InstanceMethod.all_of(inner)) - before
+    assert {"_make_fit_function", "_make_train_function"} < made
+    assert {"_make_eval_function", "_make_test_function"} < made

@@ -9,7 +9,7 @@ does with that mean, and stays the user's.
 import contextlib
 import functools
 
-from ... import errors
+from ... import _keras, errors
 from ..._ranks import keras2, keras_model
 from ..._ranks.engines import tensorflow_engine
 from .graph import variables_written
@@ -27,7 +27,7 @@ def distribute(model, place):
             "Remove that call, or use TensorFlow 2.",
         )
     warn_of_reference_variables(model)
-    keras2.install(model, engine, (MakeTensorFlow1TrainFunction, MakeTensorFlow1TestFunction))
+    keras2.install(model, engine, _KINDS)
     return model
 
 
@@ -149,3 +149,15 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             means = self.engine.mean(values, self.share_tensor, "state")
             assigned = [variable.assign(mean).op for variable, mean in zip(state, means)]
         made.updates_op = tf.group(*assigned)
+
+
+def _kinds():
+    """The methods that make functions, those for epochs that TensorFlow 1.13's tf.keras has, too."""
+    for kind in (MakeTensorFlow1TrainFunction, MakeTensorFlow1TestFunction):
+        yield kind
+        name = _keras.OF_EPOCHS[kind.function]
+        names = {"function": name, "method": _keras.maker_of(name), "is_optional": True}
+        yield type(kind.__name__, (kind,), names)
+
+
+_KINDS = tuple(_kinds())
