@@ -21,3 +21,17 @@ def test_a_profiler_that_is_recording_is_left_alone(tmp_path):
         "else. End that before the block."
     )
     assert os.listdir(str(tmp_path)) == ["own"]
+
+
+def test_versions_whose_profiles_cannot_be_read(tmp_path, monkeypatch):
+    compat.configure_gpu(simulate=3)
+    import jax
+
+    monkeypatch.setattr(jax, "__version_info__", (0, 7, 1))
+    with pytest.raises(compat.UnsupportedError) as caught:
+        with compat.timeline(str(tmp_path / "timeline.json")):
+            pass  # pragma: no cover
+    assert str(caught.value) == (
+        "jax cannot record when each device executes what in this version. Install JAX 0.7.2 or "
+        "later; compat.report() says what each device has computed."
+    )

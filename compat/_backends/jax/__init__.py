@@ -177,7 +177,11 @@ class JAX(Backend):
         from . import profiler, versions  # import jax
 
         if not versions.reads_profiles():
-            return super().profiled()
+            raise errors.unsupported(
+                "jax",
+                "record when each device executes what in this version",
+                "Install JAX 0.7.2 or later; compat.report() says what each device has computed.",
+            )
         return profiler.profiled(devices)
 
     # Ranks ------------------------------------------------------------------------------------

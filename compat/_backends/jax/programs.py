@@ -61,7 +61,9 @@ def operations(program):
         source = re.search(r'op_name="([^"]*)"', rest)
         return [ProgramOperation(source.group(1) if source else "", sizes)]
 
-    return {name: inside(body, name) for body in everything.values() for name in body}
+    fused = set(re.findall(r"calls=%([\w.-]+)", program))  # which what calls them executes
+    bodies = [body for name, body in everything.items() if name not in fused]
+    return {name: inside(body, name) for body in bodies for name in body}
 
 
 def device_name(device):

@@ -6,6 +6,7 @@ which XLA splits everything that depends on the batch, and sums the gradients. S
 """
 
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -17,6 +18,8 @@ from ..._rows import split_rows
 from ..._runtime import patching, work
 from . import counted_steps
 from .programs import device_name
+
+_patching = threading.Lock()
 
 
 def check_distribution(model):
@@ -35,9 +38,10 @@ def check_distribution(model):
 
 def install(model, devices):
     """Have a model run on several devices, and what steps of its own call in its place."""
-    if patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
-        patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
-        jax.clear_caches()  # also of what it has differentiated so far
+    with _patching:
+        if patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
+            patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
+            jax.clear_caches()  # also of what it has differentiated so far
     sharded = ShardedCall(devices)
     sharded.install(model)
     counted_steps.install(model, sharded)
