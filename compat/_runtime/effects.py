@@ -58,7 +58,8 @@ class Effects:
         self._owners: "Dict[Any, Any]" = {}  # by identity
         self._randoms: "List[Any]" = []
         self._seen: "Dict[int, Any]" = {}
-        self._looks: "Dict[Any, Any]" = {}  # of the values of each owner: ids, and those followed
+        # Of each owner: the ids of its values, those that were followed, and keys of the others.
+        self._looks: "Dict[Any, Any]" = {}
         self.follow(self.roots)
 
     def follow(self, values: "Sequence[Any]") -> None:
@@ -92,7 +93,7 @@ class Effects:
     def _follow_new(self, owner, values):
         """Follow the values that an owner did not have before; return whether all those remain."""
         look = list(map(id, values.values())), list(map(type, values.values()))
-        known, inside = self._looks.get(owner.identity, (None, set()))
+        known, inside, _ = self._looks.get(owner.identity, (None, set(), []))
         if look == known:
             return True
         new = {
@@ -100,9 +101,23 @@ class Effects:
             for value in values.values()
             if type(value) not in ATOMS and not self.is_value(value)
         }
-        self._looks[owner.identity] = look, set(new)
+        leaves = [key for key, value in values.items() if self.is_value(value)]
+        self._looks[owner.identity] = look, set(new), leaves
         self.follow([value for key, value in new.items() if key not in inside])
         return inside <= set(new)
+
+    def values(self) -> "List[Any]":
+        """The values at ``note()`` that are not looked into."""
+        found = ((self._before[place], leaves) for place, (_, _, leaves) in self._looks.items())
+        return [values[key] for values, leaves in found for key in leaves]
+
+    def reached(self) -> "List[Any]":
+        """All objects that are looked into."""
+        return list(self._seen.values())
+
+    def random_numbers(self) -> "List[Any]":
+        """Functions that get and put the state of generators that calls reach, in pairs."""
+        return list(self._randoms)
 
     def forget(self) -> None:
         """Let go of the state at ``note()``."""

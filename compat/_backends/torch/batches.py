@@ -10,6 +10,7 @@ import collections
 import contextlib
 import functools
 import inspect
+import itertools
 import math
 import operator
 from collections.abc import MutableMapping
@@ -87,7 +88,7 @@ PLAIN = (torch.Tensor, PackedSequence, bool, int, float, complex, str, bytes, ty
 
 
 def _is_leaf(value):
-    return type(value) in (list, dict) or isinstance(value, PackedSequence)
+    return type(value) in (list, dict, torch.Size) or isinstance(value, PackedSequence)
 
 
 def _contents(value, visited=None):
@@ -163,7 +164,11 @@ def flatten(value, seen=None):
     flat, makers, inside = [], [], []  # of each leaf: what takes it from an iterator of new ones
     for leaf in leaves:
         contents = None if isinstance(leaf, PLAIN) else _contents(leaf)
-        if contents is None:
+        if isinstance(leaf, torch.Size):
+            flat += leaf
+            makers.append(functools.partial(_sizes, len(leaf)))
+            inside.append((torch.Size, len(leaf)))
+        elif contents is None:
             flat.append(leaf)
             makers.append(next)
         elif id(leaf) in seen:
@@ -182,6 +187,10 @@ def flatten(value, seen=None):
         return tree.tree_unflatten([make(values) for make in makers], spec)
 
     return flat, unflatten, (spec, inside)
+
+
+def _sizes(count, values):
+    return torch.Size([int(size) for size in itertools.islice(values, count)])
 
 
 def _refilled(value, names, rebuild, values):

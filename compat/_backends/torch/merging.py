@@ -84,6 +84,7 @@ class Known:
         self.cuts = cuts  # of a ``batches.Layout``, without those of what has the size by chance
         self.rules = {}
         self.described = None
+        self.linked = set()  # keys of values on which others depend: see ``linked_values``
         self.watch = True
         self.trial = None  # on the first call
         self.comparisons = set()  # of numbers of rows with others, by which Python chose its way
@@ -114,7 +115,7 @@ def decide(key, values, sizes, before, home, trial):
 
     Arguments:
         key: which value: a tuple whose first element is its kind ("result", "loss", "state",
-            "attribute").
+            "weight", "effect").
         values: that of each replica.
         sizes: how many rows each of them had.
         before: the value of state before the call.
@@ -136,7 +137,7 @@ def decide(key, values, sizes, before, home, trial):
     if isinstance(found, _rows.Mixed):
         raise NotMergeable(found.why)
     if isinstance(found, _rows.Sharded):
-        if key[0] == "state":
+        if key[0] in ("state", "weight"):
             raise NotMergeable(_rows.Across(f"that sets the state {key[-1]!r}"))
         return Rule("rows", found.copies == 1, found.axis, found.copies)
     if key[0] == "state" and isinstance(found, State):
@@ -157,7 +158,7 @@ def _of_rows_that_were_lost(key, trial):
     """The rule for a tensor that was computed where no function is seen."""
     found, (parts, whole) = [], trial.values(key) or ([], None)
     values = [v.detach().cpu() for v in parts + [whole] if isinstance(v, torch.Tensor)]
-    if key[0] != "state" and len(values) > len(trial.sizes):
+    if key[0] not in ("state", "weight") and len(values) > len(trial.sizes):
         found = _rows.trial.placements(values[:-1], values[-1], trial.sizes)
     if not found or not isinstance(found[0], _rows.Sharded) or found[0].copies != 1:
         raise NotMergeable(_rows.Across(None, why="tried"))
@@ -176,6 +177,8 @@ def _of_numbers(key, values, before, trial):
     found = trial.values(key)
     for kind in ("first", "sum") if found is not None else ():
         rule = Rule(kind, lasting=key[0] == "result")
+        if kind == "first" and key[0] == "effect" and any(value != values[0] for value in values):
+            continue  # such as a random number
         if fits(rule, found, trial.sizes, None, before):
             return rule
     raise NotMergeable(_rows.Across("that computes a number in Python", why="unknown"))

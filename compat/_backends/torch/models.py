@@ -16,7 +16,8 @@ from ..._keras import steps
 from ..._runtime import patching
 from . import batches, tracing
 from .calls import NotMergeable, State, Total, tag, tag_of
-from .replicas import ReplicatedMethod, untagged
+from .replicas import ReplicatedMethod
+from .side_effects import Reach, SideEffects, copy_of, internals_of, roots_of, version_of
 
 # Keras ----------------------------------------------------------------------------------------
 
@@ -60,6 +61,7 @@ class KerasReplicas:
 
     def __init__(self, model):
         self.keras, self.model = _keras.keras_of(model), model
+        self.outside = SideEffects(Reach.of(model, [], list), ())
         self.variables = {}  # those that were set, by key
         self.before = {}  # their values, by key
         self.seeds = {}  # the values of random seeds, by id
@@ -227,21 +229,21 @@ def hooks_of(module):
 class ModuleReplicas:
     """Runs the replicas of a torch module, each with weights and buffers of its own.
 
-    Buffers start from the same value in each replica, and are set once. So do the attributes of
-    the module, and of those within it, that its forward pass sets, and the hooks it registers.
+    Buffers start from the same value in each replica, and are set once. So are weights that the
+    forward pass moves, what it leaves in attributes and containers, and the hooks it registers.
     """
 
     def __init__(self, module):
-        parts = list(module.named_modules())
-        self.parts = [(path, part) for path, part in parts if batches.is_users(part)]
-        owners = [values for _, part in parts for values in (part._parameters, part._buffers)]
+        owners = [v for part in module.modules() for v in (part._parameters, part._buffers)]
         # Dictionary of a module within, name there, weight or buffer.
         self.places = [(d, n, v) for d in owners for n, v in d.items() if v is not None]
         known = {id(value): (values, name) for values, name, value in reversed(self.places)}
         self.before = {("state", name): buffer for name, buffer in module.named_buffers()}
         self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
-        self.attributes = {}  # (path, attribute) -> module, function that nests new leaves, keys
+        self.weights = {("weight", name): value for name, value in module.named_parameters()}
         self.module, self.put_hooks_back = module, hooks_of(module)
+        reach = Reach.of(module, roots_of(module), lambda: internals_of(module))
+        self.outside = SideEffects(reach, known)
 
     def run(self, forward, device, copy, args, kwargs, watch):
         given = {key: self.before[key].to(device, copy=True) for key in self.buffers}
@@ -251,50 +253,39 @@ class ModuleReplicas:
         # By id: those that are tied have one copy.
         weights = {id(value): value for _, _, value in self.places if id(value) not in copies}
         copies.update((key, value.to(device, copy=copy)) for key, value in weights.items())
-        before = [(path, part, dict(vars(part))) for path, part in self.parts]
-        try:
-            for values, name, value in self.places:
-                values[name] = copies[id(value)]
-            with watch or contextlib.ExitStack():
-                result = forward(*args, **kwargs)
-            state = {key: values[name] for key, (values, name) in self.buffers.items()}
-        finally:
-            for values, name, value in self.places:
-                values[name] = value
-            changed = self.changed(before)
-        state.update(changed)
+        versions = {key: version_of(copies[key]) for key in weights}
+        state = {}
+        with self.outside.replica(watch is not None, state):
+            try:
+                for values, name, value in self.places:
+                    values[name] = copies[id(value)]
+                with watch or contextlib.ExitStack():
+                    result = forward(*args, **kwargs)
+                state.update((key, values[name]) for key, (values, name) in self.buffers.items())
+                if any(
+                    values[name] is not copies[id(value)]
+                    for values, name, value in self.places
+                    if id(value) in weights
+                ):
+                    raise NotMergeable(_rows.Across(None, why="weight"))  # another one in its place
+            finally:
+                for values, name, value in self.places:
+                    values[name] = value
+                self.register = hooks_of(self.module)  # what this replica leaves
+                self.put_hooks_back()
+        for key, value in self.weights.items():
+            if version_of(copies[id(value)]) != versions[id(value)]:
+                state[key] = copy_of(copies[id(value)])
+        self.before.update(self.outside.before)
         return result, state, given
 
-    def changed(self, before):
-        """The values in attributes that forward has set; afterwards they are as before."""
-        found = {}
-        for path, module, was in before:
-            for name, value in list(vars(module).items()):
-                if name in was and was[name] is value:
-                    continue
-                leaves, unflatten, _ = batches.flatten(value)
-                if not leaves or not all(isinstance(v, (torch.Tensor, int, float)) for v in leaves):
-                    continue
-                keys = [("attribute", path, name, index) for index in range(len(leaves))]
-                self.attributes[path, name] = (module, unflatten, keys)
-                earlier = batches.flatten(was.get(name))[0]
-                found.update(zip(keys, leaves))
-                self.before.update(zip(keys, earlier) if len(earlier) == len(leaves) else ())
-                if name in was:
-                    module.__dict__[name] = was[name]
-                else:
-                    del module.__dict__[name]
-        self.register = hooks_of(self.module)  # what this replica leaves
-        self.put_hooks_back()
-        return found
-
     def finish(self, merged):
-        """Set buffers, attributes and hooks, once."""
+        """Set buffers, weights, all that is outside, and hooks, once."""
         self.register()
+        self.outside.finish(merged)
         with torch.no_grad():
             for key, value in merged.items():
-                if key[0] == "state":
+                if key in self.buffers:
                     self.before[key].copy_(value)
-        for (_, name), (module, unflatten, keys) in self.attributes.items():
-            if all(key in merged for key in keys):
-                module.__dict__[name] = unflatten([untagged(merged[key]) for key in keys])
+                elif key in self.weights:
+                    self.weights[key].copy_(value)

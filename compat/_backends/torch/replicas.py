@@ -9,77 +9,21 @@ copies belong to autograd's graph, so that all gradients reach the one set of we
 
 import contextlib
 import itertools
+import threading
 
 import torch
 
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import batches, calls, executed, merging, timeline, tracing
-from .batches import evaluating, is_users, random_numbers
+from . import batches, calls, executed, linked_values, merging, timeline, tracing
+from .batches import evaluating, is_users
 from .calls import NotMergeable, RowCount, tag, tag_of
+from .outcomes import Outcome, PartsTrial
 from .watch import Watch
 
 # How many arguments may turn out to have as many rows as the batch by chance.
 MOST_TRIED = 6
-
-
-class Outcome:
-    """What one replica made.
-
-    Attributes:
-        rows: how many rows it computed.
-        values: by key, each value of the result, each loss, each state, each attribute.
-        unflatten, described: how the result is nested.
-        given: by key, state as the replica was given it.
-        numbers: those that were taken from a tensor, which stands in for them.
-        watch: the ``Watch`` that saw it, or None.
-    """
-
-    def __init__(self, rows, result, state, given, watch):
-        self.rows, self.given, self.watch = rows, given, watch
-        leaves, self.unflatten, self.described = batches.flatten(result)
-        self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
-        self.values.update(state)
-        items = {} if watch is None else watch.items
-        self.numbers = {key for key, value in self.values.items() if id(value) in items}
-        self.values.update((key, items[id(self.values[key])][1]) for key in self.numbers)
-
-
-class PartsTrial:
-    """What rows of the batch give: in parts, and together.
-
-    Arguments:
-        compute: gives the ``Outcome`` of a list of rows.
-        parts: lists of rows, in the batch's order.
-    """
-
-    def __init__(self, compute, parts):
-        self.compute, self.parts = compute, parts
-        self.sizes = [len(part) for part in parts]
-        self.all_rows = [row for part in parts for row in part]
-        self._outcomes = None
-
-    def outcomes(self):
-        """That of all rows, and those of the parts."""
-        if self._outcomes is None:
-            self._outcomes = [self.compute(rows) for rows in [self.all_rows] + self.parts]
-        return self._outcomes
-
-    def finds_sequences(self):
-        """Whether the rows are where layers of sequences have them."""
-        return self._outcomes is not None and not any(o.watch.misplaced for o in self._outcomes)
-
-    def values(self, key):
-        """The parts' values and that of all rows; None where there are none."""
-        found = [each.values[key] for each in self.outcomes() if key in each.values]
-        return (found[1:], found[0]) if len(found) == len(self.outcomes()) else None
-
-    def is_random(self):
-        """Whether the same rows give something else each time."""
-        whole, again = self.outcomes()[0].values, self.compute(self.all_rows).values
-        same = list(whole) == list(again)
-        return not (same and all(batches.close(whole[k], again[k]) for k in whole))
 
 
 class ReplicatedMethod(patching.InstanceMethod):
@@ -104,6 +48,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         self.known = {}
         self.choices = None  # where the rows may be: arguments of ``batches.layout``
         self.tried = {}  # functions without a rule, by the kind of call
+        self.lock = threading.RLock()  # one call at a time: the model's weights are the replica's
 
     @torch.compiler.disable  # what it makes of a model around a parallelized one stops here
     def invoke(self, model, *args, **kwargs):
@@ -114,6 +59,11 @@ class ReplicatedMethod(patching.InstanceMethod):
         if self.is_only_traced(model, tensor):
             return self.plain(model)(*args, **kwargs)
         executed.begin_call()
+        with self.lock:
+            return self.divided(model, arguments, args, kwargs)
+
+    def divided(self, model, arguments, args, kwargs):
+        """A call that is divided where that is possible."""
         if tracing.is_transformed():
             error = NotMergeable(_rows.Across(None, why="transformed"))
             return self.whole(model, arguments, None, error)
@@ -138,7 +88,9 @@ class ReplicatedMethod(patching.InstanceMethod):
         untried = {k: v for k, v in kinds.items() if k not in self.known and v.rows > 1}
         if known is None and not untried:
             return self.whole(model, arguments, rows)
-        numbers = random_numbers() if known is None or known.watch else contextlib.ExitStack()
+        numbers = contextlib.ExitStack()
+        if known is None or known.watch:
+            numbers = self.state(model).outside.random_numbers()
         try:
             if known is None:
                 return self.first_call(model, arguments, untried)
@@ -173,7 +125,7 @@ class ReplicatedMethod(patching.InstanceMethod):
     def computed(self, model, arguments, layout, known):
         """What the replicas compute, put together; where it is not what is known it is watched."""
         layout, state = layout._replace(cuts=known.cuts), self.state(model)
-        outcomes = self.run(model, state, arguments, layout, known.watch)
+        outcomes = self.run(model, state, arguments, layout, known)
         if known.watch or known.fit(outcomes, layout.rows):
             return self.merge(model, state, arguments, layout, known, outcomes)
         known.watch = True
@@ -211,20 +163,30 @@ class ReplicatedMethod(patching.InstanceMethod):
 
     # Running ----------------------------------------------------------------------------------
 
-    def run(self, model, state, arguments, layout, watched):
-        """The outcome of each replica."""
+    def run(self, model, state, arguments, layout, known):
+        """The outcome of each replica, whose first one is the last to run.
+
+        That one has the weights themselves, not copies, as long as none are moved.
+        """
         outcomes = []
         kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.devices)
         if any(isinstance(part, kind) and part.training for part in model.modules()):
             count = min(count, max(1, layout.rows // 2))  # it refuses a single row in training
-        for index, name in enumerate(self.devices[:count]):
+        copies = known.watch or count == 1 or any(key[0] == "weight" for key in known.rules)
+        for index, name in reversed(list(enumerate(self.devices[:count]))):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
-            rows, copy = range(*split_rows.run_bounds(layout.rows, count, index)), index > 0
+            rows = range(*split_rows.run_bounds(layout.rows, count, index))
             mark = torch.profiler.record_function(timeline.REPLICA + name)
             with executed.recorded(self.devices[:count]), mark:
-                outcome = self.replica(model, state, arguments, layout, device, rows, copy, watched)
-            outcomes.append(outcome)
+                outcomes[:0] = [
+                    self.replica(
+                        model, state, arguments, layout, device, rows, copies or index > 0,
+                        known.watch,
+                    )
+                ]  # fmt: skip
+            if not copies and any(key[0] == "weight" for key in outcomes[0].values):
+                break  # which is new
         return outcomes
 
     def replica(self, model, state, arguments, layout, device, rows, copy, watched, probing=False):
@@ -247,7 +209,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                 try:
                     plain = self.plain(model)
                     result, values, buffers = state.run(plain, device, copy, args, kwargs, watch)
-                except (NotMergeable, torch.cuda.OutOfMemoryError):
+                except (NotMergeable, torch.cuda.OutOfMemoryError, errors.UnsupportedError):
                     raise
                 except Exception as error:
                     across = getattr(error, "across", None) or _rows.Across(None, why="fails")
@@ -276,23 +238,35 @@ class ReplicatedMethod(patching.InstanceMethod):
         home = self.home(model, arguments)
         if known.watch:
             self.decide(model, state, arguments, layout, known, counted, sizes, home)
-        merged = {}
+        merged, known_parts = {}, {}
         for key in first.values:
             rule = known.rules[key]
-            if rule.kind != "unchanged":
-                values = [outcome.values[key] for outcome in counted]
-                if rule.kind == "rows" and rule.copies == 1:
-                    # Of a replica without rows of its own none: it gets gradients, 0, too.
-                    pairs = [(outcome.values[key], n) for outcome, n in zip(outcomes, all_sizes)]
-                    values = [v if n else _on(home, rule.dim, range(0), v) for v, n in pairs]
-                with torch.set_grad_enabled(torch.is_grad_enabled() and key[0] != "state"):
-                    merged[key] = rule.merged(values, sizes, home, state.before.get(key))
-        for key in first.numbers:
-            merged[key] = merged[key].item()
+            if rule.kind == "unchanged":
+                continue
+            values = [outcome.values[key] for outcome in counted]
+            if rule.kind == "rows" and rule.copies == 1:
+                # Of a replica without rows of its own none: it gets gradients, 0, too.
+                pairs = [(outcome.values[key], n) for outcome, n in zip(outcomes, all_sizes)]
+                values = [v if n else _on(home, rule.dim, range(0), v) for v, n in pairs]
+            same = tuple(id(outcome.values[key]) for outcome in outcomes)
+            is_state = key[0] in ("state", "weight")
+            if same in known_parts and not is_state:  # as a result that is kept besides
+                merged[key] = known_parts[same]
+                continue
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_state):
+                merged[key] = rule.merged(values, sizes, home, state.before.get(key))
+            if isinstance(merged[key], torch.Tensor) and not is_state:
+                known_parts[same] = merged[key]
+                is_kept = any(value.retains_grad for value in values)
+                if merged[key].requires_grad and (is_kept or key in known.linked):
+                    linked_values.Parts.attach(merged[key], values, rule)
+        merged.update((key, merged[key].item()) for key in first.numbers)
+        merged.update((key, merged[key].numpy()) for key in first.arrays)
+        merged = {key: untagged(value) for key, value in merged.items()}
         state.finish(merged)
         all_sizes += [0] * (len(self.devices) - len(all_sizes))
         work.count(self.devices, all_sizes, torch.is_grad_enabled())
-        return first.unflatten([untagged(v) for k, v in merged.items() if k[0] == "result"])[0]
+        return first.unflatten([v for k, v in merged.items() if k[0] == "result"])[0]
 
     def decide(self, model, state, arguments, layout, known, outcomes, sizes, home):
         """Find the rules of a call that was watched."""
@@ -311,12 +285,17 @@ class ReplicatedMethod(patching.InstanceMethod):
         known.described = first.described
         if known.trial is not None or known.rules != previous:
             merging.prove(trial, known.rules, state.before, home)
+            known.linked = linked_values.find(first.values)
         if known.trial is not None and torch.is_grad_enabled():
             given = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
             across = calls.own_gradient(first, given)
             sources = [v for v in given + list(model.parameters()) if v.requires_grad]
             if across is not None and sources:
-                merging.prove_gradients(trial, known.rules, state.before, home, sources, across)
+                outside, found = self.state(model).outside, {}
+                with outside.replica(False, found):
+                    merging.prove_gradients(trial, known.rules, state.before, home, sources, across)
+                if found:  # what a hook leaves outside, of which each device sees a part
+                    raise NotMergeable(across)
         known.trial = None
         chosen = self.follow_choices(model, state, arguments, layout, known, outcomes, home)
         known.watch = chosen or not all(rule.lasting for rule in known.rules.values())
@@ -358,10 +337,12 @@ class ReplicatedMethod(patching.InstanceMethod):
         def compute(rows, gradients=False):
             """What these rows give, without dropout, and without a trace."""
             state, torchs = self.state(model), itertools.filterfalse(is_users, model.modules())
-            with random_numbers(), torch.set_grad_enabled(gradients), evaluating(torchs):
-                return self.replica(
+            numbers = state.outside.random_numbers()
+            with numbers, torch.set_grad_enabled(gradients), evaluating(torchs):
+                found = self.replica(
                     model, state, arguments, layout, home, rows, True, True, probing=True
                 )
+            return compute(rows, gradients) if state.outside.found_more else found
 
         return PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
 
