@@ -192,3 +192,18 @@ def test_what_is_put_in_place_between_calls_is_followed_and_what_is_gone_is_let_
     found.note()
     gc.collect()
     assert kept() is None
+
+
+def test_attributes_that_are_left_alone():
+    class Layer:
+        def __init__(self):
+            self.kept, self.inner = [], {"framework": []}
+
+    layer = Layer()
+    found = Effects([layer], hidden=lambda value: ("inner",) if isinstance(value, Layer) else ())
+    found.note()
+    layer.kept.append(1)
+    layer.inner["framework"].append(1)
+    layer.inner = layer.last = {}
+    assert sorted(map(str, found.take())) == ["attribute 'last' of Layer", "element 0 of a list"]
+    assert layer.inner == {} and layer.kept == [] and not hasattr(layer, "last")

@@ -31,13 +31,16 @@ def reached(
     roots: "Sequence[Any]",
     is_value: "Callable[[Any], bool]",
     seen: "Optional[Dict[int, Any]]" = None,
+    owners: "Optional[Callable[[Any], Iterator[Any]]]" = None,
 ) -> "Iterator[Any]":
     """Iterate over the objects, and all that they lead to, in order, each once.
 
     Arguments:
         is_value: returns whether a value is not looked into.
         seen: what was reached before, by id; it is kept alive there, so that ids stay its own.
+        owners: in place of ``owners_of``.
     """
+    owners = owners or owners_of
     seen, pending = {} if seen is None else seen, list(reversed(roots))
     while pending:
         value = pending.pop()
@@ -61,9 +64,11 @@ class _Items:
     Attributes:
         held: what is held, of which there is one owner.
         is_compared: whether its values are compared, not only whether they are the same objects.
+        hidden: keys that are left alone.
     """
 
     is_compared = False
+    hidden = ()  # type: Any
 
     def __init__(self, held, of=None):
         self.held, self.of = held, of
@@ -77,7 +82,10 @@ class _Items:
     def read(self):
         if len(self.held) > _LONGEST:
             return {MISSING: len(self.held)}
-        return dict(self.held)
+        values = dict(self.held)
+        for key in self.hidden:
+            values.pop(key, None)
+        return values
 
     def write(self, key, value):
         if key is MISSING:
@@ -90,7 +98,7 @@ class _Items:
     def restore(self, before):
         if MISSING in before:
             return
-        for key in [key for key in self.held if key not in before]:
+        for key in [each for each in self.held if each not in before and each not in self.hidden]:
             dict.__delitem__(self.held, key)
         dict.update(self.held, before)
 
@@ -254,7 +262,7 @@ def _is_array(value):
     return value.nbytes <= _LARGEST and not value.dtype.hasobject and value.flags.writeable
 
 
-def owners(value: "Any") -> "Iterator[Any]":
+def owners_of(value: "Any") -> "Iterator[Any]":
     """Iterate over what holds the values that a value has."""
     if isinstance(value, dict):
         yield _Items(value)

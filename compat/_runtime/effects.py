@@ -11,7 +11,7 @@ import random
 import sys
 from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
-from .containers import ATOMS, MISSING, is_same, owners, reached
+from .containers import ATOMS, MISSING, is_same, owners_of, reached
 
 
 class Change(NamedTuple):
@@ -44,12 +44,16 @@ class Effects:
     Arguments:
         roots: the objects that the calls begin with: models, functions.
         is_value: returns whether a value, such as a tensor, is not looked into.
+        hidden: returns the names of those attributes of an object that are left alone.
     """
 
     def __init__(
-        self, roots: "Sequence[Any]", is_value: "Callable[[Any], bool]" = lambda value: False
+        self,
+        roots: "Sequence[Any]",
+        is_value: "Callable[[Any], bool]" = lambda value: False,
+        hidden: "Callable[[Any], Any]" = lambda value: (),
     ) -> None:
-        self.roots, self.is_value = list(roots), is_value
+        self.roots, self.is_value, self.hidden = list(roots), is_value, hidden
         self._before: "Dict[Any, Any]" = {}
         self._states: "List[Any]" = []
         self._begin()
@@ -64,14 +68,19 @@ class Effects:
 
     def follow(self, values: "Sequence[Any]") -> None:
         """Find what these values hold, at any depth."""
-        for value in reached(values, self.is_value, self._seen):
+        for value in reached(values, self.is_value, self._seen, self._owners_of):
             if self.is_value(value):
                 del self._seen[id(value)]  # a tensor, say, which would stay in memory
                 continue
             state = _random_state(value)
             self._randoms += [] if state is None else [state]
-            for owner in owners(value):
+            for owner in self._owners_of(value):
                 self._owners.setdefault(owner.identity, owner)
+
+    def _owners_of(self, value):
+        for owner in owners_of(value):
+            owner.hidden = self.hidden(value) if owner.of is value else ()
+            yield owner
 
     def note(self) -> None:
         """Take the present state as that before the next call.

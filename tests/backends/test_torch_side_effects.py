@@ -297,6 +297,30 @@ def differ_opaque(leave):
     assert [len(each.value) for each in model.numbers] == [7, 7]
 
 
+def test_a_large_tensor_that_a_later_call_changes_is_an_error():
+    class Late(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.bank = torch.nn.Linear(4, 3), torch.zeros(1 << 11, 1 << 10)
+            self.late = False
+
+        def forward(self, x):
+            if self.late:
+                self.bank[0] += 1
+            return self.layer(x)
+
+    model = compat.parallelize(Late())
+    model(torch.ones(ROWS, 4))
+    model.late = True
+    with pytest.raises(compat.UnsupportedError) as caught:
+        model(torch.ones(ROWS, 4))
+    assert str(caught.value) == (
+        "Late changes a tensor of 2097152 elements in place, which it left alone in its first "
+        "call, and which is neither a parameter nor a buffer, so that its value of before is not "
+        "known any more. Use register_buffer() for it."
+    )
+
+
 @pytest.mark.parametrize("mixes", [False, True])
 def test_random_numbers_that_a_trial_draws_are_put_back(mixes):
     """Those of Python, numpy and torch, and of the module's own generator."""

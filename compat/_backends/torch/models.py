@@ -17,7 +17,7 @@ from ..._runtime import patching
 from . import batches, tracing
 from .calls import NotMergeable, State, Total, tag, tag_of
 from .replicas import ReplicatedMethod
-from .side_effects import Reach, SideEffects, copy_of, internals_of, roots_of, version_of
+from .side_effects import KerasReach, ModuleReach, SideEffects, copy_of, version_of
 
 # Keras ----------------------------------------------------------------------------------------
 
@@ -61,7 +61,8 @@ class KerasReplicas:
 
     def __init__(self, model):
         self.keras, self.model = _keras.keras_of(model), model
-        self.outside = SideEffects(Reach.of(model, [], list), ())
+        weights = {id(variable._value) for variable in model.variables}
+        self.outside = SideEffects(KerasReach.of(model), weights)
         self.variables = {}  # those that were set, by key
         self.before = {}  # their values, by key
         self.seeds = {}  # the values of random seeds, by id
@@ -82,14 +83,17 @@ class KerasReplicas:
             for variable in variables if watch is not None else ():
                 if not variable.trainable and not _is_seed(variable):
                     tag(scope.state_mapping[id(variable)], State(variable._value))
-            with scope, watch or contextlib.ExitStack(), _unwatched(normalising, watch):
-                result = call(*args, **kwargs)
-        state = {}
+            versions = {key: version_of(value) for key, value in given.items()}
+            state = {}
+            watching = watch or contextlib.ExitStack()
+            with self.outside.replica(watch is not None, state):
+                with scope, watching, _unwatched(normalising, watch):
+                    result = call(*args, **kwargs)
         for index, variable in enumerate(variables):
             value = scope.state_mapping[id(variable)]
             if _is_seed(variable):
                 self.seeds[id(variable)] = value
-            elif value is not given[id(variable)]:
+            elif value is not given[id(variable)] or version_of(value) != versions[id(variable)]:
                 if variable.trainable:
                     # SpectralNormalization does: the gradient is that of the value it has set.
                     raise NotMergeable(_rows.Across(None, why="weight"))
@@ -99,15 +103,17 @@ class KerasReplicas:
                 if id(variable) in averages:
                     tag(value, Total("mean", value, watch.rows, regular=True))
         state.update((("loss", index), loss) for index, loss in enumerate(scope.losses))
+        self.before.update(self.outside.before)
         return result, state, {}
 
     def finish(self, merged):
         """Set the state, once, and add the losses."""
+        self.outside.finish(merged)
         for variable in self.model.variables:
             if id(variable) in self.seeds:
                 variable.assign(self.seeds[id(variable)])
         for key, value in merged.items():
-            if key[0] == "state":
+            if key in self.variables:
                 self.variables[key].assign(value)
             elif key[0] == "loss":
                 # The base class's method: functional models refuse their own.
@@ -242,8 +248,7 @@ class ModuleReplicas:
         self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
         self.weights = {("weight", name): value for name, value in module.named_parameters()}
         self.module, self.put_hooks_back = module, hooks_of(module)
-        reach = Reach.of(module, roots_of(module), lambda: internals_of(module))
-        self.outside = SideEffects(reach, known)
+        self.outside = SideEffects(ModuleReach.of(module), known)
 
     def run(self, forward, device, copy, args, kwargs, watch):
         given = {key: self.before[key].to(device, copy=True) for key in self.buffers}

@@ -78,6 +78,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                     f"{type(model).__name__} was given no tensor, as far as torch.utils._pytree "
                     "finds them, which cannot be divided: it runs on one device."
                 )
+            work.count(self.devices, None, torch.is_grad_enabled())
             return self.plain(model)(*args, **kwargs)
         # A call without gradients shows nothing of them.
         mode = model.training, torch.is_grad_enabled(), arguments.key

@@ -12,11 +12,10 @@ import types
 
 import torch
 
-from ... import _rows, errors
+from ... import _keras, _rows, errors
 from ..._runtime.containers import MISSING
 from ..._runtime.effects import Effects
 from . import batches
-from .batches import are_same
 from .calls import NotMergeable, State, is_number, tag, tag_of
 
 #: Where modules keep what ``register_forward_hook()`` and its like are given.
@@ -28,51 +27,81 @@ _CACHE = "_compat_side_effects"  # in the model, to which it refers
 _FEW = 1 << 20
 
 
-def internals_of(module):
-    """The containers in which torch keeps parts, weights and hooks of a module."""
-    return [vars(part)[name] for part in module.modules() for name in _INTERNALS]
-
-
-def roots_of(module):
-    """What the calls of a module begin with: the user's modules within it, and hooks."""
-    parts = list(module.modules())
-    hooks = [each for part in parts for name in HOOKS for each in vars(part)[name].values()]
-    return list(filter(batches.is_users, parts)) + hooks
-
-
 class Reach:
-    """What the calls of one model reach; found again only where that has changed.
+    """What the calls of one model reach; found again only where its parts have changed.
 
-    Arguments:
-        model: the model.
-        roots: what its calls begin with.
-        inside: containers that are not looked into.
+    Subclasses say where calls begin, and what is not looked into.
     """
 
-    def __init__(self, model, roots, inside):
-        self.model, self.roots, self.inside = model, roots, {id(each): each for each in inside}
-        self.effects = Effects(roots, self.is_value)
+    def __init__(self, model, parts):
+        self.model, self.parts = model, parts
         self.numbers = {}  # of owners of values, by identity: the same from call to call
         self.changing = torch.utils.weak.WeakIdKeyDictionary()  # tensors that are, in place
+        self.effects = Effects(self.roots(), self.is_value, self.hidden)
 
     def __reduce__(self):
         return dict, ()  # copies of the model find their own
 
     @classmethod
-    def of(cls, model, roots, inside):
-        """That of a model as it is now.
-
-        Arguments:
-            roots: what its calls begin with.
-            inside: a function that returns containers which are not looked into.
-        """
-        found = vars(model).get(_CACHE)
-        if type(found) is not cls or found.model is not model or not are_same(found.roots, roots):
-            found = vars(model)[_CACHE] = cls(model, roots, inside())
+    def of(cls, model):
+        """That of a model as it is now."""
+        found, parts = vars(model).get(_CACHE), cls.parts_of(model)
+        is_own = type(found) is cls and found.model is model
+        if not is_own or not batches.are_same(found.parts, parts):
+            found = vars(model)[_CACHE] = cls(model, parts)
         return found
+
+
+class ModuleReach(Reach):
+    """What calls of a torch module reach: the user's modules within it, and hooks."""
+
+    @classmethod
+    def parts_of(cls, module):
+        parts = list(module.modules())
+        return parts + [
+            hook for part in parts for name in HOOKS if part.__dict__[name]
+            for hook in part.__dict__[name].values()
+        ]  # fmt: skip
+
+    def roots(self):
+        modules = [each for each in self.parts if isinstance(each, torch.nn.Module)]
+        self.inside = {id(vars(part)[name]) for part in modules for name in _INTERNALS}
+        return [each for each in self.parts if batches.is_users(each)]
 
     def is_value(self, value):
         return isinstance(value, torch.Tensor) or id(value) in self.inside
+
+    def hidden(self, value):
+        return ()
+
+
+class KerasReach(Reach):
+    """What calls of a Keras model reach: layers and functions of the user's."""
+
+    @classmethod
+    def parts_of(cls, model):
+        layers = _keras.all_layers(model)
+        wrapped = [vars(layer).get("module") for layer in layers]
+        modules = [each for each in wrapped if isinstance(each, torch.nn.Module)]
+        return layers + [each for module in modules for each in ModuleReach.parts_of(module)]
+
+    def roots(self):
+        keras = _keras.keras_of(self.model)
+        bare = keras.Layer(name="layer"), keras.Model(name="model")
+        self.internals = frozenset(name for each in bare for name in vars(each))
+        kinds = types.FunctionType, types.MethodType
+        roots = [each for each in self.parts if not self.is_value(each)]
+        others = [each for each in self.parts if self.is_value(each)]
+        held = [value for each in others for value in vars(each).values()]
+        return roots + [each for each in held if isinstance(each, kinds) and _keras.is_users(each)]
+
+    def is_value(self, value):
+        is_own = type(value).__module__.partition(".")[0] == "keras"
+        is_container = isinstance(value, (list, dict, set))
+        return isinstance(value, torch.Tensor) or is_own and not is_container
+
+    def hidden(self, value):
+        return self.internals if isinstance(value, _keras.keras_of(self.model).Layer) else ()
 
 
 class SideEffects:
