@@ -314,11 +314,15 @@ def test_a_large_tensor_that_a_later_call_changes_is_an_error():
     model.late = True
     with pytest.raises(compat.UnsupportedError) as caught:
         model(torch.ones(ROWS, 4))
-    assert str(caught.value) == (
-        "Late changes a tensor of 2097152 elements in place, which it left alone in its first "
-        "call, and which is neither a parameter nor a buffer, so that its value of before is not "
-        "known any more. Use register_buffer() for it."
-    )
+    assert str(caught.value) == MOVED_LATE.format("Late")
+
+
+MOVED_LATE = (
+    "{} changes a weight or another large tensor in place, which it left alone in its first call, "
+    "so that its value of before, with which each device begins, is not known any more. Have the "
+    "first call change it, too, or register_buffer() it; or run the model on one device: "
+    "parallelize(model, gpus=1)."
+)
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -414,6 +418,22 @@ def test_weights_are_moved_once(move, first, training):
         for one, other in zip(plain.parameters(), parallel.parameters()):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert replicas(lambda: parallel(x)) == (0 if "batch" in move.__name__ else 3)
+
+
+def test_a_trainable_weight_that_a_later_call_moves_is_an_error():
+    class Late(Momentum):
+        def forward(self, x):
+            if self.first:
+                with torch.no_grad():
+                    self.query.weight.mul_(0.5)
+            return self.query(x)
+
+    model = compat.parallelize(Late(None))
+    model(torch.ones(ROWS, 4))
+    model.first = 1
+    with pytest.raises(compat.UnsupportedError) as caught:
+        model(torch.ones(ROWS, 4))
+    assert str(caught.value) == MOVED_LATE.format("Late")
 
 
 def test_a_weight_that_is_moved_by_rows_runs_unsplit():

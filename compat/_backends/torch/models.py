@@ -17,7 +17,15 @@ from ..._runtime import patching
 from . import batches, tracing
 from .calls import NotMergeable, State, Total, tag, tag_of
 from .replicas import ReplicatedMethod
-from .side_effects import KerasReach, ModuleReach, SideEffects, copy_of, version_of
+from .side_effects import (
+    FEW,
+    KerasReach,
+    ModuleReach,
+    SideEffects,
+    copy_of,
+    moved_late,
+    version_of,
+)
 
 # Keras ----------------------------------------------------------------------------------------
 
@@ -94,6 +102,8 @@ class KerasReplicas:
             if _is_seed(variable):
                 self.seeds[id(variable)] = value
             elif value is not given[id(variable)] or version_of(value) != versions[id(variable)]:
+                if variable.trainable and value is variable._value:
+                    raise moved_late(self.model)
                 if variable.trainable:
                     # SpectralNormalization does: the gradient is that of the value it has set.
                     raise NotMergeable(_rows.Across(None, why="weight"))
@@ -218,18 +228,29 @@ HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_
          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # fmt: skip
 
 
-def hooks_of(module):
-    """A function that gives a module and those within it the hooks that they have now."""
-    found = [getattr(part, name, {}) for part in module.modules() for name in HOOKS]
-    kept = [(hooks, dict(hooks)) for hooks in found]
+class Hooks:
+    """The hooks that a module and those within it have now."""
 
-    def put_back():
-        for hooks, before in kept:
-            if len(hooks) != len(before):
+    def __init__(self, parts):
+        self.parts = parts
+        self.held = [vars(part)[name] for part in parts for name in HOOKS]
+        self.counts = list(map(len, self.held))
+        self.kept = {place: dict(self.held[place]) for place, n in enumerate(self.counts) if n}
+
+    def put_back(self):
+        """Let the modules have these, and no others."""
+        for place, (hooks, count) in enumerate(zip(self.held, self.counts)):
+            if len(hooks) != count:
                 hooks.clear()
-                hooks.update(before)
+                hooks.update(self.kept.get(place, {}))
 
-    return put_back
+    def taken(self):
+        """Those that there are in place of these, which the modules have afterwards, or None."""
+        if list(map(len, self.held)) == self.counts:
+            return None
+        found = Hooks(self.parts)
+        self.put_back()
+        return found
 
 
 class ModuleReplicas:
@@ -240,25 +261,33 @@ class ModuleReplicas:
     """
 
     def __init__(self, module):
-        owners = [v for part in module.modules() for v in (part._parameters, part._buffers)]
+        parts = list(module.modules())
+        weights = [(p._parameters, n, v) for p in parts for n, v in p._parameters.items()]
+        buffers = [(p._buffers, n, v) for p in parts for n, v in p._buffers.items()]
         # Dictionary of a module within, name there, weight or buffer.
-        self.places = [(d, n, v) for d in owners for n, v in d.items() if v is not None]
+        self.places = [place for place in weights + buffers if place[2] is not None]
         known = {id(value): (values, name) for values, name, value in reversed(self.places)}
-        self.before = {("state", name): buffer for name, buffer in module.named_buffers()}
+        self.before = {("state", n): v for n, v in module.named_buffers()} if buffers else {}
         self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
-        self.weights = {("weight", name): value for name, value in module.named_parameters()}
-        self.module, self.put_hooks_back = module, hooks_of(module)
-        self.outside = SideEffects(ModuleReach.of(module), known)
+        states = set(map(id, self.before.values()))
+        # By id: those that are tied have one copy.
+        self.weights = {id(v): v for _, _, v in self.places if id(v) not in states}
+        self.frozen = {key for key, v in self.weights.items() if not v.requires_grad}
+        if sum(self.weights[key].numel() for key in self.frozen) > FEW:
+            self.frozen = set()
+        self.module, self.hooks = module, Hooks(parts)
+        self.outside, self.register = SideEffects(ModuleReach.of(module, parts), known), None
 
     def run(self, forward, device, copy, args, kwargs, watch):
         given = {key: self.before[key].to(device, copy=True) for key in self.buffers}
         copies = {id(self.before[key]): buffer for key, buffer in given.items()}
         for key, buffer in given.items() if watch is not None else ():
             tag(buffer, State(self.before[key]))
-        # By id: those that are tied have one copy.
-        weights = {id(value): value for _, _, value in self.places if id(value) not in copies}
-        copies.update((key, value.to(device, copy=copy)) for key, value in weights.items())
-        versions = {key: version_of(copies[key]) for key in weights}
+        copies.update(
+            (key, value.to(device, copy=copy or key in self.frozen))
+            for key, value in self.weights.items()
+        )
+        versions = [version_of(copies[key]) for key in self.weights]
         state = {}
         with self.outside.replica(watch is not None, state):
             try:
@@ -270,27 +299,36 @@ class ModuleReplicas:
                 if any(
                     values[name] is not copies[id(value)]
                     for values, name, value in self.places
-                    if id(value) in weights
+                    if id(value) in self.weights
                 ):
                     raise NotMergeable(_rows.Across(None, why="weight"))  # another one in its place
             finally:
                 for values, name, value in self.places:
                     values[name] = value
-                self.register = hooks_of(self.module)  # what this replica leaves
-                self.put_hooks_back()
-        for key, value in self.weights.items():
-            if version_of(copies[id(value)]) != versions[id(value)]:
-                state[key] = copy_of(copies[id(value)])
+                self.register = self.hooks.taken()
+        now = [version_of(copies[key]) for key in self.weights]
+        if now != versions:
+            self.note_moved(state, copies, versions, now)
         self.before.update(self.outside.before)
         return result, state, given
 
+    def note_moved(self, state, copies, versions, now):
+        """Add the weights that a replica has moved."""
+        for number, (key, value) in enumerate(self.weights.items()):
+            if versions[number] != now[number]:
+                if copies[key] is value:
+                    raise moved_late(self.module)
+                state["weight", number] = copy_of(copies[key])
+
     def finish(self, merged):
         """Set buffers, weights, all that is outside, and hooks, once."""
-        self.register()
+        if self.register is not None:
+            self.register.put_back()
         self.outside.finish(merged)
+        weights = list(self.weights.values())
         with torch.no_grad():
             for key, value in merged.items():
                 if key in self.buffers:
                     self.before[key].copy_(value)
-                elif key in self.weights:
-                    self.weights[key].copy_(value)
+                elif key[0] == "weight":
+                    weights[key[1]].copy_(value)

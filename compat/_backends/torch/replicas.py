@@ -165,28 +165,26 @@ class ReplicatedMethod(patching.InstanceMethod):
     # Running ----------------------------------------------------------------------------------
 
     def run(self, model, state, arguments, layout, known):
-        """The outcome of each replica, whose first one is the last to run.
+        """The outcome of each replica: of the first one alone where that shows that weights move.
 
-        That one has the weights themselves, not copies, as long as none are moved.
+        The first one has the weights themselves, not copies, as far as none are moved.
         """
         outcomes = []
         kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.devices)
         if any(isinstance(part, kind) and part.training for part in model.modules()):
             count = min(count, max(1, layout.rows // 2))  # it refuses a single row in training
-        copies = known.watch or count == 1 or any(key[0] == "weight" for key in known.rules)
-        for index, name in reversed(list(enumerate(self.devices[:count]))):
+        copies = known.watch or any(key[0] == "weight" for key in known.rules)
+        for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
-            rows = range(*split_rows.run_bounds(layout.rows, count, index))
+            rows, copy = range(*split_rows.run_bounds(layout.rows, count, index)), index > 0
             mark = torch.profiler.record_function(timeline.REPLICA + name)
             with executed.recorded(self.devices[:count]), mark:
-                outcomes[:0] = [
-                    self.replica(
-                        model, state, arguments, layout, device, rows, copies or index > 0,
-                        known.watch,
-                    )
-                ]  # fmt: skip
-            if not copies and any(key[0] == "weight" for key in outcomes[0].values):
+                outcome = self.replica(
+                    model, state, arguments, layout, device, rows, copies or copy, known.watch
+                )
+            outcomes.append(outcome)
+            if not copies and any(key[0] == "weight" for key in outcome.values):
                 break  # which is new
         return outcomes
 

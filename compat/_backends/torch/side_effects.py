@@ -23,8 +23,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 #: Attributes of any module in which torch keeps parts, weights and hooks: they have rules.
 _INTERNALS = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
 _CACHE = "_compat_side_effects"  # in the model, to which it refers
-# So many elements of tensors are copied in each call; more, where a call changes them.
-_FEW = 1 << 20
+#: So many elements of tensors are copied in each call; more, where a call changes them.
+FEW = 1 << 20
 
 
 class Reach:
@@ -43,9 +43,13 @@ class Reach:
         return dict, ()  # copies of the model find their own
 
     @classmethod
-    def of(cls, model):
-        """That of a model as it is now."""
-        found, parts = vars(model).get(_CACHE), cls.parts_of(model)
+    def of(cls, model, *inside):
+        """That of a model as it is now.
+
+        Arguments:
+            inside: for ``parts_of``, if that is known.
+        """
+        found, parts = vars(model).get(_CACHE), cls.parts_of(model, *inside)
         is_own = type(found) is cls and found.model is model
         if not is_own or not batches.are_same(found.parts, parts):
             found = vars(model)[_CACHE] = cls(model, parts)
@@ -56,12 +60,10 @@ class ModuleReach(Reach):
     """What calls of a torch module reach: the user's modules within it, and hooks."""
 
     @classmethod
-    def parts_of(cls, module):
-        parts = list(module.modules())
-        return parts + [
-            hook for part in parts for name in HOOKS if part.__dict__[name]
-            for hook in part.__dict__[name].values()
-        ]  # fmt: skip
+    def parts_of(cls, module, parts=None):
+        parts = list(module.modules()) if parts is None else parts
+        held = [vars(part)[name] for part in parts for name in HOOKS]
+        return parts + [hook for hooks in held if hooks for hook in hooks.values()]
 
     def roots(self):
         modules = [each for each in self.parts if isinstance(each, torch.nn.Module)]
@@ -138,7 +140,7 @@ class SideEffects:
     @contextlib.contextmanager
     def replica(self, is_watched, found):
         """Within, a replica runs; its changes are taken back, and added to ``found`` by key."""
-        few = sum(each.numel() for each in self.tensors) <= _FEW
+        few = sum(each.numel() for each in self.tensors) <= FEW
         if not self.saved and (is_watched or len(self.reach.changing) or few):
             self.saved = [each.detach().clone() for each in self.tensors]
         versions = [version_of(each) for each in self.tensors]
@@ -159,12 +161,7 @@ class SideEffects:
             now, key = version_of(tensor), ("state", f"tensor {number}")
             if now != version:
                 if not self.saved:
-                    raise errors.UnsupportedError(
-                        f"{type(self.reach.model).__name__} changes a tensor of {tensor.numel()} "
-                        "elements in place, which it left alone in its first call, and which is "
-                        "neither a parameter nor a buffer, so that its value of before is not "
-                        "known any more. Use register_buffer() for it."
-                    )
+                    raise moved_late(self.reach.model)
                 found[key] = copy_of(tensor)
                 saved = self.saved[number]
                 self.before[key], self.changed[key] = saved, tensor
@@ -219,6 +216,16 @@ class SideEffects:
                 changes.append(change._replace(after=unflatten(leaves)))
         self.effects.write(changes)
         self.effects.forget()
+
+
+def moved_late(model):
+    """The error where a tensor was changed of whose value nothing is left."""
+    return errors.UnsupportedError(
+        f"{type(model).__name__} changes a weight or another large tensor in place, which it left "
+        "alone in its first call, so that its value of before, with which each device begins, is "
+        "not known any more. Have the first call change it, too, or register_buffer() it; or run "
+        "the model on one device: parallelize(model, gpus=1)."
+    )
 
 
 def version_of(tensor):

@@ -185,7 +185,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.module, self.forward, self.args, self.kwargs = module, forward, args, kwargs
         self.arguments = was = batches.DividedArguments(args, kwargs)
         self.leaves = [was.copied(leaf, leaf) for leaf in was.leaves]
-        self.put_hooks_back = models.hooks_of(module)
+        self.put_hooks_back = models.Hooks(list(module.modules())).put_back
         self.dtype = ""
         self.note_types(module.parameters())
 
@@ -225,7 +225,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
             named: gives what is returned, from the result.
         """
         now, was = batches.DividedArguments(self.args, self.kwargs), self.arguments
-        put_hooks_back = models.hooks_of(self.module)
+        put_hooks_back = models.Hooks(list(self.module.modules())).put_back
         self.put_hooks_back()
         leaves = [was.copied(leaf, kept) for leaf, kept in zip(was.leaves, self.leaves)]
         try:
