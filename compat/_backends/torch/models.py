@@ -21,7 +21,7 @@ from .side_effects import (
     FEW,
     KerasReach,
     ModuleReach,
-    SideEffects,
+    CallEffects,
     copy_of,
     moved_late,
     version_of,
@@ -70,7 +70,7 @@ class KerasReplicas:
     def __init__(self, model):
         self.keras, self.model = _keras.keras_of(model), model
         weights = {id(variable._value) for variable in model.variables}
-        self.outside = SideEffects(KerasReach.of(model), weights)
+        self.outside = CallEffects(KerasReach.of(model), weights)
         self.variables = {}  # those that were set, by key
         self.before = {}  # their values, by key
         self.seeds = {}  # the values of random seeds, by id
@@ -276,7 +276,7 @@ class ModuleReplicas:
         if sum(self.weights[key].numel() for key in self.frozen) > FEW:
             self.frozen = set()
         self.module, self.hooks = module, Hooks(parts)
-        self.outside, self.register = SideEffects(ModuleReach.of(module, parts), known), None
+        self.outside, self.register = CallEffects(ModuleReach.of(module, parts), known), None
 
     def run(self, forward, device, copy, args, kwargs, watch):
         given = {key: self.before[key].to(device, copy=True) for key in self.buffers}

@@ -106,7 +106,7 @@ class KerasReach(Reach):
         return self.internals if isinstance(value, _keras.keras_of(self.model).Layer) else ()
 
 
-class SideEffects:
+class CallEffects:
     """Those of one call.
 
     Arguments:
