@@ -203,7 +203,8 @@ def _is_float(array):
 
 
 def parameters_of(block):
-    return list(type(block).collect_params(block).values())
+    """All parameters of a block and of those within, each once."""
+    return list(dict.fromkeys(p for part in blocks(block) for p in part.params.values()))
 
 
 # Contexts ---------------------------------------------------------------------------------------
@@ -214,12 +215,17 @@ def move(block, context):
 
     Those on several contexts stay: their script splits its batches by itself.
     """
-    parameters = parameters_of(block)
-    for parameter in parameters:
+    for parameter in parameters_of(block):
         if len(_contexts_of(parameter)) == 1 and _contexts_of(parameter) != [context]:
             parameter.reset_ctx(context)
-    for trainer in {parameter._trainer for parameter in parameters} - {None}:
-        _move_trainer(trainer)
+    move_trainers(block, context)
+
+
+def move_trainers(block, context):
+    """Bring the trainers that have a block's parameters to this context where they are not."""
+    for trainer in {parameter._trainer for parameter in parameters_of(block)} - {None}:
+        if trainer._contexts != [context]:
+            _move_trainer(trainer)
 
 
 def _contexts_of(parameter):
@@ -229,8 +235,12 @@ def _contexts_of(parameter):
 
 def contexts_of(block):
     """The contexts of a block's parameters, as far as these are made."""
-    found = {str(each): each for p in parameters_of(block) for each in _contexts_of(p)}
-    return [found[name] for name in sorted(found)]
+    # Of contexts that are equal there are many objects, which are slow to compare.
+    found = {}  # type: dict
+    for parameter in parameters_of(block):
+        for each in _contexts_of(parameter):
+            found.setdefault((each.device_typeid, each.device_id), each)
+    return [found[key] for key in sorted(found)]
 
 
 def _move_trainer(trainer):

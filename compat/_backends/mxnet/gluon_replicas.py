@@ -78,13 +78,17 @@ class BlockReplicas:
         self.copies = gluon_parameters.Copies(contexts)
         gluon_arrays.move(self.block, contexts[0])
 
-    def prepare(self):
-        """Follow the block: it may have been initialised, or given a Trainer, since."""
+    def prepare(self, found):
+        """Follow the block: it may have been initialised, or given a Trainer, since.
+
+        Arguments:
+            found: the contexts on which its parameters are.
+        """
         self._unite_statistics()
-        found = gluon_arrays.contexts_of(self.block)
         if len(found) == 1 and found[0] in self.contexts:
             if found != self.contexts[:1]:
                 self.move(found + [each for each in self.contexts if each != found[0]])
+            gluon_arrays.move_trainers(self.block, found[0])
         else:
             gluon_arrays.move(self.block, self.contexts[0])
 
@@ -107,7 +111,7 @@ class BlockReplicas:
         contexts = gluon_arrays.contexts_of(self.block)
         if len(contexts) > 1:
             return self._run_where_arrays_lie(args, settings.listed(list(map(str, contexts))))
-        self.prepare()
+        self.prepare(contexts)
         self._check_contexts(arrays)
         verification = self.verification
         if verification is not None and self._kinds[self._kind(args)][0] is not None:
@@ -143,7 +147,7 @@ class BlockReplicas:
 
     def run_undivided(self, args):
         """The block on the first context alone, where no replica is running."""
-        self.prepare()
+        self._unite_statistics()
         self.copies.begin()
         if self._sizes is not None:
             self._sizes = work.undivided(self.names, 1)
@@ -171,7 +175,7 @@ class BlockReplicas:
         placements, _ = self._kinds[kind]
         if placements is None:
             return self._run_whole(args)
-        self.prepare()
+        self._unite_statistics()
         rows, count = next(leaves(args)).shape[0], len(self.contexts)
         all_sizes = split_rows.sizes(rows, count)
         replicas = [i for i, size in enumerate(all_sizes) if size]

@@ -27,7 +27,6 @@ class BlockTrial:
 
     def decide(self, args):
         """The results' placements, as far as they can be put together; or why they cannot."""
-        self.replicas.prepare()
         graph = self._traced(args)
         heads = [] if graph is None else graph.heads
         claimed = [graph.placements[head] for head in heads]

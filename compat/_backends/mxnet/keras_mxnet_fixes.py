@@ -13,7 +13,7 @@ from keras.backend import mxnet_backend
 
 from ... import errors
 from ..._ranks.arrays import parts_of
-from ..._runtime.patching import Patch, find
+from ..._runtime.patching import InstanceMethod, Patch, find
 from . import symbol_graph
 from .symbol_graph import context_named
 
@@ -170,14 +170,23 @@ def run_plain(model, context, updater):
     )
     place_groups(model)
 
-    def init_optimizer(**arguments):
-        """Brings the state along: a module takes none before it is bound to shapes."""
-        type(module).init_optimizer(module, **arguments)
-        module._curr_module._updater = updater
-
     if updater is not None:
         take_to(updater, context)
-        module.init_optimizer = init_optimizer
+        _InitOptimizerWithState(updater).install(module)
+
+
+class _InitOptimizerWithState(InstanceMethod):
+    """Brings the state along: a module takes none before it is bound to shapes."""
+
+    method = "init_optimizer"
+
+    def __init__(self, updater):
+        super().__init__([])
+        self.updater = updater
+
+    def invoke(self, module, **arguments):
+        self.plain(module)(**arguments)
+        module._curr_module._updater = self.updater
 
 
 # Parts on devices of their own ----------------------------------------------------------------
@@ -207,19 +216,31 @@ def place_groups(model):
     contexts = {name: context_named(name) for name in groups - {OTHERS}}
     module._group2ctxs = dict(contexts, **{OTHERS: model._context[0]})
 
-    def bind(**arguments):
-        """Binds for training always: MXNet 1.9 rewrites a graph for inference, without groups."""
-        type(module).bind(module, **dict(arguments, for_training=True))
+    for kind in (_BindForTraining, _SwitchBucket):
+        if kind.of(module) is None:
+            kind([]).install(module)
 
-    def switch_bucket(key, data_shapes, label_shapes=None):
-        """Binds a bucket anew for other shapes: reshaping drops the groups on MXNet 1.5."""
+
+class _BindForTraining(InstanceMethod):
+    """Binds for training always: MXNet 1.9 rewrites a graph for inference, without groups."""
+
+    method = "bind"
+
+    def invoke(self, module, **arguments):
+        self.plain(module)(**dict(arguments, for_training=True))
+
+
+class _SwitchBucket(InstanceMethod):
+    """Binds a bucket anew for other shapes: reshaping drops the groups on MXNet 1.5."""
+
+    method = "switch_bucket"
+
+    def invoke(self, module, key, data_shapes, label_shapes=None):
         bound = module._buckets.get(key)
         if bound is not None and key != module._default_bucket_key:
             if [d.shape for d in bound.data_shapes] != [d.shape for d in data_shapes]:
                 del module._buckets[key]
-        type(module).switch_bucket(module, key, data_shapes, label_shapes)
-
-    vars(module).update(bind=bind, switch_bucket=switch_bucket)
+        self.plain(module)(key, data_shapes, label_shapes)
 
 
 def copied_between_groups(symbol):
