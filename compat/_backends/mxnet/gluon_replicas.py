@@ -217,19 +217,20 @@ class BlockReplicas:
             result = self._run_whole(args)  # what is wrong on one device, too, is the user's
             self._leave_whole(kind, across)
             return result
-        self._note_batch(all_sizes)
+        self._note_batch(all_sizes, statistics)
         return result
 
     def _run_whole(self, args):
         """All rows on the first context."""
         result = self.run_undivided(args)
-        self._note_batch(work.undivided(self.names, next(leaves(args)).shape[0]))
+        statistics, _ = states_of(self.block, self.operations)
+        self._note_batch(work.undivided(self.names, next(leaves(args)).shape[0]), statistics)
         return result
 
-    def _note_batch(self, sizes):
+    def _note_batch(self, sizes, statistics):
         if mx.autograd.is_training():
             self._sizes = sizes
-            for parameter in states_of(self.block, self.operations)[0]:
+            for parameter in statistics:
                 gluon_parameters.pending[parameter] = self._unite_statistics
         work.count(self.names, sizes, mx.autograd.is_training())
 
