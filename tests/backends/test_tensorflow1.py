@@ -31,6 +31,7 @@ from compat.testing import (
     span,
 )
 
+from . import tensorflow1_hooks
 from .shared_parts import KerasParts
 
 v1 = v1_names(tf)
@@ -86,16 +87,9 @@ class TestTensorFlow1(KerasParts):
 
     @property
     def exempt_hooks(self):
-        """Keras' functions note what they run, or the sessions in which they run it."""
         keras = keras_under_test()
-        made = type(keras.backend.function([], [keras.backend.constant(1.0)]))
-        others = set(timeline.keras_functions()) - {made}
-        by_session = {"Function.__call__": "the session notes the same"}
-        by_function = {"BaseSession._do_run": "the function notes the same"}
-        exempt = by_function if hasattr(made, "_make_callable") else by_session
-        not_called = {f"{kind.__name__}.__call__": "another Keras'" for kind in others}
-        not_called.pop(made.__name__ + ".__call__", None)
-        return dict(exempt, **not_called)
+        built = {"model.build": "the model is built before it is parallelized"}
+        return dict(tensorflow1_hooks.exempt(keras), **({} if HAS_SUBCLASSED_MODELS else built))
 
     @pytest.fixture(autouse=True)
     def own_graph(self, keras):

@@ -19,7 +19,8 @@ INPUTS, TARGETS = CASES["dense"].data(13)
 
 
 @pytest.fixture
-def keras():
+def keras(monkeypatch):
+    monkeypatch.setattr(process, "unused", {})
     compat.configure_gpu(simulate=DEVICES)
     keras = keras_under_test()
     keras.backend.clear_session()

@@ -16,6 +16,8 @@ from compat._runtime import patching
 from compat._runtime.process import process
 from compat.testing import CASES, DEVICES, keras_under_test, optimizer, span
 
+from . import hooks, tensorflow1_hooks
+
 v1 = v1_names(tf)
 INPUTS, TARGETS = CASES["dense"].data(13)
 
@@ -88,6 +90,22 @@ def test_a_callback_that_runs_another_model_hides_no_step(keras):
 
     assert not warned(model.fit, INPUTS, TARGETS, callbacks=[Predict()], verbose=0)
     assert set(process.batches) and not process.unused
+
+
+@span
+def test_hooks_of_a_model_that_is_not_built_are_never_silent(keras):
+    """Each is left out once; the steps are those of a training loop."""
+
+    def program():
+        model = keras.models.Sequential([keras.layers.Dense(4, input_shape=(8,))])
+        compat.parallelize(model).compile(optimizer(keras, "sgd"), "mse")
+        model.train_on_batch(INPUTS, TARGETS)
+        model.test_on_batch(INPUTS, TARGETS)
+        model.predict_on_batch(INPUTS)
+
+    found = hooks.left_out_one_by_one(program, tensorflow1_hooks.exempt(keras))
+    assert {"model._make_train_function", "SGD.get_updates"} < set(found)
+    assert not [name for name, text in found.items() if text is None]
 
 
 def replaced_step(keras, inner):
@@ -213,6 +231,7 @@ def test_functions_for_epochs_run_on_all_devices(keras, monkeypatch):
 @span
 def test_functions_for_epochs_are_those_of_a_rank(keras, monkeypatch):
     model = CASES["dense"].build(keras)
+    model.compile(optimizer(keras, "sgd"), "mse")
     inner = _keras.inner_model(model)
     before = set(patching.InstanceMethod.all_of(inner))
     have_functions_for_epochs(type(inner), monkeypatch)

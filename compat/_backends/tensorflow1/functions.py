@@ -107,7 +107,7 @@ class ReplicatedGraphFunctions:
     def _refuse_finalized(self, within):
         if within.finalized:
             raise errors.UnsupportedError(
-                f"By a trial with rows of the first batch, model {self.model.name!r} needs the "
+                f"By a trial with rows of the first batch, model {self.owner.name!r} needs the "
                 "whole batch where its graph has only shards, and its graph is finalized, so that "
                 "no operation can be added. Run each of its functions once before "
                 "graph.finalize(), as by model.predict(), or use one device: "
@@ -188,18 +188,19 @@ class MakeGraphFunction(patching.InstanceMethod):
             # What stands there already may be the user's own.
             if made is not before and len(self.devices) > 1:
                 if trains and not asked:
-                    self._warn_of_gradients(model)
+                    self._warn_of_gradients()
                 self.functions.made(name, made)
 
-    def _warn_of_gradients(self, model):
+    def _warn_of_gradients(self):
+        name = self.functions.owner.name  # of an old Sequential, not of the one inside
         text = (
-            f"The gradients of model {model.name!r} are computed on {self.devices[0]} with the "
+            f"The gradients of model {name!r} are computed on {self.devices[0]} with the "
             "whole batch: its training function was made without a call of "
             "model.optimizer.get_updates(), from which parallelize() has each device compute its "
             "own. Another library has replaced it: call parallelize() after such libraries have "
             "changed the model."
         )
-        process.unused[model.name] = text
+        process.unused[name] = text
         if process.configuration is not None and process.configuration.settings.strict:
             raise errors.DevicesNotUsedError(text)
         errors.warn(text)
@@ -337,8 +338,9 @@ class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
     def is_ready(self, model):
         is_finalized = model.outputs[0].graph.finalized
         if is_finalized and not self.is_told:
+            name = self.verification.record.model
             errors.warn(
-                f"verify={self.verification.asked}: the graph of model {model.name!r} is "
+                f"verify={self.verification.asked}: the graph of model {name!r} is "
                 f"finalized, so that no operations can be added that do its {self.kind} step on "
                 "one device: it is not verified. Run a step before graph.finalize()."
             )

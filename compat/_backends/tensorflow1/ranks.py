@@ -152,7 +152,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
 
 
 def _kinds():
-    """The methods that make functions, those for epochs of TensorFlow 1.13's tf.keras among them."""
+    """The methods that make functions, with those for epochs of TensorFlow 1.13's tf.keras."""
     for kind in (MakeTensorFlow1TrainFunction, MakeTensorFlow1TestFunction):
         yield kind
         name = _keras.OF_EPOCHS[kind.function]
