@@ -12,6 +12,7 @@ from ..._runtime.process import process
 from ..._verification import keras2
 from . import graph, timeline
 from .graph_rows import ReplicasTrial
+from .python_functions import PythonFunctions
 from .replicas import GraphReplicas, rows_differ
 from .results import ReplicatedResults
 from .step_order import counting_in_order
@@ -318,6 +319,13 @@ class _TensorFlow1Step(keras2.Keras2Step):
             function.made.try_on(data)
             function.made.results.give_to(function.undivided)
         super().__init__(method, function, data)
+        computed = []
+        for each in function.made, function.undivided:
+            computed += [each.updates_op, *each.outputs, *getattr(each, "fetches", ())]
+        self._computed = graph.ancestors(computed, ())[0]
+
+    def attributes(self):
+        return PythonFunctions(self._computed)
 
     def operations(self):
         recording = timeline.recorded(graph.v1_names(), get_ident(), output_partition_graphs=True)

@@ -194,9 +194,8 @@ def _copy_contexts(copies, prefix):
         if context not in contexts:
             contexts[context] = result = copy.copy(context)
             vars(result).update((name, convert(each)) for name, each in vars(context).items())
+            # Of a gradient's loop it keeps _grad_state, by which TensorFlow refuses second ones.
             result._name = prefix + context._name
-            if graph.is_loop(context):
-                result._grad_state = None
         return contexts[context]
 
     for op, copied in copies.operations.items():

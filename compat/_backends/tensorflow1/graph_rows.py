@@ -12,6 +12,7 @@ import numpy as np
 
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value, trial
 from . import graph
+from .python_functions import PythonFunctions
 from .row_operations import ALIGNED, placements
 from .row_rules import Positions
 from .variables import settable
@@ -200,6 +201,7 @@ class ReplicasTrial:
         self._fed = {t: v for t, v in self._given.items() if not any(t is d for d in divided)}
         if hasattr(phase, "op"):
             self._fed[phase] = False
+        self._python = PythonFunctions(self.part.once.union(self.part.needed))
 
     def _value_of(self, tensor):
         """Rows of a tensor that the replica reads a shard of, from what is fed, or made up."""
@@ -231,7 +233,15 @@ class ReplicasTrial:
                     whys[tensor] = "unknown"
             elif not is_in_order(placement):
                 whys[tensor] = "tried"
+        changing = {result for op in self._changing() for result in op.outputs}
+        if changing:
+            after = [t for t in tensors if not changing.isdisjoint(self.part.before(t))]
+            whys.update(dict.fromkeys(after, "effects"))
         return whys
+
+    def _changing(self):
+        """The operations of the batch part whose Python functions change more than they return."""
+        return self._python.changing.intersection(self.part.operations)
 
     def placements(self, failed):
         """The placements by which the graph is divided anew, after some tensors failed the trial.
@@ -259,6 +269,8 @@ class ReplicasTrial:
         for tensor, why in failed.items():
             if not isinstance(found.get(tensor), Mixed):
                 found[tensor] = Mixed(why)
+        for op in self._changing():
+            found.update(dict.fromkeys(op.outputs, Mixed("effects")))
         return {t: p for t, p in found.items() if self.rows.tried.get(t) != p}
 
     def _is_untold(self, tensor):
@@ -276,8 +288,9 @@ class ReplicasTrial:
 
         try:
             values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}
-            drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
-            return dict(zip(tensors, trial.tried(compute)))
+            with self._python.unchanged():
+                drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
+                return dict(zip(tensors, trial.tried(compute)))
         finally:
             for variable, value in zip(written, before):
                 # By an operation that is there: the graph may be finalized.

@@ -18,6 +18,7 @@ from ..._rows import split_rows
 from . import graph
 from .graph_changes import ColocateGradients, Copy, copy_operations
 from .graph_rows import TensorRows
+from .python_functions import is_call
 
 _COSTLY = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "SparseTensorDenseMatMul")
 
@@ -36,7 +37,8 @@ class BatchPart:
         fixed: the number of rows, where it is fixed.
         needed: the operations that replicas run.
         operations: those among them that depend on the batch.
-        once: operations run once, not by each replica: counters.
+        once: operations run once, not by each replica: counters, and Python functions that are not
+            called with rows.
         averaged: the tensors that BatchNorm writes, each replica by the rows it has.
         constants: constant tensors that have a row for each row of the batch.
         divided: the inputs that replicas read shards of.
@@ -66,7 +68,7 @@ class BatchPart:
         targets = self._rows_nearest_to(outputs, losses + values, depending) + averaged
         needed, _ = graph.ancestors(targets, starts)
         self.across = self._costly_after(mixing, inside & depending.difference(needed))
-        self.once = {op for op in needed if graph.writes(op)}
+        self.once = {op for op in needed if graph.writes(op) or _calls_once(op, depending)}
         needed, consumers = graph.ancestors(targets, starts | self.once)
         # A gradient of the user's own is computed once of all that comes back to a weight.
         self.needed = [
@@ -161,6 +163,10 @@ def _values_written(updates, stop, variables):
     writing = graph.reached(own, consumers)
     values = [value for variable, value in pairs if is_one(variable.op)]
     return values + [t for op in writing for t in op.inputs if t.op not in writing]
+
+
+def _calls_once(op, depending):
+    return is_call(op) and op not in depending and graph.is_outermost(op)
 
 
 def _is_costly(op):
