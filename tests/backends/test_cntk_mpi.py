@@ -19,6 +19,10 @@ from .exchanges import RankedParts
 @pytest.mark.row("ranks: MPI")
 class TestCNTKRanks(RankedParts):
     backend = "cntk"
+    exempt_hooks = dict.fromkeys(
+        ["Mean._call_result", "MeanMetricWrapper._call_result"],
+        "nothing calls it: the attribute is kept while metrics are computed once more",
+    )
     exchanges = (12, 4)  # two of MPI's each; CNTK's own learner exchanges gradients besides
     # Keras 2.3 on CNTK tells metrics, such as the losses of several outputs, before it counts the
     # last batch, in one process, too. The loss itself is right.
