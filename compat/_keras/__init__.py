@@ -14,6 +14,7 @@ from .functions import (
     FUNCTIONS,
     OF_EPOCHS,
     function_of_epochs,
+    is_layer,
     is_users,
     is_users_function,
     maker_of,

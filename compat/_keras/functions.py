@@ -26,6 +26,12 @@ def function_of_epochs(model, function):
     return name if hasattr(model, maker_of(name)) else function
 
 
+def is_layer(thing):
+    """Whether something is a layer, or a model, of tf.keras or Keras 3."""
+    kinds = type(thing).__mro__
+    return any(kind.__name__ == "Layer" and not is_users(kind) for kind in kinds)
+
+
 def is_users(thing):
     """Whether a class or a function is the user's, not Keras' own."""
     package = (getattr(thing, "__module__", None) or "keras").split(".")[0]

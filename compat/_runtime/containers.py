@@ -262,9 +262,31 @@ def _is_array(value):
     return value.nbytes <= _LARGEST and not value.dtype.hasobject and value.flags.writeable
 
 
+class _Wrapped:
+    """The owner of what a wrapper of TensorFlow's keeps, which notices changes by others."""
+
+    def __init__(self, owner, wrapper):
+        self.owner, self.wrapper = owner, wrapper
+
+    def __getattr__(self, name):
+        return getattr(self.owner, name)
+
+    def write(self, key, value):
+        self.owner.write(key, value)
+        self.wrapper._update_snapshot()
+
+    def restore(self, before):
+        self.owner.restore(before)
+        self.wrapper._update_snapshot()
+
+
 def owners_of(value: "Any") -> "Iterator[Any]":
     """Iterate over what holds the values that a value has."""
-    if isinstance(value, dict):
+    if hasattr(value, "_update_snapshot") and isinstance(value, (dict, list)):
+        kind = _Items if isinstance(value, dict) else _Elements
+        kept = value.__wrapped__ if isinstance(value, dict) else value._storage
+        yield _Wrapped(kind(kept), value)
+    elif isinstance(value, dict):
         yield _Items(value)
     elif isinstance(value, (list, collections.deque)):
         yield _Elements(value)

@@ -9,6 +9,7 @@ import functools
 
 import tensorflow as tf
 
+from ..._rows import Sharded
 from ..._runtime import patching
 
 
@@ -76,15 +77,19 @@ class _Family:
         return tf.concat(found, 0) if self.are_rows[place] else tf.add_n(found)
 
 
-def relate(replicas, outputs, are_rows):
-    """Have tapes find the gradients of a call's outputs by each other.
+def relate(replicas, results, placements):
+    """Have tapes find the gradients of a call's outputs, and what it has noted, by each other.
 
     Arguments:
         replicas: each ``Replica`` of the call.
+        results, placements: of the call, by name.
     """
+    outputs, placements = [found["noted"] + found["outputs"] for found in (results, placements)]
     if len(outputs) < 2 or replicas[0].inner is None:
         return
-    tensors = [[t for t in each.values["outputs"] if tf.is_tensor(t)] for each in replicas]
+    are_rows = [isinstance(placement, Sharded) for placement in placements]
+    tensors = [each.values["noted"] + each.values["outputs"] for each in replicas]
+    tensors = [[tensor for tensor in each if tf.is_tensor(tensor)] for each in tensors]
     if not all(len(each) == len(outputs) for each in tensors):
         return  # one that is no tensor, or made of several
     _Family([(each.inner, own) for each, own in zip(replicas, tensors)], outputs, are_rows)

@@ -33,6 +33,7 @@ class Trace:
         call: the plain one.
         arguments: its ``ShardedArguments``.
         state: the ``ModelState`` of the model.
+        effects: its ``PythonEffects``.
         device: where its operations are tried.
 
     Attributes:
@@ -42,12 +43,15 @@ class Trace:
             identity: TensorFlow has no other.
         lookups: what is looked up in variables, as of the ``Walk``.
         across: what cannot be put together from what the devices have: an ``Across``, or None.
+        changes: those that the call made in Python objects, which are taken back.
     """
 
-    def __init__(self, call, arguments, state, device):
+    def __init__(self, call, arguments, state, effects, device):
         self._layers = {getattr(layer, "name", None) for layer in state.layers}
         placements = arguments.placements()
-        graph, placeholders, results = _traced(call, arguments, placements, state)
+        graph, placeholders, results, self.changes = _traced(
+            call, arguments, placements, state, effects
+        )
         known = {t.name: placement for t, placement in zip(placeholders, placements)}
         handles = {t.name: id(e) for t, e in captures(graph) if t.dtype.name == "resource"}
         with tf.init_scope(), tf.device(device):
@@ -59,7 +63,13 @@ class Trace:
                 tf.raw_ops.DestroyResourceOp(resource=copy)
         outputs = [_placement(walk, value) for value in results["outputs"]]
         losses = [_placement(walk, value) for value in results["losses"]]
-        self.placements = dict(outputs=outputs, masks=outputs, logits=outputs, losses=losses)
+        noted = [
+            _placement(walk, value) if getattr(value, "graph", graph) is graph else Mixed()
+            for value in results["noted"]
+        ]
+        self.placements = dict(
+            outputs=outputs, masks=outputs, logits=outputs, losses=losses, noted=noted
+        )
         self.lookups, changed = walk.lookups, walk.state
         for handle in merging.averages(state.layers):
             if id(handle) in changed:
@@ -79,7 +89,7 @@ class Trace:
             return _rows.Across(None, why="opaque")
         found = [
             (value, getattr(value, "dtype", None), placement)
-            for name in ("losses", "outputs")
+            for name in ("losses", "outputs", "noted")
             for value, placement in zip(results[name], self.placements[name])
         ]
         for handle, placement in self.variables:
@@ -102,12 +112,12 @@ class Trace:
         return _rows.Across(f"{op.name} ({op.type})", layer, line_of(op), why)
 
 
-def _traced(call, arguments, placements, state):
+def _traced(call, arguments, placements, state, effects):
     """The graph of a call, with an unknown number of rows; its placeholders; and its results."""
     from tensorflow.python.autograph.core import ag_ctx
     from tensorflow.python.framework.func_graph import func_graph_from_py_func
 
-    compute, made = as_function(call, state.collected, arguments.given), []
+    compute, made = as_function(call, state.collected, arguments.given, effects), []
 
     def traced(*placeholders):
         _, results = compute(*placeholders)
@@ -128,7 +138,7 @@ def _traced(call, arguments, placements, state):
         graph = func_graph_from_py_func(
             "compat_trace", traced, None, None, signature=specs, add_control_dependencies=False
         )
-    return (graph,) + made[-1]
+    return (graph,) + made[-1] + (compute.changes,)
 
 
 def _placement(walk, value):

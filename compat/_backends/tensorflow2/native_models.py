@@ -102,12 +102,13 @@ class NativeCall(ReplicatedCall):
             )
         return given
 
-    def _trace(self, call, arguments, state):
+    def _trace(self, call, arguments, state, effects):
         if tf.executing_eagerly() and not self.traces:
             # Variables that the first call makes must not be made within a replica.
             args, kwargs = arguments.structure
-            tf.function(call).get_concrete_function(*args, **kwargs)
-        return super()._trace(call, arguments, state)
+            with effects.taken():
+                tf.function(call).get_concrete_function(*args, **kwargs)
+        return super()._trace(call, arguments, state, effects)
 
     def plain(self, model):
         plain = type(model)._compat_plain_class

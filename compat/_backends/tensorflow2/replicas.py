@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..._rows import REPLICATED, Count, Sharded, Unknown, split_rows
+from . import python_effects
 from .between_outputs import InnerGradients
 
 # TensorFlow's module for the gradient tapes of a thread, private to it.
@@ -212,15 +213,17 @@ def _rows(value, start, stop):
     return tf.sparse.slice(value, tf.stack(starts), tf.stack(sizes))
 
 
-def as_function(call, scope, given):
+def as_function(call, scope, given, effects):
     """A call as a function of the tensors that its arguments and their masks consist of.
 
     It returns what the call returns, and lists: "outputs" has that, flat; "logits" and "masks" are
-    Keras' attributes of the outputs, or None; "losses" were added within the call.
+    Keras' attributes of the outputs, or None; "losses" were added within the call; "noted" are the
+    tensors that it has left in Python objects, of which ``changes`` tells.
 
     Arguments:
         scope: makes the context of the call, which yields the losses added in it.
         given: as ``ShardedArguments.given``.
+        effects: the ``PythonEffects`` of the model; None: its calls leave nothing.
     """
 
     def compute(*values):
@@ -228,12 +231,15 @@ def as_function(call, scope, given):
         for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
             if mask is not None:
                 value._keras_mask = mask
-        with split_rows.undivided(), scope() as losses:
+        with split_rows.undivided(), contextlib.ExitStack() as around:
+            compute.changes = around.enter_context(effects.taken()) if effects else []
+            losses = around.enter_context(scope())
             structure = call(*args, **kwargs)
         outputs = tf.nest.flatten(structure)
         masks = [getattr(output, "_keras_mask", None) for output in outputs]
         logits = [_logits(output) for output in outputs]
-        return structure, dict(outputs=outputs, masks=masks, logits=logits, losses=losses)
+        results = dict(outputs=outputs, masks=masks, logits=logits, losses=losses)
+        return structure, dict(results, noted=python_effects.tensors(compute.changes))
 
     return compute
 
@@ -244,17 +250,18 @@ class Replica:
     Arguments:
         size: how many rows are kept; none of the one row computed where this is 0.
         trace: the ``Trace`` of the call; None for a single replica.
-        call, scope, given: as of ``as_function``.
+        call, scope, given, effects: as of ``as_function``.
         join: what ``joining_tables`` makes of a variable's gradient.
 
     Attributes:
         structure, values: as the function of ``as_function`` returns them, with the replica's own
             rows of the values.
+        changes: those that its call made in Python objects, which are taken back.
     """
 
-    def __init__(self, device, size, trace, call, scope, given, join):
+    def __init__(self, device, size, trace, call, scope, given, effects, join):
         self.size = size
-        compute, shard = as_function(call, scope, given), tensors_of(given)
+        compute, shard = as_function(call, scope, given, effects), tensors_of(given)
 
         def own(value, placement):
             """Of a result with rows the replica's own: all of them, or none where it has none."""
@@ -301,6 +308,7 @@ class Replica:
             with tf.device(device):
                 tensors = results_of(*shard)
         self.values = with_tensors(self.values, tensors)
+        self.changes = compute.changes
 
 
 @contextlib.contextmanager

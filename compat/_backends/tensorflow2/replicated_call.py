@@ -6,6 +6,7 @@ import inspect
 import itertools
 import sys
 import threading
+import weakref
 
 import tensorflow as tf
 
@@ -14,7 +15,7 @@ from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
 from ..._runtime.process import process
-from . import between_outputs, merging
+from . import between_outputs, merging, python_effects
 from .call_trace import Trace
 from .replicas import Replica, ShardedArguments, are_arrays, as_tensors, recording
 from .runtime import refuse_loops, refuse_strategies, several_devices_in_xla
@@ -54,6 +55,8 @@ class ReplicatedCall(patching.InstanceMethod):
         # Whether it is there for a model around this one, whose step may call this one.
         self.belongs_to_step = belongs_to_step
         self.traces = {}  # type: Dict[Any, Any]  # of eager calls
+        self.effects = None  # of the model, which they belong to
+        self.lock = threading.RLock()
 
     def install(self, model):
         super().install(model)
@@ -85,24 +88,39 @@ class ReplicatedCall(patching.InstanceMethod):
             refuse_strategies(tf, model)
         if arguments.why:
             return self._whole(model, call, arguments, _rows.Across(None, why=arguments.why))
+        with self.lock:  # what is noted of one call is not of another thread's
+            return self._divided(model, call, arguments)
+
+    def _divided(self, model, call, arguments):
+        """The call on all devices, or on the first one where that is not possible."""
         state = merging.ModelState(_keras.all_layers(model) if self.is_of_keras else [])
-        trace = across = None
+        trace = across = effects = None
         why = "unknown"  # it cannot be traced with an unknown number of rows
         try:
             if len(self.devices) > 1:
-                trace = self._trace(call, arguments, state)
+                effects = self._effects(model)
+                effects.begin()
+                trace = self._trace(call, arguments, state, effects)
                 across = trace.across or _across_in_keras3(model, trace)
             if across is None:
                 why = "fails"
                 state.watch(trace.variables if trace else [])
-                replicas = self._computed(call, arguments, state, trace)
+                replicas = self._computed(call, arguments, state, trace, effects)
+                if not python_effects.are_equal([replica.changes for replica in replicas]):
+                    state.take_back()
+                    across = _rows.Across(None, why="effects")
         except Exception as error:
             if len(self.devices) == 1 or _rows.trial.is_fault(error):
                 raise
             state.take_back()
             across = _rows.Across(None, why=why)
-        if across is not None:
-            return self._whole(model, call, arguments, across)
+        if across is None:
+            return self._merged(arguments, state, effects, trace, replicas)
+        effects.restart()
+        return self._whole(model, call, arguments, across)
+
+    def _merged(self, arguments, state, effects, trace, replicas):
+        """What the call returns, and leaves behind, for the whole batch."""
         count(self.devices, arguments.rows, recording())
         whole = merging.Merging(replicas, arguments.rows, trace)
         state.finish(whole)
@@ -115,11 +133,18 @@ class ReplicatedCall(patching.InstanceMethod):
             if logits is not None:
                 output._keras_logits = logits
         if trace is not None:
-            are_rows = [isinstance(each, _rows.Sharded) for each in trace.placements["outputs"]]
-            between_outputs.relate(replicas, results["outputs"], are_rows)
+            effects.make(replicas[0].changes, results["noted"])
+            between_outputs.relate(replicas, results, trace.placements)
         return tf.nest.pack_sequence_as(replicas[0].structure, results["outputs"])
 
-    def _computed(self, call, arguments, state, trace):
+    def _effects(self, model):
+        """The ``PythonEffects`` of a model: deep copies of it share this call."""
+        if self.effects is None or self.effects[0]() is not model:
+            roots = model, self.plain(model), getattr(model, "python_function", None)
+            self.effects = weakref.ref(model), python_effects.PythonEffects(*roots)
+        return self.effects[1]
+
+    def _computed(self, call, arguments, state, trace, effects):
         """The devices' shares of the call, each computed there."""
         replicas, number, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
@@ -127,7 +152,9 @@ class ReplicatedCall(patching.InstanceMethod):
         for index, device in enumerate(self.devices):
             first, last = split_rows.bounds(rows, number, index)
             given = arguments.shard(split_rows.run_bounds(rows, number, index, maximum))
-            part = device, last - first, trace, call, state.replica, given
+            part = device, last - first, trace, call, state.replica, given, effects
+            if effects is not None:
+                effects.restart()
             replicas.append(Replica(*part, functools.partial(join, index)))
         return replicas
 
@@ -142,10 +169,10 @@ class ReplicatedCall(patching.InstanceMethod):
         _rows.runs_whole(name, across, self.devices[0], "The model", self)
         return results
 
-    def _trace(self, call, arguments, state):
+    def _trace(self, call, arguments, state, effects):
         """The plain call's trace. Eagerly it is kept for calls with arguments of the same kinds."""
         key = arguments.kind() if tf.executing_eagerly() else None
-        trace = self.traces.get(key) or Trace(call, arguments, state, self.devices[0])
+        trace = self.traces.get(key) or Trace(call, arguments, state, effects, self.devices[0])
         if key is not None:
             self.traces[key] = trace
         return trace
