@@ -22,7 +22,7 @@ from ... import _verification, errors
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._verification import keras_steps
-from . import executions, merging
+from . import executions, merging, python_effects
 from .replicas import are_arrays, recording, tensors_of
 from .replicated_call import ReplicatedCall
 from .runtime import held, is_variable
@@ -135,7 +135,9 @@ class VerifiedCall(_verification.Step):
         parts = [self.model] + list(getattr(self.model, "submodules", ()))
         kinds = (bool, int, float, tf.Tensor)
         own = [part for part in parts if hasattr(part, "__dict__")]
-        return _verification.Attributes(own, lambda name, value: isinstance(value, kinds))
+        numbers = _verification.Attributes(own, lambda name, value: isinstance(value, kinds))
+        function = getattr(self.model, "python_function", None)
+        return python_effects.Snapshot(numbers, self.model, function)
 
     def by_design(self, inference, changed):
         parts = [*getattr(self.model, "submodules", ()), self.model, *held(self.model)]

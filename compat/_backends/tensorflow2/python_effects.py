@@ -92,6 +92,14 @@ class PythonEffects:
         for put, state in self._randoms:
             put(state)
 
+    def changes(self):
+        """The user's changes since ``begin()``."""
+        # Of one owner in the order of their names: Keras sets attributes anew.
+        found, owners = list(filter(_is_effect, self._effects.changes())), {}
+        for change in found:
+            owners.setdefault(change.owner.identity, len(owners))
+        return sorted(found, key=lambda c: (owners[c.owner.identity], _order(c.key)))
+
     @contextlib.contextmanager
     def taken(self):
         """Within, a call changes objects; it yields a list, to which these changes are added.
@@ -103,14 +111,8 @@ class PythonEffects:
         try:
             yield found
         finally:
-            # Of one owner in the order of their names: Keras sets attributes anew.
-            changes = list(filter(_is_effect, self._effects.changes()))
-            owners = {}
-            for change in changes:
-                owners.setdefault(change.owner.identity, len(owners))
-            found += sorted(changes, key=lambda c: (owners[c.owner.identity], _order(c.key)))
-            for change in reversed(found):
-                change.owner.write(change.key, change.before)
+            found += self.changes()
+            _take_back(found)
             self._effects.forget()
 
     def make(self, changes, values):
@@ -122,6 +124,30 @@ class PythonEffects:
                 leaves = [next(values) if tf.is_tensor(e) else e for e in _leaves(after)]
                 after = _packed(after, leaves)
             change.owner.write(change.key, after)
+
+
+def _take_back(changes):
+    for change in reversed(changes):
+        change.owner.write(change.key, change.before)
+
+
+class Snapshot:
+    """What a step may change in Python objects, as it is now, for its verification.
+
+    Arguments:
+        attributes: the numbers among it.
+        roots: as of ``PythonEffects``.
+    """
+
+    def __init__(self, attributes, *roots):
+        self.attributes, self.effects = attributes, PythonEffects(*roots)
+        self.effects.begin()
+        self.have_changed = attributes.have_changed
+
+    def put_back(self):
+        self.attributes.put_back()
+        _take_back(self.effects.changes())
+        self.effects.restart()
 
 
 def _packed(value, leaves):

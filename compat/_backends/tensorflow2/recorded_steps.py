@@ -19,6 +19,7 @@ from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras_steps
 from ..tensorflow1 import timeline as tensorflow1_timeline
 from .executions import executed, products, recorded, short
+from .python_effects import Snapshot
 from .runtime import runs_eagerly
 
 # Its numbers, verified: the step done on one device, from the same state ------------------------
@@ -72,6 +73,9 @@ class _TensorFlow2Step(keras_steps.KerasStep):
     def __init__(self, method, function, iterator):
         super().__init__(method, function, _batches(function.model, iterator))
         self.iterator = iterator
+
+    def attributes(self):
+        return Snapshot(super().attributes(), self.model)
 
     # Batches ------------------------------------------------------------------------------------
 
