@@ -222,6 +222,12 @@ class Backend:
             check: what is entered around each step; None: no more.
         """
 
+    def watch_loops(self, model: "Any", check: "Optional[UsageCheck]") -> None:
+        """Have steps of a Keras model checked that are no methods of its own: ``model(batch)``.
+
+        As ``watch``; not every backend has a place for it.
+        """
+
     def placed_parts(self, model: "Any") -> "List[str]":
         """The devices that ``device()`` gave to parts of ``model``."""
         return []

@@ -1,7 +1,7 @@
 """Checks that parallelized models use all devices, or train together with the other ranks."""
 
 from .. import _keras
-from .._keras import watched_methods
+from .._keras import steps, watched_methods
 from .._runtime import patching, usage
 from .._runtime.process import process
 
@@ -12,12 +12,17 @@ def watch(backend, model, name, devices):
     process.unused.pop(name, None)
     if len(devices) > 1:
         check = usage.UsageCheck(
-            name, devices, lambda: backend.executed(model), lambda: _hooks(model)
+            name,
+            devices,
+            lambda: backend.executed(model),
+            lambda: _hooks(model),
+            lambda: steps.why_unsplit(model),
         )
     if _keras.keras_of(model) is None:
         backend.watch(model, check)
     else:
         watched_methods.install(model, check)
+        backend.watch_loops(model, check)
 
 
 def watch_rank(model, name, place):

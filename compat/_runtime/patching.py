@@ -52,6 +52,12 @@ class Patch:
             del _names(self.owner)[self.name]
 
 
+class WatchingPatch(Patch):
+    """A patch that changes nothing, and watches whether others are reached."""
+
+    watches = True
+
+
 def _names(owner):
     return owner if isinstance(owner, dict) else vars(owner)
 

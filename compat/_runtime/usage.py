@@ -40,6 +40,8 @@ class UsageCheck:
             framework does not report that.
         hooks: returns the methods that compat replaced on the model, by name, each with the number
             of its ``calls``.
+        why_unsplit: returns why training steps of the user's own split no batch, a sentence's end
+            and what to do, or None.
     """
 
     def __init__(
@@ -48,11 +50,28 @@ class UsageCheck:
         devices: "Sequence[str]",
         record: "Optional[Callable[[], ContextManager[Dict[str, int]]]]",
         hooks: "Callable[[], Dict[str, Any]]",
+        why_unsplit: "Callable[[], Optional[str]]" = lambda: None,
     ) -> None:
         self.model, self.devices = model, list(devices)
-        self.record, self.hooks = record, hooks
+        self.record, self.hooks, self.why_unsplit = record, hooks, why_unsplit
         self._confirmed: "Dict[str, Any]" = {}  # by kind, the function that was checked
         self._running: "Set[Any]" = set()
+        self._told: "Set[str]" = set()  # kinds of which a problem is reported already
+
+    def is_due(self, kind: str, running: bool = False) -> bool:
+        """Whether a step is to be checked that is no call of the framework's own methods.
+
+        Arguments:
+            running: whether also within one that is being checked.
+        """
+        is_running = not running and get_ident() in {thread for _, thread in self._running}
+        return not (kind in self._confirmed or kind in self._told or is_running or work.uncounted)
+
+    def missed(self, kind: str) -> None:
+        """Report a step of a kind that has reached none of the hooks."""
+        calls = {hook: each.calls for hook, each in self.hooks().items()}
+        self._told.add(kind)
+        self._report_unsplit(kind, "", calls)
 
     @contextlib.contextmanager
     def step(
@@ -92,10 +111,16 @@ class UsageCheck:
             for batch, number in work.batches().items()
             if number > before.get(batch, 0) and (batch[2] or kind != "train")
         ]
+        if kind in self._told:  # within, already
+            self._told.discard(kind)
+            self._confirmed[kind] = function()
+            return
         problem = self._problem(counted, executed, calls)
         if is_known or problem:
             self._confirmed[kind] = function()
-        if problem:
+        if problem and not counted:
+            self._report_unsplit(kind, name, calls)
+        elif problem:
             self._report(f"the first {KINDS[kind]}", name, problem)
 
     def call(self, method: "Callable[..., Any]", args: "Sequence[Any]", kwargs: "Any") -> "Any":
@@ -107,9 +132,7 @@ class UsageCheck:
         if not counted:
             if self.model in process.whole or executed is not None and not any(executed.values()):
                 return None  # a warning has said so; or nothing was computed
-            return f"no batch was split over {settings.listed(self.devices)}. " + self._unreached(
-                calls
-            )
+            return "no batch was split."
         if self.model not in process.whole and all(_is_alone(sizes) for _, sizes, _ in counted):
             return "one device computed every batch alone. " + self._unreached(calls)
         claimed = {
@@ -133,6 +156,15 @@ class UsageCheck:
             "device_count, visible_device_list and the like."
         )
 
+    def _report_unsplit(self, kind, name, calls):
+        """Report that no batch was split."""
+        why = self.why_unsplit() if kind == "train" else None
+        if why:
+            tell(self.model, f"The first step of training {self.model!r} ran on one device: {why}")
+        else:
+            split = f"no batch was split over {settings.listed(self.devices)}. "
+            self._report(f"the first {KINDS[kind]}", name, split + self._unreached(calls))
+
     def _unreached(self, calls):
         hooks = self.hooks().items()
         uncalled = [name for name, each in hooks if each.calls == calls.get(name, 0)]
@@ -155,7 +187,11 @@ def report(model: str, step: str, name: str, problem: str) -> None:
         DevicesNotUsedError: in place of the warning, under ``configure_gpu(strict=True)``.
     """
     where = f" ({name}())" if name else ""
-    text = f"In {step} of model {model!r}{where} {problem}"
+    tell(model, f"In {step} of model {model!r}{where} {problem}")
+
+
+def tell(model: str, text: str) -> None:
+    """Warn of a model, as ``report`` does, by a whole text."""
     process.unused.setdefault(model, text)
     configuration = process.configuration
     if configuration is not None and configuration.settings.strict:

@@ -1,5 +1,6 @@
 """TensorFlow 2: whether all devices were used, as TensorFlow itself reports it."""
 
+import functools
 import warnings
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat._api import use_checks
 from compat._backends.tensorflow2 import backend, executions
 from compat.testing import DEVICES, initialise, keras_under_test, span
 
+from . import hooks
 from .messages import told
 
 layers = keras_under_test().layers
@@ -72,9 +75,7 @@ def test_a_device_that_executes_nothing_is_named(keras):
     devices = ["/cpu:0", "/cpu:1", "/gpu:0"]
     compat.parallelize(model)
     backend.parallelize(model, devices)
-    from compat import _api
-
-    _api._watch(backend, model, model.name, devices)
+    use_checks.watch(backend, model, model.name, devices)
     with told() as texts:
         model.fit(ROWS, TARGETS, batch_size=4, epochs=2, verbose=0)
     assert texts == [
@@ -97,3 +98,110 @@ def test_a_trace_of_the_script_keeps_its_graph(keras, tmp_path):
         tf.summary.trace_export("predict", step=0)
     (events,) = tmp_path.iterdir()
     assert b"MatMul" in events.read_bytes()
+
+
+# Loops of the user's own ------------------------------------------------------------------------
+
+
+class Native(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = tf.Variable(np.ones((8, 4), "float32"))
+
+    def __call__(self, rows):
+        return tf.tanh(rows @ self.kernel)
+
+
+class OwnStep(keras_under_test().Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+        self.dense.build((None, 8))
+        self.built = True
+
+    def call(self, rows):
+        return self.dense(rows)
+
+    def train_step(self, data):
+        trained(self, *data)
+        return {"loss": 0.0}
+
+
+def variables_of(model):
+    """A Keras 3 variable has one of TensorFlow's."""
+    return [v if isinstance(v, tf.Variable) else v.value for v in model.trainable_variables]
+
+
+def trained(model, rows, targets, call=None):
+    weights = variables_of(model)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(((call or model)(rows) - targets) ** 2)
+    for weight, gradient in zip(weights, tape.gradient(loss, weights)):
+        weight.assign_sub(0.1 * gradient)
+
+
+def predicted(model, rows, targets):
+    return model(rows)
+
+
+def program(build, step, in_graph):
+    def run():
+        model = compat.parallelize(build())
+        function = tf.function(lambda *data: step(model, *data)) if in_graph else None
+        function = function or (lambda *data: step(model, *data))
+        for _ in range(2):
+            function(tf.constant(ROWS), tf.constant(TARGETS))
+
+    return run
+
+
+def keras_model():
+    return dense(keras_under_test())
+
+
+@span
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("step", [trained, predicted])
+@pytest.mark.parametrize("build", [keras_model, Native])
+def test_a_loop_that_reaches_no_replica_is_never_silent(keras, build, step, in_graph):
+    """And one that reaches them is."""
+    run = program(build, step, in_graph)
+    with told() as texts:
+        run()
+    assert not texts
+    found = hooks.left_out_one_by_one(run, {})
+    assert found and None not in found.values(), found
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+def test_a_loop_that_calls_layers_by_themselves_is_told_of(keras, in_graph):
+    def call(rows):
+        for layer in model.layers:
+            rows = layer(rows)
+        return rows
+
+    model = compat.parallelize(keras_model())
+    step = functools.partial(trained, model, call=call)
+    with told() as texts:
+        (tf.function(step) if in_graph else step)(tf.constant(ROWS), tf.constant(TARGETS))
+    assert texts == [
+        "In the first training step of model {!r} no batch was split over /cpu:0, /cpu:1, /cpu:2. "
+        "What parallelize() put in place of model.call() was not called. Another library has "
+        "replaced it, or this version of the framework takes another way: call parallelize() after "
+        "such libraries have changed the model, and report it with the output of `python -m compat "
+        "env` if there is none.".format(model.name)
+    ]
+
+
+if hasattr(keras_under_test().Model, "train_step"):
+
+    def test_hooks_are_left_out_of_a_train_step(keras):
+        options = {"jit_compile": False} if hasattr(keras, "StatelessScope") else {}
+
+        def run():
+            model = compat.parallelize(OwnStep())
+            model.compile("sgd", "mse", **options)
+            model.fit(ROWS, TARGETS, batch_size=4, verbose=0)
+
+        found = hooks.left_out_one_by_one(run, {})
+        assert found and None not in found.values(), found

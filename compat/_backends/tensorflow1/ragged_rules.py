@@ -41,7 +41,7 @@ class SplitShape(_Partition):
     __slots__ = ()
 
 
-class RowCount(Count):
+class NumberOfRows(Count):
     """The number of rows itself, where ``Count()`` is anything in proportion to it."""
 
     __slots__ = ()
@@ -59,17 +59,17 @@ def placements(op, values):
     return None if rule is None else rule(op, [value.placement for value in values], values)
 
 
-def without_row_counts(values):
+def without_numbers_of_rows(values):
     """Values as all other rules take them."""
     return [
-        Value(Count(), value.shape) if isinstance(value.placement, RowCount) else value
+        Value(Count(), value.shape) if isinstance(value.placement, NumberOfRows) else value
         for value in values
     ]
 
 
 def _kept(op, given, values):
     """What passes on what it gets."""
-    return [given[0]] if isinstance(given[0], (_Partition, Positions, RowCount)) else None
+    return [given[0]] if isinstance(given[0], (_Partition, Positions, NumberOfRows)) else None
 
 
 def _is_fixed(*given):
@@ -100,7 +100,7 @@ def _sliced(op, given, values):
         rows = masks == [1, 1, 2, 0] and list(constant(op.inputs[3])) == [1, 1]
         return [given[0]] if rows else None
     first = list(begin) == [0] and masks[2:] == [1, 0]
-    return [RowCount()] if isinstance(given[0], SplitShape) and first else None
+    return [NumberOfRows()] if isinstance(given[0], SplitShape) and first else None
 
 
 def _flattened(op, given, values):
@@ -131,7 +131,7 @@ def _counted_by_row(op, given, values):
     places, number, _ = given
     by_row = isinstance(places, Positions) and places.rows == Sharded(0) and values[0].rank == 1
     unweighted = sizes_of(op.inputs[2]) == [0] and not attribute(op, "binary_output", False)
-    return [Sharded(0)] if by_row and unweighted and isinstance(number, RowCount) else None
+    return [Sharded(0)] if by_row and unweighted and isinstance(number, NumberOfRows) else None
 
 
 def _added_up(op, given, values):
@@ -154,7 +154,7 @@ def _padded(op, given, values):
     kinds = op.get_attr("row_partition_types")
     by_splits = kinds == [b"ROW_SPLITS"] and isinstance(partition[0], Splits)
     by_rows = kinds == [b"FIRST_DIM_SIZE", b"VALUE_ROWIDS"] and (
-        isinstance(partition[0], RowCount) and isinstance(partition[1], Positions)
+        isinstance(partition[0], NumberOfRows) and isinstance(partition[1], Positions)
     )
     if elements != _ELEMENTS or not _is_fixed(sizes, default) or not (by_splits or by_rows):
         return None

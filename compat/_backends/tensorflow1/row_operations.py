@@ -220,7 +220,7 @@ def placements(op, values):
     found = ragged_rules.placements(op, values)
     if found is not None:
         return found
-    values = ragged_rules.without_row_counts(values)
+    values = ragged_rules.without_numbers_of_rows(values)
     rule, positions = RULES.get(op.type), [v for v in values if isinstance(v.placement, Positions)]
     if positions and rule in (None, strided_slice):
         values = [Value(Unknown(), v.shape) if v in positions else v for v in values]

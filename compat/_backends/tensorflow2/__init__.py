@@ -117,6 +117,15 @@ class TensorFlow2(Backend):
         call = replicated_call.of(model)
         return executions.by_device(call.devices if call else self.devices())
 
+    def watch(self, model, check):
+        """At the model's ``__call__``, and where tapes are asked; see ``watched_loops``."""
+        if not in_v1_mode(self.import_framework()):
+            from . import watched_loops  # here for start-up time
+
+            watched_loops.watch(model, check)
+
+    watch_loops = watch
+
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, job):

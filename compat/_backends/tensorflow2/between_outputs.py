@@ -93,9 +93,18 @@ def relate(replicas, results, placements):
     if not all(len(each) == len(outputs) for each in tensors):
         return  # one that is no tensor, or made of several
     _Family([(each.inner, own) for each, own in zip(replicas, tensors)], outputs, are_rows)
+    have_tapes_ask()
+
+
+#: Called with the sources of each gradient that a tape is asked for.
+listeners = []  # type: list
+
+
+def have_tapes_ask():
+    """From now on, have tapes ask replicas for gradients between their outputs."""
     if patching.find(tf.GradientTape, "gradient") is None:
         plain = tf.GradientTape.gradient
-        patching.Patch(tf.GradientTape, "gradient", _asking_replicas(plain))
+        patching.WatchingPatch(tf.GradientTape, "gradient", _asking_replicas(plain))
 
 
 def _asking_replicas(plain):
@@ -108,6 +117,8 @@ def _asking_replicas(plain):
         unconnected_gradients=tf.UnconnectedGradients.NONE,
     ):
         flat = tf.nest.flatten(sources)
+        for listener in listeners:
+            listener(flat)
         asked = [getattr(source, "_compat_family", None) for source in flat]
         families = {id(each[0]): each[0] for each in asked if each is not None}
         if not families:

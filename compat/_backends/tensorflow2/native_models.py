@@ -22,7 +22,7 @@ from ... import _verification, errors
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._verification import keras_steps
-from . import executions, merging, python_effects
+from . import executions, merging, python_effects, watched_loops
 from .replicas import are_arrays, recording, tensors_of
 from .replicated_call import ReplicatedCall
 from .runtime import held, is_variable
@@ -45,7 +45,7 @@ def verify(model, verification):
 
 def _replicated_class(plain, replicated_call):
     def __call__(self, *args, **kwargs):
-        return type(self)._compat_call(self, *args, **kwargs)
+        return watched_loops.called(self, type(self)._compat_call, (self,) + args, kwargs)
 
     def by_plain_class(name):
         """The method of the plain class, while the object is one of it."""

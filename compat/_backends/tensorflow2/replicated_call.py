@@ -11,7 +11,6 @@ import weakref
 import tensorflow as tf
 
 from ... import _keras, _rows
-from ..._keras import steps
 from ..._rows import split_rows
 from ..._runtime import patching, work
 from ..._runtime.process import process
@@ -27,6 +26,10 @@ _TRACES = (
     "scratch_graph", "build_graph",
     "_layer_call_fn", "_conditional_losses", "_wrapped_model", "__call__", "serving_default",
 )  # fmt: skip
+
+
+#: How often a call that is divided was begun, of any model.
+reached = [0]
 
 
 class ReplicatedCall(patching.InstanceMethod):
@@ -74,9 +77,9 @@ class ReplicatedCall(patching.InstanceMethod):
             model.__dict__["supports_jit"] = True
 
     def invoke(self, model, *args, **kwargs):
-        steps.note_call()
+        reached[0] += 1
         call = functools.partial(self._unreplicated, model)
-        if split_rows.runs_undivided() or self._only_traced(model):
+        if split_rows.runs_undivided() or only_traced(model):
             return call(*args, **kwargs)
         args, kwargs = self._given(model, (args, kwargs))
         arguments = ShardedArguments(args, kwargs, len(self.devices))
@@ -181,17 +184,6 @@ class ReplicatedCall(patching.InstanceMethod):
         """Keras 3 hands the arrays of an eager step to a functional model as they are."""
         return as_tensors(given) if are_arrays(given) else given
 
-    def _only_traced(self, model):
-        """Whether nothing is computed, or somewhere else."""
-        is_traced = self.is_of_keras and not tf.executing_eagerly()
-        graph = tf.compat.v1.get_default_graph() if is_traced else None
-        while graph is not None:
-            if any(mark in getattr(graph, "name", "") for mark in _TRACES):
-                return True
-            graph = getattr(graph, "outer_graph", None)
-        # A Keras 3 model as a pure function: the caller's scope holds its state.
-        return _keras.in_stateless_scope(_keras.keras_of(model))
-
     def _unreplicated(self, model, *args, **kwargs):
         """The call this one hides, converted by autograph where Keras would do so."""
         plain = self.plain(model)
@@ -203,6 +195,18 @@ class ReplicatedCall(patching.InstanceMethod):
 
             plain = api.tf_convert(plain, ag_ctx.control_status_ctx())
         return plain(*args, **kwargs)
+
+
+def only_traced(model):
+    """Whether nothing is computed where a model is called now, or somewhere else."""
+    keras = _keras.keras_of(model) or (_keras.is_layer(model) and tf.keras)
+    graph = tf.compat.v1.get_default_graph() if keras and not tf.executing_eagerly() else None
+    while graph is not None:
+        if any(mark in getattr(graph, "name", "") for mark in _TRACES):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    # A Keras 3 model as a pure function: the caller's scope holds its state.
+    return _keras.in_stateless_scope(keras)
 
 
 def of(model):

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from ... import _keras, _rows, errors
-from ..._keras import steps
 from ..._runtime import patching
 from . import batches, tracing
 from .calls import NotMergeable, State, Total, tag, tag_of
@@ -34,7 +33,6 @@ class ReplicatedKerasCall(ReplicatedMethod):
     """The ``call`` of a Keras model on several devices."""
 
     def layouts(self, model, arguments):
-        steps.note_call()
         return super().layouts(model, arguments)
 
     def first_call(self, model, arguments, layouts):
