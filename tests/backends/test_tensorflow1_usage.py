@@ -74,7 +74,8 @@ def test_only_the_first_step_is_recorded(keras):
         def on_batch_begin(self, batch, logs=None):
             seen.append(patching.patches() == patches)
 
-    assert not warned(model.fit, INPUTS, TARGETS, batch_size=4, callbacks=[Watch()], verbose=0)
+    options = {"batch_size": 4, "epochs": 1, "callbacks": [Watch()], "verbose": 0}
+    assert not warned(model.fit, INPUTS, TARGETS, **options)
     assert seen == [False] + [True] * 3
     assert compat.report().all_worked
 
