@@ -315,3 +315,43 @@ def test_what_cannot_be_put_together_runs_whole(mx, kind):
     else:
         start = MIXED.format(kind.says.format(weight=net.momentum.weight.name), net.name)
     assert texts == [start + WHOLE]
+
+
+# Compiled blocks ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+def test_what_a_hybrid_block_sets(mx, hybridize):
+    """Where Gluon compiles it, its code runs once, with symbols. Hooks of the block see arrays."""
+
+    class Own(mx.gluon.HybridBlock):
+        def __init__(self):
+            super(Own, self).__init__()
+            self.calls, self.names = 0, []
+            with self.name_scope():
+                self.inner = mx.gluon.nn.Dense(4, in_units=8)
+
+        def hybrid_forward(self, F, x):
+            self.calls += 1
+            self.names.append(F.__name__)
+            self.hidden = self.inner(x)
+            return self.hidden * 2
+
+    found = []
+    for parallel in (False, True):
+        net, seen = Own(), []
+        net.initialize(mx.init.One())
+        net.register_forward_hook(lambda block, x, y, seen=seen: seen.append(y.asnumpy()))
+        if parallel:
+            compat.parallelize(net)
+        if hybridize:
+            net.hybridize()
+        with told() as texts:
+            for rows in ROWS:
+                net(mx.nd.array(data(rows)[0]))
+        assert texts == []
+        hidden = net.hidden if hybridize else net.hidden.asnumpy()
+        found.append((net.calls, net.names, type(hidden), len(seen), seen[-1]))
+    plain, parallel = found
+    assert plain[:4] == parallel[:4]
+    np.testing.assert_allclose(plain[4], parallel[4], rtol=1e-5)

@@ -140,9 +140,10 @@ class WatchedBlock:
         check: a ``UsageCheck``.
     """
 
+    running = threading.local()  # ``step``: the one that is checked in this thread
+
     def __init__(self, check):
         self.check = check
-        self.running = threading.local()  # ``step``: the one that is checked in this thread
 
     @classmethod
     def install_on(cls, block, check):
@@ -157,21 +158,28 @@ class WatchedBlock:
             )
 
     def begin(self, block, args):
-        self.close((GeneratorExit, GeneratorExit(), None))  # an error has left it
         if split_rows.runs_undivided() or isinstance(args[0] if args else None, mx.sym.Symbol):
             return  # within another block; or it is being exported
         kind = "train" if mx.autograd.is_training() else "predict"
+        self.abandon()
         step = self.check.step(kind, lambda: vars(block).get("forward"), "forward")
         self.running.step = step
         step.__enter__()
 
     def end(self, block, args, result):
-        self.close((None, None, None))
+        if not split_rows.runs_undivided():
+            self._close(None, None, None)
 
-    def close(self, raised):
-        step = getattr(self.running, "step", None)
+    @classmethod
+    def abandon(cls):
+        """End the check of a call that has ended with an error: then Gluon calls no hook."""
+        cls._close(GeneratorExit, GeneratorExit(), None)
+
+    @classmethod
+    def _close(cls, *raised):
+        step = getattr(cls.running, "step", None)
         if step is not None:
-            self.running.step = None
+            cls.running.step = None
             with contextlib.suppress(GeneratorExit):
                 step.__exit__(*raised)
 

@@ -8,6 +8,7 @@ from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod
 from . import gluon_arrays, gluon_parameters, symbol_graph
+from .executed import WatchedBlock
 from .gluon_arrays import context_of, leaves, mapped, on_context, parameters_of, states_of
 from .gluon_trial import BlockTrial
 from .locks import CallLock, making
@@ -303,4 +304,9 @@ class SplitForward(InstanceMethod):
         self.replicas = replicas
 
     def invoke(self, block, *args):
-        return self.replicas.forward(args)
+        try:
+            return self.replicas.forward(args)
+        except BaseException:
+            if not split_rows.runs_undivided():
+                WatchedBlock.abandon()
+            raise

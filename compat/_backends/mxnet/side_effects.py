@@ -17,9 +17,15 @@ from ..._runtime import containers
 from ..._runtime.effects import Effects
 from . import gluon_arrays
 
-# Where Gluon keeps parts, parameters, hooks and what it has compiled.
+# Where Gluon keeps parts, parameters, hooks and what it has compiled: the names in its code.
 _GLUON = {"_compat_replicas", "_compat_watched", "forward"}
-_GLUON.update(*[vars(kind()) for kind in (mx.gluon.Block, mx.gluon.HybridBlock)])
+_GLUON.update(
+    name
+    for kind in (mx.gluon.Block, mx.gluon.HybridBlock)
+    for function in vars(kind).values()
+    for name in getattr(getattr(function, "__code__", None), "co_names", ())
+    if name.startswith("_")
+)
 
 
 # So many containers that calls change are known by number.
@@ -180,9 +186,9 @@ class SideEffects:
         written = []
         first = found[0]
         if self._cached() != self._compiled:
-            # Compiling has called it with symbols, once.
-            once = {place for place, change in first.items() if not any(_leaves(change.after))}
-            written += [first[place] for place in once if not all(place in each for each in found)]
+            # Compiling has called it with symbols, in the first replica alone.
+            once = {place for place in first if any(place not in each for each in found)}
+            written += [first[place] for place in first if place in once]
             first = {place: first[place] for place in first if place not in once}
             found = [{place: each[place] for place in each if place not in once} for each in found]
         change = differing(found)
