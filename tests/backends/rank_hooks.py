@@ -8,7 +8,7 @@ import numpy as np
 import compat
 from compat._runtime import patching
 from compat._runtime.process import process
-from compat.testing.models import fit_in_order
+from compat.testing.models import fit_in_order, new_graph
 
 from . import hooks
 
@@ -29,15 +29,15 @@ def left_out(keras, folder, exempt):
         warnings.simplefilter("error", compat.CompatWarning)
         train_and_evaluate(keras)
     program = functools.partial(train_and_evaluate, keras)
-    said = hooks.left_out_one_by_one(program, exempt)
     settings = process.configuration.settings
-    settings.strict = True
+    settings.strict = True  # a program ends where something is found
     try:
-        strict = hooks.said_without("model.fit", program)
+        said = hooks.left_out_one_by_one(program, exempt)
     finally:
         settings.strict = False
+    warned = hooks.said_without("model.fit", program)
     report = compat.report()
-    return {}, {"said": said, "strict": strict, "report": [report.all_worked, report.verdict]}
+    return {}, {"said": said, "warned": warned, "report": [report.all_worked, report.verdict]}
 
 
 def take_back_patches():
@@ -49,8 +49,9 @@ def take_back_patches():
 def train_and_evaluate(keras):
     """Train and evaluate a new model by each of Keras' methods that does so."""
     take_back_patches()
+    new_graph()
     random = np.random.RandomState(0)
-    x = random.normal(size=(21, 6)).astype("float32")
+    x = random.normal(size=(16, 6)).astype("float32")
     inputs, targets = compat.shard((x, x.sum(axis=1, keepdims=True)), 8)
     rows = compat.local_batch_size(8)
 

@@ -28,6 +28,10 @@ class TestCNTKRanks(RankedParts):
     # last batch, in one process, too. The loss itself is right.
     compared = 4
     compared_of_batches = 1
+    exempt_hooks = dict.fromkeys(
+        ("Mean._call_result", "MeanMetricWrapper._call_result"),
+        "it only keeps the attribute as it is while a result is computed",
+    )
 
 
 METRICS = """

@@ -18,6 +18,9 @@ class OnTensorFlow2(RankedParts):
     extension = ".keras" if KERAS3 else ".h5"
     # Keras 3 counts each batch once in the losses of single outputs, on each rank.
     compared = 4 if KERAS3 else 9
+    exempt_hooks = {"model.export": "as save()"}
+    if KERAS3:
+        exempt_hooks["keras.src.backend.tensorflow.nn.conv"] = "it mends a fault of Keras' own"
 
 
 @pytest.mark.row("ranks: Horovod")
