@@ -44,6 +44,7 @@ class MakeFunction(RankedMethod):
 
     method = "_make_train_function"
     steps = ("train",)
+    one_of = "what makes train functions"
     function = "train_function"
     training = True
 
@@ -197,6 +198,7 @@ class RankedKeras2Function:
 class MakeTestFunction(MakeFunction):
     method = "_make_test_function"
     steps = ("evaluate",)
+    one_of = "what makes test functions"
     function = "test_function"
     training = False
 

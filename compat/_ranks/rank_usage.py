@@ -57,7 +57,7 @@ class RanksCheck(usage.UsageCheck):
         args, kwargs = keras_model.arguments_by_name(method, args, kwargs)
         callbacks = kwargs.get("callbacks") or []
         callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-        kwargs["callbacks"] = list(callbacks) + [call.callback()]
+        kwargs["callbacks"] = list(callbacks) + [call.callback(callbacks)]
         call.is_reported = True
         return method(*args, **kwargs)
 
@@ -68,13 +68,13 @@ class RanksCheck(usage.UsageCheck):
         """What compat replaced on the model, by name, whether it is still there or not."""
         return dict(self._installed, **self.hooks())
 
-    def is_confirmed(self, kind):
-        """Whether the function that Keras uses for a kind of step was checked."""
-        function = watched_methods.function_of(self._model(), kind)
+    def is_confirmed(self, kind, name):
+        """Whether the function by which a method does a kind of step was checked."""
+        function = watched_methods.function_of(self._model(), kind, name)
         return kind in self._confirmed and self._confirmed[kind] is function
 
-    def confirm(self, kind):
-        self._confirmed[kind] = watched_methods.function_of(self._model(), kind)
+    def confirm(self, kind, name):
+        self._confirmed[kind] = watched_methods.function_of(self._model(), kind, name)
 
     def report(self, step, name, found, hooks):
         """Report what was found, once.
@@ -98,7 +98,7 @@ class _Call:
         self.before = self._state()
         self.calls = {hook: each.calls for hook, each in check.all_hooks().items()}
         self.weights = None
-        if kind == "train" and not check.is_confirmed(kind):
+        if kind == "train" and not check.is_confirmed(kind, name):
             self.weights = self._weights()
 
     def _state(self):
@@ -126,10 +126,12 @@ class _Call:
 
     # What Keras reports -----------------------------------------------------------------------
 
-    def callback(self):
-        call = self
+    def callback(self, others):
+        """The callback by which ``fit`` reports its steps, after all others that it was given."""
+        call, callbacks = self, _keras.keras_of(self.check.model_now()).callbacks
+        saving = _saving(callbacks.ModelCheckpoint, others)
 
-        class Steps(_keras.keras_of(self.check.model_now()).callbacks.Callback):  # type: ignore
+        class Steps(callbacks.Callback):  # type: ignore  # any Keras
             # It takes no values of logs, and changes nothing.
             _supports_tf_logs = async_safe = watches = True
 
@@ -143,12 +145,16 @@ class _Call:
 
             def on_epoch_end(self, epoch, logs=None):
                 call.epochs += 1
-                call.epoch_ended(any(str(name).startswith("val_") for name in logs or ()))
+                call.epoch_ended("val_loss" in (logs or ()), saving)
 
         return Steps()
 
-    def epoch_ended(self, validated):
-        """Check an epoch, at whose end ranks combine losses and metrics."""
+    def epoch_ended(self, validated, saving):
+        """Check an epoch, at whose end ranks combine losses and metrics.
+
+        Arguments:
+            saving: the methods that have saved the model at its end.
+        """
         step = "the first epoch" if self.epochs == 1 else f"epoch {self.epochs}"
         model = self.check.model_now()
         step_of_model = getattr(type(model), "train_step", None)
@@ -157,6 +163,9 @@ class _Call:
             self.trained(step, self.steps)
         if validated:
             self.evaluated(step)
+        if self.check.engine is not None:
+            uncalled = [name for name, _ in self._uncalled() if name in saving]
+            self.check.engine.unreached.update((f"model.{name}", None) for name in uncalled)
         self.combined(step, self.epochs)
 
     def end(self):
@@ -204,9 +213,9 @@ class _Call:
 
     def _check(self, step, kind, found):
         """Report what was found, and what Keras did not call where it comes for the first time."""
-        is_first = bool(kind) and not self.check.is_confirmed(kind)
+        is_first = bool(kind) and not self.check.is_confirmed(kind, self.name)
         if kind:
-            self.check.confirm(kind)
+            self.check.confirm(kind, self.name)
         hooks, engine = self._unreached(kind if is_first or found else ""), self.check.engine
         if engine is not None:
             hooks += engine.unreached
@@ -218,14 +227,32 @@ class _Call:
     def _unreached(self, kind):
         """The names of methods that this call and steps of a kind have to call, and did not."""
         own_steps = steps.has_own_steps(self.check.model_now())
+        uncalled = self._uncalled()
+        called = set(self.check.all_hooks().items()).difference(uncalled)
+        groups = {getattr(hook, "one_of", "") for _, hook in called}
 
         def is_due(name, hook):
-            of_step = kind in getattr(hook, "steps", ())
-            return name == self.name or of_step and not (own_steps and hook.is_of_keras_steps)
+            if name == self.name:
+                return True
+            if kind not in getattr(hook, "steps", ()) or own_steps and hook.is_of_keras_steps:
+                return False
+            return not hook.one_of or hook.one_of not in groups
 
-        hooks = self.check.all_hooks().items()
-        uncalled = [(name, hook) for name, hook in hooks if hook.calls == self.calls.get(name, 0)]
         return [f"model.{name}" for name, hook in uncalled if is_due(name, hook)]
+
+    def _uncalled(self):
+        hooks = self.check.all_hooks().items()
+        return [(name, hook) for name, hook in hooks if hook.calls == self.calls.get(name, 0)]
+
+
+def _saving(kind, callbacks):
+    """The methods by which a ``ModelCheckpoint`` of Keras' saves a model in each epoch."""
+    return {
+        "save_weights" if each.save_weights_only else "save"
+        for each in callbacks
+        if type(each) is kind and not each.save_best_only
+        if getattr(each, "save_freq", "epoch") == "epoch" and getattr(each, "period", 1) == 1
+    }
 
 
 def _steps(number):

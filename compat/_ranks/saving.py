@@ -20,11 +20,13 @@ class RankedMethod(patching.InstanceMethod):
     Attributes:
         steps: the kinds of steps that have to call it, as ``RanksCheck`` has them.
         is_of_keras_steps: whether a step of the script's own may do without it.
+        one_of: the name of a group of methods of which such a step calls one; empty for none.
         is_optional: whether the classes of some versions of Keras have no such method.
     """
 
     steps = ()  # type: tuple
     is_of_keras_steps = False
+    one_of = ""
     is_optional = False
 
     def __init__(self, engine):

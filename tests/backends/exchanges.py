@@ -13,8 +13,6 @@ from compat.testing.models import fit_in_order
 from compat.testing.ranks import RanksContract
 from compat.testing.ranks.programs import BATCH
 
-from . import rank_hooks
-
 SCRIPT = """\
 import sys
 from compat.testing.ranks import programs
@@ -24,11 +22,12 @@ programs.main(*sys.argv[1:], exchange=exchanges.exchange, left_out=rank_hooks.le
 """
 
 
+#: Why ``export`` is none of the hooks that ranks depend on.
+EXPORT = "it only writes files, when a script calls it, on rank 0 alone"
 UNREACHED = (
-    " did not do all that ranks depend on. What parallelize() put in place of {} was not called. "
-    "Another library has replaced it, or this version of the framework takes another way: call "
-    "parallelize() after such libraries have changed the model, and report it with the output of "
-    "`python -m compat env` if there is none."
+    "What parallelize() put in place of {} was not called. Another library has replaced it, or "
+    "this version of the framework takes another way: call parallelize() after such libraries have "
+    "changed the model, and report it with the output of `python -m compat env` if there is none."
 )
 
 
@@ -38,7 +37,7 @@ class RankedParts(RanksContract):
     #: How often ranks exchange something at most, by the calls of their engine: in a fit() of four
     #: steps that is not the first, and in train_on_batch().
     exchanges = (10, 3)
-    #: Hooks that no step depends on, by name, each with the reason; besides ``rank_hooks.EXEMPT``.
+    #: Hooks that ranks do not depend on, by name, each with the reason.
     exempt_hooks = {}  # type: dict
 
     def script(self):
@@ -48,9 +47,8 @@ class RankedParts(RanksContract):
         calls = super().calls(size)
         if size != 2:
             return calls
-        exempt = dict(rank_hooks.EXEMPT, **self.exempt_hooks)
         # The last one changes the engine.
-        return calls + [("left_out", [exempt]), ("exchange", [])]
+        return calls + [("left_out", [self.exempt_hooks]), ("exchange", [])]
 
     def test_a_hook_that_is_not_reached_is_never_silent(self, results):
         """Each of them is left out once, on all ranks, as if the framework did not call it."""
@@ -62,8 +60,11 @@ class RankedParts(RanksContract):
     def test_ranks_that_do_not_train_together_are_reported_and_an_error_under_strict(self, results):
         for rank, (_, facts) in enumerate(results(2, "left_out")):
             said, (all_worked, verdict) = facts["warned"], facts["report"]
-            assert said.startswith(f"In the first training step of model 'net' (fit()) rank {rank} ")
-            assert said.endswith(UNREACHED.format("model.fit()")), said
+            assert said.startswith(
+                f"In the first training step of model 'net' (fit()) rank {rank} "
+            )
+            end = " did not do all that ranks depend on. " + UNREACHED.format("model.fit()")
+            assert said.endswith(end), said
             assert facts["said"]["model.fit"] == "DevicesNotUsedError: " + said
             end = " rows. Model 'net' did not train together with the others: see below."
             assert not all_worked and verdict.endswith(end), verdict

@@ -1,6 +1,7 @@
 """What ranks say of each hook that they depend on, where it is left out, besides the contract."""
 
 import functools
+import os
 import warnings
 
 import numpy as np
@@ -12,12 +13,6 @@ from compat.testing.models import fit_in_order, new_graph
 
 from . import hooks
 
-#: Hooks that no step depends on, by name, each with the reason.
-EXEMPT = {
-    "model.save": "it only writes files, on rank 0 alone",
-    "model.save_weights": "as save()",
-}
-
 
 def left_out(keras, folder, exempt):
     """Leave out each hook in turn, in the same two ranks, and note what each rank says.
@@ -27,8 +22,8 @@ def left_out(keras, folder, exempt):
     """
     with warnings.catch_warnings():  # of what is said with all hooks
         warnings.simplefilter("error", compat.CompatWarning)
-        train_and_evaluate(keras)
-    program = functools.partial(train_and_evaluate, keras)
+        train_and_evaluate(keras, folder)
+    program = functools.partial(train_and_evaluate, keras, folder)
     settings = process.configuration.settings
     settings.strict = True  # a program ends where something is found
     try:
@@ -46,8 +41,8 @@ def take_back_patches():
         patch.take_back()
 
 
-def train_and_evaluate(keras):
-    """Train and evaluate a new model by each of Keras' methods that does so."""
+def train_and_evaluate(keras, folder):
+    """Train, evaluate and save a new model by each of Keras' methods that does so."""
     take_back_patches()
     new_graph()
     random = np.random.RandomState(0)
@@ -66,7 +61,13 @@ def train_and_evaluate(keras):
     model = compat.parallelize(build)
     names = {"one": "mae", "two": "mae"}
     model.compile(keras.optimizers.SGD(0.01), ["mse", "mse"], metrics=names)
-    fit_in_order(model, inputs, targets, rows, validation_data=(inputs, targets))
+    endings = (".keras", ".weights.h5") if hasattr(keras, "StatelessScope") else (".h5", ".w.h5")
+    # A file for each rank: without the hooks all would write the same one at once.
+    paths = [os.path.join(folder, f"left-out-{compat.rank()}{ending}") for ending in endings]
+    checkpoint = keras.callbacks.ModelCheckpoint
+    saving = [checkpoint(paths[0]), checkpoint(paths[1], save_weights_only=True)]
+    data = inputs, targets
+    fit_in_order(model, *data, rows, validation_data=data, callbacks=saving)
     model.evaluate(inputs, targets, batch_size=rows, verbose=0)
     model.train_on_batch(*first)
     model.test_on_batch(*first)

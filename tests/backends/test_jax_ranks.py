@@ -7,14 +7,14 @@ import pytest
 from compat.testing import slow
 
 from . import ranks
-from .exchanges import RankedParts
+from .exchanges import EXPORT, RankedParts
 
 
 @pytest.mark.row("ranks: jax.distributed")
 class TestJAXRanks(RankedParts):
     backend = "jax"
     extension = ".keras"
-    exempt_hooks = {"model.export": "as save()"}
+    exempt_hooks = {"model.export": EXPORT}
     policies = ("mixed_float16",)
 
 

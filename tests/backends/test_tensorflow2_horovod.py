@@ -5,7 +5,7 @@ import pytest
 from compat.testing import keras_under_test, slow
 
 from . import ranks
-from .exchanges import RankedParts
+from .exchanges import EXPORT, RankedParts
 
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
 
@@ -18,7 +18,7 @@ class OnTensorFlow2(RankedParts):
     extension = ".keras" if KERAS3 else ".h5"
     # Keras 3 counts each batch once in the losses of single outputs, on each rank.
     compared = 4 if KERAS3 else 9
-    exempt_hooks = {"model.export": "as save()"}
+    exempt_hooks = {"model.export": EXPORT}
     if KERAS3:
         exempt_hooks["keras.src.backend.tensorflow.nn.conv"] = "it mends a fault of Keras' own"
 

@@ -1,5 +1,6 @@
 """Ranks on torch: torch.distributed."""
 
+import os
 import re
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from compat.testing import slow
 
 from . import ranks
-from .exchanges import RankedParts
+from .exchanges import EXPORT, UNREACHED, RankedParts
 
 
 @pytest.mark.row("ranks: torch.distributed")
@@ -17,7 +18,7 @@ class TestTorchRanks(RankedParts):
     exchanges = (6, 2)
     extension = ".keras"
     exempt_hooks = {
-        "model.export": "as save()",
+        "model.export": EXPORT,
         "Tensor.register_hook": "it tells which rows a loop of one's own goes back through",
     }
     policies = ("mixed_float16", "mixed_bfloat16")
@@ -26,6 +27,22 @@ class TestTorchRanks(RankedParts):
 
     def script(self):
         return PLAIN + super().script()
+
+    def test_what_a_rank_did_not_do_is_said(self, results):
+        """Of a whole step, and of a validation."""
+        hook = "Parameter.register_post_accumulate_grad_hook"
+        for rank, (_, facts) in enumerate(results(2, "left_out")):
+            error = "DevicesNotUsedError: In the first {} of model 'net' (fit()) rank {} of 2 "
+            assert facts["said"][hook] == (
+                error.format("training step", rank)
+                + "(compat run) exchanged no gradients with the other ranks. "
+                + UNREACHED.format(hook + "()")
+            )
+            assert facts["said"]["model.test_step"] == (
+                error.format("epoch", rank)
+                + "(compat run) counted no batch. "
+                + UNREACHED.format("model.test_step()")
+            )
 
 
 # A module in a loop of its own, and the files that torch's users write.
@@ -307,6 +324,56 @@ def test_every_backward_pass_is_exchanged_whatever_called_the_model(jobs):
         "have the same number of rows. Call the model itself with a batch of tensors."
     ]
     assert said[1]["warned"] == []
+
+
+# Hooks that torch does not reach, one by one.
+HOOKS = """
+sys.path.append({!r})
+from backends import hooks, rank_hooks
+
+
+def program():
+    rank_hooks.take_back_patches()
+    model = made(stack)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for rows, targets in list(batches())[:2]:
+        optimizer.zero_grad()
+        mse(model)(rows, targets).backward()
+        optimizer.step()
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("error", compat.CompatWarning)
+    program()
+said.update(hooks.left_out_one_by_one(program, {{}}))
+""".format(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def test_a_hook_that_torch_does_not_reach_is_never_silent(jobs):
+    """Of a loop of one's own. What only rank 0 tells, the other one leaves to it."""
+    _, said = jobs[1]["hooks"]
+    for rank, found in enumerate(said):
+        told = dict.fromkeys(["model.forward", "Tensor.register_hook"], NO_ROWS)
+        step = f"In the first training step of model 'Sequential' ({{}}()) rank {rank} of 2 "
+        for hook in ("torch.autograd.backward", "Node.register_prehook"):
+            told[hook] = step.format("backward") + LEFT_OUT.format(hook + "()")
+        for hook in (
+            "Parameter.register_post_accumulate_grad_hook",
+            "Variable._execution_engine.queue_callback",
+        ):
+            what = "(compat run) exchanged no gradients with the other ranks. "
+            told[hook] = step.format("SGD.step") + what + UNREACHED.format(hook + "()")
+        if rank:
+            told.update(dict.fromkeys(["model.forward", "Tensor.register_hook"]))
+        assert found == told
+
+
+NO_ROWS = (
+    "A backward pass reached the parameters of Sequential, but no call of the model in which rows "
+    "of a batch are seen. So all ranks count alike, which is one process's gradient where all "
+    "have the same number of rows. Call the model itself with a batch of tensors."
+)
+LEFT_OUT = "(compat run) did not do all that ranks depend on. " + UNREACHED
 
 
 # DataLoaders.
@@ -1378,6 +1445,7 @@ def jobs(tmp_path_factory):
     """What one process and two ranks left of the programs above."""
     own = {"loaders": LOADERS, "buckets": BUCKETS, "calls": CALLS, "passes": PASSES}
     own.update(targets=TARGETS, reduced=REDUCED, state=STATE, drifting=DRIFTING, refused=REFUSED)
+    own.update(hooks=HOOKS)
     programs = {name: BEGIN + program for name, program in own.items()}
     for_all = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
     for_all.update(own_losses=ranks.OWN_LOSSES, late_drift=ranks.LATE_DRIFT)
@@ -1385,5 +1453,5 @@ def jobs(tmp_path_factory):
     # The last one ends the exchange on a rank.
     programs.update(keras=KERAS, verified=VERIFIED, refused_of_keras=KERAS_REFUSED)
     ranks_alone = ["own_losses", "late_drift", "verified", "refused_of_keras"]
-    ranks_alone += ["drifting", "refused"]
+    ranks_alone += ["drifting", "refused", "hooks"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "torch", ranks_alone)

@@ -305,6 +305,7 @@ class RankedCall(ReplicatedCall):
 
     steps = ("train",)
     is_of_keras_steps = True
+    one_of = ""
 
     def __init__(self, engine):
         super().__init__([])
