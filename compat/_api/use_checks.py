@@ -26,9 +26,12 @@ def watch(backend, model, name, devices):
 
 
 def watch_rank(model, name, place):
-    """Have a Keras model's steps checked: whether it trains together with the other ranks."""
-    process.unused.pop(name, None)
-    if _keras.keras_of(model) is not None:
+    """Have a Keras model's steps checked: whether it trains together with the other ranks.
+
+    A second time changes nothing, since steps that a graph was made for call nothing again.
+    """
+    if _keras.keras_of(model) is not None and watched_methods.check_of(model) is None:
+        process.unused.pop(name, None)
         from .._ranks import rank_usage  # imports numpy
 
         engine = next(reversed(list(process.engines.values())), None)

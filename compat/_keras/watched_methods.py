@@ -70,6 +70,12 @@ def install(model, check):
             method(check).install(model)
 
 
+def check_of(model):
+    """The check that watches a model's methods, or None."""
+    found = (method.of(model) for method in _METHODS)
+    return next((watched.check for watched in found if watched is not None), None)
+
+
 def hooks(model):
     """What compat replaced on a model and on the model inside it, without these methods."""
     found = {}

@@ -170,6 +170,8 @@ class _Call:
 
     def end(self):
         if self.is_reported:
+            if not self.steps and self.weights is not None and self._trains():
+                self.trained("the first training step", 1)  # in a fit() that knows no callbacks
             return
         step = f"the first {usage.KINDS[self.kind]}"
         if self.kind == "train":
