@@ -301,6 +301,8 @@ class Backend:
         It begins with the weights and the optimizer's state of rank 0; gradients become the mean
         over the rows of all ranks. Each batch goes to ``count_batch([""], [rows], training)``;
         after the first step, and rarely later on, ``compare_ranks()`` finds ranks that diverge.
+        ``engine.count("gradients")`` counts each time that gradients have become that mean: the
+        steps of a Keras model, as Keras reports them, are compared with it.
 
         Arguments:
             model: as for ``parallelize``.

@@ -416,3 +416,15 @@ def test_standard_output_that_is_closed(script):
         status, _, err = finished(devices, "--report", script, before=command)
         assert status == 0 and "Traceback" not in err, err
         assert "All 2 {} worked: ".format("ranks" if devices == "-n2" else "devices") in err
+
+
+def test_ranks_that_did_not_train_together_are_not_said_to_have_worked():
+    found = {"net": "In the first training step of model 'net' (fit()) ..."}
+    uses = [reporting.DeviceUse("cpu", rank, 8, 8, 2) for rank in range(2)]
+    end = "Model 'net' did not train together with the others: see below."
+    trained = reporting.Report(uses, {"net": "rank 0 of 2"}, unused=found)
+    assert not trained.all_worked
+    assert trained.verdict == "All 2 ranks computed rows: 8 rows each. " + end
+    nothing = trained._replace(devices=[reporting.DeviceUse("cpu", rank) for rank in range(2)])
+    assert nothing.verdict == "No batch was counted. " + end
+    assert str(nothing).endswith("\n" + found["net"])

@@ -9,6 +9,8 @@ from . import markup, operation_times, work
 from .process import process
 
 WIDTH = 80
+# What a model of ranks did.
+_ALONE = "did not train together with the others"
 
 
 class DeviceUse(NamedTuple):
@@ -106,8 +108,8 @@ class Report(NamedTuple):
                     named = " and ".join(names)
                 said += f" {named} got no rows: {reason}."
         if self.unused:
-            done = "run on all devices" if word == "devices" else "train together with the others"
-            said += f" {_models(self.unused)} did not {done}: see below."
+            done = "did not run on all devices" if word == "devices" else _ALONE
+            said += f" {_models(self.unused)} {done}: see below."
         elif not any(each.training_rows for each in uses):
             said += " None of it was training: no model was trained."
         if self.not_told:
@@ -115,6 +117,8 @@ class Report(NamedTuple):
         return said
 
     def _nothing_counted(self):
+        if self.unused and any(each.rank is not None for each in self.devices):
+            return f"No batch was counted. {_models(self.unused)} {_ALONE}: see below."
         if self.unused:
             return f"No batch was split. {_models(self.unused)} did not run on all devices."
         if self.not_told:

@@ -9,6 +9,8 @@ import sys
 import numpy as np
 from outcomes import ended
 
+from .exchanges import UNREACHED
+
 # What each program begins with, and ends with.
 BEGIN = """
 import json, os, sys, warnings
@@ -791,3 +793,36 @@ def check_stopped_rank_0(folder, backend, program):
     said = what_a_failed_job_says(folder, backend, program, size=2)
     assert ", but rank 0 failed, ended or did not come: " in said
     assert verdict(said) in (DID_NOT_COME.format(0, 2), WAITED.format(1, 2, 0))
+
+
+# Makes a train function of its own, as keras_lookahead does.
+LOOKAHEAD = """
+from keras import backend as K
+
+model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))], name="net"))
+model.compile("sgd", "mse")
+
+
+def make():
+    inputs = model._feed_inputs + model._feed_targets + model._feed_sample_weights
+    trained = model._collected_trainable_weights
+    updates = model.optimizer.get_updates(params=trained, loss=model.total_loss)
+    model.train_function = K.function(inputs, [model.total_loss], updates=updates)
+
+
+model._make_train_function = make
+make()
+said["found"] = told(lambda: model.fit(inputs, targets, rows, verbose=0))
+said["verdict"] = compat.report().verdict
+"""
+
+
+def check_lookahead(jobs):
+    """Ranks whose gradients another library takes out of their hands."""
+    for rank, said in enumerate(jobs[1]["lookahead"][1]):
+        (text,) = said["found"]
+        assert re.sub(r" \(\w+\) exchanged", " exchanged", text) == (
+            f"In the first training step of model 'net' (fit()) rank {rank} of 2 exchanged no "
+            "gradients with the other ranks. " + UNREACHED.format("model._make_train_function()")
+        )
+        assert "Model 'net' did not train together with the others: see below." in said["verdict"]

@@ -37,7 +37,8 @@ def jobs(tmp_path_factory):
     """What one process and two ranks left of programs for all backends."""
     programs = {"losses": "REDUCTIONS = False\n" + ranks.LOSSES, "generator": ranks.GENERATOR}
     programs.update(own_losses=ranks.OWN_LOSSES, of_keras_2=ranks.OF_KERAS_2, drift=ranks.DRIFT)
-    ranks_alone = ["own_losses", "of_keras_2", "drift"]
+    programs.update(lookahead=ranks.LOOKAHEAD)
+    ranks_alone = ["own_losses", "of_keras_2", "drift", "lookahead"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "theano", ranks_alone)
 
 
@@ -46,6 +47,10 @@ def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
     ranks.check_own_losses(jobs)
     ranks.check_of_keras_2(jobs)
     ranks.check_drift(jobs)
+
+
+def test_a_train_function_of_another_librarys_is_told(jobs):
+    ranks.check_lookahead(jobs)
 
 
 @pytest.mark.row("ranks: MPI")

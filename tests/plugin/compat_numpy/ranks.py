@@ -97,6 +97,7 @@ def _gradients(network, engine, inputs, targets):
     loss, gradients = Network.gradients(network, inputs, targets)
     numbers = np.concatenate([[loss]] + [gradient.ravel() for gradient in gradients])
     numbers = engine.sum(share * numbers)
+    engine.count("gradients")
     ends = np.cumsum([gradient.size for gradient in gradients])[:-1]
     parts = np.split(numbers[1:], ends)
     count_batch([""], [len(inputs)], training=True)
