@@ -99,11 +99,16 @@ class ReplicatedCall(patching.InstanceMethod):
         state = merging.ModelState(_keras.all_layers(model) if self.is_of_keras else [])
         trace = across = effects = None
         why = "unknown"  # it cannot be traced with an unknown number of rows
+        key = arguments.kind() if tf.executing_eagerly() and len(self.devices) > 1 else None
+        known = self.traces.get(key)
         try:
             if len(self.devices) > 1:
-                effects = self._effects(model)
-                effects.begin()
-                trace = self._trace(call, arguments, state, effects)
+                if known is None or known.changes:  # else it leaves nothing
+                    effects = self._effects(model)
+                    effects.begin()
+                trace = known or self._trace(call, arguments, state, effects)
+                if key is not None:
+                    self.traces[key] = trace
                 across = trace.across or _across_in_keras3(model, trace)
             if across is None:
                 why = "fails"
@@ -119,7 +124,8 @@ class ReplicatedCall(patching.InstanceMethod):
             across = _rows.Across(None, why=why)
         if across is None:
             return self._merged(arguments, state, effects, trace, replicas)
-        effects.restart()
+        if effects is not None:
+            effects.restart()
         return self._whole(model, call, arguments, across)
 
     def _merged(self, arguments, state, effects, trace, replicas):
@@ -136,7 +142,8 @@ class ReplicatedCall(patching.InstanceMethod):
             if logits is not None:
                 output._keras_logits = logits
         if trace is not None:
-            effects.make(replicas[0].changes, results["noted"])
+            if effects is not None:
+                effects.make(replicas[0].changes, results["noted"])
             between_outputs.relate(replicas, results, trace.placements)
         return tf.nest.pack_sequence_as(replicas[0].structure, results["outputs"])
 
@@ -168,17 +175,12 @@ class ReplicatedCall(patching.InstanceMethod):
             results = call(*args, **kwargs)
         count(self.devices, arguments.rows, recording(), work.undivided)
         name = getattr(model, "name", None) or type(model).__name__
-        # What it says is true of the model, whatever it is called for.
-        _rows.runs_whole(name, across, self.devices[0], "The model", self)
+        _rows.runs_whole(name, across, self.devices[0], "The model", self)  # said once
         return results
 
     def _trace(self, call, arguments, state, effects):
         """The plain call's trace. Eagerly it is kept for calls with arguments of the same kinds."""
-        key = arguments.kind() if tf.executing_eagerly() else None
-        trace = self.traces.get(key) or Trace(call, arguments, state, effects, self.devices[0])
-        if key is not None:
-            self.traces[key] = trace
-        return trace
+        return Trace(call, arguments, state, effects, self.devices[0])
 
     def _given(self, model, given):
         """Keras 3 hands the arrays of an eager step to a functional model as they are."""
