@@ -4,6 +4,7 @@ The backend is tests/plugin, whose devices are threads.
 """
 
 import contextlib
+import threading
 import types
 import warnings
 
@@ -141,6 +142,55 @@ def test_a_step_with_another_function_is_checked_again():
             with check.step("train", lambda: function[0]):
                 pass
         assert len(caught) == expected
+
+
+def test_what_other_threads_compute_meanwhile_is_not_taken_for_this_one_s():
+    """Another thread's batch has rows for three devices, this one's for one."""
+    check = check_of({"cpu:0": 1})
+
+    def step():
+        thread = threading.Thread(target=count())
+        thread.start()
+        thread.join()
+        work.count(THREE, (1, 0, 0), True)
+
+    assert warned(check, step) == []
+
+
+def test_what_other_threads_compute_for_a_step_is_its_own():
+    def step():
+        thread = threading.Thread(target=count())
+        thread.start()
+        thread.join()
+
+    assert warned(check_of(dict.fromkeys(THREE, 1)), step) == []
+
+
+def test_batches_of_graphs_are_checked_another_time_where_threads_meet(monkeypatch):
+    counted, both = {}, threading.Barrier(2)
+    monkeypatch.setitem(process.graph_counters, "table", lambda: counted.items())
+    check = check_of({"cpu:0": 1})
+
+    def step():
+        both.wait()
+        counted[tuple(THREE), (2, 2, 3), True] = 1 + len(counted)
+        both.wait()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        threads = [threading.Thread(target=lambda: _within(check, step)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not caught
+    del counted[tuple(THREE), (2, 2, 3), True]
+    assert len(warned(check, lambda: counted.update({(tuple(THREE), (2, 2, 3), True): 5}))) == 1
+
+
+def _within(check, step):
+    with check.step("train"):
+        step()
 
 
 def test_a_step_that_fails_says_nothing_more():

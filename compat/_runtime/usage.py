@@ -17,6 +17,12 @@ from .process import process
 KINDS = {"train": "training step", "evaluate": "evaluation", "predict": "prediction"}
 
 
+# The steps that are being checked: by check, kind and thread, whether another thread had one, too.
+# What graphs have counted meanwhile may then be the other one's, and is checked another time.
+_running = {}  # type: Dict[Any, bool]
+_COUNTS = work.batches_of_thread, work.batches
+
+
 class Executed(Dict[str, int]):
     """How many operations each device has executed.
 
@@ -55,7 +61,6 @@ class UsageCheck:
         self.model, self.devices = model, list(devices)
         self.record, self.hooks, self.why_unsplit = record, hooks, why_unsplit
         self._confirmed: "Dict[str, Any]" = {}  # by kind, the function that was checked
-        self._running: "Set[Any]" = set()
         self._told: "Set[str]" = set()  # kinds of which a problem is reported already
 
     def is_due(self, kind: str, running: bool = False) -> bool:
@@ -64,7 +69,9 @@ class UsageCheck:
         Arguments:
             running: whether also within one that is being checked.
         """
-        is_running = not running and get_ident() in {thread for _, thread in self._running}
+        is_running = not running and any(
+            (check, thread) == (id(self), get_ident()) for check, _, thread in list(_running)
+        )
         return not (kind in self._confirmed or kind in self._told or is_running or work.uncounted)
 
     def missed(self, kind: str) -> None:
@@ -87,35 +94,43 @@ class UsageCheck:
         Raises:
             DevicesNotUsedError: devices were not used, under ``configure_gpu(strict=True)``.
         """
-        key = kind, get_ident()
+        key = id(self), kind, get_ident()
         is_checked = kind in self._confirmed and self._confirmed[kind] is function()
-        if is_checked or key in self._running or work.uncounted:
+        if is_checked or key in _running or work.uncounted:
             yield
             return
-        before = work.batches()
+        before = [read() for read in _COUNTS]
         calls = {hook: each.calls for hook, each in self.hooks().items()}
         executed: "Optional[Dict[str, int]]" = None
-        self._running.add(key)
+        _running[key] = False
+        together = list(_running)
+        if len({thread for _, _, thread in together}) > 1:
+            _running.update(dict.fromkeys(together, True))
         try:
             with contextlib.ExitStack() as recording:
                 with contextlib.suppress(errors.UnsupportedError):
                     executed = recording.enter_context(self.record()) if self.record else None
                 yield
         finally:
-            self._running.discard(key)
-        is_known = getattr(executed, "is_known", True)
+            is_disturbed = _running.pop(key) and bool(process.graph_counters)
+        is_known = getattr(executed, "is_known", True) and not is_disturbed
         if not is_known:
             executed = None
-        counted = [
-            batch
-            for batch, number in work.batches().items()
-            if number > before.get(batch, 0) and (batch[2] or kind != "train")
-        ]
+        # Of this thread; of all, where it has others compute for it.
+        here, anywhere = (
+            [
+                batch
+                for batch, number in read().items()
+                if number > earlier.get(batch, 0) and (batch[2] or kind != "train")
+            ]
+            for read, earlier in zip(_COUNTS, before)
+        )
+        counted = here or anywhere
         if kind in self._told:  # within, already
             self._told.discard(kind)
             self._confirmed[kind] = function()
             return
-        problem = self._problem(counted, executed, calls)
+        problem = None if is_disturbed else self._problem(counted, executed, calls)
         if is_known or problem:
             self._confirmed[kind] = function()
         if problem and not counted:

@@ -4,6 +4,7 @@ Each backend calls ``count()`` at the one place where the replicas of a batch ha
 what is counted is what was computed, not what was configured. It costs an addition to a dictionary.
 """
 
+from _thread import _local
 from typing import Any, Dict, Optional, Sequence
 
 from .process import process
@@ -12,6 +13,8 @@ from .within import Within
 #: Within, batches are computed for compat's own purposes, and do not count; for a graph that is
 #: made within: what is computed by it later.
 uncounted = Within()
+
+_here = _local()  # ``batches``: those that this thread has counted
 
 
 def count(devices: "Sequence[str]", sizes: "Optional[Sequence[int]]", training: bool) -> None:
@@ -24,7 +27,9 @@ def count(devices: "Sequence[str]", sizes: "Optional[Sequence[int]]", training: 
     """
     if not uncounted:
         key = tuple(devices), None if sizes is None else tuple(sizes), bool(training)
-        process.batches[key] = process.batches.get(key, 0) + 1
+        here = vars(_here).setdefault("batches", {})
+        for counted in (process.batches, here):
+            counted[key] = counted.get(key, 0) + 1
 
 
 def undivided(devices: "Sequence[str]", rows: int) -> "Sequence[int]":
@@ -37,7 +42,16 @@ def batches() -> "Dict[Any, int]":
 
     A kind is the arguments of ``count()``: the devices, their sizes, and whether it was training.
     """
-    found = dict(process.batches)
+    return _with_graphs(process.batches)
+
+
+def batches_of_thread() -> "Dict[Any, int]":
+    """Return the batches that this thread has counted, and all of graphs: these know no threads."""
+    return _with_graphs(vars(_here).get("batches", {}))
+
+
+def _with_graphs(counted):
+    found = dict(counted)
     for read in process.graph_counters.values():
         for key, number in read():
             found[key] = found.get(key, 0) + number
