@@ -129,14 +129,16 @@ def _noted(run, *fetched):
 def _placed(session, fetches):
     """The number of operations that fetches consist of, by the device where the session runs them.
 
-    By "" those to which no device was given.
+    Those to which no device was given run on the one that sessions prefer, the first GPU if any.
     """
     tf, numbers, constants = graph.v1_names(), collections.Counter(), {}
     for op in graph.ancestors(fetches, ())[0]:
         numbers[op.device] += 1
         if op.type == "Const" and graph.is_outermost(op) and not op.control_inputs:
             constants[op.device] = op.outputs[0]
-    found = collections.Counter({"": numbers.pop("", 0)})
+    has_gpu = any(each.device_type == "GPU" for each in session.list_devices())
+    preferred = "/device:{}:0".format("GPU" if has_gpu else "CPU")
+    found = collections.Counter({preferred: numbers.pop("", 0)})
     options = tf.RunOptions(output_partition_graphs=True)
     for device in set(constants).intersection(numbers):
         metadata = tf.RunMetadata()

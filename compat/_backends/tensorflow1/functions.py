@@ -262,12 +262,12 @@ class ReplicatedGraphFunction:
 
     def try_on(self, inputs):
         """Try what it takes of the replicas on the first rows; returns the rows it is fed."""
-        rows = self._checked_rows(inputs)
+        rows, replicas = self._checked_rows(inputs), self.replicas
         with self.owner.trying:  # other threads wait for the first one
             while self.results.wire() or not self.is_tried:
                 fed = dict(zip(self.made.inputs, inputs))
                 vars(self)["is_tried"] = not self.owner.try_on(self.replicas, fed)
-        return rows
+        return rows if self.replicas is replicas else self._checked_rows(inputs)
 
     def _count(self, inputs, rows):
         devices, sizes = _as_configured(self.replicas.devices), None
