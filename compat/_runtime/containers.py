@@ -283,9 +283,11 @@ class _Wrapped:
 def owners_of(value: "Any") -> "Iterator[Any]":
     """Iterate over what holds the values that a value has."""
     if hasattr(value, "_update_snapshot") and isinstance(value, (dict, list)):
-        kind = _Items if isinstance(value, dict) else _Elements
-        kept = value.__wrapped__ if isinstance(value, dict) else value._storage
-        yield _Wrapped(kind(kept), value)
+        wrapper = value  # type: Any  # TensorFlow's, around a container of the user's
+        held = (
+            _Items(wrapper.__wrapped__) if isinstance(value, dict) else _Elements(wrapper._storage)
+        )
+        yield _Wrapped(held, value)
     elif isinstance(value, dict):
         yield _Items(value)
     elif isinstance(value, (list, collections.deque)):

@@ -119,6 +119,8 @@ class VerifiedFunction:
         undivided: what does the same on one device.
     """
 
+    undivided = None  # type: Any
+
     def __init__(self, method, model, made):
         vars(self).update(method=method, model=model, made=made, undivided=None)
 

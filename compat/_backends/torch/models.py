@@ -18,9 +18,9 @@ from .calls import NotMergeable, State, Total, tag, tag_of
 from .replicas import ReplicatedMethod
 from .side_effects import (
     FEW,
+    CallEffects,
     KerasReach,
     ModuleReach,
-    CallEffects,
     copy_of,
     moved_late,
     version_of,

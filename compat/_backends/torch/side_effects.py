@@ -258,4 +258,4 @@ class _Same:
     def __eq__(self, other):
         return isinstance(other, _Same) and self.key == other.key
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]  # it is only compared

@@ -54,7 +54,8 @@ class Engine:
         self.steps = 0
         self.totals = []  # type: Any
         self._exchanged = collections.Counter()  # type: Any  # by what was exchanged
-        self.unreached, self.unexchanged = {}, {}  # type: Any  # as sets that keep their order
+        self.unreached = {}  # type: Any  # as a set that keeps its order
+        self.unexchanged = {}  # type: Any  # likewise
         self.calls = None  # type: Any  # a ``calls.Calls``, where the ranks keep a store
         self.exchanges = 0  # since the last of these calls began
         # What for this rank waits, which exchange that is, and until when.
