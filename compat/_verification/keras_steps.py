@@ -6,6 +6,7 @@ their place. How a step is done on one device, each backend says by a subclass o
 """
 
 import contextlib
+from typing import Any
 
 from .. import _keras, errors
 from .._rows import split_rows
@@ -119,7 +120,7 @@ class VerifiedFunction:
         undivided: what does the same on one device.
     """
 
-    undivided = None  # type: Any
+    undivided: "Any" = None
 
     def __init__(self, method, model, made):
         vars(self).update(method=method, model=model, made=made, undivided=None)

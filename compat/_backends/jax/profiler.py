@@ -19,7 +19,7 @@ def executed(step):
     The profiler records which instruction ran on which device; what an instruction computes, the
     program tells that XLA compiled for this step.
     """
-    recording = recorded() if versions.reads_profiles() else contextlib.nullcontext()
+    recording = recorded() if versions.reads_profiles() else contextlib.ExitStack()
     with programs.compiled() as compiled, recording as events:
         step()
     computed, found = {}, {}  # type: dict, dict

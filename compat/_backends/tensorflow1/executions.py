@@ -20,7 +20,7 @@ from . import graph
 from .timeline import around_calls, as_configured, partitions
 
 _lock = threading.RLock()
-_recordings = []  # type: Any  # those of all threads
+_recordings = []  # type: list  # those of all threads
 _patches = contextlib.ExitStack()
 
 

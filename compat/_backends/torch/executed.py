@@ -122,8 +122,8 @@ def _forget():
         recorder.leave()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget)  # novm
 
 
 # Calls of modules ---------------------------------------------------------------------------------
@@ -140,7 +140,8 @@ class _Hook:
         self.function(*given)
 
     def __reduce__(self):
-        return getattr, (contextlib.nullcontext(), "__exit__")  # does nothing, and needs no compat
+        # What does nothing, and needs no compat.
+        return getattr, (contextlib.nullcontext(), "__exit__")  # novm
 
 
 class WatchedCalls:
