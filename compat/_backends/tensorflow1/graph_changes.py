@@ -87,7 +87,8 @@ def copy_operations(
             if other not in copied:
                 node.input.remove("^" + other.name)
                 waiting.append((op, other))
-        if graph.attribute(op, "_gradient_op_type", b"").startswith(b"CustomGradient"):
+        own_gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
+        if own_gradient.startswith(b"CustomGradient"):
             node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
         _set_apart(node, prefix, seed)
     with within.as_default(), tf.device(None), tf.device(device):

@@ -37,7 +37,8 @@ class TensorRows:
     """
 
     def __init__(self, inputs, operations, fixed, normalizing, tried):
-        self.fixed, self.tried, self._normalizing = fixed, tried, normalizing
+        self.fixed, self.tried = fixed, tried
+        self._normalizing = _scopes_of(normalizing)
         self.mixing, self.assumed = [], set()
         self.statistics, self.constants, self.shapes = [], set(), {}
         self._known = {}
@@ -74,7 +75,7 @@ class TensorRows:
     def _look_at(self, op):
         given = [self.known(tensor) for tensor in op.inputs]
         results = self._results(op, given)
-        if any(_is_within(op, layer) for layer in self._normalizing):
+        if self._normalizing is not None and any(map(self._normalizing, op.name.split("/"))):
             # Some take statistics of their rows and normalize by them, all in one.
             normalizes = op.type.startswith("FusedBatchNorm") and op.get_attr("is_training")
             for place, (tensor, result) in enumerate(zip(op.outputs, results)):
@@ -152,9 +153,10 @@ def is_in_order(placement):
     return isinstance(placement, Sharded) and (placement.axis, placement.copies) == (0, 1)
 
 
-def _is_within(op, scope):
-    """Whether ``op`` was made by the layer of this name, used once or more often."""
-    return any(re.match(re.escape(scope) + r"(_\d+)?$", part) for part in op.name.split("/"))
+def _scopes_of(layers):
+    """A function that tells the scopes of layers of these names, used once or more often."""
+    names = "|".join(map(re.escape, layers))
+    return re.compile(rf"(?:{names})(_\d+)?$").match if names else None
 
 
 def _value(tensor, placement):

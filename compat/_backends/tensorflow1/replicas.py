@@ -190,6 +190,7 @@ class GraphReplicas:
         self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
         # What is computed again, of the whole batch, and in place of what leaves the replicas.
         self._whole = Copy({}, {})
+        self._weights = {}  # type: Dict[Any, Any]  # of the replicas' rows in a mean, by dtype
         self.tried = set()  # type: Set[Any]
         self.part = BatchPart(model, losses, updates, tried)
         with self._apart():
@@ -202,6 +203,7 @@ class GraphReplicas:
             for device, replica in zip(devices, self.copies)
             for copied in replica.operations.values()
         }
+        self._copied = set(device_of)
         loops = [op for op in device_of if op.type == "Enter"]
         device_of.update((graph.loop_of(op).name, device_of[op]) for op in loops)
         self._colocate = ColocateGradients(device_of, sums=True)
@@ -284,7 +286,7 @@ class GraphReplicas:
         """
         if self._leaves_replicas(fetch):
             return self._whole_tensor(fetch)
-        ops, consumers = graph.ancestors([fetch], (), self._leaves_replicas)
+        ops, consumers = graph.ancestors([fetch], self._copied, self._leaves_replicas)
         between = graph.reached(filter(self._is_divided, consumers), consumers)
         between.update(graph.whole_loops([op for op in ops if op in between], ops))
         new = [op for op in ops if op in between and op not in self._whole.operations]
@@ -342,9 +344,12 @@ class GraphReplicas:
         tf = self.tf
         if not parts[0].dtype.is_floating:
             return parts[0]
-        rows = tf.cast(sum(self.sizes), parts[0].dtype)
-        weights = [tf.cast(size, parts[0].dtype) / rows for size in self.sizes]
-        return tf.add_n([w * part for w, part in zip(weights, parts)], name="mean_by_rows")
+        dtype = parts[0].dtype
+        if dtype not in self._weights:
+            rows = tf.cast(sum(self.sizes), dtype)
+            self._weights[dtype] = [tf.cast(size, dtype) / rows for size in self.sizes]
+        weighted = [w * part for w, part in zip(self._weights[dtype], parts)]
+        return tf.add_n(weighted, name="mean_by_rows")
 
 
 def _variables_of_batchnorm(model):
