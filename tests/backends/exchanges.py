@@ -69,6 +69,12 @@ class RankedParts(RanksContract):
             end = " rows. Model 'net' did not train together with the others: see below."
             assert not all_worked and verdict.endswith(end), verdict
 
+    def test_ranks_exchange_once_before_and_once_after_the_steps(self, results):
+        """And the gradients of eight small layers at once."""
+        for _, facts in results(2, "exchange"):
+            fit, batch = self.exchanges
+            assert facts["third"] <= fit and facts["batch"] <= batch, facts
+
 
 def exchange(keras, folder):
     """Train a model of many small layers, and count how often the ranks exchange something."""
