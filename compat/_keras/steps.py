@@ -56,13 +56,14 @@ def remove(kind, model):
 
 
 def why_unsplit(model):
-    """Why training steps of the user's own split no batch, as ``UsageCheck`` wants it, or None."""
+    """Why training steps of the user's own split no batch, a text for ``UsageCheck``, or None."""
     if not has_own_steps(model):
         return None
     within = {id(part) for part in called_models(model)}
     names = [f"model.{name}" for name, value in vars(model).items() if id(value) in within]
     return (
-        "its train_step() calls neither the model nor a model within it "
+        f"The first step of training {model.name!r} ran on one device: its train_step() calls "
+        "neither the model nor a model within it "
         f"({', '.join(sorted(names)) or 'there is none'}). Write compat.parallelize(part) for each "
         "model that it calls; put layers that it calls by themselves into a keras.Model first."
     )

@@ -46,8 +46,8 @@ class UsageCheck:
             framework does not report that.
         hooks: returns the methods that compat replaced on the model, by name, each with the number
             of its ``calls``.
-        why_unsplit: returns why training steps of the user's own split no batch, a sentence's end
-            and what to do, or None.
+        why_unsplit: returns the text of the warning where training steps of the user's own split no
+            batch, or None.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class UsageCheck:
         """Report that no batch was split."""
         why = self.why_unsplit() if kind == "train" else None
         if why:
-            tell(self.model, f"The first step of training {self.model!r} ran on one device: {why}")
+            tell(self.model, why)
         else:
             split = f"no batch was split over {settings.listed(self.devices)}. "
             self._report(f"the first {KINDS[kind]}", name, split + self._unreached(calls))
