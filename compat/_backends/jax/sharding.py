@@ -145,6 +145,7 @@ class ShardedCall(patching.InstanceMethod):
 
     def invoke(self, model, *args, **kwargs):
         call = self.plain(model)
+        args, kwargs = _map(_as_array, (args, kwargs))
         batch = next(filter(_has_rows, _leaves((args, kwargs))), None)
         # Not where a model is exported: a batch of unknown size names no machine's devices.
         if batch is None or split_rows.runs_undivided() or not isinstance(batch.shape[0], int):
@@ -256,7 +257,7 @@ def _map(function, values):
 
 
 def _as_array(value):
-    """An array of numpy, which steps get that run eagerly, as one of JAX's."""
+    """An array of numpy, which eager steps and direct calls may get, as one of JAX's."""
     is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
     return jax.numpy.asarray(value) if is_array else value
 
