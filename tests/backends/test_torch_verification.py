@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import compat
+from compat._backends.torch import side_effects
 from compat._configuration import registry
 
 from . import verification_cases
@@ -121,3 +122,50 @@ def test_a_step_interrupted_anywhere_leaves_nothing_behind(steps):
         assert all(torch.equal(*pair) for pair in pairs)
         torch.testing.assert_close(net(rows), plain(rows))
         assert torch._C._len_torch_function_stack() == 0
+
+
+# What calls leave outside -------------------------------------------------------------------------
+
+
+class Keeping(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen, self.rows = torch.nn.Linear(4, 3), [], 0
+
+    def forward(self, x):
+        self.last = y = self.layer(x)
+        self.seen.append(y.detach())
+        self.rows += len(x)
+        return y * 2
+
+
+def test_verified_calls_leave_outside_what_others_do():
+    model = compat.parallelize(Keeping())
+    record = verified_module(model, 2)
+    for _ in range(3):
+        model(torch.ones(7, 4)).sum().backward()
+    assert record.steps["train"] == 2
+    assert model.rows == 21 and [len(each) for each in model.seen] == [7, 7, 7]
+    assert model.last.shape == (7, 3)
+
+
+def test_what_is_kept_is_compared(monkeypatch):
+    """A shard in place of the whole batch."""
+    finish = side_effects.CallEffects.finish
+
+    def wrong(effects, merged):
+        merged = {
+            k: v * 1.1
+            if k[0] == "effect" and v is not merged["result", 0] and hasattr(v, "dim")
+            else v
+            for k, v in merged.items()
+        }
+        return finish(effects, merged)
+
+    monkeypatch.setattr(side_effects.CallEffects, "finish", wrong)
+    model = compat.parallelize(Keeping())
+    verified_module(model, 1)
+    with pytest.raises(compat.ResultsDifferError) as caught:
+        model(torch.ones(7, 4))
+    assert "is output kept as attribute 'last' of Keeping" in str(caught.value)
+    assert model.seen == [] and model.rows == 0 and not hasattr(model, "last")

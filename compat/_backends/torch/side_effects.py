@@ -74,7 +74,7 @@ class ModuleReach(Reach):
         return isinstance(value, torch.Tensor) or id(value) in self.inside
 
     def hidden(self, value):
-        return ()
+        return (_CACHE,) if value is self.model else ()
 
 
 class KerasReach(Reach):
@@ -90,7 +90,7 @@ class KerasReach(Reach):
     def roots(self):
         keras = _keras.keras_of(self.model)
         bare = keras.Layer(name="layer"), keras.Model(name="model")
-        self.internals = frozenset(name for each in bare for name in vars(each))
+        self.internals = {name for each in bare for name in vars(each)} | {_CACHE}
         kinds = types.FunctionType, types.MethodType
         roots = [each for each in self.parts if not self.is_value(each)]
         others = [each for each in self.parts if self.is_value(each)]
@@ -216,6 +216,49 @@ class CallEffects:
                 changes.append(change._replace(after=unflatten(leaves)))
         self.effects.write(changes)
         self.effects.forget()
+
+
+class Kept:
+    """What calls of a model reach, as it is now; verification puts it back.
+
+    Arguments:
+        kind: a subclass of ``Reach``.
+        model: the model.
+        others: what is put back, too: has a method ``put_back``.
+    """
+
+    def __init__(self, kind, model, *others):
+        self.effects, self.others = kind(model, kind.parts_of(model)).effects, others
+        self.effects.note()
+        tensors = {id(v): v for v in self.effects.values() if isinstance(v, torch.Tensor)}
+        self.tensors = [
+            (each, version_of(each), each.detach().clone()) for each in tensors.values()
+        ]
+
+    def put_back(self):
+        self.effects.restore()
+        for tensor, version, value in self.tensors:
+            if version_of(tensor) != version:
+                tensor.data.copy_(value)
+        for each in self.others:
+            each.put_back()
+
+    def changed(self):
+        """What has changed since then, by label: arrays."""
+        found, counts = {}, collections.Counter()
+        for change in self.effects.changes():
+            leaves = [] if change.after is MISSING else batches.tensors_in(change.after)
+            for leaf in leaves:
+                counts[str(change)] += 1
+                found[f"output kept as {change} ({counts[str(change)]})"] = array_of(leaf)
+        for number, (tensor, version, _) in enumerate(self.tensors):
+            if version_of(tensor) != version:
+                found[f"output kept in place ({number})"] = array_of(tensor)
+        return found
+
+
+def array_of(tensor):
+    return batches.to_numpy(tensor).copy()
 
 
 def moved_late(model):

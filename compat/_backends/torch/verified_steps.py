@@ -13,7 +13,8 @@ from ... import _keras, _verification
 from ..._rows import split_rows
 from ..._verification import keras_steps
 from . import batches, models, timeline
-from .batches import tensors_in, to_numpy
+from .batches import tensors_in
+from .side_effects import Kept, KerasReach, ModuleReach, array_of
 
 _RANDOM = "random numbers of "
 
@@ -65,11 +66,21 @@ class _RandomStep(_verification.Step):
 
 
 class TorchStep(_RandomStep, keras_steps.KerasStep):
-    def as_array(self, value):
+    def asarray_of(self, value):
         return _keras.keras_of(self.model).ops.convert_to_numpy(value)
 
     def operations(self):
         return timeline.products(lambda: self.function.made(self.data))
+
+    def attributes(self):
+        return Kept(KerasReach, self.model, super().attributes())
+
+    def on_one_device(self):
+        return dict(super().on_one_device(), **self.noted.changed())
+
+    def on_all_devices(self):
+        given, results = super().on_all_devices()
+        return given, dict(results, **self.noted.changed())
 
     def infer(self, inputs):
         with torch.no_grad():
@@ -131,12 +142,8 @@ class _RankedStep(TorchStep):
 # torch ----------------------------------------------------------------------------------------
 
 
-def _array(tensor):
-    return to_numpy(tensor).copy()
-
-
 def _outputs(result):
-    return _verification.numbered(map(_array, tensors_in(result)))
+    return _verification.numbered(map(array_of, tensors_in(result)))
 
 
 class VerifiedModuleForward(models.ForwardMethod):
@@ -168,7 +175,7 @@ class _StepOfModule(_verification.Step):
         return weights + [("state " + name, value) for name, value in self.module.named_buffers()]
 
     def read(self):
-        return {label: _array(tensor) for label, tensor in self._labelled()}
+        return {label: array_of(tensor) for label, tensor in self._labelled()}
 
     def write(self, values):
         for label, tensor in self._labelled():
@@ -209,8 +216,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
         self.put_hooks_back()
 
     def attributes(self):
-        own = filter(batches.is_users, self.module.modules())
-        return _verification.Attributes(own, lambda name, value: True)
+        return Kept(ModuleReach, self.module)
 
     def on_one_device(self):
         # What the caller differentiates has kept the buffers, whose values come back.
@@ -242,17 +248,19 @@ class _ModuleCall(_RandomStep, _StepOfModule):
 
     def _named(self, result):
         """Results and gradients by label; autograd's graph is left to the caller."""
-        named = _outputs(result)
+        named = dict(_outputs(result), **self.noted.changed())
         results = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if self.differentiated and results and parameters:
+            kept = self.attributes()  # by hooks on what comes back
             random = torch.Generator().manual_seed(0)
             upstream = [torch.randn(t.shape, generator=random).to(t) for t in results]
             found = torch.autograd.grad(
                 results, list(parameters.values()), upstream, retain_graph=True, allow_unused=True
             )
+            kept.put_back()
             pairs = [(n, g.to_dense()) for n, g in zip(parameters, found) if g is not None]
-            named.update(("gradient of " + name, _array(gradient)) for name, gradient in pairs)
+            named.update(("gradient of " + name, array_of(gradient)) for name, gradient in pairs)
         return named
 
     def operations(self):
