@@ -231,7 +231,8 @@ class Hooks:
 
     def __init__(self, parts):
         self.parts = parts
-        self.held = [vars(part)[name] for part in parts for name in HOOKS]
+        held = [vars(part).get(name) for part in parts for name in HOOKS]
+        self.held = [hooks for hooks in held if hooks is not None]
         self.counts = list(map(len, self.held))
         self.kept = {place: dict(self.held[place]) for place, n in enumerate(self.counts) if n}
 

@@ -62,12 +62,12 @@ class ModuleReach(Reach):
     @classmethod
     def parts_of(cls, module, parts=None):
         parts = list(module.modules()) if parts is None else parts
-        held = [vars(part)[name] for part in parts for name in HOOKS]
+        held = [vars(part).get(name) for part in parts for name in HOOKS]
         return parts + [hook for hooks in held if hooks for hook in hooks.values()]
 
     def roots(self):
         modules = [each for each in self.parts if isinstance(each, torch.nn.Module)]
-        self.inside = {id(vars(part)[name]) for part in modules for name in _INTERNALS}
+        self.inside = {id(vars(part).get(name)) for part in modules for name in _INTERNALS}
         return [each for each in self.parts if batches.is_users(each)]
 
     def is_value(self, value):
