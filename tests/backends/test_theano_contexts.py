@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import compat
-from compat.testing import DEVICES, SHARDS, initialise, slow
+from compat._configuration import registry
+from compat.testing import CASES, DEVICES, SHARDS, initialise, slow
 
 from . import test_theano
 
@@ -142,6 +143,25 @@ class TestContexts:
         assert get_context(None).dev == CONTEXTS[0]
         weights = keras.backend.variable(np.ones((2, 3)))
         assert weights.container.value.context.dev == CONTEXTS[0]
+
+    def test_operations_are_counted_where_values_lie(self, keras):
+        """Also where functions that are called as one device's run on another."""
+        from compat._backends.theano import executed
+
+        model = self.contract.compiled(keras, "dense", parallel=True)
+        inputs, targets = CASES["dense"].data(61)
+        with registry.load("theano").executed(model) as counts:
+            model.train_on_batch(inputs, targets)
+        assert sorted(counts) == sorted(CONTEXTS) and all(counts.values())
+        functions = vars(model)["_compat_functions"]
+        recorder = executed.CallRecorder(functions)
+        forward = model.train_function.forward[0]
+        shard = [inputs[:20].astype("float32")]
+        for device in functions.devices:
+            device.functions.add(forward)
+        with functions.devices[0].current():
+            recorder.note(forward, forward(*shard))
+        assert recorder.counts[CONTEXTS[0]] and not recorder.counts[CONTEXTS[1]]
 
     @pytest.mark.slow
     def test_loop_is_run_on_no_other_device(self, keras):

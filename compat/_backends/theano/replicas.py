@@ -199,7 +199,7 @@ class ReplicatedFunction:
             self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
             across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
-            _rows.runs_whole(owner.model.name, across, owner.devices[0].name, reach, owner)
+            _rows.runs_whole(owner.owner.name, across, owner.devices[0].name, reach, owner)
         at_cut = {cut.variable: cut.variable.type() for cut in self.cuts}
         leaves = graph.inputs(list(at_cut))
         self.used = [v for v in leaves if hasattr(v, "get_value") and v not in given]
