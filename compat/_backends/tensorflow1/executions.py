@@ -136,13 +136,15 @@ def _placed(session, fetches):
         numbers[op.device] += 1
         if op.type == "Const" and graph.is_outermost(op) and not op.control_inputs:
             constants[op.device] = op.outputs[0]
-    has_gpu = any(each.device_type == "GPU" for each in session.list_devices())
+    listed = getattr(session, "list_devices", list)()  # a MonitoredSession lists none
+    has_gpu = any(each.device_type == "GPU" for each in listed)
     preferred = "/device:{}:0".format("GPU" if has_gpu else "CPU")
     found = collections.Counter({preferred: numbers.pop("", 0)})
+    constants = {device: constants[device] for device in numbers if device in constants}
+    device_of = {constant.op.name: device for device, constant in constants.items()}
+    metadata = tf.RunMetadata()
     options = tf.RunOptions(output_partition_graphs=True)
-    for device in set(constants).intersection(numbers):
-        metadata = tf.RunMetadata()
-        session.run(constants[device], options=options, run_metadata=metadata)
-        for actual in partitions(metadata):
-            found[actual] += numbers[device]
+    session.run(list(constants.values()), options=options, run_metadata=metadata)
+    for actual, nodes in partitions(metadata).items():
+        found[actual] += sum(numbers[device_of.get(node.name)] for node in nodes)
     return found
