@@ -58,6 +58,12 @@ class WatchingPatch(Patch):
     watches = True
 
 
+class MendingPatch(Patch):
+    """A patch that mends a fault of a framework's own, for all models, once in a process."""
+
+    mends = True
+
+
 def _names(owner):
     return owner if isinstance(owner, dict) else vars(owner)
 

@@ -55,8 +55,8 @@ def _watched(left_out=None):
         return call(hook, model, *args, **kwargs)
 
     def setting(patch, value):
-        is_watch = hasattr(patch, "watches")
-        if not is_watch and watched.is_left_out(patch.owner, name_of(patch.owner, patch.name)):
+        is_other = hasattr(patch, "watches") or hasattr(patch, "mends")
+        if not is_other and watched.is_left_out(patch.owner, name_of(patch.owner, patch.name)):
             value = getattr(patch, "before", None) if patch.was_own else None
             if not patch.was_own and not isinstance(patch.owner, dict):
                 value = getattr(patch.owner, patch.name, None)

@@ -208,7 +208,7 @@ def read_kernels():
     def conv(inputs, kernel, *args, **kwargs):
         return plain(inputs, tf.convert_to_tensor(kernel), *args, **kwargs)
 
-    patching.Patch(nn, "conv", conv)
+    patching.MendingPatch(nn, "conv", conv)
 
 
 # Merging --------------------------------------------------------------------------------------
