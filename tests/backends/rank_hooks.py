@@ -41,7 +41,8 @@ def left_out(keras, folder, exempt):
 def take_back_patches():
     """Have what is replaced once in a process be replaced again."""
     for patch in reversed(patching.patches()):
-        patch.take_back()
+        if not hasattr(patch, "watches") and not hasattr(patch, "mends"):
+            patch.take_back()
 
 
 def train_and_evaluate(keras, folder):

@@ -19,8 +19,6 @@ class OnTensorFlow2(RankedParts):
     # Keras 3 counts each batch once in the losses of single outputs, on each rank.
     compared = 4 if KERAS3 else 9
     exempt_hooks = {"model.export": EXPORT}
-    if KERAS3:
-        exempt_hooks["keras.src.backend.tensorflow.nn.conv"] = "it mends a fault of Keras' own"
 
 
 @pytest.mark.row("ranks: Horovod")

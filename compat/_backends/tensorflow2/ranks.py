@@ -21,7 +21,7 @@ from ..._runtime.within import Within
 from ..._verification import keras_steps, steps
 from .merging import is_set, read
 from .replicas import as_tensors, has_rows, recording, rows_of, with_tensors
-from .replicated_call import ReplicatedCall
+from .replicated_call import ReplicatedCall, only_traced
 from .runtime import unsupported
 
 _stepping = Within()  # then gradients are taken care of, also those of models within
@@ -311,7 +311,7 @@ class RankedCall(ReplicatedCall):
         super().__init__([])
 
     def invoke(self, model, *args, **kwargs):
-        is_of_step = _stepping.here() or self._only_traced(model)
+        is_of_step = _stepping.here() or only_traced(model)
         if recording() and not is_of_step:
             raise unsupported(
                 "train {!r} as one of several ranks in a loop of your own around "
