@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 import compat
+from compat._configuration import registry
 from compat.testing import DEVICES, initialise, keras_under_test, span
+
+from .verification_cases import verified
 
 ROWS = np.random.RandomState(0).normal(size=(11, 8)).astype("float32")
 TARGETS = np.random.RandomState(1).normal(size=(11, 4)).astype("float32")
@@ -73,7 +76,7 @@ def kept(layer):
 
 @span
 @pytest.mark.filterwarnings("ignore:Model .* runs eagerly")
-@pytest.mark.parametrize("how", ["fit", "eagerly", "called"])
+@pytest.mark.parametrize("how", ["fit", "verified", "eagerly", "called"])
 def test_attributes_lists_counters_random_numbers_and_moved_weights(keras, observers, how):
     """A program is traced once, for all devices: as often as for one."""
     results = []
@@ -83,8 +86,11 @@ def test_attributes_lists_counters_random_numbers_and_moved_weights(keras, obser
             outputs = [model(ROWS), model(ROWS[:6]), layer.last]
         else:
             model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=how == "eagerly")
+            if parallel and how == "verified":
+                record = verified(registry.load("jax"), model, steps=2)
             history = model.fit(ROWS, TARGETS, 4, epochs=2, verbose=0, shuffle=False)
             outputs = [history.history["loss"]]
+            assert not (parallel and how == "verified") or record.steps["train"] == 2
         results.append((layer.counts, outputs + model.get_weights() + kept(layer)))
     (counts, expected), (others, found) = results
     assert counts == others and counts["calls"] > 1 and len(expected) == len(found)

@@ -6,13 +6,51 @@ Its random numbers do not depend on how it is sharded, so that they are compared
 
 import functools
 import itertools
+import sys
 
 import jax
 import numpy as np
 
+from ... import _keras
 from ..._runtime import patching
+from ..._runtime.effects import Effects
 from ..._verification import keras_steps
 from . import profiler
+
+
+class _UsersObjects:
+    """What layers of the user's hold, and numbers of all others, as they are now.
+
+    Arguments:
+        numbers: those numbers.
+        model: the model.
+    """
+
+    def __init__(self, numbers, model):
+        self.numbers, self.have_changed = numbers, numbers.have_changed
+        layers = [each for each in _keras.all_layers(model) if _keras.is_users(type(each))]
+        self.effects = Effects(layers, _is_value, _names_of_keras)
+        self.effects.note()
+
+    def put_back(self):
+        self.numbers.put_back()
+        self.effects.restore()
+
+
+def _is_value(value):
+    """Whether this is an array, a variable, or another object of Keras' own."""
+    of_keras = type(value).__module__.startswith("keras.") and not isinstance(value, (dict, list))
+    return of_keras or isinstance(value, jax.Array)
+
+
+def _names_of_keras(layer):
+    """The attributes that Keras sets itself, some of them when a layer first runs."""
+    if not isinstance(layer, sys.modules["keras"].layers.Layer):
+        return ()
+    return [name for name in vars(layer) if name.startswith("_") or name in _OF_KERAS]
+
+
+_OF_KERAS = ("built", "history", "optimizer", "stop_training", *_keras.FUNCTIONS)
 
 
 class _JAXStep(keras_steps.KerasStep):
@@ -51,6 +89,9 @@ class _JAXStep(keras_steps.KerasStep):
 
     def is_random(self, label):
         return False
+
+    def attributes(self):
+        return _UsersObjects(super().attributes(), self.model)
 
     def by_design(self, inference, changed):
         return None  # one program, with the statistics of the whole batch
