@@ -28,7 +28,8 @@ from compat._commands import reported_script
 from compat._commands.pytest_plugin import twins
 from compat._configuration import pip_extras, registry
 from compat._ranks.launch import watching
-from compat._runtime import reporting
+from compat._runtime import reporting, usage
+from compat._runtime.process import process
 from compat._verification import comparison
 
 
@@ -261,6 +262,16 @@ def _is_a_warning_of_rows(text):
     assert " ".join(text.split()) == str(caught[0].message)
 
 
+def _is_a_warning_of_a_rank(text):
+    """What is said of a rank whose hook is not reached."""
+    found = "rank 0 of 2 (compat run) exchanged no gradients with the other ranks. "
+    found += usage.unreached(["model.make_train_function"])
+    with pytest.warns(compat.CompatWarning) as caught:
+        usage.report("net", "the first training step", "fit", found)
+    del process.unused["net"]
+    assert " ".join(text.split()) == str(caught[0].message)
+
+
 # Blocks without a language to run, by their beginnings: how they are compared, and in which words.
 PRINTED = {
     "backend    tensorflow2 (keras": (
@@ -279,6 +290,7 @@ PRINTED = {
     "compat run: rank": (_is_a_failure, "compared with what compat run says"),
     "compat.errors.ResultsDifferError": (_is_difference, "compared with the error's text"),
     "The operation lambda/Mean": (_is_a_warning_of_rows, "compared with the warning's text"),
+    "In the first training step": (_is_a_warning_of_a_rank, "compared with the warning's text"),
     "compat.parallelize(model, gpus=2) ": (_is_a_drawing, "names modules that exist"),
 }
 

@@ -183,6 +183,9 @@ class Model:
         with open(filepath, "w") as file:
             file.write(NEW)
 
+    def save_weights(self, filepath, overwrite=True):
+        self.save(filepath, overwrite)
+
     def export(self, filepath):
         os.makedirs(os.path.join(filepath, "variables"), exist_ok=True)
         for name in "saved_model.pb", os.path.join("variables", "index"):

@@ -205,9 +205,9 @@ def test_gradient_that_changes_something(keras):
         np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
     line = _line_of(with_operation, "between = ")
     assert said == [
-        f"The operation FromFunctionOp{{<lambda>}} ({line}) of {model.name!r} changes what outlasts "
-        "its call (a list, a counter, random numbers), which each device would change. The model "
-        "runs on cpu:0 with the whole batch."
+        f"The operation FromFunctionOp{{<lambda>}} ({line}) of {model.name!r} changes what "
+        "outlasts its call (a list, a counter, random numbers), which each device would change. "
+        "The model runs on cpu:0 with the whole batch."
     ]
 
 
