@@ -77,6 +77,7 @@ REASONS = {
     "device would change.",
     "table": "{} looks up rows that depend on the batch and rows that do not in one table, and "
     "the gradients of the two cannot be told apart.",
+    "monitor": "{} has a Monitor, which would be shown each batch in parts, one for each device.",
     "contexts": "{} has its parameters on several contexts: the script splits its batches by "
     "itself.",
     "compiled": "{} is a function that XLA compiles (jit_compile=True) with variables in it, "
@@ -105,7 +106,7 @@ class Across(NamedTuple):
             "weight" (it sets one that is trained), "table" (rows of one are looked up in two ways),
             "rows" (it is not known which dimension has them), "compiled" (by XLA, with variables),
             "transformed" (by ``vmap()``), "eager" (only even batches are split there), "effects"
-            (Python code in it changes something).
+            (Python code in it changes something), "monitor" (of MXNet's, is installed).
     """
 
     operation: Any

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.row("MXNet Module")
 def symbol(mx, **softmax):
     sym = mx.sym
     x = sym.Activation(
-        sym.FullyConnected(sym.var("data"), num_hidden=16, name="a"), act_type="tanh"
+        sym.FullyConnected(sym.var("data"), num_hidden=16, name="a"), act_type="tanh", name="t"
     )
     x = sym.FullyConnected(x, num_hidden=4, name="b")
     return sym.SoftmaxOutput(x, name="softmax", **softmax)

@@ -85,12 +85,12 @@ class BlockReplicas:
         Arguments:
             found: the contexts on which its parameters are.
         """
-        self._unite_statistics()
         if len(found) == 1 and found[0] in self.contexts:
             if found != self.contexts[:1]:
                 self.move(found + [each for each in self.contexts if each != found[0]])
             gluon_arrays.move_trainers(self.block, found[0])
         else:
+            self._unite_statistics()
             gluon_arrays.move(self.block, self.contexts[0])
 
     def remove(self):
@@ -119,6 +119,7 @@ class BlockReplicas:
             # Batch normalization and dropout go by this, not by whether gradients are wanted.
             kind = "train" if mx.autograd.is_training() else "predict"
             if verification.is_due(kind):
+                self._unite_statistics()
                 return verification.verify(kind, BlockCall(self, args))
         return self.run(args)
 
@@ -250,6 +251,7 @@ class BlockReplicas:
         kind = mx.autograd.is_recording(), kept, known
         # Of a single row a trial tells nothing: it is tried again.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
+            self._unite_statistics()
             with making:
                 found = BlockTrial(self).decide(args) if kept else _rows.Across(None)
             if isinstance(found, _rows.Across):

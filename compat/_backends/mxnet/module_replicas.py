@@ -91,21 +91,39 @@ class _InitOptimizerWithKVStore(InstanceMethod):
 class _Group(mx.module.executor_group.DataParallelExecutorGroup):
     """MXNet's group of executors, of which some may have no rows of their own.
 
-    Where the batch runs whole, there is the first context's alone.
+    Where the batch runs whole, there is the first context's alone; from the time on at which a
+    Monitor is installed, the others have no rows.
     """
+
+    is_monitored = False
 
     @property
     def sizes(self):
-        return split_rows.sizes(self.batch_size, len(self.contexts))
+        sizes = split_rows.sizes(self.batch_size, len(self.contexts))
+        return work.undivided(sizes, self.batch_size) if self.is_monitored else sizes
 
     def decide_slices(self, data_shapes):
         axes = [_axis(desc.layout) for desc in data_shapes]
         for desc, axis in zip(data_shapes, axes):
             if axis >= 0:
                 self.batch_size = desc.shape[axis]
-        rows, count = self.batch_size, len(self.contexts)
-        self.slices = [slice(*split_rows.run_bounds(rows, count, i)) for i in range(count)]
+        stops = np.cumsum(self.sizes).tolist()
+        self.slices = [
+            # The first row where there is none, which is loaded and not computed.
+            slice(stop - size, stop) if size else slice(0, 1)
+            for stop, size in zip(stops, self.sizes)
+        ]
         return axes
+
+    def install_monitor(self, mon):
+        """A Monitor is shown what executors compute: the whole batch's is that of a single one."""
+        if len(self.contexts) > 1 and not self.is_monitored:
+            across = _rows.Across(None, why="monitor")
+            _rows.runs_whole("Module", across, self.contexts[0], "The Module")
+            self.is_monitored = True
+            self._default_execs = self._default_execs or list(self.execs)
+            self.bind_exec(self.data_shapes, self.label_shapes, reshape=True)
+        self._where_rows_are(super().install_monitor, mon)
 
     def _where_rows_are(self, method, *args, **kwargs):
         """Call a method as if there were only the executors that have rows of their own."""
