@@ -241,7 +241,7 @@ class TestMXNet(KerasParts):
 
     @pytest.mark.parametrize("rows", [7, 2])
     def test_stateful_rnn_keeps_the_states_of_each_row(self, keras, rows):
-        """Against the plain model unrolled: keras-mxnet fails on a stateful one that is not."""
+        """Unrolled or not: of a loop, keras-mxnet gives all states the last one's value."""
 
         def build(unroll):
             layers = keras.layers
@@ -253,8 +253,8 @@ class TestMXNet(KerasParts):
         random = np.random.RandomState(5)
         inputs, targets = random.normal(size=(3 * rows, 3, 4)), random.normal(size=(3 * rows, 2))
         results = []
-        for parallel in (False, True):
-            model = initialise(build(unroll=not parallel))
+        for unroll, parallel in ((True, False), (False, False), (False, True)):
+            model = initialise(build(unroll))
             if parallel:
                 compat.parallelize(model)
             model.compile(optimizer(keras, "sgd"), "mse")
@@ -264,10 +264,12 @@ class TestMXNet(KerasParts):
             fresh = model.predict(inputs[:rows], batch_size=rows)
             tested = model.evaluate(inputs, targets, batch_size=rows, verbose=0)
             results.append((model.get_weights(), again + [fresh], tested))
-        self.close(results[0][0], results[1][0])
-        self.close(results[0][1], results[1][1])
-        assert abs(results[0][2] - results[1][2]) < 1e-5
-        assert np.abs(results[1][1][0] - results[1][1][1]).max() > 1e-4  # the states count
+        expected, outputs, loss = results[0]
+        for weights, predicted, tested in results[1:]:
+            self.close(expected, weights)
+            self.close(outputs, predicted)
+            assert abs(loss - tested) < 1e-5
+        assert np.abs(outputs[0] - outputs[1]).max() > 1e-4  # the states count
 
     # Between plain and parallel ---------------------------------------------------------------
 
@@ -519,7 +521,8 @@ def test_configured_before_mxnet_is_imported(alone):
         "memory: cached memory is given back while less than 25% of a GPU is free",
         "keras-mxnet fixed: weights are read and set for every model, not only for the one "
         "compiled last,",
-        "and for RNN layers not unrolled; the optimizer's state is saved with its model",
+        "and for RNN layers not unrolled, which keep all of their states if they are stateful;",
+        "the optimizer's state is saved with its model",
     ]
     assert "applied    " + "\n           ".join(applied) + "\n" in printed
     assert "keras.backend.set_floatx('float64')" in printed

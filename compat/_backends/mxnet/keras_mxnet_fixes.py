@@ -42,15 +42,28 @@ def fix(default_device):
             x.bind(array)
             models.set_weight(x.name, array)
 
+        rnn = mxnet_backend.rnn
+        named = mxnet_backend.keras_mxnet_symbol(
+            lambda state: mxnet_backend.KerasSymbol(mx.sym.identity(state.symbol))
+        )
+
+        def rnn_with_named_states(*args, **kwargs):
+            # Keras knows outputs by the names of their nodes. Those of a loop have one name, so
+            # it took the last one for all states, and did not find any in inference.
+            last, outputs, states = rnn(*args, **kwargs)
+            return last, outputs, [named(state) for state in states]
+
         Patch(mxnet_backend, "set_model", models.add)
         Patch(mxnet_backend, "_get_mxnet_context", get_mxnet_context)
         for module in (mxnet_backend, keras.backend):
             Patch(module, "set_value", set_value)
+            Patch(module, "rnn", rnn_with_named_states)
         keep_state(keras.optimizers.SGD.__mro__[1])
     return [
         "keras-mxnet fixed: weights are read and set for every model, not only for the one "
         "compiled last,",
-        "and for RNN layers not unrolled; the optimizer's state is saved with its model",
+        "and for RNN layers not unrolled, which keep all of their states if they are stateful;",
+        "the optimizer's state is saved with its model",
     ]
 
 
