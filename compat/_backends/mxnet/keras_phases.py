@@ -60,8 +60,9 @@ class Phase:
         batch = self._batch(inputs)
         given = dict.fromkeys(self.fed, _rows.Mixed())
         given.update(dict.fromkeys(self.sharded, _rows.Sharded(0)))
+        # As NumPy has them: MXNet 1.5 refuses to slice past the end.
+        batch.update((name, batch[name].asnumpy()) for name in self.states)
         fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
-        fed.update((name, fed[name].asnumpy()) for name in self.states)
         unknown = graph.follow_and_try(given, fed, self.contexts[0], {}, self.arrays[0])
         return unknown or graph.across(graph.outputs)
 
