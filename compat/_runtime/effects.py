@@ -9,7 +9,7 @@ are values: they are not looked into.
 import functools
 import random
 import sys
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence
 
 from .containers import ATOMS, MISSING, is_same, owners_of, reached
 
@@ -119,6 +119,12 @@ class Effects:
         """The values at ``note()`` that are not looked into."""
         found = ((self._before[place], leaves) for place, (_, _, leaves) in self._looks.items())
         return [values[key] for values, leaves in found for key in leaves]
+
+    def held(self) -> "Iterator[Any]":
+        """Iterate over all values at ``note()``: what holds one, its key, and it."""
+        for place, values in self._before.items():
+            for key, value in values.items():
+                yield self._owners[place], key, value
 
     def reached(self) -> "List[Any]":
         """All objects that are looked into."""

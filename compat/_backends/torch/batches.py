@@ -282,8 +282,9 @@ def _kind(leaf):
     return leaf if isinstance(leaf, (bool, str, type(None))) else type(leaf).__name__
 
 
-#: How a call's arguments are cut: ``rows``, and for each leaf the dimension of its rows or None.
-Layout = collections.namedtuple("Layout", "rows cuts")
+#: How a call's arguments are cut: ``rows``, for each leaf the dimension of its rows or None; and
+#: what is cut of what the model keeps, see ``kept_rows``.
+Layout = collections.namedtuple("Layout", "rows cuts kept", defaults=[()])
 
 
 def layout(arguments, dim, dims):

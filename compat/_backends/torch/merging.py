@@ -80,8 +80,9 @@ def _rows_of_all(values, dim, copies, home):
 class Known:
     """What one kind of call has shown: a rule for each value, once it was watched."""
 
-    def __init__(self, cuts):
-        self.cuts = cuts  # of a ``batches.Layout``, without those of what has the size by chance
+    def __init__(self, cuts, kept=()):
+        # Of a ``batches.Layout``, without those of what has the size by chance.
+        self.cuts, self.kept = cuts, kept
         self.rules = {}
         self.described = None
         self.linked = set()  # keys of values on which others depend: see ``linked_values``

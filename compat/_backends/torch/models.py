@@ -53,6 +53,9 @@ class ReplicatedKerasCall(ReplicatedMethod):
     def home(self, model, arguments):
         return _keras.keras_of(model).ops.convert_to_tensor(0).device  # where Keras computes
 
+    def reach(self, model):
+        return KerasReach.of(model)
+
     def state(self, model):
         return KerasReplicas(model)
 
@@ -210,6 +213,9 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
         first = next(leaf for leaf in arguments.leaves if isinstance(leaf, kinds))
         packed = isinstance(first, batches.PackedSequence)
         return next(model.parameters(), first.data if packed else first).device
+
+    def reach(self, model):
+        return ModuleReach.of(model)
 
     def state(self, model):
         return ModuleReplicas(model)

@@ -16,10 +16,10 @@ import torch
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import batches, calls, executed, linked_values, merging, timeline, tracing
+from . import batches, calls, executed, kept_rows, linked_values, merging, timeline, tracing
 from .batches import evaluating, is_users
-from .calls import NotMergeable, RowCount, tag, tag_of
-from .outcomes import Outcome, PartsTrial
+from .calls import NotMergeable, tag
+from .outcomes import Outcome, PartsTrial, untagged
 from .watch import Watch
 
 # How many arguments may turn out to have as many rows as the batch by chance.
@@ -47,6 +47,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         # By kind of call; None: it runs whole. Deep copies, of the same architecture, share it.
         self.known = {}
         self.choices = None  # where the rows may be: arguments of ``batches.layout``
+        self.kept_rows = kept_rows.KeptRows()
         self.tried = {}  # functions without a rule, by the kind of call
         self.lock = threading.RLock()  # one call at a time: the model's weights are the replica's
 
@@ -82,7 +83,9 @@ class ReplicatedMethod(patching.InstanceMethod):
             return self.plain(model)(*args, **kwargs)
         # A call without gradients shows nothing of them.
         mode = model.training, torch.is_grad_enabled(), arguments.key
-        kinds = {mode + (each.cuts,): each for each in layouts}
+        kept = self.kept(model, layouts[0].rows)
+        layouts = [each._replace(kept=kept) for each in layouts]
+        kinds = {mode + (each.cuts, kept): each for each in layouts}
         kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
         known, rows = self.known.get(kind), layouts[0].rows
         # Of one row nothing can be learned.
@@ -96,6 +99,9 @@ class ReplicatedMethod(patching.InstanceMethod):
             if known is None:
                 return self.first_call(model, arguments, untried)
             return self.computed(model, arguments, kinds[kind], known)
+        except kept_rows.CutOtherwise:
+            numbers.close()
+            return self.divided(model, arguments, args, kwargs)
         except NotMergeable as error:
             numbers.close()
             result = self.whole(model, arguments, rows, error if rows > 1 else None)
@@ -125,12 +131,30 @@ class ReplicatedMethod(patching.InstanceMethod):
 
     def computed(self, model, arguments, layout, known):
         """What the replicas compute, put together; where it is not what is known it is watched."""
-        layout, state = layout._replace(cuts=known.cuts), self.state(model)
+        given, state = layout, self.state(model)
+        known.watch = known.watch or any(each.other is not None for each in given.kept)
+        layout = given._replace(cuts=known.cuts, kept=known.kept)
         outcomes = self.run(model, state, arguments, layout, known)
+        if known.watch:
+            self.check_kept(model, given)
         if known.watch or known.fit(outcomes, layout.rows):
             return self.merge(model, state, arguments, layout, known, outcomes)
         known.watch = True
-        return self.computed(model, arguments, layout, known)
+        return self.computed(model, arguments, given, known)
+
+    def kept(self, model, rows):
+        """What the model keeps of rows, which a call of so many finds: see ``kept_rows``."""
+        if not self.kept_rows.axes:
+            return ()
+        effects = self.reach(model).effects
+        effects.note()
+        count = self.replica_count(model, rows)
+        return self.kept_rows.found(effects, rows, split_rows.sizes(rows, count))
+
+    def check_kept(self, model, layout):
+        """Raise ``CutOtherwise`` where a call has shown more of that."""
+        if self.kept(model, layout.rows) != layout.kept:
+            raise kept_rows.CutOtherwise
 
     def first_call(self, model, arguments, layouts):
         """Watch a call of a new kind, and hold what it shows against a trial.
@@ -142,12 +166,16 @@ class ReplicatedMethod(patching.InstanceMethod):
         failed = []
         for kind, layout in layouts.items():
             others = [number for number, cut in enumerate(layout.cuts) if cut is not None][1:]
+            others += [each for each in layout.kept if each.other is None]
             for whole in [None] + others[:MOST_TRIED]:
                 cuts = [None if place == whole else cut for place, cut in enumerate(layout.cuts)]
-                known = merging.Known(tuple(cuts))
-                known.trial = self.trial(model, arguments, layout._replace(cuts=known.cuts))
+                kept = tuple(each for each in layout.kept if each != whole)
+                known = merging.Known(tuple(cuts), kept)
+                tried = layout._replace(cuts=known.cuts, kept=kept)
+                known.trial = self.trial(model, arguments, tried)
                 try:
                     known.trial.outcomes()  # first: three rows tell more of what has no rule
+                    self.check_kept(model, layout)
                     result = self.computed(model, arguments, layout, known)
                     self.known[kind] = known
                     return result
@@ -169,10 +197,7 @@ class ReplicatedMethod(patching.InstanceMethod):
 
         The first one has the weights themselves, not copies, as far as none are moved.
         """
-        outcomes = []
-        kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.devices)
-        if any(isinstance(part, kind) and part.training for part in model.modules()):
-            count = min(count, max(1, layout.rows // 2))  # it refuses a single row in training
+        outcomes, count = [], self.replica_count(model, layout.rows)
         copies = known.watch or any(key[0] == "weight" for key in known.rules)
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
@@ -188,6 +213,13 @@ class ReplicatedMethod(patching.InstanceMethod):
                 break  # which is new
         return outcomes
 
+    def replica_count(self, model, rows):
+        """How many replicas compute so many rows."""
+        kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.devices)
+        if any(isinstance(part, kind) and part.training for part in model.modules()):
+            count = min(count, max(1, rows // 2))  # it refuses a single row in training
+        return count
+
     def replica(self, model, state, arguments, layout, device, rows, copy, watched, probing=False):
         """Run one replica, and return its outcome.
 
@@ -201,6 +233,8 @@ class ReplicatedMethod(patching.InstanceMethod):
                 tag(leaf, _rows.Sharded(where))
             leaves.append(leaf)
         watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
+        own = kept_rows.OwnRows(self.kept_rows, layout, device, rows, watched)
+        state.outside.own_rows = own
         with arguments.given(leaves) as (args, kwargs):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
@@ -261,6 +295,13 @@ class ReplicatedMethod(patching.InstanceMethod):
                     linked_values.Parts.attach(merged[key], values, rule)
         merged.update((key, merged[key].item()) for key in first.numbers)
         merged.update((key, merged[key].numpy()) for key in first.arrays)
+        cuts = {id(leaf): cut for leaf, cut in zip(arguments.leaves, layout.cuts)}
+        for key, value in merged.items():
+            rule, is_given = known.rules[key], isinstance(value, batches.Unchanged)
+            axis = rule.dim if rule.kind == "rows" and rule.copies == 1 else None
+            axis = cuts.get(id(value.value)) if is_given else axis
+            if key[0] == "effect" and axis is not None:
+                state.outside.axes[key] = axis
         merged = {key: untagged(value) for key, value in merged.items()}
         state.finish(merged)
         all_sizes += [0] * (len(self.devices) - len(all_sizes))
@@ -344,16 +385,6 @@ class ReplicatedMethod(patching.InstanceMethod):
             return compute(rows, gradients) if state.outside.found_more else found
 
         return PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
-
-
-def untagged(value):
-    if isinstance(value, torch.Tensor) and tag_of(value) is not None:
-        del value._compat_rows
-    if isinstance(value, batches.Unchanged):
-        return value.value
-    if isinstance(value, torch.Size):
-        return torch.Size([int(size) for size in value])
-    return int(value) if isinstance(value, RowCount) else value
 
 
 def _on(device, where, rows, value):

@@ -15,7 +15,7 @@ import torch
 from ... import _keras, _rows, errors
 from ..._runtime.containers import MISSING
 from ..._runtime.effects import Effects
-from . import batches
+from . import batches, kept_rows
 from .calls import NotMergeable, State, is_number, tag, tag_of
 
 #: Where modules keep what ``register_forward_hook()`` and its like are given.
@@ -125,6 +125,9 @@ class CallEffects:
         self.tensors = [v for key, v in found.items() if key not in known and not v.is_meta]
         self.before, self.changed, self.changes = {}, {}, {}
         self.saved = []  # what the tensors were, where they may change
+        self.own_rows = None  # an ``OwnRows``, of the replica that runs
+        self.axes = {}  # of the rows of what is written, by key
+        self.in_place = {}  # values of rows that replicas have changed, by key
         self.found_more = False
 
     def random_numbers(self):
@@ -147,10 +150,15 @@ class CallEffects:
         for tensor, saved in zip(self.tensors, self.saved if is_watched else ()):
             if tensor in self.reach.changing:
                 tag(tensor, State(saved))
+        if self.own_rows is not None:
+            self.own_rows.begin(self.effects)
         try:
             yield
         finally:
-            values = self._values()  # first: all is taken back
+            in_place = {} if self.own_rows is None else self.own_rows.end()
+            values = self._values(is_watched)  # first: all is taken back
+            self.in_place.update((key, whole) for key, (whole, _) in in_place.items())
+            found.update((key, own) for key, (_, own) in in_place.items())
             found.update(self._tensors(versions))
             found.update(values)
 
@@ -174,10 +182,12 @@ class CallEffects:
                 del tensor._compat_rows
         return found
 
-    def _values(self):
+    def _values(self, is_watched):
         """Those that were set, added or removed."""
-        found = {}
-        for change in self.effects.take():
+        found, changes = {}, self.effects.take()
+        if is_watched and self.own_rows is not None:
+            self.own_rows.kept_rows.misled(changes)
+        for change in changes:
             place = self._place(change)
             leaves, unflatten = self._leaves(change.after)
             keys = [("effect", place, index) for index in range(len(leaves))]
@@ -215,6 +225,13 @@ class CallEffects:
                 leaves = [v.value if isinstance(v, _Same) else v for v in map(merged.get, keys)]
                 changes.append(change._replace(after=unflatten(leaves)))
         self.effects.write(changes)
+        for key, whole in self.in_place.items():
+            if key in merged:
+                kept_rows.set_whole(whole, merged[key])
+        axes = {id(merged[key]): axis for key, axis in self.axes.items()}
+        for change in changes if axes else ():
+            note = self.own_rows.kept_rows.note
+            note(change.owner, change.key, change.after, lambda leaf: axes.get(id(leaf)))
         self.effects.forget()
 
 
