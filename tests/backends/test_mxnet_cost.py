@@ -68,3 +68,17 @@ def test_a_step_takes_no_more_operations_than_each_context_has(build):
     assert computed <= DEVICES * (sum(one.values()) - one[COPY]) + 2 * weights
     # A weight goes to each context, and its gradient back; so do the rows and what comes out.
     assert several[COPY] <= DEVICES * (one[COPY] + 2 * weights + 2)
+
+
+def test_each_prediction_has_the_weights_as_they_are():
+    """Copied for each call: nothing tells of what is written in place."""
+    import mxnet as mx
+
+    net, inputs = mx.gluon.nn.Dense(3, in_units=2), mx.nd.ones((ROWS, 2))
+    net.initialize()
+    compat.parallelize(net)
+    assert counted(lambda: net(inputs))[COPY] >= 2 * (DEVICES - 1)
+    before = net(inputs).asnumpy()
+    view = net.bias.data()[1:]  # of the same memory
+    view += 1
+    assert (net(inputs).asnumpy() - before).round(5).tolist() == [[0, 1, 1]] * ROWS
