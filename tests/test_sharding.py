@@ -449,7 +449,10 @@ def test_arguments_without_a_name_stay_where_they_are():
     """A method that a model has in place of Keras' own ``fit``."""
     own = {}
     exec("def fit(x, /, y=None, callbacks=None): pass", own)
-    assert keras_model._by_name(own["fit"], (1, 2), {"callbacks": 3}) == ((1, 2), {"callbacks": 3})
+    assert keras_model.arguments_by_name(own["fit"], (1, 2), {"callbacks": 3}) == (
+        (1, 2),
+        {"callbacks": 3},
+    )
 
 
 @pytest.mark.row("compat.barrier()")

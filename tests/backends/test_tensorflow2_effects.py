@@ -263,3 +263,43 @@ def test_first_calls_of_eight_threads_at_once(keras, eagerly):
     assert not texts
     close(expected, found)
     assert other == (8, 8, 8) and left[1:] == other[1:]
+
+
+class Sizes(layers.Layer):
+    """Counts rows and calls, and keeps the scores of every third call."""
+
+    def __init__(self, keeps=False):
+        super().__init__()
+        self.rows, self.calls, self.keeps, self.kept = 0, 0, keeps, []
+
+    def call(self, x):
+        self.calls += 1
+        if not self.keeps:
+            self.rows += int(x.shape[0] or 0)
+        elif self.calls % 3 == 0:
+            self.kept.append(tf.reduce_sum(x, axis=1))
+        return 2.0 * x
+
+
+def noted_sizes(parallel, keeps):
+    inputs = Keras.Input((4,))
+    layer = Sizes(keeps)
+    model = Keras.Model(inputs, layers.Dense(2)(layer(inputs)))
+    if parallel:
+        compat.parallelize(model)
+    layer.rows, layer.calls, layer.kept = 0, 0, []
+    for rows in (6, 6, 7, 3, 2, 1):
+        model(ROWS[:rows])
+    return layer.rows, layer.calls, [np.array(each) for each in layer.kept]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_numbers_of_rows_and_what_a_later_call_keeps_are_the_batch_s(keras, keeps):
+    """Also where all devices have as many rows, so that they agree on a wrong number."""
+    plain = noted_sizes(False, keeps)
+    with told() as said:
+        rows, calls, kept = noted_sizes(True, keeps)
+    assert (rows, calls) == plain[:2]
+    assert [each.shape for each in kept] == [each.shape for each in plain[2]]
+    assert all(np.array_equal(*pair) for pair in zip(kept, plain[2]))
+    assert bool(said) is not keeps

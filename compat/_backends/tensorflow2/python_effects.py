@@ -10,6 +10,7 @@ and whatever has a name that begins with an underscore.
 
 import contextlib
 import random
+import types
 
 import numpy as np
 import tensorflow as tf
@@ -46,7 +47,20 @@ def _is_any_variable(value):
 
 def _is_value(value):
     is_graph = isinstance(value, (tf.Graph, tf.Operation))
-    return tf.is_tensor(value) or is_graph or _is_any_variable(value)
+    is_keras = not (isinstance(value, _TREES) or isinstance(value, type)) and not _keras.is_users(
+        type(value)
+    )
+    return is_keras or tf.is_tensor(value) or is_graph or _is_any_variable(value)
+
+
+def roots_of(model):
+    """What the calls of a Keras model begin with: layers and functions of the user's."""
+    for layer in _keras.all_layers(model):
+        if _keras.is_users(type(layer)):
+            yield layer
+        else:  # a Lambda's, or an activation
+            values = vars(layer).values()
+            yield from (each for each in values if isinstance(each, types.FunctionType))
 
 
 def _is_effect(change):
@@ -99,6 +113,14 @@ class PythonEffects:
         for change in found:
             owners.setdefault(change.owner.identity, len(owners))
         return sorted(found, key=lambda c: (owners[c.owner.identity], _order(c.key)))
+
+    def undo(self):
+        """Undo the user's changes since ``begin()``; return whether there were any."""
+        found = self.changes()
+        if found:
+            _take_back(found)
+            self.restart()
+        return bool(found)
 
     @contextlib.contextmanager
     def taken(self):

@@ -19,7 +19,7 @@ from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras_steps
 from ..tensorflow1 import timeline as tensorflow1_timeline
 from .executions import executed, products, recorded, short
-from .python_effects import Snapshot
+from .python_effects import Snapshot, roots_of
 from .runtime import runs_eagerly
 
 # Its numbers, verified: the step done on one device, from the same state ------------------------
@@ -75,7 +75,7 @@ class _TensorFlow2Step(keras_steps.KerasStep):
         self.iterator = iterator
 
     def attributes(self):
-        return Snapshot(super().attributes(), self.model)
+        return Snapshot(super().attributes(), *roots_of(self.model))
 
     # Batches ------------------------------------------------------------------------------------
 

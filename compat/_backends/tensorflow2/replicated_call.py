@@ -97,15 +97,16 @@ class ReplicatedCall(patching.InstanceMethod):
     def _divided(self, model, call, arguments):
         """The call on all devices, or on the first one where that is not possible."""
         state = merging.ModelState(_keras.all_layers(model) if self.is_of_keras else [])
-        trace = across = effects = None
+        trace = across = effects = watched = None
         why = "unknown"  # it cannot be traced with an unknown number of rows
         key = arguments.kind() if tf.executing_eagerly() and len(self.devices) > 1 else None
         known = self.traces.get(key)
         try:
             if len(self.devices) > 1:
-                if known is None or known.changes:  # else it leaves nothing
-                    effects = self._effects(model)
-                    effects.begin()
+                watched = self._effects(model)
+                watched.begin()
+                # A call that has left nothing so far is only seen to leave nothing now, either.
+                effects = watched if known is None or known.changes else None
                 trace = known or self._trace(call, arguments, state, effects)
                 if key is not None:
                     self.traces[key] = trace
@@ -114,13 +115,26 @@ class ReplicatedCall(patching.InstanceMethod):
                 why = "fails"
                 state.watch(trace.variables if trace else [])
                 replicas = self._computed(call, arguments, state, trace, effects)
-                if not python_effects.are_equal([replica.changes for replica in replicas]):
+                if watched is not effects and watched.undo():
+                    state.take_back()
+                    del self.traces[key]
+                    return self._divided(model, call, arguments)
+                changes = [replica.changes for replica in replicas]
+                if trace is not None and known is None:
+                    # What depends on the number of rows is another one there, also where all
+                    # replicas have as many.
+                    changes.append(trace.changes)
+                if not python_effects.are_equal(changes):
                     state.take_back()
                     across = _rows.Across(None, why="effects")
+                    trace.across = across  # of all calls of this kind
         except Exception as error:
             if len(self.devices) == 1 or _rows.trial.is_fault(error):
                 raise
             state.take_back()
+            if known is not None:  # it was traced when the call left something else
+                del self.traces[key]
+                return self._divided(model, call, arguments)
             across = _rows.Across(None, why=why)
         if across is None:
             return self._merged(arguments, state, effects, trace, replicas)
@@ -150,7 +164,8 @@ class ReplicatedCall(patching.InstanceMethod):
     def _effects(self, model):
         """The ``PythonEffects`` of a model: deep copies of it share this call."""
         if self.effects is None or self.effects[0]() is not model:
-            roots = model, self.plain(model), getattr(model, "python_function", None)
+            roots = [self.plain(model), getattr(model, "python_function", None)]
+            roots += python_effects.roots_of(model) if self.is_of_keras else [model]
             self.effects = weakref.ref(model), python_effects.PythonEffects(*roots)
         return self.effects[1]
 
