@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import compat
+from compat._backends.torch.models import ReplicatedForward
 
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .test_torch_merge import MIXED, replicas, rows, same, same_gradients, whole
@@ -302,7 +303,7 @@ def test_a_large_tensor_that_a_later_call_changes_is_an_error():
         def __init__(self):
             super().__init__()
             self.layer, self.bank = torch.nn.Linear(4, 3), torch.zeros(1 << 11, 1 << 10)
-            self.late = False
+            self.late = 0
 
         def forward(self, x):
             if self.late:
@@ -311,7 +312,7 @@ def test_a_large_tensor_that_a_later_call_changes_is_an_error():
 
     model = compat.parallelize(Late())
     model(torch.ones(ROWS, 4))
-    model.late = True
+    model.late = 1
     with pytest.raises(compat.UnsupportedError) as caught:
         model(torch.ones(ROWS, 4))
     assert str(caught.value) == MOVED_LATE.format("Late")
@@ -471,3 +472,73 @@ def test_a_weight_that_is_replaced_runs_unsplit():
         "that weight. The model runs on cpu:0 with the whole batch."
     ]
     torch.testing.assert_close(plain.query.weight, parallel.query.weight, rtol=0, atol=0)
+
+
+# What a script switches between calls -------------------------------------------------------------
+
+
+class Switched(Net):
+    def __init__(self):
+        super().__init__()
+        self.centred, self.noted, self.gradients = False, None, []
+        self.double()
+
+    def forward(self, x):
+        hidden = self.first(x).tanh()
+        if self.centred:
+            hidden = hidden - hidden.mean(0)
+        if self.noted == "gradients" and hidden.requires_grad:
+            hidden.register_hook(self.gradients.append)
+        return self.second(hidden)
+
+
+def late_backward_hook(model):
+    model.first.register_full_backward_hook(
+        lambda module, given, found: model.gradients.append(found[0])
+    )
+
+
+def late_tensor_hook(model):
+    model.noted = "gradients"
+
+
+def late_forward_hook(model):
+    model.first.register_forward_hook(lambda module, args, found: found - found.mean(0))
+
+
+def late_flag(model):
+    model.centred = True
+
+
+@pytest.mark.parametrize(
+    "switch", [late_backward_hook, late_tensor_hook, late_forward_hook, late_flag]
+)
+def test_what_a_script_switches_after_the_first_calls(switch):
+    plain, parallel = Switched(), Switched()
+    compat.parallelize(parallel)
+    messages = []
+    for step in range(6):
+        if step == 3:
+            assert replicas(lambda: parallel(rows(ROWS, 4))) == 3
+            switch(plain), switch(parallel)
+        for model in (plain, parallel):
+            model.zero_grad()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", compat.CompatWarning)
+                model(rows(ROWS, 4) + step).square().sum().backward()
+            messages += [str(e.message) for e in caught if e.category is compat.CompatWarning]
+        same_gradients(plain, parallel)
+        same(plain.gradients, parallel.gradients, 1e-12)
+    (text,) = messages
+    assert "the rows of a batch" in text and text.endswith("runs on cpu:0 with the whole batch.")
+
+
+def test_a_hook_that_is_registered_for_each_call_has_it_tried_once():
+    model = Switched()
+    compat.parallelize(model)
+    for _ in range(4):
+        handle = model.first.register_forward_hook(lambda module, args, found: found * 2)
+        model(rows(ROWS, 4))
+        handle.remove()
+        model(rows(ROWS, 4))
+    assert len(ReplicatedForward.of(model).known) == 2

@@ -82,7 +82,8 @@ class ReplicatedMethod(patching.InstanceMethod):
             work.count(self.devices, None, torch.is_grad_enabled())
             return self.plain(model)(*args, **kwargs)
         # A call without gradients shows nothing of them.
-        mode = model.training, torch.is_grad_enabled(), arguments.key
+        reach = self.reach(model)
+        mode = model.training, torch.is_grad_enabled(), arguments.key, reach.switches()
         kept = self.kept(model, layouts[0].rows)
         layouts = [each._replace(kept=kept) for each in layouts]
         kinds = {mode + (each.cuts, kept): each for each in layouts}
@@ -304,8 +305,7 @@ class ReplicatedMethod(patching.InstanceMethod):
                 state.outside.axes[key] = axis
         merged = {key: untagged(value) for key, value in merged.items()}
         state.finish(merged)
-        all_sizes += [0] * (len(self.devices) - len(all_sizes))
-        work.count(self.devices, all_sizes, torch.is_grad_enabled())
+        work.count(self.devices[: len(all_sizes)], all_sizes, torch.is_grad_enabled())
         return first.unflatten([v for k, v in merged.items() if k[0] == "result"])[0]
 
     def decide(self, model, state, arguments, layout, known, outcomes, sizes, home):

@@ -23,6 +23,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 #: Attributes of any module in which torch keeps parts, weights and hooks: they have rules.
 _INTERNALS = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
 _CACHE = "_compat_side_effects"  # in the model, to which it refers
+#: Types of attributes by which a call may choose its way, and which no counter has.
+FLAGS = (bool, str, type(None))
 #: So many elements of tensors are copied in each call; more, where a call changes them.
 FEW = 1 << 20
 
@@ -54,6 +56,22 @@ class Reach:
         if not is_own or not batches.are_same(found.parts, parts):
             found = vars(model)[_CACHE] = cls(model, parts)
         return found
+
+    def switches(self):
+        """What a script may set between calls to have them do something else: flags, and hooks.
+
+        A hook counts as another one of the same code, which is registered for each call.
+        """
+        modules = [each for each in self.parts if isinstance(each, torch.nn.Module)]
+        hooks = [each for each in self.parts if not isinstance(each, torch.nn.Module)]
+        flags = [
+            (number, name, value)
+            for number, module in enumerate(modules)
+            if batches.is_users(module) and not type(module).__module__.startswith("keras.")
+            for name, value in vars(module).items()
+            if type(value) in FLAGS and name not in self.hidden(module)
+        ]
+        return tuple(flags), tuple(getattr(hook, "__code__", type(hook)) for hook in hooks)
 
 
 class ModuleReach(Reach):

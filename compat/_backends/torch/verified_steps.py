@@ -66,7 +66,7 @@ class _RandomStep(_verification.Step):
 
 
 class TorchStep(_RandomStep, keras_steps.KerasStep):
-    def asarray_of(self, value):
+    def as_array(self, value):
         return _keras.keras_of(self.model).ops.convert_to_numpy(value)
 
     def operations(self):
@@ -75,12 +75,15 @@ class TorchStep(_RandomStep, keras_steps.KerasStep):
     def attributes(self):
         return Kept(KerasReach, self.model, super().attributes())
 
+    def left_outside(self):
+        return self.noted.changed() if self.noted else {}  # None: the step is verified no more
+
     def on_one_device(self):
-        return dict(super().on_one_device(), **self.noted.changed())
+        return dict(super().on_one_device(), **self.left_outside())
 
     def on_all_devices(self):
         given, results = super().on_all_devices()
-        return given, dict(results, **self.noted.changed())
+        return given, dict(results, **self.left_outside())
 
     def infer(self, inputs):
         with torch.no_grad():
