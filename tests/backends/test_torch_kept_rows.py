@@ -8,10 +8,12 @@ import pytest
 import torch
 
 import compat
+from compat._configuration import registry
 from compat.testing import keras_under_test
 
 from .test_torch import devices  # noqa: F401  (a fixture)
 from .test_torch_merge import replicas, rows, same, same_gradients
+from .verification_cases import verified
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 
@@ -290,3 +292,17 @@ def test_a_layer_of_keras_finds_its_own_rows():
     for pair in zip(*found):
         np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6)
     assert replicas(lambda: model(np.ones((7, 4)))) == 3
+
+
+@pytest.mark.parametrize("build", [SizeCheck, Previous, InPlace, Layers, closure])
+def test_verification_leaves_what_is_kept_as_it_was(build):
+    plain, parallel = build(), build()
+    compat.parallelize(parallel)
+    record = verified(registry.find("torch"), parallel, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", compat.CompatWarning)
+        for count in (7, 7, 5, 5, 7):
+            same(plain(rows(count, 4)), parallel(rows(count, 4)), 1e-12)
+            same(plain.h, parallel.h, 1e-12)
+    assert record.steps["train"] == 3
+    assert replicas(lambda: parallel(rows(7, 4))) == 3

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import compat
+from compat._backends.torch import side_effects
+from compat._configuration import registry
 from compat.testing import CASES, keras_under_test
 
 from .test_torch import devices as three_devices
 from .test_torch_merge import replicas, same
+from .verification_cases import verified
 
 pytestmark = pytest.mark.usefixtures("devices")
 devices = three_devices
@@ -51,8 +54,8 @@ def build(keras, leave, closure=None):
     return keras.Sequential(layers + [keras.layers.Dense(2)])
 
 
-def trained(keras, leave, parallel, closure=None, loss="mse"):
-    """Losses, weights, and what the layer has."""
+def trained(keras, leave, parallel, closure=None, loss="mse", verify=0):
+    """Losses, weights, and what the layer has; ``verify`` steps of each kind are verified."""
     model = build(keras, leave, closure)
     layer = model.get_layer("observed")
     layer.seen.clear()
@@ -60,11 +63,14 @@ def trained(keras, leave, parallel, closure=None, loss="mse"):
     if parallel:
         compat.parallelize(model)
     model.compile(keras.optimizers.SGD(0.05), loss if isinstance(loss, str) else loss(layer))
+    if verify:
+        record = verified(registry.find("torch"), model, verify)
     losses = [model.train_on_batch(*data(step)) for step in range(3)]
     losses.append(model.evaluate(*data(), batch_size=ROWS, verbose=0))
     left = {n: getattr(layer, n) for n in ("seen", "log", "calls", "last", "average", "array")
             if hasattr(layer, n)}  # fmt: skip
     left["seen"], left["log"] = list(layer.seen), dict(layer.log)
+    assert not verify or record.steps["train"] == verify and record.steps["evaluate"] == 1
     return losses + model.get_weights(), left, model
 
 
@@ -88,16 +94,52 @@ def in_place(self, y):
         self.average.mul_(0.5).add_(y.detach().mean(0))
 
 
-@pytest.mark.parametrize("leave", [keep, count, keep_array, in_place])
-def test_what_a_layer_keeps_is_that_of_the_whole_batch(keras, leave):
+def carry(self, y):
+    """The state of a batch, on which the next one's depends."""
+    if y.device.type != "meta":
+        last = getattr(self, "last", None)
+        is_alike = last is not None and last.shape == y.shape
+        self.last = (y * 1.5 + last if is_alike else y).detach()
+        y.data += 0.1 * self.last
+
+
+@pytest.mark.parametrize("verify", [0, 1, 2])
+@pytest.mark.parametrize("leave", [keep, count, keep_array, in_place, carry])
+def test_what_a_layer_keeps_is_that_of_the_whole_batch(keras, leave, verify):
     expected, one, _ = trained(keras, leave, False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", compat.CompatWarning)
-        found, other, model = trained(keras, leave, True)
+        found, other, model = trained(keras, leave, True, verify=verify)
     for pair in zip(expected, found):
         np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6)
     same(one, other, 1e-6)
     assert replicas(lambda: model(data()[0])) == 3
+
+
+def test_verification_sees_a_difference_in_what_a_layer_keeps(keras, monkeypatch):
+    finish = side_effects.CallEffects.finish
+
+    def wrong(effects, merged):
+        is_kept = {key: key[0] == "effect" and hasattr(v, "dim") for key, v in merged.items()}
+        return finish(effects, {k: v * 1.1 if is_kept[k] else v for k, v in merged.items()})
+
+    monkeypatch.setattr(side_effects.CallEffects, "finish", wrong)
+
+    def leave(self, y):
+        if y.device.type != "meta":
+            self.last = y.detach() * 2
+
+    model = build(keras, leave)
+    compat.parallelize(model)
+    model.compile(keras.optimizers.SGD(0.05), "mse")
+    verified(registry.find("torch"), model, 1)
+    weights = model.get_weights()
+    with pytest.raises(compat.ResultsDifferError) as caught:
+        model.train_on_batch(*data())
+    assert "output kept as attribute 'last' of Observed" in str(caught.value)
+    assert not hasattr(model.get_layer("observed"), "last")
+    for pair in zip(weights, model.get_weights()):
+        np.testing.assert_array_equal(*pair)
 
 
 def test_a_loss_on_what_a_layer_keeps_trains_to_the_weights_of_one_device(keras):
