@@ -275,3 +275,18 @@ def test_a_backend_that_reports_nothing_for_this_model_is_silent():
 
     check = UsageCheck("net", THREE, record, lambda: HOOKS)
     assert warned(check, count()) == []
+
+
+def test_a_step_that_ended_with_its_thread_disturbs_no_other(monkeypatch):
+    counted = {}
+    monkeypatch.setitem(process.graph_counters, "table", lambda: counted.items())
+    check, left = check_of({"cpu:0": 1}), []
+
+    def leave():
+        left.append(check.step("train"))
+        left[0].__enter__()
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    thread.join()
+    assert len(warned(check, lambda: counted.update({(tuple(THREE), (2, 2, 3), True): 5}))) == 1

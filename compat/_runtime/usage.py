@@ -5,6 +5,7 @@ split them, and the operations that the framework reports for each device.
 """
 
 import contextlib
+import sys
 from _thread import get_ident
 from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, Optional, Sequence, Set
 
@@ -103,7 +104,8 @@ class UsageCheck:
         calls = {hook: each.calls for hook, each in self.hooks().items()}
         executed: "Optional[Dict[str, int]]" = None
         _running[key] = False
-        together = list(_running)
+        threads = sys._current_frames()  # others have ended, within a loop of the script's, say
+        together = [each for each in list(_running) if each[-1] in threads]
         if len({thread for _, _, thread in together}) > 1:
             _running.update(dict.fromkeys(together, True))
         try:
@@ -112,7 +114,7 @@ class UsageCheck:
                     executed = recording.enter_context(self.record()) if self.record else None
                 yield
         finally:
-            is_disturbed = _running.pop(key) and bool(process.graph_counters)
+            is_disturbed = _running.pop(key, False) and bool(process.graph_counters)
         is_known = getattr(executed, "is_known", True) and not is_disturbed
         if not is_known:
             executed = None
