@@ -303,7 +303,7 @@ def test_a_large_tensor_that_a_later_call_changes_is_an_error():
         def __init__(self):
             super().__init__()
             self.layer, self.bank = torch.nn.Linear(4, 3), torch.zeros(1 << 11, 1 << 10)
-            self.late = 0
+            self.late = 0.0
 
         def forward(self, x):
             if self.late:
@@ -312,7 +312,7 @@ def test_a_large_tensor_that_a_later_call_changes_is_an_error():
 
     model = compat.parallelize(Late())
     model(torch.ones(ROWS, 4))
-    model.late = 1
+    model.late = 1.0
     with pytest.raises(compat.UnsupportedError) as caught:
         model(torch.ones(ROWS, 4))
     assert str(caught.value) == MOVED_LATE.format("Late")
@@ -430,8 +430,9 @@ def test_a_trainable_weight_that_a_later_call_moves_is_an_error():
             return self.query(x)
 
     model = compat.parallelize(Late(None))
+    model.first = 0.0
     model(torch.ones(ROWS, 4))
-    model.first = 1
+    model.first = 1.0  # a flag, or a whole number, would have been noticed
     with pytest.raises(compat.UnsupportedError) as caught:
         model(torch.ones(ROWS, 4))
     assert str(caught.value) == MOVED_LATE.format("Late")
@@ -480,12 +481,12 @@ def test_a_weight_that_is_replaced_runs_unsplit():
 class Switched(Net):
     def __init__(self):
         super().__init__()
-        self.centred, self.noted, self.gradients = False, None, []
+        self.centred, self.noted, self.gradients, self.epoch = False, None, [], 0
         self.double()
 
     def forward(self, x):
         hidden = self.first(x).tanh()
-        if self.centred:
+        if self.centred or self.epoch > 1:
             hidden = hidden - hidden.mean(0)
         if self.noted == "gradients" and hidden.requires_grad:
             hidden.register_hook(self.gradients.append)
@@ -506,12 +507,16 @@ def late_forward_hook(model):
     model.first.register_forward_hook(lambda module, args, found: found - found.mean(0))
 
 
+def late_number(model):
+    model.epoch = 2
+
+
 def late_flag(model):
     model.centred = True
 
 
 @pytest.mark.parametrize(
-    "switch", [late_backward_hook, late_tensor_hook, late_forward_hook, late_flag]
+    "switch", [late_backward_hook, late_tensor_hook, late_forward_hook, late_flag, late_number]
 )
 def test_what_a_script_switches_after_the_first_calls(switch):
     plain, parallel = Switched(), Switched()
@@ -542,3 +547,40 @@ def test_a_hook_that_is_registered_for_each_call_has_it_tried_once():
         handle.remove()
         model(rows(ROWS, 4))
     assert len(ReplicatedForward.of(model).known) == 2
+
+
+class LateBuffer(Net):
+    """Registers a buffer of as many rows as its first batch has."""
+
+    def forward(self, x):
+        hidden = self.first(x)
+        if not hasattr(self, "before"):
+            self.register_buffer("before", torch.zeros_like(hidden))
+        hidden, self.before = hidden + self.before, hidden.detach()
+        return self.second(hidden)
+
+
+class EmptyBuffer(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("before", None)
+
+    def forward(self, x):
+        hidden = self.first(x)
+        was, self.before = self.before, hidden.detach()
+        return self.second(hidden if was is None or was.shape != hidden.shape else hidden + was)
+
+
+@pytest.mark.parametrize("build", [LateBuffer, EmptyBuffer])
+def test_a_buffer_that_a_call_adds_runs_unsplit(build):
+    plain, parallel = build().double(), compat.parallelize(build().double())
+    with pytest.warns(compat.CompatWarning) as caught:
+        for step in range(3):
+            same(plain(rows(ROWS, 4) + step), parallel(rows(ROWS, 4) + step), 1e-12)
+            same(plain.before, parallel.before, 1e-12)
+    assert [str(each.message) for each in caught] == [
+        "The operation that sets the state 'before' of {!r} computes across the rows of a batch, "
+        "of which each device has a part. The model runs on cpu:0 with the whole batch.".format(
+            build.__name__
+        )
+    ]

@@ -80,9 +80,9 @@ def _rows_of_all(values, dim, copies, home):
 class Known:
     """What one kind of call has shown: a rule for each value, once it was watched."""
 
-    def __init__(self, cuts, kept=()):
-        # Of a ``batches.Layout``, without those of what has the size by chance.
-        self.cuts, self.kept = cuts, kept
+    def __init__(self, cuts, kept=(), numbers=()):
+        self.cuts, self.kept = cuts, kept  # of a ``batches.Layout``, but for what has no rows
+        self.numbers = numbers  # that a script may set, by module and name
         self.rules = {}
         self.described = None
         self.linked = set()  # keys of values on which others depend: see ``linked_values``
@@ -91,6 +91,14 @@ class Known:
         self.comparisons = set()  # of numbers of rows with others, by which Python chose its way
         self.totals = set()  # numbers of rows for which its choices are harmless
         self.harmless = set()  # lines that choose by totals, and give the same whatever they choose
+
+    def follow_numbers(self, numbers):
+        """Watch a call that comes after a script has set a number, by which it may choose."""
+        counts = [key[1] for key, rule in self.rules.items() if rule.kind == "count"]
+        counts = [place[1] for place in counts if isinstance(place, tuple)]
+        same = [each for each in self.numbers if each[1] not in counts]
+        self.watch = self.watch or same != [each for each in numbers if each[1] not in counts]
+        self.numbers = numbers
 
     def fit(self, outcomes, total):
         """Whether the rules are those for what was not watched."""

@@ -7,6 +7,7 @@ What is replicated of a Keras model is its ``call``, with its losses and its sta
 import contextlib
 import functools
 import inspect
+import itertools
 
 import numpy as np
 import torch
@@ -35,11 +36,11 @@ class ReplicatedKerasCall(ReplicatedMethod):
     def layouts(self, model, arguments):
         return super().layouts(model, arguments)
 
-    def first_call(self, model, arguments, layouts):
+    def first_call(self, model, arguments, layouts, numbers):
         if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
             # Set to a gradient, which replicas would add up: the largest values of float8.
             raise NotMergeable(_rows.Across(None))
-        return super().first_call(model, arguments, layouts)
+        return super().first_call(model, arguments, layouts, numbers)
 
     def converter(self, model):
         """Keras hands arrays to a model, too."""
@@ -220,11 +221,11 @@ class ReplicatedForward(ForwardMethod, ReplicatedMethod):
     def state(self, model):
         return ModuleReplicas(model)
 
-    def first_call(self, model, arguments, layouts):
+    def first_call(self, model, arguments, layouts, numbers):
         if any(getattr(part, "sparse", False) is True for part in model.modules()):
             # No copy on another device takes such a gradient back.
             raise NotMergeable(_rows.Across("that makes sparse gradients", why="unknown"))
-        return super().first_call(model, arguments, layouts)
+        return super().first_call(model, arguments, layouts, numbers)
 
 
 #: Where modules keep what ``register_forward_hook()`` and its like are given.
@@ -258,6 +259,16 @@ class Hooks:
         return found
 
 
+def put_back(values, held):
+    """Let a dictionary have what it had; return the name of what was added, or None."""
+    names = [name for name, value in values.items() if value is not held.get(name)]
+    if not names and len(values) == len(held):
+        return None
+    values.clear()
+    values.update(held)
+    return names[0] if names else None
+
+
 class ModuleReplicas:
     """Runs the replicas of a torch module, each with weights and buffers of its own.
 
@@ -271,6 +282,7 @@ class ModuleReplicas:
         buffers = [(p._buffers, n, v) for p in parts for n, v in p._buffers.items()]
         # Dictionary of a module within, name there, weight or buffer.
         self.places = [place for place in weights + buffers if place[2] is not None]
+        self.held = [(d, dict(d)) for p in parts for d in (p._parameters, p._buffers)]
         known = {id(value): (values, name) for values, name, value in reversed(self.places)}
         self.before = {("state", n): v for n, v in module.named_buffers()} if buffers else {}
         self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
@@ -310,7 +322,10 @@ class ModuleReplicas:
             finally:
                 for values, name, value in self.places:
                     values[name] = value
+                added = list(filter(None, itertools.starmap(put_back, self.held)))
                 self.register = self.hooks.taken()
+        if added:
+            raise NotMergeable(_rows.Across(f"that sets the state {added[0]!r}"))
         now = [version_of(copies[key]) for key in self.weights]
         if now != versions:
             self.note_moved(state, copies, versions, now)

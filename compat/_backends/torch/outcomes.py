@@ -78,3 +78,15 @@ def untagged(value):
     if isinstance(value, torch.Size):
         return torch.Size([int(size) for size in value])
     return int(value) if isinstance(value, RowCount) else value
+
+
+def part_on(device, where, rows, value):
+    """A replica's rows of an argument, on its device."""
+    if where is None and not isinstance(value, torch.Tensor):
+        return value
+    mask = getattr(value, "_keras_mask", None)
+    value = (value if where is None else batches.rows_of(value, where, rows)).to(device)
+    if mask is not None:
+        value = value.view_as(value)  # another object: the mask is not for the argument itself
+        value._keras_mask = part_on(device, where, rows, mask)
+    return value

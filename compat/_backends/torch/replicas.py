@@ -19,7 +19,7 @@ from ..._runtime import patching, work
 from . import batches, calls, executed, kept_rows, linked_values, merging, timeline, tracing
 from .batches import evaluating, is_users
 from .calls import NotMergeable, tag
-from .outcomes import Outcome, PartsTrial, untagged
+from .outcomes import Outcome, PartsTrial, part_on, untagged
 from .watch import Watch
 
 # How many arguments may turn out to have as many rows as the batch by chance.
@@ -83,7 +83,8 @@ class ReplicatedMethod(patching.InstanceMethod):
             return self.plain(model)(*args, **kwargs)
         # A call without gradients shows nothing of them.
         reach = self.reach(model)
-        mode = model.training, torch.is_grad_enabled(), arguments.key, reach.switches()
+        switches, numbers = reach.switches()
+        mode = model.training, torch.is_grad_enabled(), arguments.key, switches
         kept = self.kept(model, layouts[0].rows)
         layouts = [each._replace(kept=kept) for each in layouts]
         kinds = {mode + (each.cuts, kept): each for each in layouts}
@@ -93,18 +94,20 @@ class ReplicatedMethod(patching.InstanceMethod):
         untried = {k: v for k, v in kinds.items() if k not in self.known and v.rows > 1}
         if known is None and not untried:
             return self.whole(model, arguments, rows)
-        numbers = contextlib.ExitStack()
+        if known is not None:
+            known.follow_numbers(numbers)
+        drawn = contextlib.ExitStack()
         if known is None or known.watch:
-            numbers = self.state(model).outside.random_numbers()
+            drawn = self.state(model).outside.random_numbers()
         try:
             if known is None:
-                return self.first_call(model, arguments, untried)
+                return self.first_call(model, arguments, untried, numbers)
             return self.computed(model, arguments, kinds[kind], known)
         except kept_rows.CutOtherwise:
-            numbers.close()
+            drawn.close()
             return self.divided(model, arguments, args, kwargs)
         except NotMergeable as error:
-            numbers.close()
+            drawn.close()
             result = self.whole(model, arguments, rows, error if rows > 1 else None)
             self.known.update(dict.fromkeys(untried if known is None else [kind]))
             return result
@@ -117,7 +120,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             error: why, if that was not said before.
         """
         home = self.home(model, arguments)
-        leaves = [_on(home, None, None, leaf) for leaf in arguments.leaves]
+        leaves = [part_on(home, None, None, leaf) for leaf in arguments.leaves]
         with split_rows.undivided(), arguments.given(leaves) as (args, kwargs):
             result = self.plain(model)(*args, **kwargs)
             found, unflatten, _ = batches.flatten(arguments.changed())
@@ -157,7 +160,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         if self.kept(model, layout.rows) != layout.kept:
             raise kept_rows.CutOtherwise
 
-    def first_call(self, model, arguments, layouts):
+    def first_call(self, model, arguments, layouts, numbers):
         """Watch a call of a new kind, and hold what it shows against a trial.
 
         Where the model fails on parts of the batch, or mixes their rows, the rows may be elsewhere,
@@ -171,7 +174,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             for whole in [None] + others[:MOST_TRIED]:
                 cuts = [None if place == whole else cut for place, cut in enumerate(layout.cuts)]
                 kept = tuple(each for each in layout.kept if each != whole)
-                known = merging.Known(tuple(cuts), kept)
+                known = merging.Known(tuple(cuts), kept, numbers)
                 tried = layout._replace(cuts=known.cuts, kept=kept)
                 known.trial = self.trial(model, arguments, tried)
                 try:
@@ -229,7 +232,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         """
         leaves = []
         for leaf, where in zip(arguments.leaves, layout.cuts):
-            leaf = arguments.copied(leaf, _on(device, where, rows, leaf))
+            leaf = arguments.copied(leaf, part_on(device, where, rows, leaf))
             if watched and where is not None:
                 tag(leaf, _rows.Sharded(where))
             leaves.append(leaf)
@@ -281,7 +284,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             if rule.kind == "rows" and rule.copies == 1:
                 # Of a replica without rows of its own none: it gets gradients, 0, too.
                 pairs = [(outcome.values[key], n) for outcome, n in zip(outcomes, all_sizes)]
-                values = [v if n else _on(home, rule.dim, range(0), v) for v, n in pairs]
+                values = [v if n else part_on(home, rule.dim, range(0), v) for v, n in pairs]
             same = tuple(id(outcome.values[key]) for outcome in outcomes)
             is_state = key[0] in ("state", "weight")
             if same in known_parts and not is_state:  # as a result that is kept besides
@@ -385,15 +388,3 @@ class ReplicatedMethod(patching.InstanceMethod):
             return compute(rows, gradients) if state.outside.found_more else found
 
         return PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
-
-
-def _on(device, where, rows, value):
-    """A replica's rows of an argument, on its device."""
-    if where is None and not isinstance(value, torch.Tensor):
-        return value
-    mask = getattr(value, "_keras_mask", None)
-    value = (value if where is None else batches.rows_of(value, where, rows)).to(device)
-    if mask is not None:
-        value = value.view_as(value)  # another object: the mask is not for the argument itself
-        value._keras_mask = _on(device, where, rows, mask)
-    return value

@@ -23,8 +23,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 #: Attributes of any module in which torch keeps parts, weights and hooks: they have rules.
 _INTERNALS = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
 _CACHE = "_compat_side_effects"  # in the model, to which it refers
-#: Types of attributes by which a call may choose its way, and which no counter has.
-FLAGS = (bool, str, type(None))
+#: Types of attributes by which a call may choose its way.
+FLAGS = (bool, str, type(None), int)
 #: So many elements of tensors are copied in each call; more, where a call changes them.
 FEW = 1 << 20
 
@@ -61,6 +61,9 @@ class Reach:
         """What a script may set between calls to have them do something else: flags, and hooks.
 
         A hook counts as another one of the same code, which is registered for each call.
+
+        Returns:
+            What calls have in common that are alike; and whole numbers, which may be counters.
         """
         modules = [each for each in self.parts if isinstance(each, torch.nn.Module)]
         hooks = [each for each in self.parts if not isinstance(each, torch.nn.Module)]
@@ -71,7 +74,9 @@ class Reach:
             for name, value in vars(module).items()
             if type(value) in FLAGS and name not in self.hidden(module)
         ]
-        return tuple(flags), tuple(getattr(hook, "__code__", type(hook)) for hook in hooks)
+        numbers = [each for each in flags if type(each[2]) is int]
+        codes = tuple(getattr(hook, "__code__", type(hook)) for hook in hooks)
+        return (tuple(each for each in flags if type(each[2]) is not int), codes), numbers
 
 
 class ModuleReach(Reach):
