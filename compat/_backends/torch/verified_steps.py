@@ -61,6 +61,9 @@ class _RandomStep(_verification.Step):
             if _RANDOM + name in values:
                 generator.set_state(torch.from_numpy(values[_RANDOM + name]))
 
+    def left_outside(self):
+        return self.noted.changed() if self.noted else {}  # None: the step is verified no more
+
     def is_random(self, label):
         return label.startswith(_RANDOM) or super().is_random(label)
 
@@ -74,9 +77,6 @@ class TorchStep(_RandomStep, keras_steps.KerasStep):
 
     def attributes(self):
         return Kept(KerasReach, self.model, super().attributes())
-
-    def left_outside(self):
-        return self.noted.changed() if self.noted else {}  # None: the step is verified no more
 
     def on_one_device(self):
         return dict(super().on_one_device(), **self.left_outside())
@@ -251,7 +251,7 @@ class _ModuleCall(_RandomStep, _StepOfModule):
 
     def _named(self, result):
         """Results and gradients by label; autograd's graph is left to the caller."""
-        named = dict(_outputs(result), **self.noted.changed())
+        named = dict(_outputs(result), **self.left_outside())
         results = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if self.differentiated and results and parameters:
