@@ -3,7 +3,7 @@
 import pytest
 
 import compat
-from compat._backends.mxnet import executed
+from compat._backends.mxnet import executions
 from compat._runtime import patching
 from compat._runtime.process import process
 
@@ -48,7 +48,7 @@ def test_operations_are_counted_by_the_contexts_of_their_results(mx, hybridize):
         net.hybridize()
     inputs = mx.nd.array(data(11)[0])
     net(inputs)
-    with executed.executed(net, DEVICES) as counts:
+    with executions.executed(net, DEVICES) as counts:
         net(inputs)
     assert counts["cpu(1)"] == counts["cpu(2)"] == (1 if hybridize else 3)
     before = dict(counts)
@@ -60,7 +60,7 @@ def test_only_the_first_step_of_executors_is_recorded(mx):
     module = compat.parallelize(mx.mod.Module(test_mxnet_module.symbol(mx)))
     module.bind([("data", (11, 8))], [("softmax_label", (11,))])
     module.init_params()
-    with executed.executed(module, DEVICES) as counts:
+    with executions.executed(module, DEVICES) as counts:
         for _ in range(3):
             module.forward(test_mxnet_module.batch(mx, 11), is_train=False)
             assert set(counts.values()) == {1}

@@ -146,7 +146,7 @@ class TestContexts:
 
     def test_operations_are_counted_where_values_lie(self, keras):
         """Also where functions that are called as one device's run on another."""
-        from compat._backends.theano import executed
+        from compat._backends.theano import executions
 
         model = self.contract.compiled(keras, "dense", parallel=True)
         inputs, targets = CASES["dense"].data(61)
@@ -154,7 +154,7 @@ class TestContexts:
             model.train_on_batch(inputs, targets)
         assert sorted(counts) == sorted(CONTEXTS) and all(counts.values())
         functions = vars(model)["_compat_functions"]
-        recorder = executed.CallRecorder(functions)
+        recorder = executions.CallRecorder(functions)
         forward = model.train_function.forward[0]
         shard = [inputs[:20].astype("float32")]
         for device in functions.devices:

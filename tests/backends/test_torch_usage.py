@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import compat
-from compat._backends.torch import executed
+from compat._backends.torch import executions
 from compat._runtime import work
 from compat._runtime.process import process
 from compat.testing import CASES, keras_under_test
@@ -71,7 +71,7 @@ def forgotten(monkeypatch):
 
 def test_the_operations_of_each_replica_are_those_that_the_dispatcher_reports(devices):
     model = compat.parallelize(network())
-    with executed.executed(devices) as counts:
+    with executions.executed(devices) as counts:
         model(rows(ROWS, 8).float())
     assert sorted(counts) == devices and min(counts.values()) >= 5, counts
     assert counts["cpu:1"] == counts["cpu:2"]
@@ -80,7 +80,7 @@ def test_the_operations_of_each_replica_are_those_that_the_dispatcher_reports(de
 
 def test_operations_count_where_their_results_lie(devices):
     """As on GPUs: nothing that a replica says of itself is looked at."""
-    recorder = executed.OperationCounter(["cuda:0", "cuda:1"])
+    recorder = executions.OperationCounter(["cuda:0", "cuda:1"])
     for device in ("cuda:1", "cuda:1", "cpu"):
         recorder._count(torch.device(device))
     assert recorder.counts == {"cuda:0": 0, "cuda:1": 2}
@@ -89,13 +89,13 @@ def test_operations_count_where_their_results_lie(devices):
 def test_only_the_first_step_is_recorded(keras, keras_model, monkeypatch):
     """And a device of which it has shown nothing: as where the first batch has one row."""
     calls = []
-    dispatch = executed.OperationCounter.__torch_dispatch__
+    dispatch = executions.OperationCounter.__torch_dispatch__
 
     def counting(recorder, func, *args, **kwargs):
         calls.append(func)
         return dispatch(recorder, func, *args, **kwargs)
 
-    monkeypatch.setattr(executed.OperationCounter, "__torch_dispatch__", counting)
+    monkeypatch.setattr(executions.OperationCounter, "__torch_dispatch__", counting)
     steps = [0]
     note = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: steps.append(len(calls))
@@ -124,7 +124,7 @@ def keras_model(keras):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no such system call")
 def test_a_process_that_is_forked_records_nothing(devices):
-    with executed.executed(devices):
+    with executions.executed(devices):
         child = os.fork()
         if not child:
             os._exit(modes())
@@ -137,10 +137,10 @@ def test_another_mode_may_begin_before_the_first_step_ends(devices):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
 
-    with executed.executed(devices):
+    with executions.executed(devices):
         with Other():
             for _ in range(2):
-                executed.begin_call()
+                executions.begin_call()
             assert modes() == 1
     assert modes() == 0
 

@@ -100,15 +100,15 @@ class MXNet(Backend):
 
     def executed(self, model):
         """From the contexts of the results of operations and of executors."""
-        from . import executed  # it imports mxnet
+        from . import executions  # it imports mxnet
 
-        return executed.executed(model, self.devices())
+        return executions.executed(model, self.devices())
 
     def watch(self, model, check):
         """By hooks of Gluon's own; of a ``Module`` by its ``forward``."""
-        from . import executed  # it imports mxnet
+        from . import executions  # it imports mxnet
 
-        kind = executed.WatchedForward if _is_module(model) else executed.WatchedBlock
+        kind = executions.WatchedForward if _is_module(model) else executions.WatchedBlock
         kind.install_on(model, check)
 
     def problems(self, environ):

@@ -8,7 +8,7 @@ from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod
 from . import gluon_arrays, gluon_parameters, symbol_graph
-from .executed import WatchedBlock
+from .executions import WatchedBlock
 from .gluon_arrays import context_of, leaves, mapped, on_context, parameters_of, states_of
 from .gluon_trial import BlockTrial
 from .locks import CallLock, making

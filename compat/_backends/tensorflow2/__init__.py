@@ -214,9 +214,9 @@ class TensorFlow2(Backend):
     def placed_parts(self, model):
         if in_v1_mode(self.import_framework()):
             return tensorflow1.backend.placed_parts(model)
-        from . import replicated_call  # here for start-up time
+        from . import device_scope  # here for start-up time
 
-        return replicated_call.placed_parts(model)
+        return device_scope.placed_parts(model)
 
     def verify(self, model, verification):
         tf = self.import_framework()
@@ -260,9 +260,9 @@ class TensorFlow2(Backend):
         device = "/cpu:0" if device == "cpu" else device
         if in_v1_mode(tf):
             return tensorflow1.backend.device(full_name(device))
-        from . import replicated_call  # as in parallelize()
+        from . import device_scope  # as in parallelize()
 
-        return replicated_call.placed_on(device)
+        return device_scope.placed_on(device)
 
 
 def _refuse_workers(tf, place):

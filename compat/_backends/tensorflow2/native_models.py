@@ -22,7 +22,7 @@ from ... import _verification, errors
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._verification import keras_steps
-from . import executions, merging, python_effects, watched_loops
+from . import executions, merging, side_effects, watched_loops
 from .replicas import are_arrays, recording, tensors_of
 from .replicated_call import ReplicatedCall
 from .runtime import held, is_variable
@@ -137,7 +137,7 @@ class VerifiedCall(_verification.Step):
         own = [part for part in parts if hasattr(part, "__dict__")]
         numbers = _verification.Attributes(own, lambda name, value: isinstance(value, kinds))
         function = getattr(self.model, "python_function", None)
-        return python_effects.Snapshot(numbers, self.model, function)
+        return side_effects.Snapshot(numbers, self.model, function)
 
     def by_design(self, inference, changed):
         parts = [*getattr(self.model, "submodules", ()), self.model, *held(self.model)]

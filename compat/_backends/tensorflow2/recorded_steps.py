@@ -19,8 +19,8 @@ from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras_steps
 from ..tensorflow1 import timeline as tensorflow1_timeline
 from .executions import executed, products, recorded, short
-from .python_effects import Snapshot, roots_of
 from .runtime import runs_eagerly
+from .side_effects import Snapshot, roots_of
 
 # Its numbers, verified: the step done on one device, from the same state ------------------------
 

@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..._rows import REPLICATED, Count, Sharded, Unknown, split_rows
-from . import python_effects
+from . import side_effects
 from .between_outputs import InnerGradients
 
 # TensorFlow's module for the gradient tapes of a thread, private to it.
@@ -239,7 +239,7 @@ def as_function(call, scope, given, effects):
         masks = [getattr(output, "_keras_mask", None) for output in outputs]
         logits = [_logits(output) for output in outputs]
         results = dict(outputs=outputs, masks=masks, logits=logits, losses=losses)
-        return structure, dict(results, noted=python_effects.tensors(compute.changes))
+        return structure, dict(results, noted=side_effects.tensors(compute.changes))
 
     return compute
 

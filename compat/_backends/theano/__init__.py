@@ -207,9 +207,9 @@ class Theano(Backend):
 
     def executed(self, model):
         """From the functions that Theano calls; see ``executed``."""
-        from . import executed  # imports theano
+        from . import executions  # imports theano
 
-        return executed.executed(vars(model)["_compat_functions"])
+        return executions.executed(vars(model)["_compat_functions"])
 
     def launcher(self, job):
         from ..._ranks.engines import mpi  # here for start-up time

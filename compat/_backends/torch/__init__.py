@@ -114,15 +114,15 @@ class Torch(Backend):
 
     def executed(self, model):
         """From torch's dispatcher."""
-        from . import executed  # imports torch
+        from . import executions  # imports torch
 
-        return executed.executed(self.devices())
+        return executions.executed(self.devices())
 
     def watch(self, model, check):
         """By hooks of torch's own, which call what stands in place of ``forward``."""
-        from . import executed  # imports torch
+        from . import executions  # imports torch
 
-        executed.WatchedCalls.install_on(model, check)
+        executions.WatchedCalls.install_on(model, check)
 
     def verify(self, model, verification):
         from . import verified_steps  # imports torch

@@ -16,7 +16,7 @@ import torch
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import batches, calls, executed, kept_rows, linked_values, merging, timeline, tracing
+from . import batches, calls, executions, kept_rows, linked_values, merging, timeline, tracing
 from .batches import evaluating, is_users
 from .calls import NotMergeable, tag
 from .outcomes import Outcome, PartsTrial, part_on, untagged
@@ -59,7 +59,7 @@ class ReplicatedMethod(patching.InstanceMethod):
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
         if self.is_only_traced(model, tensor):
             return self.plain(model)(*args, **kwargs)
-        executed.begin_call()
+        executions.begin_call()
         with self.lock:
             return self.divided(model, arguments, args, kwargs)
 
@@ -208,7 +208,7 @@ class ReplicatedMethod(patching.InstanceMethod):
             device = torch.device("cpu" if name.startswith("cpu") else name)
             rows, copy = range(*split_rows.run_bounds(layout.rows, count, index)), index > 0
             mark = torch.profiler.record_function(timeline.REPLICA + name)
-            with executed.recorded(self.devices[:count]), mark:
+            with executions.recorded(self.devices[:count]), mark:
                 outcome = self.replica(
                     model, state, arguments, layout, device, rows, copies or copy, known.watch
                 )

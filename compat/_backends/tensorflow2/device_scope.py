@@ -1,0 +1,117 @@
+"""Parts of a Keras model on devices of their own: ``compat.device()``.
+
+A functional model's graph is not TensorFlow's: Keras calls each layer again whenever the model
+runs, and device scopes at building time are lost. So each node of Keras' graph that is made in
+the scope remembers its device. When Keras gets the arguments of such a node together, the node
+tells its layer the device of the next call; the layer's ``call`` then runs as a single
+replica there, with its gradient.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+
+import tensorflow as tf
+
+from ..._runtime import patching
+from .replicated_call import ReplicatedCall
+from .runtime import refuse_loops
+
+# Where each Keras has its class of nodes.
+_NODES = (
+    "keras.src.ops.node",
+    "keras.src.engine.node",
+    "keras.engine.node",
+    "tf_keras.src.engine.node",
+    "tensorflow.python.keras.engine.node",
+)
+
+_next = threading.local()
+_devices = []  # type: list  # of the contexts around, the innermost last
+
+
+@contextlib.contextmanager
+def placed_on(device):
+    with contextlib.ExitStack() as stack:
+        for module in map(sys.modules.get, _NODES):
+            node = getattr(module, "Node", None)
+            if node is not None and patching.find(node, "__init__") is None:  # nor around this
+                make = _placing(node.__init__)
+                stack.enter_context(patching.replaced(node, __init__=make))
+        _devices.append(device)
+        stack.callback(_devices.pop)
+        stack.enter_context(tf.device(device))
+        yield
+
+
+def _placing(make):
+    """The constructor of a node, which places it on the innermost context's device."""
+
+    def __init__(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        # TensorFlow 2.0's nodes have no `is_input`.
+        if not (self.is_input if hasattr(self, "is_input") else not self.inbound_layers):
+            _place(self, _devices[-1])
+
+    return __init__
+
+
+def _place(node, device):
+    # In Keras 3, in tf.keras, in TensorFlow 2.0's.
+    names = ("operation", "layer", "outbound_layer")
+    layer = next(getattr(node, name) for name in names if hasattr(node, name))
+    refuse_loops(tf, [layer])
+    if PlacedCall.of(layer) is None:
+        PlacedCall([]).install(layer)
+    announce = functools.partial(setattr, _next, "call", (layer, device))
+    # tf.keras asks the node, Keras 3 its arguments; in TensorFlow 2.0 Keras copies them.
+    if hasattr(node, "map_arguments"):
+        _announced_by(node, "map_arguments", announce)
+    elif hasattr(node.arguments, "fill_in"):
+        _announced_by(node.arguments, "fill_in", announce)
+    else:
+        node.arguments = AnnouncingArguments(node.arguments or {})
+        node.arguments.announce = announce
+    node._compat_device = device
+
+
+def _announced_by(owner, name, announce):
+    method = getattr(owner, name)
+
+    def announcing(*args, **kwargs):
+        announce()
+        return method(*args, **kwargs)
+
+    vars(owner)[name] = announcing
+
+
+class AnnouncingArguments(dict):
+    """A node's keyword arguments in TensorFlow 2.0, copied when its layer is about to be called."""
+
+    def __bool__(self):
+        return True  # or Keras would not copy them
+
+    def __copy__(self):
+        self.announce()
+        return dict(self)
+
+
+def placed_parts(model):
+    """The devices that ``device()`` gave to parts of ``model``."""
+    depths = getattr(model, "_nodes_by_depth", None) or {}
+    nodes = [node for nodes in depths.values() for node in nodes]
+    return sorted({n._compat_device for n in nodes if hasattr(n, "_compat_device")})
+
+
+class PlacedCall(ReplicatedCall):
+    """A layer's ``call``: one replica, on the device of the node that is being run."""
+
+    def invoke(self, layer, *args, **kwargs):
+        following, device = getattr(_next, "call", None) or (None, None)
+        if following is not layer:
+            return self._unreplicated(layer, *args, **kwargs)
+        _next.call = None
+        placed = PlacedCall([device])
+        placed.hidden = self.hidden
+        return ReplicatedCall.invoke(placed, layer, *args, **kwargs)
