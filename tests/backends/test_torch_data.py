@@ -103,6 +103,7 @@ def test_a_mask_of_times():
         ("to_sparse", True, 0),
         ("to_sparse", False, 2),
         ("to_sparse_csr", True, 0),
+        ("to_sparse_csr", False, 2),
     ],
 )
 def test_an_adjacency_of_as_many_rows_runs_whole(layout, within, verify):

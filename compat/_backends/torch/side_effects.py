@@ -313,7 +313,9 @@ def moved_late(model):
 
 def version_of(tensor):
     """What changes where a tensor is changed: in place, or by its ``data``."""
-    return tensor._version, tensor.data_ptr()
+    held = tensor._values() if tensor.is_sparse else tensor
+    # Other layouts have no pointer of their own.
+    return tensor._version, held.data_ptr() if held.layout is torch.strided else None
 
 
 def copy_of(tensor):
