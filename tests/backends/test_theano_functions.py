@@ -243,7 +243,18 @@ def test_first_calls_of_eight_threads_at_once(keras):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_models_of_eight_threads_are_made_at_once(keras):
+@pytest.fixture
+def traces_are_kept(monkeypatch):
+    """Theano turns the traces of variables off while it compiles, for all threads.
+
+    Where Keras compiles plain models in two threads at once, the later one may "restore" that.
+    """
+    from theano import config
+
+    monkeypatch.setattr(config.traceback, "limit", config.traceback.limit)
+
+
+def test_models_of_eight_threads_are_made_at_once(keras, traces_are_kept):
     """Keras' functions that make those of a model are replaced in one thread at a time."""
     models = [[initialise(dense(keras)) for _ in range(8)] for _ in range(2)]
     for plain, parallel in zip(*models):
