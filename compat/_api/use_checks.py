@@ -1,5 +1,7 @@
 """Checks that parallelized models use all devices, or train together with the other ranks."""
 
+import weakref
+
 from .. import _keras
 from .._keras import steps, watched_methods
 from .._runtime import patching, usage
@@ -11,12 +13,13 @@ def watch(backend, model, name, devices):
     check = None
     process.unused.pop(name, None)
     if len(devices) > 1:
+        of = _reference_to(model)  # what checks a model keeps none alive
         check = usage.UsageCheck(
             name,
             devices,
-            lambda: backend.executed(model),
-            lambda: _hooks(model),
-            lambda: steps.why_unsplit(model),
+            lambda: backend.executed(of()),
+            lambda: _hooks(of()),
+            lambda: steps.why_unsplit(of()),
         )
     if _keras.keras_of(model) is None:
         backend.watch(model, check)
@@ -37,6 +40,14 @@ def watch_rank(model, name, place):
         engine = next(reversed(list(process.engines.values())), None)
         check = rank_usage.RanksCheck(model, place, engine, lambda: _hooks(model))
         watched_methods.install(model, check)
+
+
+def _reference_to(model):
+    """Return a weak reference to a model, or what gives it where its class allows none."""
+    try:
+        return weakref.ref(model)
+    except TypeError:
+        return lambda: model
 
 
 def _hooks(model):

@@ -6,6 +6,7 @@ split them, and the operations that the framework reports for each device.
 
 import contextlib
 import sys
+import weakref
 from _thread import get_ident
 from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, Optional, Sequence, Set
 
@@ -96,7 +97,7 @@ class UsageCheck:
             DevicesNotUsedError: devices were not used, under ``configure_gpu(strict=True)``.
         """
         key = id(self), kind, get_ident()
-        is_checked = kind in self._confirmed and self._confirmed[kind] is function()
+        is_checked = _is_of(self._confirmed.get(kind), function())
         if is_checked or key in _running or work.uncounted:
             yield
             return
@@ -130,11 +131,11 @@ class UsageCheck:
         counted = here or anywhere
         if kind in self._told:  # within, already
             self._told.discard(kind)
-            self._confirmed[kind] = function()
+            self._confirmed[kind] = _reference_to(function())
             return
         problem = None if is_disturbed else self._problem(counted, executed, calls)
         if is_known or problem:
-            self._confirmed[kind] = function()
+            self._confirmed[kind] = _reference_to(function())
         if problem and not counted:
             self._report_unsplit(kind, name, calls)
         elif problem:
@@ -189,6 +190,30 @@ class UsageCheck:
 
     def _report(self, step, name, problem):
         report(self.model, step, name, problem)
+
+
+def _nothing():
+    """In place of a reference to a function that the framework has not made."""
+
+
+def _reference_to(function):
+    """Return a weak reference, so that what was checked is freed with its model, where it may be.
+
+    Of None it is ``_nothing``, which a reference to what is no more is not.
+    """
+    if function is None:
+        return _nothing
+    try:
+        return weakref.ref(function)
+    except TypeError:
+        return lambda: function
+
+
+def _is_of(reference, function):
+    """Return whether a reference, or None, is one to this function."""
+    if function is None:
+        return reference is _nothing
+    return reference is not None and reference() is function
 
 
 def report(model: str, step: str, name: str, problem: str) -> None:

@@ -20,8 +20,6 @@ from ..._runtime.usage import Executed
 # wants, oneDNN ("_MklMatMul", "_MklNativeFusedMatMul").
 PRODUCTS = ("MatMul", "BatchMatMulV2", "Conv2D")
 BACKWARD = ("gradient_tape", "gradients", "_grad", "Backprop")
-# What only passes values on.
-_TRIVIAL = ("_Arg", "_Retval", "_Send", "_Recv", "_HostSend", "_HostRecv", "Const", "NoOp")
 
 _lock = threading.Lock()
 _recordings = []  # type: list  # lists that get each record, of all that record now
@@ -216,11 +214,10 @@ class Recorder:
 
     def _count_nodes(self):
         """Count the nodes that were recorded; return whether any function was."""
-        records, self.records[:] = list(self.records), []
-        for node in nodes_of(records):
-            if node.op not in _TRIVIAL:
-                self._count(node.device)
-        return any(len(record.function_graphs) for record in records)
+        nodes, self.records[:] = nodes_of(self.records), []
+        for node in nodes:
+            self._count(node.device)  # also what only passes values on: a model may do no more
+        return bool(nodes)
 
     def end(self):
         """Record no longer."""

@@ -306,6 +306,8 @@ class Replica:
                 tensors = replica(*shard)
         else:  # predict, evaluate: no gradient to keep intermediate results for
             with tf.device(device):
+                if tf.executing_eagerly():  # the shard moves there, also where nothing is computed
+                    shard = list(map(tf.identity, shard))
                 tensors = results_of(*shard)
         self.values = with_tensors(self.values, tensors)
         self.changes = compute.changes

@@ -97,6 +97,8 @@ def _note_gradient(sources):
         model = found.model()
         if replicated_call.reached[0] != found.start or not found.check.is_due("train", True):
             continue
-        weights = getattr(model, "trainable_variables", ())
+        # Those that are made when a model is first called are nobody's before.
+        is_built = getattr(model, "built", True)
+        weights = getattr(model, "trainable_variables", ()) if is_built else ()
         if asked.intersection(id(v if isinstance(v, tf.Variable) else v.value) for v in weights):
             found.check.missed("train")
