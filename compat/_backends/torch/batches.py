@@ -284,7 +284,7 @@ def _kind(leaf):
 
 #: How a call's arguments are cut: ``rows``, for each leaf the dimension of its rows or None; and
 #: what is cut of what the model keeps, see ``kept_rows``.
-Layout = collections.namedtuple("Layout", "rows cuts kept", defaults=[()])
+Layout = collections.namedtuple("Layout", "rows cuts kept")
 
 
 def layout(arguments, dim, dims):
@@ -303,7 +303,7 @@ def layout(arguments, dim, dims):
         return None
     first = sizes.index(rows)
     cuts = [_cut_of(leaf, rows, dims) for leaf in arguments.leaves]
-    return Layout(rows, (*cuts[:first], dim, *cuts[first + 1 :]))
+    return Layout(rows, (*cuts[:first], dim, *cuts[first + 1 :]), ())
 
 
 def _cut_of(leaf, rows, dims):
