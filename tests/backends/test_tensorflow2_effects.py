@@ -303,3 +303,27 @@ def test_numbers_of_rows_and_what_a_later_call_keeps_are_the_batch_s(keras, keep
     assert [each.shape for each in kept] == [each.shape for each in plain[2]]
     assert all(np.array_equal(*pair) for pair in zip(kept, plain[2]))
     assert bool(said) is not keeps
+
+
+def test_the_closure_of_a_function_in_a_layer_of_keras_own(keras):
+    def kept(parallel):
+        count, seen = 0, []
+
+        def scale(x):
+            nonlocal count
+            count += 1
+            seen.append(tf.reduce_sum(x, axis=1))
+            return 2.0 * x
+
+        inputs = Keras.Input((4,))
+        model = Keras.Model(inputs, layers.Lambda(scale, output_shape=(4,))(inputs))
+        if parallel:
+            compat.parallelize(model)
+        count, seen[:] = 0, []
+        for rows in (7, 6):
+            model(ROWS[:rows])
+        return count, [np.array(each) for each in seen]
+
+    (plain, expected), (several, found) = kept(False), kept(True)
+    assert plain == several and len(expected) == len(found) == 2
+    assert all(np.array_equal(*pair) for pair in zip(expected, found))
