@@ -17,6 +17,8 @@ class TestMXNetHorovod(RankedParts):
         (
             "keras.backend.set_value",
             "keras.backend.mxnet_backend.set_value",
+            "keras.backend.rnn",
+            "keras.backend.mxnet_backend.rnn",
             "keras.backend.mxnet_backend._get_mxnet_context",
             "keras.backend.mxnet_backend.set_model",
             "MXOptimizer.weights",
