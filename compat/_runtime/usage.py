@@ -22,6 +22,8 @@ KINDS = {"train": "training step", "evaluate": "evaluation", "predict": "predict
 # The steps that are being checked: by check, kind and thread, whether another thread had one, too.
 # What graphs have counted meanwhile may then be the other one's, and is checked another time.
 _running = {}  # type: Dict[Any, bool]
+# Those of them that have yet to begin, as where a function has only been traced.
+_waiting = set()  # type: Set[Any]
 _COUNTS = work.batches_of_thread, work.batches
 
 
@@ -63,6 +65,7 @@ class UsageCheck:
         self.model, self.devices = model, list(devices)
         self.record, self.hooks, self.why_unsplit = record, hooks, why_unsplit
         self._confirmed: "Dict[str, Any]" = {}  # by kind, the function that was checked
+        self._own = object()  # in keys of steps, where this would be kept alive
         self._told: "Set[str]" = set()  # kinds of which a problem is reported already
 
     def is_due(self, kind: str, running: bool = False) -> bool:
@@ -72,7 +75,7 @@ class UsageCheck:
             running: whether also within one that is being checked.
         """
         is_running = not running and any(
-            (check, thread) == (id(self), get_ident()) for check, _, thread in list(_running)
+            (check, thread) == (self._own, get_ident()) for check, _, thread in list(_running)
         )
         return not (kind in self._confirmed or kind in self._told or is_running or work.uncounted)
 
@@ -84,7 +87,11 @@ class UsageCheck:
 
     @contextlib.contextmanager
     def step(
-        self, kind: str, function: "Callable[[], Any]" = lambda: None, name: str = ""
+        self,
+        kind: str,
+        function: "Callable[[], Any]" = lambda: None,
+        name: str = "",
+        waits: bool = False,
     ) -> "Iterator[None]":
         """Check what runs within, one or more steps of a kind.
 
@@ -92,11 +99,12 @@ class UsageCheck:
             kind: one of ``KINDS``.
             function: returns what the framework calls for such a step, where it keeps that.
             name: the framework's method that does the steps, for messages.
+            waits: whether it is not known when, and whether, the step begins.
 
         Raises:
             DevicesNotUsedError: devices were not used, under ``configure_gpu(strict=True)``.
         """
-        key = id(self), kind, get_ident()
+        key = self._own, kind, get_ident()
         is_checked = _is_of(self._confirmed.get(kind), function())
         if is_checked or key in _running or work.uncounted:
             yield
@@ -105,8 +113,9 @@ class UsageCheck:
         calls = {hook: each.calls for hook, each in self.hooks().items()}
         executed: "Optional[Dict[str, int]]" = None
         _running[key] = False
+        _waiting.update([key] if waits else [])
         threads = sys._current_frames()  # others have ended, within a loop of the script's, say
-        together = [each for each in list(_running) if each[-1] in threads]
+        together = [each for each in list(_running) if each[-1] in threads and each not in _waiting]
         if len({thread for _, _, thread in together}) > 1:
             _running.update(dict.fromkeys(together, True))
         try:
@@ -115,6 +124,7 @@ class UsageCheck:
                     executed = recording.enter_context(self.record()) if self.record else None
                 yield
         finally:
+            _waiting.discard(key)
             is_disturbed = _running.pop(key, False) and bool(process.graph_counters)
         is_known = getattr(executed, "is_known", True) and not is_disturbed
         if not is_known:

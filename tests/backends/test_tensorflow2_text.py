@@ -120,7 +120,8 @@ def configured_verify(keras, monkeypatch):
 @span
 def test_numbers_are_looked_up(keras):
     """Also where layers with a vocabulary are experimental, and keep it otherwise."""
-    module = layers if HAVE_TEXT else getattr(layers.experimental, "preprocessing", None)
+    experimental = getattr(layers, "experimental", None)
+    module = layers if HAVE_TEXT else getattr(experimental, "preprocessing", None)
     if not hasattr(module, "IntegerLookup") and not hasattr(module, "StringLookup"):
         assert tf.__version__.startswith(("2.0", "2.1", "2.2"))
         return

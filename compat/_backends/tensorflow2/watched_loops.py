@@ -65,7 +65,7 @@ def called(model, call, args, kwargs):
         with found.check.step(kind):
             return call(*args, **kwargs)
     if not replicated_call.only_traced(model):
-        _check_function(found.check.step(kind))
+        _check_function(found.check.step(kind, waits=True))
     return call(*args, **kwargs)
 
 
@@ -74,11 +74,11 @@ def _check_function(step):
     graph = tf.compat.v1.get_default_graph()
     while getattr(getattr(graph, "outer_graph", None), "name", None):
         graph = graph.outer_graph
-    left = iter(range(LIMIT))
+    left, name = iter(range(LIMIT)), graph.name  # the graph may be taken apart
     step.__enter__()
 
     def note(kind, outputs):
-        is_it = executions.is_function(kind) and graph.name in kind
+        is_it = executions.is_function(kind) and name in kind
         if is_it or next(left, None) is None:
             executions.ignore(note)
             # What is never executed, as where a function is only saved, is not checked.
