@@ -124,9 +124,8 @@ def listen(listener):
     """
     known = _listeners.__dict__.setdefault("all", [])
     known.append(listener)
-    if len(known) == 1:
-        with tf.init_scope():  # else functions would not be noted
-            _add_callback(context.context())
+    with tf.init_scope():  # else functions would not be noted
+        _add_callback(context.context())
 
 
 def ignore(listener):
@@ -146,8 +145,10 @@ def _call_listeners(kind, inputs, attributes, outputs, op_name=None, graph=None)
 
 
 def _add_callback(running):
+    """Have TensorFlow call the listeners; others may have taken the callback away meanwhile."""
     if hasattr(running, "add_post_execution_callback"):  # TensorFlow 2.0
-        running.add_post_execution_callback(_call_listeners)
+        if _call_listeners not in running.post_execution_callbacks:
+            running.add_post_execution_callback(_call_listeners)
         execute.execute = execute.execute_with_callbacks
     else:
         from tensorflow.python.framework import op_callbacks
