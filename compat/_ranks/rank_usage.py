@@ -145,7 +145,9 @@ class _Call:
 
             def on_epoch_end(self, epoch, logs=None):
                 call.epochs += 1
-                call.epoch_ended("val_loss" in (logs or ()), saving)
+                # Of Keras 2; a rank that does not validate has the others' losses in its logs.
+                validates = (getattr(self, "params", None) or {}).get("do_validation", True)
+                call.epoch_ended(validates and "val_loss" in (logs or ()), saving)
 
         return Steps()
 
