@@ -34,7 +34,7 @@ class RanksCheck(usage.UsageCheck):
         self._reported = set()
 
     @contextlib.contextmanager
-    def step(self, kind, function=None, name=""):
+    def step(self, kind, function=None, name="", waits=False):
         if self._running is not None or kind == "predict" or work.uncounted:
             yield  # a rank predicts its own rows alone
             return
