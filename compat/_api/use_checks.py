@@ -1,7 +1,5 @@
 """Checks that parallelized models use all devices, or train together with the other ranks."""
 
-import weakref
-
 from .. import _keras
 from .._keras import steps, watched_methods
 from .._runtime import patching, usage
@@ -13,7 +11,7 @@ def watch(backend, model, name, devices):
     check = None
     process.unused.pop(name, None)
     if len(devices) > 1:
-        of = _reference_to(model)  # what checks a model keeps none alive
+        of = usage.reference_to(model)  # what checks a model keeps none alive
         check = usage.UsageCheck(
             name,
             devices,
@@ -40,14 +38,6 @@ def watch_rank(model, name, place):
         engine = next(reversed(list(process.engines.values())), None)
         check = rank_usage.RanksCheck(model, place, engine, lambda: _hooks(model))
         watched_methods.install(model, check)
-
-
-def _reference_to(model):
-    """Return a weak reference to a model, or what gives it where its class allows none."""
-    try:
-        return weakref.ref(model)
-    except TypeError:
-        return lambda: model
 
 
 def _hooks(model):

@@ -141,11 +141,11 @@ class UsageCheck:
         counted = here or anywhere
         if kind in self._told:  # within, already
             self._told.discard(kind)
-            self._confirmed[kind] = _reference_to(function())
+            self._confirmed[kind] = reference_to(function())
             return
         problem = None if is_disturbed else self._problem(counted, executed, calls)
         if is_known or problem:
-            self._confirmed[kind] = _reference_to(function())
+            self._confirmed[kind] = reference_to(function())
         if problem and not counted:
             self._report_unsplit(kind, name, calls)
         elif problem:
@@ -206,8 +206,8 @@ def _nothing():
     """In place of a reference to a function that the framework has not made."""
 
 
-def _reference_to(function):
-    """Return a weak reference, so that what was checked is freed with its model, where it may be.
+def reference_to(function: "Any") -> "Callable[[], Any]":
+    """Return a weak reference, so that no check keeps what it checks alive, where one may be had.
 
     Of None it is ``_nothing``, which a reference to what is no more is not.
     """
