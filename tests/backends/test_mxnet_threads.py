@@ -16,7 +16,7 @@ from compat.testing import CASES, keras_under_test, span
 from .messages import told
 from .test_mxnet_gluon import data, dense, difference, initialise
 from .test_mxnet_gluon import mx as mx  # the fixture
-from .test_mxnet_gluon_effects import Lists
+from .test_mxnet_gluon_effects import block_of, plain_forward
 
 THREADS = 8
 
@@ -62,7 +62,18 @@ def test_first_calls_of_a_block(mx, hybridize):
 
 def test_first_calls_of_blocks_that_are_tried(mx):
     """Of eight blocks: their trials replace something of MXNet's. What they note is right."""
-    nets = [compat.parallelize(Lists().build(mx)) for _ in range(THREADS)]
+
+    def forward(self, x):
+        y = plain_forward(self, x)
+        self.seen.append(y.detach())
+        self.log["n"] += len(x)
+        self.calls += 1
+        return y
+
+    def build():
+        return block_of(mx, forward, seen=list, log=lambda: {"n": 0}, calls=3)
+
+    nets = [compat.parallelize(build()) for _ in range(THREADS)]
     inputs = mx.nd.array(data(7)[0])
     for net in nets:
         net.initialize()

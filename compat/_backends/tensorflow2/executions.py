@@ -113,6 +113,7 @@ def short(device):
 # What is executed, while it is executed --------------------------------------------------------
 
 _listeners = threading.local()
+_listening = set()  # type: set  # the identities of threads that have listeners
 
 
 def listen(listener):
@@ -124,7 +125,8 @@ def listen(listener):
     """
     known = _listeners.__dict__.setdefault("all", [])
     known.append(listener)
-    with tf.init_scope():  # else functions would not be noted
+    with _lock, tf.init_scope():  # else functions would not be noted
+        _listening.add(threading.get_ident())
         _add_callback(context.context())
 
 
@@ -134,7 +136,8 @@ def ignore(listener):
     if listener in known:
         known.remove(listener)
         if not known:
-            with tf.init_scope():
+            with _lock, tf.init_scope():
+                _listening.discard(threading.get_ident())
                 _remove_callback(context.context())
 
 
@@ -158,7 +161,9 @@ def _add_callback(running):
 
 def _remove_callback(running):
     if hasattr(running, "add_post_execution_callback"):
-        running.post_execution_callbacks.remove(_call_listeners)
+        # The callback is that of all threads, and others may have taken it away.
+        if not _listening and _call_listeners in running.post_execution_callbacks:
+            running.post_execution_callbacks.remove(_call_listeners)
         if not running.post_execution_callbacks:
             execute.execute = execute.quick_execute
     else:
