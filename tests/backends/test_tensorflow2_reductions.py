@@ -527,7 +527,7 @@ def test_one_other_device_computes_whatever_the_model_does(keras):
 
 
 def test_a_model_is_traced_once_more(keras):
-    traced = itertools.count()  # which, unlike a list, has one element for each call, not for each batch
+    traced = itertools.count()  # replicas merge what they add to a list, but not its steps
 
     class Noting(Layer):
         def call(self, x):
