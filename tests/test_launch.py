@@ -374,6 +374,39 @@ def test_what_a_rank_leaves_behind_is_ended_if_it_failed(finished, status, daemo
         os.kill(pid, signal.SIGKILL)
 
 
+LEAVES_A_THREAD = """
+import threading
+from compat import _ranks
+from compat._ranks import left_threads
+left_threads.end_with_main_thread(_ranks.own_place())
+threading.Thread(target=time.sleep, args=({},), name="uploader").start()
+{}
+"""
+
+
+def test_a_rank_whose_main_thread_has_failed_ends_whatever_threads_it_has_left(finished):
+    began = time.monotonic()
+    status, _, err = finished(LEAVES_A_THREAD.format(100, "if rank: raise ValueError('bad')"))
+    assert status == 1 and time.monotonic() - began < 12
+    assert (
+        "[1] compat: the main thread of rank 1 of 2 (compat run) has failed. Threads that it has "
+        "left (uploader) still run after 5 seconds, and are ended. Make them daemons, or end them "
+        "where the script fails.\n" in err
+    )
+    told = "compat run: rank 1 of 2 failed with exit status 1; the others were ended.\n"
+    assert told in err and err.endswith("\nValueError: bad\n"), err
+
+
+@pytest.mark.parametrize("end", ["", "if rank: raise ValueError('bad')"])
+def test_threads_may_end_what_they_do(finished, end):
+    """What a rank that has not failed leaves has all the time that it needs."""
+    program = LEAVES_A_THREAD.format(1 if end else 7, end)
+    program = program.replace("target=time.sleep", "target=work")
+    program = "def work(s): time.sleep(s); print('done', flush=True)\n" + textwrap.dedent(program)
+    status, out, err = finished(program)
+    assert status == bool(end) and "[1] done\n" in out and "compat: " not in err
+
+
 def test_what_a_rank_leaves_behind_may_write_for_ever(finished):
     writes = "import time\nwhile True: print('more' * 1000, flush=True); time.sleep(0.01)"
     done, out, _ = finished(LEAVES_BEHIND.format(writes, False, 0, 0))

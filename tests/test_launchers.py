@@ -10,7 +10,8 @@ from conftest import refusal
 
 import compat
 from compat._configuration import device_choice, gpu_selection
-from compat._ranks import launchers
+from compat._ranks import launchers, nesting
+from compat._ranks import place as places
 from compat._ranks.place import Place
 
 DOCS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", "launchers.md")
@@ -559,3 +560,63 @@ def test_a_gpu_that_the_scheduler_bound_is_no_shortage(task):
     wrapped = dict(JOINED["mpirun (Open MPI)"][0], OMPI_COMM_WORLD_LOCAL_RANK=task)
     assert choose(dict(wrapped, CUDA_VISIBLE_DEVICES=task), 2).shortage is None
     assert choose(dict(wrapped, CUDA_VISIBLE_DEVICES="3"), 4).shortage  # all four share it
+
+
+# One launcher within another ---------------------------------------------------------------------
+
+#: What starts the processes whose places it tells. Variables of the others are set by hand, or by
+#: a cluster for all that runs there.
+STARTS_PROCESSES = {
+    "compat run", "horovodrun", "torchrun", "deepspeed", "mpirun", "mpiexec", "PALS",
+    "mpirun_rsh", "jsrun", "srun",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", sorted(JOINED))
+def test_ranks_are_not_started_within_ranks(launcher):
+    environ, place, name, _ = JOINED[launcher]
+    environ = environment(environ)
+    is_nested = name in STARTS_PROCESSES
+    if name == "torchrun":
+        is_nested = launcher == "torchrun"
+    elif launcher.startswith("srun --mpi"):
+        name = nesting.started_by(environ).launcher  # the PMI's, or SLURM's own
+    if not is_nested:
+        nesting.refuse(environ, "-n 2")
+        return
+    rank, size, _, _ = place
+    assert error_of(nesting.refuse, environ, "-n 2") == (
+        f"-n 2 would start ranks here, but this process is itself rank {rank} of {size} ({name}): "
+        f"each of the {size} would start a job of its own, whose rank 0 writes the same files. "
+        f"Start the script with one launcher: {name} alone, with python in place of compat run, "
+        f"or compat run alone. COMPAT_ALONE=1 starts {size} separate jobs."
+    )
+    nesting.refuse(dict(environ, COMPAT_ALONE="1"), "-n 2")
+
+
+def test_what_an_earlier_job_has_left_hides_no_launcher():
+    left = environment("RANK=0 WORLD_SIZE=2", TF_CONFIG=JOINED["TF_CONFIG"][0]["TF_CONFIG"])
+    assert nesting.started_by(left) is None
+    mpirun = environment(JOINED["mpirun (Open MPI)"][0], **left)
+    assert nesting.started_by(mpirun).launcher == "mpirun"
+    assert nesting.started_by(environment(SRUN, **left)).launcher == "srun"
+    # Processes of one rank start ranks, such as a task of SLURM for each machine.
+    one = environment("SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=1")
+    assert nesting.started_by(one) is None
+
+
+@pytest.mark.parametrize("launcher", sorted(JOINED) + sorted(REFUSED))
+def test_a_process_that_is_to_be_alone(launcher):
+    environ = environment(dict(JOINED, **REFUSED)[launcher][0], HOME="/home/me")
+    alone, left_out = nesting.set_aside(environ)
+    assert launchers.launched(alone) is None and places.evaluator_in(alone) is None
+    assert alone["HOME"] == "/home/me"
+    assert left_out == sorted(set(environ) - set(alone))
+    assert nesting.set_aside(alone) == (alone, [])
+    # Another job may be started there, and MPI finds nothing of the one around it.
+    assert not {"MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE"} & set(alone)
+
+
+def test_the_environment_of_a_process_that_is_alone_stays():
+    environ = environment("RANK=0 WORLD_SIZE=1 MASTER_ADDR=localhost MASTER_PORT=1 PROCESS_ID=1")
+    assert nesting.set_aside(environ) == (environ, [])

@@ -105,6 +105,49 @@ def test_one_rank_is_the_script_alone_with_a_gpu_of_its_own(machine, script, gpu
     assert err.splitlines()[-1] == "compat run: 1 rank: the script alone"
 
 
+def test_one_rank_is_alone_whatever_an_earlier_job_has_left(tmp_path):
+    path = tmp_path / "script.py"
+    names = "RANK", "WORLD_SIZE", "MASTER_ADDR", "SLURM_JOB_ID"
+    lines = (
+        "import os, compat",
+        "print(compat.rank(), compat.size())",
+        "print({})".format("[name for name in {} if name in os.environ]".format(names)),
+    )
+    path.write_text("\n".join(lines))
+    left = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", SLURM_JOB_ID="7")
+    options = "-n", "1", "--backend=theano", "--python", sys.executable, str(path)
+    status, out, err = finished(*options, **left)
+    assert (status, out) == (0, "0 1\n['SLURM_JOB_ID']\n"), err
+    assert err.splitlines()[-2:] == [
+        "compat run: without MASTER_ADDR, RANK, WORLD_SIZE: the place of a process in another job",
+        "compat run: 1 rank: the script alone",
+    ]
+
+
+def test_ranks_within_ranks_are_refused_before_anything_is_started(script):
+    """Also several machines; RANK and WORLD_SIZE alone start nothing, and are set aside."""
+    place = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+    options = "--backend=jax", "--python", sys.executable
+    for asked in (["-n", "2"], ["--hosts", "first:1,second:1"]):
+        torchrun = dict(place, TORCHELASTIC_RUN_ID="none")
+        assert finished(*asked, *options, script, **torchrun) == (
+            2,
+            "",
+            "compat run: {} would start ranks here, but this process is itself rank 1 of 2 "
+            "(torchrun): each of the 2 would start a job of its own, whose rank 0 writes the same "
+            "files. Start the script with one launcher: torchrun alone, with python in place of "
+            "compat run, or compat run alone. COMPAT_ALONE=1 starts 2 separate jobs.\n".format(
+                " ".join(asked)
+            ),
+        )
+    status, out, err = finished("-n", "2", *options, script, **place)
+    assert status == 7 and "[0] []" in out
+    assert (
+        "compat run: without LOCAL_RANK, LOCAL_WORLD_SIZE, RANK, WORLD_SIZE: the place of a "
+        "process in another job\n" in err
+    )
+
+
 @pytest.mark.parametrize("options", [[], ["-n", "1"]])
 def test_module_in_place_of_a_script(tmp_path, monkeypatch, options):
     package = tmp_path / "mypackage"

@@ -5,7 +5,7 @@ import os
 from .. import _keras, _ranks, errors
 from .._configuration import detection, device_choice, registry
 from .._configuration.settings import Configuration, Settings, listed
-from .._ranks import launchers
+from .._ranks import launchers, left_threads
 from .._runtime.process import process
 
 
@@ -39,6 +39,8 @@ def configure_once(call, chosen, reason, asked, applied):
         devices = device_choice.Devices(simulated=1)
     else:
         devices = device_choice.choose_for_rank(selection, environ, place)
+    if place is not None:
+        left_threads.end_with_main_thread(place)
     settings = Settings(devices, gpus=asked, **parsed)
     if active is not None:
         devices.settle(active.settings.devices.listed or 0)

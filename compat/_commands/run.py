@@ -20,6 +20,7 @@ from typing import Any, List
 from .. import _ranks, errors
 from .._configuration import detection, device_choice, gpu_selection
 from .._configuration.settings import Settings
+from .._ranks import nesting
 from .._ranks.launch import output, rank_process, watching
 from .._ranks.place import Place
 from .._runtime import by_path, reporting, safe_files
@@ -174,20 +175,14 @@ def execute(options: Any) -> int:
     Raises:
         InvalidArgumentError: an option is not understood or needs ranks, there is no such script,
             or a file cannot be written.
+        RankError: another launcher has started several processes that would start ranks.
         UnsupportedError: the backend has no ranks, or cannot record a timeline.
         as ``prepare()``.
     """
     script = script_of(options)
     if not script:
         options.parser.error("a script is needed, or -m and a module")
-    if options.hosts is not None:
-        options.ranks, options.hosts = _ranks.fill_hosts(options.hosts, options.ranks)
-        if options.ranks == 1:
-            raise errors.InvalidArgumentError(
-                f"--hosts {options.hosts} makes one rank, which has nobody to train with. Give the "
-                "machines room for 2 or more, such as --hosts first:4,second:4, or run the script "
-                "on that machine, without --hosts."
-            )
+    _fill_hosts(options)
     ranks, hosts = options.ranks, options.hosts
     files = _files_of(options)
     report_json, report_html, timeline = files
@@ -195,11 +190,14 @@ def execute(options: Any) -> int:
     _check_there_are_ranks(options)
     # Another interpreter may be one in a container, with files of its own.
     check_script(script, options.python is not None or os.path.exists(script[0]))
-    chosen, interpreter, environ, lines = prepare(options, _asked(options))
+    asked, of_others = _asked(options)
+    chosen, interpreter, environ, lines = prepare(options, asked)
     if timeline is not None and type(chosen).profiled is Backend.profiled:
         chosen.profiled()  # an error: it has none
     if options.simulate is not None:
         lines.append(f"COMPAT_SIMULATE={options.simulate}: CPU devices stand in for GPUs")
+    if of_others:
+        lines.append(f"without {', '.join(of_others)}: the place of a process in another job")
     launcher: List[str] = []
     if ranks == 1:
         lines.append("1 rank: the script alone")
@@ -259,8 +257,23 @@ def _files_of(options):
     return files
 
 
+def _fill_hosts(options):
+    """Settle how many ranks there are, and where; refuse to start ranks within ranks."""
+    if options.hosts is not None:
+        options.ranks, options.hosts = _ranks.fill_hosts(options.hosts, options.ranks)
+        if options.ranks == 1:
+            raise errors.InvalidArgumentError(
+                f"--hosts {options.hosts} makes one rank, which has nobody to train with. Give the "
+                "machines room for 2 or more, such as --hosts first:4,second:4, or run the script "
+                "on that machine, without --hosts."
+            )
+    if options.ranks not in (None, 1):
+        asked = f"-n {options.ranks}" if options.hosts is None else f"--hosts {options.hosts}"
+        nesting.refuse(os.environ, asked)
+
+
 def _asked(options):
-    """The environment, and what options say in variables."""
+    """The environment with what options say in variables, and names that ranks do not get."""
     asked = dict(os.environ)
     if options.timeout is not None:
         asked["COMPAT_TIMEOUT"] = options.timeout
@@ -270,7 +283,7 @@ def _asked(options):
         asked.pop("COMPAT_ALONE", None)  # several are asked for just now
         asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
     _ranks.timeout(asked, "COMPAT_TIMEOUT" if options.timeout is None else "--timeout")
-    return asked
+    return (asked, []) if options.ranks is None else nesting.set_aside(asked)
 
 
 def _misplaced(script, parser):

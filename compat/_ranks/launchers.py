@@ -44,6 +44,8 @@ _RANKS = [names.split()[0] for _, names in LAUNCHERS] + [
     "ALPS_APP_PE", "FLUX_TASK_RANK", "JAX_PROCESS_ID", "KERAS_DISTRIBUTION_PROCESS_ID",
     "LOCAL_RANK", "PET_NODE_RANK", "PMIX_RANK",
 ]  # fmt: skip
+#: All of these.
+NAMES = {name for _, names in LAUNCHERS for name in names.split()}.union(_SIZES, _RANKS)
 
 
 def launched(environ):
@@ -62,7 +64,7 @@ def launched(environ):
             return place if place.size > 1 else None
     # A scheduler comes after what may have been started within one of its tasks.
     in_cluster = places.worker, places.sagemaker
-    for find in (_jax, _keras, _jaxjob) + in_cluster + (_srun, _torch_alike):
+    for find in (_jax, _keras, _jaxjob) + in_cluster + (srun, _torch_alike):
         place = find(environ)
         if place is not None and place.size > 1:
             return place
@@ -101,7 +103,7 @@ def _jaxjob(environ):
     return places.from_rank_and_size("JAXJob", names, environ) if names[2] in environ else None
 
 
-def _srun(environ):
+def srun(environ):
     """A task of SLURM's srun. A bare sbatch shell has no SLURM_STEP_NUM_TASKS."""
     names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
     rank, size = (places.number(name, environ) for name in names[:2])

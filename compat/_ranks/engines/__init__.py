@@ -16,7 +16,7 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 from ... import errors
 from ..._runtime.on_demand import numpy
 from ..._runtime.process import process
-from .. import launchers
+from .. import launchers, left_threads
 from ..place import Place, timeout
 
 #: Bytes of the first bucket of what is summed up together, and of the others.
@@ -65,6 +65,7 @@ class Engine:
     def join(cls, place: Place) -> Any:
         """This process's place in the engine, where it joins the others the first time."""
         if cls not in process.engines:
+            left_threads.end_with_main_thread(place)
             process.engines[cls] = cls(place)
         return process.engines[cls]
 

@@ -57,8 +57,8 @@ INTERRUPT_GRACE = 60.0
 _LONGEST = 500
 # What begins the second part of a chained traceback.
 _CHAINED = ("During handling of the above", "The above exception was the direct")
-# What TensorFlow's and glog's lines of a log begin with: other threads write them.
-_LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|[IWEF]\d{4} \d\d:\d\d:\d\d")
+# What TensorFlow's and glog's lines of a log begin with, which other threads write, and compat's.
+_LOGGED = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|[IWEF]\d{4} \d\d:\d\d:\d\d|compat: ")
 # The error of a rank that lost others, and which ones, where it knows them.
 _LOST = re.compile(
     r"compat\.errors\.RankLostError: (?:.*, but (ranks? \d.*) failed, ended or did not come)?"
