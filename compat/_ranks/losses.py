@@ -17,6 +17,9 @@ from .. import _keras, errors
 from .._keras.steps import has_own_steps
 from . import metrics, step_functions
 
+# Of the functions that ``Reductions`` replaces, those that Keras' metrics call, too.
+_MASKING = ("apply_mask", "apply_valid_mask")
+
 # How far the mean over two parts of a batch may be from the whole, relative to the loss.
 _ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}  # others: 1e-3
 
@@ -64,7 +67,8 @@ class Reductions:
 
     def is_due(self, called):
         """Whether Keras has to reduce losses by these functions: where it computes any."""
-        return bool(called) or self.model is not None and computes_losses(self.model)
+        reduces = any(name not in _MASKING for name in called)
+        return reduces or self.model is not None and computes_losses(self.model)
 
     # Each is called as Keras' own function, ``plain``. Where the reduction is "sum", that takes the
     # mask for a weight, and divides by nothing.
