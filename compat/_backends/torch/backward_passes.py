@@ -21,6 +21,7 @@ import torch
 from ... import errors
 from ..._ranks import losses
 from ..._runtime import patching
+from . import parameter_hooks
 from .batches import tensors_in
 
 # The end, and the rows ----------------------------------------------------------------------------
@@ -40,6 +41,10 @@ class Pass:
     def __init__(self):
         self.exchanges = []
         self.early = None  # the exchange whose buckets may leave before the end
+        self.is_recorded = torch.is_grad_enabled()  # under create_graph=True
+        self.due = set()  # type: set  # ids of parameters and names of what was to call their hooks
+        self.before = {}  # type: dict  # by such an id: the gradient before the pass
+        self.hooks = {}  # type: dict  # likewise: the parameter, and what calls its hooks
 
     @classmethod
     def join(cls, exchange):
@@ -60,12 +65,45 @@ class Pass:
                 found.early = exchange
         exchange.task = torch._C._current_graph_task_id()
         exchange.is_early = found.early is exchange
+        return found
+
+    def note(self, parameter, name):
+        """Note that autograd would call the hooks of a parameter that have this name.
+
+        Those that get its gradient will get what this pass adds to it.
+        """
+        if (id(parameter), name) not in self.due:
+            self.due.add((id(parameter), name))
+            if name == parameter_hooks.GRADIENT_HOOK and parameter.grad is not None:
+                self.before[id(parameter)] = parameter.grad.detach().clone()
+
+    def add_hooks(self, parameter, hooks, is_reached):
+        """Call these hooks of a parameter at the end: on some rank, the pass has reached it.
+
+        Arguments:
+            is_reached: whether it has on this rank.
+
+        Returns:
+            The names of hooks that autograd would not have called, if it has.
+        """
+        missed = [name for name in hooks.names() if (id(parameter), name) not in self.due]
+        self.hooks[id(parameter)] = parameter, hooks
+        if is_reached:
+            return missed
+        for name in missed:
+            self.note(parameter, name)
+        return []
 
     def __call__(self):
         """Of several models all ranks run theirs in the same order."""
         _passes.discard(self)
+        for exchange in self.exchanges:  # before means are written, of what several may exchange
+            exchange.warn_of_changes()
         for exchange in sorted(self.exchanges, key=lambda e: (e is not self.early, e.number)):
-            exchange.run()
+            exchange.run(self)
+        with torch.set_grad_enabled(self.is_recorded):
+            for key, (parameter, hooks) in self.hooks.items():
+                hooks.call(parameter, self.before.get(key))
 
 
 class ForwardRows:
@@ -192,6 +230,11 @@ def follow():
             return plain(tensors, *args, **kwargs)
 
     patching.Patch(torch.autograd, "backward", backward)
+
+
+def is_under_way():
+    """Return whether there is a backward pass that adds to the gradients of parameters."""
+    return bool(_losses)
 
 
 def missed_hooks():

@@ -14,7 +14,8 @@ last bucket: what the ranks have to know of each other. It tells, too, which buc
 before a tensor in them had its last value; these are sent again.
 
 A gradient that was exchanged already is the same on all ranks, and so is its mean: gradients may
-be accumulated over several passes.
+be accumulated over several passes. What a script's hooks on parameters get is that mean
+(``parameter_hooks``), after the pass.
 """
 
 import itertools
@@ -24,15 +25,23 @@ import weakref
 import torch
 
 from ... import errors
-from ..._ranks import checksum, engines
+from ..._ranks import checksum
 from ..._runtime import patching
-from .backward_passes import PASS_HOOK, ForwardRows, Pass, check_loss, loss_under_way, missed_hooks
+from . import backward_passes, parameter_hooks
+from .backward_passes import PASS_HOOK, ForwardRows, Pass, loss_under_way
 from .batches import are_same
+from .gradient_sums import Sums
 
 # What tells that a gradient is there.
-_HOOK = "Parameter.register_post_accumulate_grad_hook"
+_HOOK = parameter_hooks.ACCUMULATED_HOOK
 # Autograd has a thread for each device, and one for the CPU.
 _arriving = threading.RLock()
+
+
+def is_under_way():
+    """Return whether a backward pass is under way that a model of ranks may be in."""
+    exchanges = list(Exchange._all) if backward_passes.is_under_way() else []
+    return any(each.rows.are_awaited() and not each.source.is_alone for each in exchanges)
 
 
 class Exchange:
@@ -52,6 +61,8 @@ class Exchange:
         self.sums = None
         self.sends_early = True
         self.task, self.is_early = None, False  # the graph task that was joined last
+        # Of the parameters that a pass has come to, by id: the gradient, and its version.
+        self.reached = {}  # type: dict
         self.state = []  # type: list  # the running statistics
         self.before = []  # type: list  # their values, the same on all ranks
         self.checked = False  # the loss
@@ -77,6 +88,7 @@ class Exchange:
 
         for parameter in parameters:
             if parameter not in self.hooks and parameter.is_leaf:
+                parameter_hooks.ParameterHooks.of(parameter).exchanges.add(self)
                 hook = patching.Callback(_HOOK, arrived)
                 self.hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
         self.hooked = parameters
@@ -96,6 +108,7 @@ class Exchange:
 
     def begin(self):
         """Autograd has come to the first of the parameters."""
+        self.reached = {}
         model = self.model()
         if model is not None:
             # Keras' losses are divided where they are computed.
@@ -121,22 +134,36 @@ class Exchange:
             other.number < self.number and other.rows.are_awaited() for other in self._all
         )
 
+    def join(self):
+        """Take part in the pass under way, before a hook of the script's is called in it.
+
+        Returns:
+            The pass; None: gradients of this model are not exchanged now.
+        """
+        if self.source.is_alone or not backward_passes.is_under_way():
+            return None
+        with _arriving:
+            return Pass.join(self)
+
     def arrived(self, parameter):
         """Autograd has added to the gradient of a parameter for the last time in this pass."""
         if torch._C._current_graph_task_id() != self.task:  # of the first parameter
             Pass.join(self)
+        gradient = parameter.grad
+        self.reached[id(parameter)] = gradient, getattr(gradient, "_version", None)
         if not self.is_early or not self.sends_early:
             return
         weight = self.rows.known() if self.divisor is None else self.divisor
-        gradient = parameter.grad
         if not weight or gradient is None or gradient.is_sparse:
             return
-        # A hook of the script's may change it by ``data``, which does not show.
-        if len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) <= 1:
-            self.sums.put(parameter, gradient, weight)
+        self.sums.put(parameter, gradient, weight)
 
-    def run(self):
-        """Make the gradients, and the running statistics, the mean over all ranks' rows."""
+    def run(self, under_way):
+        """Make the gradients, and the running statistics, the mean over all ranks' rows.
+
+        Arguments:
+            under_way: the pass that ends.
+        """
         model = self.model()
         if model is None:
             return
@@ -152,8 +179,7 @@ class Exchange:
             if not self.agreed:
                 self.engine.stepped(self.sums.ended)
             self.check(name)
-            for hook in missed_hooks():
-                self.source.note_unreached(model, hook)
+            self.note_hooks(model, under_way)
             for parameter, used in zip(self.hooked, self.sums.used):
                 if used and parameter.grad is None:  # another rank's batch has used it
                     parameter.grad = self.sums.write_mean(parameter, torch.empty_like(parameter))
@@ -161,7 +187,7 @@ class Exchange:
                     self.sums.write_mean(parameter, parameter.grad)
             check = checksum.is_due(self.count)
             if check and not self.is_suspect:
-                self.is_suspect = check_loss(self.engine, name, weight, rows)
+                self.is_suspect = backward_passes.check_loss(self.engine, name, weight, rows)
             if check and self.engine.place.rank == 0:
                 self.source.warn_of_means(model, self)
             if self.state:
@@ -172,10 +198,19 @@ class Exchange:
         self.count += 1
         self.has_exchanged = True
 
+    def note_hooks(self, model, under_way):
+        """Have the pass call the script's hooks on parameters when all means are there."""
+        missed = backward_passes.missed_hooks()
+        for parameter, hooks in parameter_hooks.registered(self.hooked, self.sums.reached):
+            missed += under_way.add_hooks(parameter, hooks, id(parameter) in self.reached)
+        for name in missed:
+            self.source.note_unreached(model, name)
+
     def sum(self, weight, unknown, rows):
         """Sum up over all ranks."""
         gradients = [parameter.grad for parameter in self.hooked]
         used = [gradient is not None for gradient in gradients]
+        reached = [id(parameter) in self.reached for parameter in self.hooked]
         sparse = any(gradient.is_sparse for gradient in gradients if gradient is not None)
         values = {}
         if weight and not sparse:
@@ -184,9 +219,27 @@ class Exchange:
             changes = torch._foreach_sub(self.state, self.before)
             values.update((id(tensor), (each, rows)) for tensor, each in zip(self.state, changes))
         told = [weight, unknown, rows, self.divisor is not None, sparse]
-        if self.sums.complete(told, False, used, values):
+        if self.sums.complete(told, False, used, reached, values):
             # Not a second time: such as where a script changes gradients during the pass.
             self.sends_early = False
+
+    def warn_of_changes(self):
+        """Say that a gradient was changed after autograd has computed it, before it is a mean."""
+        for parameter in self.hooked if ("changed",) not in self.warned else ():
+            gradient, version = self.reached.get(id(parameter), (parameter.grad, None))
+            is_other = parameter.grad is not gradient
+            if is_other or version not in (None, getattr(gradient, "_version", None)):
+                self.warned.add(("changed",))
+                errors.warn(
+                    "The gradient of a parameter of {}, of shape {}, was changed during the "
+                    "backward pass, by a hook of a module or of a tensor. It was that of this "
+                    "rank's rows: if the change is not linear, as where it clips, ranks train to "
+                    "other numbers than one process. Hooks on parameters, and changes after "
+                    "backward(), see the mean over all ranks.".format(
+                        type(self.model()).__name__, tuple(parameter.shape)
+                    )
+                )
+                return
 
     def close(self):
         """Take part in the exchange in which others may be, as a rank with no more batches.
@@ -198,7 +251,8 @@ class Exchange:
         self.hook(self.source.parameters(model))
         self.lay_out(self.source.averaged(model))
         with torch.no_grad():
-            self.sums.complete([0] * 5, True, [False] * len(self.hooked), {})
+            none = [False] * len(self.hooked)
+            self.sums.complete([0] * 5, True, none, none, {})
         return self.sums.ended
 
     def mean(self, tensor):
@@ -250,146 +304,3 @@ class Exchange:
             self.missed += 1
             if checksum.is_due(self.missed):
                 self.source.verify(self.model(), self.missed)
-
-
-# Sums, in buckets of memory that is kept from pass to pass ----------------------------------------
-
-#: What is held of a tensor that has no value, and its weight.
-ABSENT = None, 0
-
-
-class Sums:
-    """The sums of a header and of tensors, which the sum of the weights divides.
-
-    Arguments:
-        tensors: in the order in which their values are expected.
-        count: how many of them are parameters.
-
-    Attributes, of what was summed up last:
-        total: of the weights; ``unknown``, ``rows``, ``divided`` and ``sparse`` of what goes with
-            these.
-        ended: the ranks that have no more batches.
-        used: for each parameter, how many ranks have a gradient.
-    """
-
-    def __init__(self, engine, tensors, count):
-        self.engine, self.tensors, self.count = engine, tensors, count
-        *groups, last = engines.buckets(map(_item, tensors)) or [((torch.float32, "cpu"), [])]
-        self.buckets = [_Bucket(*group) for group in groups]
-        header = 5 + engine.place.size + count + len(groups) + 1
-        self.buckets.append(_Bucket(*last, front=header))
-        # By the ids of the tensors.
-        self.bucket_of = {key: bucket for bucket in self.buckets for key in bucket.views}
-
-    def put(self, tensor, value, weight):
-        """Write what is summed up in a tensor's place while it is in the cache; send what is full.
-
-        But for the last bucket, which has the header: what a script does to gradients by ``data``
-        until the end of the pass counts, and does not show.
-        """
-        bucket, others = self.bucket_of.get(id(tensor)), self.buckets[:-1]
-        if bucket not in others or bucket.work is not None:
-            return
-        bucket.write(id(tensor), value, weight)
-        for each in others:  # in their order
-            if each.work is None and len(each.written) < len(each.views):
-                break
-            self._send(each)
-
-    def complete(self, told, ended, used, values):
-        """Sum up the header and all values; afterwards ``write_mean`` has the means.
-
-        Arguments:
-            told: the weight, whether it is unknown, rows, whether they are not the weight, and
-                whether a gradient is sparse.
-            ended: whether this rank has no more batches.
-            used: of each parameter, whether it has a gradient.
-            values: by the ids of the tensors, each with its weight; zeros in the place of what is
-                not there, or None.
-
-        Returns:
-            Whether a value was sent too early on this rank.
-        """
-        early = []
-        for bucket in self.buckets:
-            keys = [k for k in bucket.views if not bucket.has(k, *values.get(k, ABSENT))]
-            early.append(bucket.work is not None and bool(keys))
-            if bucket.work is None:
-                bucket.write_all(keys, values)
-        front = self.buckets[-1].front
-        header = told + self.engine.flags(ended) + used + early
-        front.copy_(torch.tensor(header, dtype=front.dtype))
-        for bucket in self.buckets:
-            self._send(bucket)
-        for bucket in self.buckets:
-            self.engine.end_sum(bucket.work)
-        sums = iter(front.tolist())
-        self.total, self.unknown, self.rows, self.divided, self.sparse = itertools.islice(sums, 5)
-        flags = itertools.islice(sums, self.engine.place.size)
-        self.ended = [rank for rank, flag in enumerate(flags) if flag]
-        self.used = list(itertools.islice(sums, self.count))
-        for bucket, again in zip(self.buckets, sums):
-            if again and not self.ended:
-                bucket.write_all(bucket.views, values)
-                self.engine.end_sum(self.engine.begin_sum(bucket.flat))
-            bucket.clear()
-        return any(early)
-
-    def _send(self, bucket):
-        """Send it, unless it is on its way."""
-        bucket.work = bucket.work or self.engine.begin_sum(bucket.flat)
-
-    def write_mean(self, tensor, result):
-        """Write the mean of what was summed up for a tensor into another one, which is returned."""
-        factor = 1 / self.total if self.total else float("nan")
-        torch.mul(self.bucket_of[id(tensor)].views[id(tensor)], factor, out=_real(result))
-        return result
-
-
-class _Bucket:
-    """Tensors of one type of number and device, which are sent together."""
-
-    def __init__(self, kind, tensors, front=0):
-        dtype, device = kind
-        shapes = [_real(tensor.detach()).shape for tensor in tensors]
-        counts = [shape.numel() for shape in shapes]
-        self.flat = torch.zeros(front + sum(counts), dtype=dtype, device=device)
-        self.front = self.flat[:front]
-        parts = zip(tensors, shapes, self.flat[front:].split(counts))
-        # By the ids of the tensors, as are values that were written, their weights and versions.
-        self.views = {id(tensor): part.view(shape) for tensor, shape, part in parts}
-        self.clear()
-
-    def clear(self):
-        self.work, self.written = None, {}  # work: its all-reduce, which has begun
-
-    def write_all(self, keys, values):
-        for key in keys:
-            self.write(key, *values.get(key, ABSENT))
-
-    def write(self, key, value, weight):
-        """Write a value times its weight, in one pass over the memory."""
-        self.written[key] = value, weight, getattr(value, "_version", None)
-        if value is None:
-            self.views[key].zero_()
-        else:
-            value = value.detach() if value.requires_grad else value  # under create_graph=True
-            torch.mul(_real(value).to(self.flat.dtype), weight, out=self.views[key])
-
-    def has(self, key, value, weight):
-        """Whether this was written, as it is now."""
-        written, *others = self.written.get(key, (self, 0, None))
-        return written is value and others == [weight, getattr(value, "_version", None)]
-
-
-def _item(tensor):
-    """As ``engines.buckets`` takes it: a bucket is of one type of number and device."""
-    is_double = tensor.dtype in (torch.float64, torch.complex128)
-    dtype = torch.float64 if is_double else torch.float32
-    size = _real(tensor.detach()).numel() * (8 if is_double else 4)
-    return (dtype, tensor.device), size, tensor
-
-
-def _real(tensor):
-    """A tensor of real numbers, two for each complex one."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -18,7 +18,14 @@ from ... import _keras, errors
 from ..._ranks import checksum, keras_model, losses, step_functions, weights
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, usage, work
-from . import backward_passes, batches, gradient_exchange, models, optimizer_steps
+from . import (
+    activation_hooks,
+    backward_passes,
+    batches,
+    gradient_exchange,
+    models,
+    optimizer_steps,
+)
 
 
 def distribute(model, place):
@@ -26,6 +33,7 @@ def distribute(model, place):
     models.refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
     backward_passes.follow()
+    activation_hooks.follow(gradient_exchange.is_under_way)
     kind = RankedForward if _keras.keras_of(model) is None else RankedKerasCall
     if kind.of(model) is None:
         kind(engine).install(model)
