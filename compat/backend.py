@@ -288,7 +288,8 @@ class Backend:
     def join(self, place: "Place") -> None:
         """Join the other ranks, before a model is built, if the engine cannot be joined later.
 
-        Called in a rank whose ``parallelize()`` is given a function that builds the model.
+        Called in a rank by ``configure_gpu()``, and by a ``parallelize()`` that is given a function
+        that builds the model. A second call changes nothing.
         """
 
     def ranks_train_under(self, strategy: str, place: "Place") -> bool:

@@ -73,7 +73,7 @@ print("\nOn {}:".format(", ".join(devices)))
 model = train(gpus=None)
 if len(devices) == 1:
     print("\nTrained on {}. With one device there is nothing to compare.".format(devices[0]))
-    sys.exit(arguments.simulate > 1)
+    sys.exit(arguments.simulate > 1 and compat.size() == 1)  # a rank has one device
 report = compat.report()
 print("\nOn one device, from the same weights:")
 plain = train(gpus=1)

@@ -23,6 +23,7 @@ import compat
 from compat import __main__, _verification
 from compat._commands import name_of
 from compat._commands import test as test_command
+from compat._ranks.engines import horovod
 from compat._runtime.process import process
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -115,6 +116,26 @@ def test_test_of_a_module(monkeypatch):
     assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
     assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0, mock.ANY)]
     assert name_of(asked[0][0]) == "package.train"
+
+
+def test_test_says_which_engine_of_ranks_is_to_be_installed(toy, tmp_path, monkeypatch, capfd):
+    """It is no failure of the script, unless ranks were asked for."""
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.setattr(type(toy), "distribute", lambda self, model, place: model)
+    launcher = lambda self, job: horovod.launcher(job, "mxnet")  # noqa: E731
+    monkeypatch.setattr(type(toy), "launcher", launcher)
+    for asked, ranks in ((None, None), (2, {"size": 2, "status": None, "same": None})):
+        outcome = {}  # type: dict
+        test_command.verify_script([str(script)], None, None, asked, outcome)
+        assert outcome["ranks"] == ranks
+        assert capfd.readouterr().out.splitlines()[-1] == (
+            "Not run as 2 ranks. Ranks of mxnet train together through Horovod, which is not "
+            "installed. Build it where mxnet is: HOROVOD_WITH_GLOO=1 HOROVOD_WITH_MXNET=1 pip "
+            "install --no-build-isolation --no-cache-dir horovod==0.28.1 (that needs a C++ "
+            "compiler, setuptools<60 and cmake<4). Or start the script without a launcher (compat "
+            "run without -n)."
+        )
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch):

@@ -7,6 +7,7 @@ installs it by hand; without it the tests here fail.
 
 import json
 import os
+import re
 import shutil
 import sys
 
@@ -125,7 +126,10 @@ def test_a_script_that_trains_nothing(tmp_path):
 
 
 ALL_WELL = "As 2 ranks: all ended well, with the same weights.\n"
-NOT_WELL = "As 2 ranks: NOT well, exit status 3 (see above).\n"
+NOT_WELL = re.compile(
+    r"As 2 ranks: NOT well, exit status 3: rank [01] of 2 failed with exit status 3; the others "
+    r"were ended\.\nThis shows more: python -m compat run -n 2 --gpus cpu --backend numpy .*\.py\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,25 @@ def test_a_script_is_verified_on_three_devices_and_then_as_two_ranks(
     assert "cpu:0 2 + 3, cpu:1 2 + 3, cpu:2 2 + 3" in verdict
     assert "The same on several devices.\n" in verdict
     assert ("The script ended with exit status 3.\n" in verdict) == bool(statuses[0])
-    assert (ALL_WELL in verdict, NOT_WELL in verdict) == (not statuses[1], bool(statuses[1]))
+    assert (ALL_WELL in verdict) == (not statuses[1])
+    assert bool(NOT_WELL.search(verdict)) == bool(statuses[1])
+
+
+def test_of_ranks_that_fail_the_error_is_told_and_no_traceback(tmp_path):
+    """What they print besides is shown, and warnings where they do not fail."""
+    script = tmp_path / "train.py"
+    fails = "if compat.size() > 1:\n    raise ValueError('bad\\nin two lines')\n"
+    script.write_text(SCRIPT + "print('trained', compat.size())\n" + fails)
+    status, out, err = command("test", script)
+    assert status == 1 and "[0] trained 2\n" in out
+    assert "Traceback" not in out + err
+    assert out.endswith(
+        "\nAs 2 ranks: NOT well, exit status 1: ValueError: bad\nThis shows more: python -m "
+        "compat run -n 2 --gpus cpu --backend numpy {}\n".format(script)
+    )
+    script.write_text(SCRIPT + "import sys\nprint('to stderr', file=sys.stderr)\n")
+    status, out, err = command("test", script)
+    assert status == 0 and "[0] to stderr\n" in err and out.endswith(ALL_WELL)
 
 
 CONFIGURED = "import compat; compat.configure_gpu()\n"

@@ -98,8 +98,6 @@ def configure_gpu(
         if parsed["parallelize"] and is_first:
             from .._keras import automatic_parallel  # for start-up time
 
-            if active.place is not None:
-                chosen.join(active.place)  # now: models are built outside of any function
             automatic_parallel.install(chosen, _parallelize_compiled)
         return active
 
@@ -126,9 +124,7 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
     In a process that a launcher started as one of several ranks, each with one device and its
     own part of the data (see ``shard()``), the model trains together with theirs: it takes rank
     0's weights and optimizer state, gradients and metrics become the means over the rows of all
-    ranks, and saving is done on rank 0 alone. ``gpus`` is then ignored. In a worker of TensorFlow's
-    ``TF_CONFIG`` the first model must be given as a function that builds it, which is called once
-    all workers have joined: TensorFlow cannot join them any later.
+    ranks, and saving is done on rank 0 alone. ``gpus`` is then ignored.
 
     Arguments:
         model: a Keras model, compiled or not, fitted or not; a model of the backend's own kind

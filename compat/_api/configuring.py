@@ -54,6 +54,8 @@ def configure_once(call, chosen, reason, asked, applied):
             + errors.in_notebook()
         )
     active = process.configuration = _configure(chosen, reason, settings, place)
+    if place is not None:
+        chosen.join(place)
     active.applied += applied if place is None else []
     active.warnings += [
         f"parallelize() put the model {name!r} on {listed(devices)} before configure_gpu() was "

@@ -22,6 +22,9 @@ from .._ranks.launch.rank_process import REPORT_VARIABLE
 from .._runtime import operation_times, safe_files
 from .._runtime.process import process
 
+#: The line in front of a report.
+REPORT = "compat run: what each device did"
+
 
 def main(arguments: List[str]) -> None:
     """Run a script in this process, as Python would.
@@ -137,7 +140,7 @@ def _record(path, recording):
 
 def tell(report, as_json, as_html):
     """Print a report, and write it to files, if any."""
-    _say(f"compat run: what each device did\n{report}")
+    _say(f"{REPORT}\n{report}")
     if as_json:
         safe_files.write(as_json, report.to_json() + "\n")
     if as_html:

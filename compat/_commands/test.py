@@ -14,19 +14,21 @@ import functools
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import tempfile
 import warnings
 from typing import Any, List, Optional
 
-from .. import _api, _keras, _verification, errors
+from .. import _api, _keras, _ranks, _verification, errors
 from .._configuration import detection, device_choice, gpu_selection
+from .._ranks import nesting
 from .._ranks.launch import output
 from .._runtime import by_path, progress
 from .._runtime.process import process
 from ..backend import Backend
-from . import BACKEND, add_script, check_script, name_of, number, script_of
+from . import BACKEND, add_script, check_script, name_of, number, reported_script, script_of
 
 USAGE = """\
 compat test [options]
@@ -224,7 +226,8 @@ def verify_script(script, devices, backend, ranks, outcome) -> bool:
 
     Returns:
         Whether several devices did what one does, and ranks stayed the same, wherever that could
-        be compared; False, too, where nothing was, or where the script failed.
+        be compared; False, too, where nothing was, where the script failed, or where ``ranks`` were
+        asked for and their engine is not installed.
 
     Raises:
         InvalidArgumentError: there is no such script, or it is a notebook.
@@ -236,7 +239,8 @@ def verify_script(script, devices, backend, ranks, outcome) -> bool:
     has_ranks = type(chosen).distribute is not Backend.distribute
     paths = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
     path = os.pathsep.join(filter(None, paths))  # the script finds this compat
-    environ = dict(os.environ, COMPAT_VERIFY=str(STEPS), PYTHONPATH=path, **chosen.recording)
+    environ = nesting.set_aside(os.environ)[0]  # the simulated devices are those of one process
+    environ.update(COMPAT_VERIFY=str(STEPS), PYTHONPATH=path, **chosen.recording)
     environ.update(detection.keras_variable(chosen, os.environ))
     name = name_of(script)
     other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
@@ -246,9 +250,13 @@ def verify_script(script, devices, backend, ranks, outcome) -> bool:
     with tempfile.TemporaryDirectory(prefix="compat-test-") as path:
         folder = pathlib.Path(path)
         lines = _on_replicas(script, environ, chosen, devices, outcome, folder)
-        ranks = RANKS if ranks is None else ranks
-        if ranks and has_ranks:
-            lines += ["", _as_ranks(script, environ, chosen, ranks, outcome, folder)]
+        size = RANKS if ranks is None else ranks
+        missing = _missing_engine(chosen, size, environ) if size and has_ranks else None
+        if missing:
+            lines += ["", f"Not run as {size} ranks. {missing}"]
+            outcome["ranks"] = ranks and {"size": size, "status": None, "same": None}
+        elif size and has_ranks:
+            lines += [""] + _as_ranks(script, environ, chosen, size, outcome, folder)
     runs = [each for each in (outcome["simulated"], outcome["ranks"]) if each]
     found = [each["same"] for each in runs]
     outcome["same"] = next((same for same in (False, None) if same in found), True)
@@ -281,33 +289,60 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
     return lines
 
 
+def _missing_engine(chosen, ranks, environ):
+    """Which engine of the backend's ranks is to be installed, and how; None: there is one."""
+    try:
+        chosen.launcher(_ranks.Job(ranks, sys.executable, environ))
+    except errors.NotInstalledError as error:
+        return str(error)
+    return None
+
+
 def _as_ranks(script, environ, chosen, ranks, outcome, folder):
-    """The verdict on ranks as a line."""
+    """The verdict on ranks, as lines. What they print as errors is shown where all ended well."""
     output.say(f"compat test: {outcome['script']} as {ranks} ranks")
-    command = by_path.command("__main__") + ["run", "-n", str(ranks), "--gpus", "cpu"]
-    command += ["--backend", chosen.framework]
+    options = ["run", "-n", str(ranks), "--gpus", "cpu", "--backend", chosen.framework]
     report = folder / "ranks.json"
-    command += ["--report-json", str(report)] + script
-    status = _status(command, environ)
+    command = by_path.command("__main__") + options + ["--report-json", str(report)] + script
+    with open(folder / "errors", "w+", encoding="utf-8", errors="replace") as file:
+        status = _status(command, environ, stderr=file)
+        file.seek(0)
+        said = file.read()
     compared = report.exists() and json.loads(report.read_text("utf-8"))["comparisons"]
     # A script that ends like this on simulated devices, too, does so for a reason of its own.
     is_own = status == outcome["simulated"]["status"] != 0
     same = not status if compared and not is_own else None
     outcome["ranks"] = {"size": ranks, "status": status, "same": same}
-    said = "all ended well, with the same weights."
     if status:
-        said = f"NOT well, exit status {status} (see above)."
-    elif not compared:
-        said = "all ended well, but nothing was compared: they trained no model together."
-    return f"As {ranks} ranks: {said}"
+        shown = " ".join(map(shlex.quote, ["python", "-m", "compat"] + options + script))
+        verdict = f"NOT well, exit status {status}: {_last_error(said.splitlines())}"
+        return [f"As {ranks} ranks: {verdict}", f"This shows more: {shown}"]
+    print(said, end="", file=sys.stderr, flush=True)
+    if not compared:
+        verdict = "all ended well, but nothing was compared: they trained no model together."
+    else:
+        verdict = "all ended well, with the same weights."
+    return [f"As {ranks} ranks: {verdict}"]
 
 
-def _status(command, environ):
+def _last_error(lines):
+    """What ``compat run`` says at last of the rank that failed, or that rank's error, in a line."""
+    if reported_script.REPORT in lines:
+        lines = lines[: lines.index(reported_script.REPORT)]
+    begins = [line.startswith("compat run: ") for line in lines]
+    last = len(lines) - 1 - begins[::-1].index(True)  # it says with what it begins, at least
+    frames = [place for place in range(last, len(lines)) if lines[place].startswith("  File ")]
+    behind = lines[frames[-1] :] if frames else []
+    said = lines[last].partition(": ")[2]
+    return next((line for line in behind if line.strip() and not line.startswith(" ")), said)
+
+
+def _status(command, environ, stderr=None):
     """The exit status of a command, which a Ctrl-C reaches, too: it ends by itself, in ``GRACE``.
 
     ``subprocess.call()`` would kill it a quarter of a second later, and at once on Python 3.6.
     """
-    with subprocess.Popen(command, env=environ) as started:
+    with subprocess.Popen(command, env=environ, stderr=stderr) as started:
         try:
             return started.wait()
         except KeyboardInterrupt:

@@ -780,6 +780,16 @@ def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
     return err
 
 
+def check_compat_test(script, *options, backend="tensorflow"):
+    """That ``compat test``, as docs/checks.md has it, says that all is well."""
+    command = [sys.executable, "-m", "compat", "test", "--backend", backend, str(script)]
+    status, out, err = ended(command + list(options), timeout=600)
+    verdict = out[out.rindex("-" * 72) :]
+    assert status == 0, verdict + err
+    assert "\nThe same on several devices.\n" in verdict
+    assert verdict.endswith("\nAs 2 ranks: all ended well, with the same weights.\n")
+
+
 def verdict(said):
     """What ``compat run`` says of the rank for which the job failed."""
     (line,) = [line for line in said.splitlines() if line.endswith("; the others were ended.")]

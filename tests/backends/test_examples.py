@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from compat._configuration import packages
-from compat.testing import DEVICES, in_span, slow
+from compat.testing import DEVICES, in_span, keras_under_test, slow, span
 
+from . import ranks
 from .conftest import INSTALLED, IS_TENSORFLOW_20
 
 (BACKEND,) = INSTALLED
@@ -154,6 +155,15 @@ def loss(line):
     found = re.match(r"final loss: (\d+\.\d+)$", line)
     assert found, line
     return float(found.group(1))
+
+
+if hasattr(keras_under_test(), "StatelessScope"):
+
+    @span
+    def test_compat_test_says_that_all_is_well():
+        """Typed as docs/checks.md has it, on simulated devices and as ranks."""
+        path = os.path.join(ROOT, "examples", "mlp.py")
+        ranks.check_compat_test(path, "--epochs", "1", backend=BACKEND.framework)
 
 
 if NOT_BY_KERAS:

@@ -28,6 +28,7 @@ class TestTensorFlow2Workers(OnTensorFlow2):
     pass
 
 
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 ROWS = """
 class Count(keras.layers.Layer):
     def call(self, inputs):
@@ -114,7 +115,7 @@ said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory, request):
-    """All after a first model, which was built by a function."""
+    """One of them begins with a model that was built by a function."""
     programs, ranks_alone = {}, ["alone"]
     if contract_of(request.config) == "whole":
         programs.update(metrics=ranks.METRICS, losses="REDUCTIONS = True\n" + ranks.LOSSES)
@@ -123,7 +124,8 @@ def jobs(tmp_path_factory, request):
     if KERAS3:
         programs = {name: ranks.of_keras_3(program) for name, program in programs.items()}
     programs.update(ways=WAYS + ROWS if KERAS3 else WAYS + ROWS + NADAM, alone=ALONE)
-    programs = {name: JOIN + program for name, program in programs.items()}
+    # The others join as TensorFlow starts, with their first models.
+    programs["ways"] = JOIN + programs["ways"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), ranks_alone=ranks_alone)
 
 
@@ -200,7 +202,12 @@ def test_ranks_in_different_calls_are_told_which(tmp_path):
     ranks.check_different_calls(tmp_path, "tensorflow")
 
 
-def alone(program, **environ):
+@span
+def test_compat_test_of_an_example_says_that_all_is_well():
+    ranks.check_compat_test(os.path.join(ROOT, "examples", "mlp.py"), "--epochs", "1")
+
+
+def alone(program, begin=ranks.BEGIN, **environ):
     """Run a program as a worker whose only fellow never comes."""
     config = {
         "cluster": {"worker": ["127.0.0.1:1", "127.0.0.1:2"]},
@@ -209,7 +216,7 @@ def alone(program, **environ):
     environ = dict(os.environ, **environ)
     environ.setdefault("TF_CONFIG", json.dumps(config))
     return subprocess.run(
-        [sys.executable, "-c", ranks.BEGIN + program],
+        [sys.executable, "-c", begin + program],
         env=environ,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -229,32 +236,26 @@ def refusal(call):
         print(type(error).__name__, error)
 
 
-def build():
-    print("built")
-
-
 assert tf.config.list_physical_devices("GPU") == []
 model = keras.Sequential([dense(1, input_shape=(6,))])
 refusal(lambda: compat.parallelize(model))
 refusal(lambda: compat.multi_gpu_model(model, 2))
-refusal(lambda: compat.parallelize(build))
+refusal(lambda: compat.parallelize(lambda: model))
 refusal(lambda: compat.parallelize(model, strategy="mirrored"))
 tf.compat.v1.disable_eager_execution()
-refusal(lambda: compat.parallelize(build))
+refusal(lambda: compat.parallelize(lambda: model))
 """
 
 
-def test_a_model_that_was_built_before_is_refused():
-    job = alone(REFUSED)
+def test_a_model_that_was_built_before_configure_gpu_is_refused():
+    begin = ranks.BEGIN.replace('compat.configure_gpu(gpus="cpu")\n', "")
+    job = alone(REFUSED, begin)
     assert job.returncode == 0, job.stderr
     place = Place(1, 2, 1, 2, "TF_CONFIG")
-    early = "RankError {}".format(
-        errors.RankError(
-            "This process is {}, but TensorFlow started before it could join the others: a "
-            "model, a variable or a tensor was made. Give compat.parallelize() a function that "
-            "builds the model, as the first thing after configure_gpu(); it joins them, and "
-            "then calls it.".format(place)
-        )
+    early = (
+        f"RankError This process is {place}, but TensorFlow started before it could join the "
+        "others: a model, a variable or a tensor was made. Call compat.configure_gpu() before "
+        "that, at the top of the script."
     )
     no_function = "NotAModelError strategy='mirrored' takes a function that builds the model, "
     late = "UnsupportedError {}".format(
@@ -283,6 +284,76 @@ def test_a_worker_waits_for_the_others_so_long():
     assert "did not come: no answer for 3 s." in said
 
 
+OF_ITS_OWN = """
+import tensorflow as tf
+tf.config.threading.set_inter_op_parallelism_threads(2)  # TensorFlow has not started
+strategy = tf.distribute.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    variable = tf.Variable(0.0)
+
+
+@tf.function
+def step():
+    def add():
+        mine = tf.constant(compat.rank() + 1.0)
+        context = tf.distribute.get_replica_context()
+        variable.assign_add(context.all_reduce(tf.distribute.ReduceOp.SUM, mine))
+
+    strategy.run(add)
+
+
+step()
+said["sum"] = float(variable.numpy())
+model = keras.Sequential([dense(1, input_shape=(6,))])
+said["by both"] = told(lambda: compat.parallelize(model))
+with strategy.scope():
+    said["within"] = told(lambda: compat.parallelize(model))
+"""
+
+
+def test_a_strategy_of_the_scripts_own_joins_the_workers_itself(tmp_path):
+    """``configure_gpu()`` alone neither takes their place nor starts TensorFlow."""
+    _, each = ranks.run(OF_ITS_OWN, tmp_path, 2)
+    for rank, said in enumerate(each):
+        assert said["sum"] == 3.0
+        place = Place(rank, 2, rank, 2, "TF_CONFIG")
+        assert said["by both"] == (
+            f"RankError: This process is {place}, and the script has made a strategy of "
+            "TensorFlow's own, which has joined the others: a model trains by one or the other. "
+            "Leave the strategy out, or do not give the model to compat.parallelize()."
+        )
+        assert said["within"].startswith("UnsupportedError: parallelize() and tf.distribute both ")
+
+
+POOL = """
+import multiprocessing
+import tensorflow as tf
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    said["size"] = pool.apply(eval, ["int(__import__('tensorflow').size([0, 0, 0]))"])
+said["before"] = told(compat.barrier)
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "tf.function(lambda: tf.constant(1.0))()",
+        pytest.param(
+            "with tf.Graph().as_default(): tf.constant(1.0)\ntf.constant(1.0)", marks=slow
+        ),
+    ],
+)
+def test_the_workers_join_with_tensorflows_first_operation(tmp_path, first):
+    """Also where that is in a graph. Before that, ``barrier()`` would be an error.
+
+    A process that prepares data is not one of them.
+    """
+    program = POOL + first + "\ncompat.barrier()\n"
+    _, said = ranks.run(program, tmp_path, 2)
+    assert [each["size"] for each in said] == [3, 3]
+    assert all(each["before"].startswith("RankError: compat.barrier() ") for each in said)
+
+
 def test_a_tf_config_that_is_no_json_is_an_error():
     job = alone("", TF_CONFIG="{")
     assert job.returncode == 1
@@ -290,7 +361,7 @@ def test_a_tf_config_that_is_no_json_is_an_error():
 
 
 MASTER = """
-model = compat.parallelize(lambda: keras.Sequential([dense(1, input_shape=(6,))]))
+model = compat.parallelize(keras.Sequential([dense(1, input_shape=(6,))]))
 model.compile("sgd", "mse")
 model.fit(inputs, targets, batch_size=rows, epochs=1, shuffle=False, verbose=0)
 model.save_weights(sys.argv[1] + "-saved-by-{}.weights.h5".format(compat.rank()))

@@ -139,12 +139,13 @@ class TensorFlow2(Backend):
         return horovod.launcher(job, self.framework)
 
     def join(self, place):
-        """TensorFlow's workers are joined before TensorFlow starts."""
-        if place.launcher == TF_CONFIG:
-            _refuse_workers(self.import_framework(), place)
-            from . import ranks  # here for start-up time
+        """TensorFlow's workers are joined as TensorFlow starts, in versions whose Keras can."""
+        tf = self.import_framework()
+        has_workers = hasattr(tf.distribute, "MultiWorkerMirroredStrategy") and runs_eagerly(tf)
+        if place.launcher == TF_CONFIG and has_workers:
+            from ..._ranks.engines import tensorflow_collectives  # for start-up time
 
-            ranks.join(place)
+            tensorflow_collectives.join_at_start(place)
 
     def ranks_train_under(self, strategy, place):
         """Workers of ``TF_CONFIG`` are mirrored over all devices of all of them."""
@@ -166,6 +167,7 @@ class TensorFlow2(Backend):
                 "train as one of several ranks after tf.compat.v1.disable_eager_execution()",
                 "Remove that call.",
             )
+        runtime.refuse_strategies(tf, model)
         from . import ranks  # here for start-up time
 
         return ranks.distribute(model, place)

@@ -11,17 +11,20 @@ import atexit
 import contextlib
 import faulthandler
 import inspect
+import multiprocessing
 import os
 import socket
 import sys
+import threading
 import time
 import zlib
 
 import numpy as np
 
 from ... import errors
+from ..._runtime import patching
 from .. import engines, launchers
-from ..place import tf_addresses, tf_cluster
+from ..place import Place, tf_addresses, tf_cluster
 from . import calls, tensorflow_engine
 
 # What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
@@ -33,8 +36,61 @@ _EXIT_TIMEOUT = 3.0
 _EXITS = 2.0
 
 
+def join_at_start(place: Place) -> None:
+    """Have TensorFlow join the other workers as it starts, with its first operation.
+
+    Until then the script may set what TensorFlow fixes as it starts, such as its threads. It may
+    also make a strategy of its own, which joins them itself: nothing is done then. Nor is it in
+    processes that this one starts, such as those of a pool that prepares data.
+    """
+    from tensorflow.python.eager import context
+
+    owner = type(context.context())
+    started = getattr(context._context, "_context_handle", None) is not None
+    if started or patching.find(owner, "ensure_initialized") is not None:
+        return
+    start, lock = owner.ensure_initialized, threading.RLock()
+    begun = []  # type: list
+
+    def join_and_start(self):
+        with lock:  # other threads wait; what is called within starts TensorFlow
+            if not begun:
+                begun.append(True)
+                try:
+                    is_main = multiprocessing.current_process().name == "MainProcess"
+                    is_eager = context.default_execution_mode == context.EAGER_MODE
+                    if is_main and is_eager and not _has_cluster(self):
+                        with context.eager_mode():  # also where a graph is being built
+                            TensorFlowCollectives.join(place)
+                finally:
+                    patch.take_back()
+        return start(self)
+
+    patch = patching.MendingPatch(owner, "ensure_initialized", join_and_start)
+
+
+def _has_cluster(context):
+    """Whether the script has made a strategy for workers, or has connected to others."""
+    leader = getattr(context, "_collective_leader", None)
+    return leader is not None or context.get_server_def() is not None
+
+
+def _too_late(place, context):
+    if _has_cluster(context):
+        return errors.RankError(
+            f"This process is {place}, and the script has made a strategy of TensorFlow's own, "
+            "which has joined the others: a model trains by one or the other. Leave the strategy "
+            "out, or do not give the model to compat.parallelize()."
+        )
+    return errors.RankError(
+        f"This process is {place}, but TensorFlow started before it could join the others: a "
+        "model, a variable or a tensor was made. Call compat.configure_gpu() before that, at the "
+        "top of the script."
+    )
+
+
 class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
-    """The strategy's cluster. It has to be joined before TensorFlow starts."""
+    """The strategy's cluster. It has to be joined as TensorFlow starts: see ``join_at_start``."""
 
     mark = "ollective|compat/call"
     means = None  # a variable: how often gradients have become their mean
@@ -45,12 +101,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
 
         super().__init__(place)
         if getattr(context._context, "_context_handle", None) is not None:
-            raise errors.RankError(
-                "This process is {}, but TensorFlow started before it could join the "
-                "others: a model, a variable or a tensor was made. Give "
-                "compat.parallelize() a function that builds the model, as the first thing "
-                "after configure_gpu(); it joins them, and then calls it.".format(place)
-            )
+            raise _too_late(place, context._context)
         self.tf = tf
         self.lost = False
         options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=self.timeout)
