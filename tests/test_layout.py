@@ -47,7 +47,10 @@ ROOMS = [
 # A room has an upper floor where some of its modules need more than the others.
 UPPER_FLOORS = {
     "compat._ranks." + name: "compat._ranks (Keras models)"
-    for name in ("keras2", "keras_model", "losses", "metrics", "rank_usage", "weights")
+    for name in (
+        *("horovod_optimizers", "keras2", "keras_model", "losses", "metrics", "rank_usage"),
+        *("own_functions", "tables", "weights"),
+    )
 }
 
 # Parts of a room that lie elsewhere: what needs more than the rest of its room does.

@@ -11,7 +11,7 @@ import contextlib
 import numpy as np
 
 from .. import _keras, errors
-from . import keras_model, losses, saving, step_functions
+from . import keras_model, losses, own_functions, saving, step_functions
 from .keras_model import RankedFit, RankedMethod, count
 
 # In place of weights that are all zero, by whose number Keras would divide: adds nothing.
@@ -34,6 +34,7 @@ def install(model, engine, kinds):
         _keras.InnerModel.have_prepared(model, lambda maker: saving.install(maker, engine, kinds))
     keras_model.install(model, engine)
     RankedFit.of(model).divides = _divides
+    own_functions.watch(model, kinds[0].written)
 
 
 class MakeFunction(RankedMethod):
@@ -51,13 +52,18 @@ class MakeFunction(RankedMethod):
     def invoke(self, model):
         make, function = self.plain(model), vars(model).get(self.function)
         _refuse_sums(model)
-        with self.making(model):
+        with own_functions.by_keras(), self.making(model):
             make()  # which may only warn
         # tf.keras makes another one where there are sample weights for the first time; keras-mxnet
         # makes another one each time, of which the first will do.
         if not isinstance(function, RankedKeras2Function) or function.feeds != _feeds(model):
             function = RankedKeras2Function(self, model, vars(model)[self.function])
         vars(model)[self.function] = function
+
+    @staticmethod
+    def written(made, updates, weights):
+        """Which of some weights a function sets that ``K.function`` has made with updates."""
+        return [update[0] for update in updates if isinstance(update, tuple)]
 
     @contextlib.contextmanager
     def making(self, model):

@@ -2,17 +2,18 @@
 
 from .. import _keras, errors
 from .._runtime.process import process
-from . import checksum, metrics
+from . import checksum, horovod_optimizers, metrics, tables
 
 
 class Start:
     """The weights and the optimizer's state with which a model begins: rank 0's, on all ranks.
 
     Attributes:
-        numbers: their checksum, which the ranks gather.
+        numbers: their checksum and that of the model's tables, which the ranks gather.
     """
 
     def __init__(self, model, engine):
+        horovod_optimizers.refuse(model)
         self.model, self.engine = model, engine
         self.variables = _variables(model, engine)
         self.read, self.write = _keras.reader_and_writer(model)
@@ -20,14 +21,16 @@ class Start:
         # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
         self.optimizer = model.optimizer if _is_of_mxnet(model) else None
         self.state = self.optimizer.get_weights() if self.optimizer else []
-        self.numbers = checksum.numbers(self.mine + list(self.state))
+        self.numbers = tables.numbers(model) + checksum.numbers(self.mine + list(self.state))
 
     def agree(self, rows):
         """Set them to rank 0's, unless all ranks have gathered the same.
 
         Raises:
-            RankError: rank 0's model has other weights.
+            RankError: rank 0's model has other weights, or other tables.
         """
+        count = len(rows[0]) // 2
+        tables.agree(self.model, self.engine, [row[:count] for row in rows])
         # As after any fit() but the first, unless a script has set them on some ranks.
         if checksum.same(rows):
             return
@@ -72,7 +75,8 @@ def _variables(model, engine):
     scale = getattr(optimizer, "_loss_scale", None)
     if scale is not None and hasattr(scale, "current_loss_scale"):
         state += [scale.current_loss_scale, scale.counter]
-    return list(model.weights) + state + engine.state_besides(model)
+    weights = [weight for weight in model.weights if not tables.is_table(weight)]
+    return weights + state + engine.state_besides(model)
 
 
 # Comparison ---------------------------------------------------------------------------------
@@ -131,7 +135,7 @@ class WeightComparison:
 
     def variables(self, model):
         # Each rank has its own metrics, whole numbers, and states of stateful RNNs.
-        numbers = [weight for weight in model.weights if "int" in str(weight.dtype)]
+        numbers = [weight for weight in model.weights if "int" in str(getattr(weight, "dtype", ""))]
         own = metrics.variables(model) + numbers + _keras.states(model, "dtype")
         ids = set(map(id, own))
         return [each for each in _variables(model, self.engine) if id(each) not in ids]

@@ -12,7 +12,7 @@ from compat._backends.cntk import backend
 from compat._ranks import Job
 from compat.testing import slow
 
-from . import ranks
+from . import rank_gradients, ranks
 from .exchanges import RankedParts
 
 
@@ -62,6 +62,18 @@ def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
     ranks.check_own_losses(jobs)
     ranks.check_of_keras_2(jobs)
     ranks.check_drift(jobs)
+
+
+def test_what_optimizers_make_of_gradients_is_of_all_ranks(tmp_path):
+    """On 2 and 3 ranks: they clip, normalise, or look at the loss."""
+    jobs = rank_gradients.jobs_of_sizes(rank_gradients.OPTIMIZERS, tmp_path, "cntk")
+    rank_gradients.check_sizes(jobs)
+
+
+def test_functions_of_a_script_that_train_a_model_are_refused(tmp_path):
+    jobs = ranks.run_both({"own": rank_gradients.OWN_FUNCTIONS}, tmp_path, "cntk")
+    refused = rank_gradients.refused_loop("looped", "K.function()")
+    assert ranks.check_same(jobs, "own") == [{"loop": refused}] * 2
 
 
 def test_metrics_are_those_of_all_rows(jobs):

@@ -8,7 +8,7 @@ import pytest
 from compat.testing import contract_of, keras_under_test, slow, span
 from compat.testing.ranks.jobs import failing, name_of
 
-from . import ranks
+from . import rank_gradients, ranks
 from .exchanges import RankedParts
 
 # The plain Adam of these, in one process, does not repeat: see test_tensorflow1.py.
@@ -150,6 +150,31 @@ def test_any_optimizer_and_generators_train_to_the_same_numbers(jobs):
     said = ranks.check_same(jobs, "ways")
     assert said[0] == said[1]
     assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
+
+
+def test_what_optimizers_make_of_gradients_is_of_all_ranks(tmp_path):
+    """On 2 and 3 ranks: they clip, normalise, accumulate, or look at the loss."""
+    program = rank_gradients.OPTIMIZERS + rank_gradients.NATIVE
+    said = rank_gradients.check_sizes(rank_gradients.jobs_of_sizes(program, tmp_path))
+    assert said == [{"curved": rank_gradients.CURVED}] * 5
+
+
+def test_functions_of_a_script_that_train_a_model_are_refused(tmp_path):
+    program = rank_gradients.OWN_FUNCTIONS + rank_gradients.NATIVE_LOOP
+    around = "K.function()" if KERAS else "SGD.apply_gradients()"
+    for said in ranks.check_same(ranks.run_both({"own": program}, tmp_path), "own"):
+        assert said == {
+            "loop": rank_gradients.refused_loop("looped", around),
+            "native": rank_gradients.refused_loop(
+                "minimized", "GradientDescentOptimizer.apply_gradients()"
+            ),
+        }
+
+
+@span
+def test_horovods_own_optimizers_are_refused_and_its_callbacks_change_nothing(tmp_path):
+    program = rank_gradients.left_in(keras_under_test().__name__, native=True)
+    rank_gradients.check_left_in(ranks.run_both({"left_in": program}, tmp_path))
 
 
 EAGER = """

@@ -2,9 +2,9 @@
 
 import pytest
 
-from compat.testing import keras_under_test, slow
+from compat.testing import keras_under_test, slow, span
 
-from . import ranks
+from . import rank_gradients, rank_tables, ranks
 from .exchanges import EXPORT, RankedParts
 
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
@@ -201,6 +201,20 @@ def check_overlap(said, upstream):
 def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
     said = ranks.check_same(ranks.run_both({"ways": WAYS}, tmp_path), "ways")
     assert said[0] == said[1]
+
+
+@span
+def test_lookup_layers_train_to_the_same_numbers_and_other_tables_are_an_error(tmp_path):
+    program = rank_tables.JOIN + rank_tables.TABLES
+    rank_tables.check(ranks.run_both({"tables": program}, tmp_path))
+
+
+@span
+def test_horovods_own_optimizers_are_refused_and_its_callbacks_change_nothing(tmp_path):
+    if KERAS3:
+        return  # for which Horovod has no optimizer
+    program = rank_gradients.left_in(keras_under_test().__name__, native=False)
+    rank_gradients.check_left_in(ranks.run_both({"left_in": program}, tmp_path))
 
 
 def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):

@@ -19,7 +19,7 @@ from compat._ranks.place import Place
 from compat._ranks.saving import written_by_rank_0
 from compat.testing import contract_of, keras_under_test, slow, span
 
-from . import ranks
+from . import rank_tables, ranks
 from .test_tensorflow2_horovod import KERAS3, OVERLAP, WAYS, OnTensorFlow2, check_overlap
 
 
@@ -164,6 +164,12 @@ def test_nothing_trains_alone(jobs):
         "native": "tensorflow2 cannot train a model without Keras as one of several "
         "ranks. Use a Keras model, or start the script without a launcher.",
     }
+
+
+@span
+def test_lookup_layers_train_to_the_same_numbers_and_other_tables_are_an_error(tmp_path):
+    program = rank_tables.JOIN + rank_tables.TABLES
+    rank_tables.check(ranks.run_both({"tables": program}, tmp_path))
 
 
 def test_losses_and_ranks_that_cannot_be_right_are_told(jobs):

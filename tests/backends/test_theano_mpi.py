@@ -15,7 +15,7 @@ from compat._ranks import launchers
 from compat._ranks.launch import rank_process
 from compat.testing import slow
 
-from . import ranks
+from . import rank_gradients, ranks
 from .exchanges import RankedParts
 
 # As in test_theano.py: implementations in Python, which are not compiled for each rank.
@@ -51,6 +51,18 @@ def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
 
 def test_a_train_function_of_another_librarys_is_told(jobs):
     ranks.check_lookahead(jobs)
+
+
+def test_what_optimizers_make_of_gradients_is_of_all_ranks(tmp_path):
+    """On 2 and 3 ranks: they clip, normalise, or look at the loss."""
+    jobs = rank_gradients.jobs_of_sizes(rank_gradients.OPTIMIZERS, tmp_path, "theano")
+    rank_gradients.check_sizes(jobs)
+
+
+def test_functions_of_a_script_that_train_a_model_are_refused(tmp_path):
+    jobs = ranks.run_both({"own": rank_gradients.OWN_FUNCTIONS}, tmp_path, "theano")
+    refused = rank_gradients.refused_loop("looped", "K.function()")
+    assert ranks.check_same(jobs, "own") == [{"loop": refused}] * 2
 
 
 @pytest.mark.row("ranks: MPI")

@@ -35,6 +35,11 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
                 variable.value = mean
         return result
 
+    @staticmethod
+    def written(made, updates, weights):
+        trained = set() if made.trainer is None else {p.uid for p in made.trainer.model.parameters}
+        return [weight for weight in weights if weight.uid in trained]
+
     @contextlib.contextmanager
     def making(self, model):
         """Within, the function gets a trainer of all ranks."""

@@ -1,16 +1,16 @@
 """TensorFlow 1's graphs of Keras, as one of several ranks: Horovod carries the gradients.
 
 Keras makes the function that trains by a method of the model, where it asks the optimizer for
-updates of a loss. The optimizer gets another loss there, whose gradients are the mean of
-all ranks', so that whatever it does with gradients (it clips, scales, or is TensorFlow's own) it
-does with that mean, and stays the user's.
+updates of a loss. The optimizer gets another loss there, which is the mean of all ranks' and has
+the mean of their gradients, so that whatever it does with them (it clips, scales, or is
+TensorFlow's own) it does with that mean, and stays the user's.
 """
 
 import contextlib
 import functools
 
 from ... import _keras, errors
-from ..._ranks import keras2, keras_model
+from ..._ranks import keras2, keras_model, own_functions
 from ..._ranks.engines import tensorflow_engine
 from .graph import variables_written
 from .step_order import counting_in_order
@@ -28,6 +28,9 @@ def distribute(model, place):
         )
     warn_of_reference_variables(model)
     keras2.install(model, engine, _KINDS)
+    own_functions.watch_optimizers(
+        [engine.tf.train.Optimizer, _keras.keras_of(model).optimizers.Optimizer]
+    )
     return model
 
 
@@ -62,6 +65,10 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
             if inputs and hasattr(inputs[0], "shape"):
                 inputs = self.begin(function, inputs)
             return function.made(inputs)
+
+    @staticmethod
+    def written(made, updates, weights):
+        return variables_written([made.updates_op], weights)
 
 
 class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFunction):
@@ -108,10 +115,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             yield
 
     def loss_of_all_ranks(self, model, loss, parameters):
-        """A scalar whose gradients are the mean, over all ranks' rows, of those of the loss.
-
-        It is the sum of the parameters times those means; its own value means nothing.
-        """
+        """The mean of the loss over all ranks' rows, whose gradients are those of all ranks."""
         tf, count = self.engine.tf, functools.partial(keras_model.count, model, training=True)
 
         def share(rows):
@@ -129,12 +133,12 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             gradients = tf.gradients(loss, parameters)
             pairs = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
             means = self.engine.mean([g for _, g in pairs], self.share_tensor, "gradients")
-            products = []
-            for mean, (parameter, _) in zip(means, pairs):
-                if isinstance(mean, tf.IndexedSlices):
-                    parameter, mean = tf.gather(parameter, mean.indices), mean.values
-                products.append(tf.reduce_sum(parameter * tf.stop_gradient(mean)))
-            return tf.add_n(products)
+            zeros = [_zero(tf, p, mean, model.name) for mean, (p, _) in zip(means, pairs)]
+            # Exchanged by steps alone that use the loss itself, such as one whose rate it is.
+            (mean,) = self.engine.mean([loss], self.share_tensor, "loss")
+            return tf.add_n(
+                [tf.stop_gradient(mean)] + [tf.cast(zero, mean.dtype) for zero in zeros]
+            )
 
     def extend(self, model, made):
         """Give state that a step sets (moving averages) its mean over all ranks."""
@@ -149,6 +153,33 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             means = self.engine.mean(values, self.share_tensor, "state")
             assigned = [variable.assign(mean).op for variable, mean in zip(state, means)]
         made.updates_op = tf.group(*assigned)
+
+
+def _zero(tf, parameter, gradient, name):
+    """A scalar that is 0, and whose gradient with respect to a parameter is this one."""
+
+    def once(mean):
+        def refuse(upstream):
+            raise errors.UnsupportedError(
+                f"The optimizer of {name!r} differentiates the gradients that it is given once "
+                "more. Ranks exchange first derivatives alone: such a step would use those of each "
+                "rank's own rows. Use an optimizer of first derivatives on several ranks."
+            )
+
+        return tf.identity(mean), refuse
+
+    def zero(value):
+        def times(upstream):
+            if isinstance(gradient, tf.IndexedSlices):
+                rows = tf.custom_gradient(once)(gradient.values)
+                rows *= tf.cast(upstream, rows.dtype)
+                return tf.IndexedSlices(rows, gradient.indices, gradient.dense_shape)
+            mean = tf.custom_gradient(once)(gradient)
+            return mean * tf.cast(upstream, mean.dtype)
+
+        return tf.zeros([], value.dtype), times
+
+    return tf.custom_gradient(zero)(parameter)
 
 
 def _kinds():

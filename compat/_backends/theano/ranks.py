@@ -23,15 +23,17 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
     def making(self, model):
         """Within, gradients, and the model's state after a step, are means over all ranks."""
         from keras import backend as K
+        from theano.gradient import disconnected_grad
 
         from .device_body import computed_by  # imports theano
 
-        differentiate, make = K.gradients, K.function
+        differentiate, make, update = K.gradients, K.function, model.optimizer.get_updates
         of_rows = _keras.states(model, "get_value")
         updates = [(v, new) for v, new in model.updates if v not in of_rows and "float" in v.dtype]
         # The values that a step gives to moving averages and the like.
         state = [new for _, new in updates if "float" in new.dtype]
         means = {}  # by what they are means of
+        known = {}  # type: dict  # by a loss of all ranks, gradients of this rank's by variable
         last = K.constant(0.0)  # of the operation before, which ranks must not run after
 
         def mean(_, *values):
@@ -42,20 +44,37 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
             self.engine.count("gradients")
             return means
 
-        def gradients(loss, variables):
+        def exchange(asked):
+            """Have an operation compute the means of these, and of state, that none does yet."""
             nonlocal last
-            found = differentiate(loss, variables)
-            asked = list(dict.fromkeys(found + [new for new in state if new not in means]))
-            if asked:  # else nothing is to be trained
+            asked = [each for each in dict.fromkeys(asked + state) if each not in means]
+            if asked:
                 values = [variable.transfer("cpu") for variable in asked]
                 made = computed_by(mean, [last] + values, values, lambda node, shapes: shapes[1:])
                 means.update(zip(asked, made))
                 last = made[0]
+
+        def get_updates(loss, params):
+            """The optimizer sees the mean of the loss, too, whose gradients are those of it."""
+            found = differentiate(loss, params)
+            exchange([loss] + found)
+            here = loss - disconnected_grad(loss)  # is 0
+            of_all = disconnected_grad(means[loss]) + here
+            known[of_all] = dict(zip(params, found))
+            return update(loss=of_all, params=params)
+
+        def gradients(loss, variables):
+            found = [known.get(loss, {}).get(variable) for variable in variables]
+            if None in found:
+                found = differentiate(loss, variables)
+                exchange(found)
             return [means[gradient] for gradient in found]
 
         def function(inputs, outputs, updates=(), **options):
             updates = [(variable, means.get(new, new)) for variable, new in updates]
             return make(inputs, outputs, updates, **options)
 
+        optimizer = model.optimizer
         with self.replaced(model, K, gradients=gradients, function=function):
-            yield
+            with self.replaced(model, optimizer, get_updates=get_updates):
+                yield

@@ -162,10 +162,11 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         """What the ranks' operations of one name have in common.
 
         The strategy numbers operations as they are traced; ranks may trace differently often.
-        TensorFlow takes tensors of one shape for each number.
+        TensorFlow takes tensors of one shape and type for each number.
         """
         with self.tf.device(_HOST):
-            number = (zlib.crc32(name.encode()) & 0x3FFFFFFF) + self.tf.size(tensor)
+            kind = "{} {}".format(name, tensor.dtype.name)
+            number = (zlib.crc32(kind.encode()) & 0x3FFFFFFF) + self.tf.size(tensor)
         return {
             "group_size": self.place.size,
             "group_key": _GROUPS[device],

@@ -1,0 +1,113 @@
+"""Functions by which a script of Keras 2 trains a model itself: on ranks they are refused.
+
+``K.function(inputs, outputs, updates)`` with an optimizer's updates makes a step of which Keras'
+models know nothing, so that no gradients would be exchanged.
+"""
+
+import contextlib
+import functools
+import weakref
+
+from .. import _keras, errors
+from .._runtime import patching
+
+_trained = weakref.WeakSet()  # type: weakref.WeakSet  # the models that are ranks'
+
+
+@contextlib.contextmanager
+def by_keras():
+    """Within, Keras makes a function for a model, which all ranks run together."""
+    watching = [patch for patch in patching.patches() if isinstance(patch, _Refusal)]
+    for patch in watching:
+        patch.take_back()
+    try:
+        yield
+    finally:
+        for patch in watching:
+            _Refusal(patch.owner, patch.name, patch.value)
+
+
+class _Refusal(patching.WatchingPatch):
+    def __init__(self, owner, name, value):
+        super().__init__(owner, name, value)
+        self.value = value
+
+
+def watch(model, written):
+    """Refuse, from now on, functions that a script makes to train this model.
+
+    Arguments:
+        written: a function of what ``K.function`` returns, of its updates and of weights: those
+            that it sets.
+    """
+    _trained.add(model)
+    backend = _keras.keras_of(model).backend
+    if patching.find(backend, "function") is None:
+        _Refusal(backend, "function", _refusing(backend.function, written))
+
+
+def watch_optimizers(kinds):
+    """Refuse steps that a script makes by optimizers that apply gradients, TensorFlow's own.
+
+    Arguments:
+        kinds: classes that have ``apply_gradients``, or do not.
+    """
+    for kind in kinds:
+        plain = getattr(kind, "apply_gradients", None)
+        if plain is not None and patching.find(kind, "apply_gradients") is None:
+            _Refusal(kind, "apply_gradients", _refusing_to_apply(plain))
+
+
+def _refusing_to_apply(plain):
+    @functools.wraps(plain)
+    def apply_gradients(self, grads_and_vars, *args, **kwargs):
+        pairs = list(grads_and_vars)
+        trained = [variable for gradient, variable in pairs if gradient is not None]
+        refuse(f"{type(self).__name__}.apply_gradients()", trained)
+        return plain(self, pairs, *args, **kwargs)
+
+    return apply_gradients
+
+
+def refuse(what, variables):
+    """Check that no model of the ranks has a variable that something of the script's trains.
+
+    Arguments:
+        what: the call that does.
+
+    Raises:
+        UnsupportedError: one has.
+    """
+    ids = set(map(id, variables))
+    for model in list(_trained):
+        if not ids.isdisjoint(map(id, model.trainable_weights)):
+            raise errors.UnsupportedError(
+                f"{model.name!r} cannot train as one of several ranks in a loop of your own around "
+                f"{what}: nothing exchanges its gradients. Give compile() the loss, and call fit() "
+                "or train_on_batch()."
+            )
+
+
+def _refusing(plain, written):
+    @functools.wraps(plain)
+    def function(inputs, outputs, updates=None, *args, **kwargs):
+        if updates is None:
+            return plain(inputs, outputs, *args, **kwargs)
+        made = plain(inputs, outputs, updates, *args, **kwargs)
+        # Weights that are set from others, or to values that they are given, are no training.
+        if updates and any(map(_has_rows, inputs)):
+            weights = [weight for model in _trained for weight in model.trainable_weights]
+            refuse("K.function()", written(made, updates, weights))
+        return made
+
+    return function
+
+
+def _has_rows(placeholder):
+    """Return whether a placeholder takes as many rows as a batch has."""
+    shape = getattr(placeholder, "_keras_shape", None) or getattr(placeholder, "shape", None)
+    try:
+        first = list(shape)[0]
+    except (TypeError, ValueError, IndexError):  # a number, or of any shape
+        return False
+    return not isinstance(getattr(first, "value", first), int) or first < 0
