@@ -105,7 +105,7 @@ def _refusing(plain, written):
 
 def _has_rows(placeholder):
     """Return whether a placeholder takes as many rows as a batch has."""
-    shape = getattr(placeholder, "_keras_shape", None) or getattr(placeholder, "shape", None)
+    shape = getattr(placeholder, "_keras_shape", None) or getattr(placeholder, "shape", ()) or ()
     try:
         first = list(shape)[0]
     except (TypeError, ValueError, IndexError):  # a number, or of any shape
