@@ -48,8 +48,8 @@ ROOMS = [
 UPPER_FLOORS = {
     "compat._ranks." + name: "compat._ranks (Keras models)"
     for name in (
-        *("horovod_optimizers", "keras2", "keras_model", "losses", "metrics", "rank_usage"),
-        *("own_functions", "tables", "weights"),
+        *("horovod_optimizers", "keras2", "keras2_state", "keras_model", "losses", "metrics"),
+        *("rank_usage", "own_functions", "state", "tables", "weights"),
     )
 }
 

@@ -7,11 +7,12 @@ little is in the sample weights that it is handed (``RankedKeras2Function``).
 """
 
 import contextlib
+import functools
 
 import numpy as np
 
 from .. import _keras, errors
-from . import keras_model, losses, own_functions, saving, step_functions
+from . import keras2_state, keras_model, losses, own_functions, saving, step_functions
 from .keras_model import RankedFit, RankedMethod, count
 
 # In place of weights that are all zero, by whose number Keras would divide: adds nothing.
@@ -48,6 +49,7 @@ class MakeFunction(RankedMethod):
     one_of = "what makes train functions"
     function = "train_function"
     training = True
+    updates_by_itself = False  # whether there is ``update()``, which does a step's updates alone
 
     def invoke(self, model):
         make, function = self.plain(model), vars(model).get(self.function)
@@ -124,6 +126,8 @@ class RankedKeras2Function:
         self.started = False
         self.means = None  # the function of ``_left``
         self.factors = None  # by which each output's unweighted metrics are too large
+        compute = functools.partial(maker.update, self) if maker.updates_by_itself else None
+        self.state = keras2_state.UpdatedState(maker.engine, model, compute)
         # What it is called with has the sample weights at these places.
         self.places = range(0)
         self.masks = {}  # place among the weights -> the mask
@@ -138,7 +142,11 @@ class RankedKeras2Function:
     def __call__(self, inputs):
         if self.maker.training and not self.started:
             keras_model.same_start(self.model, self.maker.engine)
-        result = self.maker.run(self, inputs)
+        if self.maker.training:
+            with self.state.merged(inputs):
+                result = self.maker.run(self, inputs)
+        else:
+            result = self.maker.run(self, inputs)
         self.started = True
         if self.maker.training:
             RankedFit.of(self.model).comparison.stepped(self.model)

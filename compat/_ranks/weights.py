@@ -2,7 +2,7 @@
 
 from .. import _keras, errors
 from .._runtime.process import process
-from . import checksum, horovod_optimizers, metrics, tables
+from . import checksum, horovod_optimizers, metrics, state, tables
 
 
 class Start:
@@ -134,8 +134,14 @@ class WeightComparison:
         checksum.resolve(self.engine, names, read(variables), write_one, when)
 
     def variables(self, model):
-        # Each rank has its own metrics, whole numbers, and states of stateful RNNs.
-        numbers = [weight for weight in model.weights if "int" in str(getattr(weight, "dtype", ""))]
+        # Each rank has its own metrics, states of stateful RNNs, and whole numbers: of Keras' own
+        # layers, that is, since others are merged.
+        merged = set(map(id, state.tried(model))) if hasattr(model, "train_step") else ()
+        numbers = [
+            weight
+            for weight in model.weights
+            if "int" in str(getattr(weight, "dtype", "")) and id(weight) not in merged
+        ]
         own = metrics.variables(model) + numbers + _keras.states(model, "dtype")
         ids = set(map(id, own))
         return [each for each in _variables(model, self.engine) if id(each) not in ids]

@@ -12,7 +12,7 @@ from compat._backends.cntk import backend
 from compat._ranks import Job
 from compat.testing import slow
 
-from . import rank_gradients, ranks
+from . import rank_gradients, rank_state, ranks
 from .exchanges import RankedParts
 
 
@@ -53,6 +53,7 @@ def jobs(tmp_path_factory):
     """What one process and two ranks left of the program above and of those for all backends."""
     programs = {"losses": "REDUCTIONS = False\n" + ranks.LOSSES, "metrics": METRICS}
     programs.update(own_losses=ranks.OWN_LOSSES, of_keras_2=ranks.OF_KERAS_2, drift=ranks.DRIFT)
+    programs["state"] = rank_state.KERAS_2
     ranks_alone = ["own_losses", "of_keras_2", "drift"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "cntk", ranks_alone)
 
@@ -161,3 +162,7 @@ def test_waits_of_its_own_learner_are_bounded(tmp_path):
         r"but rank 1 failed, ended or did not come: 3 seconds are over\."
     )
     assert re.search(told, completed.stderr), completed.stderr
+
+
+def test_state_that_updates_set_is_that_of_all_rows(jobs):
+    rank_state.check_of_keras_2(jobs)

@@ -6,7 +6,7 @@ import pytest
 
 from compat.testing import slow
 
-from . import ranks
+from . import rank_state, ranks
 from .exchanges import EXPORT, RankedParts
 
 
@@ -185,3 +185,7 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(job
             "The ranks have drifted apart: after 1 step the values of 'skips/dense"
         )
         assert "/kernel' and 1 other on rank 1 of 2 are not those of rank 0." in each["drifts"]
+
+
+def test_state_that_steps_set_is_that_of_all_rows(tmp_path):
+    rank_state.check(tmp_path, "jax", size=3)

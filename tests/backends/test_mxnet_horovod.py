@@ -5,7 +5,7 @@ import pytest
 
 from compat.testing import slow
 
-from . import ranks
+from . import rank_state, ranks
 from .exchanges import RankedParts
 
 
@@ -213,6 +213,7 @@ def jobs(tmp_path_factory):
     programs = {"iterators": ITERATORS, "own": ROWS + WAYS + ranks.GENERATOR}
     programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
     programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT, others=NATIVE + ENGINE)
+    programs["state"] = rank_state.KERAS_2
     ranks_alone = ["own_losses", "drift", "others"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "mxnet", ranks_alone)
 
@@ -295,3 +296,7 @@ def test_iterators_give_each_rank_its_part_of_one_process_s_batches(jobs):
             "batches has its own.",
             "A batch of 1 rows is too small for 2 ranks. Use 2 rows or more.",
         ]
+
+
+def test_state_that_updates_set_is_that_of_all_rows(jobs):
+    rank_state.check_of_keras_2(jobs)

@@ -8,7 +8,7 @@ import pytest
 from compat.testing import contract_of, keras_under_test, slow, span
 from compat.testing.ranks.jobs import failing, name_of
 
-from . import rank_gradients, ranks
+from . import rank_gradients, rank_state, ranks
 from .exchanges import RankedParts
 
 # The plain Adam of these, in one process, does not repeat: see test_tensorflow1.py.
@@ -122,6 +122,7 @@ def jobs(tmp_path_factory, request):
     programs = {"stateful": STATEFUL} if STATELESS else {"metrics": ranks.METRICS}
     programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
     programs.update(started=STARTED, ways=WAYS + ranks.GENERATOR)
+    programs["state"] = rank_state.KERAS_2
     if contract_of(request.config) == "whole":
         programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT)
     folder = tmp_path_factory.mktemp("jobs")
@@ -218,3 +219,7 @@ def test_page_of_one_gpu_to_many(tmp_path, sections, commands, changes):
 @slow  # as Theano's
 def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
     ranks.check_evaluation_on_one_rank(tmp_path, "tensorflow")
+
+
+def test_state_that_updates_set_is_that_of_all_rows(jobs):
+    rank_state.check_of_keras_2(jobs)

@@ -4,7 +4,7 @@ import pytest
 
 from compat.testing import keras_under_test, slow, span
 
-from . import rank_gradients, rank_tables, ranks
+from . import rank_gradients, rank_state, rank_tables, ranks
 from .exchanges import EXPORT, RankedParts
 
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
@@ -225,3 +225,7 @@ def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):
 def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
     program = "compat.parallelize(keras.Sequential([keras.layers.Dense(1)]))"
     assert ranks.refused_alone(program) == ranks.disagreement(2)
+
+
+def test_state_that_steps_set_is_that_of_all_rows(tmp_path):
+    rank_state.check(tmp_path, "tensorflow2", size=3, keras_3=KERAS3)

@@ -19,7 +19,7 @@ from compat._ranks.place import Place
 from compat._ranks.saving import written_by_rank_0
 from compat.testing import contract_of, keras_under_test, slow, span
 
-from . import rank_tables, ranks
+from . import rank_state, rank_tables, ranks
 from .test_tensorflow2_horovod import KERAS3, OVERLAP, WAYS, OnTensorFlow2, check_overlap
 
 
@@ -426,3 +426,7 @@ def test_a_master_its_worker_and_an_evaluator(tmp_path):
     trained = [np.load(str(tmp_path / name)) for name in ("master-0.npz", "worker-1.npz")]
     for name in trained[0].files:
         np.testing.assert_array_equal(trained[0][name], trained[1][name])
+
+
+def test_state_that_steps_set_is_that_of_all_rows(tmp_path):
+    rank_state.check(tmp_path, "tensorflow2", size=2, keras_3=KERAS3)

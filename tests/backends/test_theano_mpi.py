@@ -15,7 +15,7 @@ from compat._ranks import launchers
 from compat._ranks.launch import rank_process
 from compat.testing import slow
 
-from . import rank_gradients, ranks
+from . import rank_gradients, rank_state, ranks
 from .exchanges import RankedParts
 
 # As in test_theano.py: implementations in Python, which are not compiled for each rank.
@@ -38,6 +38,7 @@ def jobs(tmp_path_factory):
     programs = {"losses": "REDUCTIONS = False\n" + ranks.LOSSES, "generator": ranks.GENERATOR}
     programs.update(own_losses=ranks.OWN_LOSSES, of_keras_2=ranks.OF_KERAS_2, drift=ranks.DRIFT)
     programs.update(lookahead=ranks.LOOKAHEAD)
+    programs["state"] = rank_state.KERAS_2
     ranks_alone = ["own_losses", "of_keras_2", "drift", "lookahead"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "theano", ranks_alone)
 
@@ -299,3 +300,7 @@ def test_missing_mpi4py_is_an_error(run):
         "where there is no wheel (on Debian and Ubuntu that needs apt-get install libopenmpi-dev "
         "openmpi-bin).\n"
     )
+
+
+def test_state_that_updates_set_is_that_of_all_rows(jobs):
+    rank_state.check_of_keras_2(jobs)

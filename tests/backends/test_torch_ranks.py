@@ -8,7 +8,7 @@ import pytest
 
 from compat.testing import slow
 
-from . import ranks
+from . import rank_state, ranks
 from .exchanges import EXPORT, UNREACHED, RankedParts
 
 
@@ -1132,13 +1132,15 @@ class Sums(Module):
         super().__init__()
         self.register_buffer("total", torch.zeros(()))
 
-    def forward(self, x):
-        self.total += x.detach().sum()
-        return super().forward(x)
+
+
+def count(loss):
+    model.total += loss.detach()
+    loss.backward()
 
 
 model = made(Sums)
-drifts("buffer", model)
+drifts("buffer", model, count)
 
 said["other shapes"] = told(lambda: compat.parallelize(nn.Linear(3, 2 + compat.rank())))
 """
@@ -1151,10 +1153,10 @@ def test_ranks_that_drift_apart_are_told_and_the_first_variable_is_named(jobs):
         "of rank 0. Ranks train to one process's numbers as long as these are the same. "
     )
     buffer = drifted + (
-        "Each rank computes this buffer from its own rows; of such buffers only the running "
-        "statistics of torch's own normalization are averaged over ranks. Sum or average it in "
-        "forward() by torch.distributed.all_reduce(), or, if it is each rank's own, register it "
-        "with persistent=False."
+        "Each rank computes this buffer from its own rows; ranks merge what forward() sets buffers "
+        "to, unless it calls torch.distributed by itself. Sum or average the buffer by "
+        "torch.distributed.all_reduce(), or, if it is each rank's own, register it with "
+        "persistent=False."
     )
     drifted += (
         "Likely causes: gradients that never reach the other ranks, such as those of "
@@ -1321,6 +1323,8 @@ class Tracks(keras.layers.Layer):
 
 model = keras.models.Sequential([Tracks(name="tracks"), stack()], name="own")
 said["warned"] = told(lambda: trained("tracks", model))
+looped = compat.parallelize(keras.models.Sequential([Tracks(name="tracks"), stack()], name="loop"))
+said["looped"] = told(lambda: (looped(torch.as_tensor(inputs[:rows])) ** 2).mean().backward())
 
 
 class Parts(Own):
@@ -1355,10 +1359,11 @@ trained("one by one", OneByOne())
 def test_keras_trains_in_every_precision_and_by_any_step(jobs):
     ((one,), (alone,)), (both, said) = (job["keras"] for job in jobs)
     ranks.check_arrays(one, *both)
-    assert alone["warned"] == said[1]["warned"] == []
-    (warned,) = said[0]["warned"]
+    assert alone["warned"] == said[0]["warned"] == said[1]["warned"] == []
+    assert alone["looped"] == said[1]["looped"] == []
+    (warned,) = said[0]["looped"]
     assert warned == (
-        "Each rank sets 'own/tracks/moving' from its own rows. All ranks get the mean, "
+        "Each rank sets 'loop/tracks/moving' from its own rows. All ranks get the mean, "
         "weighted by rows, which is one process's value for a moving average; it is not for a sum "
         "over rows. Divide such a sum by the number of rows."
     )
@@ -1462,3 +1467,11 @@ def jobs(tmp_path_factory):
     ranks_alone = ["own_losses", "late_drift", "verified", "refused_of_keras"]
     ranks_alone += ["drifting", "refused", "hooks"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "torch", ranks_alone)
+
+
+def test_state_that_steps_of_keras_set_is_that_of_all_rows(tmp_path):
+    rank_state.check(tmp_path, "torch", size=3)
+
+
+def test_buffers_that_forward_passes_set_are_those_of_all_rows(tmp_path):
+    rank_state.check_native(tmp_path)

@@ -10,7 +10,7 @@ import contextlib
 
 import numpy as np
 
-from ..._ranks import arrays, keras2
+from ..._ranks import arrays, keras2, state
 
 
 class MakeCNTKTrainFunction(keras2.MakeFunction):
@@ -26,12 +26,12 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
         # By what CNTK counts: of a learner that exchanges gradients the rows of all ranks.
         if _samples(function) - seen > keras2.rows_of(inputs):
             self.engine.count("gradients")
-        state = _state(function.model)
-        if state:  # becomes its mean over all ranks
-            values = [variable.value for variable in state]
+        averages = _averages(function.model)
+        if averages:  # which become their mean over all ranks
+            values = [variable.value for variable in averages]
             flat = arrays.flat(values, "float32") * np.float32(share)
             means = arrays.like(values, self.engine.sum_array(flat))
-            for variable, mean in zip(state, means):
+            for variable, mean in zip(averages, means):
                 variable.value = mean
         return result
 
@@ -71,9 +71,10 @@ def _samples(function):
     return 0 if trainer is None else trainer.total_number_of_samples_seen
 
 
-def _state(model):
+def _averages(model):
     """Moving averages and the like: the weights that the model's own updates set."""
-    weights = {weight.uid: weight for weight in model.non_trainable_weights}
+    tried = {variable.uid for variable in state.tried(model)}  # see keras2_state
+    weights = {w.uid: w for w in model.non_trainable_weights if w.uid not in tried}
     updated = [
         (update[0] if isinstance(update, tuple) else update.root_function.inputs[0]).uid
         for update in model.updates

@@ -8,14 +8,25 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.flatten_util import ravel_pytree
 
 from ... import _keras, errors
-from ..._ranks import arrays, checksum, keras_model, losses, step_functions, weights
+from ..._ranks import arrays, checksum, keras_model, losses, merging, step_functions, weights
+from ..._ranks import state as rank_state
 from ..._ranks.engines.jax_distributed import JaxDistributed
 from ..._runtime.within import Within
 
 _step = Within()  # also where it trains models within
+
+_OPERATIONS = merging.Operations(
+    jnp.zeros_like,
+    jnp.maximum,
+    jnp.minimum,
+    jnp.round,
+    lambda array, dtype: array.astype(dtype),
+    lambda array, share: array * jnp.asarray(share, array.dtype),
+)
 
 
 def distribute(model, place):
@@ -149,9 +160,18 @@ class RankedJAXStep:
         self.compute = Reduced(model, engine, self.gradients)
         compiled = self.compute.compiled
         self.update = jax.jit(self.updated, donate_argnums=(0, 1)) if compiled else self.updated
-        averaged = set(map(id, weights.averaged(model)))
-        others = enumerate(model.non_trainable_variables)
-        self.averaged = [place for place, variable in others if id(variable) in averaged]
+        tried = rank_state.tried(model)
+        ids = set(map(id, weights.averaged(model) + tried))
+        set_by_steps = [v for v in enumerate(model.non_trainable_variables) if id(v[1]) in ids]
+        #: The places of variables that the step sets, and how those of all ranks are merged.
+        self.places = [place for place, _ in set_by_steps]
+        variables, ids = [variable for _, variable in set_by_steps], set(map(id, tried))
+        self.state = rank_state.StepState(
+            engine,
+            [variable.path for variable in variables],
+            [variable.dtype for variable in variables],
+            [number for number, variable in enumerate(variables) if id(variable) in ids],
+        )
         self.count = 0
 
     def __call__(self, state, data):
@@ -160,20 +180,47 @@ class RankedJAXStep:
         share = self.engine.share(rows)
         if not self.count and losses.loss_may_mix_rows(self.model):
             losses.check_loss(self.model, data, partial(_loss, state))
+        if not self.state.is_decided:
+            self.try_state(state, data, rows)
         logs, parts, trainable, others = self.compute(state, data, lambda: share)
         means = self.means(parts) if parts.size else parts
         state = self.update(trainable, others, means)
         self.count += 1
         return logs, self.verified(state) if checksum.is_due(self.count) else state
 
+    def try_state(self, before, data, rows):
+        """Find out how variables that the step sets are merged. See ``_ranks.state``."""
+        model, places = self.model, [self.places[number] for number in self.state.tried]
+        keras = _keras.keras_of(model)
+
+        def stepped(values, data):
+            trainable, others, optimizer, metrics = before
+            others = list(others)
+            for place, value in zip(places, values):
+                others[place] = value
+            *_, (others, _, _) = self.stepped(
+                (trainable, others, optimizer, metrics), data, lambda: 1.0
+            )
+            return [others[place] for place in places]
+
+        step = jax.jit(stepped) if self.compute.compiled else stepped
+
+        def run(numbers, values):
+            values = [jnp.asarray(v, before[1][place].dtype) for place, v in zip(places, values)]
+            some = rank_state.some_rows(keras, data, rows, numbers)
+            return list(map(np.asarray, step(values, some)))
+
+        with rank_state.steady(model):
+            self.state.decide(rows, [np.asarray(before[1][place]) for place in places], run)
+
     def means(self, parts):
         means = self.engine.sum_array(parts)
         self.engine.count("gradients")
         return means
 
-    def gradients(self, state, data, share):
-        """Keras' own step up to the update: this rank's part of gradients and averages."""
-        trainable, before, _, _ = state
+    def stepped(self, state, data, share):
+        """Keras' own step up to the update: its logs, gradients, and the state that it leaves."""
+        trainable = state[0]
         optimizer, given = self.model.optimizer, []
         ours, scaled = weights.scaling(optimizer, lambda dtype: jnp.asarray(share(), dtype))
 
@@ -183,7 +230,7 @@ class RankedJAXStep:
 
         capturing = step_functions.replaced(self.engine, optimizer, stateless_apply=capture, **ours)
         with _step, capturing:
-            logs, (trainable, others, variables, metrics) = self.model.train_step(state, data)
+            logs, (trainable, *others) = self.model.train_step(state, data)
         if len(given) != 1:
             raise errors.unsupported(
                 "jax",
@@ -191,23 +238,31 @@ class RankedJAXStep:
                 "optimizer.stateless_apply {} times".format(self.model.name, len(given)),
                 "Have it do so once.",
             )
-        parts = [gradient * (1.0 if scaled else share()) for gradient in given[0]]
-        non_trainable = list(others)
-        for place in self.averaged:
-            parts.append((others[place] - before[place]) * share())
-            non_trainable[place] = before[place]
+        gradients = [gradient * (1.0 if scaled else share()) for gradient in given[0]]
+        return logs, gradients, trainable, others
+
+    def gradients(self, state, data, share):
+        """This rank's part of gradients, and of the state that the step sets."""
+        before = state[1]
+        logs, parts, trainable, (others, *rest) = self.stepped(state, data, share)
+        old, new = [[values[place] for place in self.places] for values in (before, others)]
+        parts += merging.parts(self.state.merges, _OPERATIONS, old, new, share(), self.engine.place)
         dtype = "float64" if any(part.dtype == "float64" for part in parts) else "float32"
         flat, _ = ravel_pytree([jnp.zeros(0, dtype)] + [part.astype(dtype) for part in parts])
-        return logs, flat, trainable, (non_trainable, variables, metrics)
+        return logs, flat, trainable, (others, *rest, old)
 
     def updated(self, trainable, others, means):
         """The state after Keras' own update, with the gradients of all ranks."""
-        non_trainable, optimizer, metrics = others
-        averaged = [non_trainable[place] for place in self.averaged]
-        parts = arrays.like(list(trainable) + averaged, means)
-        gradients, changes = parts[: len(trainable)], parts[len(trainable) :]
-        for place, before, change in zip(self.averaged, averaged, changes):
-            non_trainable[place] = before + change
+        non_trainable, optimizer, metrics, before = others
+        non_trainable = list(non_trainable)
+        after = [non_trainable[place] for place in self.places]
+        merges, place = self.state.merges, self.engine.place
+        shapes = merging.parts(merges, _OPERATIONS, before, after, 1.0, place)
+        parts = arrays.like(list(trainable) + shapes, means)
+        gradients, sums = parts[: len(trainable)], parts[len(trainable) :]
+        merged = merging.merged(merges, _OPERATIONS, before, after, sums, place.size)
+        for number, value in zip(self.places, merged):
+            non_trainable[number] = value
         apply = self.model.optimizer.stateless_apply
         trainable, optimizer = apply(optimizer, gradients, trainable)
         return trainable, non_trainable, optimizer, metrics

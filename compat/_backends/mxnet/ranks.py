@@ -10,7 +10,9 @@ import mxnet as mx
 import numpy as np
 
 from ..._ranks import keras2, step_functions
+from ..._ranks import state as rank_state
 from ..._ranks.engines import horovod
+from ..._runtime import patching
 from . import symbol_graph
 
 
@@ -75,11 +77,20 @@ class MXNetHorovod(horovod.HorovodEngine):
 
 
 class MakeMXNetTrainFunction(keras2.MakeFunction):
+    updates_by_itself = True
+
+    def update(self, function, inputs):
+        """Do what a step does besides training."""
+        with patching.replaced(function.model._module, update=lambda: None):
+            function.made(inputs)
+        symbol_graph.wait_for_updates()
+
     def run(self, function, inputs):
         share, inputs = self.share(function, inputs)
         model, module = function.model, function.model._module
         # Moving averages, MXNet's own and those of Keras' layers; no row of the batch's.
         rows = {variable.name for variable, _ in model.state_updates}
+        rows.update(variable.name for variable in rank_state.tried(model))  # see keras2_state
         names = sorted(model._aux_names | set(model._train_updates) - rows)
         state = []  # type: list  # of the arrays that the step may set, and their values before
 

@@ -11,6 +11,7 @@ import functools
 
 from ... import _keras, errors
 from ..._ranks import keras2, keras_model, own_functions
+from ..._ranks import state as rank_state
 from ..._ranks.engines import tensorflow_engine
 from .graph import variables_written
 from .step_order import counting_in_order
@@ -145,7 +146,8 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
         tf = self.engine.tf
         state = model.non_trainable_weights + self.engine.state_besides(model)
         written = variables_written([made.updates_op], state)
-        state = [each for each in state if each.dtype.is_floating and each in written]
+        tried = set(map(id, rank_state.tried(model)))  # see keras2_state
+        state = [v for v in state if v.dtype.is_floating and v in written and id(v) not in tried]
         if not state:
             return
         with tf.control_dependencies([made.updates_op]):

@@ -8,7 +8,6 @@ The steps of Keras 3 are subclasses of those of tf.keras 2.
 
 import contextlib
 import functools
-import itertools
 import sys
 
 import tensorflow as tf
@@ -19,7 +18,8 @@ from ..._ranks.engines import tensorflow_collectives, tensorflow_engine
 from ..._ranks.place import TF_CONFIG
 from ..._runtime.within import Within
 from ..._verification import keras_steps, steps
-from .merging import is_set, read
+from . import ranked_state
+from .merging import read
 from .replicas import as_tensors, has_rows, recording, rows_of, with_tensors
 from .replicated_call import ReplicatedCall, only_traced
 from .runtime import unsupported
@@ -45,7 +45,8 @@ class RankedFunction:
         model, step = self.model, RankedStep.of(self.model)
         with self.engine.waiting("for the others' gradients"):
             if not self.begun:
-                iterator, self.begun = step.begin(model, self.function, iterator), True
+                self.function, iterator = step.begin(model, self.function, iterator)
+                self.begun = True
             result = self.function(iterator)
         if step.first_batch is not None:
             losses.check_loss(model, step.first_batch, _loss)
@@ -69,6 +70,13 @@ class RankedMaking(keras_model.RankedMethod):
             setattr(model, attribute, made)
         return made
 
+    def again(self, model):
+        """Return another function that trains, not yet traced, in place of one that is kept."""
+        kept, model.train_function = model.train_function, None
+        self.plain(model)()
+        made, model.train_function = model.train_function, kept
+        return made
+
 
 class RankedTestMaking(RankedMaking):
     method = "make_test_function"
@@ -86,6 +94,10 @@ class RankedStep(keras_model.RankedMethod):
     first_batch = None  # where its loss is to be checked
     kept = False  # as it is of one batch only
 
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.set_by_steps = ranked_state.TracedState(engine)
+
     def invoke(self, model, data):
         with self.engine.noting():
             data = as_tensors(data)  # Keras 3 hands arrays to a step that runs eagerly
@@ -102,7 +114,7 @@ class RankedStep(keras_model.RankedMethod):
             self.exchanged = 0
             rows = _rows(data)
             share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
-            state = self.state(model)
+            state = self.set_by_steps.variables(self.state(model))
             before = [read(variable.handle) for variable in state]
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_stepping)
@@ -112,7 +124,7 @@ class RankedStep(keras_model.RankedMethod):
                     stack.enter_context(step_functions.replaced(self.engine, optimizer, **methods))
                 result = self.plain(model)(data)
             self.check(model)
-            self.average_state(state, before, share)
+            self.set_by_steps.merge(state, before, share)
             if losses.loss_may_mix_rows(model):
                 self.keep_first(data, share)
             return result
@@ -120,13 +132,19 @@ class RankedStep(keras_model.RankedMethod):
     # What is otherwise in Keras 3 -------------------------------------------------------------
 
     def begin(self, model, function, iterator):
-        """Begin with rank 0's weights. Returns an iterator with the same batches."""
+        """Begin with rank 0's weights. Return the function, and an iterator with the same batches.
+
+        Another function where the step is to be traced again.
+        """
         if hasattr(function, "get_concrete_function"):
             # Tracing makes all weights that are still to be made, and runs nothing.
             function.get_concrete_function(iterator)
             self.check(model)
             keras_model.same_start(model, self.engine)
-        return iterator
+            if self.set_by_steps.is_due(model):
+                iterator = self.set_by_steps.begin(model, self.plain(model), iterator, _stepping)
+                function = RankedMaking.of(model).again(model)
+        return function, iterator
 
     def begin_eagerly(self, model, data):
         """Begin with rank 0's weights where no graph is traced for that."""
@@ -137,6 +155,9 @@ class RankedStep(keras_model.RankedMethod):
                 tf.function(self.plain(model)).get_concrete_function(data)
             counters.put_back()  # Nadam of Keras 2.15 counts when it is traced
             keras_model.same_start(model, self.engine)
+            if self.set_by_steps.is_due(model):
+                with _stepping:
+                    self.set_by_steps.decide(model, self.plain(model), data)
 
     @contextlib.contextmanager
     def computing(self, model, rows, share):
@@ -250,14 +271,6 @@ class RankedStep(keras_model.RankedMethod):
         self.exchanged += 1
         return [None if gradient is None else next(means) for gradient in gradients]
 
-    def average_state(self, state, before, share):
-        """Set what the step has set (moving averages) to its mean over all ranks."""
-        pairs = [(v, value) for v, value in zip(state, before) if is_set(v)]
-        # Of the changes: what has none stays as it is to the bit.
-        changes = [read(variable.handle) - value for variable, value in pairs]
-        for (variable, value), change in zip(pairs, self.engine.mean(changes, share, "state")):
-            variable.assign(value + change)
-
 
 class RankedTestStep(keras_model.RankedMethod):
     """The ``test_step`` of a model: it counts rows, by which metrics are averaged."""
@@ -325,29 +338,16 @@ class RankedCall(ReplicatedCall):
 # Keras 3 --------------------------------------------------------------------------------------
 
 
-def _build(model, iterator):
-    """Make all weights that are still to be made, as the first step would, and run nothing."""
-    batch = getattr(iterator, "element_spec", None)
-    if batch is None:  # a generator, in train_on_batch()
-        batch = next(iterator)
-        iterator = itertools.chain([batch], iterator)
-    batch = tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.OptionalSpec) else leaf, batch
-    )
-    step = tf.function(lambda batch: model.train_step(batch), autograph=False)
-    step.get_concrete_function(batch)
-    return iterator
-
-
 class RankedKeras3Step(RankedStep):
     """The ``train_step`` of a Keras 3 model. Its optimizers' ``apply`` gets all ranks' mean."""
 
     def begin(self, model, function, iterator):
         """Keras' function is none of TensorFlow's: it calls some."""
         if not all(layer.built for layer in _keras.all_layers(model)):
-            iterator = _build(model, iterator)
+            iterator = ranked_state.build(model, iterator)
         keras_model.same_start(model, self.engine)
-        return iterator
+        step = self.plain(model)
+        return function, self.set_by_steps.begin(model, step, iterator, _stepping)
 
     def begin_eagerly(self, model, data):
         """``begin`` has done that."""

@@ -9,7 +9,7 @@ with gradients (it clips them, for example) it does with the means, and it is th
 import contextlib
 
 from ... import _keras
-from ..._ranks import arrays, keras2
+from ..._ranks import arrays, keras2, state
 
 
 class MakeTheanoTrainFunction(keras2.MakeFunction):
@@ -28,10 +28,10 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
         from .device_body import computed_by  # imports theano
 
         differentiate, make, update = K.gradients, K.function, model.optimizer.get_updates
-        of_rows = _keras.states(model, "get_value")
+        of_rows = _keras.states(model, "get_value") + state.tried(model)  # see keras2_state
         updates = [(v, new) for v, new in model.updates if v not in of_rows and "float" in v.dtype]
         # The values that a step gives to moving averages and the like.
-        state = [new for _, new in updates if "float" in new.dtype]
+        averages = [new for _, new in updates if "float" in new.dtype]
         means = {}  # by what they are means of
         known = {}  # type: dict  # by a loss of all ranks, gradients of this rank's by variable
         last = K.constant(0.0)  # of the operation before, which ranks must not run after
@@ -47,7 +47,7 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
         def exchange(asked):
             """Have an operation compute the means of these, and of state, that none does yet."""
             nonlocal last
-            asked = [each for each in dict.fromkeys(asked + state) if each not in means]
+            asked = [each for each in dict.fromkeys(asked + averages) if each not in means]
             if asked:
                 values = [variable.transfer("cpu") for variable in asked]
                 made = computed_by(mean, [last] + values, values, lambda node, shapes: shapes[1:])

@@ -193,6 +193,7 @@ class Exchange:
             if self.state:
                 torch._foreach_add_(self.before, [self.mean(tensor) for tensor in self.state])
                 torch._foreach_copy_(self.state, self.before)
+            self.source.has_exchanged(model, 1 if rows is None else rows)
         if check:
             self.source.verify(model, self.count or "before the first update")
         self.count += 1

@@ -25,6 +25,8 @@ from . import (
     gradient_exchange,
     models,
     optimizer_steps,
+    ranked_buffers,
+    ranked_state,
 )
 
 
@@ -108,6 +110,9 @@ class Ranked(keras_model.RankedMethod):
     def count(self, model, rows):
         work.count([""], None if rows is None else [rows], torch.is_grad_enabled())
 
+    def has_exchanged(self, model, rows):
+        """Act upon the exchange of a backward pass, in which this rank had so many rows."""
+
     def run(self, model, batch, args, kwargs):
         """The model's own result, and its rows."""
         return self.plain(model)(*args, **kwargs), self.rows_given(model, batch)
@@ -171,12 +176,20 @@ class RankedKerasCall(Ranked):
         return [variable._value for variable in model.trainable_variables]
 
     def averaged(self, model):
-        return [variable._value for variable in weights.averaged(model)]
+        others = self.merged_later(model)
+        return [v._value for v in weights.averaged(model) if id(v) not in others]
+
+    def merged_later(self, model):
+        """The ids of variables that a step merges when it ends, if one is under way."""
+        is_step = self.exchange(model).rows.step is not None
+        step = RankedTrainStep.of(model)
+        return set(map(id, step.state.tried)) if is_step and step is not None else set()
 
     def warn_of_means(self, model, exchange):
         """Tell, once, of variables of the user's that are now means of different values."""
         before = dict(zip(map(id, exchange.state), exchange.before))
-        for variable in weights.averaged(model, by_users=True):
+        variables = weights.averaged(model, by_users=True)
+        for variable in [v for v in variables if id(v._value) in before]:
             mean = exchange.mean(variable._value)
             mine = variable._value - before[id(variable._value)]
             same = torch.allclose(mine, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
@@ -185,7 +198,8 @@ class RankedKerasCall(Ranked):
                 weights.warn_of_mean(variable)
 
     def verified(self, model):
-        return [([(variable.path, variable._value) for variable in weights.same(model)],)]
+        others = self.merged_later(model)
+        return [([(v.path, v._value) for v in weights.same(model) if id(v) not in others],)]
 
 
 class RankedTrainStep(keras_model.RankedMethod):
@@ -194,6 +208,10 @@ class RankedTrainStep(keras_model.RankedMethod):
     method = "train_step"
     steps = ("train",)
     training = True
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.state = ranked_state.KerasState(engine)
 
     def invoke(self, model, data, *args, **kwargs):
         step = self.plain(model)
@@ -212,6 +230,9 @@ class RankedTrainStep(keras_model.RankedMethod):
             stack.callback(setattr, exchange.rows, "step", None)
             stack.callback(setattr, exchange, "agreed", False)
             stack.enter_context(self.reductions(model, exchange).within(keras))
+            if self.training:
+                alone = exchange.source.alone()
+                stack.enter_context(self.state.merged(model, step, data, rows, alone))
             if self.training and hasattr(model.optimizer, "inner_optimizer"):
                 stack.enter_context(self.scaling(model.optimizer))
             result = step(data, *args, **kwargs)
@@ -269,9 +290,9 @@ class RankedTorchTestStep(RankedTrainStep):
 
 # Why buffers differ.
 _BUFFERS = (
-    "Each rank computes this buffer from its own rows; of such buffers only the running "
-    "statistics of torch's own normalization are averaged over ranks. Sum or average it in "
-    "forward() by torch.distributed.all_reduce(), or, if it is each rank's own, register it with "
+    "Each rank computes this buffer from its own rows; ranks merge what forward() sets buffers to, "
+    "unless it calls torch.distributed by itself. Sum or average the buffer by "
+    "torch.distributed.all_reduce(), or, if it is each rank's own, register it with "
     "persistent=False."
 )
 
@@ -281,6 +302,8 @@ class RankedForward(models.ForwardMethod, Ranked):
 
     def run(self, model, batch, args, kwargs):
         """The rows are where torch's recurrent layers and transformers in the model find them."""
+        if batch is not None:
+            self.buffers_of(model).forward(model, self.plain(model), args, kwargs)
         parts = [part for part in model.modules() if batches.declared(part) is not None]
         if not parts or model in parts or not isinstance(batch, torch.Tensor):
             return super().run(model, batch, args, kwargs)
@@ -299,6 +322,18 @@ class RankedForward(models.ForwardMethod, Ranked):
         same = [size for size in sizes if size in found]
         multiple = [size for size in sizes if size and all(each % size == 0 for each in found)]
         return result, (same + multiple + sizes)[0]
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.buffers = weakref.WeakKeyDictionary()  # model -> those that are merged
+
+    def buffers_of(self, model):
+        if model not in self.buffers:
+            self.buffers[model] = ranked_buffers.RankedBuffers(self.engine)
+        return self.buffers[model]
+
+    def has_exchanged(self, model, rows):
+        self.buffers_of(model).merge(rows)
 
     def exchange(self, model):
         if model not in self.exchanges:
