@@ -30,7 +30,7 @@ def replaced(engine, owner, is_due=bool, **functions):
     with patching.replaced(owner, **{name: noting(name, f) for name, f in functions.items()}):
         yield
     if engine is not None and is_due(called):
-        kind = owner if isinstance(owner, types.ModuleType) else type(owner)
+        kind = owner if isinstance(owner, (type, types.ModuleType)) else type(owner)
         missed = [name for name in functions if name not in called]
         engine.unreached.update((f"{kind.__name__}.{name}", None) for name in missed)
 

@@ -4,7 +4,7 @@ import pytest
 
 from compat.testing import keras_under_test, slow, span
 
-from . import rank_gradients, rank_state, rank_tables, ranks
+from . import rank_gradients, rank_state, rank_tables, rank_tapes, ranks
 from .exchanges import EXPORT, RankedParts
 
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
@@ -215,6 +215,21 @@ def test_horovods_own_optimizers_are_refused_and_its_callbacks_change_nothing(tm
         return  # for which Horovod has no optimizer
     program = rank_gradients.left_in(keras_under_test().__name__, native=False)
     rank_gradients.check_left_in(ranks.run_both({"left_in": program}, tmp_path))
+
+
+@span
+def test_gradients_are_those_of_all_ranks_before_they_are_used(tmp_path):
+    programs = {"steps": rank_tapes.STEPS, "tape": rank_tapes.HOROVODS_TAPE}
+    alone, two = ranks.run_both(programs, tmp_path)
+    (three,) = [ranks.run_all({"steps": rank_tapes.STEPS}, tmp_path, 3)["steps"]]
+    rank_tapes.check_steps(alone["steps"], two["steps"], three)
+    rank_tapes.check_steps(alone["tape"], two["tape"])
+
+
+@span
+def test_gradients_of_one_rank_that_are_not_used_linearly_are_an_error(tmp_path):
+    _, said = ranks.run(rank_tapes.UNPROVEN_STEPS, tmp_path, 2)
+    rank_tapes.check_unproven(said)
 
 
 def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):

@@ -19,7 +19,7 @@ from compat._ranks.place import Place
 from compat._ranks.saving import written_by_rank_0
 from compat.testing import contract_of, keras_under_test, slow, span
 
-from . import rank_state, rank_tables, ranks
+from . import rank_state, rank_tables, rank_tapes, ranks
 from .test_tensorflow2_horovod import KERAS3, OVERLAP, WAYS, OnTensorFlow2, check_overlap
 
 
@@ -91,9 +91,9 @@ def loop():
 
 class Alone(keras.Model):
     def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(self(data[0]) - data[1])
-        for variable, gradient in zip(self.weights, tape.gradient(loss, self.weights)):
+        loss = tf.reduce_mean(self(data[0]) - data[1])
+        variables = [getattr(weight, "_value", weight) for weight in self.weights]
+        for variable, gradient in zip(variables, tf.gradients(loss, variables)):
             variable.assign_sub(gradient)
         return {"loss": loss}
 
@@ -116,13 +116,14 @@ said["native"] = refusal(lambda: compat.parallelize(tf.function(lambda x: x)))
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory, request):
     """One of them begins with a model that was built by a function."""
-    programs, ranks_alone = {}, ["alone"]
+    programs, ranks_alone = {}, ["alone", "unproven"]
     if contract_of(request.config) == "whole":
         programs.update(metrics=ranks.METRICS, losses="REDUCTIONS = True\n" + ranks.LOSSES)
         ranks_alone += ["own_losses", "drift", "overlap"]
         programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT, overlap=OVERLAP)
     if KERAS3:
         programs = {name: ranks.of_keras_3(program) for name, program in programs.items()}
+    programs.update(gradients=rank_tapes.STEPS, unproven=rank_tapes.UNPROVEN_STEPS)
     programs.update(ways=WAYS + ROWS if KERAS3 else WAYS + ROWS + NADAM, alone=ALONE)
     # The others join as TensorFlow starts, with their first models.
     programs["ways"] = JOIN + programs["ways"]
@@ -136,6 +137,16 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(jobs)
     assert [one.pop("rows") for one in said] == [[4, 4, 3, 11], [4, 4, 2, 9]]
     assert [one.pop("predicted") for one in said] == [11, 9]
     assert said[0] == said[1]
+
+
+@span
+def test_gradients_are_those_of_all_ranks_before_they_are_used(jobs):
+    rank_tapes.check_steps(*(job["gradients"] for job in jobs))
+
+
+@span
+def test_gradients_of_one_rank_that_are_not_used_linearly_are_an_error(jobs):
+    rank_tapes.check_unproven(jobs[1]["unproven"][1])
 
 
 def test_metrics_and_losses_are_those_of_all_rows(jobs):
@@ -159,7 +170,8 @@ def test_nothing_trains_alone(jobs):
         "xla": "tensorflow2 cannot train as one of several ranks under "
         "jit_compile=True: XLA compiles no messages. Compile the model with jit_compile=False.",
         "alone": "tensorflow2 cannot train 'alone' as one of several ranks: its "
-        "train_step applies gradients by no optimizer that is an attribute of the model. "
+        "train_step neither asks a tf.GradientTape for the gradients of the model's weights nor "
+        "applies any by an optimizer that is an attribute of the model. "
         "Have train_step do that, with the optimizer given to compile() for example.",
         "native": "tensorflow2 cannot train a model without Keras as one of several "
         "ranks. Use a Keras model, or start the script without a launcher.",

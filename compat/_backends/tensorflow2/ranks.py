@@ -1,8 +1,8 @@
 """tf.keras 2 and Keras 3 in ranks: Horovod, or TensorFlow's workers, carry the gradients.
 
 A step of training is the model's ``train_step``, Keras' or the user's own. While it runs (or is
-traced), the model's optimizers have an ``apply_gradients`` of their own, which makes gradients
-the mean over all ranks first. So the optimizers clip and scale that mean, and stay the user's.
+traced), gradients become the mean over all ranks where tapes compute them: see
+``gradient_exchange``. So the step and its optimizers clip and scale that mean, and stay the user's.
 The steps of Keras 3 are subclasses of those of tf.keras 2.
 """
 
@@ -18,7 +18,7 @@ from ..._ranks.engines import tensorflow_collectives, tensorflow_engine
 from ..._ranks.place import TF_CONFIG
 from ..._runtime.within import Within
 from ..._verification import keras_steps, steps
-from . import ranked_state
+from . import gradient_exchange, gradient_trial, ranked_state
 from .merging import read
 from .replicas import as_tensors, has_rows, recording, rows_of, with_tensors
 from .replicated_call import ReplicatedCall, only_traced
@@ -49,8 +49,11 @@ class RankedFunction:
                 self.begun = True
             result = self.function(iterator)
         if step.first_batch is not None:
-            losses.check_loss(model, step.first_batch, _loss)
-            step.first_batch = None
+            batch, step.first_batch = step.first_batch, None
+            if step.unproven:
+                gradient_trial.check(step, model, batch, step.unproven)
+            if losses.loss_may_mix_rows(model):
+                losses.check_loss(model, batch, _loss)
         keras_model.RankedFit.of(model).comparison.stepped(model)
         return result
 
@@ -89,10 +92,13 @@ class RankedStep(keras_model.RankedMethod):
     method = "train_step"
     steps = ("train",)
     autograph_info__ = {}  # type: dict  # as in ReplicatedCall
-    exchanged = 0  # lots of gradients, in the step that was traced last
+    exchange = gradient_exchange.GradientExchange
+    exchanges = 0  # of gradients, in the step that was traced last
     started = None  # the optimizer with which an eager step began
     first_batch = None  # where its loss is to be checked
     kept = False  # as it is of one batch only
+    unproven = ()  # lines with gradients that are not known to be used linearly
+    is_trial = False  # of ``gradient_trial``
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -109,23 +115,21 @@ class RankedStep(keras_model.RankedMethod):
                     "messages",
                     "Compile the model with jit_compile=False.",
                 )
-            if tf.executing_eagerly():
+            if tf.executing_eagerly() and not self.is_trial:
                 self.begin_eagerly(model, data)
-            self.exchanged = 0
             rows = _rows(data)
             share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
             state = self.set_by_steps.variables(self.state(model))
             before = [read(variable.handle) for variable in state]
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(_stepping)
-                stack.enter_context(self.computing(model, rows, lambda: share))
-                for optimizer in keras_steps.optimizers(model):
-                    methods = self.of_all_ranks(optimizer, share)
-                    stack.enter_context(step_functions.replaced(self.engine, optimizer, **methods))
-                result = self.plain(model)(data)
+            gradients = self.exchange(self.engine, model, rows, share)
+            with _stepping, self.computing(model, rows, lambda: share):
+                result = gradients.run(self.plain(model), data)
+            self.exchanges, self.unproven = gradients.exchanges, gradients.unproven
             self.check(model)
+            if self.is_trial:
+                return result
             self.set_by_steps.merge(state, before, share)
-            if losses.loss_may_mix_rows(model):
+            if self.unproven or losses.loss_may_mix_rows(model):
                 self.keep_first(data, share)
             return result
 
@@ -206,7 +210,7 @@ class RankedStep(keras_model.RankedMethod):
     # ------------------------------------------------------------------------------------------
 
     def keep_first(self, data, share):
-        """Keep the batch of the step that runs first, for ``losses.check_loss``."""
+        """Keep the batch of the step that runs first, for checks of its loss and gradients."""
         present = [value for value in tf.nest.flatten(data) if value is not None]
         if not all(isinstance(value, tf.Tensor) for value in present):
             return
@@ -221,55 +225,13 @@ class RankedStep(keras_model.RankedMethod):
 
     def check(self, model):
         """Refuse a step whose gradients no other rank has seen."""
-        if not self.exchanged and model.trainable_variables:
+        if not self.exchanges and model.trainable_variables:
             raise unsupported(
-                "train {!r} as one of several ranks: its train_step applies gradients by no "
+                "train {!r} as one of several ranks: its train_step neither asks a "
+                "tf.GradientTape for the gradients of the model's weights nor applies any by an "
                 "optimizer that is an attribute of the model".format(model.name),
                 "Have train_step do that, with the optimizer given to compile() for example.",
             )
-
-    def of_all_ranks(self, optimizer, share):
-        """Methods by which an optimizer applies the means of all ranks' gradients.
-
-        By those of a ``LossScaleOptimizer`` the gradients of one process overflow. The mean over a
-        rank's rows weighs each row more than the mean over all ranks' rows does, so that float16
-        would overflow under a loss scale that is right for one process.
-        """
-        apply = optimizer.apply_gradients
-
-        def apply_gradients(grads_and_vars, *args, **kwargs):
-            pairs = list(grads_and_vars)
-            means = self.means([gradient for gradient, _ in pairs], share)
-            pairs = [(mean, variable) for mean, (_, variable) in zip(means, pairs)]
-            return apply(pairs, *args, **kwargs)
-
-        methods = {"apply_gradients": apply_gradients}
-        if not hasattr(optimizer, "get_scaled_loss"):
-            return methods
-        scaled, unscaled = optimizer.get_scaled_loss, optimizer.get_unscaled_gradients
-
-        def of_share(loss):
-            return loss * tf.cast(share, loss.dtype)
-
-        def get_scaled_loss(loss):
-            return scaled((lambda: of_share(loss())) if callable(loss) else of_share(loss))
-
-        def get_unscaled_gradients(gradients):
-            return [
-                None if g is None else tf.scalar_mul(1 / tf.cast(share, g.dtype), g)
-                for g in unscaled(gradients)
-            ]
-
-        methods["get_scaled_loss"] = get_scaled_loss
-        methods["get_unscaled_gradients"] = get_unscaled_gradients
-        return methods
-
-    def means(self, gradients, share):
-        """The means of all ranks' gradients; None is one that nothing has."""
-        mine = [gradient for gradient in gradients if gradient is not None]
-        means = iter(self.engine.mean(mine, share, "gradients_{}".format(self.exchanged)))
-        self.exchanged += 1
-        return [None if gradient is None else next(means) for gradient in gradients]
 
 
 class RankedTestStep(keras_model.RankedMethod):
@@ -339,7 +301,9 @@ class RankedCall(ReplicatedCall):
 
 
 class RankedKeras3Step(RankedStep):
-    """The ``train_step`` of a Keras 3 model. Its optimizers' ``apply`` gets all ranks' mean."""
+    """The ``train_step`` of a Keras 3 model."""
+
+    exchange = gradient_exchange.Keras3Exchange
 
     def begin(self, model, function, iterator):
         """Keras' function is none of TensorFlow's: it calls some."""
@@ -354,16 +318,6 @@ class RankedKeras3Step(RankedStep):
 
     def state(self, model):
         return [variable._value for variable in weights.averaged(model)]
-
-    def of_all_ranks(self, optimizer, share):
-        apply = optimizer.apply
-        methods, scaled = weights.scaling(optimizer, lambda dtype: tf.cast(share, dtype))
-
-        def apply_of_all_ranks(grads, *args, **kwargs):
-            means = self.means(list(grads), tf.ones_like(share) if scaled else share)
-            return apply(means, *args, **kwargs)
-
-        return dict(methods, apply=apply_of_all_ranks)
 
 
 def distribute(model, place):

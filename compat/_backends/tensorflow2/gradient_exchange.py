@@ -1,0 +1,221 @@
+"""Gradients in a step of a rank: they become the mean over all ranks where tapes compute them.
+
+While a step runs (or is traced), ``tf.GradientTape.gradient`` returns the mean over the rows of all
+ranks for the model's weights, so that whatever uses it next (clipping, a norm, the second step of a
+sharpness-aware one, an optimizer) sees the numbers of one process. It cannot be that of a loss over
+the batch where another tape records it, in a loop of TensorFlow's, or within another backward pass:
+there it stays the rank's own. What an optimizer applies and no tape has made the mean becomes so
+then. That is right for sums and means of the rank's gradients alone: see ``gradient_trial``.
+"""
+
+import contextlib
+import functools
+import sys
+from _thread import get_ident
+
+import tensorflow as tf
+
+from ... import errors
+from ..._keras.steps import has_own_steps
+from ..._ranks import step_functions
+from ..._verification import keras_steps
+from .replicas import recording
+
+# Functions of TensorFlow's that trace what they are given to run it for parts of a batch, or
+# several times: ``map_fn()`` and autograph's loops are such, and so is ``vectorized_map()``.
+_LOOPS = ("while_loop", "while_loop_v2", "_pfor_impl")
+
+
+class GradientExchange:
+    """The gradients that one step of a model computes and applies.
+
+    Arguments:
+        engine: what carries them.
+        model: whose step it is.
+        rows: this rank's in the batch: a number, or a tensor.
+        share: this rank's of the rows of all ranks, a float64 tensor.
+
+    Attributes:
+        exchanges: how often gradients became the mean over all ranks.
+        unproven: the lines of the script where gradients of this rank alone were computed, or
+            became the mean later than where a tape computed them.
+    """
+
+    def __init__(self, engine, model, rows, share):
+        self.engine, self.model, self.rows, self.share = engine, model, rows, share
+        self.optimizers = keras_steps.optimizers(model)
+        self.scales_losses = any(map(_scales_losses, self.optimizers))
+        self.exchanges, self.unproven = 0, {}  # the second as a set that keeps its order
+        self.means = set()  # the weights whose gradients tapes have made the mean, by their handle
+        self.thread, self.in_backward_pass = get_ident(), False
+
+    def run(self, step, data):
+        """Run the step, or trace it."""
+        tape, replaced = tf.GradientTape, functools.partial(step_functions.replaced, self.engine)
+        is_due = bool if has_own_steps(self.model) else self.is_due
+        with contextlib.ExitStack() as stack:
+            gradient = self.of_all_ranks(tape.gradient)
+            stack.enter_context(replaced(tape, is_due, gradient=gradient))
+            for optimizer in self.optimizers:
+                due = is_due if optimizer is self.model.optimizer else bool
+                stack.enter_context(replaced(optimizer, due, **self.methods(optimizer)))
+            return step(data)
+
+    def is_due(self, called):
+        """Return whether a step of Keras' own has to call what is replaced."""
+        return bool(called or self.model.trainable_variables)
+
+    # Tapes ------------------------------------------------------------------------------------
+
+    def of_all_ranks(self, plain):
+        """``GradientTape.gradient``, of which weights get the mean over all ranks."""
+
+        def gradient(
+            tape,
+            target,
+            sources,
+            output_gradients=None,
+            unconnected_gradients=tf.UnconnectedGradients.NONE,
+        ):
+            call = functools.partial(plain, tape, unconnected_gradients=unconnected_gradients)
+            handles = list(map(_handle, tf.nest.flatten(sources)))
+            known = set(map(_handle, _weights(self.model))).intersection(filter(None, handles))
+            if get_ident() != self.thread or not known or self.in_backward_pass:
+                return call(target, sources, output_gradients)
+            if tape._recording and not tape._persistent:  # as the plain function begins
+                tape._pop_tape()
+            if recording() or _is_in_loop():
+                self.unproven[errors.users_line()] = None
+                return call(target, sources, output_gradients)
+            if hasattr(tape, "_allreduce_grads"):  # Horovod's DistributedGradientTape
+                tape._allreduce_grads = lambda gradients, *_: gradients
+            weight, output_gradients = self.weighted(target, output_gradients)
+            self.in_backward_pass = True
+            try:
+                found = tf.nest.flatten(call(target, sources, output_gradients))
+            finally:
+                self.in_backward_pass = False
+            places = [place for place, handle in enumerate(handles) if handle in known]
+            means = self.mean([found[place] for place in places], weight)
+            for place, mean in zip(places, means):
+                found[place] = mean
+            self.means.update(known)
+            return tf.nest.pack_sequence_as(sources, found)
+
+        gradient.autograph_info__ = {}  # as in ReplicatedCall
+        return gradient
+
+    def weighted(self, target, output_gradients):
+        """How gradients of a target count: what this rank's are multiplied by, and its seeds.
+
+        The gradient of a vector with a loss for each row is the sum of theirs, in one process, too.
+
+        A ``LossScaleOptimizer`` has float16 overflow if the scale is too large. The mean over a
+        rank's rows weighs each row more than the mean over all ranks' rows does. So there the
+        backward pass itself begins with this rank's share, and overflows as in one process.
+        """
+        targets = tf.nest.flatten(target)
+        ones = tf.ones_like(self.share)
+        weights = [ones if self.has_rows(each) else self.share for each in targets]
+        if not self.scales_losses and len(set(map(id, weights))) < 2:
+            return weights[0] if weights else self.share, output_gradients
+        seeds = [None] * len(targets)
+        if output_gradients is not None:
+            seeds = tf.nest.flatten(output_gradients)
+
+        def weigh(seed, target, weight):
+            if not tf.is_tensor(target) or not target.dtype.is_floating:
+                return seed
+            seed = tf.ones_like(target) if seed is None else seed
+            return seed * tf.cast(weight, seed.dtype)
+
+        return ones, list(map(weigh, seeds, targets, weights))
+
+    def has_rows(self, target):
+        """Return whether a target of a tape has losses of single rows."""
+        shape = getattr(target, "shape", None)
+        if shape is None or not shape.rank:
+            return False
+        rows = self.rows if isinstance(self.rows, int) else None
+        return shape[0] == rows
+
+    # Optimizers -------------------------------------------------------------------------------
+
+    def methods(self, optimizer):
+        """The methods of an optimizer that are replaced, by their names."""
+        apply = optimizer.apply_gradients
+
+        def apply_gradients(grads_and_vars, *args, **kwargs):
+            pairs = list(grads_and_vars)
+            means = self.later(*zip(*pairs)) if pairs else []
+            return apply([(g, v) for g, (_, v) in zip(means, pairs)], *args, **kwargs)
+
+        return {"apply_gradients": apply_gradients}
+
+    def later(self, gradients, variables):
+        """The gradients to apply: the mean over all ranks of those that no tape has made so."""
+        gradients = list(gradients)
+        places = [
+            place
+            for place, (gradient, variable) in enumerate(zip(gradients, variables))
+            if gradient is not None and _handle(variable) not in self.means
+        ]
+        if places:
+            self.unproven[errors.users_line()] = None
+            means = self.mean([gradients[place] for place in places], self.share)
+            for place, mean in zip(places, means):
+                gradients[place] = mean
+        return gradients
+
+    def mean(self, gradients, weight):
+        """The means of all ranks' gradients; None is one that nothing has."""
+        mine = [gradient for gradient in gradients if gradient is not None]
+        means = iter(self.engine.mean(mine, weight, "gradients_{}".format(self.exchanges)))
+        self.exchanges += 1
+        return [None if gradient is None else next(means) for gradient in gradients]
+
+
+class Keras3Exchange(GradientExchange):
+    """That of a step of Keras 3, whose optimizers apply gradients by ``apply``."""
+
+    def methods(self, optimizer):
+        plain = optimizer.apply
+
+        def apply(grads, trainable_variables=None, *args, **kwargs):
+            variables = trainable_variables
+            if variables is None:
+                variables = optimizer._trainable_variables
+            means = self.later(grads, variables)
+            return plain(means, trainable_variables, *args, **kwargs)
+
+        return {"apply": apply}
+
+
+def _scales_losses(optimizer):
+    """Return whether it is a ``LossScaleOptimizer``, of tf.keras or of Keras 3."""
+    return hasattr(optimizer, "get_scaled_loss") or hasattr(optimizer, "inner_optimizer")
+
+
+def _handle(variable):
+    """What a variable is known by, however it is wrapped; None: it is a tensor."""
+    handle = getattr(getattr(variable, "_value", variable), "handle", None)
+    return None if handle is None else id(handle)
+
+
+def _weights(model):
+    """The variables of a model and its parts, as far as they are made."""
+    try:
+        return model.weights
+    except ValueError:  # Keras: the model is not built, but its parts may be
+        parts = model.layers
+        return [weight for part in parts if part.built for weight in part.weights]
+
+
+def _is_in_loop():
+    """Return whether one of TensorFlow's loops within the step runs or traces what calls this."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code is not GradientExchange.run.__code__:
+        if frame.f_code.co_name in _LOOPS:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,183 @@
+"""Whether what ranks exchange in a step is a sum or mean over samples: found out by trying.
+
+Where a step has used gradients of this rank's samples alone before they became the mean over all
+ranks (see ``gradient_exchange``), the result is that of one process only if it was used linearly.
+So the step is done again with the first batch and with its halves: what it would exchange of it
+is the mean of what it would exchange of the halves. Where clipping comes first, it is not.
+"""
+
+import contextlib
+import copy
+import functools
+
+import numpy as np
+import tensorflow as tf
+
+from ... import _keras, errors
+from ..._ranks import losses, place
+from ..._ranks.engines import tensorflow_engine
+from ..._verification import keras_steps, steps
+from .merging import is_generator
+
+
+class _Trial:
+    """In place of an engine: notes what this rank would exchange, and exchanges nothing.
+
+    Attributes:
+        exchanged: of each exchange, the arrays that this rank would have contributed.
+        whole: the results of these exchanges in the step of the whole batch, if this one is of a
+            part of it: what follows an exchange begins with the same there.
+    """
+
+    def __init__(self, engine, share, whole=()):
+        self.place = place.Place(0, 1, 0, 1, "")
+        self.noting, self.called = engine.noting, engine.called
+        self.unreached = {}
+        self.share, self.whole = share, iter(whole)
+        self.exchanged = []
+
+    def share_in_graph(self, rows, count):
+        return self.called(lambda: float(self.share), [], tf.float64)
+
+    def total(self, values):
+        values = [tf.cast(value, tf.float64) for value in values]
+        return self.noted(values, values)
+
+    def mean(self, tensors, share, name):
+        if name == "state" or not tensors:
+            return tensors
+        tensors = list(map(tf.convert_to_tensor, tensors))
+        return self.noted([each * tf.cast(share, each.dtype) for each in tensors], tensors)
+
+    def noted(self, weighted, results):
+        """Note tensors, weighted by this part's rows, in the order in which they are computed."""
+
+        def note(*arrays):
+            self.exchanged.append([np.array(each, "float64") for each in arrays])
+            given = next(self.whole, arrays)
+            return [np.asarray(a, b.dtype.as_numpy_dtype) for a, b in zip(given, results)]
+
+        found = tf.numpy_function(note, weighted, [each.dtype for each in results])
+        for tensor, result in zip(found, results):
+            tensor.set_shape(result.shape)
+        return found
+
+
+def check(step, model, data, lines):
+    """Check what a model's step exchanges.
+
+    Arguments:
+        step: the ``RankedStep``.
+        data: the first batch, of arrays.
+        lines: of the script, where gradients were computed or applied.
+
+    Raises:
+        RankError: it is no sum and no mean over the rows of the batch.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
+    rows = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
+    if len(rows) > 1 or None in rows or min(rows, default=0) < 2:
+        return
+    (rows,) = rows
+    half = rows // 2
+    run = functools.partial(_exchanged, step, model, data)
+    try:
+        once = run(slice(None), 1)
+        parts = [
+            run(slice(half), half / rows, once), run(slice(half, None), 1 - half / rows, once)
+        ]  # fmt: skip
+        again = run(slice(None), 1)
+    except Exception as error:  # of the step, whatever is wrong with such a batch
+        errors.warn(
+            f"The train_step of {model.name!r} takes gradients{_at(lines)} where they are those of "
+            "this rank's samples alone. It could not be tried whether it uses them linearly: "
+            f"{type(error).__name__}: {_message(error)}. If it clips them, for example, the ranks "
+            "train to other numbers than one process."
+        )
+        return
+    if not len(once) == len(again) == len(parts[0]) == len(parts[1]):
+        return  # it does not do the same each time
+    limit = losses.rounding(getattr(model, "compute_dtype", None) or "float32")
+    for whole, other, *halves in zip(once, again, *parts):
+        largest = max([np.abs(value).max() for value in whole if value.size] or [0.0])
+        noise = max([_distance(*each) for each in zip(whole, other)] or [0.0])
+        off = max([_distance(a, b + c) for a, b, c in zip(whole, *halves)] or [0.0])
+        if noise <= limit * largest / 10 and off > limit * largest:
+            raise errors.RankError(
+                f"The train_step of {model.name!r} takes gradients{_at(lines)} where they are "
+                "those of this rank's samples alone, and does not use them linearly (clipping, for "
+                f"example): of a batch of {rows} samples they differ by up to {off:.3g} from their "
+                f"mean over its halves. The ranks would train to other numbers than one process. "
+                "Call tf.GradientTape.gradient() for the model's weights outside of the blocks of "
+                "all tapes, and outside of TensorFlow's loops: there it returns the mean over all "
+                "ranks."
+            )
+
+
+def _at(lines):
+    named = [line.strip(" ()") for line in lines if line]
+    return " ({})".format("; ".join(named)) if named else ""
+
+
+def _message(error):
+    if isinstance(error, tf.errors.OpError):
+        return tensorflow_engine.problem_of(error)
+    return str(error).strip().split("\n")[0].rstrip(".")
+
+
+def _distance(one, other):
+    return np.abs(one - other).max() if one.size and one.shape == other.shape else 0.0
+
+
+def _exchanged(step, model, data, places, share, whole=()):
+    """What a step of some rows exchanges. Variables stay as they are."""
+    trial = copy.copy(step)
+    trial.engine = engine = _Trial(step.engine, share, whole)
+    trial.is_trial = True
+    some = tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf[places]), data
+    )
+    function = functools.partial(trial.invoke, model, some)
+    optimizers = keras_steps.optimizers(model)
+    counters = steps.numbers_held(optimizers)
+    with _in_inference(model):
+        if model.run_eagerly:
+            variables = _variables([model, *optimizers])
+        else:
+            function = tf.function(function, autograph=False).get_concrete_function()
+            variables = function.graph.variables
+        # Not the states of random numbers: what is random differs from one time to the next.
+        kept = [(v, v.read_value()) for v in variables if not is_generator(v)]
+        function()
+        for variable, value in kept:
+            variable.assign(value)
+    counters.put_back()
+    return engine.exchanged
+
+
+def _variables(owners):
+    """The variables that objects of Keras' have, also such as it does not track."""
+    found = {}
+    for owner in owners:
+        variables = owner.variables() if callable(owner.variables) else owner.variables
+        for each in [variables, *vars(owner).values()]:
+            for one in each if isinstance(each, (list, tuple)) else [each]:
+                one = getattr(one, "_value", one)
+                if isinstance(one, tf.Variable):
+                    found[id(one)] = one
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def _in_inference(model):
+    """Have batch normalization use its averages: those of each part's rows are others."""
+    kind = _keras.keras_of(model).layers.BatchNormalization
+    layers = [each for each in _keras.all_layers(model) if isinstance(each, kind)]
+    layers = [each for each in layers if each.trainable]
+    for layer in layers:
+        layer.trainable = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.trainable = True

@@ -1,0 +1,335 @@
+"""Ranks of TensorFlow 2: gradients that a step uses before its optimizer applies them."""
+
+import re
+
+import numpy as np
+
+from . import ranks
+
+MODELS = """
+import tensorflow as tf
+
+KERAS3 = hasattr(keras, "ops")
+
+
+class Model(keras.Model):
+    def error(self, data, training=True):
+        return tf.reduce_mean(tf.square(self(data[0], training=training) - data[1]))
+
+    def train_step(self, data):
+        self.data = data
+        with tf.GradientTape() as tape:
+            loss = self.error(data)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        used = self.used(gradients, loss)
+        self.optimizer.apply_gradients(zip(used, self.trainable_variables))
+        return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
+
+    def used(self, gradients, loss):
+        return gradients
+
+
+class Clipped(Model):
+    def used(self, gradients, loss):
+        return tf.clip_by_global_norm(gradients, 0.3)[0]
+
+
+class Adaptive(Model):
+    def used(self, gradients, loss):
+        norms = [0.01 * tf.norm(variable) for variable in self.trainable_variables]
+        return [tf.clip_by_norm(*pair) for pair in zip(gradients, norms)]
+
+
+class Sharp(Model):
+    "Sharpness-aware: a second gradient at the weights to which the first one leads."
+
+    def used(self, gradients, loss):
+        norm = tf.linalg.global_norm(gradients)
+        moves = [0.5 * gradient / norm for gradient in gradients]
+        for variable, move in zip(self.trainable_variables, moves):
+            variable.assign_add(move)
+        with tf.GradientTape() as tape:
+            loss = self.error(self.data)
+        result = tape.gradient(loss, self.trainable_variables)
+        for variable, move in zip(self.trainable_variables, moves):
+            variable.assign_sub(move)
+        return result
+
+
+class Signs(Model):
+    "Applies gradients by no optimizer."
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.error(data)
+        named = {str(place): v for place, v in enumerate(self.trainable_variables)}
+        gradients = tape.gradient(loss, named)
+        for name, variable in named.items():
+            variable.assign_sub(0.01 * tf.sign(gradients[name]))
+        return {"loss": loss, "norm": tf.linalg.global_norm(list(gradients.values()))}
+
+
+class PerRow(Model):
+    "The gradient of a vector is that of its sum."
+
+    def train_step(self, data):
+        with tf.GradientTape(persistent=True) as tape:
+            losses = tf.reduce_mean(tf.square(self(data[0], training=True) - data[1]), axis=1)
+            mean = tf.reduce_mean(losses)
+        gradients = tape.gradient([losses, mean], self.trainable_variables)
+        gradients = [0.01 * gradient for gradient in gradients]
+        means = tape.gradient([mean], self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        norms = [tf.linalg.global_norm(each) for each in (gradients, means)]
+        return {"loss": mean, "norm": sum(norms)}
+
+
+class Penalty(Model):
+    "By the inputs' gradients, which each sample has of its own."
+
+    def error(self, data, training=True):
+        with tf.GradientTape() as tape:
+            tape.watch(data[0])
+            outputs = self(data[0], training=training)
+        slopes = tape.gradient(outputs, data[0])
+        loss = tf.reduce_mean(tf.square(outputs - data[1]))
+        return loss + tf.reduce_mean(tf.square(tf.norm(slopes, axis=1) - 1))
+
+    used = Clipped.used
+
+
+class Accumulated(Model):
+    "Applies the sum of two steps' gradients in every second one."
+
+    def build_sums(self):
+        with tf.init_scope():
+            self.step = tf.Variable(0, trainable=False)
+            self.sums = [
+                tf.Variable(tf.zeros(v.shape), trainable=False) for v in self.trainable_variables
+            ]
+
+    def used(self, gradients, loss):
+        self.step.assign_add(1)
+        for total, gradient in zip(self.sums, gradients):
+            total.assign_add(gradient)
+        due = tf.cast(self.step % 2 == 0, tf.float32)
+        sums = [total * due for total in self.sums]
+        clipped = tf.clip_by_global_norm(sums, 0.3)[0]
+        for total in self.sums:
+            total.assign(total * (1 - due))
+        return clipped
+
+
+class Tokens(Model):
+    "Gradients of embeddings are slices."
+
+    used = Clipped.used
+
+
+class TwoTapes(Model):
+    "Two tapes and two optimizers; the second one looks at gradients again."
+
+    def train_step(self, data):
+        first, second = self.trainable_variables[:2], self.trainable_variables[2:]
+        with tf.GradientTape() as one, tf.GradientTape() as other:
+            loss = self.error(data)
+        gradients = tf.clip_by_global_norm(one.gradient(loss, first), 0.1)[0]
+        self.optimizer.apply_gradients(zip(gradients, first))
+        gradients = tf.clip_by_global_norm(other.gradient(loss, second), 0.2)[0]
+        self.second.apply_gradients(zip(gradients, second))
+        return {"loss": loss, "norm": tf.linalg.global_norm(gradients)}
+
+
+class Inside(Model):
+    "Within a tape's block gradients stay the rank's own; their sum is right all the same."
+
+    def train_step(self, data):
+        with tf.GradientTape(persistent=True) as tape:
+            loss = self.error(data)
+            gradients = tape.gradient(loss, self.trainable_variables)
+            used = self.used(gradients, loss)
+        self.optimizer.apply_gradients(zip(used, self.trainable_variables))
+        return {"loss": loss, "norm": tf.constant(1.0)}
+
+    def used(self, gradients, loss):
+        return [2 * gradient for gradient in gradients]
+
+
+class Normalizing(keras.optimizers.SGD):
+    def compute_gradients(self, loss, var_list, tape=None):
+        gradients, variables = zip(*super().compute_gradients(loss, var_list, tape))
+        return list(zip(tf.clip_by_global_norm(gradients, 0.3)[0], variables))
+
+
+if not KERAS3:
+    legacy = getattr(keras.optimizers, "legacy", keras.optimizers).SGD
+
+    class OldNormalizing(legacy):
+        def _compute_gradients(self, loss, var_list, grad_loss=None, tape=None):
+            pairs = super()._compute_gradients(loss, var_list, grad_loss, tape)
+            gradients, variables = zip(*pairs)
+            return list(zip(tf.clip_by_global_norm(gradients, 0.3)[0], variables))
+
+
+def train(kind, optimizer, name, x=x, first=None, **options):
+    source = keras.Input((x.shape[1],))
+    found = first(source) if first else source
+    found = dense(1)(dense(5, activation="tanh")(found))
+    model = compat.parallelize(kind(source, found, name=name))
+    if hasattr(model, "build_sums"):
+        model.build_sums()
+    model.second = keras.optimizers.SGD(0.1)
+    model.compile(optimizer, "mse", **options)
+    data = compat.shard((x, y), BATCH)
+    history = model.fit(*data, batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    said[name] = list(map(float, history.history.get("norm", [])))
+    weights[name] = model.get_weights()
+
+
+def embedded(source):
+    return keras.layers.Flatten()(keras.layers.Embedding(3, 2, "ones")(source))
+
+
+
+compat.parallelize(lambda: keras.Sequential([dense(1, input_shape=(6,))]))
+"""
+
+# Each of these steps trains to the numbers of one process.
+STEPS = (
+    MODELS
+    + """
+SGD = keras.optimizers.SGD
+for kind in Clipped, Adaptive, Sharp, Signs, PerRow, Penalty, Accumulated, TwoTapes, Inside:
+    train(kind, SGD(0.1, momentum=0.9), kind.__name__)
+train(Clipped, SGD(0.1), "Eager", run_eagerly=True)
+train(Sharp, SGD(0.1), "EagerSharp", run_eagerly=True)
+train(Tokens, SGD(0.1), "Tokens", abs(x) % 3, embedded)
+if not KERAS3:
+    if hasattr(SGD, "compute_gradients"):
+        train(keras.Model, Normalizing(0.1), "Normalizing")
+    train(keras.Model, OldNormalizing(0.1), "OldNormalizing")
+"""
+)
+
+# Horovod's own tape, left in a script: of ranks it exchanges nothing more.
+HOROVODS_TAPE = (
+    MODELS
+    + """
+import horovod.tensorflow as hvd
+
+hvd.init()
+called = []
+
+
+class Distributed(Model):
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = self.error(data)
+        tape = hvd.DistributedGradientTape(tape)
+        exchange = tape._allreduce_grads
+        tape._allreduce_grads = lambda *given: called.append(given) or exchange(*given)
+        gradients = tf.clip_by_global_norm(
+            tape.gradient(loss, self.trainable_variables), 0.3
+        )[0]
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"norm": tf.linalg.global_norm(gradients)}
+
+
+train(Distributed, keras.optimizers.SGD(0.1), "Distributed")
+assert bool(called) == (compat.size() == 1)
+"""
+)
+
+
+UNPROVEN_STEPS = (
+    MODELS
+    + """
+class ClippedInside(Inside):
+    used = Clipped.used
+
+
+class Looped(Model):
+    def train_step(self, data):
+        def clipped(step, *_):
+            with tf.GradientTape() as tape:
+                loss = self.error(data)
+            found = tape.gradient(loss, self.trainable_variables)
+            return [step + 1, *tf.clip_by_global_norm(found, 0.3)[0]]
+
+        begin = [0, *map(tf.zeros_like, self.trainable_variables)]
+        _, *gradients = tf.while_loop(lambda step, *_: step < 1, clipped, begin)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables))
+        return {"norm": tf.constant(1.0)}
+
+
+class OfFour(Inside):
+    def used(self, gradients, loss):
+        rows = tf.shape(self.data[0])[0]
+        with tf.control_dependencies([tf.debugging.assert_equal(rows, 4, "four rows")]):
+            return tf.nest.map_structure(tf.identity, gradients)
+
+    def train_step(self, data):
+        self.data = data
+        return super().train_step(data)
+
+
+class Random(Inside):
+    "What differs from one time to the next cannot be compared."
+
+    def used(self, gradients, loss):
+        return [gradient + tf.random.normal(gradient.shape) for gradient in gradients]
+
+
+for kind in ClippedInside, Looped, OfFour, Random:
+    source = keras.Input((6,))
+    model = compat.parallelize(kind(source, dense(1)(source), name=kind.__name__))
+    model.compile("sgd", "mse")
+    batch = inputs[:rows], targets[:rows]
+    said[kind.__name__] = told(lambda: model.fit(*batch, rows, verbose=0))
+"""
+)
+
+
+def check_steps(alone, *jobs):
+    """Steps that use gradients in any way train to the numbers of one process.
+
+    Arguments:
+        alone, jobs: of one process, and of several ranks: what they left, and what they said.
+    """
+    (one,), (expected,) = alone
+    for arrays, said in jobs:
+        for rank, norms in zip(arrays, said):
+            ranks.check_arrays(one, arrays[0], rank)
+            for name, values in expected.items():
+                np.testing.assert_allclose(norms[name], values, rtol=1e-4, err_msg=name)
+
+
+def check_unproven(said):
+    """Gradients of a rank's own rows that are not used linearly are an error."""
+    for one in said:
+        for name in "ClippedInside", "Looped":
+            text = one[name]
+            places = re.findall(r"[^ (;]+, line \d+", text)
+            off = re.search("up to ([^ ]+) from", text).group(1)
+            assert len(places) == 2 and float(off) > 0.01
+            assert text == UNPROVEN_ERROR.format(name, "; ".join(places), off)
+        (text,) = one["OfFour"]
+        found = re.search(r"gradients \((.*)\) where.* linearly: (\w+): (.*)\. If", text)
+        assert text == UNPROVEN_WARNING.format("OfFour", *found.groups())
+        assert "four rows" in found.group(3)
+        assert one["Random"] == []
+
+
+UNPROVEN_ERROR = (
+    "RankError: The train_step of {!r} takes gradients ({}) where they are those of this rank's "
+    "samples alone, and does not use them linearly (clipping, for example): of a batch of 4 "
+    "samples they differ by up to {} from their mean over its halves. The ranks would train to "
+    "other numbers than one process. Call tf.GradientTape.gradient() for the model's weights "
+    "outside of the blocks of all tapes, and outside of TensorFlow's loops: there it returns the "
+    "mean over all ranks."
+)
+UNPROVEN_WARNING = (
+    "The train_step of {!r} takes gradients ({}) where they are those of this rank's samples "
+    "alone. It could not be tried whether it uses them linearly: {}: {}. If it clips them, for "
+    "example, the ranks train to other numbers than one process."
+)
