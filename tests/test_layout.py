@@ -48,6 +48,7 @@ ROOMS = [
 UPPER_FLOORS = {
     "compat._ranks." + name: "compat._ranks (Keras models)"
     for name in (
+        "callbacks",
         *("horovod_optimizers", "keras2", "keras2_state", "keras_model", "losses", "metrics"),
         *("rank_usage", "own_functions", "state", "tables", "weights"),
     )
@@ -158,6 +159,7 @@ NAMING = {
     "compat._keras.functions": "tells Keras' functions from a script's",
     "compat._api.legacy": "old names",
     "compat._ranks": "a process group of torch.distributed that the script made",
+    "compat._ranks.adapting": "where each Keras defines layers that adapt",
     "compat._ranks.arrays": "what shard() takes",
     "compat._ranks.checksum": "likely causes of a drift",
     "compat._ranks.datasets": "tf.data",

@@ -158,17 +158,24 @@ def checksum(data, sampled=16, value=0):
     return value
 
 
-def _content(array):
-    """The bytes of an array of any framework's; none where numpy has no such type of number."""
-    for method in ("detach", "cpu", "asnumpy", "toarray"):  # of torch, MXNet and scipy
+def to_numpy(array):
+    """An array of any framework's as numpy's; None where numpy has no such type of number."""
+    if hasattr(array, "detach"):
+        array = array.detach()
+        array = array.cpu() if hasattr(array, "cpu") else array  # of torch, not of MXNet
+    for method in ("asnumpy", "toarray"):  # of MXNet and scipy
         if hasattr(array, method):
             array = getattr(array, method)()
     try:
         array = np.asarray(array)
-    except TypeError:  # of torch, for bfloat16
-        return b""
-    array = array.astype(str) if array.dtype.kind == "O" else np.ascontiguousarray(array)
-    return array.tobytes()
+    except (TypeError, NotImplementedError):  # of torch, for bfloat16; a tensor of a graph
+        return None
+    return array.astype(str) if array.dtype.kind == "O" else array
+
+
+def _content(array):
+    array = to_numpy(array)
+    return b"" if array is None else np.ascontiguousarray(array).tobytes()
 
 
 # What ranks compare ----------------------------------------------------------------------------

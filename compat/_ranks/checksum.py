@@ -29,7 +29,7 @@ _SMALL = 2**18
 _ROUNDING = 1e-4
 
 
-_CAUSES = (
+CAUSES = (
     "Likely causes: gradients that never reach the other ranks, such as those of "
     "torch.autograd.grad() or of an update made by hand; an initial value drawn at random after "
     "parallelize(); code that depends on a rank's data, such as a step that is skipped."
@@ -77,6 +77,11 @@ def of_text(text):
     return _digest(text.encode())
 
 
+def of_arrays_and_text(arrays, text):
+    """The same of arrays and a text."""
+    return of_text(repr([text, *map(checksum, arrays)]))
+
+
 def _digest(content):
     """64 bits, as numbers of 16: these are exact in float32, in which some engines sum."""
     return list(struct.unpack(">4H", hashlib.blake2b(content, digest_size=8).digest()))
@@ -88,7 +93,7 @@ def verify(
     arrays: "Sequence[Any]",
     write: "Callable[[int, Any], None]",
     when: "Union[int, str]",
-    causes: str = _CAUSES,
+    causes: "Union[str, Callable[[], str]]" = CAUSES,
 ) -> None:
     """Compare variables that have to be the same on all ranks. All ranks call it at once.
 
@@ -101,7 +106,8 @@ def verify(
         arrays: their values.
         write: is called with a variable's place in the lists and the value to set.
         when: after how many steps, or a phrase: "after epoch 3".
-        causes: why such variables may differ, and what to do: sentences for the error.
+        causes: why such variables may differ, and what to do: sentences for the error, or a
+            function that all ranks call for them.
 
     Raises:
         RankError: they differ. It names the first variable that does, and on which ranks.
@@ -111,7 +117,7 @@ def verify(
         resolve(engine, names, arrays, write, when, causes)
 
 
-def resolve(engine, names, arrays, write, when, causes=_CAUSES):
+def resolve(engine, names, arrays, write, when, causes=CAUSES):
     """As ``verify``, where the ranks know already that their checksums differ."""
     if isinstance(when, int):
         when = "after 1 step" if when == 1 else "after {} steps".format(when)
@@ -134,6 +140,7 @@ def resolve(engine, names, arrays, write, when, causes=_CAUSES):
     largest = [max(column) * 1e-6 for column in zip(*gathered)]
     if max(largest) > _ROUNDING:
         index = next(p for p, distance in zip(differ, largest) if distance > _ROUNDING)
+        causes = causes() if callable(causes) else causes
         which, ranks = _and_others(names, differ, index), errors.numbered_ranks(differ[index])
         raise errors.RankError(
             f"The ranks have drifted apart: {when} the values of {which} on {ranks} of "

@@ -12,6 +12,7 @@ _INFINITE, _UNKNOWN = -1, -2
 
 
 _shuffled = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary  # part -> its seeds
+_parts_made = weakref.WeakSet()  # type: weakref.WeakSet
 
 
 class Seeds(arrays.Part):
@@ -46,9 +47,15 @@ def shard(place, dataset, batch_size):
             "never. Call shuffle() after shard(), or give it the same seed on all ranks."
         )
     part = _part(place, dataset, batch_size)
+    _parts_made.add(next(_chain(part)))
     if seeds:
         _shuffled[next(_chain(part))] = Seeds(seeds)
     return part
+
+
+def is_part(data):
+    """Whether a dataset is made of what ``shard()`` has returned."""
+    return takes(data) and any(each in _parts_made for each in _chain(data))
 
 
 def _part(place, dataset, batch_size):
@@ -75,6 +82,16 @@ def _part(place, dataset, batch_size):
     if batched != _UNKNOWN:
         place.rows_of_batch(batched)  # one row per rank, at least
     return _parts(place, dataset)
+
+
+def arrays_in(dataset):
+    """The arrays that a dataset is made of, as far as they can be read without running it."""
+    return [
+        tensor
+        for each in _chain(dataset)
+        for tensor in getattr(each, "_tensors", ())
+        if hasattr(tensor, "numpy") and getattr(tensor.dtype, "is_numpy_compatible", True)
+    ]
 
 
 def _cardinality(dataset):

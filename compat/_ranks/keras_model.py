@@ -10,9 +10,9 @@ import inspect
 import itertools
 from typing import Any
 
-from .. import _keras, errors
+from .. import errors
 from .._runtime import work
-from . import arrays, checksum, datasets, metrics, saving, sharding
+from . import arrays, callbacks, checksum, data_samples, datasets, metrics, saving, sharding
 from .saving import RankedMethod
 from .weights import Start, WeightComparison
 from .weights import same_start as same_start
@@ -67,6 +67,8 @@ class RankedFit(RankedMethod):
         # Of Keras 2: whether a model's losses are divided by what other ranks know.
         self.divides = None  # type: Any
         self.results = metrics.Results(engine)
+        self.logs = callbacks.SharedLogs(engine)
+        self.callbacks = None  # type: Any  # of the last call
 
     def invoke(self, model, *args, **kwargs):
         return self.run(model, self.plain(model), args, kwargs)
@@ -78,15 +80,9 @@ class RankedFit(RankedMethod):
         args, given = arguments_by_name(fit, args, kwargs)
         if self.splits:
             sharding.split(self.engine, model.name, given)
-        callbacks = given.get("callbacks") or []
-        if not isinstance(callbacks, (list, tuple)):
-            callbacks = [callbacks]
-        keras, place = _keras.keras_of(model), self.engine.place
-        callbacks = saving.written_by_rank_0(keras, place, list(callbacks))
-        # In front, so that the user's callbacks see what all ranks see.
-        given["callbacks"] = [self.epochs(model)] + callbacks + [self.stops(model)]
-        of_users = [callback for callback in callbacks if not hasattr(callback, "watches")]
-        self.begin(model, given, of_users)
+        self.callbacks = callbacks.FitCallbacks(self, model, given.get("callbacks"))
+        given["callbacks"] = self.callbacks.callbacks
+        self.begin(model, given)
         if given.get("validation_split"):
             errors.warn(
                 "validation_split={} takes the last rows of each rank's part of the data, and not "
@@ -95,25 +91,37 @@ class RankedFit(RankedMethod):
             )
         self.running = True
         try:
-            return fit(*args, **given)
+            result = fit(*args, **given)
+            # Callbacks may have set weights after the last epoch, too.
+            if model.built and (not self.callbacks.alone or self.comparison.is_due(True)):
+                self.comparison.compare(model, _LAST, self.callbacks.causes)
+            return result
         finally:
             self.running = self.in_epoch = False
+            self.callbacks = None
 
-    def begin(self, model, given, callbacks):
+    def begin(self, model, given):
         """Begin with rank 0's weights, and agree with all ranks on what they were given."""
         source = given.get("generator", given.get("x"))
         weights = Start(model, self.engine) if model.built else None
         sources = map(datasets.compared, [source, given.get("validation_data")])
         self.agreement = arrays.Agreement(self.engine, sources)
-        options = [*self.validates(model, given), bool(callbacks), sharding.batches(given, source)]
-        start, positions, options = self.engine.gather_each(
-            [weights.numbers if weights else [], self.agreement.positions(), options]
+        options = [*self.validates(model, given), sharding.batches(given, source)]
+        start, positions, options, of_callbacks, samples = self.engine.gather_each(
+            [
+                weights.numbers if weights else [],
+                self.agreement.positions(),
+                options,
+                self.callbacks.numbers(),
+                data_samples.numbers(self.engine.place),
+            ]
         )
+        data_samples.compare(self.engine, samples)
         if weights:
             weights.agree(start)
         self.checksums = self.agreement.advance(positions)  # of the first batches
-        validate, divide, of_users, batches = zip(*options)
-        self.alone = not any(of_users)  # no rank has callbacks of the user's
+        self.callbacks.agree(of_callbacks)
+        validate, divide, batches = zip(*options)
         self.validate_alike = checksum.same(validate)  # all ranks validate, or none does
         # Of an epoch, on all ranks; 0: they do not know that they are as many.
         self.batches = batches[0] if checksum.same(batches) else 0
@@ -145,61 +153,18 @@ class RankedFit(RankedMethod):
             self.agreement.compare(checksums)
             self.batches = self.batches or (steps[0][0] if checksum.same(steps) else 0)
 
-    def epochs(self, model):
-        """The callback that ends every epoch on all ranks at once."""
-        ranked = self
-
-        class Epochs(_keras.keras_of(model).callbacks.Callback):  # type: ignore  # any Keras
-            def on_train_begin(self, logs=None):
-                ranked.begun(self.params)
-
-            def on_epoch_begin(self, epoch, logs=None):
-                for seen in ranked.seen.values():
-                    seen.clear()
-                ranked.engine.steps = 0
-                # ``trained``: the metrics' state when the epoch's training was over; ``wished``:
-                # whether training is to stop when the epoch ends.
-                ranked.trained, ranked.in_epoch, ranked.wished = None, True, False
-
-            def on_epoch_end(self, epoch, logs=None):
-                ranked.in_epoch = False
-                ranked.epoch_ended(model, epoch + 1, self.params, logs)
-
-            def on_train_end(self, logs=None):
-                if ranked.comparison.is_due(True):
-                    ranked.comparison.compare(model, _LAST)
-
-        return Epochs()
-
-    def stops(self, model):
-        """The callback, after all others, by which one rank's wish to stop is everybody's.
-
-        A rank that left its epoch at once would leave the others waiting for its next step.
-        """
-        ranked = self
-
-        class Stops(_keras.keras_of(model).callbacks.Callback):  # type: ignore  # any Keras
-            # It takes no logs, which Keras therefore need not wait for.
-            _supports_tf_logs = async_safe = True
-
-            def set_model(self, model):
-                # Not as ``self.model``, with which Keras on JAX brings all state to the model. It
-                # is the one that callbacks see: before Keras 2.2 another one.
-                ranked.trainee = model
-
-            def on_batch_end(self, batch, logs=None):
-                ranked.wished = ranked.wished or ranked.trainee.stop_training
-                ranked.trainee.stop_training = False
-
-            def on_epoch_end(self, epoch, logs=None):
-                if not ranked.alone:
-                    ranked.stop(model, epoch + 1, self.params)
-
-        return Stops()
+    def epoch_begun(self):
+        for seen in self.seen.values():
+            seen.clear()
+        self.engine.steps = 0
+        # ``trained``: the metrics' state when the epoch's training was over; ``wished``: whether
+        # training is to stop when the epoch ends.
+        self.trained, self.in_epoch, self.wished = None, True, False
 
     def epoch_ended(self, model, epoch, params, logs):
         """End an epoch on all ranks at once: its logs, in one exchange with all that is due."""
-        engine = self.engine
+        engine, alone = self.engine, self.callbacks.alone
+        self.in_epoch = False
         steps, seen = engine.steps, self.seen[True]["batches"]
         if 0 < self.batches <= min(steps, seen) and self.validate_alike and not self.in_step:
             engine.steps = 0  # none has more, or it would still wait for another step
@@ -207,8 +172,8 @@ class RankedFit(RankedMethod):
             engine.close()
         self.comparison.epoch_ended(steps)
         last = epoch == params.get("epochs")
-        due = self.comparison.is_due(last) and (self.alone or not last)  # else in ``stop()``
-        wished = self.alone and (self.wished or self.trainee.stop_training)
+        due = self.comparison.is_due(last) and (alone or not last)  # else when fit() ends
+        wished = alone and (self.wished or self.trainee.stop_training)
         more = [self.agreement.parts[0].position(), bool(wished)]
         more += self.comparison.numbers(model) if due else []
         now, validated = metrics.state(model), self.seen[False]["batches"] > 0
@@ -223,19 +188,9 @@ class RankedFit(RankedMethod):
         self.agreement.epoch_ended(positions)
         if due:
             when = _LAST if last else "after epoch {}".format(epoch)
-            self.comparison.resolve(model, when, list(zip(*rows)))
-        if self.alone:
+            self.comparison.resolve(model, when, list(zip(*rows)), self.callbacks.causes)
+        if alone:
             self.trainee.stop_training = any(wishes)
-
-    def stop(self, model, epoch, params):
-        """Stop all ranks if one wishes to. After the last epoch, compare what callbacks left."""
-        due = epoch == params.get("epochs") and self.comparison.is_due(True)
-        wished = bool(self.wished or self.trainee.stop_training)
-        numbers = self.comparison.numbers(model) if due else []
-        wishes, rows = self.engine.gather_each([[wished], numbers])
-        if due:
-            self.comparison.resolve(model, _LAST, rows)
-        self.trainee.stop_training = any(wish for (wish,) in wishes)
 
 
 class RankedResetMetrics(RankedMethod):
@@ -276,6 +231,8 @@ class RankedEvaluate(RankedMethod):
     def __init__(self, engine):
         super().__init__(engine)
         self.training = self.method == "train_on_batch"
+        # Whether ranks compare their weights on the way; steps do that for themselves.
+        self.compares = not self.method.endswith("_on_batch")
 
     def invoke(self, model, *args, **kwargs):
         evaluate = self.plain(model)
@@ -293,6 +250,7 @@ class RankedEvaluate(RankedMethod):
             _, given = arguments_by_name(evaluate, args, kwargs)
             weighted = given.get("sample_weight") is not None
             fit.in_step = self.engine.sum([float(fit.divides(model, weighted))])[0] > 0
+        held = fit.comparison.held(model) if self.compares and model.built else []
         # ``evaluated``: the metrics' state of a batch, where Keras has reset it since.
         fit.evaluating, fit.evaluated = True, None
         try:
@@ -302,20 +260,30 @@ class RankedEvaluate(RankedMethod):
         if fit.in_step and not self.training:
             self.engine.close()
         if isinstance(result, dict):
-            values = self.completed(fit, model, result)
+            values = self.completed(fit, model, result, held)
             return model._flatten_metrics_in_order(values) if as_list else values
         results = result if isinstance(result, (list, tuple)) else [result]
         names = list(model.metrics_names)
         if len(names) != len(results) or len(set(names)) < len(names):
             names = list(range(len(results)))  # what is no name takes no metric's value
-        values = list(self.completed(fit, model, dict(zip(names, results))).values())
+        values = list(self.completed(fit, model, dict(zip(names, results)), held).values())
         return values if isinstance(result, (list, tuple)) else values[0]
 
-    def completed(self, fit, model, result):
-        """The results over all ranks, in the same order."""
+    def completed(self, fit, model, result, held):
+        """The results over all ranks, in the same order.
+
+        Arguments:
+            held: the checksum of the weights with which they were computed; empty: not known.
+        """
         state = metrics.state(model) if fit.evaluated is None else fit.evaluated
         moments = {"": (state, fit.seen[self.training])}
-        _, results = fit.results.over_ranks(model, moments, result)
+        more = (held or fit.comparison.held(model)) if self.compares else []
+        count, is_due = len(more), self.compares or checksum.is_due(self.calls)
+        more = more + (data_samples.numbers(self.engine.place) if is_due else [])
+        rows, results = fit.results.over_ranks(model, moments, result, more)
+        if is_due:
+            data_samples.compare(self.engine, [row[count:] for row in rows])
+        fit.comparison.resolve_held(model, f"in {self.method}()", [row[:count] for row in rows])
         return {name: results[name] for name in result}
 
 

@@ -8,12 +8,15 @@ repeats some where they do not divide, so that the ranks train on other batches 
 import copy
 import inspect
 import itertools
+import numbers
 import sys
 
 import numpy as np
 
 from .. import errors
 from . import arrays
+
+_SAMPLED = 64  # numbers of rows, or parts of a dataset
 
 
 def takes(data):
@@ -77,6 +80,37 @@ def shard(place, loader, batch_size=None):
     if own is not None:
         vars(loader)["batch_size"] = place.rows_of_batch(own)
     return loader
+
+
+# Where datasets and samplers of torch and Gluon keep arrays, numbers of rows, or other datasets.
+_CONTENTS = ("dataset", "datasets", "tensors", "indices", "weights", "_data", "_dataset")
+
+
+def arrays_in(loader):
+    """The arrays by which a loader chooses its rows, and those that its dataset holds.
+
+    Of other sources of batches none.
+    """
+    if not takes(loader):
+        return []
+    batches = _own(loader, "batch_sampler")
+    found, seen = [], []  # type: list, list
+    waiting = [_own(loader, "dataset"), batches, _own(batches, "sampler")]
+    while waiting:
+        value = waiting.pop()
+        if value is None or any(value is each for each in seen):
+            continue
+        seen.append(value)
+        if getattr(value, "shape", None):
+            found.append(value)
+        elif isinstance(value, (list, tuple, range)):
+            if value and isinstance(value[0], numbers.Integral):
+                found.append(np.array([len(value), *value[:: 1 + len(value) // _SAMPLED]]))
+            else:
+                waiting += value[:_SAMPLED]
+        else:
+            waiting += [getattr(value, name, None) for name in _CONTENTS]
+    return found
 
 
 def _made(loader, part):

@@ -14,7 +14,7 @@ import weakref
 import numpy as np
 
 from .. import errors
-from . import arrays, checksum, datasets, loaders
+from . import adapting, arrays, checksum, data_samples, datasets, loaders
 
 _REMEMBERED = 4096  # how many of a generator's last checksums are kept
 
@@ -27,9 +27,17 @@ def shard(place, data, batch_size=None):
         raise errors.InvalidArgumentError(
             "shard() was given what it has returned before: this rank's part. Call it once."
         )
+    adapting.watch()
+    take = _of_batches(data)
     if datasets.takes(data):
-        return datasets.shard(place, data, batch_size)
-    return (_of_batches(data) or arrays.shard)(place, data, batch_size)
+        part, known = datasets.shard(place, data, batch_size), datasets.arrays_in(data)
+    elif take is not None:  # of most of these ranks compare the batches
+        part, known = take(place, data, batch_size), loaders.arrays_in(data)
+    else:
+        part, known = arrays.shard(place, data, batch_size), data
+        adapting.note(part, data)
+    data_samples.note(place, known)
+    return part
 
 
 def _of_batches(data):

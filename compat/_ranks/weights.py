@@ -75,12 +75,21 @@ def _variables(model, engine):
     scale = getattr(optimizer, "_loss_scale", None)
     if scale is not None and hasattr(scale, "current_loss_scale"):
         state += [scale.current_loss_scale, scale.counter]
-    weights = [weight for weight in model.weights if not tables.is_table(weight)]
-    return weights + state + engine.state_besides(model)
+    return _arrays(model) + state + engine.state_besides(model)
+
+
+def _arrays(model):
+    """The weights that are arrays; others are tables."""
+    return [weight for weight in model.weights if not tables.is_table(weight)]
 
 
 # Comparison ---------------------------------------------------------------------------------
 
+_SET_ON_ONE_RANK = (
+    "Likely causes: weights that were set or loaded on one rank alone, as by load_weights() under "
+    "is_chief(); a model that was built after parallelize(), of which each rank has drawn its own "
+    "initial weights until fit() begins."
+)
 # An epoch ends with a comparison if there were so many steps since the last one.
 _OFTEN = 100
 
@@ -109,9 +118,9 @@ class WeightComparison:
         """Whether to compare at the end of this epoch, with which all training may end."""
         return self.steps - self.compared >= (1 if ends else _OFTEN)
 
-    def compare(self, model, when):
+    def compare(self, model, when, causes=checksum.CAUSES):
         """See ``checksum.verify``."""
-        self.resolve(model, when, self.engine.gather(self.numbers(model)))
+        self.resolve(model, when, self.engine.gather(self.numbers(model)), causes)
 
     def numbers(self, model):
         """The checksum that ranks gather to compare."""
@@ -120,22 +129,38 @@ class WeightComparison:
         read, _ = _keras.reader_and_writer(model)
         return checksum.numbers(read(self.variables(model)))
 
-    def resolve(self, model, when, rows):
+    def resolve(self, model, when, rows, causes=checksum.CAUSES):
         """Act upon the checksums of all ranks: see ``checksum.verify``."""
-        if checksum.same(rows):
-            return
+        if not checksum.same(rows):
+            self._resolve(model, self.variables(model), when, causes)
+
+    def held(self, model):
+        """The checksum of what a model computes with, which is not the optimizer's state."""
+        read, _ = _keras.reader_and_writer(model)
+        return checksum.numbers(read(self._shared(model, _arrays(model))))
+
+    def resolve_held(self, model, when, rows):
+        """As ``resolve``, of the checksums that ``held`` gives."""
+        if not checksum.same(rows):
+            self._resolve(model, self._shared(model, _arrays(model)), when, _SET_ON_ONE_RANK)
+
+    def _resolve(self, model, variables, when, causes):
         read, write = _keras.reader_and_writer(model)
-        variables = self.variables(model)
         names = [getattr(variable, "path", None) or variable.name for variable in variables]
 
         def write_one(place, value):
             write([(variables[place], value)])
 
-        checksum.resolve(self.engine, names, read(variables), write_one, when)
+        checksum.resolve(self.engine, names, read(variables), write_one, when, causes)
 
     def variables(self, model):
-        # Each rank has its own metrics, states of stateful RNNs, and whole numbers: of Keras' own
-        # layers, that is, since others are merged.
+        return self._shared(model, _variables(model, self.engine))
+
+    def _shared(self, model, variables):
+        """Those that are the same on all ranks.
+
+        Each rank has its own metrics, whole numbers, and states of stateful RNNs.
+        """
         merged = set(map(id, state.tried(model))) if hasattr(model, "train_step") else ()
         numbers = [
             weight
@@ -144,7 +169,7 @@ class WeightComparison:
         ]
         own = metrics.variables(model) + numbers + _keras.states(model, "dtype")
         ids = set(map(id, own))
-        return [each for each in _variables(model, self.engine) if id(each) not in ids]
+        return [each for each in variables if id(each) not in ids]
 
 
 # State of Keras 3 ---------------------------------------------------------------------------

@@ -34,6 +34,10 @@ class Process:
         verified: what was verified, a record for each model.
         records_operations: whether each model's first training step that is verified tells where
             its operations ran.
+        samples: by its number among the ranks, what this process keeps of the data that it has
+            given to ``shard()``.
+        array_parts: what this rank keeps of the last arrays that ``shard()`` has returned.
+        watches_adapt: whether a warning says where a layer is adapted to such arrays.
         comparisons: how often ranks have compared the weights that they hold.
         graph_counters: functions that tell the same of batches that graphs have counted.
         recording_timeline: the file of the timeline that is being recorded; None: none is.
@@ -57,6 +61,9 @@ class Process:
         self.idle_devices: "Set[str]" = set()
         self.verified: "List[Any]" = []
         self.records_operations = False
+        self.samples: "Dict[int, Any]" = {}
+        self.array_parts: "List[Any]" = []
+        self.watches_adapt = False
         self.comparisons = 0
         self.graph_counters: "Dict[Any, Callable[[], Any]]" = {}
         self.recording_timeline: "Optional[str]" = None

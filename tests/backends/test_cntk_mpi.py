@@ -12,7 +12,7 @@ from compat._backends.cntk import backend
 from compat._ranks import Job
 from compat.testing import slow
 
-from . import rank_gradients, rank_state, ranks
+from . import rank_decisions, rank_gradients, rank_state, ranks
 from .exchanges import RankedParts
 
 
@@ -166,3 +166,7 @@ def test_waits_of_its_own_learner_are_bounded(tmp_path):
 
 def test_state_that_updates_set_is_that_of_all_rows(jobs):
     rank_state.check_of_keras_2(jobs)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
+    rank_decisions.check(tmp_path, "cntk")

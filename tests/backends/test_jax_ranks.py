@@ -6,7 +6,7 @@ import pytest
 
 from compat.testing import slow
 
-from . import rank_state, ranks
+from . import rank_decisions, rank_state, ranks
 from .exchanges import EXPORT, RankedParts
 
 
@@ -189,3 +189,7 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(job
 
 def test_state_that_steps_set_is_that_of_all_rows(tmp_path):
     rank_state.check(tmp_path, "jax", size=3)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
+    rank_decisions.check(tmp_path, "jax", "numbers")

@@ -5,7 +5,7 @@ import pytest
 
 from compat.testing import slow
 
-from . import rank_state, ranks
+from . import rank_decisions, rank_state, ranks
 from .exchanges import RankedParts
 
 
@@ -300,3 +300,7 @@ def test_iterators_give_each_rank_its_part_of_one_process_s_batches(jobs):
 
 def test_state_that_updates_set_is_that_of_all_rows(jobs):
     rank_state.check_of_keras_2(jobs)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
+    rank_decisions.check(tmp_path, "mxnet")

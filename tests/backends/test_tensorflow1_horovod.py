@@ -8,7 +8,7 @@ import pytest
 from compat.testing import contract_of, keras_under_test, slow, span
 from compat.testing.ranks.jobs import failing, name_of
 
-from . import rank_gradients, rank_state, ranks
+from . import rank_decisions, rank_gradients, rank_state, ranks
 from .exchanges import RankedParts
 
 # The plain Adam of these, in one process, does not repeat: see test_tensorflow1.py.
@@ -223,3 +223,7 @@ def test_evaluation_on_one_rank_is_named_by_its_line(tmp_path):
 
 def test_state_that_updates_set_is_that_of_all_rows(jobs):
     rank_state.check_of_keras_2(jobs)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
+    rank_decisions.check(tmp_path)

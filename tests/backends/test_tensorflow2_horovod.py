@@ -4,7 +4,7 @@ import pytest
 
 from compat.testing import keras_under_test, slow, span
 
-from . import rank_gradients, rank_state, rank_tables, rank_tapes, ranks
+from . import rank_decisions, rank_gradients, rank_state, rank_tables, rank_tapes, ranks
 from .exchanges import EXPORT, RankedParts
 
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
@@ -244,3 +244,7 @@ def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
 
 def test_state_that_steps_set_is_that_of_all_rows(tmp_path):
     rank_state.check(tmp_path, "tensorflow2", size=3, keras_3=KERAS3)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
+    rank_decisions.check(tmp_path, adapts="words")

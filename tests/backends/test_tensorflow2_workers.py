@@ -19,7 +19,7 @@ from compat._ranks.place import Place
 from compat._ranks.saving import written_by_rank_0
 from compat.testing import contract_of, keras_under_test, slow, span
 
-from . import rank_state, rank_tables, rank_tapes, ranks
+from . import rank_decisions, rank_state, rank_tables, rank_tapes, ranks
 from .test_tensorflow2_horovod import KERAS3, OVERLAP, WAYS, OnTensorFlow2, check_overlap
 
 
@@ -442,3 +442,7 @@ def test_a_master_its_worker_and_an_evaluator(tmp_path):
 
 def test_state_that_steps_set_is_that_of_all_rows(tmp_path):
     rank_state.check(tmp_path, "tensorflow2", size=2, keras_3=KERAS3)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
+    rank_decisions.check(tmp_path, adapts="words", before=JOIN)

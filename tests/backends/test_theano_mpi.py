@@ -15,7 +15,7 @@ from compat._ranks import launchers
 from compat._ranks.launch import rank_process
 from compat.testing import slow
 
-from . import rank_gradients, rank_state, ranks
+from . import rank_decisions, rank_gradients, rank_state, ranks
 from .exchanges import RankedParts
 
 # As in test_theano.py: implementations in Python, which are not compiled for each rank.
@@ -304,3 +304,7 @@ def test_missing_mpi4py_is_an_error(run):
 
 def test_state_that_updates_set_is_that_of_all_rows(jobs):
     rank_state.check_of_keras_2(jobs)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
+    rank_decisions.check(tmp_path, "theano")

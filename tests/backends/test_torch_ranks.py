@@ -8,7 +8,7 @@ import pytest
 
 from compat.testing import slow
 
-from . import rank_state, ranks
+from . import rank_decisions, rank_state, ranks
 from .exchanges import EXPORT, UNREACHED, RankedParts
 
 
@@ -1475,3 +1475,65 @@ def test_state_that_steps_of_keras_set_is_that_of_all_rows(tmp_path):
 
 def test_buffers_that_forward_passes_set_are_those_of_all_rows(tmp_path):
     rank_state.check_native(tmp_path)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
+    rank_decisions.check(tmp_path, "torch", "numbers")
+
+
+SPLITS = """
+import torch
+from torch.utils.data import ConcatDataset, DataLoader, SubsetRandomSampler, TensorDataset
+from torch.utils.data import random_split
+
+
+def split(seed):
+    dataset = ConcatDataset([TensorDataset(torch.tensor(x), torch.tensor(y))])
+    generator = torch.Generator().manual_seed(seed)
+    return random_split(dataset, [16, 5], generator=generator)[0]
+
+
+def noisy(seed):
+    noise = np.random.RandomState(seed).normal(size=x.shape).astype("float32")
+    return TensorDataset(torch.tensor(x + noise), torch.tensor(y))
+
+
+def drawing(seed):
+    sampler = SubsetRandomSampler(np.random.RandomState(seed).permutation(21)[:16].tolist())
+    return DataLoader(noisy(0), batch_size=BATCH, sampler=sampler)
+
+
+def train(net, batches):
+    for first, second in batches:
+        torch.nn.functional.mse_loss(net(first), second).backward()
+
+
+def loaders(seed):
+    yield "split", DataLoader(split(seed), batch_size=BATCH)
+    yield "noisy", DataLoader(noisy(seed), batch_size=BATCH)
+    yield "drawn", drawing(seed)
+    order = np.random.RandomState(seed).permutation(21)
+    yield "arrays", [list(map(torch.tensor, (x[order], y[order])))]
+
+
+for kind, seed in ("unseeded", compat.rank()), ("seeded", 0):
+    said[kind] = {}
+    for name, data in loaders(seed):
+        net = compat.parallelize(torch.nn.Linear(6, 1))
+        given = [compat.shard(data[0])] if name == "arrays" else compat.shard(data)
+        said[kind][name] = told(lambda: train(net, given))
+"""
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_data_drawn_without_a_seed_before_shard_are_an_error_in_a_loop(tmp_path, size):
+    for said in ranks.run(SPLITS, tmp_path, size, "torch")[1]:
+        other = rank_decisions.OTHER.format("rank 1" if size == 2 else "ranks 1 and 2", size)
+        names = ["arrays", "drawn", "noisy", "split"]
+        assert sorted(said["unseeded"]) == sorted(said["seeded"]) == names
+        few = "A batch of 2 rows is left out: they are too few for one on each of 3 ranks."
+        for name in names:
+            told = said["unseeded"][name]
+            gives = told.startswith("RankError: DataLoader gives other batches on rank")
+            assert told == other or name == "drawn" and gives, (name, told)
+            assert said["seeded"][name] in ([], [few]), name

@@ -15,7 +15,7 @@ from torch._C import _functorch
 from torch.nn.parameter import is_lazy
 
 from ... import _keras, errors
-from ..._ranks import checksum, keras_model, losses, step_functions, weights
+from ..._ranks import checksum, data_samples, keras_model, losses, step_functions, weights
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, usage, work
 from . import (
@@ -361,6 +361,11 @@ class RankedForward(models.ForwardMethod, Ranked):
             raise errors.ranks_differ(self.engine.place, type(model).__name__)
         state.update(chief)
         model.load_state_dict(state)
+
+    def verify(self, model, when):
+        place = self.engine.place
+        data_samples.compare(self.engine, self.engine.gather(data_samples.numbers(place)))
+        super().verify(model, when)
 
     def parameters(self, model):
         return [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]

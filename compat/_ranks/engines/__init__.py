@@ -108,6 +108,13 @@ class Engine:
         rows = list(map(iter, self.gather([number for each in lists for number in each])))
         return [[[next(row) for _ in each] for row in rows] for each in lists]
 
+    def gather_texts(self, text: str) -> List[str]:
+        """Each rank's text, in the order of ranks."""
+        content = list(text.encode())
+        sizes = [size for (size,) in self.gather([len(content)])]
+        rows = self.gather(content + [0] * (max(sizes) - len(content)))
+        return [bytes(row[:size]).decode() for row, size in zip(rows, sizes)]
+
     def gather_and_sum(
         self, numbers: Sequence[int], values: Sequence[float], expected: int
     ) -> Tuple[List[List[int]], Any]:
