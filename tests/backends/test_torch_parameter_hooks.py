@@ -59,6 +59,8 @@ trained("after", after=clips)
 trained("one after the other", clips, functools.partial(on_gradients, lambda g: g ** 3))
 trained("accumulated", clips, back=thrice)
 trained("clipped by norm", clips, norm=True)
+scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+trained("scaled", clips, back=lambda loss: scaler.scale(loss).backward())
 
 
 def remove(model):
@@ -148,6 +150,37 @@ for weight in model.trainable_weights:
     weight.value.register_hook(clip)
 model.fit(inputs, targets, rows, shuffle=False, verbose=0)
 weights["keras"] = model.get_weights()
+
+
+class Clips(keras.Model):
+    "A step that clips by the norm of all gradients, which is a metric, too."
+
+    def __init__(self):
+        super().__init__()
+        self.stack = keras.models.Sequential([dense(3, input_shape=(6,)), dense(1)])
+        self.norm = keras.metrics.Mean(name="norm")
+
+    def call(self, x):
+        return self.stack(x)
+
+    def train_step(self, data):
+        x, y = data
+        self.zero_grad()
+        loss = self.compute_loss(y=y, y_pred=self(x))
+        loss.backward()
+        gradients = [weight.value.grad for weight in self.trainable_weights]
+        norm = torch.sqrt(sum((gradient ** 2).sum() for gradient in gradients))
+        factor = torch.clamp(0.3 / norm, max=1.0)
+        with torch.no_grad():
+            self.optimizer.apply([each * factor for each in gradients], self.trainable_weights)
+        self.norm.update_state(norm)
+        return {"norm": self.norm.result()}
+
+
+model = compat.parallelize(Clips())
+model.compile(keras.optimizers.SGD(0.05), "mse")
+norms.extend(model.fit(inputs, targets, rows, shuffle=False, verbose=0).history["norm"])
+weights["clipped in the step"] = model.get_weights()
 """
 
 # What ranks cannot do as one process does.

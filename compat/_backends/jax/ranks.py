@@ -9,13 +9,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 
 from ... import _keras, errors
-from ..._ranks import arrays, checksum, keras_model, losses, merging, step_functions, weights
+from ..._keras.steps import has_own_steps
+from ..._ranks import checksum, keras_model, losses, merging, step_functions, weights
 from ..._ranks import state as rank_state
 from ..._ranks.engines.jax_distributed import JaxDistributed
+from ..._runtime import patching
 from ..._runtime.within import Within
+from . import cut_steps, exchanged_gradients, gradient_marks
 
 _step = Within()  # also where it trains models within
 
@@ -93,14 +95,16 @@ class Reduced:
     their own. It has the whole step in it, of which XLA leaves out all that they do not need.
     """
 
-    def __init__(self, model, engine, step):
+    def __init__(self, model, engine, step, compiled=None):
         self.model, self.engine = model, engine
         self.keras = _keras.keras_of(model)
         self.step = step  # of state, data and this rank's share of the rows
         self.asked = {}  # shapes of data -> whether losses ask for the share, and for totals
         self.compiled = not model.run_eagerly and model.jit_compile
         self.ask = jax.jit(self.parts) if self.compiled else self.parts
-        self.run = jax.jit(self.reduced, donate_argnums=0) if self.compiled else self.reduced
+        compiled = compiled or partial(jax.jit, donate_argnums=0)
+        self.run = compiled(self.reduced) if self.compiled else self.reduced
+        self.is_asking = False  # whether a step runs for these totals alone
 
     def __call__(self, state, data, share):
         """``share`` is a function that gives the share, and is called only where it is needed."""
@@ -145,21 +149,22 @@ class Reduced:
             return self.step(state, data, share), parts
 
     def parts(self, state, data, share):
-        return self.within(lambda: share, None, state, data)[1]
+        with patching.replaced(self, is_asking=True):
+            return self.within(lambda: share, None, state, data)[1]
 
     def reduced(self, state, data, share, totals):
         return self.within(lambda: share, totals, state, data)[0]
 
 
 class RankedJAXStep:
-    """One step of this rank and the others, in place of Keras' program of ``train_step``."""
+    """One step of this rank and the others, in place of Keras' program of ``train_step``.
+
+    What ``jax.grad()`` and its like give in it for variables is the mean over all ranks.
+    """
 
     def __init__(self, model, engine):
         self.model = model
         self.engine = engine
-        self.compute = Reduced(model, engine, self.gradients)
-        compiled = self.compute.compiled
-        self.update = jax.jit(self.updated, donate_argnums=(0, 1)) if compiled else self.updated
         tried = rank_state.tried(model)
         ids = set(map(id, weights.averaged(model) + tried))
         set_by_steps = [v for v in enumerate(model.non_trainable_variables) if id(v[1]) in ids]
@@ -172,6 +177,12 @@ class RankedJAXStep:
             [variable.dtype for variable in variables],
             [number for number, variable in enumerate(variables) if id(variable) in ids],
         )
+        compiled = partial(
+            cut_steps.CutStep, exchange=self.sum, is_local=self.is_local, check=self.check
+        )
+        self.compute = Reduced(model, engine, self.step, compiled)
+        self.exchanges = 0  # of the step under way
+        self.has_local = False  # if it is not compiled: gradients that were not exchanged
         self.count = 0
 
     def __call__(self, state, data):
@@ -182,9 +193,10 @@ class RankedJAXStep:
             losses.check_loss(self.model, data, partial(_loss, state))
         if not self.state.is_decided:
             self.try_state(state, data, rows)
-        logs, parts, trainable, others = self.compute(state, data, lambda: share)
-        means = self.means(parts) if parts.size else parts
-        state = self.update(trainable, others, means)
+        self.exchanges = 0
+        logs, state = self.compute(state, data, lambda: share)
+        if self.exchanges:
+            self.engine.count("gradients")
         self.count += 1
         return logs, self.verified(state) if checksum.is_due(self.count) else state
 
@@ -198,9 +210,7 @@ class RankedJAXStep:
             others = list(others)
             for place, value in zip(places, values):
                 others[place] = value
-            *_, (others, _, _) = self.stepped(
-                (trainable, others, optimizer, metrics), data, lambda: 1.0
-            )
+            _, others = self.stepped((trainable, others, optimizer, metrics), data)
             return [others[place] for place in places]
 
         step = jax.jit(stepped) if self.compute.compiled else stepped
@@ -213,59 +223,81 @@ class RankedJAXStep:
         with rank_state.steady(model):
             self.state.decide(rows, [np.asarray(before[1][place]) for place in places], run)
 
-    def means(self, parts):
-        means = self.engine.sum_array(parts)
-        self.engine.count("gradients")
-        return means
+    def sum(self, parts):
+        self.exchanges += 1
+        return self.engine.sum_array(parts)
 
-    def stepped(self, state, data, share):
-        """Keras' own step up to the update: its logs, gradients, and the state that it leaves."""
-        trainable = state[0]
-        optimizer, given = self.model.optimizer, []
+    def step(self, state, data, share):
+        """Do Keras' own step, with gradients and averages that are marked, or exchanged now."""
+        share()  # with which what is marked is weighted
+        trainable, before, _, _ = state
+        model, optimizer = self.model, self.model.optimizer
+        mark = gradient_marks.mark
+        if not self.compute.compiled:
+            mark = exchanged_gradients.EagerStep(self, trainable, share).mark
         ours, scaled = weights.scaling(optimizer, lambda dtype: jnp.asarray(share(), dtype))
+        apply = optimizer.stateless_apply
 
-        def capture(variables, gradients, trainable):
-            given.append(gradients)
-            return trainable, variables
+        def stateless_apply(optimizer_variables, grads, trainable_variables):
+            leaves, tree = jax.tree.flatten(grads)
+            leaves = mark(gradient_marks.APPLIED, [], leaves, not scaled)
+            return apply(optimizer_variables, jax.tree.unflatten(tree, leaves), trainable_variables)
 
-        capturing = step_functions.replaced(self.engine, optimizer, stateless_apply=capture, **ours)
-        with _step, capturing:
-            logs, (trainable, *others) = self.model.train_step(state, data)
-        if len(given) != 1:
-            raise errors.unsupported(
-                "jax",
-                "train model {!r} as one of several ranks: its train_step calls "
-                "optimizer.stateless_apply {} times".format(self.model.name, len(given)),
-                "Have it do so once.",
-            )
-        gradients = [gradient * (1.0 if scaled else share()) for gradient in given[0]]
-        return logs, gradients, trainable, others
+        def is_due(called):
+            return bool(called) or not has_own_steps(model)
 
-    def gradients(self, state, data, share):
-        """This rank's part of gradients, and of the state that the step sets."""
-        before = state[1]
-        logs, parts, trainable, (others, *rest) = self.stepped(state, data, share)
+        replaced = step_functions.replaced(
+            self.engine, optimizer, is_due, stateless_apply=stateless_apply, **ours
+        )
+        differentiated = gradient_marks.marked(self.engine, is_due, mark, lambda: len(scaled))
+        with _step, replaced, differentiated:
+            logs, (trainable, others, variables, metrics) = model.train_step(state, data)
+        others = self.merged(before, list(others), share(), mark)
+        return logs, (trainable, others, variables, metrics)
+
+    def merged(self, before, others, share, mark):
+        """The state that steps set besides the weights, merged of what all ranks have set."""
         old, new = [[values[place] for place in self.places] for values in (before, others)]
-        parts += merging.parts(self.state.merges, _OPERATIONS, old, new, share(), self.engine.place)
-        dtype = "float64" if any(part.dtype == "float64" for part in parts) else "float32"
-        flat, _ = ravel_pytree([jnp.zeros(0, dtype)] + [part.astype(dtype) for part in parts])
-        return logs, flat, trainable, (others, *rest, old)
-
-    def updated(self, trainable, others, means):
-        """The state after Keras' own update, with the gradients of all ranks."""
-        non_trainable, optimizer, metrics, before = others
-        non_trainable = list(non_trainable)
-        after = [non_trainable[place] for place in self.places]
         merges, place = self.state.merges, self.engine.place
-        shapes = merging.parts(merges, _OPERATIONS, before, after, 1.0, place)
-        parts = arrays.like(list(trainable) + shapes, means)
-        gradients, sums = parts[: len(trainable)], parts[len(trainable) :]
-        merged = merging.merged(merges, _OPERATIONS, before, after, sums, place.size)
+        parts = merging.parts(merges, _OPERATIONS, old, new, share, place)
+        sums = mark(gradient_marks.SUM, [], parts, False) if parts else []
+        merged = merging.merged(merges, _OPERATIONS, old, new, sums, place.size)
         for number, value in zip(self.places, merged):
-            non_trainable[number] = value
-        apply = self.model.optimizer.stateless_apply
-        trainable, optimizer = apply(optimizer, gradients, trainable)
-        return trainable, non_trainable, optimizer, metrics
+            others[number] = value
+        return others
+
+    def is_local(self, state):
+        """Return a structure like the state, of whether ranks have values of their own there."""
+        trainable, others, optimizer, metrics = (list(values) for values in state)
+        weights_of_rank = set(map(id, self.model.weights)) - set(map(id, weights.same(self.model)))
+        own = [id(each) in weights_of_rank for each in self.model.non_trainable_variables]
+        return [False] * len(trainable), own, [False] * len(optimizer), [True] * len(metrics)
+
+    def check(self, program, state, data):
+        """Check a step that was compiled: see ``exchanged_gradients``."""
+        exchanged_gradients.check(self.model, program)
+        if self.count:
+            return  # ranks may not compile the others at once
+        exchanged_gradients.warn_of_inner(self.model, program)
+        if program.applied() is not None:
+            exchanged_gradients.check_applied(self, program, state, data)
+
+    def applied(self, state, data):
+        """What the optimizer is given by a step of these rows alone."""
+        given, _ = self.stepped(state, data)
+        return jnp.concatenate([gradient.astype("float32").ravel() for gradient in given])
+
+    def stepped(self, state, data):
+        """What the optimizer is given, and the state that is set, by a step of these rows alone."""
+        given = []
+
+        def capture(optimizer_variables, grads, trainable_variables):
+            given.extend(jax.tree.leaves(grads))
+            return trainable_variables, optimizer_variables
+
+        with _step, patching.replaced(self.model.optimizer, stateless_apply=capture):
+            _, (_, others, _, _) = self.model.train_step(state, data)
+        return given, others
 
     def verified(self, state):
         """The state, compared with the other ranks'. See ``_ranks.checksum.verify``."""

@@ -1,0 +1,149 @@
+"""What a step of ranks does with gradients: exchanged at once, or found not to be all ranks'."""
+
+import jax
+import jax.numpy as jnp
+from jax._src import source_info_util
+
+from ... import errors
+from ..._ranks import arrays, losses, weights
+from . import gradient_marks
+
+
+class EagerStep:
+    """A step that is not compiled, which exchanges what ``gradient_marks`` would mark.
+
+    Arguments:
+        step: a ``RankedJAXStep``.
+        trainable: the weights with which it begins.
+        share: a function that gives this rank's share of the rows.
+    """
+
+    def __init__(self, step, trainable, share):
+        self.step, self.share = step, share
+        self.trainable = list(trainable)
+        self.has_exchanged = False
+
+    def mark(self, kind, primals, values, is_weighted=True):
+        """Return the mean over ranks of gradients of weights, others as they are."""
+        is_due = kind == gradient_marks.SUM
+        if kind == gradient_marks.APPLIED:
+            is_due = self.step.has_local or not self.has_exchanged
+        elif kind == gradient_marks.GRADIENT:
+            is_due = self._are_weights(primals)
+        if not is_due or not values or self.step.compute.is_asking:
+            return values
+        if any(isinstance(value, jax.core.Tracer) for value in values):
+            if not self.step.has_local:
+                line = errors.users_line().strip(" ()")
+                errors.warn(_UNCHECKED.format(self.step.model.name, line))
+            self.step.has_local = True
+            return values
+        self.has_exchanged |= kind != gradient_marks.SUM
+        types = [str(value.dtype) for value in values]
+        dtype = "float64" if "float64" in types else "float32"
+        share = self.share() if is_weighted else 1
+        parts = [jnp.asarray(value).astype(dtype).ravel() * share for value in values]
+        return arrays.like(values, self.step.sum(jnp.concatenate(parts)))
+
+    def _are_weights(self, values):
+        """Whether these are weights of the model, or other values in the place of all of them."""
+        ids = set(map(id, self.trainable))
+        shapes = [(value.shape, value.dtype) for value in values]
+        return all(id(value) in ids for value in values) or shapes == [
+            (value.shape, value.dtype) for value in self.trainable
+        ]
+
+
+def check(model, program):
+    """Check that what a compiled step does with weights is the same on all ranks.
+
+    Raises:
+        UnsupportedError: it is not.
+    """
+    places = jax.tree.unflatten(program.results, program.jaxpr.outvars)
+    _, (trainable, _, optimizer, _) = places
+    origin = program.decision_of(jax.tree.leaves([trainable, optimizer]))
+    if origin is not None:
+        raise errors.unsupported(
+            "jax",
+            "train model {!r} as one of several ranks: what train_step() computes in {} is that of "
+            "each rank's own rows, and weights or the optimizer's state depend on it".format(
+                model.name, line_of(origin)
+            ),
+            "Let them depend on gradients of jax.grad() or jax.value_and_grad(), which are those "
+            "of all ranks where they are not within jax.lax.scan(), jax.vmap() or the like.",
+        )
+
+
+def warn_of_inner(model, program):
+    """Say that a loss depends on a gradient of weights, which ranks do not exchange within it."""
+    inner = program.inner()
+    if inner is not None:
+        errors.warn(
+            "The gradient of weights in {}, within a function of which model {!r} takes the "
+            "gradient, is that of each rank's own rows. Where the loss is not linear in it, ranks "
+            "train to other numbers than one process.".format(line_of(inner), model.name)
+        )
+
+
+def check_applied(step, program, state, data):
+    """Check what an optimizer is given, if it was not made of gradients of all ranks.
+
+    Then ranks average it, which is right if it is a mean over rows: in the first step it is
+    computed of parts of a batch, too. All ranks call this at once.
+
+    Arguments:
+        step: a ``RankedJAXStep``.
+
+    Raises:
+        RankError: it is not a mean over rows.
+    """
+    line = line_of(program.applied())
+    is_random = any(map(str(program.jaxpr).__contains__, _RANDOM)) or weights.averaged(step.model)
+    found = None if is_random else _is_mean(step.applied, state, data)
+    answers = [answer for (answer,) in step.engine.gather([_ANSWERS.index(found)])]
+    if _ANSWERS.index(False) in answers:
+        raise errors.RankError(
+            "What the optimizer of model {!r} is given is computed in {} from gradients of each "
+            "rank's own rows, and is no mean over rows. Take gradients by jax.grad() or "
+            "jax.value_and_grad() outside of jax.lax.scan(), jax.vmap() or the like: those are of "
+            "all ranks.".format(step.model.name, line)
+        )
+    if _ANSWERS.index(None) in answers:
+        errors.warn(_UNCHECKED.format(step.model.name, line))
+
+
+def _is_mean(applied, state, data):
+    """Return whether that of a batch is the mean of those of its parts; None: it is not known."""
+    leaves = [leaf for leaf in jax.tree.leaves(data) if getattr(leaf, "shape", None)]
+    rows = leaves[0].shape[0]
+    if rows < 2 or any(leaf.shape[0] != rows for leaf in leaves):
+        return None
+    first = max(1, rows // 3)
+    found, compute = [], jax.jit(applied)
+    try:
+        for part in slice(None), slice(first), slice(first, None):
+            found.append(compute(state, jax.tree.map(lambda leaf: leaf[part], data)))  # noqa: B023
+    except (TypeError, ValueError):  # such as where a number of rows does not divide
+        return None
+    whole, one, other = found
+    distance = jnp.abs(whole - (first * one + (rows - first) * other) / rows).max()
+    return bool(distance <= losses.rounding("float32") * jnp.abs(whole).max())
+
+
+#: Of whether it is a mean, as ranks tell each other.
+_ANSWERS = [True, False, None]
+_UNCHECKED = (
+    "What the optimizer of model {!r} is given is computed in {} from gradients of each rank's own "
+    "rows, of which ranks take the mean. Whether that is what one process computes could not be "
+    "checked. It is not if it clips or normalises gradients: take these by jax.grad() or "
+    "jax.value_and_grad() outside of jax.lax.scan(), jax.vmap() or the like."
+)
+_RANDOM = "threefry", "random_bits", "rng_bit_generator"
+
+
+def line_of(operation):
+    """Return the line of the script that made an operation."""
+    frames = source_info_util.user_frames(operation.source_info.traceback)
+    lines = [(frame.file_name, frame.start_line) for frame in frames]
+    return errors.innermost_line(lines[::-1]) or "an operation"
