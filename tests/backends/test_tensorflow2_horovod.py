@@ -219,11 +219,14 @@ def test_horovods_own_optimizers_are_refused_and_its_callbacks_change_nothing(tm
 
 @span
 def test_gradients_are_those_of_all_ranks_before_they_are_used(tmp_path):
-    programs = {"steps": rank_tapes.STEPS, "tape": rank_tapes.HOROVODS_TAPE}
+    programs = {"steps": rank_tapes.STEPS}
+    if not KERAS3:  # whose variables Horovod's own tape does not know, in one process either
+        programs["tape"] = rank_tapes.HOROVODS_TAPE
     alone, two = ranks.run_both(programs, tmp_path)
-    (three,) = [ranks.run_all({"steps": rank_tapes.STEPS}, tmp_path, 3)["steps"]]
+    three = ranks.run(rank_tapes.STEPS, tmp_path, 3)
     rank_tapes.check_steps(alone["steps"], two["steps"], three)
-    rank_tapes.check_steps(alone["tape"], two["tape"])
+    if not KERAS3:
+        rank_tapes.check_steps(alone["tape"], two["tape"])
 
 
 @span
