@@ -223,10 +223,10 @@ def test_gradients_are_those_of_all_ranks_before_they_are_used(tmp_path):
     if not KERAS3:  # whose variables Horovod's own tape does not know, in one process either
         programs["tape"] = rank_tapes.HOROVODS_TAPE
     alone, two = ranks.run_both(programs, tmp_path)
-    three = ranks.run(rank_tapes.STEPS, tmp_path, 3)
-    rank_tapes.check_steps(alone["steps"], two["steps"], three)
-    if not KERAS3:
-        rank_tapes.check_steps(alone["tape"], two["tape"])
+    for name in programs:
+        rank_tapes.check_steps(alone[name], two[name])
+    if not KERAS3:  # where the programs take twice as long
+        rank_tapes.check_steps(alone["steps"], ranks.run(rank_tapes.STEPS, tmp_path, 3))
 
 
 @span
