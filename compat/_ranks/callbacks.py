@@ -35,6 +35,7 @@ class FitCallbacks:
     def __init__(self, fit, model, given):
         given = [] if given is None else given
         given = list(given) if isinstance(given, (list, tuple)) else [given]
+        given = [each for each in given if not _broadcasts(each)]
         self.fit, self.model, self.engine = fit, model, fit.engine
         keras = _keras.keras_of(model)
         scripts = [each for each in given if not hasattr(each, "watches")]
@@ -99,6 +100,15 @@ class FitCallbacks:
                 "weights by numbers that are each rank's own; those in logs are the same."
             )
         return checksum.CAUSES
+
+
+def _broadcasts(callback):
+    """Return whether it is Horovod's that sets all variables to rank 0's after the first batch.
+
+    Weights are rank 0's from the start; in Keras 2.3 it would set a rank's sums of metrics, too.
+    """
+    kind = type(callback)
+    return kind.__module__.startswith("horovod.") and kind.__name__.startswith("Broadcast")
 
 
 def _may_change_logs(callback):
