@@ -12,8 +12,9 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow2 import replicas
+from compat._backends.tensorflow2 import backend, replicas
 from compat._backends.tensorflow2.executions import executed, products, short
+from compat._ranks.place import Place
 from compat._rows import split_rows
 from compat.testing import (
     DEVICES,
@@ -455,3 +456,15 @@ def test_sparse_strings_are_not_tried_and_sparse_results_are_given(keras):
     ]
     np.testing.assert_allclose(found, call(words, rows)[0])
     assert shared.values.shape == of_rows.values.shape == (2,)
+
+
+@span
+@pytest.mark.skipif(hasattr(tf.distribute, "MultiWorkerMirroredStrategy"), reason="has workers")
+def test_a_version_without_workers_trains_no_ranks_of_tf_config(keras):
+    model = keras.Sequential([keras.layers.Dense(1, input_shape=(3,))])
+    with pytest.raises(compat.UnsupportedError) as raised:
+        backend.distribute(model, Place(1, 2, 1, 2, "TF_CONFIG"))
+    assert str(raised.value) == (
+        "tensorflow2 cannot train as rank 1 of 2 (TF_CONFIG) with TensorFlow {}. Use TensorFlow "
+        "2.4 or later, or install Horovod and start the script with horovodrun."
+    ).format(tf.__version__)

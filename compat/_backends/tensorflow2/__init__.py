@@ -268,7 +268,12 @@ class TensorFlow2(Backend):
 
 
 def _refuse_workers(tf, place):
-    """Refuse workers of ``TF_CONFIG`` where TensorFlow has graphs alone."""
+    """Refuse workers of ``TF_CONFIG`` where TensorFlow has none, or graphs alone."""
+    if place.launcher == TF_CONFIG and not hasattr(tf.distribute, "MultiWorkerMirroredStrategy"):
+        raise unsupported(
+            f"train as {place} with TensorFlow {tf.__version__}",
+            "Use TensorFlow 2.4 or later, or install Horovod and start the script with horovodrun.",
+        )
     if place.launcher == TF_CONFIG and not runs_eagerly(tf):
         raise unsupported(
             f"train as {place} after tf.compat.v1.disable_v2_behavior() or "
