@@ -776,7 +776,7 @@ def test_signals_at_random_moments(tmp_path):
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         jobs = [
             pool.submit(_signalled, tmp_path / str(number), *job)
-            for number, job in enumerate(_jobs(300))
+            for number, job in enumerate(_jobs(150))
         ]
         wrong = [job.result() for job in jobs]
     assert not any(wrong), "\n".join(filter(None, wrong))
