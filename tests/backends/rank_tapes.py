@@ -69,6 +69,24 @@ class Signs(Model):
         return {"loss": loss, "norm": tf.linalg.global_norm(list(gradients.values()))}
 
 
+class Tracked(Model):
+    "Sums its loss up in a metric that is the model's attribute."
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.tracked = keras.metrics.Mean(name="norm")
+
+    @property
+    def metrics(self):
+        return [self.tracked]
+
+    def train_step(self, data):
+        rows = tf.cast(tf.shape(data[0])[0], "float32")
+        self.tracked.update_state(self.error(data), sample_weight=rows)
+        Model.train_step(self, data)
+        return {"norm": self.tracked.result()}
+
+
 class PerRow(Model):
     "The gradient of a vector is that of its sum."
 
@@ -183,6 +201,7 @@ def train(kind, optimizer, name, x=x, first=None, **options):
     data = compat.shard((x, y), BATCH)
     history = model.fit(*data, batch_size=rows, epochs=2, shuffle=False, verbose=0)
     said[name] = list(map(float, history.history.get("norm", [])))
+    model.reset_metrics()  # which are a rank's own
     weights[name] = model.get_weights()
 
 
@@ -199,7 +218,8 @@ STEPS = (
     MODELS
     + """
 SGD = keras.optimizers.SGD
-for kind in Clipped, Adaptive, Sharp, Signs, PerRow, Penalty, Accumulated, TwoTapes, Inside:
+kinds = [Clipped, Adaptive, Sharp, Signs, Tracked, PerRow, Penalty, Accumulated, TwoTapes, Inside]
+for kind in kinds:
     train(kind, SGD(0.1, momentum=0.9), kind.__name__)
 train(Clipped, SGD(0.1), "Eager", run_eagerly=True)
 train(Sharp, SGD(0.1), "EagerSharp", run_eagerly=True)

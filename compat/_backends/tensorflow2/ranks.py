@@ -13,7 +13,7 @@ import sys
 import tensorflow as tf
 
 from ... import _keras, errors
-from ..._ranks import keras_model, losses, step_functions, tables, weights
+from ..._ranks import keras_model, losses, metrics, step_functions, tables, weights
 from ..._ranks.engines import tensorflow_collectives, tensorflow_engine
 from ..._ranks.place import TF_CONFIG
 from ..._runtime.within import Within
@@ -202,8 +202,9 @@ class RankedStep(keras_model.RankedMethod):
     def state(self, model):
         """The variables a step may set besides those it trains, as far as they are made."""
         try:
-            variables = [v for v in model.non_trainable_variables if not tables.is_table(v)]
-            return [v for v in variables if v.dtype.is_floating]
+            own = set(map(id, metrics.variables(model)))  # summed up when an epoch ends
+            variables = [v for v in model.non_trainable_variables if id(v) not in own]
+            return [v for v in variables if not tables.is_table(v) and v.dtype.is_floating]
         except ValueError:  # Keras: none is; a step that makes them is traced again to be run
             return []
 
