@@ -141,6 +141,15 @@ class InstanceMethod:
         """
         return next((each for each in _stacked(model, cls.method) if isinstance(each, cls)), None)
 
+    @classmethod
+    def install_on(cls, model, given):
+        """Take the present one away; unless ``given`` is None, install another, made with that."""
+        present = cls.of(model)
+        if present is not None:
+            present.remove(model)
+        if given is not None:
+            cls(given).install(model)
+
     def install(self, model, function=None):
         """Not by setattr: Keras would track the method as a part of the model.
 

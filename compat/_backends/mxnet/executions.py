@@ -193,14 +193,6 @@ class WatchedForward(patching.InstanceMethod):
         super().__init__([])
         self.check = check
 
-    @classmethod
-    def install_on(cls, module, check):
-        watched = cls.of(module)
-        if watched is not None:
-            watched.remove(module)
-        if check is not None:
-            cls(check).install(module)
-
     def invoke(self, module, data_batch, is_train=None):
         training = module.for_training if is_train is None else is_train
         group = getattr(module, "_exec_group", None)

@@ -192,15 +192,6 @@ class ForwardMethod(patching.InstanceMethod):
     def is_only_traced(self, module, batch):
         return getattr(batch, "is_meta", False) is True or tracing.is_traced()
 
-    @classmethod
-    def install_on(cls, module, given):
-        """Take the present one away; unless ``given`` is None, install another, made with that."""
-        present = cls.of(module)
-        if present is not None:
-            present.remove(module)
-        if given is not None:
-            cls(given).install(module)
-
 
 class ReplicatedForward(ForwardMethod, ReplicatedMethod):
     """The ``forward`` of a torch module on several devices."""
