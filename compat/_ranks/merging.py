@@ -13,14 +13,20 @@ MEAN, SUM, MAX, MIN = [Partial(how) for how in ("mean", "sum", "max", "min")]
 #: ``scale`` an array and a rank's share of the rows.
 Operations = collections.namedtuple("Operations", "zeros_like maximum minimum round cast scale")
 
-NUMPY = Operations(
-    np.zeros_like,
-    np.maximum,
-    np.minimum,
-    np.round,
-    lambda array, dtype: array.astype(dtype),
-    lambda array, share: array * np.asarray(share, array.dtype),
-)
+
+def operations_of(module):
+    """Return the ``Operations`` of a module that has numpy's functions: numpy's, or JAX's."""
+    return Operations(
+        module.zeros_like,
+        module.maximum,
+        module.minimum,
+        module.round,
+        lambda array, dtype: array.astype(dtype),
+        lambda array, share: array * module.asarray(share, array.dtype),
+    )
+
+
+NUMPY = operations_of(np)
 
 
 class Merge:

@@ -21,14 +21,7 @@ from . import cut_steps, exchanged_gradients, gradient_marks
 
 _step = Within()  # also where it trains models within
 
-_OPERATIONS = merging.Operations(
-    jnp.zeros_like,
-    jnp.maximum,
-    jnp.minimum,
-    jnp.round,
-    lambda array, dtype: array.astype(dtype),
-    lambda array, share: array * jnp.asarray(share, array.dtype),
-)
+_OPERATIONS = merging.operations_of(jnp)
 
 
 def distribute(model, place):
