@@ -5,6 +5,8 @@ pass. They are merged when the backward pass has ended. Left alone are running s
 torch's own layers, whose mean is exchanged with the gradients, and buffers that are not saved.
 """
 
+import contextlib
+
 import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -65,7 +67,6 @@ class RankedBuffers:
             for name, tensor in kept.items()
             if tensor is not None
         ]
-        steady = [m for m in model.modules() if isinstance(m, _STEADY) and m.training]
 
         def run(numbers, values):
             def chosen(leaf):
@@ -92,28 +93,29 @@ class RankedBuffers:
             range(len(values)),
         )
         values = [batches.to_numpy(tensor).copy() for tensor in values]
-        watch = _Collectives()
-        try:
-            for module in steady:
-                module.training = False
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), watch:
-                run(range(rows), values)
-        except _Collectives.Found:
-            return  # the forward pass itself sums over all ranks
-        except Exception:
-            pass  # of which the trial tells
-        finally:
-            for module in steady:
-                module.training = True
-        try:
-            for module in steady:
-                module.training = False
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                state.decide(rows, values, run)
-        finally:
-            for module in steady:
-                module.training = True
+        with _steady(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
+            try:
+                with _Collectives():
+                    run(range(rows), values)
+            except _Collectives.Found:
+                return  # the forward pass itself sums over all ranks
+            except Exception:
+                pass  # ``decide`` meets it again, and tells of it
+            state.decide(rows, values, run)
         self.merges = state.merges
+
+
+@contextlib.contextmanager
+def _steady(model):
+    """The context of a trial: a row's values depend neither on chance nor on the other rows."""
+    changed = [m for m in model.modules() if isinstance(m, _STEADY) and m.training]
+    for module in changed:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in changed:
+            module.training = True
 
 
 class _Collectives(TorchDispatchMode):
