@@ -280,3 +280,15 @@ def check_sizes(jobs):
             found = arrays[0][key]
             np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5, err_msg=f"{key} {size}")
     return [said for size in (2, 3) for said in jobs[size][1]]
+
+
+def check_optimizers(folder, backend):
+    """Check that what Keras' optimizers make of gradients is of all ranks, on 2 and 3 ranks."""
+    check_sizes(jobs_of_sizes(OPTIMIZERS, folder, backend))
+
+
+def check_own_functions(folder, backend):
+    """Check that functions by which a script trains a model of Keras' are refused on ranks."""
+    jobs = ranks.run_both({"own": OWN_FUNCTIONS}, folder, backend)
+    refused = refused_loop("looped", "K.function()")
+    assert ranks.check_same(jobs, "own") == [{"loop": refused}] * 2

@@ -56,14 +56,11 @@ def test_a_train_function_of_another_librarys_is_told(jobs):
 
 def test_what_optimizers_make_of_gradients_is_of_all_ranks(tmp_path):
     """On 2 and 3 ranks: they clip, normalise, or look at the loss."""
-    jobs = rank_gradients.jobs_of_sizes(rank_gradients.OPTIMIZERS, tmp_path, "theano")
-    rank_gradients.check_sizes(jobs)
+    rank_gradients.check_optimizers(tmp_path, "theano")
 
 
 def test_functions_of_a_script_that_train_a_model_are_refused(tmp_path):
-    jobs = ranks.run_both({"own": rank_gradients.OWN_FUNCTIONS}, tmp_path, "theano")
-    refused = rank_gradients.refused_loop("looped", "K.function()")
-    assert ranks.check_same(jobs, "own") == [{"loop": refused}] * 2
+    rank_gradients.check_own_functions(tmp_path, "theano")
 
 
 @pytest.mark.row("ranks: MPI")
