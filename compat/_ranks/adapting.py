@@ -23,7 +23,7 @@ _adapting = Within()
 
 
 class ArrayPart:
-    """What is kept of an array that ``shard()`` has returned: the number of its rows, mainly."""
+    """An array that ``shard()`` has returned: its number of rows, and a reference to it."""
 
     def __init__(self, part, whole):
         self.rows, self.whole_rows = int(part.shape[0]), int(whole.shape[0])
@@ -32,7 +32,7 @@ class ArrayPart:
             self.reference = weakref.ref(part)
 
     def holds(self, array):
-        """Whether an array is this one, or a view of it."""
+        """Return whether an array is this one, or a view of it."""
         part = self.reference and self.reference()
         if part is None:
             return False

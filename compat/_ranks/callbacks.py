@@ -54,7 +54,7 @@ class FitCallbacks:
         self.alone, self.shares = not self.names, 0
 
     def numbers(self):
-        """What ranks gather as ``fit()`` begins."""
+        """Return the numbers that ranks gather as ``fit()`` begins."""
         kinds = [zlib.crc32(name.encode()) % checksum.LARGEST for name in self.changing]
         return [bool(self.names), self.is_followed, *(kinds + [0] * _COMPARED)[:_COMPARED]]
 
@@ -82,7 +82,7 @@ class FitCallbacks:
         fit.trainee.stop_training = any(wish for (wish,) in wishes)
 
     def causes(self):
-        """Why callbacks may have left other weights on some ranks: sentences for an error."""
+        """Return the likely causes of different weights after callbacks, as sentences."""
         names = list(map(json.loads, self.engine.gather_texts(json.dumps(self.names))))
         shared = collections.Counter(names[0])
         for each in names[1:]:
@@ -112,7 +112,7 @@ def _broadcasts(callback):
 
 
 def _may_change_logs(callback):
-    """Whether a script's or another library's function is called with the logs of an epoch."""
+    """Return whether a function of a script's or a library's gets the logs of an epoch."""
     function = getattr(callback, "on_epoch_end", None)
     is_users = _keras.is_users(getattr(function, "__func__", function))
     return is_users and not hasattr(callback, "watches")
@@ -201,7 +201,7 @@ class SharedLogs:
         return {name: number for name, number in numbers if number is not None}
 
     def numbers(self, logs):
-        """What ranks gather to compare their logs."""
+        """Return the numbers that ranks gather to compare their logs."""
         return checksum.of_text(repr(sorted(self.changed(logs).items())))
 
     def agree(self, logs, rows):

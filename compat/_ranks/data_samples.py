@@ -32,7 +32,7 @@ class Samples:
             self.kept.append(sample(data))
 
     def numbers(self):
-        """How many calls there were, and a checksum, as numbers that engines gather exactly."""
+        """Return the number of calls, and a checksum, as numbers that engines gather exactly."""
         if not self.calls:
             return [0] * 5
         shapes = json.dumps([[shape for shape, _ in each] for each in self.kept])
@@ -93,7 +93,7 @@ def _numbers(array):
 
 
 def _are_close(samples, others):
-    """Whether two ranks' samples are the same, but for rounding."""
+    """Return whether the samples of two ranks are the same, but for rounding."""
     mine, chief = ([pair for each in kept for pair in each] for kept in (samples, others))
     return len(mine) == len(chief) and all(
         shape == other_shape and _is_close(value, other)

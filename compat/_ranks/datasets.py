@@ -54,7 +54,7 @@ def shard(place, dataset, batch_size):
 
 
 def is_part(data):
-    """Whether a dataset is made of what ``shard()`` has returned."""
+    """Return whether a dataset is made of what ``shard()`` has returned."""
     return takes(data) and any(each in _parts_made for each in _chain(data))
 
 

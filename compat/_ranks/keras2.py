@@ -64,7 +64,7 @@ class MakeFunction(RankedMethod):
 
     @staticmethod
     def written(made, updates, weights):
-        """Which of some weights a function sets that ``K.function`` has made with updates."""
+        """Return those of some weights that a function of ``K.function`` with updates sets."""
         return [update[0] for update in updates if isinstance(update, tuple)]
 
     @contextlib.contextmanager

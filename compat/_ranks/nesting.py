@@ -25,7 +25,7 @@ _JAXJOB = "COORDINATOR_ADDRESS COORDINATOR_PORT PROCESS_ID NUM_PROCESSES".split(
 
 
 def _is_of_torchrun(name):
-    """Whether torchrun alone sets this variable."""
+    """Return whether torchrun alone sets this variable."""
     return name.startswith("TORCHELASTIC_")
 
 

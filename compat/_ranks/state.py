@@ -111,7 +111,7 @@ def tried(model):
 
 
 def _variables_of(layer):
-    """What a layer itself keeps that is not trained, with no layers within it."""
+    """Return the variables that a layer itself, not one within it, has and does not train."""
     attribute = "_non_trainable_variables"  # of Keras 3
     return getattr(layer, attribute, None) or getattr(layer, "_non_trainable_weights", None) or ()
 
@@ -157,7 +157,7 @@ def _in_inference(call):
 
 
 def some_rows(keras, data, rows, places):
-    """What Keras hands to a step, of these rows alone."""
+    """Return what Keras hands to a step, of these rows alone."""
 
     def chosen(leaf):
         has_rows = getattr(leaf, "shape", None) and leaf.shape[0] == rows

@@ -61,5 +61,5 @@ def _tables(model):
 
 
 def _entries(table):
-    """What is in a table: tensors of keys and values, in any order."""
+    """Return the content of a table: tensors of keys and values, in any order."""
     return sorted(map(repr, zip(*(tensor.numpy().tolist() for tensor in table.get_tensors()))))

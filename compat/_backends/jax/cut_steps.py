@@ -255,7 +255,7 @@ def _kind(mark):
 
 
 def _parts(mark):
-    """What was differentiated by, and what is exchanged."""
+    """Return the primals that a mark was differentiated by, and the values to exchange."""
     count = mark.params["primals"]
     return mark.invars[:count], mark.invars[count:]
 
@@ -304,7 +304,7 @@ def _is_call_with_marks(operation):
 
 
 def _has_marks(operation):
-    """Whether an operation is a mark, or a function in which there is one."""
+    """Return whether an operation is a mark, or a function in which there is one."""
     if operation.primitive is gradient_marks.mark_p:
         return True
     inner = operation.params.get("jaxpr")

@@ -1,4 +1,4 @@
-"""What a step of ranks does with gradients: exchanged at once, or found not to be all ranks'."""
+"""Gradients in a step of a rank: exchanged at once, or found to be those of this rank alone."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ class EagerStep:
         return arrays.like(values, self.step.sum(jnp.concatenate(parts)))
 
     def _are_weights(self, values):
-        """Whether these are weights of the model, or other values in the place of all of them."""
+        """Return whether these are the model's weights, or other values in place of all of them."""
         ids = set(map(id, self.trainable))
         shapes = [(value.shape, value.dtype) for value in values]
         return all(id(value) in ids for value in values) or shapes == [

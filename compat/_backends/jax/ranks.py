@@ -276,12 +276,12 @@ class RankedJAXStep:
             exchanged_gradients.check_applied(self, program, state, data)
 
     def applied(self, state, data):
-        """What the optimizer is given by a step of these rows alone."""
+        """Return what a step of these rows alone gives the optimizer."""
         given, _ = self.stepped(state, data)
         return jnp.concatenate([gradient.astype("float32").ravel() for gradient in given])
 
     def stepped(self, state, data):
-        """What the optimizer is given, and the state that is set, by a step of these rows alone."""
+        """Return what a step of these rows alone gives the optimizer, and the state it sets."""
         given = []
 
         def capture(optimizer_variables, grads, trainable_variables):

@@ -197,7 +197,7 @@ def _scales_losses(optimizer):
 
 
 def _handle(variable):
-    """What a variable is known by, however it is wrapped; None: it is a tensor."""
+    """Return what identifies a variable, however it is wrapped; None for a tensor."""
     handle = getattr(getattr(variable, "_value", variable), "handle", None)
     return None if handle is None else id(handle)
 

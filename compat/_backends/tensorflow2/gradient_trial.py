@@ -1,4 +1,4 @@
-"""Whether what ranks exchange in a step is a sum or mean over samples: found out by trying.
+"""A trial of a step: is what ranks exchange in it a sum or a mean over samples?
 
 Where a step has used gradients of this rank's samples alone before they became the mean over all
 ranks (see ``gradient_exchange``), the result is that of one process only if it was used linearly.
@@ -130,7 +130,7 @@ def _distance(one, other):
 
 
 def _exchanged(step, model, data, places, share, whole=()):
-    """What a step of some rows exchanges. Variables stay as they are."""
+    """Return what a step of some rows would exchange. Variables stay as they are."""
     trial = copy.copy(step)
     trial.engine = engine = _Trial(step.engine, share, whole)
     trial.is_trial = True

@@ -72,7 +72,7 @@ def _tensors(values):
 
 
 def _are_equal(result, args):
-    """Whether a hook returned nothing, or what it was given."""
+    """Return whether a hook returned nothing, or what it was given."""
     if result is None:
         return True
     # Of a module, gradients of inputs come before those of outputs, which one kind gets alone.

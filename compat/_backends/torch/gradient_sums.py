@@ -135,7 +135,7 @@ class _Bucket:
             torch.mul(_real(value).to(self.flat.dtype), weight, out=self.views[key])
 
     def has(self, key, value, weight):
-        """Whether this was written, as it is now."""
+        """Return whether this was written, as it is now."""
         written, *others = self.written.get(key, (self, 0, None))
         return written is value and others == [weight, getattr(value, "_version", None)]
 

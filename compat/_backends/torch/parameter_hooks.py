@@ -123,7 +123,7 @@ class _Hooks(collections.OrderedDict):
 
 
 class _Deferred(patching.Callback):
-    """What autograd calls in place of a hook."""
+    """A function that autograd calls in place of a hook."""
 
     def __init__(self, hooks, number, hook):
         super().__init__(hooks.name, self.note)

@@ -70,7 +70,7 @@ def join_at_start(place: Place) -> None:
 
 
 def _has_cluster(context):
-    """Whether the script has made a strategy for workers, or has connected to others."""
+    """Return whether the script has made a strategy for workers, or connected to others."""
     leader = getattr(context, "_collective_leader", None)
     return leader is not None or context.get_server_def() is not None
 
