@@ -205,3 +205,33 @@ if hasattr(keras_under_test().Model, "train_step"):
 
         found = hooks.left_out_one_by_one(run, {})
         assert found and None not in found.values(), found
+
+
+@span
+def test_threads_execute_operations_while_others_take_what_was_recorded(run):
+    """A segmentation fault of TensorFlow 2.0 where the runtime recorded times as well."""
+    program = """
+    import threading
+    import tensorflow as tf
+    from compat._backends.tensorflow2 import executions
+
+    ends = threading.Event()
+
+    def execute():
+        while not ends.is_set():
+            rows = tf.function(lambda rows: 0.1 * tf.matmul(rows, rows))(tf.ones((8, 8)))
+            for _ in range(50):
+                rows = 0.1 * tf.matmul(rows, rows)
+
+    threads = [threading.Thread(target=execute) for _ in range(8)]
+    with executions.recorded() as records:
+        for each in threads:
+            each.start()
+        for _ in range(4000):
+            executions.collect()
+        ends.set()
+        for each in threads:
+            each.join()
+    print(executions.products(executions.nodes_of(records)))
+    """
+    assert run(program).startswith("{'/cpu:0': (")

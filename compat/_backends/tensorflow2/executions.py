@@ -26,20 +26,30 @@ _recordings = []  # type: list  # lists that get each record, of all that record
 
 
 @contextlib.contextmanager
-def recorded():
-    """Within, TensorFlow's runtime records; yields a list, to which its records are added."""
+def recorded(with_times=False):
+    """Within, TensorFlow's runtime records; yields a list, to which its records are added.
+
+    Arguments:
+        with_times: whether also when each operation ran.
+    """
     records = []  # type: list
-    begin(records)
+    begin(records, with_times)
     try:
         yield records
     finally:
         end(records)
 
 
-def begin(records):
+def begin(records, with_times=False):
     """Have the runtime record, and its records added to a list."""
     with _lock:
-        context.enable_run_metadata()
+        # Without times where these are not needed: TensorFlow 2.0 fills in those of an operation
+        # that a thread executes after another thread has taken the record that they belong to,
+        # and ends with a segmentation fault.
+        if with_times:
+            context.enable_run_metadata()
+        else:
+            context.enable_graph_collection()
         collect()  # what others left
         _recordings.append(records)
 
@@ -50,6 +60,7 @@ def end(records):
         collect()
         _recordings[:] = [each for each in _recordings if each is not records]
         if not (_recordings or script_records()):
+            context.disable_graph_collection()
             context.disable_run_metadata()
 
 
@@ -78,11 +89,15 @@ def executed(step):
     return nodes_of(records)
 
 
+def functions_of(records):
+    """Return the partitions of each function that was executed; one that is empty has none."""
+    graphs = [each.partition_graphs for record in records for each in record.function_graphs]
+    return [parts for parts in graphs if not (parts and all(map(_is_one_operation, parts)))]
+
+
 def nodes_of(records):
     """The nodes of the partitions of functions, each as it was executed."""
-    graphs = [each.partition_graphs for record in records for each in record.function_graphs]
-    graphs = [partitions for partitions in graphs if not all(map(_is_one_operation, partitions))]
-    return [node for partitions in graphs for partition in partitions for node in partition.node]
+    return [node for parts in functions_of(records) for part in parts for node in part.node]
 
 
 def _is_one_operation(partition):
@@ -220,10 +235,10 @@ class Recorder:
 
     def _count_nodes(self):
         """Count the nodes that were recorded; return whether any function was."""
-        nodes, self.records[:] = nodes_of(self.records), []
+        functions, nodes, self.records[:] = functions_of(self.records), nodes_of(self.records), []
         for node in nodes:
             self._count(node.device)  # also what only passes values on: a model may do no more
-        return bool(nodes)
+        return bool(functions)
 
     def end(self):
         """Record no longer."""

@@ -164,7 +164,8 @@ def profiled(devices):
     # TensorFlow 2.0 and 2.1 record operations with their devices.
     executed_on = tensorflow1_timeline.executed
     return converted(
-        recorded(), lambda found: executed_on([each.step_stats for each in found], devices)
+        recorded(with_times=True),
+        lambda found: executed_on([each.step_stats for each in found], devices),
     )
 
 
