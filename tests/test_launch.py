@@ -642,6 +642,16 @@ def test_command_line(process, tmp_path, monkeypatch):
         "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install the MPI "
         "that mpi4py was compiled with: on Debian and Ubuntu, apt-get install openmpi-bin.\n"
     )
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\n")
+    mpirun.chmod(0o755)
+    for backend in "theano", "cntk":
+        assert said("-n", "2", "--backend", backend, "--python", sys.executable).endswith(
+            "Each rank needs mpi4py, which is not installed here, to train with the others. "
+            "Install it for the MPI of the launcher: pip install mpi4py, which compiles it where "
+            "there is no wheel (on Debian and Ubuntu that needs apt-get install libopenmpi-dev "
+            "openmpi-bin).\n"
+        )
 
 
 def test_a_process_that_outlives_its_launcher_is_killed():

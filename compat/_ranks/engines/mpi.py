@@ -19,6 +19,7 @@ import time
 import zlib
 
 from ... import errors
+from ..._configuration import packages
 from ..._runtime.on_demand import numpy
 from .. import engines
 from ..launch import starter
@@ -186,17 +187,20 @@ class MPI(engines.Engine):
 
 def _import(place):
     if not leave_to_engine():
-        raise errors.NotInstalledError(
-            "{} needs mpi4py, which is not installed here, to train with the others. "
-            "Install it for the MPI of the launcher: pip install mpi4py, which compiles "
-            "it where there is no wheel (on Debian and Ubuntu that needs apt-get "
-            "install libopenmpi-dev openmpi-bin).".format(str(place).capitalize())
-        )
+        raise _no_mpi4py(f"{str(place).capitalize()} needs")
     try:
         from mpi4py import MPI as mpi
     except ImportError as error:  # linked with an MPI that is not there
         raise errors.broken_install("mpi4py", error) from error
     return mpi
+
+
+def _no_mpi4py(needs):
+    return errors.NotInstalledError(
+        f"{needs} mpi4py, which is not installed here, to train with the others. Install it for "
+        "the MPI of the launcher: pip install mpi4py, which compiles it where there is no wheel "
+        "(on Debian and Ubuntu that needs apt-get install libopenmpi-dev openmpi-bin)."
+    )
 
 
 def leave_to_engine():
@@ -223,7 +227,8 @@ def launcher(job):
     by its path, and hands over variables that are named.
 
     Raises:
-        NotInstalledError: there is no mpirun.
+        NotInstalledError: there is no mpirun, or no mpi4py. In another interpreter than this one
+            the ranks find out whether there is.
         InvalidArgumentError: a machine has a user in front: mpirun would not find it again.
     """
     if job.hosts and "@" in job.hosts:
@@ -234,6 +239,8 @@ def launcher(job):
             "Ranks of Theano and CNTK are started by mpirun, which is not on PATH. Install the MPI "
             "that mpi4py was compiled with: on Debian and Ubuntu, apt-get install openmpi-bin."
         )
+    if job.python == sys.executable and packages.version("mpi4py") is None:
+        raise _no_mpi4py("Each rank needs")
     command = ["env", "OMPI_MCA_rmaps_base_oversubscribe=1"]
     command += ["OMPI_MCA_hwloc_base_binding_policy=none"]
     command += ["OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"]
