@@ -182,7 +182,7 @@ def check_printed(text):
 
 
 def _is_of_the_example(text):
-    """tests/backends/test_tensorflow2_pages.py compares it with the example's output."""
+    """tests/backends/tensorflow2/test_pages.py compares it with the example's output."""
     assert text in read("README.md")
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import glob
 import os
 import re
 
@@ -32,12 +33,12 @@ def environment_extras():
     return parts - {"core"}
 
 
-def test_every_backend_has_a_test_file_and_no_other_file_is_there():
-    files = os.listdir(os.path.join(ROOT, "tests", "backends"))
-    tested = {re.match(r"test_([^_.]+)", name).group(1) for name in files if "test_" in name}
-    tested -= {"benchmarks", "examples"}  # of every backend
-    assert tested == set(registry.names())
-    assert {"test_{}.py".format(name) for name in tested} <= set(files)
+def test_every_backend_has_a_folder_of_tests_and_no_other_one_is_there():
+    folder = os.path.join(ROOT, "tests", "backends")
+    tests = {name for name in os.listdir(folder) if name.startswith("test_")}
+    assert tests == {"test_benchmarks.py", "test_examples.py"}  # of every backend
+    contracts = glob.glob(os.path.join(folder, "*", "test_contract.py"))
+    assert sorted(path.split(os.sep)[-2] for path in contracts) == registry.names()
 
 
 def test_every_extra_has_an_environment_and_no_environment_is_without():

@@ -31,7 +31,6 @@ for _backend in INSTALLED:  # frameworks read these when they first run
 MODES = ("contexts", "horovod", "keras23", "launchers", "mpi", "v1", "workers")
 V1_MODE = os.environ.get("COMPAT_TEST_KERAS") == "tensorflow.compat.v1.keras"
 MODE = "v1" if V1_MODE else os.environ.get("COMPAT_TEST_MODE")
-TESTED = [b.name + ("_" + MODE if MODE else "") for b in INSTALLED]
 if V1_MODE:
     importlib.import_module("tensorflow").compat.v1.disable_v2_behavior()
 
@@ -52,50 +51,54 @@ BENCHMARKS = [
 ]
 
 
-def _is_tested(file):
-    """A backend's tests are test_NAME.py, and test_NAME_*.py if that grows too long."""
-    if file == "test_examples.py":  # of every backend
-        return MODE is None
-    if file == "test_benchmarks.py":
-        return bool(BENCHMARKS)
-    if not any(re.match("test_{}[._]".format(name), file) for name in TESTED):
+def _is_tested(folder, file):
+    """A backend's tests are in the folder of its name; those of a mode are test_MODE*.py there."""
+    if not folder:
+        return MODE is None if file == "test_examples.py" else bool(BENCHMARKS)
+    if folder not in [each.name for each in INSTALLED]:
         return False
-    return MODE is not None or not re.search("_({})[.]py".format("|".join(MODES)), file)
+    of_mode = re.match("test_({})[._]".format("|".join(MODES)), file)
+    return MODE == (of_mode and of_mode.group(1))
 
 
-collect_ignore = [
-    file
-    for file in os.listdir(os.path.dirname(__file__))
-    if file.startswith("test_") and not _is_tested(file)
-]
+def _ignored():
+    """Yield the files whose tests are not for this environment, as paths from this folder."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    for path, _, files in os.walk(here):
+        folder = os.path.relpath(path, here).replace(".", "")
+        for file in files:
+            if re.match(r"test_.*\.py$", file) and not _is_tested(folder, file):
+                yield os.path.join(folder, file)
 
+
+collect_ignore = list(_ignored())
 
 IS_TENSORFLOW_20 = any(
     b.framework == "tensorflow" and detection.installed_version(b)[:4] == "2.0." for b in INSTALLED
 )
 if IS_TENSORFLOW_20:
-    # Models without Keras are not verified there: test_tensorflow2_parts.py sees the warning.
-    collect_ignore.append("test_tensorflow2_native_verification.py")
+    # Models without Keras are not verified there: tensorflow2/test_parts.py sees the warning.
+    collect_ignore.append("tensorflow2/test_native_verification.py")
 
 TENSORFLOW2 = next(
     (detection.installed_version(b) for b in INSTALLED if b.name == "tensorflow2"), ""
 )
 if not TENSORFLOW2.startswith("2.15."):
-    collect_ignore.append("test_tensorflow2_pages.py")  # the documentation shows that version
+    collect_ignore.append("tensorflow2/test_pages.py")  # the documentation shows that version
 if not TENSORFLOW2.startswith(("2.3.", "2.15.")):  # the last one with a wrapper, and the whole row
-    collect_ignore.append("test_tensorflow2_unwrap.py")
+    collect_ignore.append("tensorflow2/test_unwrap.py")
 KERAS = os.environ.get("COMPAT_TEST_KERAS", "keras")
 if KERAS == "keras" and (packages.version("keras") or "").startswith("3."):
     # No Keras is in them, or it has no graph mode; the rows of tf.keras and tf_keras test them.
-    collect_ignore += ["test_tensorflow2_graph_walk.py", "test_tensorflow2_graphs.py"]
-    collect_ignore.append("test_tensorflow2_native_verification.py")
+    collect_ignore += ["tensorflow2/test_graph_walk.py", "tensorflow2/test_graphs.py"]
+    collect_ignore.append("tensorflow2/test_native_verification.py")
 else:
-    collect_ignore.append("test_tensorflow2_row_table.py")  # the newest TensorFlow proves it
+    collect_ignore.append("tensorflow2/test_row_table.py")  # the newest TensorFlow proves it
 if sys.version_info >= (3, 12):  # with the TensorFlow and Keras of a row on an older Python
-    collect_ignore += ["test_tensorflow2_compiled.py", "test_tensorflow2_reductions.py"]
+    collect_ignore += ["tensorflow2/test_compiled.py", "tensorflow2/test_reductions.py"]
 
 if packages.version("transformers") is None and "TOX_ENV_NAME" not in os.environ:
-    collect_ignore.append("test_torch_transformers.py")  # tox.ini has it, and no extra
+    collect_ignore.append("torch/test_transformers.py")  # tox.ini has it, and no extra
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -20,7 +20,7 @@ from .conftest import INSTALLED, IS_TENSORFLOW_20
 
 (BACKEND,) = INSTALLED
 if BACKEND.name == "theano":
-    from . import test_theano  # noqa: F401  # Theano's flags of the tests
+    from .theano import test_contract  # noqa: F401  # Theano's flags of the tests
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))

@@ -3,7 +3,7 @@
 import importlib
 
 import pytest
-from backends.conftest import TESTED, pytest_collection_modifyitems, record_versions  # noqa: F401
+from backends.conftest import INSTALLED, pytest_collection_modifyitems, record_versions  # noqa: F401
 
 import compat
 from compat.testing import BackendContract, ParallelContract, keras_under_test
@@ -25,8 +25,8 @@ def keras(configuration):
 
 
 def _contract():
-    (name,) = TESTED
-    module = importlib.import_module("backends.test_" + name)
+    (backend,) = INSTALLED
+    module = importlib.import_module("backends.{}.test_contract".format(backend.name))
     (subclass,) = [
         value
         for value in vars(module).values()

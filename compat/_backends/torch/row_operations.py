@@ -4,7 +4,7 @@ A line takes a ``Call`` and returns the placement of its results, or a list with
 function without a line is tried, see ``watch``, so there are lines for what a trial cannot tell:
 totals, whole numbers, what is random or in place, what a few rows may agree in by chance, and rows
 of different lengths; and for what many models call, which need not be tried.
-``tests/backends/test_torch_row_operations.py`` proves each line by computing.
+``tests/backends/torch/test_row_operations.py`` proves each line by computing.
 """
 
 import re

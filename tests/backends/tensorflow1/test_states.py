@@ -1,0 +1,50 @@
+"""TensorFlow 1: stateful recurrent layers within others; each device has the states of its rows."""
+
+import numpy as np
+import pytest
+
+import compat
+from compat._backends.tensorflow1 import timeline
+from compat.testing import initialise, largest_difference, span
+
+from .test_fetches import v1
+from .test_rows import three_devices, warned  # noqa: F401  # the fixture
+
+ROWS = 7
+
+
+def bidirectional(keras, x):
+    layers = keras.layers
+    return layers.Bidirectional(layers.LSTM(3, stateful=True, implementation=2))(x)
+
+
+def nested(keras, x):
+    inputs = keras.layers.Input(batch_shape=(ROWS, 3, 4))
+    return keras.models.Model(inputs, bidirectional(keras, inputs))(x)
+
+
+@pytest.mark.parametrize("recurrent", [pytest.param(bidirectional, marks=span), nested])
+def test_stateful_rnns_within_other_layers_are_split(keras, recurrent):
+    random = np.random.RandomState(0)
+    batches = [(random.normal(size=(ROWS, 3, 4)), random.normal(size=(ROWS, 2))) for _ in range(3)]
+
+    def trained(parallel):
+        inputs = keras.layers.Input(batch_shape=(ROWS, 3, 4))
+        outputs = keras.layers.Dense(2)(recurrent(keras, inputs))
+        model = initialise(keras.models.Model(inputs, outputs))
+        if parallel:
+            compat.parallelize(model)
+        model.compile("sgd", "mse")
+        found = [np.array(model.train_on_batch(*batch)) for batch in batches]
+        found += [model.predict(batch[0], batch_size=ROWS) for batch in batches]
+        model.reset_states()
+        with timeline.recorded(v1, output_partition_graphs=True) as runs:
+            found.append(model.predict(batches[0][0], batch_size=ROWS))
+        ran = timeline.partitions(max(runs, key=v1.RunMetadata.ByteSize))
+        return found + model.get_weights(), set(timeline.products(ran))
+
+    (plain, _), results = trained(False), []
+    assert not warned(lambda: results.append(trained(True)))
+    ((parallel, devices),) = results
+    assert largest_difference(plain, parallel) < 1e-5
+    assert devices == {f"/device:CPU:{i}" for i in range(3)}
