@@ -387,7 +387,7 @@ threading.Thread(target=time.sleep, args=({},), name="uploader").start()
 def test_a_rank_whose_main_thread_has_failed_ends_whatever_threads_it_has_left(finished):
     began = time.monotonic()
     status, _, err = finished(LEAVES_A_THREAD.format(100, "if rank: raise ValueError('bad')"))
-    assert status == 1 and time.monotonic() - began < 12
+    assert status == 1 and time.monotonic() - began < 30  # not the thread's 100
     assert (
         "[1] compat: the main thread of rank 1 of 2 (compat run) has failed. Threads that it has "
         "left (uploader) still run after 5 seconds, and are ended. Make them daemons, or end them "
@@ -781,12 +781,13 @@ def _signalled(folder, size, signals):
     return "\n".join(sent + ["status {}".format(process.returncode), err, out[-500:]] + left)
 
 
-def test_signals_at_random_moments(tmp_path):
+@pytest.mark.parametrize("cases", [60, pytest.param(150, marks=pytest.mark.slow)])
+def test_signals_at_random_moments(tmp_path, cases):
     """To any process of a job."""
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         jobs = [
             pool.submit(_signalled, tmp_path / str(number), *job)
-            for number, job in enumerate(_jobs(150))
+            for number, job in enumerate(_jobs(cases))
         ]
         wrong = [job.result() for job in jobs]
     assert not any(wrong), "\n".join(filter(None, wrong))

@@ -17,7 +17,8 @@ job, finished = test_launch.job, test_launch.finished  # fixtures
 # What is shown, and what is kept ---------------------------------------------------------------
 
 
-def test_quiet_shows_the_last_lines_of_the_rank_that_fails(finished):
+def test_quiet_shows_the_last_lines_of_the_rank_that_fails(finished, tmp_path):
+    """It fails when the other one has printed all, too."""
     status, out, err = finished(
         """
         for number in range(50):
@@ -25,13 +26,18 @@ def test_quiet_shows_the_last_lines_of_the_rank_that_fails(finished):
         print("1/2", end="\\r", flush=True)
         time.sleep(0.5)
         print("2/2", end="", flush=True)
-        time.sleep(1)
-        raise ValueError("bad") if rank == 1 else time.sleep(60)
-        """,
+        if rank == 0:
+            open({0!r}, "w").close()
+            time.sleep(60)
+        while not os.path.exists({0!r}):
+            time.sleep(0.05)
+        raise ValueError("bad")
+        """.format(str(tmp_path / "printed")),
         options="quiet=True",
     )
     assert status == 1
-    assert out.count("[0] ") == 52 and "[1]" not in out
+    assert out.startswith("[0] line 0 of 0\n") and out.count("\n[0] line ") == 49
+    assert out.endswith("[0] 2/2\n") and "[1]" not in out
     report = err[err.index("compat run: ") :].splitlines()
     assert report[:2] == [
         "compat run: rank 1 of 2 failed with exit status 1; the others were ended.",
@@ -65,19 +71,29 @@ HEADER = r"==== \d{{4}}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{{4}}, rank {} of {}, rest
 
 
 def test_logs_have_all_that_each_rank_prints(finished, tmp_path):
-    """Behind what another job has left there. The text is longer than one message may be."""
+    """Behind what another job has left there. The text is longer than one message may be.
+
+    What a rank prints to both streams may be read in any order, unless it waits in between.
+    """
     folder = str(tmp_path / "new" / "logs")
     before = output.Logs(folder, 2, ["a b.py", "-x"])
     before.begin(0)
     before.close()
     program = """
+        def wait_for(text):
+            while True:
+                with open(os.path.join({!r}, "rank-%d.log" % rank), "rb") as file:
+                    if text in file.read():
+                        break
+                time.sleep(0.05)
+
         print("to stdout %d" % rank)
         print("1/2", end="\\r", flush=True)
-        time.sleep(1)
+        wait_for(b"1/2")
         sys.stderr.write("to stderr " + "\\u4e16" * 3000 + "\\n")
-        time.sleep(0.3)
+        wait_for("\\u4e16\\n".encode())
         print("2/2", end="", flush=True)
-        """
+        """.format(folder)
     options = "logs=output.Logs({!r}, 2, ['a b.py', '-x'])".format(folder)
     assert finished(program, options=options)[0] == 0
     assert sorted(os.listdir(folder)) == ["rank-0.log", "rank-1.log"]

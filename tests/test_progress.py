@@ -138,7 +138,8 @@ def test_a_fork_prints_and_ends_by_itself():
 )
 def test_where_the_environment_speaks_against_it(environ):
     """No colour is used, so ``NO_COLOR`` changes nothing."""
-    program = WORK + "with progress.shown('x') as line:\n    time.sleep(0.2)\n    print('end')\n"
+    wait = "wait_for_line()" if "NO_COLOR" in environ else "time.sleep(0.2)"
+    program = WORK + "with progress.shown('x') as line:\n    {}\n    print('end')\n".format(wait)
     printed = seen("-c", program, **environ).printed
     if "NO_COLOR" in environ:
         assert "compat: x ..." in printed and "\x1b[" in printed

@@ -96,6 +96,7 @@ else:
     collect_ignore.append("tensorflow2/test_row_table.py")  # the newest TensorFlow proves it
 if sys.version_info >= (3, 12):  # with the TensorFlow and Keras of a row on an older Python
     collect_ignore += ["tensorflow2/test_compiled.py", "tensorflow2/test_reductions.py"]
+    collect_ignore.append("tensorflow2/test_row_table.py")
 
 if packages.version("transformers") is None and "TOX_ENV_NAME" not in os.environ:
     collect_ignore.append("torch/test_transformers.py")  # tox.ini has it, and no extra

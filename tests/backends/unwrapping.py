@@ -154,7 +154,7 @@ def refused(capsys, path, *options):
 
 class Unwrapping:
     #: How many damaged files are tried.
-    damaged = 300
+    damaged = 150
 
     @pytest.fixture
     def keras(self):
