@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 
-from compat._rows import split_rows  # noqa: E402
+from compat._rows import splitting  # noqa: E402
 from compat._runtime import operation_times, reporting  # noqa: E402
 
 FILLS = {
@@ -79,7 +79,7 @@ def overview():
     picture = Picture(720, 236, "A batch on three devices")
     picture.box(20, 86, 150, 64, "a batch\nof {} rows".format(ROWS), "data")
     picture.box(490, 86, 220, 64, "one loss, one update:\nthe numbers of one device", "whole")
-    for number, size in enumerate(split_rows.sizes(ROWS, DEVICES)):
+    for number, size in enumerate(splitting.sizes(ROWS, DEVICES)):
         y = 20 + 70 * number
         text = "device {}: {} rows\nforward and backward".format(number, size)
         picture.box(240, y, 190, 56, text, "device")
@@ -106,8 +106,8 @@ def replicas():
         for middle in middles:
             picture.arrow(middle, y, middle, y + 34)
 
-    sizes = split_rows.sizes(ROWS, DEVICES)
-    bounds = [split_rows.bounds(ROWS, DEVICES, i) for i in range(DEVICES)]
+    sizes = splitting.sizes(ROWS, DEVICES)
+    bounds = [splitting.bounds(ROWS, DEVICES, i) for i in range(DEVICES)]
     across(20, "fit(): a batch of {} rows".format(ROWS), "data")
     arrows(68)
     each(
@@ -149,7 +149,7 @@ def ranks():
         for middle in middles:
             picture.arrow(middle, y, middle, y + 34)
 
-    sizes = split_rows.sizes(GLOBAL_BATCH, RANKS)
+    sizes = splitting.sizes(GLOBAL_BATCH, RANKS)
     across(20, "the global batch: {} rows".format(GLOBAL_BATCH), "data")
     arrows(68)
     for number, (left, size) in enumerate(zip(lefts, sizes)):

@@ -205,7 +205,7 @@ def _is_difference(text):
     assert comparison.cause_of("output 1", None, 3) in said
     (template,) = [
         text
-        for text in sources.texts(inspect.getsource(_verification))
+        for text in sources.texts(inspect.getsource(_verification.verification))
         if text.startswith("The first thing that differs")
     ]
     pattern = "(.+)".join(map(re.escape, re.split(r"{[^}]*}", template)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from compat._rows.split_rows import bounds, run_bounds, sizes
+from compat._rows.splitting import bounds, run_bounds, sizes
 
 
 @pytest.mark.parametrize(

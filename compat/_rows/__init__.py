@@ -1,21 +1,18 @@
-"""How a value depends on the rows of a batch: one theory for all backends.
+"""How a value depends on the rows of a batch: one theory for all backends. Imports no framework.
 
-``placements`` has the words, and here are the rules, by kind of operation. ``trial`` asks what no
-rule knows, and ``split_rows`` says what becomes of what cannot be split. Nothing here imports a
-framework.
-
-A rule is a function of ``Value``s, the placements and shapes of an operation's inputs, and of the
-operation's attributes. It returns the placement of the result. A backend has a table from its own
-operations to rules; ``tests/row_proof.py`` proves each line of it by computing.
-
-A rule may always say ``Mixed``: that is slower, never wrong. So it does where it is not sure.
+``placements`` has the words, ``rules`` the placements of results by kind of operation, ``trial``
+asks a computation that no rule knows, ``splitting`` splits a batch, and ``fallback`` is for what
+cannot be split.
 """
 
-import functools
-import operator
-import string
-
 from . import trial
+from .fallback import (
+    FROM_THERE_ON,
+    REASONS,
+    Across,
+    runs_whole,
+)
+from .graph_search import nearest
 from .placements import (
     REPLICATED,
     Count,
@@ -26,373 +23,92 @@ from .placements import (
     Sharded,
     Unknown,
     Value,
-    chosen,
-    counted,
     have_own_rows,
     listed,
-    made,
-    rule,
     settled,
-    shape_of,
     shared,
-    size_of,
     without_rows,
 )
-from .split_rows import FROM_THERE_ON, REASONS, Across, nearest, runs_whole
-
-#: Reductions over the rows of which the devices' results can be put together. On booleans "any" is
-#: a maximum, and "all" a minimum.
-PARTIAL = {"sum": "sum", "mean": "mean", "max": "max", "min": "min", "any": "max", "all": "min"}
-
-
-# Element by element ---------------------------------------------------------------------------
-
-
-def _meeting(values, letters):
-    """The rows of values whose dimensions of one letter meet, of an axis that is a letter.
-
-    None where two inputs' rows meet other dimensions, so that all pairs of rows are computed.
-    """
-    pairs = list(zip(values, letters))
-    moving = [pair for pair in pairs if isinstance(pair[0].placement, Sharded)]
-    rows = shared([v.placement.replace(axis=names[v.axis]) for v, names in moving])
-    for value, names in pairs:
-        if rows is None or names.count(rows.axis) > 1:
-            return None
-        if rows.axis in names and not isinstance(value.placement, Sharded):
-            # Something of the same length without rows would have to be cut, too.
-            if value.rank is None or value.shape[names.index(rows.axis)] != 1:
-                return None
-    return rows
-
-
-@rule
-def pointwise(values):
-    """Any function of the elements at the same place, dimensions matched from the last one on."""
-    ranks = [value.rank for value in values]
-    if None in ranks or any(isinstance(value.placement, (Partial, Count)) for value in values):
-        return Mixed()  # what a device has of a sum or a number is not that of all rows
-    rank = max(ranks)
-    return _meeting(values, [range(rank - each, rank) for each in ranks]) or Mixed()
-
-
-def selected(values):
-    """Of two values, by a condition; a vector of conditions selects along the first dimension."""
-    condition, *rest = values
-    if condition.rank == 1 and rest[0].rank not in (None, 1):
-        condition = Value(condition.placement, condition.shape + (1,) * (rest[0].rank - 1))
-    return pointwise([condition] + rest)
-
-
-def _is_linear(placement):
-    return isinstance(placement, Partial) and placement.how in ("sum", "mean")
-
-
-@rule
-def added(values):
-    """Sums and differences, which are linear: also those of sums over the rows."""
-    kinds = {value.placement for value in values}
-    kind, *others = kinds - {REPLICATED}
-    if others or not _is_linear(kind):
-        return pointwise(values)
-    # A constant is in each device's value: right for a mean by the rows, not for a sum, nor for a
-    # mean whose weights need not add up, such as sums plus one.
-    return kind if len(kinds) == 1 or kind == Partial("mean") else Mixed()
-
-
-@rule
-def multiplied(values):
-    """Products, which are linear in each factor."""
-    kind, *others = [value.placement for value in values if value.placement != REPLICATED]
-    return kind if not others and _is_linear(kind) else pointwise(values)
-
-
-@rule
-def extreme(values, how):
-    """The larger ("max") or the smaller ("min") of the elements at the same place."""
-    kinds = {value.placement for value in values} - {REPLICATED}
-    return Partial(how) if kinds == {Partial(how)} else pointwise(values)
-
-
-def divided(values):
-    """Quotients of two values, which are linear in the first one."""
-    if isinstance(values[1].placement, Replicated):
-        return multiplied(values)
-    return pointwise(values)
-
-
-# Reductions and what goes along dimensions ------------------------------------------------------
-
-
-@rule
-def reduced(value, axes, how, keepdims=False, denominator=None):
-    """A reduction along ``axes``, None for all: "sum", "mean", "max", "min", "any", "all", other.
-
-    Arguments:
-        denominator: the backend's name for the number of elements along the rows, where not each
-            row has as many.
-    """
-    placement = value.placement
-    if isinstance(placement, Partial):
-        same = {PARTIAL.get(how), placement.how}
-        return placement if len(same) == 1 or same == {"sum", "mean"} else Mixed()
-    axes = listed(axes, value.rank)
-    if placement.axis not in axes:
-        if keepdims:
-            return placement
-        return placement.replace(axis=placement.axis - sum(a < placement.axis for a in axes))
-    if how not in PARTIAL:
-        return Mixed()
-    if how == "mean" and not placement.even:
-        return Mixed() if denominator is None else Partial("mean", denominator)
-    return Partial(PARTIAL[how])
-
-
-@rule
-def along(value, axes):
-    """What goes along ``axes``, None for all, and keeps them: softmax, cumsum, sort, reverse."""
-    own = have_own_rows([value]) and value.axis not in listed(axes, value.rank)
-    return value.placement if own else Mixed()
-
-
-@rule
-def contracted(values, letters, result):
-    """A product summed over dimensions, written with the letters of einsum.
-
-    Arguments:
-        letters: for each value, a letter for each of its dimensions.
-        result: the letters of the result; what is not among them is summed over.
-    """
-    placements = [value.placement for value in values if value.placement != REPLICATED]
-    if len(placements) == 1 and _is_linear(placements[0]):
-        return placements[0]
-    rows = _meeting(values, letters) if have_own_rows(values) else None
-    if rows is None or not rows.even and len(placements) > 1:
-        return Mixed()
-    if rows.axis in result:
-        return rows.replace(axis=result.index(rows.axis))
-    return Partial("sum")
-
-
-def product(values, transpose_first=False, transpose_second=False):
-    """Matrix products, of the last two dimensions; those before are matched from the last one on.
-
-    Of a value of one dimension the one that is summed over is the only one.
-    """
-    ranks = [value.rank for value in values]
-    if None in ranks:
-        return without_rows([value.placement for value in values]) or Unknown()
-    common = string.ascii_lowercase[: max(*ranks, 2) - 2]
-    matrices = "ZY" if transpose_first else "YZ", "XZ" if transpose_second else "ZX"
-    letters = [
-        "Z" if rank == 1 else common[len(common) + 2 - rank :] + last
-        for rank, last in zip(ranks, matrices)
-    ]
-    kept = [name for name, rank in zip("YX", ranks) if rank > 1]
-    return contracted(values, letters, common + "".join(kept))
-
-
-# Moving elements without looking at them -------------------------------------------------------
-
-#: More or fewer elements along some dimensions, of what is there: padding, windows, pooling.
-resized = along
-
-
-def view(function):
-    """A rule of what a part of a sum, mean or extreme over the rows remains one after."""
-
-    @rule
-    @functools.wraps(function)
-    def applied(value, *args, **kwargs):
-        if isinstance(value.placement, Partial):
-            return value.placement
-        return function(value, *args, **kwargs)
-
-    return applied
-
-
-@view
-def transposed(value, order):
-    """Dimension i of the result is dimension ``order[i]``."""
-    placement = value.placement
-    return placement.replace(axis=[int(each) % value.rank for each in order].index(placement.axis))
-
-
-@view
-def expanded(value, axes):
-    """New dimensions of size 1 at these places of the result."""
-    placement = value.placement
-    axes = axes if isinstance(axes, (list, tuple, set)) else [axes]
-    rank = value.rank + len(axes)
-    new = listed(axes, rank)
-    return placement.replace(axis=[a for a in range(rank) if a not in new][placement.axis])
-
-
-@view
-def squeezed(value, axes):
-    """Dimensions of size 1 taken away; None takes all that have it, also that of a single row."""
-    return sliced(value, dict.fromkeys(listed(axes, value.rank), "one"))
-
-
-@view
-def reshaped(value, after):
-    """The same elements, in order, in the dimensions ``after``.
-
-    Arguments:
-        after: the sizes of the result; None for the one that grows with the batch.
-    """
-    placement = value.placement
-    axis, before = placement.axis, value.shape
-    if after is None or list(after).count(None) != 1 or not placement.even:
-        return Mixed()
-    place = list(after).index(None)
-    inner, trailing, wanted = placement.inner, before[axis + 1 :], _product(after[place + 1 :])
-    leading = before[:axis]
-    if leading == tuple(after[:place]):  # whatever is not known of these stays as it is
-        copies = placement.copies
-    elif None in leading:
-        return Unknown("the sizes of an input are not known")
-    elif placement.copies * _product(leading) % _product(after[:place]):
-        return Mixed()  # a dimension of the result is filled by parts of several rows
-    else:
-        copies = placement.copies * _product(leading) // _product(after[:place])
-    # Each row has to fill whole places along the dimension that grows.
-    if trailing == tuple(after[place + 1 :]):
-        return placement.replace(axis=place, copies=copies)
-    known = (inner or 1) * _product(size for size in trailing if size is not None)
-    exact = inner is not None and None not in trailing
-    if not wanted or known % wanted:
-        return Mixed() if exact else Unknown("the sizes of an input are not known")
-    return placement.replace(axis=place, inner=known // wanted if exact else None, copies=copies)
-
-
-def _product(sizes):
-    return functools.reduce(operator.mul, sizes, 1)
-
-
-@rule
-def concatenated(values, axis):
-    """One after the other along a dimension."""
-    placements = [value.placement for value in values]
-    if not all(isinstance(each, Sharded) for each in placements):
-        # Parts of sums; something without rows would have to be cut, too.
-        return placements[0] if len(set(placements)) == 1 else Mixed()
-    axis = int(axis) % values[0].rank
-    if placements[0].axis != axis:
-        return shared(placements) or Mixed()
-    rows = shared([each.replace(copies=1) for each in placements])
-    if rows is None or not rows.even or (rows.inner is None and len(values) > 1):
-        return Mixed()
-    return rows.replace(copies=sum(each.copies for each in placements))
-
-
-@rule
-def stacked(values, axis):
-    """Side by side, in a new dimension."""
-    return concatenated([Value(expanded(v, axis), (v.shape or ()) + (1,)) for v in values], axis)
-
-
-@view
-def sliced(value, parts):
-    """Parts of some dimensions.
-
-    Arguments:
-        parts: by dimension, "part" for some of its elements, "one" for a single one, which takes
-            the dimension away. All others are taken whole.
-    """
-    placement = value.placement
-    parts = {int(axis) % value.rank: part for axis, part in parts.items()}
-    if placement.axis in parts:
-        return Mixed()
-    gone = sum(part == "one" and axis < placement.axis for axis, part in parts.items())
-    return placement.replace(axis=placement.axis - gone)
-
-
-@view
-def tiled(value, times):
-    """All of it so many times along each dimension; more dimensions are put in front."""
-    placement = value.placement
-    axis = placement.axis + len(times or ()) - value.rank
-    if times is None or len(times) < value.rank or times[axis] is None:
-        return Unknown("how often an input is repeated is not known")
-    if not placement.even and times[axis] != 1:
-        return Mixed()
-    return placement.replace(axis=axis, copies=placement.copies * int(times[axis]))
-
-
-@view
-def repeated(value, axis=None, times=None):
-    """Each element several times along a dimension; for None all of them become one dimension.
-
-    Arguments:
-        times: how often, where that is the same for all of them and known.
-    """
-    placement = value.placement
-    if axis is None:
-        return repeated(Value(reshaped(value, [None]), [None]), 0, times)
-    if placement.axis != int(axis) % value.rank:
-        return placement
-    if times is None:
-        return Mixed()
-    inner = None if placement.inner is None else placement.inner * int(times)
-    return placement.replace(inner=inner)
-
-
-@view
-def broadcast(value, rank):
-    """Repeated in dimensions of size 1, and in new ones before the others."""
-    placement = value.placement
-    return placement.replace(axis=placement.axis + rank - value.rank)
-
-
-# Looking up and sorting in, layers --------------------------------------------------------------
-
-
-@rule
-def gathered(values, axis, batch_dims=0):
-    """Elements of the first value along a dimension, by numbers in the second."""
-    data, numbers = values
-    if not have_own_rows(values):
-        return Mixed()
-    if any(value.rank is None for value in values):
-        return Unknown("the number of dimensions of an input is not known")
-    axis = int(axis) % data.rank
-    if batch_dims:
-        both = [value.placement for value in values if value.axis is not None]
-        rows = shared(both) if len(both) == 2 else None
-        return rows if rows is not None and rows.axis < batch_dims else Mixed()
-    if isinstance(data.placement, Replicated):
-        return numbers.placement.replace(axis=axis + numbers.axis)
-    if data.axis == axis or not isinstance(numbers.placement, Replicated):
-        return Mixed()
-    new = 0 if data.axis < axis else numbers.rank - 1
-    return data.placement.replace(axis=data.axis + new)
-
-
-@rule
-def scattered(values, how="sum"):
-    """Rows sorted into what has a fixed number of places, by numbers: segment sums, histograms.
-
-    Arguments:
-        values: the numbers, then what is sorted in by them, if anything is.
-        how: "sum", "max" or "min".
-    """
-    alike = have_own_rows(values) and len({value.axis for value in values}) == 1
-    return Partial(how) if alike and how in ("sum", "max", "min") else Mixed()
-
-
-@rule
-def by_row(values, axes, result=None):
-    """A function of each row by itself, such as a convolution.
-
-    Arguments:
-        axes: for each value, the dimension where the function has its batch; None for what is the
-            same for all rows, such as weights, as is all beyond ``axes``.
-        result: the dimension where the result has it; by default that of the first with rows.
-    """
-    axes = list(axes) + [None] * (len(values) - len(axes))
-    if not have_own_rows(values) or [value.axis for value in values] != axes[: len(values)]:
-        return Mixed()
-    rows = [value.placement for value in values if value.axis is not None]
-    axis = rows[0].axis if result is None else result
-    return shared([each.replace(axis=axis) for each in rows]) or Mixed()
+from .rules import (
+    added,
+    along,
+    broadcast,
+    by_row,
+    chosen,
+    concatenated,
+    contracted,
+    counted,
+    divided,
+    expanded,
+    extreme,
+    gathered,
+    made,
+    multiplied,
+    pointwise,
+    product,
+    reduced,
+    repeated,
+    reshaped,
+    resized,
+    scattered,
+    selected,
+    shape_of,
+    size_of,
+    sliced,
+    squeezed,
+    stacked,
+    tiled,
+    transposed,
+)
+
+__all__ = [
+    "Across",
+    "Count",
+    "FROM_THERE_ON",
+    "Mixed",
+    "Partial",
+    "Placement",
+    "REASONS",
+    "REPLICATED",
+    "Replicated",
+    "Sharded",
+    "Unknown",
+    "Value",
+    "added",
+    "along",
+    "broadcast",
+    "by_row",
+    "chosen",
+    "concatenated",
+    "contracted",
+    "counted",
+    "divided",
+    "expanded",
+    "extreme",
+    "gathered",
+    "have_own_rows",
+    "listed",
+    "made",
+    "multiplied",
+    "nearest",
+    "pointwise",
+    "product",
+    "reduced",
+    "repeated",
+    "reshaped",
+    "resized",
+    "runs_whole",
+    "scattered",
+    "selected",
+    "settled",
+    "shape_of",
+    "shared",
+    "size_of",
+    "sliced",
+    "squeezed",
+    "stacked",
+    "tiled",
+    "transposed",
+    "trial",
+    "without_rows",
+]

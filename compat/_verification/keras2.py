@@ -8,7 +8,8 @@ the one to the other.
 import contextlib
 
 from .. import _keras
-from . import keras_steps, steps, suspended
+from . import keras_steps, steps
+from .verification import suspended
 
 
 class VerifiedKeras2Step(keras_steps.Verified):

@@ -9,9 +9,10 @@ import contextlib
 from typing import Any
 
 from .. import _keras, errors
-from .._rows import split_rows
+from .._rows.splitting import unsplit
 from .._runtime import patching
-from . import random_numbers, steps, suspended
+from . import steps
+from .verification import random_numbers, suspended
 
 # Kind of step -> the attribute that keeps its function.
 FUNCTIONS = {"train": "train_function", "evaluate": "test_function", "predict": "predict_function"}
@@ -214,7 +215,7 @@ class FunctionStep(steps.Step):
         return results, self.named(results)
 
     def on_one_device(self):
-        with split_rows.undivided():
+        with unsplit:
             return self.done(self.function.undivided)[1]
 
     def on_all_devices(self):
@@ -299,7 +300,7 @@ class KerasStep(FunctionStep):
         inputs = self.data[0]
         if isinstance(inputs, (tuple, list)):  # Keras takes a list, as of torch's loaders, too
             inputs = inputs[0]
-        with split_rows.undivided() if undivided else contextlib.ExitStack():
+        with unsplit if undivided else contextlib.ExitStack():
             try:
                 results, losses = self.infer(inputs)
             except NotImplementedError:  # a model whose train_step calls its parts

@@ -11,7 +11,7 @@ import pytest
 
 import compat
 
-from .._rows import split_rows
+from .._rows import splitting
 from .._verification import largest_difference
 from .contract import BackendContract, any_backend, contract_of, slow, span
 from .models import CASES, DEVICES, clear_session, fit_in_order, initialise, optimizer
@@ -37,7 +37,7 @@ class VerificationContract(BackendContract):
 
     def sizes_of(self, rows):
         """How many rows of a batch each device computes."""
-        return split_rows.sizes(rows, DEVICES)
+        return splitting.sizes(rows, DEVICES)
 
     def seed(self, keras, number):
         """Seed what shuffles the rows, and what draws random numbers."""

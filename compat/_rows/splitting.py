@@ -1,0 +1,32 @@
+"""How a batch is split over replicas, on every backend alike.
+
+A batch of B rows on n devices is split evenly: replica i has rows ``i*B//n`` to
+``(i+1)*B//n``, so sizes differ by one row at most. No replica ever runs without rows, since
+an empty one kills convolutions and makes batch statistics NaN: where B < n, a replica without
+rows of its own computes the row at its place, and its results are discarded.
+
+The functions use only ``*``, ``//``, ``+`` and a ``maximum`` handed in, so that they work on
+integers and on any framework's scalar tensors.
+"""
+
+from .._runtime.within import Within
+
+#: Within, models that have replicas run unsplit, on this thread: in a replica, or where one device
+#: is compared with all. ``unsplit.here()`` returns whether they do now.
+unsplit = Within()
+
+
+def bounds(rows, replicas, replica):
+    """First row of a replica's shard, and the one after its last, in a batch of ``rows``."""
+    return replica * rows // replicas, (replica + 1) * rows // replicas
+
+
+def run_bounds(rows, replicas, replica, maximum=max):
+    """The rows a replica computes: its shard, or one row where the shard is empty."""
+    start, stop = bounds(rows, replicas, replica)
+    return start, maximum(stop, start + 1)
+
+
+def sizes(rows, replicas):
+    """The number of rows of each replica's shard."""
+    return [stop - start for start, stop in (bounds(rows, replicas, i) for i in range(replicas))]

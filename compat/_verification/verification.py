@@ -1,0 +1,339 @@
+"""The procedure of a verification: a step done three times from the same state, and compared.
+
+On one device, on one device again, and on all. The second time its weights are off by a few units
+in the last place, and random numbers go on from where the first one left them. What the two differ
+by shows how far the step amplifies rounding, and which of its results are random, so cannot be
+compared. Here is what all backends have in common; a ``Step`` of each knows how to do it.
+"""
+
+import collections
+import contextlib
+import functools
+import random
+from typing import Any, ContextManager, Sequence, Union
+
+from .. import errors
+from .._configuration.settings import Every
+from .._runtime import patching, progress, work
+from .._runtime.on_demand import numpy as np
+from .._runtime.process import process
+from .._runtime.within import Within
+from .comparison import EPS, Comparison, are_near, cause_of, is_random
+from .report import STEPS, Record
+from .steps import Step
+
+# How weights are off where it is looked again how far a step amplifies rounding.
+_SEEDS = (1, 2, 3)
+# How many of the numbers that a step is given are looked at so, one by one.
+_MOST_NUMBERS = 4
+#: Within, no step is verified: where a verification runs a model's own steps.
+suspended = Within()
+
+
+def random_numbers():
+    """A context after which Python's and numpy's own random numbers are those from now on."""
+    afterwards = contextlib.ExitStack()
+    afterwards.callback(random.setstate, random.getstate())
+    afterwards.callback(np.random.set_state, np.random.get_state())
+    return afterwards
+
+
+class Verification:
+    """The steps of one model that are yet to be verified.
+
+    Arguments:
+        model: its name.
+        devices: their names.
+        steps: how many training steps, or ``Every``; of evaluation and prediction the first one
+            is, and the next one after each training step.
+        ranks: whether the devices are those of ranks.
+
+    Attributes:
+        asked: ``steps``, for messages.
+    """
+
+    def __init__(
+        self, model: str, devices: "Sequence[str]", steps: "Union[int, Every]", ranks: bool = False
+    ) -> None:
+        self.asked = steps
+        self.ranks = ranks
+        self._interval = getattr(steps, "interval", 0)
+        count = steps if isinstance(steps, int) else 1  # ``Every`` begins with the first one
+        self.left = {"train": count, "evaluate": min(1, count), "predict": min(1, count)}
+        self._unverified = 0  # training steps since the last one that was verified
+        self.record = Record(model, devices)
+
+    def wants(self, kind: str) -> bool:
+        """Whether a step of this kind is to be verified, now or later."""
+        return (self.left[kind] > 0 or self._interval > 0) and not suspended
+
+    def is_due(self, kind: str) -> bool:
+        """Whether the step that begins now is to be verified; called once for each."""
+        if suspended:
+            return False
+        if kind == "train" and self._interval and not self.left[kind]:
+            self._unverified += 1
+            self.left[kind] = int(self._unverified >= self._interval)
+        return self.left[kind] > 0
+
+    def shown(self, kind: str) -> "ContextManager[Any]":
+        """Within, a line on the terminal says that a step is verified, if that takes long."""
+        return progress.shown(f"verifying a {STEPS[kind]} step of model {self.record.model!r}")
+
+    def verify(self, kind: str, step: "Step") -> "Any":
+        """Do a step, on one device and on all, and return what its caller is to get.
+
+        Raises:
+            ResultsDifferError: after it has put back the state from before the step.
+        """
+        if self.record not in process.verified:
+            process.verified.append(self.record)
+        self.left[kind] -= 1
+        if kind == "train":
+            self._unverified = 0
+        start, numbers = step.read(), random_numbers()
+        step.noted = step.attributes()
+        try:
+            with suspended, self.shown(kind):
+                # First, so that what the first step makes and traces is what it would be.
+                step.write(start)  # what is kept twice, for one device and for all, is the same
+                given, results = step.on_all_devices()
+                found, after = {**results, **step.read()}, random_numbers()
+                step.write(start)
+                numbers.close()
+                with _aside(step):
+                    expected = {**step.on_one_device(), **step.read()}
+
+                again = functools.partial(self._again, step, start)
+                why = step.by_design(False, _changed(start, expected))
+                if why is None:
+                    comparison = _compared(step, start, expected, [again()], found, again)
+                    if comparison.differing:
+                        raise self._difference(kind, step, start, comparison)
+                    if comparison.compared_nothing():
+                        is_noise = is_random(step.dtype, expected, again(None))
+                        why = "it is random" if is_noise else "it amplifies rounding too far"
+                    else:
+                        self._note(comparison)
+                if why is not None:
+                    with _aside(step):
+                        self._compare_in_inference(kind, step, start, why)
+                if process.records_operations and kind == "train" and not self.record.operations:
+                    step.write(start)
+                    with _aside(step):
+                        self.record.operations = step.operations()
+            step.write({label: value for label, value in found.items() if label not in results})
+            after.close()
+        except BaseException:
+            # What the step itself has raised is what its caller must see.
+            step.noted.put_back()
+            with contextlib.suppress(Exception):
+                step.give_up(start)
+            raise
+        self.record.steps[kind] += 1
+        if kind == "train":  # what evaluates and predicts next may have kept the weights of before
+            self.left.update(evaluate=1, predict=1)
+        return step.finish(given, start)
+
+    def _again(self, step, start, seed=0, number=None):
+        """The step on one device once more, where its weights are off by rounding.
+
+        Arguments:
+            seed: of how they are off; None: they are as before.
+            number: as ``given_moved`` takes it.
+        """
+        moved = _moved(step, start, seed)
+        step.write(moved)
+        with _aside(step), given_moved(step, seed, number):
+            after = {**step.on_one_device(), **step.read()}
+        # Changes count from where this one began, unless the step gives another shape.
+        for label, value in moved.items():
+            if value is not start[label] and after[label].shape == value.shape:
+                after[label] = after[label] - (value - start[label])
+        return after
+
+    def _note(self, comparison):
+        self.record.compared += comparison.compared
+        self.record.largest = max(self.record.largest, comparison.largest)
+        self.record.incomparable.update(comparison.incomparable)
+
+    def _compare_in_inference(self, kind, step, start, why):
+        """Compare what can be: the model's outputs where nothing is random."""
+        outputs = self._inferred(step, start)
+        if outputs is not None:
+            if outputs.differing:
+                raise self._difference(kind, step, start, outputs)
+            self._note(outputs)
+        self.record.incomparable[f"the {kind} step"] = why
+        if outputs is None or outputs.compared_nothing():
+            errors.warn(
+                f"compat could not verify the {kind} step of model {self.record.model!r}: {why}, "
+                "and its outputs in inference cannot be compared either. Nothing was compared."
+            )
+
+    def _inferred(self, step, start):
+        """The comparison of what the model computes in inference; None: there is none to make."""
+
+        def outputs(values, undivided):
+            step.write(values)
+            return step.outputs(undivided=undivided)
+
+        expected = outputs(start, True)
+        if expected is None or step.by_design(True, _changed(start, step.read())) is not None:
+            return None
+
+        def again(seed=0, number=None):
+            with given_moved(step, seed, number):
+                return outputs(_moved(step, start, seed), True)
+
+        return _compared(step, {}, expected, [again()], outputs(start, False), again)
+
+    def _difference(self, kind, step, start, comparison):
+        """The error: what differs first, by how much, and why that may be."""
+        label, difference, limit, ratio = comparison.differing[0]
+        if kind == "train" and not label.startswith("output"):
+            with contextlib.suppress(Exception):  # the error to come is the one that matters
+                outputs = self._inferred(step, start)
+                if outputs is not None and outputs.differing:
+                    label, difference, limit, ratio = outputs.differing[0]
+        devices = len(self.record.devices)
+        several = f"on {devices} devices and on one"
+        alone = "on one device: parallelize(model, gpus=1)"
+        if self.ranks:
+            several = f"as {devices} ranks and as one process"
+            alone = "by one process: COMPAT_ALONE=1"
+        error = errors.ResultsDifferError(
+            f"The first thing that differs when model {self.record.model!r} does a "
+            f"{STEPS[kind]} step {several} is {label}: by {difference:.3g}, where rounding "
+            f"explains at most {limit:.1g}. {cause_of(label, ratio, devices)} The model is as it "
+            f"was before the step. Change the model, or run it {alone}; verify=0 goes on without "
+            "looking."
+        )
+        self.record.failure = str(error)
+        return error
+
+
+def _compared(step, start, expected, others, found, again):
+    """The ``Comparison``; where something differs, that of a closer look.
+
+    Arguments:
+        again: gives the values on one device, once more, by a seed, and by a number that is moved.
+    """
+    comparison = Comparison(step, start, expected, others)
+    comparison.compare(found)
+    if comparison.differing:
+        # Another look at how rounding is amplified: an alarm must never be false.
+        others += map(again, _SEEDS)
+        moved = [again(1, number) for number in _frequent_numbers(step)]
+        others += [each for each in moved if are_near(expected, each)]
+        is_noise = is_random(step.dtype, expected, again(None))
+        comparison = Comparison(step, start, expected, others, is_noise)
+        comparison.compare(found)
+    return comparison
+
+
+@contextlib.contextmanager
+def _aside(step):
+    """Within, what a step does is for verification alone."""
+    with work.uncounted, step.attributes_kept():
+        yield
+
+
+def _changed(start, after):
+    """The labels of the values that a step has changed."""
+    return {label for label in start if not np.array_equal(start[label], after.get(label))}
+
+
+def _moved(step, start, seed):
+    """The values before a step, off by rounding, without the states of random generators.
+
+    Frozen weights and other state amplify rounding as well as those that are trained; but a whole
+    number may be a count, which decides what a step does.
+
+    Arguments:
+        seed: of how they are off; None: not at all.
+    """
+    generator = np.random.RandomState(seed)
+    moved = {}
+    for label in sorted(start):
+        value = start[label]
+        if step.is_random(label):
+            continue  # goes on from the step before
+        moved[label] = value
+        is_weight = step.is_weight(label)
+        if seed is None or value.dtype.kind != "f" or not (is_weight or label[:6] == "state "):
+            continue
+        unit = _unit(step, value.dtype) or EPS["bfloat16"]
+        factor = 1.0 + generator.choice([-4.0, 4.0], size=value.shape) * unit
+        changes = np.ones(value.shape, bool) if is_weight else value != np.round(value)
+        moved[label] = np.where(changes, value * factor, value).astype(value.dtype)
+    return moved
+
+
+def _unit(step, dtype):
+    """The unit in the last place of a type of floats, relative to 1; None for any other type."""
+    known = [EPS[name] for name in EPS if name in str(dtype)]
+    # What weights of 64 bits are rounded to, where the step computes in 32.
+    coarse = min(EPS[step.dtype], EPS["float32"])
+    return max(known + [coarse]) if known else None
+
+
+def given_moved(step, seed, number=None):
+    """The context in which what the step is given is off by rounding, if ``seed`` is odd.
+
+    A model may amplify rounding by constants, which no weight comes before. Whole numbers, halves
+    and the like stay as they are: they may be classes, padding or masks. An infinite number would
+    become NaN, so that every second time the weights alone are off.
+
+    Arguments:
+        number: this number alone is off, in each place by another sign.
+    """
+    signs = np.random.RandomState(seed)
+
+    def moved(value):
+        unit = _unit(step, getattr(value, "dtype", None))
+        if not unit:
+            return value
+        with contextlib.suppress(Exception):  # an array without such arithmetic: a sparse one, say
+            if number is None:
+                changes = value * 1024 % 1
+            else:
+                array = np.asarray(value)
+                changes = signs.choice([-1, 1], array.shape) * (array == number)
+                changes = changes.astype(array.dtype)
+            return value + value * (changes * (4 * seed * unit))
+        return value
+
+    names = step.given if seed and seed % 2 else ()
+    return patching.replaced(step, **{name: _mapped(getattr(step, name), moved) for name in names})
+
+
+def _frequent_numbers(step):
+    """The whole numbers, halves and the like that a step is given most often, but for zero.
+
+    Of a column of ones nothing is moved otherwise, and normalising it divides what is left by
+    rounding by a deviation of zero.
+    """
+    found = collections.Counter()  # type: collections.Counter
+
+    def count(value):
+        if _unit(step, getattr(value, "dtype", None)):
+            with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
+                array = np.asarray(value, "float64")
+                each, counts = np.unique(array[array * 1024 % 1 == 0], return_counts=True)
+                found.update(dict(zip(each.tolist(), counts.tolist())))
+
+    for name in step.given:
+        _mapped(getattr(step, name), count)
+    found.pop(0.0, None)  # is not moved by a factor
+    return [number for number, _ in found.most_common(_MOST_NUMBERS)]
+
+
+def _mapped(value, function):
+    """Nested containers with what a function makes of each thing in them."""
+    if isinstance(value, dict):
+        return {name: _mapped(part, function) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_mapped(part, function) for part in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return function(value)
