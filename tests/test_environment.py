@@ -14,7 +14,7 @@ from compat import __main__
 from compat._api import environment
 from compat._configuration import device_choice, discovery, packages
 from compat._ranks.engines import installed
-from compat._ranks.place import TF_CONFIG
+from compat._ranks.tf_config import TF_CONFIG
 
 pytestmark = pytest.mark.usefixtures("alone")
 

@@ -22,8 +22,9 @@ from compat._configuration import device_choice, discovery, settings
 from compat._configuration.discovery import visible_entries
 from compat._configuration.gpu_selection import Selection, parse_gpus
 from compat._configuration.settings import Memory, parse_memory
-from compat._ranks import launchers
-from compat._ranks.place import Place, evaluator_in
+from compat._ranks import launchers, rendezvous, waiting
+from compat._ranks.place import Place
+from compat._ranks.tf_config import evaluator_in
 
 CASES = int(os.environ.get("COMPAT_TEST_CASES", "300"))
 
@@ -359,10 +360,10 @@ def outcomes(environ):
         if place is None:
             return device_choice.choose(Selection("all"), None, environ, lambda: [])
         devices = device_choice.choose_for_rank(Selection("all"), environ, place, lambda: [])
-        return devices.problems + [launchers.find_rendezvous(place, environ)]
+        return devices.problems + [rendezvous.find_rendezvous(place, environ)]
 
     for call in (
-        launchers.launched, evaluator_in, _ranks.timeout, settings.simulated_from_outside,
+        launchers.launched, evaluator_in, waiting.timeout, settings.simulated_from_outside,
         lambda environ: settings.parse_verify(None, environ, 0), lambda environ: chosen(),
         lambda environ: visible_entries(environ, [discovery.GPU(0, "GPU-a1", "x")]),
     ):  # fmt: skip

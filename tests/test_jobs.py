@@ -16,7 +16,7 @@ import yaml
 from sources import ROOT
 from test_launchers import JOINED, environment, pool
 
-from compat._ranks import launchers
+from compat._ranks import launchers, rendezvous
 
 JOBS = os.path.join(ROOT, "docs", "jobs")
 
@@ -179,7 +179,7 @@ def test_processes_are_joined(name):
     assert {place.local_size for place in places} == {local_size}
     assert [place.local_rank for place in places] == [r % local_size for r in range(size)]
     if meets:  # the last rank knows where; the first may know itself by another name
-        assert launchers.find_rendezvous(places[-1], environments[-1]) is not None
+        assert rendezvous.find_rendezvous(places[-1], environments[-1]) is not None
 
 
 @pytest.mark.parametrize("name", sorted(FILES))

@@ -210,7 +210,7 @@ def test_nobody_but_a_rank_that_listens_gets_the_port_of_the_rendezvous(finished
     status, out, err = finished(
         """
         import errno, socket
-        from compat._ranks import launchers, place
+        from compat._ranks import place, rendezvous
         if rank == 0:
             host, port = os.environ["COMPAT_RENDEZVOUS"].split(":")
             with socket.socket() as other:
@@ -219,7 +219,7 @@ def test_nobody_but_a_rank_that_listens_gets_the_port_of_the_rendezvous(finished
                 except OSError as error:
                     print(errno.errorcode[error.errno])
             here = place.Place(0, 2, 0, 2, "compat run")
-            with launchers.listen(here, host, int(port)) as listening:
+            with rendezvous.listen(here, host, int(port)) as listening:
                 print(listening.getsockname() == (host, int(port)))
         """
     )

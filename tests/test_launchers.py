@@ -10,8 +10,7 @@ from conftest import refusal
 
 import compat
 from compat._configuration import device_choice, gpu_selection
-from compat._ranks import launchers, nesting
-from compat._ranks import place as places
+from compat._ranks import launchers, nesting, rendezvous, tf_config
 from compat._ranks.place import Place
 
 DOCS = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", "launchers.md")
@@ -226,7 +225,7 @@ def test_joined(launcher):
     found = launchers.launched(environ)
     assert four(found) == place
     assert str(found) == "rank {} of {} ({})".format(place[0], place[1], name)
-    assert launchers.find_rendezvous(found, environ) == address
+    assert rendezvous.find_rendezvous(found, environ) == address
     assert launchers.launched(dict(environ, COMPAT_ALONE="1")) is None
 
 
@@ -373,7 +372,7 @@ def test_tasks_on_each_node(text, counts):
     ],
 )
 def test_first_of_hostlist(text, host):
-    assert launchers._first_of_hostlist(text) == host
+    assert rendezvous._first_of_hostlist(text) == host
 
 
 # TF_CONFIG ------------------------------------------------------------------------------------
@@ -438,7 +437,7 @@ def test_a_tf_config_that_no_rank_can_have_is_an_error(environ, problem):
 def test_what_the_user_sets_comes_before_what_the_launcher_tells():
     place = launchers.launched(environment(SRUN))
     for given in "MASTER_ADDR=node9 MASTER_PORT=1", "JAX_COORDINATOR_ADDRESS=node9:1":
-        assert launchers.find_rendezvous(place, environment(SRUN + " " + given)) == ("node9", 1)
+        assert rendezvous.find_rendezvous(place, environment(SRUN + " " + given)) == ("node9", 1)
 
 
 def test_ranks_that_nothing_tells_where_to_meet(monkeypatch):
@@ -446,7 +445,7 @@ def test_ranks_that_nothing_tells_where_to_meet(monkeypatch):
     for name in ("MASTER_ADDR", "MASTER_PORT", "JAX_COORDINATOR_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
     place = Place(1, 2, 1, 2, "mpiexec")
-    assert error_of(launchers.require_rendezvous, place, "torch.distributed") == (
+    assert error_of(rendezvous.require_rendezvous, place, "torch.distributed") == (
         "This process is rank 1 of 2 (mpiexec), but nothing tells torch.distributed where the "
         "rendezvous is. Set MASTER_ADDR to the host name or address of rank 0's machine and "
         "MASTER_PORT to a free port there, the same for all ranks; or start the script with "
@@ -456,15 +455,15 @@ def test_ranks_that_nothing_tells_where_to_meet(monkeypatch):
 
 def test_ranks_of_one_machine_meet_on_its_loopback_interface():
     step = environment(SRUN, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_STEP_TASKS_PER_NODE="4")
-    host, port = launchers.find_rendezvous(launchers.launched(step), step)
+    host, port = rendezvous.find_rendezvous(launchers.launched(step), step)
     assert (host, port) == ("127.0.0.1", port_of("77.1"))
     other = dict(step, SLURM_STEP_ID="2")  # of the same job, at the same time
-    assert launchers.find_rendezvous(launchers.launched(other), other)[1] != port
+    assert rendezvous.find_rendezvous(launchers.launched(other), other)[1] != port
     environ = environment(
         "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=2 MASTER_ADDR=myself MASTER_PORT=29500"
     )
     place = launchers.launched(environ)
-    assert launchers.find_rendezvous(place, environ) == ("127.0.0.1", 29500)
+    assert rendezvous.find_rendezvous(place, environ) == ("127.0.0.1", 29500)
 
 
 @pytest.mark.parametrize(
@@ -482,7 +481,7 @@ def test_an_address_that_is_none_is_an_error(variables, address):
     environ = environment("RANK=0 WORLD_SIZE=2 " + variables)
     names = " and ".join(environment(variables))
     verb = "are" if "MASTER" in names else "is"
-    assert error_of(launchers.find_rendezvous, launchers.launched(environ), environ) == (
+    assert error_of(rendezvous.find_rendezvous, launchers.launched(environ), environ) == (
         "{} {} {!r}, which is not a host and a port. Use the host name or address of rank 0's "
         "machine and a free port there, such as node1:29500.".format(names, verb, address)
     )
@@ -493,7 +492,7 @@ def test_an_unknown_rendezvous_is_an_error(monkeypatch):
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     place = launchers.launched(environ)
-    assert error_of(launchers.require_rendezvous, place, "torch.distributed") == (
+    assert error_of(rendezvous.require_rendezvous, place, "torch.distributed") == (
         "This process is rank 1 of 2 (mpiexec), but nothing tells torch.distributed where the "
         "rendezvous is. Set MASTER_ADDR to the host name or address of rank 0's machine and "
         "MASTER_PORT to a free port there, the same for all ranks; or start the script with compat "
@@ -503,7 +502,7 @@ def test_an_unknown_rendezvous_is_an_error(monkeypatch):
 
 def listening_at(host, on_one_machine):
     place = Place(0, 2, 0, 2 if on_one_machine else 1, "srun")
-    with launchers.listen(place, host, 0) as listening:
+    with rendezvous.listen(place, host, 0) as listening:
         return listening.getsockname()[0]
 
 
@@ -522,7 +521,7 @@ def test_a_port_that_is_taken_is_an_error():
         taken.bind(("127.0.0.1", 0))
         taken.listen(1)
         port = taken.getsockname()[1]
-        told = error_of(launchers.listen, place, "127.0.0.1", port)
+        told = error_of(rendezvous.listen, place, "127.0.0.1", port)
     assert told == (
         "This process is rank 0 of 2 (srun), and it cannot listen at 127.0.0.1:{}, the rendezvous "
         "of the ranks: Address already in use. Set MASTER_ADDR and MASTER_PORT to another host or "
@@ -609,7 +608,7 @@ def test_what_an_earlier_job_has_left_hides_no_launcher():
 def test_a_process_that_is_to_be_alone(launcher):
     environ = environment(dict(JOINED, **REFUSED)[launcher][0], HOME="/home/me")
     alone, left_out = nesting.set_aside(environ)
-    assert launchers.launched(alone) is None and places.evaluator_in(alone) is None
+    assert launchers.launched(alone) is None and tf_config.evaluator_in(alone) is None
     assert alone["HOME"] == "/home/me"
     assert left_out == sorted(set(environ) - set(alone))
     assert nesting.set_aside(alone) == (alone, [])

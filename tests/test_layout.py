@@ -167,6 +167,7 @@ NAMING = {
     "compat._ranks.loaders": "random numbers as a DataLoader of torch draws them",
     "compat._ranks.launchers": "names of variables",
     "compat._ranks.nesting": "names of variables",
+    "compat._ranks.rendezvous": "names of variables",
     "compat._ranks.losses": "tells the kinds of Keras apart",
     "compat._ranks.rank_usage": "where a fit() holds a model's weights",
     "compat._runtime.containers": "what frameworks' own objects hold is not searched",

@@ -7,7 +7,7 @@ from conftest import Toy, refusal
 
 import compat
 from compat import _ranks
-from compat._ranks import engines, launchers
+from compat._ranks import engines, launchers, waiting
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -107,11 +107,11 @@ def test_what_cannot_be_dealt_out_is_an_error(rank, data, message):
 
 
 def test_timeout():
-    assert _ranks.timeout({}) == 600.0
-    assert _ranks.timeout({"COMPAT_TIMEOUT": "2.5"}) == 2.5
+    assert waiting.timeout({}) == 600.0
+    assert waiting.timeout({"COMPAT_TIMEOUT": "2.5"}) == 2.5
     for text in ("", "0", "-1", "soon", "nan", "inf", "1e10"):
         environ = {"COMPAT_TIMEOUT": text}
-        assert refusal(compat.InvalidArgumentError, _ranks.timeout, environ) == (
+        assert refusal(compat.InvalidArgumentError, waiting.timeout, environ) == (
             "COMPAT_TIMEOUT={} is not understood. Use a number of seconds above 0, at most 1e9: "
             "how long a rank waits for the others.".format(text)
         )

@@ -17,7 +17,7 @@ from .. import _keras, _ranks, errors
 from .._configuration import detection, device_choice, discovery, gpu_selection, packages, registry
 from .._configuration.numeric import whole_number
 from .._configuration.settings import report
-from .._ranks import launchers
+from .._ranks import launchers, waiting
 from .._ranks.engines.installed import Installed, engines
 from .._runtime import __version__, by_path, markup
 
@@ -189,7 +189,7 @@ def _rank(problems):
         _add(problems, [error], "export COMPAT_ALONE=1")
         return dict.fromkeys(_PLACE)
     try:
-        _ranks.timeout(os.environ)
+        waiting.timeout(os.environ)
     except errors.InvalidArgumentError as error:
         _add(problems, [error], "unset COMPAT_TIMEOUT")
     return place and {name: getattr(place, name) for name in _PLACE}

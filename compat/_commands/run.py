@@ -20,7 +20,7 @@ from typing import Any, List
 from .. import _ranks, errors
 from .._configuration import detection, device_choice, gpu_selection
 from .._configuration.settings import Settings
-from .._ranks import nesting
+from .._ranks import nesting, waiting
 from .._ranks.launch import output, rank_process, watching
 from .._ranks.place import Place
 from .._runtime import by_path, reporting, safe_files
@@ -282,7 +282,7 @@ def _asked(options):
     if options.ranks not in (None, 1):
         asked.pop("COMPAT_ALONE", None)  # several are asked for just now
         asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
-    _ranks.timeout(asked, "COMPAT_TIMEOUT" if options.timeout is None else "--timeout")
+    waiting.timeout(asked, "COMPAT_TIMEOUT" if options.timeout is None else "--timeout")
     return (asked, []) if options.ranks is None else nesting.set_aside(asked)
 
 

@@ -11,7 +11,7 @@ import sys
 
 from .. import errors
 from .._configuration.numeric import whole_number
-from .place import Place, evaluator_in, is_loopback, stays_alone, timeout
+from .place import Place, stays_alone
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def own_place() -> "Optional[Place]":
 
 def evaluator() -> "Optional[Place]":
     """The place of a process that evaluates what ranks have saved, and is none of them, or None."""
-    return evaluator_in(os.environ)
+    from . import tf_config  # for start-up time
+
+    return tf_config.evaluator_in(os.environ)
 
 
 def _place_in_group():
@@ -94,9 +96,11 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
                 "another user."
             )
         hosts.append((name, whole_number(slots or "1")))
+    from . import addresses  # for start-up time
+
     names = [host_address(name) for name, _ in hosts]
     told = all(name and number for name, number in hosts) and len(set(names)) == len(names)
-    if not told or (len(names) > 1 and any(map(is_loopback, names))):
+    if not told or (len(names) > 1 and any(map(addresses.is_loopback, names))):
         raise errors.InvalidArgumentError(
             "--hosts {} is not understood. Use machines, by the names that all of them know, and "
             "how many ranks each is to run: --hosts first:4,second:4.".format(text)

@@ -10,7 +10,8 @@ import sys
 import threading
 
 from .._runtime import patching
-from .place import Place, timeout
+from .place import Place
+from .waiting import timeout
 
 # How long such threads may take to end, in seconds.
 GRACE = 5.0

@@ -9,7 +9,7 @@ import contextlib
 from typing import Dict, List, Mapping, Optional, Tuple
 
 from .. import errors
-from . import launchers
+from . import launchers, tf_config, variables
 from . import place as places
 
 #: What else than ``launchers.LAUNCHERS`` have tells a place, or where ranks find each other.
@@ -44,7 +44,7 @@ def started_by(environ: "Mapping[str, str]") -> "Optional[places.Place]":
         if not by_hand and all(name in environ for name in four):
             with contextlib.suppress(errors.RankError):
                 values = [environ[name].strip() for name in four]
-                found.append(places.from_values(launcher, four, values))
+                found.append(variables.from_values(launcher, four, values))
     with contextlib.suppress(errors.RankError):
         found.append(launchers.srun(environ))
     return next((place for place in found if place is not None and place.size > 1), None)
@@ -77,7 +77,7 @@ def set_aside(environ: "Mapping[str, str]") -> "Tuple[Dict[str, str], List[str]]
         several, it lacks none.
     """
     try:
-        is_alone = launchers.launched(environ) is None and places.evaluator_in(environ) is None
+        is_alone = launchers.launched(environ) is None and tf_config.evaluator_in(environ) is None
     except errors.RankError:
         is_alone = False
     names = set() if is_alone else launchers.NAMES.union(_OTHERS)

@@ -668,8 +668,8 @@ model.fit(x, y, compat.local_batch_size(8), verbose=0, callbacks=[Stop()])
 STOPPED_AT_START = """
 import os, signal
 import compat
-from compat._ranks import launchers
-listen = launchers.listen
+from compat._ranks import rendezvous
+listen = rendezvous.listen
 
 
 def stop(*arguments):
@@ -678,7 +678,7 @@ def stop(*arguments):
     return listening
 
 
-launchers.listen = stop
+rendezvous.listen = stop
 compat.configure_gpu(gpus="cpu")
 from compat import testing
 keras = testing.keras_under_test()

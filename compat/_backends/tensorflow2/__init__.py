@@ -10,7 +10,7 @@ import functools
 
 from ... import _keras, errors
 from ..._keras import steps
-from ..._ranks.place import TF_CONFIG
+from ..._ranks.tf_config import TF_CONFIG
 from ...backend import Backend
 from .. import tensorflow1
 from ..tensorflow1 import sessions

@@ -15,7 +15,7 @@ import tensorflow as tf
 from ... import _keras, errors
 from ..._ranks import keras_model, losses, metrics, step_functions, tables, weights
 from ..._ranks.engines import tensorflow_collectives, tensorflow_engine
-from ..._ranks.place import TF_CONFIG
+from ..._ranks.tf_config import TF_CONFIG
 from ..._runtime.within import Within
 from ..._verification import keras_steps, steps
 from . import gradient_exchange, gradient_trial, ranked_state

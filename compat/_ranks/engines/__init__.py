@@ -16,8 +16,9 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 from ... import errors
 from ..._runtime.on_demand import numpy
 from ..._runtime.process import process
-from .. import launchers, left_threads
-from ..place import Place, timeout
+from .. import left_threads, rendezvous
+from ..place import Place
+from ..waiting import timeout
 
 #: Bytes of the first bucket of what is summed up together, and of the others.
 BUCKET_SIZES = [2**20, 25 * 2**20]
@@ -75,7 +76,7 @@ class Engine:
         Raises:
             RankError: nothing tells where.
         """
-        return launchers.require_rendezvous(self.place, self.name or type(self).__name__)
+        return rendezvous.require_rendezvous(self.place, self.name or type(self).__name__)
 
     def listen(self) -> Any:
         """Rank 0's socket, which listens there, and for no more machines than it must.
@@ -83,7 +84,7 @@ class Engine:
         Raises:
             RankError: as ``rendezvous``, or the port is taken.
         """
-        return launchers.listen(self.place, *self.rendezvous())
+        return rendezvous.listen(self.place, *self.rendezvous())
 
     def check_size(self, size: int) -> None:
         """Refuse to train alone where the launcher started several processes."""

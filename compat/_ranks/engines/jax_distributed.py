@@ -8,8 +8,8 @@ import time
 import numpy as np
 
 from ... import errors
-from .. import engines, launchers
-from ..place import with_port
+from .. import engines, rendezvous
+from ..addresses import with_port
 from . import calls
 
 # How often a rank that waits looks whether another one has gone, in seconds.
@@ -36,11 +36,11 @@ class JaxDistributed(engines.Engine):
         super().__init__(place)
         self.jax = jax
         self.gave_up = False
-        host, port = launchers.require_rendezvous(place, "jax.distributed")
+        host, port = rendezvous.require_rendezvous(place, "jax.distributed")
         addresses = {"coordinator_address": with_port(host, port)}
         if place.rank == 0:
             # JAX would listen at all addresses, and share the port with another job's service.
-            with launchers.listen(place, host, port) as listening:
+            with rendezvous.listen(place, host, port) as listening:
                 bound = listening.getsockname()[0]
             addresses["coordinator_bind_address"] = with_port(bound, port)
         for name, value in (

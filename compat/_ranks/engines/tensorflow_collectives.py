@@ -23,8 +23,9 @@ import numpy as np
 
 from ... import errors
 from ..._runtime import patching
-from .. import engines, launchers
-from ..place import Place, tf_addresses, tf_cluster
+from .. import engines, rendezvous
+from ..place import Place
+from ..tf_config import addresses_of, cluster_in
 from . import calls, tensorflow_engine
 
 # What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
@@ -106,11 +107,11 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         self.lost = False
         options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=self.timeout)
         # In TensorFlow 2's words, which have no "master".
-        cluster, kind, index = tf_cluster(os.environ)
+        cluster, kind, index = cluster_in(os.environ)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(cluster), task_type=kind, task_id=index, rpc_layer="grpc"
         )
-        self._await_all(tf_addresses(cluster)[0])
+        self._await_all(addresses_of(cluster)[0])
         # One that is lost again ends this process: TensorFlow would wait for it for ever.
         faulthandler.dump_traceback_later(self.timeout, exit=True)
         try:
@@ -238,7 +239,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         """Listen where TensorFlow will; return the ranks that do not connect in time."""
         connected = {}
         with contextlib.ExitStack() as stack:
-            listener = stack.enter_context(launchers.listen(self.place, host, port))
+            listener = stack.enter_context(rendezvous.listen(self.place, host, port))
             while len(connected) < len(self.others) and time.monotonic() < deadline:
                 with contextlib.suppress(OSError, ValueError):
                     listener.settimeout(max(0.1, deadline - time.monotonic()))

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from .. import engines, launchers
+from .. import engines, rendezvous
 from . import calls
 
 
@@ -62,15 +62,15 @@ class TorchDistributed(engines.Engine):
     def _store_of_all(self):
         """The store that is the rendezvous."""
         distributed, place = self.distributed, self.place
-        if launchers.torchrun_keeps_store(os.environ):  # it outlives every rank
+        if rendezvous.torchrun_keeps_store(os.environ):  # it outlives every rank
             found = distributed.rendezvous("env://", place.rank, place.size, timeout=self.limit)
             return next(found)[0]
-        host, port = launchers.require_rendezvous(place, "torch.distributed")
+        host, port = rendezvous.require_rendezvous(place, "torch.distributed")
         # This class names the ranks that do not come; the store would only count them.
         options = {"is_master": place.rank == 0, "timeout": self.limit, "wait_for_workers": False}
         if place.rank == 0:
             # By itself the store would listen at all addresses.
-            options["master_listen_fd"] = launchers.listen(place, host, port).detach()
+            options["master_listen_fd"] = rendezvous.listen(place, host, port).detach()
         return distributed.TCPStore(host, port, place.size, **options)
 
     def _leave(self):
@@ -142,4 +142,4 @@ class TorchDistributed(engines.Engine):
 
     def _keeper(self):
         """The rank that keeps the store, if it is another one."""
-        return [0] if self.place.rank and not launchers.torchrun_keeps_store(os.environ) else []
+        return [0] if self.place.rank and not rendezvous.torchrun_keeps_store(os.environ) else []

@@ -25,7 +25,7 @@ from typing import Any, Dict, List, Mapping, Sequence
 from ... import _ranks
 from ..._runtime import by_path
 from .. import launchers
-from ..place import environ_of_worker
+from ..tf_config import environ_of_worker
 from .rank_process import dies_with_this_process
 
 # How long the others may take to end, in seconds.

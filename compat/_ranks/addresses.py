@@ -1,0 +1,18 @@
+"""Addresses of hosts and ports, as texts."""
+
+
+def with_port(host, port):
+    """Return ``host:port``, or ``[IPv6]:port``."""
+    return "[{}]:{}".format(host, port) if ":" in host else "{}:{}".format(host, port)
+
+
+def host_of(address):
+    """Return the host of ``host``, ``host:port`` or ``[IPv6]:port``."""
+    if address.startswith("["):
+        return address[1:].partition("]")[0]
+    return address.rpartition(":")[0] if address.count(":") == 1 else address
+
+
+def is_loopback(host):
+    """Return whether a host is this machine's loopback interface."""
+    return host in ("localhost", "::1") or host.startswith("127.")
