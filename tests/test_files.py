@@ -11,7 +11,7 @@ import types
 import pytest
 from conftest import ROOT
 
-from compat._ranks import saving
+from compat._ranks import ranked_methods, saving
 from compat._runtime import safe_files
 
 NEW = "new\n"
@@ -195,7 +195,7 @@ class Model:
 def ranked(rank=0):
     model = Model()
     place = types.SimpleNamespace(rank=rank)
-    saving.install(model, types.SimpleNamespace(place=place), saving.KINDS)
+    ranked_methods.install(model, types.SimpleNamespace(place=place), saving.KINDS)
     return model
 
 

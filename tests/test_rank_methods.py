@@ -4,7 +4,7 @@ import pytest
 
 import compat
 from compat._ranks import keras_model
-from compat._ranks.saving import RankedMethod, install
+from compat._ranks.ranked_methods import RankedMethod, install
 from compat._runtime import patching
 
 

@@ -12,7 +12,7 @@ import functools
 import numpy as np
 
 from .. import _keras, errors
-from . import keras2_state, keras_model, losses, own_functions, saving, step_functions
+from . import keras2_state, keras_model, losses, own_functions, ranked_methods, step_functions
 from .keras_model import RankedFit, RankedMethod, count
 
 # In place of weights that are all zero, by whose number Keras would divide: adds nothing.
@@ -32,7 +32,9 @@ def install(model, engine, kinds):
         return
 
     with _keras.rebuilding_functions(_keras.inner_model(model)):
-        _keras.InnerModel.have_prepared(model, lambda maker: saving.install(maker, engine, kinds))
+        _keras.InnerModel.have_prepared(
+            model, lambda maker: ranked_methods.install(maker, engine, kinds)
+        )
     keras_model.install(model, engine)
     RankedFit.of(model).divides = _divides
     own_functions.watch(model, kinds[0].written)

@@ -12,8 +12,18 @@ from typing import Any
 
 from .. import errors
 from .._runtime import work
-from . import arrays, callbacks, checksum, data_samples, datasets, metrics, saving, sharding
-from .saving import RankedMethod
+from . import (
+    arrays,
+    callbacks,
+    checksum,
+    data_samples,
+    datasets,
+    fit_data,
+    metrics,
+    ranked_methods,
+    saving,
+)
+from .ranked_methods import RankedMethod, named
 from .weights import Start, WeightComparison
 from .weights import same_start as same_start
 
@@ -24,7 +34,7 @@ def install(model, engine, kinds=()):
     Arguments:
         kinds: the backend's own.
     """
-    saving.install(model, engine, tuple(kinds) + _KINDS + saving.KINDS)
+    ranked_methods.install(model, engine, tuple(kinds) + _KINDS + saving.KINDS)
 
 
 _LAST = "after the last epoch"
@@ -79,7 +89,7 @@ class RankedFit(RankedMethod):
         self.engine.agree("fit()")
         args, given = arguments_by_name(fit, args, kwargs)
         if self.splits:
-            sharding.split(self.engine, model.name, given)
+            fit_data.split(self.engine, model.name, given)
         self.callbacks = callbacks.FitCallbacks(self, model, given.get("callbacks"))
         given["callbacks"] = self.callbacks.callbacks
         self.begin(model, given)
@@ -106,7 +116,7 @@ class RankedFit(RankedMethod):
         weights = Start(model, self.engine) if model.built else None
         sources = map(datasets.compared, [source, given.get("validation_data")])
         self.agreement = arrays.Agreement(self.engine, sources)
-        options = [*self.validates(model, given), sharding.batches(given, source)]
+        options = [*self.validates(model, given), fit_data.batches(given, source)]
         start, positions, options, of_callbacks, samples = self.engine.gather_each(
             [
                 weights.numbers if weights else [],
@@ -293,4 +303,4 @@ class RankedEvaluateGenerator(RankedEvaluate):
 
 
 _KINDS = (RankedFit, RankedFitGenerator, RankedResetMetrics, RankedEvaluateGenerator)
-_KINDS += saving.named(RankedEvaluate, "evaluate", "test_on_batch", "train_on_batch")
+_KINDS += named(RankedEvaluate, "evaluate", "test_on_batch", "train_on_batch")

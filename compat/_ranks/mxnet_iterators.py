@@ -1,0 +1,104 @@
+"""``shard()`` of iterators of MXNet: this rank's rows of each batch."""
+
+import copy
+
+from . import arrays
+
+
+def takes(data):
+    """Return whether this is an iterator of MXNet."""
+    return hasattr(data, "provide_data") and hasattr(data, "iter_next")
+
+
+def shard(place, iterator, batch_size=None):
+    """As ``compat.shard()``."""
+    if batch_size is not None and iterator.batch_size not in (0, batch_size):
+        raise arrays.other_batch_size(batch_size, iterator.batch_size)
+    if iterator.batch_size:
+        place.rows_of_batch(iterator.batch_size)
+    base = next(kind for kind in reversed(type(iterator).__mro__) if kind.__name__ == "DataIter")
+    return PartOfDataIter.make(base, place, iterator)
+
+
+def _getter(name):
+    """A method of a ``DataIter`` that gives this of the current batch."""
+    return lambda self: getattr(self._current, name)
+
+
+class PartOfDataIter(arrays.PartOfObject):
+    """This rank's rows of each batch. Beside it, MXNet's own class is a base class."""
+
+    def __init__(self, place, iterator):
+        super().__init__(place, iterator)
+        self._begins = True
+        self.batch_size = iterator.batch_size and place.rows_of_batch(iterator.batch_size)
+
+    @property
+    def provide_data(self):
+        return self._described(self._whole.provide_data)
+
+    @property
+    def provide_label(self):
+        return self._described(self._whole.provide_label)
+
+    def _described(self, descriptions):
+        return descriptions and [self._description(each) for each in descriptions]
+
+    def _description(self, whole):
+        axis = _axis(whole)
+        name, shape = whole[:2]
+        rows = self._place.rows_of_batch(shape[axis])
+        shape = tuple(shape[:axis]) + (rows,) + tuple(shape[axis + 1 :])
+        if not hasattr(whole, "layout"):
+            return name, shape
+        return type(whole)(name, shape, whole.dtype, whole.layout)
+
+    def reset(self):
+        self._whole.reset()
+        self._begins = True
+
+    def next(self):
+        batch = self._whole.next()
+        if self._begins:
+            self._begins = False
+            engine = arrays.ready(self.name, getattr(self._whole, "shuffle", False))
+            if engine is not None:
+                arrays.compare(engine, self.name, arrays.checksum([batch.data, batch.label]))
+        return self._part(batch)
+
+    def iter_next(self):
+        try:
+            self._current = self.next()
+        except StopIteration:
+            return False
+        return True
+
+    getdata, getlabel, getindex, getpad = map(_getter, ("data", "label", "index", "pad"))
+
+    def _part(self, whole):
+        data = whole.provide_data or self._whole.provide_data
+        label = whole.provide_label or self._whole.provide_label
+        rows = whole.data[0].shape[_axis(data[0])]
+        self._place.rows_of_batch(rows)
+        start, stop = self._place.part_of(rows)
+
+        def mine(parts, descriptions):
+            return parts and [
+                part.slice_axis(_axis(each), start, stop) if _axis(each) else part[start:stop]
+                for part, each in zip(parts, descriptions)
+            ]
+
+        batch = copy.copy(whole)
+        batch.data, batch.label = mine(whole.data, data), mine(whole.label, label)
+        batch.provide_data = self._described(whole.provide_data)
+        batch.provide_label = self._described(whole.provide_label)
+        batch.index = None if whole.index is None else whole.index[start:stop]
+        if whole.pad is not None:
+            batch.pad = max(0, stop - max(start, rows - whole.pad))
+        return batch
+
+
+def _axis(description):
+    """The axis of rows: the first, but for layouts such as "TNC"."""
+    layout = getattr(description, "layout", None)
+    return max(0, layout.find("N")) if layout else 0
