@@ -52,7 +52,8 @@ UPPER_FLOORS = {
     for name in (
         "callbacks",
         *("horovod_optimizers", "keras2", "keras2_state", "keras_model", "losses", "metrics"),
-        *("rank_usage", "own_functions", "state", "tables", "weights"),
+        *("rank_usage", "own_functions", "state", "tables", "weights", "weight_comparison"),
+        "keras3_state",
     )
 }
 

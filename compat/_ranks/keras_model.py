@@ -24,7 +24,8 @@ from . import (
     saving,
 )
 from .ranked_methods import RankedMethod, named
-from .weights import Start, WeightComparison
+from .weight_comparison import WeightComparison
+from .weights import Start
 from .weights import same_start as same_start
 
 

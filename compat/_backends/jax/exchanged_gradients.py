@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 
 from ... import errors
-from ..._ranks import arrays, losses, weights
+from ..._ranks import arrays, keras3_state, losses
 from . import gradient_marks
 
 
@@ -99,7 +99,9 @@ def check_applied(step, program, state, data):
         RankError: it is not a mean over rows.
     """
     line = line_of(program.applied())
-    is_random = any(map(str(program.jaxpr).__contains__, _RANDOM)) or weights.averaged(step.model)
+    is_random = any(map(str(program.jaxpr).__contains__, _RANDOM)) or keras3_state.averaged(
+        step.model
+    )
     found = None if is_random else _is_mean(step.applied, state, data)
     answers = [answer for (answer,) in step.engine.gather([_ANSWERS.index(found)])]
     if _ANSWERS.index(False) in answers:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ... import _keras, errors
 from ..._keras.steps import has_own_steps
-from ..._ranks import checksum, keras_model, losses, merging, step_functions, weights
+from ..._ranks import checksum, keras3_state, keras_model, losses, merging, step_functions
 from ..._ranks import state as rank_state
 from ..._ranks.engines.jax_distributed import JaxDistributed
 from ..._runtime import patching
@@ -159,7 +159,7 @@ class RankedJAXStep:
         self.model = model
         self.engine = engine
         tried = rank_state.tried(model)
-        ids = set(map(id, weights.averaged(model) + tried))
+        ids = set(map(id, keras3_state.averaged(model) + tried))
         set_by_steps = [v for v in enumerate(model.non_trainable_variables) if id(v[1]) in ids]
         #: The places of variables that the step sets, and how those of all ranks are merged.
         self.places = [place for place, _ in set_by_steps]
@@ -228,7 +228,7 @@ class RankedJAXStep:
         mark = gradient_marks.mark
         if not self.compute.compiled:
             mark = exchanged_gradients.EagerStep(self, trainable, share).mark
-        ours, scaled = weights.scaling(optimizer, lambda dtype: jnp.asarray(share(), dtype))
+        ours, scaled = keras3_state.scaling(optimizer, lambda dtype: jnp.asarray(share(), dtype))
         apply = optimizer.stateless_apply
 
         def stateless_apply(optimizer_variables, grads, trainable_variables):
@@ -262,7 +262,9 @@ class RankedJAXStep:
     def is_local(self, state):
         """Return a structure like the state, of whether ranks have values of their own there."""
         trainable, others, optimizer, metrics = (list(values) for values in state)
-        weights_of_rank = set(map(id, self.model.weights)) - set(map(id, weights.same(self.model)))
+        weights_of_rank = set(map(id, self.model.weights)) - set(
+            map(id, keras3_state.same(self.model))
+        )
         own = [id(each) in weights_of_rank for each in self.model.non_trainable_variables]
         return [False] * len(trainable), own, [False] * len(optimizer), [True] * len(metrics)
 
@@ -296,7 +298,7 @@ class RankedJAXStep:
         """The state, compared with the other ranks'. See ``_ranks.checksum.verify``."""
         model, (values, tree) = self.model, jax.tree.flatten(state)
         slots = list(model.optimizer.variables)
-        same = set(map(id, weights.same(model) + slots))
+        same = set(map(id, keras3_state.same(model) + slots))
         variables = enumerate(model.trainable_variables + model.non_trainable_variables + slots)
         paths = {place: variable.path for place, variable in variables if id(variable) in same}
         places = list(paths)

@@ -12,7 +12,7 @@ import functools
 from ... import _keras, errors
 from ..._ranks import keras2, keras_model, own_functions
 from ..._ranks import state as rank_state
-from ..._ranks.engines import tensorflow_engine
+from ..._ranks.engines import tensorflow_horovod
 from .graph import variables_written
 from .step_order import counting_in_order
 from .variables import warn_of_reference_variables
@@ -20,7 +20,7 @@ from .variables import warn_of_reference_variables
 
 def distribute(model, place):
     """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    engine = tensorflow_engine.TensorFlowHorovod.join(place)
+    engine = tensorflow_horovod.TensorFlowHorovod.join(place)
     if engine.tf.executing_eagerly():
         raise errors.unsupported(
             "tensorflow1",

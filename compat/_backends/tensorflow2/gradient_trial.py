@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ... import _keras, errors
 from ..._ranks import losses, place
-from ..._ranks.engines import tensorflow_engine
+from ..._ranks.engines import tensorflow as tensorflow_engine
 from ..._verification import keras_steps, steps
 from .merging import is_generator
 

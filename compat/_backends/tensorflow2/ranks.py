@@ -13,8 +13,8 @@ import sys
 import tensorflow as tf
 
 from ... import _keras, errors
-from ..._ranks import keras_model, losses, metrics, step_functions, tables, weights
-from ..._ranks.engines import tensorflow_collectives, tensorflow_engine
+from ..._ranks import keras3_state, keras_model, losses, metrics, step_functions, tables
+from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from ..._ranks.tf_config import TF_CONFIG
 from ..._runtime.within import Within
 from ..._verification import keras_steps, steps
@@ -318,7 +318,7 @@ class RankedKeras3Step(RankedStep):
         """``begin`` has done that."""
 
     def state(self, model):
-        return [variable._value for variable in weights.averaged(model)]
+        return [variable._value for variable in keras3_state.averaged(model)]
 
 
 def distribute(model, place):
@@ -348,7 +348,7 @@ def join(place):
     if place.launcher == TF_CONFIG:
         return tensorflow_collectives.TensorFlowCollectives.join(place)
     try:
-        return tensorflow_engine.TensorFlowHorovod.join(place)
+        return tensorflow_horovod.TensorFlowHorovod.join(place)
     except errors.NotInstalledError as error:
         raise errors.NotInstalledError(
             f"{error} From TensorFlow 2.4 on, compat run -n {place.size} needs no Horovod."

@@ -15,7 +15,14 @@ from torch._C import _functorch
 from torch.nn.parameter import is_lazy
 
 from ... import _keras, errors
-from ..._ranks import checksum, data_samples, keras_model, losses, step_functions, weights
+from ..._ranks import (
+    checksum,
+    data_samples,
+    keras3_state,
+    keras_model,
+    losses,
+    step_functions,
+)
 from ..._ranks.engines.torch_distributed import TorchDistributed
 from ..._runtime import patching, usage, work
 from . import (
@@ -177,7 +184,7 @@ class RankedKerasCall(Ranked):
 
     def averaged(self, model):
         others = self.merged_later(model)
-        return [v._value for v in weights.averaged(model) if id(v) not in others]
+        return [v._value for v in keras3_state.averaged(model) if id(v) not in others]
 
     def merged_later(self, model):
         """The ids of variables that a step merges when it ends, if one is under way."""
@@ -188,18 +195,18 @@ class RankedKerasCall(Ranked):
     def warn_of_means(self, model, exchange):
         """Tell, once, of variables of the user's that are now means of different values."""
         before = dict(zip(map(id, exchange.state), exchange.before))
-        variables = weights.averaged(model, by_users=True)
+        variables = keras3_state.averaged(model, by_users=True)
         for variable in [v for v in variables if id(v._value) in before]:
             mean = exchange.mean(variable._value)
             mine = variable._value - before[id(variable._value)]
             same = torch.allclose(mine, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
             if not same and variable.path not in exchange.warned:
                 exchange.warned.add(variable.path)
-                weights.warn_of_mean(variable)
+                keras3_state.warn_of_mean(variable)
 
     def verified(self, model):
         others = self.merged_later(model)
-        return [([(v.path, v._value) for v in weights.same(model) if id(v) not in others],)]
+        return [([(v.path, v._value) for v in keras3_state.same(model) if id(v) not in others],)]
 
 
 class RankedTrainStep(keras_model.RankedMethod):
@@ -276,7 +283,7 @@ class RankedTrainStep(keras_model.RankedMethod):
             scaled = [None if gradient is None else gradient * size for gradient in gradients]
             return apply(scaled, *args, **kwargs)
 
-        scaling, _ = weights.scaling(optimizer, lambda dtype: 1 / size)
+        scaling, _ = keras3_state.scaling(optimizer, lambda dtype: 1 / size)
         return step_functions.replaced(self.engine, optimizer, apply=apply_scaled, **scaling)
 
 

@@ -26,7 +26,8 @@ from ..._runtime import patching
 from .. import engines, rendezvous
 from ..place import Place
 from ..tf_config import addresses_of, cluster_in
-from . import calls, tensorflow_engine
+from . import calls
+from . import tensorflow as tensorflow_engine
 
 # What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
 _HOST, _GPU = "/cpu:0", "/gpu:0"

@@ -29,7 +29,7 @@ class TestTensorFlow2Horovod(OnTensorFlow2):
 WAYS = """
 import tensorflow as tf
 
-from compat._ranks.engines import tensorflow_engine
+from compat._ranks.engines import tensorflow as tensorflow_engine
 
 tensorflow_engine.LARGE = 64  # bytes: some gradients are sent alone
 KERAS3 = hasattr(keras, "ops")

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 from compat import errors
-from compat._ranks.engines import tensorflow_engine
+from compat._ranks.engines import tensorflow as tensorflow_engine
 from compat._ranks.place import Place
 from compat._ranks.saving import written_by_rank_0
 from compat.testing import contract_of, keras_under_test, slow, span
