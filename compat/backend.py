@@ -116,7 +116,7 @@ class Backend:
         return errors.unsupported(self.name, what, remedy)
 
     def accepts(self, version: str) -> bool:
-        """Whether this backend is the one for ``version`` of its framework."""
+        """Return whether this backend is the one for ``version`` of its framework."""
         return True
 
     def import_framework(self) -> "Any":
@@ -147,7 +147,10 @@ class Backend:
         return settings.devices.environ(environ)
 
     def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
-        """What the user has set elsewhere and ``settings`` overrule, a sentence each. Pure."""
+        """Return what the user has set elsewhere and ``settings`` overrule, a sentence each.
+
+        Pure.
+        """
         return []
 
     def initialised(self) -> "Optional[str]":
@@ -171,14 +174,14 @@ class Backend:
         raise self._cannot("be configured")
 
     def devices(self) -> "List[str]":
-        """The devices to train on, as the framework names them, in the order configured.
+        """Return the devices to train on, as the framework names them, in the order configured.
 
         GPUs where there are any, simulated devices under ``simulate=``, else one CPU.
         """
         raise self._cannot("list its devices")
 
     def is_native(self, model: "Any") -> bool:
-        """Whether ``model`` is a model of the framework's own kind, made without Keras.
+        """Return whether ``model`` is a model of the framework's own kind, made without Keras.
 
         Imports nothing: the class of ``model`` tells.
         """
@@ -229,7 +232,7 @@ class Backend:
         """
 
     def placed_parts(self, model: "Any") -> "List[str]":
-        """The devices that ``device()`` gave to parts of ``model``."""
+        """Return the devices that ``device()`` gave to parts of ``model``."""
         return []
 
     def verify(self, model: "Any", verification: "Optional[Verification]") -> None:
@@ -263,7 +266,7 @@ class Backend:
         )
 
     def device(self, device: str) -> "ContextManager[Any]":
-        """A context in which the parts of a model that are built are placed on ``device``.
+        """Return a context in which the parts of a model that are built are placed on ``device``.
 
         Arguments:
             device: one of ``self.devices()``, or "cpu" for the host.
@@ -274,7 +277,7 @@ class Backend:
         )
 
     def launcher(self, job: "Job") -> "List[str]":
-        """The command that starts the ranks of the command that follows it.
+        """Return the command that starts the ranks of the command that follows it.
 
         It tells each rank its place by the variables of one of the launchers that compat knows
         (docs/launchers.md), ends all ranks when one fails, and passes on what they print.
@@ -293,7 +296,7 @@ class Backend:
         """
 
     def ranks_train_under(self, strategy: str, place: "Place") -> bool:
-        """Whether ranks that were started in this way train under that strategy in any case."""
+        """Return whether ranks started this way train under that strategy in any case."""
         return False
 
     def distribute(self, model: "Any", place: "Place") -> "Any":
@@ -312,7 +315,7 @@ class Backend:
         raise errors.no_ranks(self.name)
 
     def memory_peaks(self) -> "Dict[str, int]":
-        """The most memory that the framework has taken of each GPU, in bytes, by its name.
+        """Return the most memory that the framework has taken of each GPU, in bytes, by its name.
 
         Empty where the framework does not tell. Called when the process has been configured.
         """
@@ -334,7 +337,7 @@ class Backend:
         )
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
-        """What is wrong with this environment for this backend, a text each. Pure.
+        """Return what is wrong with this environment for this backend, a text each. Pure.
 
         Where a command fixes it, the text ends with a colon and that command, from which ``compat
         env`` takes it: ``X is set: unset X``.

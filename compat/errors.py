@@ -11,7 +11,7 @@ _LONGEST = 1900  # characters of a message
 
 
 def shortened(text: str) -> str:
-    """A message that may repeat a long value: then without its middle."""
+    """Return a message that may repeat a long value: then without its middle."""
     rest = len(text) - _LONGEST
     if rest <= 0:
         return text
@@ -109,7 +109,10 @@ class CompatWarning(UserWarning):
 
 
 def class_of(value):
-    """What a value is that is no model, as a phrase: a class may have been meant to be called."""
+    """Return what a value is that is no model, as a phrase.
+
+    A class may have been meant to be called.
+    """
     if isinstance(value, type):
         return f"the class {value.__name__!r} itself"
     return repr(type(value).__module__ + "." + type(value).__name__)
@@ -146,7 +149,10 @@ def too_late(framework, problem, remedy):
 
 
 def in_notebook():
-    """What is to be done where code runs in a notebook's kernel, a sentence; nothing elsewhere."""
+    """Return what is to be done where code runs in a notebook's kernel, a sentence.
+
+    Nothing elsewhere.
+    """
     if "ipykernel" not in sys.modules:
         return ""
     return " In this notebook: restart the kernel, and run the cell with configure_gpu() first."
@@ -239,7 +245,7 @@ def ranks_differ(place, model):
 
 
 def shadowed(script, path):
-    """The text of a warning.
+    """Return the text of a warning.
 
     Arguments:
         path: of the module, or of its package's ``__init__.py``.
@@ -267,7 +273,7 @@ def invalid_number_option(option, value):
 
 
 def fewer(shortage, going_on_with, strict):
-    """The warning that there are fewer devices than asked for; under ``strict`` the error.
+    """Return the warning that there are fewer devices than asked for; under ``strict`` the error.
 
     Arguments:
         shortage: what was asked for, and what was found.
@@ -295,7 +301,7 @@ def warn(text):
 
 
 def users_line():
-    """The line of the user's at which the main thread is: " (train.py, line 12)", or ""."""
+    """Return the line of the user's at which the main thread is: " (train.py, line 12)", or ""."""
     import threading  # for start-up time
 
     frame, _ = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
@@ -305,7 +311,7 @@ def users_line():
 
 
 def innermost_line(frames):
-    """The innermost of these lines that is the user's: "train.py, line 12"; or None.
+    """Return the innermost of these lines that is the user's: "train.py, line 12"; or None.
 
     Arguments:
         frames: pairs of a file and a line, the innermost last.
@@ -325,7 +331,7 @@ def is_users_file(path: str) -> bool:
 
 
 def _users_frame(frame):
-    """The innermost frame which is the user's.
+    """Return the innermost frame which is the user's.
 
     Returns:
         That frame or None, and how many frames out it is from the one given, counted from 1; where

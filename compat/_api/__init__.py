@@ -312,7 +312,7 @@ def device(which: "Union[int, str]") -> "ContextManager[Any]":
 
 
 def configured_backend():
-    """The backend that ``configure_gpu()`` set up; before that, the one it would."""
+    """Return the backend that ``configure_gpu()`` set up; before that, the one it would."""
     from .._configuration import detection  # for start-up time
 
     active = process.configuration
@@ -320,7 +320,7 @@ def configured_backend():
 
 
 def backend_of(model):
-    """The backend that runs this model, or None where it is no model."""
+    """Return the backend that runs this model, or None where it is no model."""
     from .. import _keras  # for start-up time
     from .._configuration import detection  # for start-up time
 
@@ -331,7 +331,7 @@ def backend_of(model):
 
 
 def _chosen(backend, selection):
-    """The devices that ``selection`` asks for, of those that the backend has."""
+    """Return the devices that ``selection`` asks for, of those that the backend has."""
     devices = backend.devices()
     wanted = _wanted(devices, selection)
     chosen = [devices[position] for position in wanted if position < len(devices)]

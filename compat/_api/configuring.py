@@ -10,7 +10,7 @@ from .._runtime.process import process
 
 
 def how_asked(selection, simulate, from_outside):
-    """How the devices were asked for."""
+    """Return how the devices were asked for."""
     parts = [] if simulate and selection.kind == "all" else [str(selection)]
     parts += [f"simulate={simulate}"] * bool(simulate)
     parts += [f"COMPAT_SIMULATE={from_outside}"] * bool(from_outside)
@@ -145,5 +145,5 @@ def _set_environ(variables):
 
 
 def _shortage(shortage, going_on_with, settings):
-    """The warning of a shortage, in a list, where there is one."""
+    """Return the warning of a shortage, in a list, where there is one."""
     return [errors.fewer(shortage, going_on_with, settings.strict)] if shortage else []

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def environment() -> "Environment":
-    """What ``compat env`` tells: backend, versions, GPUs, what is set, and what is wrong.
+    """Return what ``compat env`` tells: backend, versions, GPUs, what is set, and what is wrong.
 
     Returns:
         A dictionary with the keys of ``compat env --json``; print it for the report, or leave it as
@@ -26,7 +26,7 @@ def environment() -> "Environment":
 
 
 def report() -> "Report":
-    """What each configured device has done so far: "was every device used?"
+    """Return what each configured device has done so far: "was every device used?"
 
     Rows and steps are counted where each batch of a parallelized model is split, so they are those
     that were computed. In a rank they are this rank's own, of training and evaluation;

@@ -100,7 +100,7 @@ def _distribution():
 
 
 def _told(ask):
-    """What the system tells, or None: it is another one, or has another library."""
+    """Return what the system tells, or None: it is another one, or has another library."""
     with contextlib.suppress(AttributeError, ValueError, OSError):
         return ask() or None
     return None
@@ -116,7 +116,7 @@ def _memory_limit(memory):
 
 
 def _backend(problems):
-    """The backend, the versions and the variables."""
+    """Return the backend, the versions and the variables."""
     installed = detection.installed()
     try:
         chosen, reason = detection.choose()
@@ -143,7 +143,7 @@ def _backend(problems):
 
 
 def _for_another_backend(installed):
-    """What to type where no backend was chosen, and the error does not say it."""
+    """Return what to type where no backend was chosen, and the error does not say it."""
     if len(installed) == 1 and os.environ.get("KERAS_BACKEND"):
         return "unset KERAS_BACKEND"
     return "export KERAS_BACKEND=" + installed[0].framework if installed else None
@@ -160,7 +160,7 @@ def _keras_json(problems):
 
 
 def _gpus(problems):
-    """The drivers, the GPUs of the machine, and which of them are visible."""
+    """Return the drivers, the GPUs of the machine, and which of them are visible."""
     machine = device_choice.discover()
     every = gpu_selection.parse_gpus(None)
     visible = device_choice.choose(every, None, os.environ, discover=lambda: machine)
@@ -182,7 +182,10 @@ def _gpus(problems):
 
 
 def _rank(problems):
-    """This process's place among ranks; None where it is alone, Nones where nothing tells it."""
+    """Return this process's place among ranks.
+
+    None where it is alone, Nones where nothing tells it.
+    """
     try:
         place = launchers.launched(os.environ) or _ranks.evaluator()
     except errors.RankError as error:
@@ -228,7 +231,7 @@ def _wrapped(lines, width):
 
 
 def _problem_lines(problem, width):
-    """A problem, and below it the command that fixes it, as it can be pasted into a shell."""
+    """Return a problem, and below it the command that fixes it, ready to be pasted."""
     text, command = problem["problem"], problem["command"]
     if command and text.rstrip(".").endswith(command):
         text = text.rstrip(".")[: -len(command)].rstrip()

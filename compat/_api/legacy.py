@@ -22,7 +22,7 @@ def multi_gpu_model(
     cpu_merge: bool = True,
     cpu_relocation: bool = False,
 ) -> "Any":
-    """A model that trains and predicts as ``model`` does, on several devices.
+    """Return a model that trains and predicts as ``model`` does, on several devices.
 
     It has the signature, the meaning of ``gpus`` and the errors of ``keras.utils.multi_gpu_model``
     (Keras 2.3). It differs where that was wrong: a batch is split evenly, whatever its size, and
@@ -102,7 +102,7 @@ def make_parallel(model: "Any", gpu_count: int) -> "Any":
 
 
 def unwrap(model: "Any") -> "Any":
-    """The model inside of a wrapper that ``multi_gpu_model`` or ``make_parallel`` made.
+    """Return the model inside of a wrapper that ``multi_gpu_model`` or ``make_parallel`` made.
 
     This works for the wrappers of Keras, TensorFlow and compat, and for copies of kuza55's recipe.
     For old files, ``compat unwrap old.h5`` does the same without loading them.
@@ -131,7 +131,7 @@ def unwrap(model: "Any") -> "Any":
 
 
 def _backend(model, function):
-    """The backend of a model that can be wrapped."""
+    """Return the backend of a model that can be wrapped."""
     from .. import _keras  # for start-up time
 
     if _keras.keras_of(model) is None or not getattr(model, "outputs", None):
@@ -144,14 +144,14 @@ def _backend(model, function):
 
 
 def _as_gpus(devices):
-    """The devices to train on, by Keras' names; a lone CPU is none."""
+    """Return the devices to train on, by Keras' names; a lone CPU is none."""
     if len(devices) == 1 and "cpu" in devices[0].lower():
         return []
     return [f"/gpu:{i}" for i in range(len(devices))]
 
 
 def _wrapped(template):
-    """A model with the template's inputs whose only layer with weights is the template.
+    """Return a model with the template's inputs whose only layer with weights is the template.
 
     An identity per output stands where Keras concatenated the replicas' outputs, and has the
     output's name, as theirs had.
@@ -169,7 +169,7 @@ def _wrapped(template):
 
 
 def _numbered(names):
-    """Names that occur more than once get _1, _2 and so on, as siamese networks' do in Keras."""
+    """Return the names, numbered where they occur more than once: _1, _2, as Keras does."""
     return [
         f"{name}_{names[: i + 1].count(name)}" if names.count(name) > 1 else name
         for i, name in enumerate(names)
@@ -223,7 +223,7 @@ def _install(parent, name, function):
 
 
 def _modules(path):
-    """The modules of that dotted path; an empty one is made where Keras has lost it.
+    """Return the modules of that dotted path; an empty one is made where Keras has lost it.
 
     ``tf.keras.utils`` and what ``import tensorflow.keras.utils`` gives are not always the same.
     """

@@ -41,7 +41,7 @@ def watch_rank(model, name, place):
 
 
 def _hooks(model):
-    """What compat replaced on a model, by name."""
+    """Return what compat replaced on a model, by name."""
     if _keras.keras_of(model) is not None:
         return watched_methods.hooks(model)
     stacks = patching.InstanceMethod.all_of(model) if hasattr(model, "__dict__") else {}

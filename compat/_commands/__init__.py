@@ -7,7 +7,7 @@ from .. import errors
 
 
 def number(what, fewest, most=sys.maxsize, others=()):
-    """What argparse reads a number by: one within these limits, or one of the others."""
+    """Return what argparse reads a number by: one within these limits, or one of the others."""
 
     def number(text):
         if not text.isdecimal() or not fewest <= int(text) <= most and int(text) not in others:
@@ -34,7 +34,7 @@ def add_script(parser):
 
 
 def script_of(arguments):
-    """The script, or "-m" and the module, and its arguments; nothing where none is given."""
+    """Return the script, or "-m" and the module, and its arguments; nothing where none is given."""
     if arguments.module is None:
         return [arguments.script] + arguments.arguments if arguments.script else []
     if not arguments.module or arguments.module[0].startswith("-"):
@@ -43,7 +43,7 @@ def script_of(arguments):
 
 
 def name_of(script):
-    """The script's path, or the module's name after ``-m``."""
+    """Return the script's path, or the module's name after ``-m``."""
     return script[1] if script[0] == "-m" else script[0]
 
 

@@ -40,12 +40,12 @@ def execute(arguments):
 
 
 def command(machines, *arguments):
-    """The command that runs another one on the first of so many machines."""
+    """Return the command that runs another one on the first of so many machines."""
     return by_path.command("_commands.machines") + [str(machines)] + list(arguments)
 
 
 def machine(number):
-    """Its name and its address."""
+    """Return its name and its address."""
     return f"node{number}", f"10.77.0.{number}"
 
 
@@ -71,7 +71,7 @@ def ip(arguments, prefix=()):
 
 
 def other_machine(number):
-    """A process in namespaces of its own."""
+    """Return a process in namespaces of its own."""
     wait = "import socket, sys; socket.sethostname({!r}); print(flush=True); sys.stdin.read()"
     inside = ["unshare", "--net", "--uts", sys.executable, "-c", wait.format(machine(number)[0])]
     process = subprocess.Popen(inside, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -109,7 +109,7 @@ def run(machines, arguments, folder):
 
 
 def survivors(known):
-    """The command lines of all other processes, two seconds from now at the latest."""
+    """Return the command lines of all other processes, two seconds from now at the latest."""
     until = time.monotonic() + 2
     while True:
         others = [arguments for number, arguments in processes() if number not in known]
@@ -120,7 +120,7 @@ def survivors(known):
 
 
 def processes():
-    """The numbers and the arguments of all processes that have not ended."""
+    """Yield the numbers and the arguments of all processes that have not ended."""
     for process in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended since
             state = (process / "stat").read_text(errors="replace").rpartition(") ")[2][0]

@@ -43,7 +43,7 @@ def execute(arguments):
 
 
 def known(extra: str) -> str:
-    """An extra's name as setup.cfg spells it, from a user's, or from the name of a backend.
+    """Return an extra's name as setup.cfg spells it, from a user's, or from the name of a backend.
 
     Raises:
         InvalidArgumentError: there is none of that name.
@@ -58,7 +58,7 @@ def known(extra: str) -> str:
 
 
 def pins(extra: str, python: Tuple[int, int]) -> List[str]:
-    """The requirements of an extra on a Python, without markers.
+    """Return the requirements of an extra on a Python, without markers.
 
     Arguments:
         python: the first two numbers of its version.
@@ -107,7 +107,7 @@ _COMPARISONS = {"==": eq, "!=": ne, "<=": le, ">=": ge, "<": lt, ">": gt}
 
 
 def _applying(line, extra, python):
-    """A requirement as one writes it, the lower bound first, without spaces and parentheses.
+    """Return a requirement as one writes it, the lower bound first, without spaces and parentheses.
 
     None where its marker, clauses joined by ``and``, is not true for an extra on a Python.
     """

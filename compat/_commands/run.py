@@ -74,7 +74,7 @@ _OF_SCRIPTS = {"--help", "--hosts", "--gpus", "--backend", "--timeout", "--quiet
 
 
 def prepare(options, environ):
-    """What a script is to be started with.
+    """Return what a script is to be started with.
 
     Arguments:
         options: those of the command line. ``gpus``: in the forms of ``configure_gpu(gpus=)``, as a
@@ -141,7 +141,10 @@ def prepare(options, environ):
 
 
 def _of_this_machine(chosen, selection, options, environ):
-    """The devices that are chosen here, as a text; the variables that choose them; and notes."""
+    """Return the devices that are chosen here, as a text.
+
+    The variables that choose them; and notes.
+    """
     gpus, ranks = options.gpus, options.ranks
     if ranks == 1:
         place = Place(0, 1, 0, 1, "compat run")
@@ -238,7 +241,7 @@ def execute(options: Any) -> int:
 
 
 def _files_of(options):
-    """The files of a report and of a timeline, which can be written; None: no file."""
+    """Return the files of a report and of a timeline, which can be written; None: no file."""
     files = []
     for option in ("--report-json", "--report-html", "--timeline"):
         path = getattr(options, option[2:].replace("-", "_"))
@@ -273,7 +276,7 @@ def _fill_hosts(options):
 
 
 def _asked(options):
-    """The environment with what options say in variables, and names that ranks do not get."""
+    """Return the environment with the options' variables, and names that ranks do not get."""
     asked = dict(os.environ)
     if options.timeout is not None:
         asked["COMPAT_TIMEOUT"] = options.timeout

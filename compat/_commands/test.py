@@ -265,7 +265,7 @@ def verify_script(script, devices, backend, ranks, outcome) -> bool:
 
 
 def _on_replicas(script, environ, chosen, devices, outcome, folder):
-    """The lines of the verdict on simulated devices."""
+    """Return the lines of the verdict on simulated devices."""
     output.say(f"compat test: {outcome['script']} on {devices} simulated devices ({chosen.name})")
     environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=str(folder))
     status = _status([sys.executable] + script, environ)
@@ -290,7 +290,10 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
 
 
 def _missing_engine(chosen, ranks, environ):
-    """Which engine of the backend's ranks is to be installed, and how; None: there is one."""
+    """Return which engine of the backend's ranks is to be installed, and how.
+
+    None: there is one.
+    """
     try:
         chosen.launcher(_ranks.Job(ranks, sys.executable, environ))
     except errors.NotInstalledError as error:
@@ -299,7 +302,10 @@ def _missing_engine(chosen, ranks, environ):
 
 
 def _as_ranks(script, environ, chosen, ranks, outcome, folder):
-    """The verdict on ranks, as lines. What they print as errors is shown where all ended well."""
+    """Return the verdict on ranks, as lines.
+
+    What they print as errors is shown where all ended well.
+    """
     output.say(f"compat test: {outcome['script']} as {ranks} ranks")
     options = ["run", "-n", str(ranks), "--gpus", "cpu", "--backend", chosen.framework]
     report = folder / "ranks.json"
@@ -326,7 +332,7 @@ def _as_ranks(script, environ, chosen, ranks, outcome, folder):
 
 
 def _last_error(lines):
-    """What ``compat run`` says at last of the rank that failed, or that rank's error, in a line."""
+    """Return in a line what ``compat run`` reports of the rank that failed, or its error."""
     if reported_script.REPORT in lines:
         lines = lines[: lines.index(reported_script.REPORT)]
     begins = [line.startswith("compat run: ") for line in lines]
@@ -338,7 +344,9 @@ def _last_error(lines):
 
 
 def _status(command, environ, stderr=None):
-    """The exit status of a command, which a Ctrl-C reaches, too: it ends by itself, in ``GRACE``.
+    """Return the exit status of a command, which a Ctrl-C reaches, too.
+
+    It ends by itself, in ``GRACE``.
 
     ``subprocess.call()`` would kill it a quarter of a second later, and at once on Python 3.6.
     """

@@ -92,7 +92,7 @@ _SECTIONS = {"setup.cfg": r"^\[tox:tox\]", "pyproject.toml": r"^\[tool\.tox[].]"
 
 
 def _own_configuration(folder):
-    """The file with a configuration of tox that is not written by this command, or None."""
+    """Return the file with a configuration of tox that is not written by this command, or None."""
     for name in _CONFIGURATIONS:
         if os.path.lexists(os.path.join(folder, name)):
             text = _text_of(folder, name)
@@ -103,7 +103,7 @@ def _own_configuration(folder):
 
 
 def _is_ours(text):
-    """Whether this command wrote a file, which says so in its first lines."""
+    """Return whether this command wrote a file, which says so in its first lines."""
     return "`compat tox` of keras-gpu-compat" in text[:500]
 
 
@@ -130,7 +130,7 @@ class PythonRequires(NamedTuple):
         return f"python_requires = {self.text} in {self.source}"
 
     def allows(self, python: Tuple[int, int]) -> bool:
-        """Whether the project runs on a Python; every one where no limit is known."""
+        """Return whether the project runs on a Python; every one where no limit is known."""
         return self.specifiers is None or "{}.{}.{}".format(*python, _LAST) in self.specifiers
 
 
@@ -149,7 +149,7 @@ PROJECT_FILES = {
 
 
 def python_requires(folder: str) -> PythonRequires:
-    """The ``python_requires`` of the project in a folder.
+    """Return the ``python_requires`` of the project in a folder.
 
     Raises:
         NotInstalledError: it is there, and ``packaging`` is not installed.
@@ -163,7 +163,7 @@ def python_requires(folder: str) -> PythonRequires:
 
 
 def _text_of(folder: str, name: str) -> str:
-    """The text of a file of a project; "" where there is none, or no regular one.
+    """Return the text of a file of a project; "" where there is none, or no regular one.
 
     Names of authors may be in another encoding; what is looked for is in ASCII.
     """
@@ -192,7 +192,7 @@ def _specifiers(text):
 
 
 def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> List[Row]:
-    """The extras and Pythons to test on.
+    """Return the extras and Pythons to test on.
 
     Arguments:
         extras: those that were asked for; None: of each backend the first that the project allows,
@@ -231,7 +231,7 @@ def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> L
 
 
 def _rows_of(extra, every, allowed):
-    """The rows of an extra, the newest Python's only unless every one is asked for."""
+    """Return the rows of an extra, the newest Python's only unless every one is asked for."""
     pythons = list(filter(allowed.allows, pip_extras.TESTED[extra]))
     return [(extra, python) for python in (pythons if every else pythons[-1:])]
 
@@ -246,7 +246,7 @@ _REQUIREMENT = re.compile(r"\w[\w.-]*\s*(\[[^][]*\]\s*)?([<>=!~(;@].*)?$|[A-Za-z
 
 
 def _requirement(compat, folder, ci):
-    """What installs keras-gpu-compat, a path as ``{tox_root}`` or an absolute one."""
+    """Return what installs keras-gpu-compat, a path as ``{tox_root}`` or an absolute one."""
     is_path = os.path.exists(compat)
     path = os.path.realpath(compat) if is_path else compat
     if not is_path and not _REQUIREMENT.match(compat):
@@ -277,12 +277,15 @@ GENERAL = {"COMPAT_SIMULATE": "3", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS
 
 
 def _beside(name):
-    """The text of a file in this folder. In those of templates lines of ``%%`` are between them."""
+    """Return the text of a file in this folder.
+
+    In those of templates lines of ``%%`` are between them.
+    """
     return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
 def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
-    """The text of tox.ini.
+    """Return the text of tox.ini.
 
     Arguments:
         compat: the requirement that installs keras-gpu-compat.
@@ -309,7 +312,10 @@ def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
 
 
 def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
-    """The text of a workflow for GitHub's CI: a job for each row; arguments as ``tox_ini()``."""
+    """Return the text of a workflow for GitHub's CI: a job for each row.
+
+    Arguments as ``tox_ini()``.
+    """
     head, job, container = _beside("compat.yml.txt").split("%%\n")
     text = head.format(version=__version__)
     for row in chosen:
@@ -340,7 +346,7 @@ def _run_command(aside):
 
 
 def _variables(row):
-    """What the tests of a row find in their environment, besides what all find."""
+    """Return what the tests of a row find in their environment, besides what all find."""
     from .._configuration import registry  # for start-up time
 
     extra, _ = row

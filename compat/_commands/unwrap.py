@@ -99,7 +99,7 @@ def _check(path):
 
 
 def _architecture(path):
-    """The configuration of a model, from the file that ``--model`` names."""
+    """Return the configuration of a model, from the file that ``--model`` names."""
     try:
         with open(path, "rb", opener=safe_files.plain) as file:
             config = json.loads(file.read().decode("utf-8"))
@@ -138,7 +138,7 @@ class Plan(NamedTuple):
 
 
 def _planned(path, old, config):
-    """What becomes of a file.
+    """Return what becomes of a file.
 
     Arguments:
         config: the model inside, where a file of weights does not have it.
@@ -190,7 +190,7 @@ def _planned(path, old, config):
 
 
 def _planned_of_weights(path, weights, groups, config):
-    """What becomes of a file that has nothing but weights and their names."""
+    """Return what becomes of a file that has nothing but weights and their names."""
     holding = [(name, names) for name, names in groups if names]
     name, flat = holding[0] if len(holding) == 1 else (None, [])
     scopes = {weight.rpartition("/")[0] for weight in flat}
@@ -218,7 +218,7 @@ def _planned_of_weights(path, weights, groups, config):
 
 
 def _layers(path, flat, config):
-    """The layers of a model whose configuration is known, each with its weights."""
+    """Return the layers of a model whose configuration is known, each with its weights."""
     owners = wrapped_model.owners(flat, config)
     weights = {layer: [] for layer in wrapped_model.layers_with_groups(config)}  # type: dict
     if owners is None or not weights.keys() >= set(owners):
@@ -277,7 +277,10 @@ def _text(value):
 
 
 def _names(group, attribute):
-    """A list of names in an attribute, or in several, where one would be too large; [] if none."""
+    """Return a list of names in an attribute, or in several, where one would be too large.
+
+    [] if none.
+    """
     numbered = map((attribute + "{}").format, itertools.count())
     parts = itertools.takewhile(group.attrs.__contains__, numbered)
     whole = [attribute] if attribute in group.attrs else parts

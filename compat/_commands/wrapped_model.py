@@ -12,7 +12,9 @@ Inside = NamedTuple("Inside", [("layer", Dict[str, Any]), ("outputs", Dict[str, 
 
 
 def layers_of(config: Any) -> Optional[List[Any]]:
-    """The configurations of the layers of a model; None where this is no model's configuration.
+    """Return the configurations of the layers of a model.
+
+    None where this is no model's configuration.
 
     ``{"class_name": ..., "config": ...}``; a Sequential before Keras 2.2.3 has a list as its own.
     """
@@ -24,13 +26,13 @@ def layers_of(config: Any) -> Optional[List[Any]]:
 
 
 def name_of(layer):
-    """The name of a layer in a configuration; those of a Sequential have it inside only."""
+    """Return the name of a layer in a configuration; those of a Sequential have it inside only."""
     inner = layer.get("config")
     return layer.get("name") or (inner.get("name") if isinstance(inner, dict) else None)
 
 
 def inside(config: Any) -> Optional[Inside]:
-    """The layer that is the model inside, and what the wrapper's outputs are called there.
+    """Return the layer that is the model inside, and what the wrapper's outputs are called there.
 
     A wrapper gives each call of the one model in it a part of all of its own inputs, and puts what
     comes out together along the rows. A siamese network, whose calls have an input each, is none.
@@ -67,7 +69,7 @@ def _source(entry):
 
 
 def _roots(call, by_name):
-    """The inputs of the wrapper that the tensors of a call are made from."""
+    """Return the inputs of the wrapper that the tensors of a call are made from."""
     todo = [source[0] for source in call]
     for name in todo:  # which grows meanwhile
         calls = by_name[name].get("inbound_nodes") or ()
@@ -76,7 +78,7 @@ def _roots(call, by_name):
 
 
 def _joins(layer, calls):
-    """Whether a layer puts rows together, or is what ``compat.multi_gpu_model`` has instead."""
+    """Return whether a layer concatenates rows, or is ``compat.multi_gpu_model``'s own."""
     own, one = layer["config"], calls == 1
     joins = {
         "Concatenate": own.get("axis") == 0,
@@ -88,7 +90,7 @@ def _joins(layer, calls):
 
 
 def output_names(model: Dict[str, Any]) -> List[str]:
-    """What Keras calls the outputs of a model: the layers that they come from."""
+    """Return what Keras calls the outputs of a model: the layers that they come from."""
     own = model["config"]
     if isinstance(own, dict) and "output_layers" in own:
         return [_source(each) for each in own["output_layers"]]
@@ -96,7 +98,10 @@ def output_names(model: Dict[str, Any]) -> List[str]:
 
 
 def layers_with_groups(model: Dict[str, Any]) -> List[str]:
-    """The names of the layers that Keras lists in a file of weights: a Sequential has no inputs."""
+    """Return the names of the layers that Keras lists in a file of weights.
+
+    A Sequential has no inputs.
+    """
     layers = layers_of(model) or []
     if not isinstance(model["config"], dict) or "output_layers" not in model["config"]:
         layers = [layer for layer in layers if layer.get("class_name") != "InputLayer"]
@@ -107,7 +112,7 @@ def layers_with_groups(model: Dict[str, Any]) -> List[str]:
 
 
 def _names_within(value):
-    """The names of all layers within a configuration: of wrappers, cells, nested models."""
+    """Return the names of all layers within a configuration: of wrappers, cells, nested models."""
     if isinstance(value, list):
         return [name for each in value for name in _names_within(each)]
     if not isinstance(value, dict):
@@ -175,7 +180,7 @@ def _candidates(scope, known):
 
 
 def groups_by_names(weights: List[str], model: str) -> List[Tuple[str, List[str]]]:
-    """The layers of a model of which only the weights' names are known, with their weights.
+    """Return the layers of a model of which only the weights' names are known, with their weights.
 
     Arguments:
         weights: the names of all weights, in Keras' order.

@@ -47,7 +47,10 @@ def choose(asked=None, environ=os.environ, typed=False):
 
 
 def _no_backend(environ):
-    """The error where none is installed; its example is what KERAS_BACKEND names, if it can be."""
+    """Return the error where none is installed.
+
+    Its example is what KERAS_BACKEND names, if it can be.
+    """
     backends = registry.backends()
     frameworks = {backend.framework for backend in backends}
     extras = {each: extra_of([b for b in backends if b.framework == each]) for each in frameworks}
@@ -67,13 +70,13 @@ def _no_backend(environ):
 
 
 def extra_of(backends):
-    """The extra that brings one of these backends, of one framework, for the Keras installed."""
+    """Return the extra of one of these backends that suits the Keras installed."""
     _, version = installed_keras()
     return pip_extras.of(backends, packages.release(version) if version else (None, None))
 
 
 def installed(backends=None):
-    """Those of these backends whose framework is installed in a version that they accept.
+    """Return those of these backends whose framework is installed in a version that they accept.
 
     Arguments:
         backends: None: all but plug-ins.
@@ -84,7 +87,7 @@ def installed(backends=None):
 
 
 def native_to(model):
-    """The installed backend to whose framework's own kind a model belongs, or None.
+    """Return the installed backend to whose framework's own kind a model belongs, or None.
 
     Plug-ins are asked where no other backend knows the model.
     """
@@ -96,7 +99,7 @@ def native_to(model):
 
 
 def foreseen(asked, environ, python):
-    """The backend of a script that another interpreter is to run, where nothing is looked up.
+    """Return the backend of a script that another interpreter is to run. Nothing is looked up.
 
     Returns:
         The backend, and the reason for it as a phrase.
@@ -116,7 +119,7 @@ def _asked(name, typed):
 
 
 def _candidates(name, reason):
-    """The backends of that name, or of the framework of that name."""
+    """Return the backends of that name, or of the framework of that name."""
     backends = registry.backends()
     candidates = (
         [b for b in backends if b.name == name]
@@ -140,7 +143,7 @@ def _candidates(name, reason):
 
 
 def _named(name, reason, typed):
-    """The backend of that name, or the one for the installed version of that framework."""
+    """Return the backend of that name, or the one for the installed version of that framework."""
     candidates = _candidates(name, reason)
     for backend in installed(candidates):
         return backend, reason
@@ -169,12 +172,12 @@ def _named(name, reason, typed):
 
 
 def keras_backend(environ):
-    """What the standalone Keras runs on or will run on; None without a Keras."""
+    """Return what the standalone Keras runs on or will run on; None without a Keras."""
     return _keras_choice(environ)[0]
 
 
 def _keras_running():
-    """The backend of the standalone Keras that is imported whole, or None.
+    """Return the backend of the standalone Keras that is imported whole, or None.
 
     ``sys.modules`` alone tells little: jax is loaded under every Keras 3 backend.
     """
@@ -200,7 +203,7 @@ def _tensorflow_only(keras, version):
 
 
 def _keras_choice(environ):
-    """What the standalone Keras runs on or will run on, why, and whether anybody has said so.
+    """Return the standalone Keras' backend, why it is that, and whether it was chosen.
 
     Nobody has where its file names the default: Keras writes that by itself, whatever it runs on.
     (None, None, False) without a Keras.
@@ -223,7 +226,7 @@ def _keras_choice(environ):
 
 
 def keras_elsewhere(backend):
-    """A warning, in a list, where the imported Keras runs on another framework."""
+    """Return a warning, in a list, where the imported Keras runs on another framework."""
     running = _keras_running()
     if running in (None, backend.name, backend.framework):
         return []
@@ -268,7 +271,7 @@ def problems(environ):
 
 
 def keras_json(environ):
-    """Where Keras looks for its configuration file (``keras/backend/__init__.py``)."""
+    """Return where Keras looks for its configuration file (``keras/backend/__init__.py``)."""
     keras, version = installed_keras()
     home = environ.get("KERAS_HOME")
     if home is None or (keras == "keras" and packages.release(version) < (2, 2)):
@@ -278,7 +281,7 @@ def keras_json(environ):
 
 
 def read_keras_json(path):
-    """The settings in that file; none where there is no such file.
+    """Return the settings in that file; none where there is no such file.
 
     Raises:
         ConfigurationFileError: the file is there, but it is not what Keras writes.
@@ -303,6 +306,9 @@ def read_keras_json(path):
 
 
 def installed_version(backend):
-    """The version of a backend's framework, imported or installed, or None. Imports nothing."""
+    """Return the version of a backend's framework, imported or installed, or None.
+
+    Imports nothing.
+    """
     version = getattr(sys.modules.get(backend.framework), "__version__", None)
     return version if isinstance(version, str) else packages.version(*backend.distributions)

@@ -74,7 +74,7 @@ class Devices:
         return "CPU"
 
     def outcome(self):
-        """What became of what was asked, for a report."""
+        """Return what became of what was asked, for a report."""
         if self.declined:
             return "CPU, as asked"
         if self.gpus and self.listed:
@@ -112,7 +112,7 @@ class Devices:
             self.reason += "; the framework lists none"
 
     def wanted(self):
-        """The ids to ask a framework for that has to be told before it lists its GPUs.
+        """Return the ids to ask a framework for that has to be told before it lists its GPUs.
 
         None: all of them.
         """
@@ -125,7 +125,7 @@ class Devices:
         return ids or None
 
     def trusting(self, environ):
-        """The variables that show the GPUs asked for to a framework that was not asked yet."""
+        """Return the variables that show the chosen GPUs to a framework not yet queried."""
         ids = self.wanted()
         if ids is None:
             return {}
@@ -133,7 +133,7 @@ class Devices:
         return {variable: value for variable in (CUDA, HIP) if variable == CUDA or HIP in environ}
 
     def only(self, index, shortage):
-        """One of these devices, for a rank that may have a shortage to tell of."""
+        """Return one of these devices, for a rank that may have a shortage to tell of."""
         one = copy.copy(self)
         of_all = self.gpus, self.positions, self.uuids
         one.gpus, one.positions, one.uuids = [each[index : index + 1] for each in of_all]
@@ -141,26 +141,29 @@ class Devices:
         return one
 
     def index(self, name):
-        """Which of these GPUs a name means, counted from 0, or None."""
+        """Return which of these GPUs a name means, counted from 0, or None."""
         named = enumerate(zip(self.gpus, self.uuids))
         return next((i for i, (gpu, uuid) in named if name == gpu or uuid.startswith(name)), None)
 
     def are_shown_by(self, environ):
-        """Whether a process with that environment sees these GPUs, in this order, and no other."""
+        """Return whether a process with that environment sees exactly these GPUs, in this order."""
         in_framework = self.undecided is not None  # they are chosen there
         return not in_framework and environ.get(self.variable) == ",".join(self.gpus)
 
     def ordinals(self, environ):
-        """The numbers of these GPUs in a process with that environment."""
+        """Return the numbers of these GPUs in a process with that environment."""
         return range(len(self.gpus)) if self.are_shown_by(environ) else self.positions
 
     def memory_totals(self):
-        """The memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
+        """Return the memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
         machine = discover() or [] if self.gpus else []
         return [_gpu_of(entry, machine).memory_total or 0 for entry in self.gpus]
 
     def environ(self, environ):
-        """The variables that show a process these GPUs and no other; none where undecided."""
+        """Return the variables that show a process these GPUs and no other.
+
+        None where undecided.
+        """
         if self.undecided is not None:
             return {}
         if not self.gpus:
@@ -318,6 +321,9 @@ def _trusting(selection):
 
 
 def _gpu_of(entry, machine):
-    """The GPU that an entry names; one of which nothing is known where the driver lists none."""
+    """Return the GPU that an entry names.
+
+    One of which nothing is known where the driver lists none.
+    """
     named = (g for g in machine if g.uuid and g.matches(entry) or entry == str(g.index))
     return next(named, GPU())

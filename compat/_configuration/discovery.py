@@ -25,12 +25,12 @@ class GPU(NamedTuple):
     variable: str = CUDA  # what shows a process this GPU
 
     def unknown(self):
-        """What the driver does not tell of how busy this GPU is."""
+        """Return what the driver does not tell of how busy this GPU is."""
         memory = self.memory_total is None or self.memory_used is None
         return ["memory"] * memory + ["utilization"] * (self.utilization is None)
 
     def matches(self, entry):
-        """Whether ``entry``, an id or the beginning of a UUID, names this GPU.
+        """Return whether ``entry``, an id or the beginning of a UUID, names this GPU.
 
         Without nvidia-smi the UUID is not known: any name may be this GPU's.
         """
@@ -65,7 +65,7 @@ class Listing(list):
 
 
 def discover():
-    """The machine's GPUs, in PCI order, or None where nothing tells how many there are.
+    """Return the machine's GPUs, in PCI order, or None where nothing tells how many there are.
 
     Asks nvidia-smi, else the driver's folder; then, where there is none of NVIDIA's, AMD's
     commands. Initialises no GPU and no framework.
@@ -88,12 +88,12 @@ def discover():
 
 
 def busy():
-    """The UUIDs of GPUs on which a process computes, or None where nothing tells."""
+    """Return the UUIDs of GPUs on which a process computes, or None where nothing tells."""
     return _nvidia_smi("--query-compute-apps=gpu_uuid", Listing())
 
 
 def _nvidia_smi(query, listing):
-    """The lines that nvidia-smi answers, or None where it is missing or fails.
+    """Return the lines that nvidia-smi answers, or None where it is missing or fails.
 
     Arguments:
         query: an option; None: the table that it prints without any.
@@ -107,7 +107,10 @@ def _nvidia_smi(query, listing):
 
 
 def _answer(command, listing):
-    """What a command prints, or None where it is missing or fails; why not, to ``listing``."""
+    """Return what a command prints, or None where it is missing or fails.
+
+    Why not, to ``listing``.
+    """
     import subprocess
 
     try:
@@ -140,7 +143,7 @@ def _parse_gpu(line):
 
 
 def drivers():
-    """The versions of the drivers that are loaded, and of what they say that they run.
+    """Return the versions of the drivers that are loaded, and of what they say that they run.
 
     Returns:
         A dictionary: "nvidia", the driver; "cuda", the newest CUDA that it runs; "amdgpu", AMD's
@@ -166,7 +169,7 @@ def _match(pattern, text):
 
 
 def content(path):
-    """A small file of the system's; empty where it is not there."""
+    """Return a small file of the system's; empty where it is not there."""
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return file.read()
     return ""
@@ -187,7 +190,7 @@ def _from_amd(listing):
 
 
 def _json(text):
-    """What a command prints as JSON, also with warnings before and after it, or None."""
+    """Return what a command prints as JSON, also with warnings before and after it, or None."""
     import json
 
     lines = text.splitlines()
@@ -199,7 +202,7 @@ def _json(text):
 
 
 def usable_cores():
-    """How many of the machine's cores this process may use."""
+    """Return how many of the machine's cores this process may use."""
     usable = getattr(os, "sched_getaffinity", None)  # on Linux alone
     return len(usable(0)) if usable else os.cpu_count() or 1
 
@@ -208,7 +211,7 @@ def usable_cores():
 
 
 def visible_entries(environ, machine=None):
-    """The entries of ``CUDA_VISIBLE_DEVICES`` that CUDA uses, and what is wrong with the value.
+    """Return the entries of ``CUDA_VISIBLE_DEVICES`` that CUDA uses, and the value's problems.
 
     CUDA ignores everything from the first invalid entry on (CUDA programming guide,
     "CUDA Environment Variables"); the first entry decides whether ids, GPU names or MIG names
@@ -258,7 +261,7 @@ def visible_entries(environ, machine=None):
 
 
 def _remedy(variable, entries):
-    """What to type for the entries that are right."""
+    """Return what to type for the entries that are right."""
     if not entries:
         return f"To use every GPU: unset {variable}"
     return "Corrected: export {}={}".format(variable, ",".join(entries))
@@ -281,7 +284,7 @@ def _exists(entry, machine):
 
 
 def hip_entries(environ, machine):
-    """The GPUs that HIP, AMD's CUDA, shows a process, which variable says so, and problems.
+    """Return the GPUs that HIP, AMD's CUDA, shows a process, which variable says so, and problems.
 
     HIP reads CUDA_VISIBLE_DEVICES, too, where its own variable is empty. Both count inside
     ROCR_VISIBLE_DEVICES, which the runtime below reads ("GPU isolation techniques", ROCm's docs).
@@ -303,7 +306,7 @@ def hip_entries(environ, machine):
 
 
 def _up_to(reader, variable, value, wrong):
-    """The entries of a value in front of the first wrong one, and a problem, in a list, with that.
+    """Return the entries of a value before the first wrong one, and a list of its problem.
 
     Arguments:
         reader: what reads the variable.

@@ -68,7 +68,7 @@ def parse_gpus(gpus):
 
 
 def _integer(value):
-    """The value of an integer of any type (numpy's, too), or None."""
+    """Return the value of an integer of any type (numpy's, too), or None."""
     import operator
 
     try:
@@ -108,12 +108,12 @@ def _parse_ids(gpus, items):
 
 
 def any_mig(ids):
-    """Whether one of these names a MIG instance."""
+    """Return whether one of these names a MIG instance."""
     return any(isinstance(wanted, str) and wanted.startswith("MIG-") for wanted in ids)
 
 
 def _parse_id(item):
-    """An id as an integer, a name as a text; None for anything else."""
+    """Return an id as an integer, a name as a text; None for anything else."""
     if not isinstance(item, str):
         number = _integer(item)
         return number if number is not None and number >= 0 else None
@@ -155,7 +155,7 @@ def choose_among(selection, visible, problems):
 
 
 def _unsure(unsure):
-    """Which GPUs were taken that may be busy: pairs of entry and what is unknown."""
+    """Return which GPUs were taken that may be busy: pairs of entry and what is unknown."""
     names = ["GPU " + entry if entry.isdecimal() else entry for entry, _ in unsure]
     unknown = sorted(set(name for _, names in unsure for name in names))
     # The driver tells of a GPU as a whole, and not how busy it is.
@@ -273,7 +273,7 @@ def hand_over_claims():
 
 
 def _lock_path(gpu):
-    """Where its lock file lies: not in ``TMPDIR``, which schedulers set for each job."""
+    """Return where its lock file lies: not in ``TMPDIR``, which schedulers set for each job."""
     return f"/tmp/keras-gpu-compat-{gpu.uuid}.lock"
 
 

@@ -5,7 +5,10 @@ _MOST_DIGITS = 18
 
 
 def whole_number(text):
-    """The number that a text of ASCII digits is, or None. CUDA reads no other digits, either."""
+    """Return the number that a text of ASCII digits is, or None.
+
+    CUDA reads no other digits, either.
+    """
     if 0 < len(text) <= _MOST_DIGITS and set(text) <= set("0123456789"):
         return int(text)
     return None

@@ -7,7 +7,7 @@ from .discovery import content
 
 
 def version(*names):
-    """The version of the first of these distributions that is installed, or None.
+    """Return the version of the first of these distributions that is installed, or None.
 
     Read from the names of the folders on ``sys.path``, which are gone through once.
 
@@ -19,7 +19,7 @@ def version(*names):
 
 
 def matching(pattern):
-    """The versions of all whose names match, by name, sorted.
+    """Return the versions of all whose names match, by name, sorted.
 
     Arguments:
         pattern: a regular expression for whole names, in lower case with ``-``.
@@ -31,7 +31,10 @@ def matching(pattern):
 
 
 def _found():
-    """The versions of all distributions, by their normalised names; None where nothing tells it."""
+    """Return the versions of all distributions, by their normalised names.
+
+    None where nothing tells it.
+    """
     found = {}  # type: dict
     for folder in sys.path:
         try:
@@ -60,7 +63,7 @@ def normalised(name):
 
 
 def release(version):
-    """The first two numbers of a version, for comparison: (2, 4) for "2.4rc0"."""
+    """Return the first two numbers of a version, for comparison: (2, 4) for "2.4rc0"."""
     import re
 
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

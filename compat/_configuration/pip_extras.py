@@ -32,12 +32,12 @@ for _extra, _backend in BACKENDS.items():
 
 
 def here():
-    """This Python's version, (3, 11)."""
+    """Return this Python's version, (3, 11)."""
     return sys.version_info[:2]
 
 
 def installs(extra):
-    """Whether pip finds all that an extra names on this Python."""
+    """Return whether pip finds all that an extra names on this Python."""
     oldest, newest = PYTHONS.get(extra, (here(), here()))
     return oldest <= here() <= newest
 
@@ -50,7 +50,7 @@ def pythons(extra):
 
 
 def tested(extra):
-    """The Pythons on which an extra is tested, as a phrase: "Python 3.6, 3.7 and 3.8"."""
+    """Return the Pythons on which an extra is tested, as a phrase: "Python 3.6, 3.7 and 3.8"."""
     *others, last = map(spelled, TESTED[extra])
     return "Python " + (", ".join(others) + " and " if others else "") + last
 
@@ -60,7 +60,7 @@ def spelled(python):
 
 
 def of(backends, keras=(None, None)):
-    """The extra that brings one of these backends, all of one framework.
+    """Return the extra that brings one of these backends, all of one framework.
 
     With the generation of Keras that is installed, as far as an extra with it installs here. Where
     none does, the extra to install on another Python.
@@ -75,7 +75,7 @@ def of(backends, keras=(None, None)):
 
 
 def _of_tensorflow(one, two, keras):
-    """The extras that bring TensorFlow 1, 2 or either, the one that fits that Keras first."""
+    """Return the extras of TensorFlow 1, 2 or either, the best for that Keras first."""
     old = keras[0] == 2 and keras < (2, 4)
     return (
         ["keras3"] * (two and keras[0] == 3)

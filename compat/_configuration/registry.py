@@ -19,7 +19,7 @@ _registered = {}  # type: dict
 
 
 def names():
-    """The names of the backends that compat brings along, sorted: those of their folders."""
+    """Return the names of the backends that compat brings along, sorted: those of their folders."""
     import pkgutil
 
     folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_backends")
@@ -29,19 +29,19 @@ def names():
 
 
 def load(name):
-    """The backend of that folder. Imports the folder's module, never its framework."""
+    """Return the backend of that folder. Imports the folder's module, never its framework."""
     import importlib
 
     return importlib.import_module("compat._backends." + name).backend
 
 
 def backends():
-    """All backends but plug-ins, in order of their names, then those that were registered."""
+    """Return all backends but plug-ins, by name, then those that were registered."""
     return [load(name) for name in names()] + list(_registered.values())
 
 
 def find(name):
-    """The backend of that name, whichever way it is known, or None.
+    """Return the backend of that name, whichever way it is known, or None.
 
     Raises:
         BrokenInstallError: as ``plugin()``.
@@ -50,7 +50,7 @@ def find(name):
 
 
 def options(wanted):
-    """The keyword options of ``configure_gpu()`` that backends know, sorted.
+    """Return the keyword options of ``configure_gpu()`` that backends know, sorted.
 
     Arguments:
         wanted: those that were given. Plug-ins are looked at where other backends lack one.
@@ -102,7 +102,7 @@ def _problem(backend):
 
 
 def plugin(name):
-    """The backend that an installed package names so in its entry points, or None.
+    """Return the backend that an installed package names so in its entry points, or None.
 
     Raises:
         BrokenInstallError: importing it fails, or it is no backend (an ``ImportError``).
@@ -111,7 +111,7 @@ def plugin(name):
 
 
 def plugins():
-    """The backends of all entry points, without those that are broken or registered.
+    """Return the backends of all entry points, without those that are broken or registered.
 
     Of several of one name the first counts, as for ``plugin()``.
     """
@@ -126,7 +126,7 @@ def plugins():
 
 
 def plugin_names():
-    """The names in all entry points. Imports nothing."""
+    """Return the names in all entry points. Imports nothing."""
     return [name for name, _ in _entry_points()]
 
 

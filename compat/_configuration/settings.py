@@ -114,7 +114,7 @@ def parse_simulate(simulate):
 
 
 def simulated_from_outside(environ):
-    """The number of simulated devices that ``COMPAT_SIMULATE`` asks for, or None."""
+    """Return the number of simulated devices that ``COMPAT_SIMULATE`` asks for, or None."""
     text = environ.get("COMPAT_SIMULATE", "").strip()
     if not text:
         return None
@@ -145,7 +145,9 @@ class Every(_Value):
 
 
 def parse_verify(verify, environ, simulated):
-    """How many steps to verify: as asked, else ``COMPAT_VERIFY``, else 1 where GPUs are simulated.
+    """Return how many steps to verify.
+
+    As asked, else ``COMPAT_VERIFY``, else 1 where GPUs are simulated.
 
     Returns:
         A number, or ``Every``.
@@ -215,7 +217,7 @@ class Settings:
         return self._with(f"devices: {self.devices}")
 
     def asked(self):
-        """What was asked, whatever became of it."""
+        """Return what was asked, whatever became of it."""
         return self._with(self.gpus) if self.gpus else str(self)
 
     def _with(self, devices):
@@ -293,7 +295,10 @@ class Configuration:
 
 
 def listed(devices):
-    """Names of devices in a line; of very many, the first ones, the last one, and their number."""
+    """Return names of devices in a line.
+
+    Of very many, the first ones, the last one, and their number.
+    """
     if len(devices) <= LISTED:
         return ", ".join(devices)
     first = ", ".join(devices[:3])

@@ -12,14 +12,14 @@ def plain(name):
 
 
 def closest(name, known):
-    """The one of these names that this is a misspelling of, or None."""
+    """Return the one of these names that this is a misspelling of, or None."""
     by_plain = {plain(each): each for each in known}
     found = difflib.get_close_matches(plain(name), list(by_plain), 1, 0.75)
     return by_plain[found[0]] if found else None
 
 
 def backend(name, known):
-    """The one of these backends that is meant by a short name or a misspelling, or None."""
+    """Return the one of these backends that is meant by a short name or a misspelling, or None."""
     letters = re.compile(".*".join(map(re.escape, plain(name))))
     longer = sorted(filter(letters.match, known), key=len)
     is_one = longer and all(each.startswith(longer[0]) for each in longer)
@@ -27,7 +27,7 @@ def backend(name, known):
 
 
 def meant(name, value, known):
-    """What to write in place of ``name=value`` in ``configure_gpu()``, or None where nothing tells.
+    """Return what to write in place of ``name=value`` in ``configure_gpu()``, or None.
 
     Arguments:
         known: its arguments, and the options of backends.

@@ -32,7 +32,7 @@ _KERASES = {
 
 
 def keras_of(model):
-    """The Keras (its top module) whose class ``model`` is an instance of, or None.
+    """Return the Keras (its top module) whose class ``model`` is an instance of, or None.
 
     Only modules that are imported already are looked at: a model's Keras is.
     """
@@ -50,18 +50,18 @@ def _module(name):
 
 
 def backend_name(keras):
-    """What this Keras calls the backend it runs on."""
+    """Return what this Keras calls the backend it runs on."""
     return keras.backend.backend() if hasattr(keras.backend, "backend") else "tensorflow"
 
 
 def output_names(model):
-    """The names that a functional or Sequential model's losses go by."""
+    """Return the names that a functional or Sequential model's losses go by."""
     names = getattr(model, "output_names", None)
     return list(names or [model.layers[-1].name])  # Keras 3's Sequential has none
 
 
 def identity(keras, name):
-    """A layer that gives its input, unchanged, another name."""
+    """Return a layer that gives its input, unchanged, another name."""
     if backend_name(keras) == "mxnet":
         # There any layer that returns its input itself fails: K.identity() evaluates it.
         return keras.layers.LeakyReLU(1.0, name=name)
@@ -69,12 +69,17 @@ def identity(keras, name):
 
 
 def wraps_a_model(model):
-    """Whether ``model`` is a Sequential of a Keras before 2.2: the model inside does the work."""
+    """Return whether ``model`` is a Sequential of a Keras before 2.2.
+
+    The model inside does the work.
+    """
     return "model" in vars(model) and any(c.__name__ == "Sequential" for c in type(model).__mro__)
 
 
 def inner_model(model):
-    """The model that makes the functions of ``model``: itself, or the one inside a ``Sequential``.
+    """Return the model that makes the functions of ``model``.
+
+    Itself, or the one inside a ``Sequential``.
 
     None before that one is built.
     """
@@ -108,7 +113,7 @@ class InnerModel(patching.InstanceMethod):
 
 
 def states(model, attribute):
-    """The variables in which Keras 2's stateful RNNs keep a row for each row of the batch.
+    """Return the variables in which Keras 2's stateful RNNs keep a row for each row of the batch.
 
     Arguments:
         attribute: what a variable of the backend has, and None, a state not made yet, has not.
@@ -124,7 +129,7 @@ def states(model, attribute):
 
 
 def all_layers(model):
-    """A model of tf.keras or Keras 3, and the layers within it, at any depth."""
+    """Return a model of tf.keras or Keras 3, and the layers within it, at any depth."""
     if hasattr(model, "_flatten_layers"):
         return list(model._flatten_layers())
     from tensorflow.python.training.tracking import layer_utils  # TensorFlow 2.0
@@ -134,7 +139,7 @@ def all_layers(model):
 
 
 def all_layers_of_keras2(model):
-    """The layers of a model of Keras 2, and those within them, at any depth."""
+    """Return the layers of a model of Keras 2, and those within them, at any depth."""
     found = list(model.layers)
     for layer in found:  # which grows meanwhile
         found += getattr(layer, "layers", None) or ()
@@ -187,7 +192,7 @@ def warn_of_distribution(model):
 
 
 def compiled_with(model):
-    """The arguments of Keras 3's ``compile``."""
+    """Return the arguments of Keras 3's ``compile``."""
     return getattr(getattr(model, "_compile_config", None), "config", None) or {}
 
 
@@ -205,7 +210,7 @@ def forget_compiled_steps(model):
 
 
 def wrapped_optimizers(optimizer):
-    """An optimizer, and those that it wraps, each once: one may know what wraps it."""
+    """Return an optimizer, and those that it wraps, each once: one may know what wraps it."""
     found = [] if optimizer is None else [optimizer]
     for each in found:
         for value in vars(each).values():
@@ -216,7 +221,10 @@ def wrapped_optimizers(optimizer):
 
 
 def in_stateless_scope(keras):
-    """Whether somebody calls a Keras 3 model as a pure function: then they hold its state."""
+    """Return whether somebody calls a Keras 3 model as a pure function.
+
+    Then they hold its state.
+    """
     if not hasattr(keras, "StatelessScope"):
         return False
     with keras.StatelessScope(initialize_variables=False) as scope:
@@ -259,7 +267,10 @@ def kept(model, variables):
 
 
 def _read_eagerly(tensorflow, variables):
-    """The values of variables as arrays. To ask each of them takes up to four times as long."""
+    """Return the values of variables as arrays.
+
+    To ask each of them takes up to four times as long.
+    """
     arrays = []
     for each in variables:
         value = getattr(each, "value", each)  # of a Keras 3 variable one of TensorFlow's
@@ -308,7 +319,7 @@ def versions(backend):
 
 
 def keras_packages(backend):
-    """The installed Keras packages that run on this backend, first the one a program would use."""
+    """Return the installed Keras packages for this backend, the one a program would use first."""
     running = detection.keras_backend(os.environ)
     names = ["keras"] if running in (backend.name, backend.framework) else []
     if backend.framework == "tensorflow":

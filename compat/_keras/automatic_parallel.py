@@ -116,7 +116,7 @@ def _obstacle(model, parallelize):
 
 
 def _choice_of_script(model, arguments, backend):
-    """What the script has chosen for a model that it compiles so, as a sentence's end."""
+    """Return what the script has chosen for a model that it compiles so, as a sentence's end."""
     if arguments.get("context") is not None:  # keras-mxnet
         return "it is compiled with context={!r}.".format(arguments["context"])
     strategy = arguments.get("distribute")  # tf.keras before 1.14

@@ -11,7 +11,7 @@ ALL_FUNCTIONS = (*FUNCTIONS, *OF_EPOCHS.values())
 
 
 def maker_of(function):
-    """The name of the method by which Keras 2 makes one of a model's functions."""
+    """Return the name of the method by which Keras 2 makes one of a model's functions."""
     return "_make_" + function.lstrip("_")
 
 
@@ -21,25 +21,25 @@ def trains(function):
 
 
 def function_of_epochs(model, function):
-    """The name of the function that ``fit`` or ``evaluate`` calls, in place of that for a batch."""
+    """Return the name of the function that ``fit`` or ``evaluate`` calls instead."""
     name = OF_EPOCHS.get(function, function)
     return name if hasattr(model, maker_of(name)) else function
 
 
 def is_layer(thing):
-    """Whether something is a layer, or a model, of tf.keras or Keras 3."""
+    """Return whether something is a layer, or a model, of tf.keras or Keras 3."""
     kinds = type(thing).__mro__
     return any(kind.__name__ == "Layer" and not is_users(kind) for kind in kinds)
 
 
 def is_users(thing):
-    """Whether a class or a function is the user's, not Keras' own."""
+    """Return whether a class or a function is the user's, not Keras' own."""
     package = (getattr(thing, "__module__", None) or "keras").split(".")[0]
     return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
 
 
 def is_users_function(function):
-    """Whether a function that a model's steps call was not made by Keras, nor here."""
+    """Return whether a function that a model's steps call was not made by Keras, nor here."""
     kind = function if isinstance(function, types.FunctionType) else type(function)
     return is_users(kind) and kind.__module__.split(".")[0] != __name__.split(".")[0]
 

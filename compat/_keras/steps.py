@@ -11,12 +11,12 @@ _STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
 
 
 def has_own_steps(model):
-    """Whether a step of this model is the user's."""
+    """Return whether a step of this model is the user's."""
     return any(_keras.is_users(getattr(type(model), name, None)) for name in _STEPS)
 
 
 def called_models(model):
-    """The models within ``model`` that a step of the user's may call."""
+    """Return the models within ``model`` that a step of the user's may call."""
     if not has_own_steps(model):
         return []
     parts = [layer for layer in _keras.all_layers(model) if layer is not model]

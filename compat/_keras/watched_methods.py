@@ -53,7 +53,7 @@ _METHODS: "List[Type[WatchedMethod]]" = [
 
 
 def function_of(model, kind, method=""):
-    """The function that Keras has made for a kind of step, which this method calls, or None."""
+    """Return the function that Keras has made for the step which this method calls, or None."""
     inner, attribute = _keras.inner_model(model), _FUNCTIONS[kind]
     if not method.endswith("_on_batch"):
         attribute = _keras.function_of_epochs(inner, attribute)
@@ -71,13 +71,13 @@ def install(model, check):
 
 
 def check_of(model):
-    """The check that watches a model's methods, or None."""
+    """Return the check that watches a model's methods, or None."""
     found = (method.of(model) for method in _METHODS)
     return next((watched.check for watched in found if watched is not None), None)
 
 
 def hooks(model):
-    """What compat replaced on a model and on the model inside it, without these methods."""
+    """Return what compat replaced on a model and on the model inside it, without these methods."""
     found = {}
     for each in (model, _keras.inner_model(model)):
         stacks = patching.InstanceMethod.all_of(each) if each is not None else {}

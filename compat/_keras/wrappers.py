@@ -4,7 +4,7 @@ from .. import _keras
 
 
 def inside(model):
-    """The model that gives all outputs of ``model``, from the rows of all its inputs, or None.
+    """Return the model that computes all outputs of ``model`` from all its inputs, or None.
 
     The wrapper joins them along the rows; compat's own passes on those of one call. The calls of a
     siamese network are on an input each, so it is none.
@@ -24,12 +24,12 @@ def inside(model):
 
 
 def splits_batches(model):
-    """Whether ``model`` is a wrapper that calls the model inside on parts of a batch."""
+    """Return whether ``model`` is a wrapper that calls the model inside on parts of a batch."""
     return inside(model) is not None and _joins_rows(_made_of(_outputs(model)[0])[0])
 
 
 def _outputs(model):
-    """The symbolic outputs; Keras 3 raises an error where a model has none yet."""
+    """Return the symbolic outputs; Keras 3 raises an error where a model has none yet."""
     found = (getattr(model, "outputs", None) if model.built else None) or []
     # A model that was called with a tensor of a graph may have such ones for its outputs.
     return found if all(hasattr(tensor, "_keras_history") for tensor in found) else []
@@ -43,7 +43,7 @@ def _joins_rows(layer):
 
 
 def _is_identity(model, layer):
-    """Whether a layer is such as ``_keras.identity`` makes."""
+    """Return whether a layer is such as ``_keras.identity`` makes."""
     kind = type(layer).__name__
     if kind == "LeakyReLU":
         return float(getattr(layer, "negative_slope", getattr(layer, "alpha", 0))) == 1
@@ -51,7 +51,7 @@ def _is_identity(model, layer):
 
 
 def _made_of(tensor):
-    """The layer that made a symbolic tensor, and the tensors that it made it of."""
+    """Return the layer that made a symbolic tensor, and the tensors that it made it of."""
     layer, index = tensor._keras_history[:2]
     nodes = getattr(layer, "_inbound_nodes", None) or layer.inbound_nodes  # before Keras 2.1.3
     tensors = nodes[index].input_tensors
@@ -59,7 +59,7 @@ def _made_of(tensor):
 
 
 def _inputs_of(tensors):
-    """The model's inputs, by their ids, that these tensors are made of."""
+    """Return the model's inputs, by their ids, that these tensors are made of."""
     todo = list(tensors)
     for tensor in todo:  # which grows meanwhile
         todo += [

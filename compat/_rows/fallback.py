@@ -70,7 +70,7 @@ class Across(NamedTuple):
         return text + (f" ({self.line})" if self.line else "")
 
     def sentence(self, model):
-        """What is wrong with the operation of a model of this name, or with that."""
+        """Return what is wrong with the operation of a model of this name, or with that."""
         whole = self.operation is None
         subject = f"Model {model!r}" if whole else f"The operation {self} of {model!r}"
         return REASONS[self.why].format(subject)

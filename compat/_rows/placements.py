@@ -135,7 +135,7 @@ class Value:
 
 
 def without_rows(placements):
-    """The result of any operation none of whose inputs is ``Sharded`` or ``Partial``, or None."""
+    """Return an operation's result where no input is ``Sharded`` or ``Partial``, else None."""
     untold = [each for kind in (Mixed, Unknown) for each in placements if isinstance(each, kind)]
     if untold:
         return untold[0]
@@ -147,7 +147,10 @@ def without_rows(placements):
 
 
 def settled(values):
-    """What any rule says that is asked only of values with rows, or parts of sums; or None."""
+    """Return what any rule says that is asked only of values with rows, or parts of sums.
+
+    Or None.
+    """
     result = without_rows([value.placement for value in values])
     moving = [value for value in values if isinstance(value.placement, (Sharded, Partial))]
     if result is None and any(value.rank is None for value in moving):
@@ -156,7 +159,7 @@ def settled(values):
 
 
 def rule(function):
-    """A rule that is asked only where an input is ``Sharded`` or ``Partial``, and all are known."""
+    """Return a rule that gets only known inputs, one of them ``Sharded`` or ``Partial``."""
 
     @functools.wraps(function)
     def applied(given, *args, **kwargs):
@@ -167,7 +170,7 @@ def rule(function):
 
 
 def have_own_rows(values):
-    """Whether values with rows have them as they are, no parts of sums, and none is a size."""
+    """Return whether values with rows are ``Sharded``, none ``Partial``, and none a size."""
     return all(isinstance(value.placement, (Replicated, Sharded)) for value in values)
 
 
@@ -180,7 +183,7 @@ def listed(axes, rank):
 
 
 def shared(placements):
-    """The one ``Sharded`` placement that all of these are, or None."""
+    """Return the one ``Sharded`` placement that all of these are, or None."""
     first, inner = placements[0], {each.inner for each in placements} - {None}
     if len({(each.axis, each.copies) for each in placements}) > 1 or len(inner) > 1:
         return None

@@ -37,7 +37,7 @@ PARTIAL = {"sum": "sum", "mean": "mean", "max": "max", "min": "min", "any": "max
 
 
 def _meeting(values, letters):
-    """The rows of values whose dimensions of one letter meet, of an axis that is a letter.
+    """Return the rows of values whose dimensions of one letter meet, of an axis that is a letter.
 
     None where two inputs' rows meet other dimensions, so that all pairs of rows are computed.
     """
@@ -97,7 +97,7 @@ def multiplied(values):
 
 @rule
 def extreme(values, how):
-    """The larger ("max") or the smaller ("min") of the elements at the same place."""
+    """Return the larger ("max") or the smaller ("min") of the elements at the same place."""
     kinds = {value.placement for value in values} - {REPLICATED}
     return Partial(how) if kinds == {Partial(how)} else pointwise(values)
 
@@ -114,7 +114,9 @@ def divided(values):
 
 @rule
 def reduced(value, axes, how, keepdims=False, denominator=None):
-    """A reduction along ``axes``, None for all: "sum", "mean", "max", "min", "any", "all", other.
+    """Return a reduction along ``axes``, None for all.
+
+    "sum", "mean", "max", "min", "any", "all", other.
 
     Arguments:
         denominator: the backend's name for the number of elements along the rows, where not each
@@ -138,14 +140,17 @@ def reduced(value, axes, how, keepdims=False, denominator=None):
 
 @rule
 def along(value, axes):
-    """What goes along ``axes``, None for all, and keeps them: softmax, cumsum, sort, reverse."""
+    """Return what goes along ``axes``, None for all, and keeps them.
+
+    Softmax, cumsum, sort, reverse.
+    """
     own = have_own_rows([value]) and value.axis not in listed(axes, value.rank)
     return value.placement if own else Mixed()
 
 
 @rule
 def contracted(values, letters, result):
-    """A product summed over dimensions, written with the letters of einsum.
+    """Return a product summed over dimensions, written with the letters of einsum.
 
     Arguments:
         letters: for each value, a letter for each of its dimensions.
@@ -187,7 +192,7 @@ resized = along
 
 
 def view(function):
-    """A rule of what a part of a sum, mean or extreme over the rows remains one after."""
+    """Return a rule of what a part of a sum, mean or extreme over the rows remains one after."""
 
     @rule
     @functools.wraps(function)
@@ -208,7 +213,7 @@ def transposed(value, order):
 
 @view
 def expanded(value, axes):
-    """New dimensions of size 1 at these places of the result."""
+    """Return new dimensions of size 1 at these places of the result."""
     placement = value.placement
     axes = axes if isinstance(axes, (list, tuple, set)) else [axes]
     rank = value.rank + len(axes)
@@ -224,7 +229,7 @@ def squeezed(value, axes):
 
 @view
 def reshaped(value, after):
-    """The same elements, in order, in the dimensions ``after``.
+    """Return the same elements, in order, in the dimensions ``after``.
 
     Arguments:
         after: the sizes of the result; None for the one that grows with the batch.
@@ -260,7 +265,7 @@ def _product(sizes):
 
 @rule
 def concatenated(values, axis):
-    """One after the other along a dimension."""
+    """Return one after the other along a dimension."""
     placements = [value.placement for value in values]
     if not all(isinstance(each, Sharded) for each in placements):
         # Parts of sums; something without rows would have to be cut, too.
@@ -298,7 +303,7 @@ def sliced(value, parts):
 
 @view
 def tiled(value, times):
-    """All of it so many times along each dimension; more dimensions are put in front."""
+    """Return all of it so many times along each dimension; more dimensions are put in front."""
     placement = value.placement
     axis = placement.axis + len(times or ()) - value.rank
     if times is None or len(times) < value.rank or times[axis] is None:
@@ -310,7 +315,9 @@ def tiled(value, times):
 
 @view
 def repeated(value, axis=None, times=None):
-    """Each element several times along a dimension; for None all of them become one dimension.
+    """Return each element several times along a dimension.
+
+    For None all of them become one dimension.
 
     Arguments:
         times: how often, where that is the same for all of them and known.
@@ -371,7 +378,7 @@ def scattered(values, how="sum"):
 
 @rule
 def by_row(values, axes, result=None):
-    """A function of each row by itself, such as a convolution.
+    """Return a function of each row by itself, such as a convolution.
 
     Arguments:
         axes: for each value, the dimension where the function has its batch; None for what is the
@@ -390,7 +397,7 @@ def by_row(values, axes, result=None):
 
 
 def made(sizes, rank):
-    """New values of a shape, each of them drawn or filled in without looking at the others.
+    """Return new values of a shape, each of them drawn or filled in without looking at the others.
 
     Arguments:
         sizes: the placement of the shape.
@@ -405,7 +412,7 @@ def made(sizes, rank):
 
 
 def shape_of(value):
-    """The sizes of a value."""
+    """Return the sizes of a value."""
     placement = value.placement
     if isinstance(placement, (Mixed, Unknown)):
         return placement
@@ -417,12 +424,12 @@ def shape_of(value):
 
 
 def size_of(value):
-    """The number of a value's elements."""
+    """Return the number of a value's elements."""
     return Partial("sum") if isinstance(value.placement, Sharded) else shape_of(value)
 
 
 def counted(sizes, chosen):
-    """Some elements of a vector of sizes, as a vector, or one of them, as a number."""
+    """Return some elements of a vector of sizes, as a vector, or one of them, as a number."""
     if not isinstance(sizes, Count) or sizes.places is None:
         return sizes
     if not isinstance(chosen, (list, tuple)):
@@ -432,7 +439,7 @@ def counted(sizes, chosen):
 
 
 def chosen(condition, branches):
-    """What one of several branches gives, by a condition that is the same for all rows."""
+    """Return what one of several branches gives, by a condition that is the same for all rows."""
     found = without_rows([condition] + list(branches))
     if found is not None and not isinstance(found, Count):
         return found

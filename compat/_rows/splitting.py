@@ -22,11 +22,11 @@ def bounds(rows, replicas, replica):
 
 
 def run_bounds(rows, replicas, replica, maximum=max):
-    """The rows a replica computes: its shard, or one row where the shard is empty."""
+    """Return the rows a replica computes: its shard, or one row where the shard is empty."""
     start, stop = bounds(rows, replicas, replica)
     return start, maximum(stop, start + 1)
 
 
 def sizes(rows, replicas):
-    """The number of rows of each replica's shard."""
+    """Return the number of rows of each replica's shard."""
     return [stop - start for start, stop in (bounds(rows, replicas, i) for i in range(replicas))]

@@ -20,7 +20,7 @@ TOLERANCES = {16: 2e-2, 32: 1e-4, 64: 1e-8}
 
 
 def tried(compute):
-    """The placement of each value that ``compute`` gives.
+    """Return the placement of each value that ``compute`` gives.
 
     Arguments:
         compute: takes the numbers of rows, which may be more than the batch has, and returns a list
@@ -47,7 +47,7 @@ def tried(compute):
 
 
 def placements(parts, whole, sizes=SIZES):
-    """All placements by which the parts of an array make up the whole, the likeliest first.
+    """Return all placements by which the parts of an array make up the whole, the likeliest first.
 
     Arguments:
         parts: the arrays that ``sizes`` rows of the batch give.
@@ -72,14 +72,14 @@ def placements(parts, whole, sizes=SIZES):
 
 
 def is_turned(whole, turned, placement):
-    """Whether three rows in the opposite order give by a placement what they give in theirs."""
+    """Return whether three rows in reverse order give the same result by a placement."""
     if not isinstance(placement, Sharded):
         return close(turned, whole)
     return not placement.even or close(turned, chosen(whole, placement, WHOLE[::-1]))
 
 
 def chosen(whole, placement, rows):
-    """Some of three rows, from an array that has them by a placement."""
+    """Return some of three rows, from an array that has them by a placement."""
     axis, copies, shape = placement.axis, placement.copies, list(whole.shape)
     each = shape[axis] // (len(WHOLE) * copies)  # elements of a row, in one copy
     apart = whole.reshape(shape[:axis] + [copies, len(WHOLE), each] + shape[axis + 1 :])
@@ -88,7 +88,7 @@ def chosen(whole, placement, rows):
 
 
 def fits(parts, whole, placement, sizes=SIZES):
-    """Whether the parts of an array make up the whole by a placement."""
+    """Return whether the parts of an array make up the whole by a placement."""
     if any(part.ndim != whole.ndim or part.dtype != whole.dtype for part in parts):
         return False
     if isinstance(placement, Sharded):
@@ -130,7 +130,10 @@ def _add_up(parts, whole, how, sizes):
 
 
 def is_fault(error):
-    """Whether an error is this library's own: nothing that runs whole instead may hide it."""
+    """Return whether an error is this library's own.
+
+    Nothing that runs whole instead may hide it.
+    """
     innermost = error.__traceback__
     while innermost.tb_next is not None:
         innermost = innermost.tb_next
@@ -140,12 +143,12 @@ def is_fault(error):
 
 
 def cut(whole, placement, parts=PARTS):
-    """The parts of an array of three rows that devices have, by a placement with rows."""
+    """Return the parts of an array of three rows that devices have, by a placement with rows."""
     return [chosen(whole, placement, rows) for rows in parts]
 
 
 def close(value, other):
-    """Whether two arrays are the same, but for rounding."""
+    """Return whether two arrays are the same, but for rounding."""
     import numpy as np
 
     value, other = np.asarray(value), np.asarray(other)

@@ -13,7 +13,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def command(module: str) -> "List[str]":
-    """The command that runs ``compat.<module>`` with the arguments that follow it."""
+    """Return the command that runs ``compat.<module>`` with the arguments that follow it."""
     return [sys.executable, os.path.abspath(__file__), module]
 
 
@@ -31,7 +31,7 @@ def load(module: str) -> "Any":
 
 
 def shadow(folder: str, environ: "Mapping[str, str]") -> "Optional[str]":
-    """What a script in a folder gets from ``import compat``, where that is not this package.
+    """Return what a script in a folder gets from ``import compat``, where that is not this package.
 
     Looks where Python does before it comes to installed packages: in the script's own folder,
     whatever the current one is, and in ``PYTHONPATH``. Imports nothing.

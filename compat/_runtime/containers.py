@@ -313,7 +313,7 @@ def owners_of(value: "Any") -> "Iterator[Any]":
 
 
 def _is_variable(name, value):
-    """Whether an attribute of a class is data that a call may change."""
+    """Return whether an attribute of a class is data that a call may change."""
     return not name.startswith("__") and not callable(value) and not hasattr(value, "__get__")
 
 
@@ -324,7 +324,7 @@ def _slots_of(kind):
 
 
 def _led_to(value):
-    """What a value leads to besides what it holds."""
+    """Return what a value leads to besides what it holds."""
     if isinstance(value, (tuple, frozenset)):
         return list(value)
     if isinstance(value, types.MethodType):
@@ -368,7 +368,10 @@ def has_attributes(value: "Any") -> bool:
 
 
 def is_entered(kind: type) -> bool:
-    """Whether objects of a class are looked into: it is neither Python's nor the framework's."""
+    """Return whether objects of a class are looked into.
+
+    It is neither Python's nor the framework's.
+    """
     module = kind.__module__ or ""
     top = module.split(".")[0]
     if top in FRAMEWORKS:

@@ -116,7 +116,7 @@ class Effects:
         return inside <= set(new)
 
     def values(self) -> "List[Any]":
-        """The values at ``note()`` that are not looked into."""
+        """Return the values at ``note()`` that are not looked into."""
         found = ((self._before[place], leaves) for place, (_, _, leaves) in self._looks.items())
         return [values[key] for values, leaves in found for key in leaves]
 
@@ -127,7 +127,7 @@ class Effects:
                 yield self._owners[place], key, value
 
     def reached(self) -> "List[Any]":
-        """All objects that are looked into."""
+        """Return all objects that are looked into."""
         return list(self._seen.values())
 
     def random_numbers(self) -> "List[Any]":
@@ -139,7 +139,7 @@ class Effects:
         self._before, self._states = {}, []
 
     def _changed(self):
-        """Each owner whose values have changed since ``note()``, with these before and after."""
+        """Yield each owner whose values have changed since ``note()``, with both values."""
         for place, before in self._before.items():
             owner = self._owners[place]
             after = owner.read()
@@ -147,11 +147,11 @@ class Effects:
                 yield owner, before, after
 
     def changes(self) -> "List[Change]":
-        """What has changed since ``note()``, in a fixed order."""
+        """Return what has changed since ``note()``, in a fixed order."""
         return [change for each in self._changed() for change in _changes(*each)]
 
     def take(self) -> "List[Change]":
-        """The ``changes()``, which are put back at once, but for generators of random numbers."""
+        """Return the ``changes()``, which are undone, but for generators of random numbers."""
         found = []
         for owner, before, after in list(self._changed()):
             found += _changes(owner, before, after)

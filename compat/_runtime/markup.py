@@ -72,7 +72,7 @@ def table(rows: "Iterable[Any]", wrong: "Container[int]" = (), heading: bool = F
 
 
 def sections(found: "Iterable[Tuple[str, Sequence[str]]]", wrong: "Container[str]") -> str:
-    """A table of headings and their lines; those without lines are left out."""
+    """Return a table of headings and their lines; those without lines are left out."""
     shown = [(heading, "\n".join(lines)) for heading, lines in found if lines]
     return table(shown, [n for n, (heading, _) in enumerate(shown) if heading in wrong])
 
@@ -82,7 +82,7 @@ def sentence(text: str, wrong: bool = False) -> str:
 
 
 def picture(title: str, lanes: "Sequence[Lane]", ends: "Sequence[str]" = ()) -> str:
-    """An SVG image as wide as what it stands in.
+    """Return an SVG image as wide as what it stands in.
 
     Arguments:
         ends: what stands below the lanes, at the left end and at the right one.
@@ -118,5 +118,5 @@ def _shortened(name):
 
 
 def document(title: str, body: str) -> str:
-    """A page that needs no other file."""
+    """Return a page that needs no other file."""
     return _DOCUMENT.format(escape(title), body)

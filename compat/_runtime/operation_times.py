@@ -86,7 +86,7 @@ def share(value: "Optional[float]") -> str:
 
 
 def picture(activities: "Any") -> str:
-    """An SVG image of when each device was executing something, all on one scale.
+    """Return an SVG image of when each device was executing something, all on one scale.
 
     Arguments:
         activities: names, and what has the attributes of an ``Activity``.
@@ -102,7 +102,7 @@ def picture(activities: "Any") -> str:
 
 
 def trace(operations: "List[Operation]", names: "Any") -> "Dict[str, Any]":
-    """The operations for a trace viewer: a "process" for each device.
+    """Return the operations for a trace viewer: a "process" for each device.
 
     In the JSON object format of Chrome's Trace Event Format. Operations that overlap are shown in
     "threads" below each other, since one of these must be a stack.
@@ -171,7 +171,7 @@ def recorded(path: str, backend: "Any", place: "Any") -> "Iterator[Timeline]":
 
 
 def of_rank(path, place):
-    """The file of one rank, whose number comes before the ending."""
+    """Return the file of one rank, whose number comes before the ending."""
     if place is None:
         return path
     stem, ending = os.path.splitext(path)

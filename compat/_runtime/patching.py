@@ -69,12 +69,12 @@ def _names(owner):
 
 
 def find(owner: "Any", name: "Any") -> "Optional[Patch]":
-    """The patch of this attribute that stands now, or None."""
+    """Return the patch of this attribute that stands now, or None."""
     return next((p for p in _patches if p.owner is owner and p.name == name), None)
 
 
 def patches() -> "List[Patch]":
-    """All patches that stand, in the order in which they were made.
+    """Return all patches that stand, in the order in which they were made.
 
     Methods of single models are not among them: ``InstanceMethod.of(model)`` finds those.
     """
@@ -135,7 +135,7 @@ class InstanceMethod:
 
     @classmethod
     def of(cls, model):
-        """The method of this kind that this very instance has, or None.
+        """Return the method of this kind that this very instance has, or None.
 
         Also one that another of these methods hides.
         """
@@ -168,12 +168,12 @@ class InstanceMethod:
 
     @staticmethod
     def all_of(model):
-        """All methods of these kinds that this very instance has, by name, the outermost first."""
+        """Return the methods of these kinds that this instance has, by name, outermost first."""
         stacks = {name: list(_stacked(model, name)) for name in list(vars(model))}
         return {name: stack for name, stack in stacks.items() if stack}
 
     def plain(self, model):
-        """The method that this one hides, of this model: deep copies share ``hidden``."""
+        """Return the method that this one hides, of this model: deep copies share ``hidden``."""
         hidden = self.hidden or types.MethodType(getattr(type(model), self.method), model)
         if isinstance(getattr(hidden, "__self__", None), type(model)):
             hidden = types.MethodType(hidden.__func__, model)
@@ -181,7 +181,7 @@ class InstanceMethod:
 
 
 def _stacked(model, name):
-    """The methods of these kinds that a model has under a name, the outermost first."""
+    """Yield the methods of these kinds that a model has under a name, the outermost first."""
     bound = vars(model).get(name)
     while bound is not None:
         function = getattr(bound, "__func__", None)

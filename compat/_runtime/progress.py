@@ -50,7 +50,7 @@ def shown(doing: "Union[str, Callable[[], str]]") -> "Iterator[Optional[_Line]]"
 
 
 def is_wanted() -> bool:
-    """Whether standard error is a terminal that can show such a line, and nobody forbids it."""
+    """Return whether standard error is a terminal that can and may show such a line."""
     if os.name != "posix" or os.environ.get("CI") or os.environ.get(VARIABLE) == "0":
         return False
     return os.environ.get("TERM", "dumb") != "dumb" and _is_terminal(sys.stderr)

@@ -142,7 +142,7 @@ class Report(NamedTuple):
         )
 
     def as_dict(self) -> "Dict[str, Any]":
-        """The same for JSON, with the keys of docs/report.md."""
+        """Return the same for JSON, with the keys of docs/report.md."""
         found = dict(self._asdict(), absent=list(self.absent))
         found["devices"] = [dict(each._asdict()) for each in self.devices]
         return dict(found, all_worked=self.all_worked, verdict=self.verdict)
@@ -161,7 +161,7 @@ class Report(NamedTuple):
         return "\n".join(_table(self.devices) + lines)
 
     def to_html(self) -> str:
-        """The same for a browser: a page with a picture that has a row for each device."""
+        """Return the same for a browser: a page with a picture that has a row for each device."""
         return markup.document("What each device did", self._repr_html_())
 
     def _repr_html_(self):
@@ -193,7 +193,7 @@ class Report(NamedTuple):
 
 
 def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ()) -> "Report":
-    """The report of several ranks, from that of each (``as_dict()``).
+    """Return the report of several ranks, from that of each (``as_dict()``).
 
     Arguments:
         absent: ranks that have left none.
@@ -226,7 +226,7 @@ def _not_told(batches):
 
 
 def _columns(uses):
-    """The names of columns and their cells; what is not told of any device is left out."""
+    """Return the names of columns and their cells; what is not told of any device is left out."""
     columns = [
         ("rank", ["-" if each.rank is None else str(each.rank) for each in uses]),
         ("device", [each.device for each in uses]),
@@ -257,7 +257,7 @@ def _mebibytes(value):
 
 
 def of_this_process(names, rank, models, memory_peaks) -> "Report":
-    """The report of what this process has done so far.
+    """Return the report of what this process has done so far.
 
     Arguments:
         names: of the configured devices; of a rank its one.

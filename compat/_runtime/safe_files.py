@@ -113,7 +113,7 @@ def _os_error(number, path):
 
 
 def _there(path):
-    """What ``os.stat()`` says of a file that may be written to; None: there is none."""
+    """Return what ``os.stat()`` says of a file that may be written to; None: there is none."""
     try:
         found = os.stat(path)
     except FileNotFoundError:
@@ -126,12 +126,15 @@ def _there(path):
 
 
 def is_replaced(path: str) -> bool:
-    """Whether there is no file, or a regular one: all else (/dev/stdout, too) is written to."""
+    """Return whether there is no file, or a regular one.
+
+    All else (/dev/stdout, too) is written to.
+    """
     return not os.path.exists(path) or os.path.isfile(path) and _descriptor(path) is None
 
 
 def _descriptor(path):
-    """The number of this process's open file that /dev/stdout, /dev/fd/1 and the like name."""
+    """Return the file descriptor that /dev/stdout, /dev/fd/1 and the like name."""
     folder, name = os.path.split(os.path.abspath(path))
     if name.isdecimal() and os.path.realpath(folder) == os.path.realpath("/dev/fd"):
         return int(name)
@@ -149,7 +152,7 @@ def _through(path, flags):
 
 
 def _beside(path, like):
-    """A new file in the same folder, whose name nobody can foresee, and is never too long."""
+    """Return a new file in the same folder, whose name is unpredictable and never too long."""
     rights = 0o666 if like is None else 0o600  # less what the process withholds (umask)
     return open(
         os.path.join(os.path.dirname(path), f".compat-{os.urandom(8).hex()}.tmp"),

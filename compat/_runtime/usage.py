@@ -69,7 +69,7 @@ class UsageCheck:
         self._told: "Set[str]" = set()  # kinds of which a problem is reported already
 
     def is_due(self, kind: str, running: bool = False) -> bool:
-        """Whether a step is to be checked that is no call of the framework's own methods.
+        """Return whether a step is to be checked that is no call of the framework's own methods.
 
         Arguments:
             running: whether also within one that is being checked.
@@ -156,7 +156,7 @@ class UsageCheck:
         return method(*args, **kwargs)
 
     def _problem(self, counted, executed, calls):
-        """What is wrong, a clause that follows the name of the step, or None."""
+        """Return what is wrong, a clause that follows the name of the step, or None."""
         if not counted:
             if self.model in process.whole or executed is not None and not any(executed.values()):
                 return None  # a warning has said so; or nothing was computed

@@ -13,5 +13,5 @@ class Within(list):
         self.remove(get_ident())
 
     def here(self):
-        """Whether the thread that asks is within such a block itself."""
+        """Return whether the thread that asks is within such a block itself."""
         return get_ident() in self

@@ -33,12 +33,12 @@ def count(devices: "Sequence[str]", sizes: "Optional[Sequence[int]]", training: 
 
 
 def undivided(devices: "Sequence[str]", rows: int) -> "Sequence[int]":
-    """The sizes of a batch that the first device has computed alone."""
+    """Return the sizes of a batch that the first device has computed alone."""
     return [rows] + [0] * (len(devices) - 1)
 
 
 def batches() -> "Dict[Any, int]":
-    """How many batches there were of each kind: those that Python saw, and those of graphs.
+    """Return how many batches there were of each kind: those that Python saw, and those of graphs.
 
     A kind is the arguments of ``count()``: the devices, their sizes, and whether it was training.
     """

@@ -87,7 +87,9 @@ class Comparison:
             self.largest = max(self.largest, (difference / largest, label))
 
     def _limit(self, largest, spread, before):
-        """How far apart rounding may leave two values; None: one device does not repeat its own.
+        """Return how far apart rounding may leave two values.
+
+        None: one device does not repeat its own.
 
         Arguments:
             largest: how much changed on one device.
@@ -107,7 +109,7 @@ class Comparison:
         return max(unit * largest + stored + _MARGIN * spread, eps**2 if largest else eps)
 
     def compared_nothing(self):
-        """Whether no output, no loss, or none of the weights that change could be compared."""
+        """Return whether no output, no loss or no changed weight could be compared."""
         weights = [label for label in self.incomparable if label.startswith("weight")]
         results = [x for x in self.incomparable if x.startswith(("output ", "the loss"))]
         return not self.telling or results or (weights and not self.telling_weights)
@@ -119,12 +121,12 @@ _AFTER_THE_LOSS = ("metric", "gradient", "weight", "slot")
 
 
 def is_random(dtype, expected, again):
-    """Whether one device comes to other outputs or another loss from the same weights."""
+    """Return whether one device comes to other outputs or another loss from the same weights."""
     return not are_near(expected, again, _REPEATED * EPS.get(dtype, EPS["float32"]))
 
 
 def are_near(expected, again, limit=_RANDOM):
-    """Whether outputs and losses differ by no more than a limit, relative to their largest."""
+    """Return whether outputs and losses differ by no more than a relative limit."""
     for label in expected:
         if label.startswith(("output", "the loss")):
             first, second = _change(expected[label]), _change(again[label])
@@ -147,7 +149,7 @@ def _change(value, before=None):
 
 
 def _largest(values):
-    """The largest of the absolute values that are finite."""
+    """Return the largest of the absolute values that are finite."""
     values = np.asarray(values)
     if values.size and values.dtype.kind == "f":
         largest = float(max(values.max(), -values.min()))
@@ -159,7 +161,10 @@ def _largest(values):
 
 
 def _ratio(expected, found):
-    """The factor by which ``found`` is too large or too small, where it is one; else None."""
+    """Return the factor by which ``found`` is too large or too small, where it is one.
+
+    Else None.
+    """
     expected, found = np.ravel(expected).astype("float64"), np.ravel(found).astype("float64")
     norm = float(expected.dot(expected))
     if not np.isfinite(norm) or not norm:
@@ -170,13 +175,13 @@ def _ratio(expected, found):
 
 
 def largest_difference(first, second):
-    """The largest absolute difference between two lists of arrays."""
+    """Return the largest absolute difference between two lists of arrays."""
     assert len(first) == len(second)
     return max(float(np.abs(a - b).max()) for a, b in zip(first, second) if np.size(a))
 
 
 def cause_of(label, ratio, devices):
-    """The likely cause of a difference, a sentence."""
+    """Return the likely cause of a difference, a sentence."""
     if ratio is not None and abs(ratio * devices - 1) < 0.1:
         if label.startswith("state"):
             return "It adds up over the batch, and was averaged over the replicas."

@@ -21,17 +21,20 @@ class VerifiedKeras2Step(keras_steps.Verified):
     prefix = "_make_"
 
     def written(self, function, model):
-        """The variables that a function of Keras', or of replicas, of the model writes.
+        """Return the variables that a function of Keras', or of replicas, of the model writes.
 
         In the order in which they were made: two functions make state of their own in the same one.
         """
 
     def is_random(self, variable):
-        """Whether a variable is the state of a random number generator; None is no variable."""
+        """Return whether a variable is the state of a random number generator.
+
+        None is no variable.
+        """
         return False
 
     def ordering(self, optimizer):
-        """The context in which Keras makes the train function of one device."""
+        """Return the context in which Keras makes the train function of one device."""
         return contextlib.ExitStack()
 
     def verified(self, model):
@@ -63,7 +66,7 @@ def _attributes_kept(optimizers):
 
 
 def _state_of(optimizer):
-    """The variables of an optimizer of Keras 2 or of TensorFlow, and of those that it wraps."""
+    """Yield the variables of an optimizer of Keras 2 or TensorFlow, and of those it wraps."""
     for each in _keras.wrapped_optimizers(optimizer):
         yield from each.variables() if hasattr(each, "variables") else vars(each).get("weights", ())
 
@@ -77,7 +80,7 @@ class ArraysStep(keras_steps.FunctionStep):
         self.dtype = self.keras.backend.floatx()
 
     def in_inference(self, run, inputs):
-        """The predictions, and the loss without what only training does.
+        """Return the predictions, and the loss without what only training does.
 
         Arguments:
             run: does a step of a kind with inputs.
@@ -121,7 +124,7 @@ class Keras2Step(ArraysStep):
         return pairs
 
     def _labelled(self, written):
-        """The variables that the step writes, and the model's, by label."""
+        """Return the variables that the step writes, and the model's, by label."""
         weights = set(map(id, self.model.trainable_weights))
         slots = set(map(id, _state_of(getattr(self.model, "optimizer", None))))
         slots.update(map(id, self.slots))
@@ -182,7 +185,7 @@ class Keras2Step(ArraysStep):
         return self.in_inference(run, self.data[:-1] if has_phase else self.data)
 
     def _function_of(self, kind, undivided):
-        """The function by which the model infers, on one device or on all."""
+        """Return the function by which the model infers, on one device or on all."""
         if (kind, undivided) not in self._inferring:
             attribute = keras_steps.FUNCTIONS[kind]
             method = getattr(self.model, self.method.prefix + attribute)
@@ -198,7 +201,7 @@ class Keras2Step(ArraysStep):
 
 
 def _is_called_in_training(layer):
-    """Whether a call of the layer says ``training=True``, whatever the learning phase is."""
+    """Return whether a call of the layer says ``training=True``, whatever the learning phase is."""
     nodes = getattr(layer, "_inbound_nodes", None) or getattr(layer, "inbound_nodes", None) or ()
     given = [getattr(n, "arguments", None) or getattr(n, "call_kwargs", None) or {} for n in nodes]
     return any(each.get("training") in (1, True) for each in given)

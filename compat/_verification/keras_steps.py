@@ -91,15 +91,15 @@ class Verified(patching.InstanceMethod):
     # What a backend says ------------------------------------------------------------------------
 
     def is_ready(self, model):
-        """Whether all that a step changes is there already; before, none can be verified."""
+        """Return whether all that a step changes is there already; before, none can be verified."""
         return True
 
     def make_undivided(self, model):
-        """A function as Keras makes it, that does the step on one device."""
+        """Return a function as Keras makes it, that does the step on one device."""
         return self.made_anew(model)
 
     def made_anew(self, model):
-        """A function as Keras makes it, while the one that the model has stays."""
+        """Return a function as Keras makes it, while the one that the model has stays."""
         attribute = self.attribute
         names = attribute, self.kind + "_tf_function"  # TensorFlow's Keras sets another one, too
         kept = {name: getattr(model, name) for name in names if hasattr(model, name)}
@@ -153,7 +153,10 @@ class VerifiedFunction:
 
 
 def named_results(model, kind, results):
-    """What a step returns, by label: a dictionary of logs, or the outputs of a prediction."""
+    """Return what a step returns, by label.
+
+    A dictionary of logs, or the outputs of a prediction.
+    """
     if kind == "predict":
         return outputs(model, results)
     if isinstance(results, dict):
@@ -165,7 +168,7 @@ def named_results(model, kind, results):
 
 
 def outputs(model, results):
-    """A model's outputs by label, with the name of the layer where that is known."""
+    """Return a model's outputs by label, with the name of the layer where that is known."""
     flat = list(_flat(results))
     names = [f" ({name})" for name in getattr(model, "output_names", None) or ()]
     if len(names) != len(flat):
@@ -202,15 +205,15 @@ class FunctionStep(steps.Step):
         self.kind = method.kind
 
     def taken(self):
-        """What a function takes."""
+        """Return what a function takes."""
         return self.data
 
     def named(self, results):
-        """What a step returns, by label, as arrays."""
+        """Return what a step returns, by label, as arrays."""
         return named_results(self.model, self.kind, results)
 
     def done(self, function):
-        """What a function returns, and that by label."""
+        """Return what a function returns, and that by label."""
         results = function(self.taken())
         return results, self.named(results)
 
@@ -246,10 +249,13 @@ class KerasStep(FunctionStep):
         return normalised(trained_layers(_keras.all_layers(self.model), training, moved))
 
     def as_array(self, value):
-        """A tensor, or the value of a variable, for numpy."""
+        """Return a tensor, or the value of a variable, for numpy."""
 
     def labelled(self):
-        """All variables that the step may change, by label: a variable keeps the one it got."""
+        """Return all variables that the step may change, by label.
+
+        A variable keeps the one it got.
+        """
         model = self.model
         kinds = self.variable_kinds + (getattr(_keras.keras_of(model), "Variable", ()),)
         trainable = {id(v) for v in model.trainable_variables}
@@ -266,7 +272,7 @@ class KerasStep(FunctionStep):
         return self._labelled
 
     def label_of(self, word, variable):
-        """The label of a variable; an optimizer may call two of them the same."""
+        """Return the label of a variable; an optimizer may call two of them the same."""
         if id(variable) not in self._labels:
             name = getattr(variable, "path", None) or variable.name
             label = self._labels[id(variable)] = unlike(f"{word} {name}", self._labelled)
@@ -293,7 +299,7 @@ class KerasStep(FunctionStep):
         return {label: self.as_array(v) for label, v in super().named(results).items()}
 
     def infer(self, inputs):
-        """The model's outputs in inference, and the losses that its layers add."""
+        """Return the model's outputs in inference, and the losses that its layers add."""
         return self.model(inputs, training=False), self.model.losses
 
     def outputs(self, undivided):
@@ -311,14 +317,14 @@ class KerasStep(FunctionStep):
 
 
 def unlike(label, others):
-    """The label, or one like it that is not among the others."""
+    """Return the label, or one like it that is not among the others."""
     while label in others:
         label += "'"
     return label
 
 
 def optimizers(model):
-    """The optimizer of a model, and those that it has as attributes besides."""
+    """Return the optimizer of a model, and those that it has as attributes besides."""
     held = list(vars(model).values()) + [getattr(model, "optimizer", None)]
     found = [v for v in held if hasattr(v, "apply_gradients") and not isinstance(v, type)]
     return list({id(optimizer): optimizer for optimizer in found}.values())
@@ -332,7 +338,7 @@ def _variables_of(thing):
 
 
 def trained_layers(layers, training, moved=(), frozen=False):
-    """The layers that train in a step.
+    """Return the layers that train in a step.
 
     Arguments:
         training: whether it is one of training.

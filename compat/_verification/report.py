@@ -57,7 +57,7 @@ def _write(path):
 
 
 def shown(record: "Mapping[str, Any]") -> "List[str]":
-    """A record (``Record.as_dict``) for a person, in lines."""
+    """Return a record (``Record.as_dict``) for a person, in lines."""
     verified = [(n, STEPS[kind]) for kind, n in record["steps"].items() if n]
     steps = [f"{n} {word} step{'s' if n > 1 else ''}" for n, word in verified]
     difference, label = record["largest"]
@@ -86,7 +86,7 @@ def shown(record: "Mapping[str, Any]") -> "List[str]":
 
 
 def is_good(record: "Mapping[str, Any]") -> bool:
-    """Whether nothing differed, and more than one device worked."""
+    """Return whether nothing differed, and more than one device worked."""
     return not record["failure"] and not _idle(record)
 
 
@@ -96,6 +96,6 @@ def _has_products(record):
 
 
 def _idle(record):
-    """How many of the devices that should have did not run products forward and backward."""
+    """Return how many of the devices that should have did not run products forward and backward."""
     working = sum(map(all, record["operations"].values()))
     return len(record["devices"]) - working if _has_products(record) else 0

@@ -29,7 +29,7 @@ class Step:
     noted = None  # type: Optional[Attributes]
 
     def read(self) -> "Dict[str, Any]":
-        """All that the step may change, by label, as arrays."""
+        """Return all that the step may change, by label, as arrays."""
         raise NotImplementedError
 
     def write(self, values: "Mapping[str, Any]") -> None:
@@ -50,15 +50,18 @@ class Step:
         return None
 
     def is_weight(self, label: str) -> bool:
-        """Whether this is a value of floats that a gradient changes."""
+        """Return whether this is a value of floats that a gradient changes."""
         return label.startswith("weight ")
 
     def is_random(self, label: str) -> bool:
-        """Whether this is the state of a random number generator."""
+        """Return whether this is the state of a random number generator."""
         return False
 
     def attributes(self) -> "Attributes":
-        """What Python's objects note of what is done, as it is now: numbers of calls, say."""
+        """Return what Python's objects note of what is done, as it is now.
+
+        Numbers of calls, say.
+        """
         return Attributes([], bool)
 
     @contextlib.contextmanager
@@ -81,7 +84,7 @@ class Step:
         raise NotImplementedError
 
     def finish(self, given: "Any", start: "Mapping[str, Any]") -> "Any":
-        """What the step's caller gets, when nothing is left to verify.
+        """Return what the step's caller gets, when nothing is left to verify.
 
         Arguments:
             given: what ``on_all_devices()`` had for it.
@@ -94,7 +97,10 @@ class Step:
         raise NotImplementedError
 
     def outputs(self, undivided: bool) -> "Optional[Dict[str, Any]]":
-        """What the model computes of the step's batch, in inference; None: that cannot be had."""
+        """Return what the model computes of the step's batch, in inference.
+
+        None: that cannot be had.
+        """
         return None
 
 
@@ -102,7 +108,9 @@ class Step:
 
 
 def variables_held(roots, kinds):
-    """All variables that objects hold: in attributes, containers, and what functions refer to.
+    """Return all variables that objects hold.
+
+    In attributes, containers, and what functions refer to.
 
     Arguments:
         roots: the objects.

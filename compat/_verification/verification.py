@@ -31,7 +31,7 @@ suspended = Within()
 
 
 def random_numbers():
-    """A context after which Python's and numpy's own random numbers are those from now on."""
+    """Return a context that restores Python's and numpy's random states of now at its end."""
     afterwards = contextlib.ExitStack()
     afterwards.callback(random.setstate, random.getstate())
     afterwards.callback(np.random.set_state, np.random.get_state())
@@ -64,11 +64,11 @@ class Verification:
         self.record = Record(model, devices)
 
     def wants(self, kind: str) -> bool:
-        """Whether a step of this kind is to be verified, now or later."""
+        """Return whether a step of this kind is to be verified, now or later."""
         return (self.left[kind] > 0 or self._interval > 0) and not suspended
 
     def is_due(self, kind: str) -> bool:
-        """Whether the step that begins now is to be verified; called once for each."""
+        """Return whether the step that begins now is to be verified; called once for each."""
         if suspended:
             return False
         if kind == "train" and self._interval and not self.left[kind]:
@@ -136,7 +136,7 @@ class Verification:
         return step.finish(given, start)
 
     def _again(self, step, start, seed=0, number=None):
-        """The step on one device once more, where its weights are off by rounding.
+        """Return the step on one device once more, where its weights are off by rounding.
 
         Arguments:
             seed: of how they are off; None: they are as before.
@@ -172,7 +172,10 @@ class Verification:
             )
 
     def _inferred(self, step, start):
-        """The comparison of what the model computes in inference; None: there is none to make."""
+        """Return the comparison of what the model computes in inference.
+
+        None: there is none to make.
+        """
 
         def outputs(values, undivided):
             step.write(values)
@@ -189,7 +192,7 @@ class Verification:
         return _compared(step, {}, expected, [again()], outputs(start, False), again)
 
     def _difference(self, kind, step, start, comparison):
-        """The error: what differs first, by how much, and why that may be."""
+        """Return the error: what differs first, by how much, and why that may be."""
         label, difference, limit, ratio = comparison.differing[0]
         if kind == "train" and not label.startswith("output"):
             with contextlib.suppress(Exception):  # the error to come is the one that matters
@@ -214,7 +217,7 @@ class Verification:
 
 
 def _compared(step, start, expected, others, found, again):
-    """The ``Comparison``; where something differs, that of a closer look.
+    """Return the ``Comparison``; where something differs, that of a closer look.
 
     Arguments:
         again: gives the values on one device, once more, by a seed, and by a number that is moved.
@@ -240,12 +243,12 @@ def _aside(step):
 
 
 def _changed(start, after):
-    """The labels of the values that a step has changed."""
+    """Return the labels of the values that a step has changed."""
     return {label for label in start if not np.array_equal(start[label], after.get(label))}
 
 
 def _moved(step, start, seed):
-    """The values before a step, off by rounding, without the states of random generators.
+    """Return the values before a step, off by rounding, without the states of random generators.
 
     Frozen weights and other state amplify rounding as well as those that are trained; but a whole
     number may be a count, which decides what a step does.
@@ -271,7 +274,10 @@ def _moved(step, start, seed):
 
 
 def _unit(step, dtype):
-    """The unit in the last place of a type of floats, relative to 1; None for any other type."""
+    """Return the unit in the last place of a type of floats, relative to 1.
+
+    None for any other type.
+    """
     known = [EPS[name] for name in EPS if name in str(dtype)]
     # What weights of 64 bits are rounded to, where the step computes in 32.
     coarse = min(EPS[step.dtype], EPS["float32"])
@@ -279,7 +285,7 @@ def _unit(step, dtype):
 
 
 def given_moved(step, seed, number=None):
-    """The context in which what the step is given is off by rounding, if ``seed`` is odd.
+    """Return the context in which what the step is given is off by rounding, if ``seed`` is odd.
 
     A model may amplify rounding by constants, which no weight comes before. Whole numbers, halves
     and the like stay as they are: they may be classes, padding or masks. An infinite number would
@@ -309,7 +315,7 @@ def given_moved(step, seed, number=None):
 
 
 def _frequent_numbers(step):
-    """The whole numbers, halves and the like that a step is given most often, but for zero.
+    """Return the whole numbers, halves and the like that a step is given most often, but for zero.
 
     Of a column of ones nothing is moved otherwise, and normalising it divides what is left by
     rounding by a deviation of zero.

@@ -43,7 +43,7 @@ class AutomaticContract(BackendContract):
 
     @pytest.fixture
     def automatic(self, configuration):
-        """What ``configure_gpu(parallelize=True)`` adds; taken back when the test is over."""
+        """Yield what ``configure_gpu(parallelize=True)`` adds; taken back when the test is over."""
         with compiled_on_all_devices(self.instance()):
             yield
 
@@ -154,7 +154,7 @@ class AutomaticContract(BackendContract):
 
 
 def adversaries(keras, by_hand=False):
-    """A generator, a discriminator and both together, the last two compiled."""
+    """Return a generator, a discriminator and both together, the last two compiled."""
     layers, models = keras.layers, keras.models
     generator = initialise(models.Sequential([layers.Dense(4, input_shape=(4,))]))
     hidden = layers.Dense(5, activation="tanh", input_shape=(4,))

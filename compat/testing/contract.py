@@ -23,7 +23,7 @@ any_backend = pytest.mark.any_backend
 
 
 def contract_of(config):
-    """The contract that this run of pytest tests: "span", or "whole"."""
+    """Return the contract that this run of pytest tests: "span", or "whole"."""
     return "span" if config.getoption("-m") == "span" else "whole"
 
 
@@ -42,7 +42,7 @@ class OfBackend:
     tolerance = 1e-5
 
     def instance(self):
-        """The backend itself.
+        """Return the backend itself.
 
         Raises:
             LookupError: no backend has that name.
@@ -73,7 +73,7 @@ class Contract(OfBackend):
     # What a subclass must say, if the backend runs several devices in one process ---------------
 
     def placement(self, model, inputs, targets):
-        """Where one training step ran, from the framework's own record.
+        """Return where one training step ran, from the framework's own record.
 
         Returns:
             For each device that took part ``(forward, backward)``: numbers of operations of
@@ -82,11 +82,11 @@ class Contract(OfBackend):
         raise NotImplementedError
 
     def shard_sizes(self, model, inputs, targets):
-        """How many rows each device computed in one training step, from the same record."""
+        """Return how many rows each device computed in one training step, from the same record."""
         raise NotImplementedError
 
     def devices_of(self, model, inputs, targets):
-        """The devices where one training step ran, forward and backward, sorted."""
+        """Return the devices where one training step ran, forward and backward, sorted."""
         placement = self.placement(model, inputs, targets)
         assert all(forward and backward for forward, backward in placement.values()), placement
         return sorted(placement)
@@ -114,7 +114,7 @@ class Contract(OfBackend):
 
     @pytest.fixture
     def batches(self, request):
-        """All batches; in the span contract the uneven one, since models compile for each size."""
+        """Return the batches: in the span contract only the uneven one, to compile once."""
         return UNEVEN if contract_of(request.config) == "span" else BATCHES
 
     def close(self, first, second, tolerance=None):
@@ -199,7 +199,7 @@ class BackendContract(Contract):
         return keras_under_test()
 
     def build(self, keras, name):
-        """A model of the zoo with known weights, not compiled."""
+        """Return a model of the zoo with known weights, not compiled."""
         case = CASES[name]
         options = self.lstm_options if name in ("lstm", "simplernn") else {}
         return initialise(case.build(keras, **options))
@@ -209,7 +209,7 @@ class BackendContract(Contract):
         return self.ready(keras, model, parallel, CASES[name].loss, optimizer_name)
 
     def both(self, keras, name, optimizer_name="sgd"):
-        """A model on one device, and its equal on all."""
+        """Return a model on one device, and its equal on all."""
         loss, models = CASES[name].loss, [self.build(keras, name) for _ in range(2)]
         return self.both_ready(keras, models, loss, optimizer_name)
 
@@ -223,11 +223,11 @@ class BackendContract(Contract):
         return models
 
     def parallel_and_data(self, keras, name, rows):
-        """A model on all devices, and inputs and targets of so many rows."""
+        """Return a model on all devices, and inputs and targets of so many rows."""
         return (self.compiled(keras, name, parallel=True),) + CASES[name].data(rows)
 
     def ready(self, keras, model, parallel=True, loss="mse", optimizer_name="sgd"):
-        """A model with known weights, on all devices or on one, and compiled."""
+        """Return a model with known weights, on all devices or on one, and compiled."""
         initialise(model)
         if parallel:
             assert compat.parallelize(model) is model
@@ -235,6 +235,6 @@ class BackendContract(Contract):
         return model
 
     def normalized(self, keras):
-        """A model with batch normalization."""
+        """Return a model with batch normalization."""
         normalized = keras.layers.BatchNormalization(momentum=0.5, input_shape=(8,))
         return keras.models.Sequential([normalized, keras.layers.Dense(4)])

@@ -19,7 +19,10 @@ SHARDS = {61: [20, 20, 21], 14: [4, 5, 5], 2: [1, 1, 1]}
 
 
 def keras_under_test():
-    """The Keras that ``COMPAT_TEST_KERAS`` names; a missing one is an error, never a skip."""
+    """Return the Keras that ``COMPAT_TEST_KERAS`` names.
+
+    A missing one is an error, never a skip.
+    """
     name = os.environ.get("COMPAT_TEST_KERAS", "keras")
     if name.startswith("tensorflow."):  # attributes; not all of them can be imported
         return functools.reduce(getattr, name.split(".")[1:], importlib.import_module("tensorflow"))
@@ -84,7 +87,7 @@ def _multi_data(rows):
 
 
 def _words(kind, units, keras, **options):
-    """An embedding, whose gradient is sparse on some backends, and a layer of this kind."""
+    """Return an embedding, whose gradient is sparse on some backends, and a layer of this kind."""
     layers = keras.layers
     words = layers.Input(shape=(6,), name="words")
     x = layers.Embedding(20, 5, name="embedding")(words)

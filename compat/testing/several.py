@@ -22,7 +22,7 @@ class TrainedModels:
         raise NotImplementedError
 
     def predict(self, model, inputs):
-        """What the model computes of the inputs, as an array."""
+        """Return what the model computes of the inputs, as an array."""
         raise NotImplementedError
 
     def weights(self, model):
@@ -38,7 +38,7 @@ class SeveralDevicesContract(TrainedModels, Contract):
     """Tests of one model. Subclasses say how it is built and trained."""
 
     def plain(self):
-        """A model that is not parallelized, ready to be trained."""
+        """Return a model that is not parallelized, ready to be trained."""
         raise NotImplementedError
 
     def fit(self, model, samples, batch):
@@ -46,7 +46,7 @@ class SeveralDevicesContract(TrainedModels, Contract):
         raise NotImplementedError
 
     def parallel(self):
-        """A model on all devices."""
+        """Return a model on all devices."""
         model = self.plain()
         assert compat.parallelize(model) is model
         return model
@@ -125,7 +125,7 @@ class NativeModels(TrainedModels):
     """
 
     def build(self, seed=0):
-        """A model that is not parallelized, with the weights that belong to the seed."""
+        """Return a model that is not parallelized, with the weights that belong to the seed."""
         raise NotImplementedError
 
 

@@ -36,7 +36,7 @@ class VerificationContract(BackendContract):
     product_in_timelines = None
 
     def sizes_of(self, rows):
-        """How many rows of a batch each device computes."""
+        """Return how many rows of a batch each device computes."""
         return splitting.sizes(rows, DEVICES)
 
     def seed(self, keras, number):
@@ -245,7 +245,7 @@ class VerificationContract(BackendContract):
 
 
 def optimizers_of(keras):
-    """All optimizers that this Keras offers: a name, and a function that makes one."""
+    """Yield all optimizers that this Keras offers: a name, and a function that makes one."""
     base, seen = keras.optimizers.Optimizer, set()  # "sgd" is another name of SGD
     for module in (keras.optimizers, getattr(keras.optimizers, "legacy", None)):
         for name, kind in sorted(vars(module).items() if module else ()):

@@ -59,7 +59,7 @@ def run(item: Any, nextitem: Any) -> bool:
 
 
 def _reports(item):
-    """The reports of the test's phases."""
+    """Return the reports of the test's phases."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="compat-test-"))
     try:
         ended = _run_child(item, _job(item, folder, _asked(item)), folder)
@@ -76,7 +76,7 @@ def _reports(item):
 
 
 def _asked(item: Any) -> Dict[str, Any]:
-    """The arguments of ``configure_gpu()`` that the mark has."""
+    """Return the arguments of ``configure_gpu()`` that the mark has."""
     mark = item.get_closest_marker("compat")
     if mark.args:
         raise errors.InvalidArgumentError(
@@ -101,7 +101,7 @@ def _is_plain(value):
 
 
 def _job(item, folder, configure):
-    """What ``Child`` reads: the test, the run that it is of, and where to write."""
+    """Return what ``Child`` reads: the test, the run that it is of, and where to write."""
     config = item.config
     arguments = ["--rootdir", str(config.rootpath), "--capture=no"]
     for plugin in config.option.plugins or []:
@@ -165,7 +165,7 @@ def _run_child(item, job, folder):
 
 
 def _received(item: Any, folder: pathlib.Path) -> List[Any]:
-    """The reports that came; warnings are passed on."""
+    """Return the reports that came; warnings are passed on."""
     reports = []
     lines = _content(folder / "reports").split("\n")
     for line in lines[:-1]:  # the process may have died in the last one
@@ -184,7 +184,7 @@ def _received(item: Any, folder: pathlib.Path) -> List[Any]:
 
 
 def _content(path):
-    """What a file has: nothing where the process did not come to make it."""
+    """Return what a file has: nothing where the process did not come to make it."""
     return path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
 
 
@@ -199,14 +199,14 @@ def _pass_on(item, warning, when, location):
 
 
 def _output(folder: pathlib.Path) -> str:
-    """All that the process printed, for a person."""
+    """Return all that the process printed, for a person."""
     texts = [(name, _content(folder / name).rstrip()) for name in STREAMS]
     told = [f"Its {name}:\n{text}\n" for name, text in texts if text]
     return "\n".join(told) or "It printed nothing.\n"
 
 
 def _with_failure(item: Any, reports: List[Any], text: str) -> List[Any]:
-    """The reports, and a failure of the phase in which the process ended, for all phases."""
+    """Return the reports, and a failure of the phase in which the process ended, for all phases."""
     found = {report.when: report for report in reports}
     began = "setup" not in found or found["setup"].passed
     failed = "call" if began and "call" not in found else "teardown"
@@ -221,7 +221,7 @@ def _with_failure(item: Any, reports: List[Any], text: str) -> List[Any]:
 
 
 def _capturing(when):
-    """A hook for a phase of tests, which adds to its report what the test prints."""
+    """Return a hook for a phase of tests, which adds to its report what the test prints."""
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def captured(self, item):

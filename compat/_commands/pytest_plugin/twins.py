@@ -158,7 +158,7 @@ class Twins:
         return results
 
     def _numbers(self, model, result):
-        """All that is compared, by label."""
+        """Return all that is compared, by label."""
         result = getattr(result, "history", result)
         if not isinstance(result, dict):
             result = {} if result is None else {"result": result}
@@ -193,7 +193,10 @@ def _refused(build, gives):
 
 
 def _labels(model, arrays):
-    """Names for what ``get_weights()`` gives: in the order of the layers, or of ``weights``."""
+    """Return names for what ``get_weights()`` gives.
+
+    In the order of the layers, or of ``weights``.
+    """
     if _keras.keras_of(model) is not None:
         read, _ = _keras.reader_and_writer(model)
         by_layer = [variable for layer in model.layers for variable in layer.weights]

@@ -61,7 +61,10 @@ class RanksContract(Jobs):
         return {1: self.trials, 2: self.trials[1:], 3: self.trials[:1]}[size]
 
     def calls(self, size):
-        """What a job of so many ranks calls; three leave out what does not depend on machines."""
+        """Return what a job of so many ranks calls.
+
+        Three leave out what does not depend on machines.
+        """
         calls = [("train", [self.trials_of(size)])]  # type: list
         for name in self.going_on:
             if size > 1:
@@ -85,7 +88,7 @@ class RanksContract(Jobs):
         return [("train", [self.trials_of(2)])] + [call for call in calls if call[0] == "train_on"]
 
     def stage(self, first, last):
-        """What ``programs.go_on`` is called with, the epochs from the first to before the last.
+        """Return what ``programs.go_on`` is called with: a range of epochs.
 
         The last of ``trials`` has the most state.
         """

@@ -78,7 +78,7 @@ FAILING_JOBS = [
 
 
 def failing(slowly):
-    """The jobs that fail, for ``parametrize``: those with some of the faults are slow."""
+    """Return the jobs that fail, for ``parametrize``: those with some of the faults are slow."""
     return [pytest.param(job, marks=[slow] if job.fault in slowly else []) for job in FAILING_JOBS]
 
 
@@ -120,22 +120,22 @@ class Jobs(OfBackend):
     patience = 100
 
     def script(self):
-        """The script, as text. Its arguments are the folder and the functions to call, as JSON."""
+        """Return the script, which takes the folder and the functions to call, as JSON."""
         raise NotImplementedError
 
     def calls(self, size):
-        """What so many ranks do: the name of a function and a list of arguments each.
+        """Return what so many ranks do: the name of a function and a list of arguments each.
 
         A third item is the name of the results, where that is another one.
         """
         raise NotImplementedError
 
     def calls_of(self, config, size):
-        """Those of the contract that this run of pytest tests."""
+        """Return those of the contract that this run of pytest tests."""
         return self.calls(size)
 
     def call_of_fault(self, fault):
-        """What ranks do of which one has a fault."""
+        """Return what ranks do of which one has a fault."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
@@ -186,7 +186,7 @@ class Jobs(OfBackend):
 
     @pytest.fixture(scope="class")
     def trained(self, folder, request):
-        """The ended job of each size, which leaves its results in the folder.
+        """Return the ended job of each size, which leaves its results in the folder.
 
         Three ranks are on two machines.
         """
@@ -215,7 +215,7 @@ class Jobs(OfBackend):
 
     @pytest.fixture(scope="class")
     def results(self, folder, trained):
-        """What each rank of each size left, by the function's name."""
+        """Return what each rank of each size left, by the function's name."""
 
         def results(size, name):
             trained(size)
@@ -264,7 +264,7 @@ class Jobs(OfBackend):
     # Faults -----------------------------------------------------------------------------------
 
     def fails(self, folder, job, trained):
-        """The job, ended: it does so in time, and no process of it is left."""
+        """Return the job, ended: it does so in time, and no process of it is left."""
         if self.last_faults.get(job.size) == job.fault:
             ended = trained(job.size)
         else:
@@ -285,7 +285,7 @@ class Jobs(OfBackend):
 
     @pytest.fixture(scope="class")
     def failed(self, request, tmp_path_factory, folder, trained):
-        """The end of each failing job that is tested. While one waits, others run."""
+        """Yield the end of each failing job that is tested. While one waits, others run."""
         for size in self.last_faults:
             trained(size)
         items = [item for item in request.session.items if request.node in item.listchain()]

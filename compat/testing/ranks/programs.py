@@ -41,7 +41,7 @@ def main(folder, functions, **others):
 
 
 def _data(name):
-    """This rank's rows of a case's data, and its batch size."""
+    """Return this rank's rows of a case's data, and its batch size."""
     inputs, targets = compat.shard(CASES[name].data(ROWS), BATCH)
     return inputs, targets, compat.local_batch_size(BATCH)
 
@@ -53,12 +53,12 @@ def _fit(model, name, epochs, **options):
 
 
 def _weights(model, prefix="weight"):
-    """A model's weights as arrays with names."""
+    """Return a model's weights as arrays with names."""
     return {"{}-{}".format(prefix, place): w for place, w in enumerate(model.get_weights())}
 
 
 def _start(keras, name):
-    """A model with known weights on rank 0, and other ones on each other rank."""
+    """Return a model with known weights on rank 0, and other ones on each other rank."""
     return initialise(CASES[name].build(keras), seed=compat.rank())
 
 
@@ -165,7 +165,7 @@ def train_on(keras, folder, extension):
 
 
 def _stop(keras, moment):
-    """A callback that ends training on the last rank alone, in the second epoch or at its end."""
+    """Return a callback that stops training on the last rank alone, in or after epoch two."""
 
     class Stop(keras.callbacks.Callback):  # type: ignore  # whichever Keras it is
         def on_epoch_begin(self, epoch, logs=None):
@@ -180,7 +180,7 @@ def _stop(keras, moment):
 
 
 def _saved_over(model, folder, extension):
-    """What saving leaves of a link with a long name and of the private file that it leads to."""
+    """Return what saving leaves of a link with a long name and of its private target."""
     folder = os.path.join(folder, "saved-over-{}".format(compat.size()))
     os.mkdir(folder)
     target = os.path.join(folder, "target")
