@@ -5,8 +5,6 @@ Programs for ``ranks.run_all()``, for all engines.
 
 import numpy as np
 
-from . import ranks
-
 DECISIONS = """
 def fresh(name):
     model = compat.parallelize(
@@ -37,6 +35,8 @@ class OfOneRank(keras.callbacks.Callback):
 class Score(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
         logs["same"] = 1.0 - epoch
+        if compat.is_chief():
+            logs["rare"] = 0.25
         logs["score"] = ([0.7, 0.5, 0.4] if compat.is_chief() else [0.5, 0.5, 0.9])[epoch]
 
 
@@ -52,6 +52,7 @@ model = fresh("decides")
 alike = [Score(), stopping("score")]
 said["logs"] = told(lambda: fit(model, *alike + [Seen()] * compat.is_chief()))
 said["history"] = list(map(float, model.history.history["score"]))
+said["rare"] = list(map(float, model.history.history["rare"]))
 weights["decides"] = model.get_weights()
 said["last"] = told(lambda: fit(model, Score()))
 said["last history"] = list(map(float, model.history.history["score"]))
@@ -107,6 +108,16 @@ said["normalized"] = {
     for name, data in copies.items()
 }
 said["rows"] = len(part)
+
+
+def binned():
+    bins = layers.Discretization([0.0, 1.0 + compat.rank()], name="bins")
+    model = keras.Sequential([keras.Input((6,)), bins, dense(1)], name="binned")
+    compat.parallelize(model).compile("sgd", "mse")
+    model.fit(inputs, targets, rows, verbose=0)
+
+
+said["bins"] = told(binned)
 words = np.array(["a", "b", "c"])[np.arange(21) % 3]
 if WORDS:
     import tensorflow as tf
@@ -121,6 +132,11 @@ if WORDS:
     said["vocabulary"].append(
         told(lambda: layers.TextVectorization(name="text").adapt(compat.shard(words, BATCH)))
     )
+    order = np.random.RandomState(compat.rank()).permutation(21)
+    drawn = tf.data.Dataset.from_tensor_slices((x[order], y[order])).batch(BATCH)
+    model = compat.parallelize(keras.Sequential([keras.Input((6,)), dense(1)]))
+    model.compile("sgd", "mse")
+    said["drawn"] = told(lambda: model.fit(compat.shard(drawn), verbose=0))
 """
 
 NOT_ALL = (
@@ -139,7 +155,7 @@ SET = (
     "its own initial weights until fit() begins."
 )
 LOGS = (
-    "A callback of fit() has put 'score' into the logs, and not the same number on each rank: {}. "
+    "A callback of fit() has put {!r} into the logs, and not the same number on each rank: {}. "
     "All ranks go on with the mean, {:.4g}, so that callbacks decide alike; it need not be one "
     "process's number. Compute it from the same data on every rank, or as a metric that is given "
     "to compile()."
@@ -153,27 +169,42 @@ ADAPTED = (
     "adapt() of {} {!r} was given {}, so that its statistics or its vocabulary are those of one "
     "rank's rows. Call adapt() with the data of all ranks, those that shard() was given."
 )
+BINS = (
+    "RankError: Layer 'bins' of model 'binned' looks its input up in a table that is another one "
+    "on {} than on rank 0; on rank {} of {} it has 2 entries. Ranks would train on other indices. "
+    "Give adapt() the same data on every rank, before shard(), or set the same vocabulary."
+)
 PART = "what shard() has returned"
 
 
-def check(folder, backend="tensorflow", adapts="", before="", sizes=(2, 3)):
-    """Run the programs as so many ranks, and check what each rank says, and its weights.
+def programs(adapts=""):
+    """Return the programs, by name. Only ranks run them.
 
     Arguments:
         adapts: "numbers" where this Keras has layers that adapt, "words" where it has vocabularies.
-        before: what each program begins with.
     """
-    programs = {"decisions": DECISIONS, "data": DATA}
+    found = {"decisions": DECISIONS, "data": DATA}
     if adapts:
-        programs["adapt"] = "WORDS = {}\n".format(adapts == "words") + ADAPT
-    programs = {name: before + program for name, program in programs.items()}
-    for size in sizes:
-        found = ranks.run_all(programs, folder, size, backend)
-        _check_decisions(*found["decisions"], size=size)
-        for said in found["data"][1]:
-            _check_data(said, size)
-        for said in found["adapt"][1] if adapts else ():
-            _check_adapt(said, adapts)
+        found["adapt"] = "WORDS = {}\n".format(adapts == "words") + ADAPT
+    return found
+
+
+def check(found, adapts=""):
+    """Check what each rank says, and its weights.
+
+    Arguments:
+        found: what ``ranks.run_all()`` returns of these programs, and of others.
+    """
+    size = len(found["data"][1])
+    _check_decisions(*found["decisions"], size=size)
+    for said in found["data"][1]:
+        _check_data(said, size)
+    for rank, said in enumerate(found["adapt"][1] if adapts else ()):
+        assert said["bins"] == BINS.format(_others(size), rank, size)
+        _check_adapt(said, adapts)
+        assert said.get("drawn", OTHER.format(_others(size), size)) == OTHER.format(
+            _others(size), size
+        )
 
 
 def _others(size):
@@ -191,7 +222,12 @@ def _check_decisions(arrays, found, size):
         assert said["one sets"].startswith("RankError: The ranks have drifted apart: after the ")
         assert "on {} of {}".format(last, size) in said["one sets"]
         assert said["one sets"].endswith(OWN), said["one sets"]
-        assert said["logs"] == [LOGS.format(values, means[0])]
+        rare = ", ".join(["0.25 on rank 0"] + ["none on rank %d" % r for r in range(1, size)])
+        assert said["logs"] == [
+            LOGS.format("rare", rare, 0.25),
+            LOGS.format("score", values, means[0]),
+        ]
+        assert said["rare"] == [0.25, 0.25]
         np.testing.assert_allclose(said["history"], means[:2])
         assert said["last"] == []  # as it was said before
         np.testing.assert_allclose(said["last history"], means)

@@ -264,31 +264,26 @@ def check_left_in(jobs):
         assert said == {"keras": text.format("horovod._keras")}
 
 
-def jobs_of_sizes(program, folder, backend="tensorflow"):
-    """What one process, two ranks and three ranks left, by the number of ranks."""
-    return {size: ranks.run(program, folder, size, backend) for size in (1, 2, 3)}
+def check_optimizers(jobs):
+    """Check what optimizers make of gradients: ranks end as one process does.
 
+    Arguments:
+        jobs: what one process left, and jobs of ranks.
 
-def check_sizes(jobs):
-    """Check that ranks of all sizes ended as one process does. Gives what ranks said."""
-    (alone,), _ = jobs[1]
-    for size in (2, 3):
-        arrays, _ = jobs[size]
+    Returns:
+        What ranks said.
+    """
+    ((alone,), _), *several = [job["optimizers"] for job in jobs]
+    for arrays, _ in several:
         for key, expected in alone.items():
             for each in arrays:
                 np.testing.assert_array_equal(each[key], arrays[0][key], err_msg=key)
-            found = arrays[0][key]
+            found, size = arrays[0][key], len(arrays)
             np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5, err_msg=f"{key} {size}")
-    return [said for size in (2, 3) for said in jobs[size][1]]
+    return [each for _, said in several for each in said]
 
 
-def check_optimizers(folder, backend):
-    """Check that what Keras' optimizers make of gradients is of all ranks, on 2 and 3 ranks."""
-    check_sizes(jobs_of_sizes(OPTIMIZERS, folder, backend))
-
-
-def check_own_functions(folder, backend):
+def check_own_functions(jobs):
     """Check that functions by which a script trains a model of Keras' are refused on ranks."""
-    jobs = ranks.run_both({"own": OWN_FUNCTIONS}, folder, backend)
     refused = refused_loop("looped", "K.function()")
     assert ranks.check_same(jobs, "own") == [{"loop": refused}] * 2

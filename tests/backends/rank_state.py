@@ -8,8 +8,6 @@ import re
 
 import numpy as np
 
-from . import ranks
-
 #: Of tf.keras and Keras 3.
 STATE = """
 if hasattr(keras, "ops"):
@@ -203,6 +201,22 @@ class Kept(torch.nn.Module):
         return self.last(x)
 
 
+class Sums(torch.nn.Module):
+    "Sums over all ranks by itself."
+
+    def __init__(self):
+        super().__init__()
+        self.last = torch.nn.Linear(6, 1)
+        self.register_buffer("total", torch.zeros(6))
+
+    def forward(self, x):
+        total = x.sum(0)
+        if compat.size() > 1:
+            torch.distributed.all_reduce(total)
+        self.total += total
+        return self.last(x)
+
+
 torch.manual_seed(0)
 model = compat.parallelize(Kept())
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -222,6 +236,10 @@ def loop():
 said["told"] = told(loop)
 weights["native"] = [value.numpy() for value in model.state_dict().values()]
 said["names"] = list(model.state_dict())
+model = compat.parallelize(Sums())
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+said["by itself"] = told(loop)
+weights["by itself"] = [value.numpy() for value in model.state_dict().values()]
 """
 
 #: What each variable that is none of these is told, and what all ranks get.
@@ -248,12 +266,10 @@ def name_of(keras_3):
     return "{}/layer/{}".format if keras_3 else "layer/{1}:0".format
 
 
-def check(folder, backend, size=2, keras_3=True):
-    """Check what one process and so many ranks leave of STATE."""
-    name = name_of(keras_3)
-    (((one,), (alone,)), (of_ranks, said)) = [
-        ranks.run(STATE, folder, number, backend) for number in (1, size)
-    ]
+def check(alone, several, keras_3=True):
+    """Check what one process and several ranks leave of STATE, the program "steps_state"."""
+    (((one,), (alone,)), (of_ranks, said)) = [job["steps_state"] for job in (alone, several)]
+    name, size = name_of(keras_3), len(said)
     assert alone == {"sums": [], "others": [], "picky": []}
     for values in of_ranks:
         for key in one:
@@ -285,12 +301,12 @@ def check_of_keras_2(jobs):
     assert said[1]["others"] == []
 
 
-def check_native(folder, size=3):
-    """Check what one process and so many ranks leave of NATIVE."""
-    (((one,), (alone,)), (of_ranks, said)) = [
-        ranks.run(NATIVE, folder, number, "torch") for number in (1, size)
-    ]
+def check_native(alone, several):
+    """Check what one process and several ranks leave of NATIVE, the program "buffers"."""
+    (((one,), (alone,)), (of_ranks, said)) = [job["buffers"] for job in (alone, several)]
+    size = len(said)
     places = {name: f"native-{place}" for place, name in enumerate(alone["names"])}
+    places.update((name, name) for name in one if name.startswith("by itself"))
     assert (one[places["rows"]], one[places["steps"]]) == (84, 12)
     for name, key in places.items():
         for values in of_ranks:
@@ -299,3 +315,4 @@ def check_native(folder, size=3):
                 np.testing.assert_allclose(values[key], one[key], 1e-5, 1e-6, err_msg=name)
     wanted = [warning("place", CHIEF), warning("spread")]
     assert [each["told"] for each in said] == [wanted] + [[]] * (size - 1)
+    assert [each["by itself"] for each in said] == [[]] * size

@@ -2,10 +2,6 @@
 
 from . import ranks
 
-# Where TensorFlow's workers are the engine, they join before anything is made.
-JOIN = """
-compat.parallelize(lambda: keras.Sequential([dense(1, input_shape=(6,))]))
-"""
 TABLES = """
 import tensorflow as tf
 
@@ -44,12 +40,16 @@ weights["strings"] = train(adapted(layers.StringLookup(), words), words)
 weights["numbers"] = train(adapted(layers.IntegerLookup(), numbers), numbers)
 weights["given"] = train(layers.StringLookup(vocabulary=["d", "a"]), words)
 weights["bins"] = train(layers.Discretization([-1.0, 0.0, 1.0]), x[:, :1])
+text = layers.TextVectorization(output_sequence_length=1)
+weights["text"] = train(adapted(text, words), words)
 if compat.size() > 1:
     some = compat.shard(words, BATCH)[: 1 + compat.rank()]
     said["adapted"] = told(lambda: train(adapted(layers.StringLookup(name="own"), some), words))
     tokens = ["a", "b"][:: 1 - 2 * compat.rank()]
     layer = layers.StringLookup(vocabulary=tokens, name="own")
     said["ordered"] = told(lambda: train(layer, words))
+    layer = layers.TextVectorization(vocabulary=tokens, output_sequence_length=1, name="own")
+    said["text"] = told(lambda: train(layer, words))
     layer = layers.Discretization([0.0, 1.0 + compat.rank()], name="own")
     said["bins"] = told(lambda: train(layer, x[:, :1]))
     if not KERAS3:
@@ -90,5 +90,6 @@ def check(jobs):
         assert said == {
             "adapted": refusal(2 + rank, rank),
             "ordered": refusal(3, rank),
+            "text": refusal(4, rank),
             "bins": refusal(2, rank),
         }

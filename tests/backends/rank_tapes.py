@@ -144,6 +144,33 @@ class Tokens(Model):
     used = Clipped.used
 
 
+class Counted(Model):
+    "Has a variable that the step sets, to a decaying sum over rows."
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = self.add_weight(name="seen", shape=(), initializer="zeros", trainable=False)
+
+    def used(self, gradients, loss):
+        self.seen.assign(0.9 * self.seen + tf.reduce_sum(self.data[1]))
+        return gradients
+
+
+class RowByRow(Model):
+    "Clips the gradient of each row: in the function that is mapped it is the rank's own."
+
+    def train_step(self, data):
+        def clipped(row):
+            with tf.GradientTape() as tape:
+                loss = self.error([each[None] for each in row])
+            found = tape.gradient(loss, self.trainable_variables)
+            return tf.clip_by_global_norm(found, 0.3)[0]
+
+        used = [tf.reduce_mean(each, 0) for each in tf.vectorized_map(clipped, data)]
+        self.optimizer.apply_gradients(zip(used, self.trainable_variables))
+        return {"norm": tf.constant(1.0)}
+
+
 class TwoTapes(Model):
     "Two tapes and two optimizers; the second one looks at gradients again."
 
@@ -218,7 +245,8 @@ STEPS = (
     MODELS
     + """
 SGD = keras.optimizers.SGD
-kinds = [Clipped, Adaptive, Sharp, Signs, Tracked, PerRow, Penalty, Accumulated, TwoTapes, Inside]
+kinds = [Clipped, Adaptive, Sharp, Signs, Tracked, PerRow, Penalty, Accumulated, Counted]
+kinds += [RowByRow, TwoTapes, Inside]
 for kind in kinds:
     train(kind, SGD(0.1, momentum=0.9), kind.__name__)
 train(Clipped, SGD(0.1), "Eager", run_eagerly=True)

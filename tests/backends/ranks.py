@@ -512,8 +512,8 @@ def run_all(programs, folder, size, backend="tensorflow"):
         file.write(IN_TURN)
     command = [sys.executable, "-m", "compat", "run", "--backend", backend, "--gpus", "cpu"]
     if size > 1:
-        command += ["-n", str(size), "--timeout", "60"]
-    status, out, err = ended(command + [script] + stems, timeout=500)
+        command += ["-n", str(size), "--timeout", "120"]
+    status, out, err = ended(command + [script] + stems, timeout=900)
     assert status == 0, out + err
     said = [line.partition("SAID ") for line in out.split("\n") if "SAID " in line]
     assert len(said) == size * len(stems)

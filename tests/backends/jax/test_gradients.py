@@ -229,63 +229,58 @@ trained("Compiled", Compiled, run_eagerly=True)
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """By the number of ranks: what they left of the programs above."""
+    """What one process left of the first program above, and three ranks of both."""
     folder = tmp_path_factory.mktemp("jobs")
-    programs = {"steps": STEPS, "refused": REFUSED}
-    found = {2: ranks.run_all(programs, folder, 2, "jax")}
-    del programs["refused"]
-    found.update((size, ranks.run_all(programs, folder, size, "jax")) for size in (1, 3))
-    return found
+    alone = ranks.run_all({"steps": STEPS}, folder, 1, "jax")
+    return alone, ranks.run_all({"steps": STEPS, "refused": REFUSED}, folder, 3, "jax")
 
 
 def test_steps_use_gradients_of_all_ranks(jobs):
     """With an uneven last batch; losses, metrics and norms of gradients are one process's."""
-    (one,), (alone,) = jobs[1]["steps"]
-    for size in 2, 3:
-        arrays, said = jobs[size]["steps"]
-        for other in arrays[1:]:
-            ranks.check_arrays(one, arrays[0], other)
-        for each in said:
-            for name, (warned, history) in each.items():
-                assert warned == [], name
-                expected = alone[name][1]
-                assert sorted(history) == sorted(expected)
-                for key, values in history.items():
-                    if key != "norm":
-                        assert values == pytest.approx(expected[key], rel=1e-4), (name, key)
+    ((one,), (alone,)), (arrays, said) = [job["steps"] for job in jobs]
+    for other in arrays[1:]:
+        ranks.check_arrays(one, arrays[0], other)
+    for each in said:
+        for name, (warned, history) in each.items():
+            assert warned == [], name
+            expected = alone[name][1]
+            assert sorted(history) == sorted(expected)
+            for key, values in history.items():
+                if key != "norm":
+                    assert values == pytest.approx(expected[key], rel=1e-4), (name, key)
 
 
 def of_program(text):
     """A text without the numbers of lines."""
-    return re.sub(r"(refused-2.py, line) \d+", r"\1 N", text)
+    return re.sub(r"(refused-3.py, line) \d+", r"\1 N", text)
 
 
 def test_steps_that_train_each_rank_by_its_own_rows_are_named(jobs):
-    for each in jobs[2]["refused"][1]:
+    for each in jobs[1]["refused"][1]:
         found = {name: told for name, (told, _) in each.items()}
         assert of_program(found["Decides"]) == (
             "UnsupportedError: jax cannot train model 'decides' as one of several ranks: what "
-            "train_step() computes in refused-2.py, line N is that of each rank's own rows, and "
+            "train_step() computes in refused-3.py, line N is that of each rank's own rows, and "
             "weights or the optimizer's state depend on it. Let them depend on gradients of "
             "jax.grad() or jax.value_and_grad(), which are those of all ranks where they are not "
             "within jax.lax.scan(), jax.vmap() or the like."
         )
         assert of_program(found["Within"]) == (
-            "RankError: What the optimizer of model 'within' is given is computed in refused-2.py, "
+            "RankError: What the optimizer of model 'within' is given is computed in refused-3.py, "
             "line N from gradients of each rank's own rows, and is no mean over rows. Take "
             "gradients by jax.grad() or jax.value_and_grad() outside of jax.lax.scan(), jax.vmap() "
             "or the like: those are of all ranks."
         )
         for name in "unchecked", "compiled":
             assert list(map(of_program, found[name.title()])) == [
-                f"What the optimizer of model {name!r} is given is computed in refused-2.py, line "
+                f"What the optimizer of model {name!r} is given is computed in refused-3.py, line "
                 "N from gradients of each rank's own rows, of which ranks take the mean. Whether "
                 "that is what one process computes could not be checked. It is not if it clips or "
                 "normalises gradients: take these by jax.grad() or jax.value_and_grad() outside "
                 "of jax.lax.scan(), jax.vmap() or the like."
             ]
         assert list(map(of_program, found["Adapts"])) == [
-            "The gradient of weights in refused-2.py, line N, within a function of which model "
+            "The gradient of weights in refused-3.py, line N, within a function of which model "
             "'adapts' takes the gradient, is that of each rank's own rows. Where the loss is not "
             "linear in it, ranks train to other numbers than one process."
         ]

@@ -173,9 +173,17 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(job
         assert "/kernel' and 1 other on rank 1 of 2 are not those of rank 0." in each["drifts"]
 
 
-def test_state_that_steps_set_is_that_of_all_rows(tmp_path):
-    rank_state.check(tmp_path, "jax", size=3)
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """What one process and two ranks left of programs that are not slow."""
+    programs = rank_decisions.programs("numbers")
+    both = dict(programs, steps_state=rank_state.STATE)
+    return ranks.run_both(both, tmp_path_factory.mktemp("reports"), "jax", programs)
 
 
-def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
-    rank_decisions.check(tmp_path, "jax", "numbers")
+def test_state_that_steps_set_is_that_of_all_rows(reports):
+    rank_state.check(*reports)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(reports):
+    rank_decisions.check(reports[1], "numbers")

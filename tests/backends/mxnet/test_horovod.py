@@ -179,10 +179,10 @@ if compat.size() > 1:
 NATIVE = """
 import mxnet as mx
 
-try:
-    compat.parallelize(mx.gluon.nn.Dense(1))
-except compat.UnsupportedError as error:
-    said["error"] = str(error)
+said["native"] = [
+    told(lambda: compat.parallelize(model))
+    for model in (mx.gluon.nn.Dense(1), mx.mod.Module(mx.sym.Variable("data"), label_names=None))
+]
 """
 
 ENGINE = """
@@ -213,8 +213,8 @@ def jobs(tmp_path_factory):
     programs = {"iterators": ITERATORS, "own": ROWS + WAYS + ranks.GENERATOR}
     programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
     programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT, others=NATIVE + ENGINE)
-    programs["state"] = rank_state.KERAS_2
-    ranks_alone = ["own_losses", "drift", "others"]
+    programs.update(rank_decisions.programs(), state=rank_state.KERAS_2)
+    ranks_alone = ["own_losses", "drift", "others", *rank_decisions.programs()]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "mxnet", ranks_alone)
 
 
@@ -261,10 +261,11 @@ def test_means_of_arrays_wherever_they_are(jobs):
 
 def test_models_of_mxnets_own_are_refused(jobs):
     for each in jobs[1]["others"][1]:
-        assert each["error"] == (
-            "mxnet cannot train a Dense of MXNet's own as one of several ranks. Use a model of "
-            "Keras, or start the script without a launcher."
-        )
+        assert each["native"] == [
+            "UnsupportedError: mxnet cannot train a {} of MXNet's own as one of several ranks. Use "
+            "a model of Keras, or start the script without a launcher.".format(kind)
+            for kind in ("Dense", "Module")
+        ]
 
 
 @slow  # without a last word, as Theano's
@@ -302,5 +303,5 @@ def test_state_that_updates_set_is_that_of_all_rows(jobs):
     rank_state.check_of_keras_2(jobs)
 
 
-def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
-    rank_decisions.check(tmp_path, "mxnet")
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(jobs):
+    rank_decisions.check(jobs[1])

@@ -5,7 +5,7 @@ import os
 import pages
 import pytest
 
-from compat.testing import contract_of, keras_under_test, slow, span
+from compat.testing import keras_under_test, slow, span
 from compat.testing.ranks.jobs import failing, name_of
 
 from .. import rank_decisions, rank_gradients, rank_state, ranks
@@ -37,7 +37,7 @@ class TestTensorFlow1Horovod(RankedParts):
 WAYS = """
 import tensorflow as tf
 
-from compat._backends.tensorflow1.functions import updates_in_order
+from compat._backends.tensorflow1.step_order import updates_in_order
 
 
 def ordered(adam):
@@ -112,21 +112,22 @@ said["stateful"] = [str(w.message) for w in caught if w.category is compat.Compa
 """
 
 
+OPTIMIZERS = rank_gradients.OPTIMIZERS + rank_gradients.NATIVE
+FUNCTIONS = rank_gradients.OWN_FUNCTIONS + rank_gradients.NATIVE_LOOP
 # Its optimizers train in the contract, and its metrics and losses on TensorFlow 2.
 long = (lambda test: test) if KERAS else slow
 
 
 @pytest.fixture(scope="module")
-def jobs(tmp_path_factory, request):
+def jobs(tmp_path_factory):
     """What one process and two ranks left of the programs above and of those for all backends."""
     programs = {"stateful": STATEFUL} if STATELESS else {"metrics": ranks.METRICS}
     programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
     programs.update(started=STARTED, ways=WAYS + ranks.GENERATOR)
-    programs["state"] = rank_state.KERAS_2
-    if contract_of(request.config) == "whole":
-        programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT)
-    folder = tmp_path_factory.mktemp("jobs")
-    return ranks.run_both(programs, folder, ranks_alone=["stateful", "own_losses", "drift"])
+    programs.update(state=rank_state.KERAS_2, optimizers=OPTIMIZERS, own=FUNCTIONS)
+    ranks_alone = ["stateful", "own_losses", "drift", *rank_decisions.programs()]
+    programs.update(rank_decisions.programs(), own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT)
+    return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), ranks_alone=ranks_alone)
 
 
 @long
@@ -153,17 +154,16 @@ def test_any_optimizer_and_generators_train_to_the_same_numbers(jobs):
     assert said[0]["evaluated"] == pytest.approx(said[0]["val_loss"][-1], abs=1e-6)
 
 
-def test_what_optimizers_make_of_gradients_is_of_all_ranks(tmp_path):
+def test_what_optimizers_make_of_gradients_is_of_all_ranks(jobs, tmp_path):
     """On 2 and 3 ranks: they clip, normalise, accumulate, or look at the loss."""
-    program = rank_gradients.OPTIMIZERS + rank_gradients.NATIVE
-    said = rank_gradients.check_sizes(rank_gradients.jobs_of_sizes(program, tmp_path))
+    three = ranks.run_all({"optimizers": OPTIMIZERS}, tmp_path, 3)
+    said = rank_gradients.check_optimizers([*jobs, three])
     assert said == [{"curved": rank_gradients.CURVED}] * 5
 
 
-def test_functions_of_a_script_that_train_a_model_are_refused(tmp_path):
-    program = rank_gradients.OWN_FUNCTIONS + rank_gradients.NATIVE_LOOP
+def test_functions_of_a_script_that_train_a_model_are_refused(jobs):
     around = "K.function()" if KERAS else "SGD.apply_gradients()"
-    for said in ranks.check_same(ranks.run_both({"own": program}, tmp_path), "own"):
+    for said in ranks.check_same(jobs, "own"):
         assert said == {
             "loop": rank_gradients.refused_loop("looped", around),
             "native": rank_gradients.refused_loop(
@@ -225,5 +225,5 @@ def test_state_that_updates_set_is_that_of_all_rows(jobs):
     rank_state.check_of_keras_2(jobs)
 
 
-def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
-    rank_decisions.check(tmp_path)
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(jobs):
+    rank_decisions.check(jobs[1])

@@ -128,10 +128,10 @@ def test_a_thread_whose_default_graph_is_another_one(keras):
 
 
 @span
-def test_a_model_of_its_own_in_each_of_eight_threads(keras):
+def test_a_model_of_its_own_in_each_of_four_threads(keras):
     """Functions are made before, as A3C has it: Keras' scopes are those of all threads."""
     within, session = v1.get_default_graph(), keras.backend.get_session()
-    plain, *models = [CASES["dense"].build(keras) for _ in range(9)]
+    plain, *models = [CASES["dense"].build(keras) for _ in range(5)]
     for model in models:
         model.set_weights(plain.get_weights())
         compat.parallelize(model)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from compat.testing import keras_under_test, slow, span
+from compat.testing import contract_of, keras_under_test, slow, span
 
 from .. import rank_decisions, rank_gradients, rank_state, rank_tables, rank_tapes, ranks
 from ..exchanges import EXPORT, RankedParts
@@ -197,6 +197,24 @@ def check_overlap(said, upstream):
         }
 
 
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory, request):
+    """What one process and two ranks left of programs; those of the span contract, or all."""
+    programs = {"tables": rank_tables.TABLES, "steps": rank_tapes.STEPS}
+    ranks_alone = ["unproven", "overlap", *DECISIONS]
+    if not KERAS3:
+        # For Keras 3 Horovod has no optimizer, and its own tape does not know the variables.
+        programs["tape"] = rank_tapes.HOROVODS_TAPE
+        programs["left_in"] = rank_gradients.left_in(keras_under_test().__name__, native=False)
+    programs["unproven"] = rank_tapes.UNPROVEN_STEPS
+    if contract_of(request.config) == "whole":
+        programs.update(DECISIONS, overlap=OVERLAP, steps_state=rank_state.STATE)
+    return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), ranks_alone=ranks_alone)
+
+
+DECISIONS = rank_decisions.programs("words")
+
+
 @slow  # as with workers, where metrics and losses are compared, too
 def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_path):
     said = ranks.check_same(ranks.run_both({"ways": WAYS}, tmp_path), "ways")
@@ -204,40 +222,35 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_p
 
 
 @span
-def test_lookup_layers_train_to_the_same_numbers_and_other_tables_are_an_error(tmp_path):
-    program = rank_tables.JOIN + rank_tables.TABLES
-    rank_tables.check(ranks.run_both({"tables": program}, tmp_path))
+def test_lookup_layers_train_to_the_same_numbers_and_other_tables_are_an_error(jobs):
+    rank_tables.check(jobs)
+
+
+if not KERAS3:
+
+    @span
+    def test_horovods_own_optimizers_are_refused_and_its_callbacks_change_nothing(jobs):
+        rank_gradients.check_left_in(jobs)
 
 
 @span
-def test_horovods_own_optimizers_are_refused_and_its_callbacks_change_nothing(tmp_path):
-    if KERAS3:
-        return  # for which Horovod has no optimizer
-    program = rank_gradients.left_in(keras_under_test().__name__, native=False)
-    rank_gradients.check_left_in(ranks.run_both({"left_in": program}, tmp_path))
+def test_gradients_are_those_of_all_ranks_before_they_are_used(jobs):
+    for name in {"steps", "tape"}.intersection(jobs[0]):
+        rank_tapes.check_steps(*(job[name] for job in jobs))
+
+
+@slow
+def test_gradients_are_those_of_three_ranks(jobs, tmp_path):
+    rank_tapes.check_steps(jobs[0]["steps"], ranks.run(rank_tapes.STEPS, tmp_path, 3))
 
 
 @span
-def test_gradients_are_those_of_all_ranks_before_they_are_used(tmp_path):
-    programs = {"steps": rank_tapes.STEPS}
-    if not KERAS3:  # whose variables Horovod's own tape does not know, in one process either
-        programs["tape"] = rank_tapes.HOROVODS_TAPE
-    alone, two = ranks.run_both(programs, tmp_path)
-    for name in programs:
-        rank_tapes.check_steps(alone[name], two[name])
-    if not KERAS3:  # where the programs take twice as long
-        rank_tapes.check_steps(alone["steps"], ranks.run(rank_tapes.STEPS, tmp_path, 3))
+def test_gradients_of_one_rank_that_are_not_used_linearly_are_an_error(jobs):
+    rank_tapes.check_unproven(jobs[1]["unproven"][1])
 
 
-@span
-def test_gradients_of_one_rank_that_are_not_used_linearly_are_an_error(tmp_path):
-    _, said = ranks.run(rank_tapes.UNPROVEN_STEPS, tmp_path, 2)
-    rank_tapes.check_unproven(said)
-
-
-def test_gradients_leave_in_buckets_while_others_are_computed(tmp_path):
-    _, said = ranks.run(OVERLAP, tmp_path, 2)
-    check_overlap(said, [0, 1, 1, 2, 2, 3])
+def test_gradients_leave_in_buckets_while_others_are_computed(jobs):
+    check_overlap(jobs[1]["overlap"][1], [0, 1, 1, 2, 2, 3])
 
 
 def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
@@ -245,9 +258,9 @@ def test_mpirun_with_a_horovod_that_knows_no_mpi_is_an_error():
     assert ranks.refused_alone(program) == ranks.disagreement(2)
 
 
-def test_state_that_steps_set_is_that_of_all_rows(tmp_path):
-    rank_state.check(tmp_path, "tensorflow2", size=3, keras_3=KERAS3)
+def test_state_that_steps_set_is_that_of_all_rows(jobs):
+    rank_state.check(*jobs, keras_3=KERAS3)
 
 
-def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
-    rank_decisions.check(tmp_path, adapts="words")
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(jobs):
+    rank_decisions.check(jobs[1], "words")

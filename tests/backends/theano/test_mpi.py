@@ -38,8 +38,9 @@ def jobs(tmp_path_factory):
     programs = {"losses": "REDUCTIONS = False\n" + ranks.LOSSES, "generator": ranks.GENERATOR}
     programs.update(own_losses=ranks.OWN_LOSSES, of_keras_2=ranks.OF_KERAS_2, drift=ranks.DRIFT)
     programs.update(lookahead=ranks.LOOKAHEAD)
-    programs["state"] = rank_state.KERAS_2
-    ranks_alone = ["own_losses", "of_keras_2", "drift", "lookahead"]
+    programs.update(state=rank_state.KERAS_2, optimizers=rank_gradients.OPTIMIZERS)
+    programs.update(rank_decisions.programs(), own=rank_gradients.OWN_FUNCTIONS)
+    ranks_alone = ["own_losses", "of_keras_2", "drift", "lookahead", *rank_decisions.programs()]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "theano", ranks_alone)
 
 
@@ -54,13 +55,13 @@ def test_a_train_function_of_another_librarys_is_told(jobs):
     ranks.check_lookahead(jobs)
 
 
-def test_what_optimizers_make_of_gradients_is_of_all_ranks(tmp_path):
-    """On 2 and 3 ranks: they clip, normalise, or look at the loss."""
-    rank_gradients.check_optimizers(tmp_path, "theano")
+def test_what_optimizers_make_of_gradients_is_of_all_ranks(jobs):
+    """They clip, normalise, or look at the loss."""
+    rank_gradients.check_optimizers(jobs)
 
 
-def test_functions_of_a_script_that_train_a_model_are_refused(tmp_path):
-    rank_gradients.check_own_functions(tmp_path, "theano")
+def test_functions_of_a_script_that_train_a_model_are_refused(jobs):
+    rank_gradients.check_own_functions(jobs)
 
 
 @pytest.mark.row("ranks: MPI")
@@ -303,5 +304,5 @@ def test_state_that_updates_set_is_that_of_all_rows(jobs):
     rank_state.check_of_keras_2(jobs)
 
 
-def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
-    rank_decisions.check(tmp_path, "theano")
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(jobs):
+    rank_decisions.check(jobs[1])

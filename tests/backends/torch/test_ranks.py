@@ -1463,22 +1463,32 @@ def jobs(tmp_path_factory):
     for_all.update(own_losses=ranks.OWN_LOSSES, late_drift=ranks.LATE_DRIFT)
     programs.update((name, ranks.of_keras_3(program)) for name, program in for_all.items())
     # The last one ends the exchange on a rank.
+    programs.update(THREE_RANKS)
     programs.update(keras=KERAS, verified=VERIFIED, refused_of_keras=KERAS_REFUSED)
-    ranks_alone = ["own_losses", "late_drift", "verified", "refused_of_keras"]
+    ranks_alone = ["own_losses", "late_drift", "verified", "refused_of_keras", *RANKS_ALONE]
     ranks_alone += ["drifting", "refused", "hooks"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "torch", ranks_alone)
 
 
-def test_state_that_steps_of_keras_set_is_that_of_all_rows(tmp_path):
-    rank_state.check(tmp_path, "torch", size=3)
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    """What three ranks left of those programs that are run as two ranks and as three."""
+    return ranks.run_all(THREE_RANKS, tmp_path_factory.mktemp("three"), 3, "torch")
 
 
-def test_buffers_that_forward_passes_set_are_those_of_all_rows(tmp_path):
-    rank_state.check_native(tmp_path)
+def test_state_that_steps_of_keras_set_is_that_of_all_rows(jobs, three):
+    for several in jobs[1], three:
+        rank_state.check(jobs[0], several)
 
 
-def test_what_one_rank_decides_or_is_given_by_itself_is_reported(tmp_path):
-    rank_decisions.check(tmp_path, "torch", "numbers")
+def test_buffers_that_forward_passes_set_are_those_of_all_rows(jobs, three):
+    for several in jobs[1], three:
+        rank_state.check_native(jobs[0], several)
+
+
+def test_what_one_rank_decides_or_is_given_by_itself_is_reported(jobs, three):
+    for several in jobs[1], three:
+        rank_decisions.check(several, "numbers")
 
 
 SPLITS = """
@@ -1525,9 +1535,14 @@ for kind, seed in ("unseeded", compat.rank()), ("seeded", 0):
 """
 
 
+# Those that only ranks run, and those that are run as three ranks, too.
+RANKS_ALONE = dict(rank_decisions.programs("numbers"), splits=SPLITS)
+THREE_RANKS = dict(RANKS_ALONE, steps_state=rank_state.STATE, buffers=rank_state.NATIVE)
+
+
 @pytest.mark.parametrize("size", [2, 3])
-def test_data_drawn_without_a_seed_before_shard_are_an_error_in_a_loop(tmp_path, size):
-    for said in ranks.run(SPLITS, tmp_path, size, "torch")[1]:
+def test_data_drawn_without_a_seed_before_shard_are_an_error_in_a_loop(jobs, three, size):
+    for said in (jobs[1] if size == 2 else three)["splits"][1]:
         other = rank_decisions.OTHER.format("rank 1" if size == 2 else "ranks 1 and 2", size)
         names = ["arrays", "drawn", "noisy", "split"]
         assert sorted(said["unseeded"]) == sorted(said["seeded"]) == names
