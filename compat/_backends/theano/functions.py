@@ -2,7 +2,7 @@
 
 Keras makes a function when it is first needed, by a method of the model
 (``_make_train_function`` and its two siblings). The instance gets methods of its own for that,
-which hand Keras another ``K.function``: one that makes a ``replicas.ReplicatedFunction``.
+which hand Keras another ``K.function``: one that makes a ``replicated_function.ReplicatedFunction``.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from ... import _keras, errors
 from ..._runtime import patching
 from .device_body import Device, placeholder_like
 from .python_operations import PythonOperations
-from .replicas import ReplicatedFunction, making
+from .replicated_function import ReplicatedFunction, making
 from .verified_steps import VerifiedTheanoStep
 
 
