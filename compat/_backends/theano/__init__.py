@@ -1,6 +1,6 @@
 """Theano, under Keras 2.0 to 2.3: its flags before the import, ``theano.config`` after it.
 
-What a flag is, where it is set and which ones say what was asked: ``theano_flags.py``,
+What a flag is, where it is set and which ones say what was asked: ``flags.py``,
 ``theanorc.py``. How a model runs on several of Theano's contexts: ``replicas.py``.
 """
 
@@ -13,7 +13,8 @@ import types
 from ... import _keras, _ranks, errors
 from ..._configuration import detection
 from ...backend import Backend
-from . import theano_flags, theanorc
+from . import flags as theano_flags
+from . import theanorc
 
 
 class Theano(Backend):
@@ -195,15 +196,15 @@ class Theano(Backend):
         """
         several = [] if list(devices) == self.devices()[:1] else devices
         contexts = active_gpus(self.import_framework())
-        from . import functions  # imports theano
+        from . import replicas  # imports theano
 
-        functions.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])
+        replicas.parallelize(model, [(gpu, contexts.get(gpu, "cpu")) for gpu in several])
         return model
 
     def verify(self, model, verification):
-        from . import functions  # imports theano
+        from . import replicas  # imports theano
 
-        functions.verify(model, verification)
+        replicas.verify(model, verification)
 
     def executed(self, model):
         """From the functions that Theano calls; see ``executed``."""

@@ -5,13 +5,13 @@ one Theano 1.0.5 still does much on the default one: whatever does not say where
 loop's states, a convolution's filters turned around), and what follows from that. So there are
 functions of every device's own, with weights of its own, made and run while its context is the
 default one. Keras builds the model, its loss and its metrics as ever;
-when it then turns tensors into a function to run (``functions.py``), its graph is cut in two:
+when it then turns tensors into a function to run (``replicas.py``), its graph is cut in two:
 
 - The *body*, all that the model's outputs depend on, is compiled for each device and computes its
   shard of the batch. What leaves it, towards loss, metrics or updates, has rows, which are put
   together on the host.
 - The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties, statistics of
-  the batch, and what computes across its rows (``row_operations.py``) with all that follows. Its
+  the batch, and what computes across its rows (``rules.py``) with all that follows. Its
   gradient at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer
   sees.
 
@@ -33,9 +33,9 @@ from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import progress, work
 from ..._runtime.patching import replaced
-from . import device_body, graph_rows
-from .device_body import computed_by, gradients_of, value_like
-from .python_operations import HasEffectsError
+from . import compilation, propagation
+from .compilation import computed_by, gradients_of, value_like
+from .side_effects import HasEffectsError
 
 #: Held while one thread makes functions: K.function is replaced for that, and Theano's own state
 #: is not made for several.
@@ -195,7 +195,7 @@ class ReplicatedFunction:
         if across is None:
             changing = owner.python.changing
             tries = not owner.doubt
-            of_model = graph_rows.ModelGraph(outputs, self.sharded, given, tries, changing)
+            of_model = propagation.ModelGraph(outputs, self.sharded, given, tries, changing)
             self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
             across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
@@ -283,7 +283,7 @@ class ReplicatedFunction:
 
     def _is_right_back(self, given, rows):
         """Whether gradients of the user's own are those of the whole batch, by a trial as well."""
-        across = graph_rows.own_gradient([self.cuts[place] for place in self.back])
+        across = propagation.own_gradient([self.cuts[place] for place in self.back])
         if across is None:
             return True
 
@@ -318,21 +318,21 @@ class ReplicatedFunction:
         weights = [weight for weight, _ in self.weights if weight in self.used]
         mode = self.options.get("mode")
         made = [] if back else self.owner.forward.get((tuple(cuts), mode), [])
-        is_apart = device_body.takes_values_away(mode)
+        is_apart = compilation.takes_values_away(mode)
         for number, device in enumerate(devices if cuts and not made else ()):
             for variable in self.used:
                 device.adopt(variable, number, is_apart)
             is_alike = number and device.target == devices[0].target
-            if not (is_alike and all(map(device_body.can_be_copied, made[0]))):
+            if not (is_alike and all(map(compilation.can_be_copied, made[0]))):
                 given = self.body_inputs, self.sharded, cuts, self.used, back, weights
                 with device.current():
-                    functions, weights = device_body.compiled(device, self._compile, *given)
+                    functions, weights = compilation.compiled(device, self._compile, *given)
                 made.append(functions)
                 for function in functions:
                     self.owner.python.follow(function.maker.fgraph.outputs)
             else:  # on one processor all are copies of the first's
                 swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
-                made.append([device_body.copied(function, swap) for function in made[0]])
+                made.append([compilation.copied(function, swap) for function in made[0]])
             device.functions.update(made[number])
         if not back:
             self.owner.forward[tuple(cuts), mode] = made

@@ -10,8 +10,8 @@ import time
 
 from ... import errors
 from ..._runtime.safe_files import NOFOLLOW, plain, replacement
-from . import theano_flags
-from .theano_flags import read_into, readable, section_and_option
+from . import flags as theano_flags
+from .flags import read_into, readable, section_and_option
 
 
 def file_to_write(environ):

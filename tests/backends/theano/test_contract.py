@@ -12,7 +12,7 @@ from terminals import terminal
 
 import compat
 from compat import _keras
-from compat._backends.theano import theano_flags
+from compat._backends.theano import flags as theano_flags
 from compat._configuration import packages, registry
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
@@ -104,9 +104,9 @@ def number_of_products(function):
 
 
 def products(function):
-    from compat._backends.theano import verified_steps  # imports theano
+    from compat._backends.theano import verification  # imports theano
 
-    return verified_steps.products(function)
+    return verification.products(function)
 
 
 def ran(model):

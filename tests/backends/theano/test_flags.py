@@ -14,7 +14,8 @@ import sys
 import pytest
 
 import compat
-from compat._backends.theano import theano_flags, theanorc
+from compat._backends.theano import flags as theano_flags
+from compat._backends.theano import theanorc
 from compat._configuration import registry
 from compat._configuration.device_choice import Devices
 from compat._configuration.settings import Memory, Settings

@@ -228,7 +228,7 @@ def prove(name, inputs, function, found):
     import theano
     from theano import tensor
 
-    from compat._backends.theano.graph_rows import ROWS, Sizes, VariableRows
+    from compat._backends.theano.propagation import ROWS, Sizes, VariableRows
 
     given = [tensor.TensorType(a.dtype, [n == 1 for n in np.shape(a)])() for a in inputs]
     outputs = function(*given)
@@ -257,7 +257,7 @@ def prove(name, inputs, function, found):
 
 
 def test_the_table_claims_nothing_but_the_truth(monkeypatch):
-    from compat._backends.theano.row_operations import TABLE
+    from compat._backends.theano.rules import TABLE
 
     test_contract.few_streams(monkeypatch)
     found, with_rows, names = row_proof.Found(), set(), set()

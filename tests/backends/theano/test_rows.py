@@ -28,12 +28,12 @@ def keras():
 
 
 def graph_of(model):
-    from compat._backends.theano import graph_rows
+    from compat._backends.theano import propagation
 
     inputs = model.inputs
     shapes = [[size or 4 for size in v._keras_shape] for v in inputs]
     given = {v: np.zeros(shape) for v, shape in zip(inputs, shapes)}
-    return graph_rows.ModelGraph(model.outputs, inputs, given)
+    return propagation.ModelGraph(model.outputs, inputs, given)
 
 
 def whole(operation, name, layer=None, line=None, reach=_rows.FROM_THERE_ON, why="mixed"):
@@ -47,7 +47,7 @@ def test_a_function_is_copied_without_a_trace_in_theanos_class():
     """Other threads may be compiling."""
     import theano
 
-    from compat._backends.theano import device_body
+    from compat._backends.theano import compilation
 
     number = theano.shared(1.0)
     function = theano.function([], number + 1)
@@ -57,7 +57,7 @@ def test_a_function_is_copied_without_a_trace_in_theanos_class():
         makers.append((type(function.maker), plain.__init__))
         return swap
 
-    copied = device_body.copied(types.SimpleNamespace(maker=function.maker, copy=copy), {number: 2})
+    copied = compilation.copied(types.SimpleNamespace(maker=function.maker, copy=copy), {number: 2})
     assert copied == {number: 2}
     ((within, init),) = makers
     assert issubclass(within, plain) and within is not plain
@@ -265,7 +265,7 @@ def test_what_cannot_be_tried_gets_all_rows(keras):
 
 def test_a_trial_leaves_no_trace(keras):
     """Random numbers go on as they would."""
-    from compat._backends.theano.device_body import is_random  # imports theano
+    from compat._backends.theano.compilation import is_random  # imports theano
 
     K = keras.backend
     model = named(keras, lambda x: x + K.random_normal(K.shape(x)))[0]

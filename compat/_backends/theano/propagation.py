@@ -15,9 +15,9 @@ from theano.ifelse import IfElse
 
 from ... import _rows, errors
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
-from . import python_operations
-from .device_body import depending_on, nearest
-from .row_operations import ARRANGING, OF_SIZES, TABLE, Drawn, drawn, frames_of, unknown
+from . import side_effects
+from .compilation import depending_on, nearest
+from .rules import ARRANGING, OF_SIZES, TABLE, Drawn, drawn, frames_of, unknown
 
 # Sizes of variables, by Theano's own `infer_shape` and `perform`: nothing is compiled, and no row
 # is looked at.
@@ -367,7 +367,7 @@ def line_of(variable):
 def own_gradient(cuts):
     """The first operation before cuts whose gradient is the user's, as an ``Across``, or None."""
     for node in graph.io_toposort([], [cut.variable for cut in cuts]):
-        if python_operations.is_users(node.op) or type(node.op).__name__ == "OpFromGraph":
+        if side_effects.is_users(node.op) or type(node.op).__name__ == "OpFromGraph":
             return _rows.Across(node.op, None, line_of(node.outputs[0]), "gradient")
     return None
 

@@ -1,8 +1,8 @@
 """The functions of a Keras model on Theano, made to run its body on several devices.
 
-Keras makes a function when it is first needed, by a method of the model
-(``_make_train_function`` and its two siblings). The instance gets methods of its own for that,
-which hand Keras another ``K.function``: one that makes a ``replicated_function.ReplicatedFunction``.
+Keras makes a function when it is first needed, by a method of the model (``_make_train_function``
+and its two siblings). The instance gets methods of its own for that, which hand Keras another
+``K.function``: one that makes a ``ReplicatedFunction``.
 """
 
 import contextlib
@@ -14,10 +14,10 @@ from theano.gof import graph
 
 from ... import _keras, errors
 from ..._runtime import patching
-from .device_body import Device, placeholder_like
-from .python_operations import PythonOperations
+from .compilation import Device, placeholder_like
 from .replicated_function import ReplicatedFunction, making
-from .verified_steps import VerifiedTheanoStep
+from .side_effects import PythonOperations
+from .verification import VerifiedTheanoStep
 
 
 def parallelize(model, devices):

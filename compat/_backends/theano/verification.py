@@ -1,7 +1,7 @@
 """Verification of Keras models on Theano, and where the products of a step ran."""
 
 from ..._verification import keras2
-from .device_body import is_random
+from .compilation import is_random
 
 # Which of a compiled function's operations are the products of layers; a loop has its own. On GPUs
 # their names begin with Gpu.
