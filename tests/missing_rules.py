@@ -2,7 +2,7 @@
 
 The proofs of the tables compare the page with what they find, or write it:
 
-    COMPAT_WRITE_PAGES=1 python -m pytest tests/backends/theano/test_operations.py
+    COMPAT_WRITE_PAGES=1 python -m pytest tests/backends/theano/test_rules.py
 """
 
 import os

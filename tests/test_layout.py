@@ -246,19 +246,31 @@ ROLES = {
 }
 
 # Files that one backend alone needs, and why.
-OF_ONE_BACKEND = {}  # type: dict
+OF_ONE_BACKEND = {
+    "theano.compilation": "a body's functions are compiled for each device",
+    "theano.device": "a device is a default context, with variables of its own",
+    "theano.flag_problems": "Theano ignores flags that it does not know",
+    "theano.flags": "THEANO_FLAGS and .theanorc, as Theano reads them before its import",
+    "theano.function_copies": "simulated devices run copies of one compiled function",
+    "theano.gpu_start": "Theano only logs that a GPU did not come up",
+    "theano.replicated_function": "Keras calls functions that K.function makes",
+    "theano.sizes": "sizes are inferred by infer_shape, without compiling",
+    "theano.theanorc": "persist=True writes it",
+}
 
-# Where the tests of a role have another name: they run in a mode of their own.
+# Where the tests of a role have another name: they run in a mode of their own, or the contract
+# proves it.
 TESTED_IN = {
     "cntk.ranks": "test_mpi.py",
     "mxnet.ranks": "test_horovod.py",
     "tensorflow1.ranks": "test_horovod.py",
     "tensorflow2.ranks": "test_horovod.py",
     "theano.ranks": "test_mpi.py",
+    "theano.verification": "test_contract.py",
 }
 
 # Backends whose files have not been brought to these names.
-UNSORTED = {"jax", "mxnet", "tensorflow1", "tensorflow2", "theano", "torch"}
+UNSORTED = {"jax", "mxnet", "tensorflow1", "tensorflow2", "torch"}
 
 
 @pytest.mark.parametrize("backend", sorted(set(registry.names()) - UNSORTED))

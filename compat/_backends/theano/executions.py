@@ -17,25 +17,34 @@ _lock = threading.Lock()
 _recorders = []  # type: list  # those of all threads
 _patches = []  # type: list  # one, while there are any
 
+# Which of a compiled function's operations are the products of layers; a loop has its own. On GPUs
+# their names begin with Gpu.
+PRODUCTS = (
+    "Dot", "Dot22", "Dot22Scalar", "Gemm", "Gemv", "CGemv", "Ger", "CGer", "Scan",
+    "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs", "AbstractConv2d",
+    "AbstractConv2d_gradWeights", "AbstractConv2d_gradInputs",
+    "DnnConv", "DnnConvGradW", "DnnConvGradI",
+)  # fmt: skip
+
 
 class CallRecorder:
-    """Counts the operations that each device executes in this thread, in the first step.
+    """Counts of the operations that each device executes in this thread, in the first step.
 
     Arguments:
-        functions: the model's ``ReplicatedTheanoFunctions``.
+        replicas: the model's ``Replicas``.
     """
 
-    def __init__(self, functions):
-        self.functions, self.thread = functions, get_ident()
-        self.counts = dict.fromkeys([device.name for device in functions.devices], 0)
+    def __init__(self, replicas):
+        self.replicas, self.thread = replicas, get_ident()
+        self.counts = dict.fromkeys([device.name for device in replicas.devices], 0)
         self._called = set()  # type: set  # what a step calls once
 
     def note(self, function, results):
         """Note a call, of whatever function of Theano's."""
-        home, *others = self.functions.devices
+        home, *others = self.replicas.devices
         device = next((each for each in others if function in each.functions), home)
         # Trials call what goes forward on the first device.
-        if device is not home or function in self.functions.heads:
+        if device is not home or function in self.replicas.heads:
             if function in self._called:
                 return self.end()  # the second step
             self._called.add(function)
@@ -58,7 +67,7 @@ class CallRecorder:
 
 
 def _recording(call):
-    """What stands in the place of the method by which all functions are called."""
+    """Return a replacement of the method by which all functions are called."""
 
     def calling(function, *args, **kwargs):
         results = call(function, *args, **kwargs)
@@ -70,18 +79,24 @@ def _recording(call):
 
 
 def _gpus(function, results):
-    """The GPUs on which a function's own values lie, and what it has returned."""
+    """Return the GPUs on which a function's own values lie, and what it has returned."""
     values = [container.storage[0] for container in function.input_storage]
     values += results if isinstance(results, list) else [results]
     return {value.context.dev for value in values if hasattr(value, "context")}
 
 
 @contextlib.contextmanager
-def executed(functions):
-    """Within, the first step is recorded; gives the numbers of operations, by device."""
-    recorder = CallRecorder(functions)
+def executed(replicas):
+    """Record the first step within a block; give the numbers of operations, by device."""
+    recorder = CallRecorder(replicas)
     recorder.begin()
     try:
         yield recorder.counts
     finally:
         recorder.end()
+
+
+def products(function):
+    """Return the nodes of a compiled function's graph that are products of layers."""
+    nodes = function.maker.fgraph.apply_nodes
+    return [node for node in nodes if type(node.op).__name__.replace("Gpu", "") in PRODUCTS]

@@ -25,7 +25,7 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
         from keras import backend as K
         from theano.gradient import disconnected_grad
 
-        from .compilation import computed_by  # imports theano
+        from .graph import computed_by  # imports theano
 
         differentiate, make, update = K.gradients, K.function, model.optimizer.get_updates
         of_rows = _keras.states(model, "get_value") + state.tried(model)  # see keras2_state

@@ -1,8 +1,15 @@
-"""The functions of a Keras model on Theano, made to run its body on several devices.
+"""Replicas of a Keras model on several of Theano's contexts, or on simulated devices.
 
-Keras makes a function when it is first needed, by a method of the model (``_make_train_function``
-and its two siblings). The instance gets methods of its own for that, which hand Keras another
-``K.function``: one that makes a ``ReplicatedFunction``.
+A ``transfer`` inside a graph is optimised away, and in a graph on a context that is not the default
+one Theano 1.0.5 still does much on the default one: whatever does not say where (allocations, a
+loop's states, a convolution's filters turned around), and what follows from that. So there are
+functions of every device's own, with weights of its own, made and run while its context is the
+default one.
+
+Keras builds the model, its loss and its metrics as ever. It makes a function when it is first
+needed, by a method of the model (``_make_train_function`` and its two siblings). The instance gets
+methods of its own for that, which hand Keras another ``K.function``: one that makes a
+``ReplicatedFunction``.
 """
 
 import contextlib
@@ -14,10 +21,11 @@ from theano.gof import graph
 
 from ... import _keras, errors
 from ..._runtime import patching
-from .compilation import Device, placeholder_like
+from .device import Device
+from .graph import placeholder_like
 from .replicated_function import ReplicatedFunction, making
 from .side_effects import PythonOperations
-from .verification import VerifiedTheanoStep
+from .verification import VerifiedStep
 
 
 def parallelize(model, devices):
@@ -27,7 +35,7 @@ def parallelize(model, devices):
         devices: their names and Theano's targets, as ``Device`` takes them; none for the plain
             behaviour.
     """
-    current = vars(model).get("_compat_functions")
+    current = vars(model).get("_compat_replicas")
     running = [] if current is None else [device.name for device in current.devices]
     if [name for name, _ in devices] == running:
         return
@@ -38,16 +46,7 @@ def parallelize(model, devices):
         if current is not None:
             current.uninstall()
         if devices:
-            ReplicatedTheanoFunctions(model, [Device(*each) for each in devices])
-
-
-def verify(model, verification):
-    """Have the first steps of ``model`` verified; None: no longer."""
-    functions, inner = vars(model).get("_compat_functions"), _keras.inner_model(model)
-    if functions is not None:
-        functions.verification = verification
-    if inner is not None:
-        VerifiedTheanoStep.install_on(inner, verification)
+            Replicas(model, [Device(*each) for each in devices])
 
 
 def _refuse_own_inputs(model):
@@ -60,7 +59,7 @@ def _refuse_own_inputs(model):
         )
 
 
-class ReplicatedTheanoFunctions:
+class Replicas:
     """The three functions of a Keras model, made to run its body on several devices.
 
     Attributes:
@@ -82,17 +81,17 @@ class ReplicatedTheanoFunctions:
         self.verification = None
         self.heads = weakref.WeakSet()
         self.running = threading.RLock()
-        vars(model)["_compat_functions"] = self
+        vars(model)["_compat_replicas"] = self
         _keras.InnerModel.have_prepared(model, self._prepare)
 
     def _prepare(self, model):
-        """Of an old ``Sequential`` these are several models, one after the other."""
+        """Install the methods on a model; an old ``Sequential`` has several of them in turn."""
         _refuse_own_inputs(model)
         self.model = model
         for kind in _KINDS:
             kind(self).install(model)
         if self.verification is not None:
-            VerifiedTheanoStep.install_on(model, self.verification)
+            VerifiedStep.install_on(model, self.verification)
 
     def __reduce__(self):
         return type(None), ()  # a copy of the model is plain
@@ -102,32 +101,32 @@ class ReplicatedTheanoFunctions:
             kind.of(self.model).remove(self.model)
         if _keras.InnerModel.of(self.owner) is not None:
             _keras.InnerModel.of(self.owner).remove(self.owner)
-        del vars(self.owner)["_compat_functions"]
+        del vars(self.owner)["_compat_replicas"]
 
 
 class MakeReplicatedFunction(patching.InstanceMethod):
-    """The method by which Keras makes one of a model's functions, which becomes a replicated one.
+    """Method by which Keras makes one of a model's functions, which becomes a replicated one.
 
     Arguments:
-        functions: the model's ``ReplicatedTheanoFunctions``.
+        replicas: the model's ``Replicas``.
     """
 
-    def __init__(self, functions):
-        super().__init__([device.name for device in functions.devices])
-        self.functions = functions
+    def __init__(self, replicas):
+        super().__init__([device.name for device in replicas.devices])
+        self.replicas = replicas
 
     def invoke(self, model):
-        """Keras' method, for which ``K.function`` makes a replicated one, of gradients to come."""
+        """Call Keras' method while ``K.function`` makes a replicated one, of gradients to come."""
         from keras import backend as K
 
         with contextlib.ExitStack() as within:
             within.enter_context(making)
-            if model is self.functions.model:  # no copy of it
+            if model is self.replicas.model:  # no copy of it
                 within.enter_context(patching.replaced(K, **self._replacements(K)))
             self.plain(model)()
 
     def _replacements(self, K):
-        """What stands for functions of Keras' backend in this thread, by name."""
+        """Return replacements for functions of Keras' backend in this thread, by name."""
         thread, asked = get_ident(), []  # the loss, and (weight, variable for its gradient)
         differentiate, make = K.gradients, K.function
 
@@ -144,7 +143,7 @@ class MakeReplicatedFunction(patching.InstanceMethod):
         def function(inputs, outputs, updates=(), **options):
             if get_ident() != thread:
                 return make(inputs, outputs, updates, **options)
-            return ReplicatedFunction(self.functions, inputs, outputs, updates, asked, options)
+            return ReplicatedFunction(self.replicas, inputs, outputs, updates, asked, options)
 
         return {"gradients": gradients, "function": function}
 

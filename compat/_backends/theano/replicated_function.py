@@ -1,17 +1,12 @@
-"""One Keras model on several of Theano's contexts, or on simulated devices.
+"""A function of a Keras model, as ``K.function`` makes it, that runs its body on several devices.
 
-A ``transfer`` inside a graph is optimised away, and in a graph on a context that is not the default
-one Theano 1.0.5 still does much on the default one: whatever does not say where (allocations, a
-loop's states, a convolution's filters turned around), and what follows from that. So there are
-functions of every device's own, with weights of its own, made and run while its context is the
-default one. Keras builds the model, its loss and its metrics as ever;
-when it then turns tensors into a function to run (``replicas.py``), its graph is cut in two:
+When Keras turns tensors into a function to run, its graph is cut in two:
 
 - The *body*, all that the model's outputs depend on, is compiled for each device and computes its
-  shard of the batch. What leaves it, towards loss, metrics or updates, has rows, which are put
-  together on the host.
+  shard of the batch. What leaves it, towards loss, metrics or updates, has rows, which are merged
+  on the host.
 - The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties, statistics of
-  the batch, and what computes across its rows (``rules.py``) with all that follows. Its
+  the batch, and what computes across its rows (``partition.py``) with all that follows. Its
   gradient at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer
   sees.
 
@@ -33,8 +28,9 @@ from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import progress, work
 from ..._runtime.patching import replaced
-from . import compilation, propagation
-from .compilation import computed_by, gradients_of, value_like
+from . import compilation, custom_gradients, function_copies, merging, trial
+from .graph import computed_by, gradients_of, value_like
+from .partition import ModelGraph
 from .side_effects import HasEffectsError
 
 #: Held while one thread makes functions: K.function is replaced for that, and Theano's own state
@@ -48,10 +44,10 @@ _ENOUGH = len(_rows.trial.WHOLE)
 
 
 class ReplicatedFunction:
-    """What Keras calls in the place of a ``K.function``; made in full for its first batch.
+    """Replacement of a ``K.function``, made in full for its first batch.
 
     Arguments:
-        owner: the model's ``ReplicatedTheanoFunctions``.
+        owner: the model's ``Replicas``.
         inputs, outputs, updates, options: as ``K.function`` has them.
         gradients: empty, or the loss and the pairs of a weight and the variable that stands for
             its gradient in ``updates``.
@@ -74,7 +70,7 @@ class ReplicatedFunction:
         self.batch = None  # type: Any  # what `_go_back` takes of the one that runs
 
     def __reduce__(self):
-        """Give copies none. Keras before 2.2 copies, and pickles, a model with its functions."""
+        """Make copies None: Keras before 2.2 copies, and pickles, a model with its functions."""
         model = self.owner.model
         if self.loss is not None and getattr(model.optimizer, "weights", None):
             errors.warn(
@@ -100,20 +96,20 @@ class ReplicatedFunction:
         given.update(zip(self.inputs, inputs))
         self._prepare(given, rows)
         bounds = [split_rows.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
-        shards = [self._given_to_body(given, slice(*each)) for each in bounds]
+        shards = [self.given_to_body(given, slice(*each)) for each in bounds]
         for device in devices[: len(self.forward)]:
             device.take_weights()
         try:
-            computed = self._run(self.forward, shards)
+            computed = self.run(self.forward, shards)
         except _ERRORS:
-            self._compute_on_one(given)
+            self.compute_on_one(given)
             self._run_whole()
             return self._call(inputs)
         count, sizes = len(self.cuts), split_rows.sizes(rows, len(devices))
         # For each cut what the devices have computed.
         parts = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
         handed_over = [s + values[count:] for s, values in zip(shards, computed)]
-        whole = [cut.merge(each, sizes) for cut, each in zip(self.cuts, parts)]
+        whole = [merging.merged(cut.placement, each, sizes) for cut, each in zip(self.cuts, parts)]
         with replaced(self, batch=(handed_over, parts, sizes)):
             results = self.head(*(list(inputs) + whole))
         names = [device.name for device in devices]
@@ -121,13 +117,15 @@ class ReplicatedFunction:
         work.count(names, split, self.loss is not None)
         return list(map(np.asarray, results))
 
-    def _given_to_body(self, given, rows):
-        """A body's inputs: ``rows``, a slice or numbers, of what has rows."""
+    def given_to_body(self, given, rows):
+        """Return a body's inputs: ``rows``, a slice or numbers, of those that have rows."""
         return [given[v][rows] if v in self.sharded else given[v] for v in self.body_inputs]
 
-    def _run(self, functions, given):
-        """Call each device's function. A GPU's returns before it has computed: all of them start,
-        then one is awaited."""
+    def run(self, functions, given):
+        """Call each device's function.
+
+        A GPU's returns before it has computed: all of them start, then one is awaited.
+        """
         results = []  # type: list
         if not functions:
             return results
@@ -137,17 +135,20 @@ class ReplicatedFunction:
                     results.append(function(*each))
         return results
 
-    def _compute_on_one(self, given):
-        """Have the first device compute all rows. What is an error there, too, is the user's."""
-        self._run(self.forward[:1], [self._given_to_body(given, slice(None))])
+    def compute_on_one(self, given):
+        """Compute all rows on the first device. What fails there, too, is the user's error."""
+        self.run(self.forward[:1], [self.given_to_body(given, slice(None))])
 
     def _go_back(self, *gradients):
-        """The gradients of the bodies' weights, summed up, for those of the whole batch at cuts."""
+        """Return the sums of the bodies' gradients, for those of the whole batch at the cuts."""
         shards, parts, sizes = self.batch
         at_cut = zip(self.back, gradients)
-        split = [self.cuts[place].split(each, parts[place], sizes) for place, each in at_cut]
+        split = [
+            merging.split_gradient(each, self.cuts[place].placement, parts[place], sizes)
+            for place, each in at_cut
+        ]
         try:
-            found = self._run(self.backward, [s + list(g) for s, g in zip(shards, zip(*split))])
+            found = self.run(self.backward, [s + list(g) for s, g in zip(shards, zip(*split))])
         except HasEffectsError as error:  # the step has begun to change weights
             raise errors.unsupported(
                 "theano",
@@ -170,11 +171,12 @@ class ReplicatedFunction:
                 if not self.is_made:
                     with making:
                         self._make(given)
-                self.is_made = self._is_right(given, rows) and self._is_right_back(given, rows)
+                arguments = self, given, rows
+                self.is_made = trial.is_right(*arguments) and custom_gradients.are_right(*arguments)
             self.tried[shapes] = rows
 
     def _run_whole(self):
-        """From now on, on one device."""
+        """Run on one device from now on."""
         self.owner.across = _rows.Across(None)
         self._make_again()
 
@@ -195,7 +197,7 @@ class ReplicatedFunction:
         if across is None:
             changing = owner.python.changing
             tries = not owner.doubt
-            of_model = propagation.ModelGraph(outputs, self.sharded, given, tries, changing)
+            of_model = ModelGraph(outputs, self.sharded, given, tries, changing)
             self.cuts = of_model.cuts(self.outputs + list(self.updates.values()))
             across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
         if across is not None:
@@ -213,7 +215,7 @@ class ReplicatedFunction:
         owner.heads.add(self.head)
 
     def _gradients(self, at_cut):
-        """Those of the loss with respect to the weights, of which the bodies compute a part.
+        """Return the loss's gradients for the weights, of which the bodies compute a part.
 
         Arguments:
             at_cut: by variables at cuts, what stands for them in the head.
@@ -240,71 +242,6 @@ class ReplicatedFunction:
             gradients.update(zip(without, theano.grad(self.loss, without)))
         return gradients
 
-    def _in_inference(self, given, rows, chosen):
-        """What the first device computes of some rows of the batch: the values at the cuts.
-
-        And what it would go back from, besides gradients.
-        """
-        from keras import backend as K
-
-        phase, count = K.learning_phase(), len(self.cuts)
-        given = {v: 0 if v is phase else value for v, value in given.items()}
-        part = self._given_to_body(given, [row % rows for row in chosen])
-        (values,) = self._run(self.forward[:1], [part])
-        return list(map(np.asarray, values[:count])), part + values[count:]
-
-    def _is_right(self, given, rows):
-        """Whether a trial, in inference, finds at the cuts what was thought.
-
-        Otherwise what no rule knows is doubted from now on; where all is known, the model is.
-        """
-        if not self.cuts:
-            return True
-        owner, device = self.owner, self.owner.devices[0]
-        device.take_weights()
-        with device.randomness_kept():
-            try:
-                found = _rows.trial.tried(lambda chosen: self._in_inference(given, rows, chosen)[0])
-            except HasEffectsError:
-                return False
-            except Exception:
-                self._compute_on_one(given)
-                found = [None] * len(self.cuts)
-        wrong = [result for cut, result in zip(self.cuts, found) if not cut.is_right(result)]
-        if not wrong:
-            return True
-        untold = all(result is None or isinstance(result, _rows.Unknown) for result in wrong)
-        why = "unknown" if untold else "tried"
-        if any(isinstance(cut.placement, _rows.Unknown) for cut in self.cuts):
-            owner.doubt = why
-        else:
-            owner.across = _rows.Across(None, why=why)
-        return False
-
-    def _is_right_back(self, given, rows):
-        """Whether gradients of the user's own are those of the whole batch, by a trial as well."""
-        across = propagation.own_gradient([self.cuts[place] for place in self.back])
-        if across is None:
-            return True
-
-        def compute(chosen):
-            at_cut, handed_over = self._in_inference(given, rows, chosen)
-            upstream = [at_cut[place] + np.float32(0.5) for place in self.back]
-            return list(map(np.asarray, self._run(self.backward[:1], [handed_over + upstream])[0]))
-
-        # Whatever an operation of the user's does.
-        try:
-            with self.owner.devices[0].randomness_kept():
-                whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
-            if all(map(_rows.trial.close, map(sum, zip(*parts)), whole)):
-                return True
-        except HasEffectsError:
-            across = across._replace(why="effects")
-        except Exception:
-            pass
-        self.owner.across = across
-        return False
-
     def _compile(self, inputs, outputs, updates, **options):
         # As K.function has it.
         options = dict(self.options, allow_input_downcast=True, on_unused_input="ignore", **options)
@@ -323,7 +260,7 @@ class ReplicatedFunction:
             for variable in self.used:
                 device.adopt(variable, number, is_apart)
             is_alike = number and device.target == devices[0].target
-            if not (is_alike and all(map(compilation.can_be_copied, made[0]))):
+            if not (is_alike and all(map(function_copies.can_be_copied, made[0]))):
                 given = self.body_inputs, self.sharded, cuts, self.used, back, weights
                 with device.current():
                     functions, weights = compilation.compiled(device, self._compile, *given)
@@ -332,7 +269,7 @@ class ReplicatedFunction:
                     self.owner.python.follow(function.maker.fgraph.outputs)
             else:  # on one processor all are copies of the first's
                 swap = {devices[0].variables[v]: device.variables[v] for v in self.used}
-                made.append([compilation.copied(function, swap) for function in made[0]])
+                made.append([function_copies.copied(function, swap) for function in made[0]])
             device.functions.update(made[number])
         if not back:
             self.owner.forward[tuple(cuts), mode] = made

@@ -1,7 +1,7 @@
-"""How the results of Theano's operations depend on the rows of a batch: one table.
+"""Rules for Theano's operations: how their results depend on the rows of a batch.
 
-A rule gets a node, a ``Value`` for each of its inputs, and the ``VariableRows`` of the graph. It is
-asked only where an input has rows, or is a part of a sum, unless it is one of ``OF_SIZES``.
+A rule gets a node, a ``Value`` for each of its inputs, and the ``Propagation`` over the graph. It
+is called only where an input has rows, or is a part of a sum, unless it is one of ``OF_SIZES``.
 """
 
 import os
@@ -11,6 +11,7 @@ from theano.tensor.subtensor import get_idx_list
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
+from .graph import frames_of
 
 
 class Drawn(_rows.Placement):
@@ -27,16 +28,16 @@ def _are_replicated(values):
     return all(isinstance(value.placement, Replicated) for value in values)
 
 
-def unknown(node, values, rows):
-    """Of what no rule knows. What unites what the devices have cannot be tried."""
+def unknown(node, values, propagation):
+    """Return the placement of what no rule knows; what needs the whole batch cannot be tried."""
     united = any(isinstance(value.placement, Partial) for value in values)
     return Mixed() if united else Unknown("it is not known")
 
 
-# Element by element, and nothing at all ---------------------------------------------------------
+# Element by element, and nothing at all:
 
 
-def _pointwise(node, values, rows):
+def _pointwise(node, values, propagation):
     is_second = type(getattr(node.op, "scalar_op", None)).__name__ == "Second"
     if is_second and isinstance(values[0].placement, Partial):  # whose shape alone it takes
         values = [Value(REPLICATED, values[0].shape), values[1]]
@@ -44,57 +45,57 @@ def _pointwise(node, values, rows):
 
 
 def _all(rule):
-    """A rule of the values alone."""
-    return lambda node, values, rows: rule(values)
+    """Return a rule of the values alone."""
+    return lambda node, values, propagation: rule(values)
 
 
-def _checked(node, values, rows):
-    """``Assert``: each device may check its own rows, but not how many it has."""
+def _checked(node, values, propagation):
+    """Follow ``Assert``: each device may check its own rows, but not how many it has."""
     own = all(value.placement in (REPLICATED, Partial("min")) for value in values[1:])
     return values[0].placement if own else Mixed()
 
 
-# Reductions, and what goes along dimensions -------------------------------------------------------
+# Reductions, and what goes along dimensions:
 
 _HOW = {"add": "sum", "maximum": "max", "minimum": "min", "or": "any", "and": "all"}
 
 
-def _reduced(node, values, rows):
+def _reduced(node, values, propagation):
     how = _HOW.get(str(node.op.scalar_op).lower(), "other")
     how = "mean" if type(node.op).__name__ == "Mean" else how
     return _rows.reduced(values[0], node.op.axis, how)
 
 
-def _maximum(node, values, rows):
+def _maximum(node, values, propagation):
     hows = ["max", "position"][-len(node.outputs) :]  # Argmax has the last one only
     return [_rows.reduced(values[0], node.op.axis, how) for how in hows]
 
 
-def _along(node, values, rows):
-    """Along ``op.axis``, None is all of them, as one; or along an axis that is the second input."""
+def _along(node, values, propagation):
+    """Follow what goes along ``op.axis`` (None: all, as one), or along the second input's axis."""
     has_axis = hasattr(node.op, "axis")
-    axis = node.op.axis if has_axis else rows.sizes.constant(node.inputs[1])
+    axis = node.op.axis if has_axis else propagation.sizes.constant(node.inputs[1])
     known = axis is not None and _are_replicated(values[1:])
     return _rows.along(values[0], axis) if known else Mixed()
 
 
 def _along_last(values):
-    """Of matrices: each row by itself, of several the rows that belong together."""
+    """Follow what goes along the last dimension: of several matrices the corresponding rows."""
     return _rows.along(Value(_rows.pointwise(values), values[0].shape), -1)
 
 
-# Products -----------------------------------------------------------------------------------------
+# Products:
 
 
-def _batched_product(node, values, rows):
+def _batched_product(node, values, propagation):
     letters = {2: "bj", 3: "bij"}[values[0].rank], {2: "bj", 3: "bjk"}[values[1].rank]
     return _rows.contracted(values, letters, [each for each in "bik" if each in "".join(letters)])
 
 
-# Views --------------------------------------------------------------------------------------------
+# Views:
 
 
-def _dimshuffled(node, values, rows):
+def _dimshuffled(node, values, propagation):
     placement, order = values[0].placement, list(node.op.new_order)
     if isinstance(placement, Partial):
         return placement
@@ -102,19 +103,19 @@ def _dimshuffled(node, values, rows):
     return Mixed() if dropped else placement.replace(axis=order.index(placement.axis))
 
 
-def _reshaped(node, values, rows):
+def _reshaped(node, values, propagation):
     if any(not isinstance(value.placement, (Replicated, Count)) for value in values[1:]):
         return Mixed()
-    return _rows.reshaped(values[0], rows.sizes.shape(node.outputs[0]))
+    return _rows.reshaped(values[0], propagation.sizes.shape(node.outputs[0]))
 
 
-def _joined(node, values, rows):
-    axis = rows.sizes.constant(node.inputs[0])
+def _joined(node, values, propagation):
+    axis = propagation.sizes.constant(node.inputs[0])
     return Mixed() if axis is None else _rows.concatenated(values[1:], axis)
 
 
-def _parts(node, variables, rows):
-    """What an index takes of dimensions, as ``_rows.sliced`` has it; None where it is no constant.
+def _parts(node, variables, propagation):
+    """Return the parts of dimensions in an index, for ``_rows.sliced``; None where it varies.
 
     Arguments:
         variables: what is indexed, and the variables in the index.
@@ -122,23 +123,28 @@ def _parts(node, variables, rows):
     parts = {}
     for axis, index in enumerate(get_idx_list(variables, node.op.idx_list)):
         is_slice = isinstance(index, slice)
-        if is_slice and rows.sizes.takes_all(index, variables[0], axis):
+        if is_slice and propagation.sizes.takes_all(index, variables[0], axis):
             continue
         asked = [index.start, index.stop, index.step] if is_slice else [index]
-        if any(not isinstance(rows.of(v), Replicated) for v in asked if hasattr(v, "owner")):
+        if any(
+            not isinstance(propagation.placement_of(v), Replicated)
+            for v in asked
+            if hasattr(v, "owner")
+        ):
             return None
         parts[axis] = "part" if is_slice else "one"
     return parts
 
 
-def _sliced(node, values, rows):
-    parts = _parts(node, node.inputs, rows)
+def _sliced(node, values, propagation):
+    parts = _parts(node, node.inputs, propagation)
     return Mixed() if parts is None else _rows.sliced(values[0], parts)
 
 
-def _assigned(node, values, rows):
-    """``set_subtensor`` and ``inc_subtensor``: a part, computed as that part is."""
-    parts, target = _parts(node, node.inputs[:1] + node.inputs[2:], rows), values[0].placement
+def _assigned(node, values, propagation):
+    """Follow ``set_subtensor`` and ``inc_subtensor``: a part, computed as that part is."""
+    parts = _parts(node, node.inputs[:1] + node.inputs[2:], propagation)
+    target = values[0].placement
     if parts is None or not isinstance(target, Sharded):
         return Mixed()
     part = _rows.sliced(values[0], parts)
@@ -147,33 +153,27 @@ def _assigned(node, values, rows):
     return target if isinstance(both, Sharded) and both.axis == part.axis else Mixed()
 
 
-def _repeated(node, values, rows):
-    found = _rows.repeated(values[0], node.op.axis, rows.sizes.constant(node.inputs[1]))
+def _repeated(node, values, propagation):
+    found = _rows.repeated(values[0], node.op.axis, propagation.sizes.constant(node.inputs[1]))
     return found if _are_replicated(values[1:]) else Mixed()
 
 
-# Layers, new values, ---------------------------------------------------------------------------
+# Layers, new values:
 
 
 def _by_row(axes):
-    return lambda node, values, rows: _rows.by_row(values, axes)
+    return lambda node, values, propagation: _rows.by_row(values, axes)
 
 
-def _pooled(node, values, rows):
-    """Along the last dimensions."""
+def _pooled(node, values, propagation):
+    """Follow what pools along the last dimensions."""
     if not _are_replicated(values[1:]):
         return Mixed()
     return _rows.resized(values[0], list(range(-node.op.ndim, 0)))
 
 
-def frames_of(variable):
-    """Where a variable was made: pairs of a file and a line, the innermost last."""
-    traces = getattr(variable.tag, "trace", None) or [[]]
-    return [(frame[0], frame[1]) for frame in traces[0]]
-
-
-def _normalized(node, values, rows):
-    """Batch normalization: in Keras' layer by each device's own rows, elsewhere as on one device.
+def _normalized(node, values, propagation):
+    """Follow batch normalization: by device in Keras' layer, elsewhere as on one device.
 
     Its statistics are those of the whole batch.
     """
@@ -185,38 +185,46 @@ def _normalized(node, values, rows):
     return [found if alone else Mixed()] + [Mixed()] * (len(node.outputs) - 1)
 
 
-def drawn(node, values, rows):
-    """Random numbers of a shape. The generator's state is each device's own."""
-    known = all(isinstance(rows.of(v), (Replicated, Count, Drawn)) for v in node.inputs[1:])
+def drawn(node, values, propagation):
+    """Follow random numbers of a shape. The generator's state is each device's own."""
+    known = all(
+        isinstance(propagation.placement_of(v), (Replicated, Count, Drawn)) for v in node.inputs[1:]
+    )
     return [REPLICATED, Drawn() if known else _plain(values) or Unknown("a draw for each row")]
 
 
-def _filled(node, values, rows):
-    """``Alloc``: a value of the sizes that follow it. ``AllocEmpty`` has none."""
+def _filled(node, values, propagation):
+    """Follow ``Alloc``, a value of the sizes after it; ``AllocEmpty`` has none."""
     result = node.outputs[0]
     filling, others = values[: -result.ndim or None], values[len(values) - result.ndim :]
     found = _plain(others)
     if not isinstance(found, (Replicated, Count)):
         return found or Mixed()
-    return _rows.pointwise(filling + [Value(rows.as_drawn(result), rows.sizes.shape(result))])
+    return _rows.pointwise(
+        filling + [Value(propagation.as_drawn(result), propagation.sizes.shape(result))]
+    )
 
 
-def _shape(node, values, rows):
-    return Count() if isinstance(rows.of(node.inputs[0]), Drawn) else _rows.shape_of(values[0])
+def _shape(node, values, propagation):
+    return (
+        Count()
+        if isinstance(propagation.placement_of(node.inputs[0]), Drawn)
+        else _rows.shape_of(values[0])
+    )
 
 
-# Branches, and a graph of their own inside -------------------------------------------------------
+# Branches, and a graph of their own inside:
 
 
-def _branched(node, values, rows):
+def _branched(node, values, propagation):
     count = node.op.n_outs
     kinds = [value.placement for value in values]
     pairs = zip(kinds[1 : 1 + count], kinds[1 + count :])
     return [_rows.chosen(kinds[0], pair) for pair in pairs]
 
 
-def _looped(node, values, rows):
-    """``scan``: rows along another dimension than that of the steps. A step for each is tried."""
+def _looped(node, values, propagation):
+    """Follow ``scan``: rows along another dimension than the steps'. A step per row is tried."""
     loop = scan_args(node.inputs, node.outputs, node.op.inputs, node.op.outputs, node.op.info)
     of = dict(zip(node.inputs, values))
     if loop.outer_in_mit_mot:
@@ -227,20 +235,20 @@ def _looped(node, values, rows):
         return Unknown("a step for each row") if alone else Mixed()
     if not _are_replicated([of[loop.n_steps]]) or any(of[v].axis == 0 for v in states):
         return Mixed()
-    held, inside = _in_each_step(loop, of, states, rows)
+    held, inside = _in_each_step(loop, of, states, propagation)
     if not _are_replicated(map(inside.value, loop.cond)):
         return Mixed()  # the rows tell where it ends
     for outer, before in zip(loop.outer_out_mit_sot + loop.outer_out_sit_sot, states):
-        rows.sizes.set(outer, rows.sizes.dimensions(before))
+        propagation.sizes.set(outer, propagation.sizes.dimensions(before))
     for outer, v in zip(loop.outer_out_nit_sot, loop.inner_out_nit_sot):
         steps = None if loop.cond else loop.n_steps
-        rows.sizes.set(outer, [steps] + inside.sizes.dimensions(v))
+        propagation.sizes.set(outer, [steps] + inside.sizes.dimensions(v))
     found = held + [inside.value(v).placement for v in loop.inner_out_nit_sot]
     return [_moved(each, 1) for each in found] + [REPLICATED] * len(loop.outer_out_shared)
 
 
-def _in_each_step(loop, of, states, rows):
-    """What the states are in each step, and the graph of a step, followed until that is so.
+def _in_each_step(loop, of, states, propagation):
+    """Return the states' placements in each step, and a step's graph, followed until stable.
 
     A step sees sequences and states without their first dimension.
     """
@@ -253,7 +261,7 @@ def _in_each_step(loop, of, states, rows):
     held, before = [_moved(of[v].placement, -1) for v in states], None
     while held != before:
         of_states = [(v, *state, 1) for each, *state in zip(taps, states, held) for v in each]
-        inside, before = rows.inside(pairs + of_states, loop.inner_outputs), held
+        inside, before = propagation.inside(pairs + of_states, loop.inner_outputs), held
         new = map(inside.value, loop.inner_out_mit_sot + loop.inner_out_sit_sot)
         # What they are before a step, and after it.
         held = [_rows.chosen(REPLICATED, [was, is_now.placement]) for was, is_now in zip(held, new)]
@@ -298,7 +306,7 @@ _KINDS = [
     (_looped, "Scan"),
 ]
 #: By the names of the classes of operations, or of their parents.
-TABLE = {name: rule for rule, names in _KINDS for name in names.split()}
+RULES = {name: rule for rule, names in _KINDS for name in names.split()}
 
 #: Those which tell more of what has no rows than ``without_rows``: of sizes, and of each result.
 OF_SIZES = (_filled, _shape, drawn, _branched)

@@ -7,13 +7,12 @@ the operation runs once, with the whole batch.
 
 import contextlib
 import random
-import types
 
 import numpy as np
 from theano.gof import Op, graph
 
-from ... import errors
 from ..._runtime.effects import Effects
+from .graph import is_custom
 
 
 class HasEffectsError(Exception):
@@ -21,7 +20,7 @@ class HasEffectsError(Exception):
 
 
 class PythonOperations:
-    """The operations of the user's in graphs of a model.
+    """User-defined operations in graphs of a model.
 
     Attributes:
         changing: those that have changed something.
@@ -35,12 +34,12 @@ class PythonOperations:
         """Find them in the graph of some variables."""
         generators = [np.random.mtrand._rand, random._inst]
         for outer, op in _operations(graph.io_toposort([], list(outputs))):
-            if is_users(op) and op not in self._effects:
+            if is_custom(op) and op not in self._effects:
                 self._effects[op] = outer, Effects([op] + generators, _is_value)
 
     @contextlib.contextmanager
     def unchanged(self):
-        """A block in which they must not change what they can reach.
+        """Watch a block in which they must not change what they can reach.
 
         Raises:
             HasEffectsError: one did.
@@ -61,7 +60,7 @@ class PythonOperations:
 
 
 def _operations(nodes):
-    """The operations of nodes, and those within their loops with the outer one."""
+    """Yield the operations of nodes, and those within their loops with the outer one."""
     for node in nodes:
         yield node.op, node.op
         inner = getattr(node.op, "outputs", None) or ()  # of a loop
@@ -69,16 +68,8 @@ def _operations(nodes):
             yield node.op, op
 
 
-def is_users(op):
-    """Whether an operation is not Theano's, or calls a function that is the user's."""
-    functions = [each for each in vars(op).values() if isinstance(each, types.FunctionType)]
-    return type(op).__module__.partition(".")[0] != "theano" or any(
-        errors.is_users_file(function.__code__.co_filename) for function in functions
-    )
-
-
 def _is_value(value):
-    """Whether it is Theano's, a part of the graph or of a type, which no call changes."""
+    """Return whether it is Theano's, a part of the graph or of a type, which no call changes."""
     if isinstance(value, Op):
         return False
     return any(kind.__module__.partition(".")[0] == "theano" for kind in type(value).__mro__)

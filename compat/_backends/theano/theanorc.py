@@ -10,17 +10,16 @@ import time
 
 from ... import errors
 from ..._runtime.safe_files import NOFOLLOW, plain, replacement
-from . import flags as theano_flags
-from .flags import read_into, readable, section_and_option
+from .flags import files, read_into, readable, section_and_option
 
 
 def file_to_write(environ):
-    """The file whose settings win: the last of those that Theano reads.
+    """Return the file that takes precedence: the last of those that Theano reads.
 
     Raises:
         ConfigurationFileError: ``THEANORC`` names no file at all.
     """
-    paths = theano_flags.files(environ)
+    paths = files(environ)
     if not paths:
         raise errors.ConfigurationFileError(
             "persist=True has no file to write: THEANORC is set and names none. Unset it, "
@@ -77,11 +76,8 @@ def write(path, flags, before=()):
         ) from error
 
 
-# The text of a file ---------------------------------------------------------------------------
-
-
 def set_options(text, flags):
-    """The text of a ``.theanorc`` with these flags set and all else as it was.
+    """Return the text of a ``.theanorc`` with these flags set and all else as it was.
 
     Raises:
         configparser.Error: the text has no place for them.
@@ -101,7 +97,7 @@ def set_options(text, flags):
 
 
 def _options(text):
-    """All that a file's text says, by section and option."""
+    """Return all settings of a file's text, by section and option."""
     parser = configparser.RawConfigParser(default_section=_NO_DEFAULTS, strict=False)
     parser.read_file(io.StringIO(text, newline=None))
     return {section: dict(parser.items(section)) for section in parser.sections()}
@@ -111,7 +107,7 @@ _NO_DEFAULTS = "\n"  # no section has such a name, so [DEFAULT] is a section lik
 
 
 def _with_option(text, section, option, value):
-    """Texts with this option, of which one does that says so, and nothing else besides."""
+    """Yield texts with this option, one of which has it and nothing else besides."""
     lines = list(io.StringIO(text, newline=""))  # with their ends, as they are
     end = "\r\n" if "\r\n" in text else "\n"
     if lines and not lines[-1].endswith(("\n", "\r")):
@@ -159,15 +155,12 @@ def _check_defaults(before, text, flags):
             )
 
 
-# The file itself ------------------------------------------------------------------------------
-
-
 def _no_link(path, flags):
     return plain(path, flags | NOFOLLOW)
 
 
 def _read(path):
-    """A file's content and what ``os.stat()`` says of it; None and None where there is none."""
+    """Return a file's content and its ``os.stat()``; None and None where there is none."""
     try:
         with open(path, "rb", opener=_no_link) as file:
             return file.read(), os.fstat(file.fileno())

@@ -1,21 +1,23 @@
-"""Verification of Keras models on Theano, and where the products of a step ran."""
+"""Verification of Keras models on Theano: a step done again on one device."""
 
+from ... import _keras
 from ..._verification import keras2
-from .compilation import is_random
-
-# Which of a compiled function's operations are the products of layers; a loop has its own. On GPUs
-# their names begin with Gpu.
-PRODUCTS = (
-    "Dot", "Dot22", "Dot22Scalar", "Gemm", "Gemv", "CGemv", "Ger", "CGer", "Scan",
-    "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs", "AbstractConv2d",
-    "AbstractConv2d_gradWeights", "AbstractConv2d_gradInputs",
-    "DnnConv", "DnnConvGradW", "DnnConvGradI",
-)  # fmt: skip
+from .executions import products
+from .graph import is_random
 
 
-class _TheanoStep(keras2.Keras2Step):
+def verify(model, verification):
+    """Have the first steps of ``model`` verified; None: no longer."""
+    replicas, inner = vars(model).get("_compat_replicas"), _keras.inner_model(model)
+    if replicas is not None:
+        replicas.verification = verification
+    if inner is not None:
+        VerifiedStep.install_on(inner, verification)
+
+
+class _Step(keras2.Keras2Step):
     def operations(self):
-        """From the functions that Theano compiled for each device, and that this step calls."""
+        """Return numbers of products in each device's functions that this step calls."""
         made = self.function.made
         if not hasattr(made, "owner"):  # Keras' own function: nothing is divided
             return {}
@@ -27,10 +29,10 @@ class _TheanoStep(keras2.Keras2Step):
         }
 
 
-class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
-    """The method by which Keras makes the function of a step."""
+class VerifiedStep(keras2.VerifiedKeras2Step):
+    """Method by which Keras makes the function of a step."""
 
-    step = _TheanoStep
+    step = _Step
     is_random = staticmethod(is_random)
 
     def written(self, function, model):
@@ -42,9 +44,3 @@ class VerifiedTheanoStep(keras2.VerifiedKeras2Step):
             written = [i.variable for i in inputs if i.update is not None]
         written = [v for v in written if hasattr(v, "broadcastable")]  # no RandomState
         return sorted(written, key=lambda variable: int(variable.auto_name.partition("_")[2]))
-
-
-def products(function):
-    """The nodes of a compiled function's graph that are products of layers."""
-    nodes = function.maker.fgraph.apply_nodes
-    return [node for node in nodes if type(node.op).__name__.replace("Gpu", "") in PRODUCTS]

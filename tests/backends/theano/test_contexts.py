@@ -153,13 +153,13 @@ class TestContexts:
         with registry.load("theano").executed(model) as counts:
             model.train_on_batch(inputs, targets)
         assert sorted(counts) == sorted(CONTEXTS) and all(counts.values())
-        functions = vars(model)["_compat_functions"]
-        recorder = executions.CallRecorder(functions)
+        replicas = vars(model)["_compat_replicas"]
+        recorder = executions.CallRecorder(replicas)
         forward = model.train_function.forward[0]
         shard = [inputs[:20].astype("float32")]
-        for device in functions.devices:
+        for device in replicas.devices:
             device.functions.add(forward)
-        with functions.devices[0].current():
+        with replicas.devices[0].current():
             recorder.note(forward, forward(*shard))
         assert recorder.counts[CONTEXTS[0]] and not recorder.counts[CONTEXTS[1]]
 

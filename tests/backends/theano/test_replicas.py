@@ -1,6 +1,5 @@
-"""How the functions of Keras models on Theano are made, of whatever kind the model is."""
+"""Replicas of Keras models on Theano, of whatever kind the model is."""
 
-import copy
 import threading
 
 import numpy as np
@@ -8,8 +7,6 @@ import pytest
 
 import compat
 from compat import _keras
-from compat._configuration import registry
-from compat._runtime import patching
 from compat.testing import DEVICES, initialise, keras_under_test, span
 
 from .. import hooks
@@ -117,46 +114,9 @@ def test_a_plain_model_again(keras):
         steps(model)
         compat.parallelize(model, gpus=1)
         assert not hasattr(_keras.inner_model(model).train_function, "forward")
-        assert "_compat_functions" not in vars(model) and "build" not in vars(model)
+        assert "_compat_replicas" not in vars(model) and "build" not in vars(model)
         steps(model)
     assert plain <= set(vars(model))
-
-
-# What runs, and on which devices ---------------------------------------------------------------
-
-
-def test_operations_are_counted_by_device_in_the_first_step_alone(keras):
-    """By the functions that Theano calls, and not those of other threads."""
-    from theano.compile.function_module import Function
-
-    class Callback(keras.callbacks.Callback):
-        recording = []
-
-        def on_batch_end(self, batch, logs=None):
-            self.recording.append(patching.find(Function, "__call__") is not None)
-
-    backend, plain = registry.load("theano"), Function.__call__
-    model = compat.parallelize(initialise(dense(keras)))
-    model.compile("sgd", "mse")
-    with backend.executed(model) as executed:
-        model.fit(INPUTS, TARGETS, batch_size=3, callbacks=[Callback()], verbose=0)
-    assert Callback.recording == [True, False, False, False]
-    assert Function.__call__ is plain
-
-    def operations(functions):
-        return sum(len(made.maker.fgraph.apply_nodes) for made in functions)
-
-    made = model.train_function
-    for device, functions in list(test_contract.functions(model).items())[1:]:
-        assert executed[device] == operations(functions)
-    first = operations([made.head, made.forward[0], made.backward[0]])
-    assert executed["cpu:0"] > first  # which some rows are tried on
-    with backend.executed(model) as executed:
-        thread = threading.Thread(target=model.train_on_batch, args=(INPUTS, TARGETS))
-        thread.start()
-        thread.join()
-    assert executed == {"cpu:0": 0, "cpu:1": 0, "cpu:2": 0}
-    assert Function.__call__ is plain
 
 
 def lookahead(keras, model):
@@ -209,9 +169,6 @@ def test_a_library_that_makes_the_training_function_itself_is_warned_of(keras, f
         "changed the model, and report it with the output of `python -m compat env` if there is "
         "none."
     ]
-
-
-# Threads ------------------------------------------------------------------------------------------
 
 
 def in_threads(function, count=8):
@@ -270,77 +227,3 @@ def test_models_of_eight_threads_are_made_at_once(keras, traces_are_kept):
             np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
     for number, model in enumerate(models[1]):
         assert hasattr(model.train_function, "forward") == bool(number % 2)
-
-
-def test_a_copy_of_a_function_says_what_is_lost(keras):
-    """Keras before 2.2 copies a model with its functions, and pickles them."""
-    model = compat.parallelize(initialise(dense(keras)))
-    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
-    steps(model)
-    with told() as said:
-        copies = [copy.copy(model.train_function), copy.copy(model.predict_function)]
-        assert copies == [None, None]
-    assert said == [
-        f"The copy of model {model.name!r} will train from the beginning of its optimizer's state "
-        "(momentum, moments): a function that runs on several devices is not copied, and the one "
-        "that Keras makes anew has none. Use model.save() and load_model(), which keep it."
-    ]
-
-
-# Modes ----------------------------------------------------------------------------------------
-
-
-def modes():
-    """Arguments of ``compile()``, which Keras hands to ``theano.function``, by name."""
-    import theano
-    from theano.compile import debugmode, monitormode, nanguardmode
-
-    def is_seen(number, node, function):
-        pass
-
-    return {
-        "monitor": {"mode": monitormode.MonitorMode(pre_func=is_seen, post_func=is_seen)},
-        "debug": {"mode": debugmode.DebugMode(), "profile": False},  # it refuses to profile
-        "guard": {"mode": nanguardmode.NanGuardMode()},
-        "callback": {"mode": theano.Mode(theano.gof.vm.VM_Linker(callback=lambda **given: None))},
-        "python": {"mode": theano.Mode("py")},
-        "fast": {"mode": "FAST_RUN"},
-        "profile": {"profile": True},
-    }
-
-
-@pytest.mark.parametrize("name", ["monitor", "debug", "guard", "callback", "python", "profile"])
-def test_modes_run_on_all_devices(keras, name):
-    """Also one that comes after another one."""
-    found = []
-    for parallel in (False, True):
-        model, results = initialise(dense(keras)), []
-        if parallel:
-            compat.parallelize(model)
-        for mode in ("fast", name):
-            model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse", **modes()[mode])
-            results += steps(model)
-        found.append(results)
-    for one, other in zip(*found):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
-    for function in (model.train_function, model.test_function, model.predict_function):
-        assert len(function.forward) == DEVICES
-        kinds = {type(made.maker.mode) for made in function.forward + [function.head]}
-        assert kinds == {type(modes()[name].get("mode", function.head.maker.mode))}
-
-
-def test_a_monitor_sees_what_each_device_computes(keras):
-    from theano.compile.monitormode import MonitorMode
-
-    seen = []
-
-    def see(number, node, function):
-        if "Dot" in str(node.op):
-            seen.append(function.inputs[0][0].shape[0])
-
-    model = compat.parallelize(initialise(dense(keras)))
-    model.compile("sgd", "mse", mode=MonitorMode(pre_func=see))
-    model.predict_on_batch(INPUTS)  # with a trial
-    del seen[:]
-    model.predict_on_batch(INPUTS)
-    assert seen == [3, 3, 4, 4, 4, 4]

@@ -8,12 +8,12 @@ from compat import _keras, _rows
 from compat.testing import initialise, span
 
 from ..messages import told
-from . import test_contract, test_functions
+from . import test_contract, test_replicas
 
-keras = test_functions.keras
+keras = test_replicas.keras
 profiles_not_printed = test_contract.profiles_not_printed
 
-INPUTS, TARGETS = test_functions.INPUTS, test_functions.TARGETS
+INPUTS, TARGETS = test_replicas.INPUTS, test_replicas.TARGETS
 
 
 def as_op(function, backward=None):
@@ -111,17 +111,17 @@ def test_operation_that_changes_something(keras, name):
         operation = as_op(lambda values: getattr(kept, name)(values))
         return lambda: with_operation(keras, operation), parallel, kept
 
-    line = _line_of(with_operation, "between = ")
+    line = line_of(with_operation, "between = ")
     check(keras, build, lambda model: effects("FromFunctionOp{<lambda>}", model, line))
 
 
-def _line_of(function, text):
+def line_of(function, text):
     """As messages name the line of a function that begins with a text."""
     code = function.__code__
     with open(code.co_filename) as file:
         lines = file.read().splitlines()
     number = next(n for n, line in enumerate(lines, 1) if line.strip().startswith(text))
-    return f"test_effects.py, line {number + 2}"
+    return f"test_side_effects.py, line {number + 2}"
 
 
 def test_operation_that_changes_nothing_runs_on_all_devices(keras):
@@ -148,7 +148,7 @@ def test_printed_by_a_function_of_ones_own(keras):
 
         return lambda: with_operation(keras, Print("h", global_fn=see)), parallel, kept
 
-    line = _line_of(with_operation, "between = ")
+    line = line_of(with_operation, "between = ")
     check(keras, build, lambda model: effects(model.layers[1].output.owner.op, model, line))
 
 
@@ -175,60 +175,9 @@ def test_operation_that_changes_something_from_a_later_step_on(keras):
         assert len(kept.seen) == 2
     for one, other in zip(*found):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-    line = _line_of(with_operation, "between = ")
+    line = line_of(with_operation, "between = ")
     sentence = effects("FromFunctionOp{<lambda>}", model, line).sentence(model.name)
     assert said == [f"{sentence} {_rows.FROM_THERE_ON} runs on cpu:0 with the whole batch."]
-
-
-def with_gradient(keras, kept, is_on):
-    """A model with an operation whose gradient counts."""
-
-    def count(values):
-        return kept.counts(values) if is_on else values.copy()
-
-    operation = as_op(lambda values: values.copy(), as_op(count))
-    return with_operation(keras, operation)
-
-
-def test_gradient_that_changes_something(keras):
-    """It is tried with the first batch: the model runs on one device."""
-
-    def build(parallel):
-        kept = Kept()
-        return lambda: with_gradient(keras, kept, [True]), parallel, kept
-
-    one, results, left = trained(keras, *build(False))
-    with told() as said:
-        model, several, state = trained(keras, *build(True))
-    assert left == state
-    for value, other in zip(results, several):
-        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
-    line = _line_of(with_operation, "between = ")
-    assert said == [
-        f"The operation FromFunctionOp{{<lambda>}} ({line}) of {model.name!r} changes what "
-        "outlasts its call (a list, a counter, random numbers), which each device would change. "
-        "The model runs on cpu:0 with the whole batch."
-    ]
-
-
-def test_gradient_that_changes_something_from_a_later_step_on(keras):
-    """It is put back; by then the step may have changed weights."""
-    kept, is_on = Kept(), []
-    model = compat.parallelize(initialise(with_gradient(keras, kept, is_on)))
-    model.compile("sgd", "mse")
-    model.train_on_batch(INPUTS, TARGETS)
-    is_on.append(True)
-    with pytest.raises(compat.UnsupportedError) as caught:
-        model.train_on_batch(INPUTS, TARGETS)
-    assert str(caught.value).splitlines()[0] == (
-        f"theano cannot train {model.name!r} on several devices: the gradient of an operation "
-        "changes what outlasts its call, which each device would change. Run the model on one "
-        "device: parallelize(model, gpus=1)."
-    )
-    assert kept.log == {"calls": 0, "rows": 0}
-
-
-# Weights that a call moves, and tensors that it keeps ---------------------------------------------
 
 
 def momentum_encoder(keras):

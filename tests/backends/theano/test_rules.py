@@ -228,7 +228,8 @@ def prove(name, inputs, function, found):
     import theano
     from theano import tensor
 
-    from compat._backends.theano.propagation import ROWS, Sizes, VariableRows
+    from compat._backends.theano.propagation import Propagation
+    from compat._backends.theano.sizes import ROWS, Sizes
 
     given = [tensor.TensorType(a.dtype, [n == 1 for n in np.shape(a)])() for a in inputs]
     outputs = function(*given)
@@ -247,7 +248,7 @@ def prove(name, inputs, function, found):
                 [n * size // row_proof.ROWS if place == axis else size for n in ROWS]
                 for place, size in enumerate(np.shape(array))
             ]
-        followed = VariableRows(dict(zip(given, placements)), Sizes(sizes)).follow(outputs)
+        followed = Propagation(dict(zip(given, placements)), Sizes(sizes)).follow(outputs)
         claims = [followed.value(output).placement for output in outputs]
         with_rows.extend(each for each in claims if isinstance(each, Sharded))
         return claims
@@ -257,7 +258,7 @@ def prove(name, inputs, function, found):
 
 
 def test_the_table_claims_nothing_but_the_truth(monkeypatch):
-    from compat._backends.theano.rules import TABLE
+    from compat._backends.theano.rules import RULES
 
     test_contract.few_streams(monkeypatch)
     found, with_rows, names = row_proof.Found(), set(), set()
@@ -266,7 +267,7 @@ def test_the_table_claims_nothing_but_the_truth(monkeypatch):
         if prove(name, inputs, function, found):
             with_rows.add(name)
     assert found.wrong == []
-    assert names == set(TABLE)
+    assert names == set(RULES)
     assert names - with_rows == {
         "MakeVector", "ScalarFromTensor", "ScalarOp", "Shape", "Shape_i", "TensorFromScalar"
     }  # fmt: skip

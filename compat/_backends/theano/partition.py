@@ -1,0 +1,77 @@
+"""The graph of a model's outputs, cut into what devices compute and what runs once."""
+
+import numpy as np
+from theano.gof import graph
+
+from ... import _rows
+from ..._rows import Mixed, Partial, Sharded, Unknown
+from .graph import depending_on, line_of, nearest
+from .propagation import Propagation
+from .sizes import ROWS, Sizes
+
+
+class Cut:
+    """A variable that leaves the body.
+
+    Attributes:
+        variable: the variable.
+        placement: how it depends on the rows: ``Sharded``, or ``Unknown`` until it is tried.
+    """
+
+    def __init__(self, variable, placement):
+        self.variable = variable
+        self.placement = placement
+
+
+class ModelGraph(Propagation):
+    """The graph of a model's outputs, and how it depends on the rows of a batch.
+
+    Arguments:
+        outputs: the model's.
+        sharded: the variables that are given to the model in parts, whose rows come first.
+        given: the values of these, and of other variables that the outputs depend on.
+        tries: whether what no rule knows may be tried.
+        changing: operations that run once for the whole batch, as ``PythonOperations`` has them.
+    """
+
+    def __init__(self, outputs, sharded, given, tries=True, changing=frozenset()):
+        self.changing = changing
+        sizes = {variable: list(np.shape(value)) for variable, value in given.items()}
+        for variable in sharded:
+            sizes[variable][0] = list(ROWS)
+        super().__init__({variable: Sharded(0) for variable in sharded}, Sizes(sizes))
+        self.follow(outputs)
+        self._outputs = outputs
+        self._tries = tries
+
+    def cuts(self, wanted):
+        """Return cuts at the nearest variables that a device can compute from its own shard."""
+        return [Cut(v, self.placement_of(v)) for v in nearest(wanted, self._can_be_cut)]
+
+    def _can_be_cut(self, variable):
+        placement = self.placement_of(variable)
+        if isinstance(placement, Unknown):
+            return self._tries and bool(self.sizes.grown(variable))
+        whole = isinstance(placement, Sharded) and placement.copies == 1
+        return whole and hasattr(variable, "broadcastable")
+
+    def across(self, why):
+        """Return the first cross-batch operation whose results grow with the batch; or None.
+
+        Arguments:
+            why: of what no rule knows, as ``_rows.Across`` has it.
+        """
+        kinds = Mixed if self._tries else (Mixed, Unknown)
+        needed = set(graph.ancestors(self._outputs))
+        lost = [v for v, p in self.placements.items() if isinstance(p, kinds) and v in needed]
+        if not any(map(self.sizes.grown, lost)):
+            return None
+        why, united = "mixed" if isinstance(self.placement_of(lost[0]), Mixed) else why, lost
+        why = "effects" if lost[0].owner.op in self.changing else why
+        while united:  # a sum over the rows, from where it is one
+            first = united[0]
+            united = [v for v in first.owner.inputs if isinstance(self.placement_of(v), Partial)]
+        following = depending_on([first], self._outputs)
+        layers = [v for v in self.placements if v in following and hasattr(v, "_keras_history")]
+        name = f"layer {layers[0]._keras_history[0].name!r}" if layers else None
+        return _rows.Across(first.owner.op, name, line_of(first), why)

@@ -1,0 +1,88 @@
+"""Trials of cuts: what one device computes of samples of a batch."""
+
+import numpy as np
+from theano.ifelse import IfElse
+
+from ... import _rows
+from ..._rows import Sharded, Unknown
+from .graph import nearest
+from .side_effects import HasEffectsError
+
+
+def is_right(function, values, rows):
+    """Return whether a trial, in inference, finds at the cuts what was inferred.
+
+    Otherwise what no rule knows is doubted from now on; where all is known, the model is.
+
+    Arguments:
+        function: a ``ReplicatedFunction``.
+        values: those of its inputs, and of states that have rows, by variable.
+        rows: how many rows these have.
+    """
+    if not function.cuts:
+        return True
+    owner, device = function.owner, function.owner.devices[0]
+    device.take_weights()
+    with device.randomness_kept():
+        try:
+            found = _rows.trial.tried(
+                lambda chosen: in_inference(function, values, rows, chosen)[0]
+            )
+        except HasEffectsError:
+            return False
+        except Exception:
+            function.compute_on_one(values)
+            found = [None] * len(function.cuts)
+    wrong = [result for cut, result in zip(function.cuts, found) if not _confirms(result, cut)]
+    if not wrong:
+        return True
+    untold = all(result is None or isinstance(result, Unknown) for result in wrong)
+    why = "unknown" if untold else "tried"
+    if any(isinstance(cut.placement, Unknown) for cut in function.cuts):
+        owner.doubt = why
+    else:
+        owner.across = _rows.Across(None, why=why)
+    return False
+
+
+def in_inference(function, values, rows, chosen):
+    """Return what the first device computes of some rows of the batch: the values at the cuts.
+
+    And what it would go back from, besides gradients.
+    """
+    from keras import backend as K
+
+    phase, count = K.learning_phase(), len(function.cuts)
+    values = {v: 0 if v is phase else value for v, value in values.items()}
+    part = function.given_to_body(values, [row % rows for row in chosen])
+    (computed,) = function.run(function.forward[:1], [part])
+    return list(map(np.asarray, computed[:count])), part + computed[count:]
+
+
+def _confirms(found, cut):
+    """Return whether a trial found what was inferred at a cut.
+
+    Arguments:
+        found: a placement; None where the trial failed. That of what no rule knows is kept.
+    """
+    rows = isinstance(found, Sharded) and found.copies == 1
+    if isinstance(cut.placement, Sharded):
+        same = rows and found.axis == cut.placement.axis
+        return same or isinstance(found, Unknown) or _is_normalized(cut.variable)
+    if rows:
+        cut.placement = found
+    return rows
+
+
+def _is_normalized(variable):
+    """Return whether a layer before it normalizes by the batch in inference, per device."""
+    from keras import backend as K
+
+    def in_inference(node):
+        by_phase = isinstance(node.op, IfElse) and node.inputs[0] is K.learning_phase()
+        return node.inputs[1 + node.op.n_outs :] if by_phase else node.inputs
+
+    def normalizes(variable):
+        return type(variable.owner.op).__name__ == "AbstractBatchNormTrain"
+
+    return bool(nearest([variable], normalizes, in_inference))
