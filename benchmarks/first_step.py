@@ -25,7 +25,7 @@ TRIALS = {
     "theano": [("_rows.trial", None, "tried")],
     "torch": [
         ("_backends.torch.replicas", "PartsTrial", "outcomes"),
-        ("_backends.torch.watch", None, "try_function"),
+        ("_backends.torch.propagation", None, "try_function"),
     ],
 }
 

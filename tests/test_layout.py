@@ -256,6 +256,31 @@ OF_ONE_BACKEND = {
     "theano.replicated_function": "Keras calls functions that K.function makes",
     "theano.sizes": "sizes are inferred by infer_shape, without compiling",
     "theano.theanorc": "persist=True writes it",
+    "torch.activation_hooks": "ranks: hooks on gradients that are not exchanged",
+    "torch.backward_passes": "ranks: when a backward pass ends, and of which rows it is",
+    "torch.containers": "nested values that keep the identity of their containers",
+    "torch.expressions": "totals over rows that torch computes on, which replicas merge later",
+    "torch.gradient_exchange": "ranks: gradients exchanged by autograd's hooks, in no method",
+    "torch.gradient_sums": "ranks: buckets of gradients",
+    "torch.kept_rows": "rows of a batch that a model keeps between calls",
+    "torch.keras_ranks": "ranks of Keras models",
+    "torch.keras_replicas": "replicas of Keras models; those of modules are in native",
+    "torch.linked_values": "gradients by results from which other results were computed",
+    "torch.loss_terms": "ranks: what a loss was divided by, from autograd's graph",
+    "torch.merge_rules": "how each value is merged, which the first call of a kind decides",
+    "torch.native_ranks": "ranks of modules",
+    "torch.native_verification": "verification of modules, whose step is a call",
+    "torch.optimizer_steps": "ranks: modules' optimizers, whose steps no method of a model sees",
+    "torch.outcomes": "what one replica made, before it is merged",
+    "torch.parameter_hooks": "ranks: hooks on parameters wait for the mean",
+    "torch.ranked_buffers": "ranks: buffers that forward() sets",
+    "torch.ranked_calls": "ranks: what those of Keras models and of modules have in common",
+    "torch.ranked_state": "ranks: variables that a step of Keras sets",
+    "torch.row_counts": "numbers of rows in Python, which sees sizes of tensors while it runs",
+    "torch.rules_indexing": "rules of tensor[index]",
+    "torch.tensors": "tensors found in nested values, compared and converted",
+    "torch.tracing": "torch's own traces and transformations of a call",
+    "torch.watched_calls": "hooks that check the calls of modules, which have no steps",
 }
 
 # Where the tests of a role have another name: they run in a mode of their own, or the contract
@@ -270,7 +295,7 @@ TESTED_IN = {
 }
 
 # Backends whose files have not been brought to these names.
-UNSORTED = {"jax", "mxnet", "tensorflow1", "tensorflow2", "torch"}
+UNSORTED = {"jax", "mxnet", "tensorflow1", "tensorflow2"}
 
 
 @pytest.mark.parametrize("backend", sorted(set(registry.names()) - UNSORTED))

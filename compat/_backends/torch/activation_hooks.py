@@ -1,4 +1,4 @@
-"""Hooks of a script on gradients of what a model computes: watched for what they change.
+"""Hooks of a script on gradients of activations: watched for what they change.
 
 Such gradients belong to this rank's rows, and nothing is exchanged for them. A rank's loss is
 divided by fewer rows than one process's, so they are larger, which a function that is not linear

@@ -4,16 +4,14 @@ Nothing here depends on the methods that ``parallelize()`` replaces on a model.
 """
 
 import contextlib
-import functools
 import os
-import sys
 import threading
 
 import torch
 from torch.utils import _python_dispatch
 
-from ..._rows import split_rows
-from . import calls, timeline, tracing
+from . import profiler
+from .graph import call_tensors
 
 _recorders = threading.local()  # ``found``: those of this thread, the innermost last
 
@@ -22,7 +20,7 @@ _ENDS = torch.ops.profiler._record_function_exit._RecordFunction
 
 
 class OperationCounter(_python_dispatch.TorchDispatchMode):
-    """Counts the operations that each device executes in this thread.
+    """Counter of the operations that each device executes in this thread.
 
     A GPU is known by the tensors that an operation returns. Simulated devices are all the CPU. For
     these the ranges that replicas mark for torch's profiler tell whose an operation is: the
@@ -52,7 +50,7 @@ class OperationCounter(_python_dispatch.TorchDispatchMode):
         elif func is _ENDS:
             del self._ranges[-1:]
         else:
-            first = next(calls.tensors_in(result), None)
+            first = next(call_tensors(result), None)
             if first is not None and not first.is_meta:
                 self._count(first.device)
         return result
@@ -60,8 +58,8 @@ class OperationCounter(_python_dispatch.TorchDispatchMode):
     def _count(self, device):
         name = str(device)
         if self.is_simulated:
-            marks = [each for each in self._ranges if each.startswith(timeline.REPLICA)]
-            name = marks[-1][len(timeline.REPLICA) :] if marks else self.home
+            marks = [each for each in self._ranges if each.startswith(profiler.REPLICA)]
+            name = marks[-1][len(profiler.REPLICA) :] if marks else self.home
         if name in self.counts:
             self.counts[name] += 1
 
@@ -124,68 +122,3 @@ def _forget():
 
 if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_forget)  # novm
-
-
-# Calls of modules ---------------------------------------------------------------------------------
-
-
-class _Hook:
-    """A hook of one of torch's modules, which copies and pickles of the module do without."""
-
-    def __init__(self, function):
-        self.function = function
-
-    @torch.compiler.disable
-    def __call__(self, *given):
-        self.function(*given)
-
-    def __reduce__(self):
-        # What does nothing, and needs no compat.
-        return getattr, (contextlib.nullcontext(), "__exit__")  # novm
-
-
-class WatchedCalls:
-    """Has the calls of a module checked, from hooks of torch's own.
-
-    Arguments:
-        check: a ``UsageCheck``.
-    """
-
-    _watched = torch.utils.weak.WeakIdKeyDictionary()  # module -> its hooks' handles
-
-    def __init__(self, check):
-        self.check = check
-        self.running = threading.local()  # ``step``: the one that is checked in this thread
-
-    @classmethod
-    def install_on(cls, module, check):
-        """Take the present hooks away; unless ``check`` is None, register others."""
-        for handle in cls._watched.pop(module, ()):
-            handle.remove()
-        if check is not None:
-            calls = cls(check)
-            cls._watched[module] = (
-                module.register_forward_pre_hook(_Hook(calls.begin), prepend=True),
-                module.register_forward_hook(_Hook(calls.end), always_call=True),
-            )
-
-    def begin(self, module, args):
-        if split_rows.runs_undivided() or tracing.is_traced():
-            return
-        self.close((GeneratorExit, GeneratorExit(), None))  # an interruption has left it
-        kind = "train" if module.training and torch.is_grad_enabled() else "predict"
-        step = self.check.step(kind, functools.partial(vars(module).get, "forward"), "forward")
-        self.running.step, self.running.raised = step, sys.exc_info()[1]
-        step.__enter__()
-
-    def end(self, module, args, result):
-        if split_rows.runs_undivided() or tracing.is_traced():
-            return
-        raised = sys.exc_info()
-        self.close((None, None, None) if raised[1] is self.running.raised else raised)
-
-    def close(self, raised):
-        step = getattr(self.running, "step", None)
-        if step is not None:
-            self.running.step = None
-            step.__exit__(*raised)

@@ -8,11 +8,13 @@ import collections
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as tree
 
 from ... import _rows
 from ..._runtime.containers import MISSING, owners_of
-from . import batches
-from .calls import is_sharded, tag, tag_of, tree
+from .arguments import rows_of
+from .graph import is_sharded, tag, tag_of
 
 
 class CutOtherwise(Exception):
@@ -92,7 +94,7 @@ def is_leaf(value):
 
 
 def _within(value):
-    return not isinstance(value, tuple) or isinstance(value, batches.PackedSequence)
+    return not isinstance(value, tuple) or isinstance(value, PackedSequence)
 
 
 def _parts(value):
@@ -140,7 +142,7 @@ class OwnRows:
                 own = value.take(list(self.rows), axis)
                 self.own[id(value)] = value, own, own.copy()
             else:
-                own = batches.rows_of(value, axis, self.rows).to(self.device, copy=True)
+                own = rows_of(value, axis, self.rows).to(self.device, copy=True)
                 self.own[id(value)] = value, own, own._version
                 if self.watched:
                     tag(own, _rows.Sharded(axis))

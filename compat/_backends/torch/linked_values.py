@@ -1,8 +1,8 @@
 """Gradients by a value of a call on which others of its values depend.
 
-``images, styles = generator(z)``: on each device images come from that device's styles. What is put
-together of the styles comes after them, so that no path of autograd's graph leads from the images
-back to it. Its gradient is that of the replicas' parts, put together in the same way.
+``images, styles = generator(z)``: on each device images come from that device's styles. What is
+merged of the styles comes after them, so that no path of autograd's graph leads from the images
+back to it. Its gradient is that of the replicas' parts, merged in the same way.
 """
 
 import functools
@@ -46,7 +46,7 @@ class Parts:
     Arguments:
         whole: what was put together.
         tensors: the values, the first replica's first.
-        rule: a ``merging.Rule``.
+        rule: a ``MergeRule``.
     """
 
     def __init__(self, whole, tensors, rule):

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..._ranks import merging
 from ..._ranks import state as rank_state
-from . import batches
+from .arguments import first_batch
 from .ranked_state import exchanged
+from .tensors import to_numpy
 
 _STEADY = torch.nn.modules.dropout._DropoutNd, torch.nn.modules.batchnorm._NormBase
 
@@ -59,7 +60,7 @@ class RankedBuffers:
         return [module._buffers[name] for module, name in self.tried]
 
     def _decide(self, model, plain, args, kwargs):
-        rows = int(batches.first_batch((args, kwargs)).shape[0])
+        rows = int(first_batch((args, kwargs)).shape[0])
         held = [
             (kept, name, tensor, tensor.detach().clone())
             for module in model.modules()
@@ -78,7 +79,7 @@ class RankedBuffers:
                 for tensor, value in zip(self._values(), values):
                     tensor.copy_(torch.as_tensor(value))
                 plain(*some_args, **some_kwargs)
-                return [batches.to_numpy(tensor).copy() for tensor in self._values()]
+                return [to_numpy(tensor).copy() for tensor in self._values()]
             finally:
                 for kept, name, tensor, value in held:
                     kept[name] = tensor
@@ -92,7 +93,7 @@ class RankedBuffers:
             [tensor.dtype for tensor in values],
             range(len(values)),
         )
-        values = [batches.to_numpy(tensor).copy() for tensor in values]
+        values = [to_numpy(tensor).copy() for tensor in values]
         with _steady(model), torch.no_grad(), torch.random.fork_rng(devices=[]):
             try:
                 with _Collectives():
@@ -119,7 +120,7 @@ def _steady(model):
 
 
 class _Collectives(TorchDispatchMode):
-    """Finds operations of torch.distributed, and does none."""
+    """Detector of operations of torch.distributed, which does none."""
 
     class Found(Exception):
         """There is one."""

@@ -1,10 +1,10 @@
-"""Models on several devices of one process.
+"""Replicas of a model on several devices of one process, and the call that runs them.
 
 A model runs there by a ``call`` (Keras) or a ``forward`` (torch) of its own: an attribute of the
 instance that hides its class's method. It splits the batch, runs the class's method on each device
-with weights copied there, and puts together what the replicas made: results, losses, state. The
-copies belong to autograd's graph, so that all gradients reach the one set of weights.
-``models`` has the two kinds of models.
+with weights copied there, and merges what the replicas made: results, losses, state. The copies
+belong to autograd's graph, so that all gradients reach the one set of weights. ``keras_replicas``
+and ``native`` have the two kinds of models.
 """
 
 import contextlib
@@ -12,21 +12,61 @@ import itertools
 import threading
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import batches, calls, executions, kept_rows, linked_values, merging, timeline, tracing
-from .batches import evaluating, is_users
-from .calls import NotMergeable, tag
-from .outcomes import Outcome, PartsTrial, part_on, untagged
-from .watch import Watch
+from . import executions, kept_rows, linked_values, profiler, tracing
+from .arguments import (
+    CallArguments,
+    Unchanged,
+    dimension_choices,
+    make_layout,
+    shard_on,
+    size_along,
+)
+from .containers import PLAIN, flatten
+from .custom_gradients import check_gradients, custom_gradient
+from .graph import tag
+from .merge_rules import CallPlan, decide
+from .merging import NotMergeable, form, is_one_devices
+from .outcomes import Outcome, untagged
+from .propagation import Propagation
+from .side_effects import is_user_defined
+from .trial import PartsTrial, evaluating, prove
 
 # How many arguments may turn out to have as many rows as the batch by chance.
 MOST_TRIED = 6
 
 
-class ReplicatedMethod(patching.InstanceMethod):
+class Replicas:
+    """The replicas of a model in one call, and their state; each kind of models has a subclass.
+
+    Attributes:
+        outside: a ``CallEffects``.
+        before: the values of state before the call, by key.
+    """
+
+    def run(self, plain, device, copy, args, kwargs, propagation):
+        """Run one replica.
+
+        Arguments:
+            plain: the method of the model's class.
+            copy: whether weights are copied even where they are on the device.
+            propagation: follows the call, or None.
+
+        Returns:
+            The result; losses and state that the replica has set, by key; state as it was given.
+        """
+        raise NotImplementedError
+
+    def finish(self, merged):
+        """Set what was merged, by key, once."""
+        raise NotImplementedError
+
+
+class ReplicatedCall(patching.InstanceMethod):
     """A method of a model that runs on several devices.
 
     Replica i computes the rows ``split_rows.run_bounds`` gives it, on its device, one after the
@@ -45,8 +85,8 @@ class ReplicatedMethod(patching.InstanceMethod):
         super().__init__(devices)
         self.belongs_to_step = belongs_to_step
         # By kind of call; None: it runs whole. Deep copies, of the same architecture, share it.
-        self.known = {}
-        self.choices = None  # where the rows may be: arguments of ``batches.layout``
+        self.plans = {}
+        self.choices = None  # where the rows may be: arguments of ``make_layout``
         self.kept_rows = kept_rows.KeptRows()
         self.tried = {}  # functions without a rule, by the kind of call
         self.lock = threading.RLock()  # one call at a time: the model's weights are the replica's
@@ -55,7 +95,7 @@ class ReplicatedMethod(patching.InstanceMethod):
     def invoke(self, model, *args, **kwargs):
         if split_rows.runs_undivided():
             return self.plain(model)(*args, **kwargs)
-        arguments = batches.DividedArguments(args, kwargs, self.converter(model))
+        arguments = CallArguments(args, kwargs, self.converter(model))
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
         if self.is_only_traced(model, tensor):
             return self.plain(model)(*args, **kwargs)
@@ -68,13 +108,13 @@ class ReplicatedMethod(patching.InstanceMethod):
         if tracing.is_transformed():
             error = NotMergeable(_rows.Across(None, why="transformed"))
             return self.whole(model, arguments, None, error)
-        packed = [v for v in arguments.leaves if isinstance(v, batches.PackedSequence)]
+        packed = [v for v in arguments.leaves if isinstance(v, PackedSequence)]
         if packed:
             error = NotMergeable(_rows.Across("PackedSequence", why="unknown"))
-            return self.whole(model, arguments, batches.size(packed[0], 0), error)
+            return self.whole(model, arguments, size_along(packed[0], 0), error)
         layouts = self.layouts(model, arguments)
         if not layouts:
-            if not all(isinstance(leaf, batches.PLAIN) for leaf in arguments.leaves):
+            if not all(isinstance(leaf, PLAIN) for leaf in arguments.leaves):
                 errors.warn(
                     f"{type(model).__name__} was given no tensor, as far as torch.utils._pytree "
                     "finds them, which cannot be divided: it runs on one device."
@@ -88,28 +128,28 @@ class ReplicatedMethod(patching.InstanceMethod):
         kept = self.kept(model, layouts[0].rows)
         layouts = [each._replace(kept=kept) for each in layouts]
         kinds = {mode + (each.cuts, kept): each for each in layouts}
-        kind = next((kind for kind in kinds if self.known.get(kind) is not None), None)
-        known, rows = self.known.get(kind), layouts[0].rows
+        kind = next((kind for kind in kinds if self.plans.get(kind) is not None), None)
+        plan, rows = self.plans.get(kind), layouts[0].rows
         # Of one row nothing can be learned.
-        untried = {k: v for k, v in kinds.items() if k not in self.known and v.rows > 1}
-        if known is None and not untried:
+        untried = {k: v for k, v in kinds.items() if k not in self.plans and v.rows > 1}
+        if plan is None and not untried:
             return self.whole(model, arguments, rows)
-        if known is not None:
-            known.follow_numbers(numbers)
+        if plan is not None:
+            plan.follow_numbers(numbers)
         drawn = contextlib.ExitStack()
-        if known is None or known.watch:
-            drawn = self.state(model).outside.random_numbers()
+        if plan is None or plan.watch:
+            drawn = self.replicas(model).outside.random_numbers()
         try:
-            if known is None:
+            if plan is None:
                 return self.first_call(model, arguments, untried, numbers)
-            return self.computed(model, arguments, kinds[kind], known)
+            return self.computed(model, arguments, kinds[kind], plan)
         except kept_rows.CutOtherwise:
             drawn.close()
             return self.divided(model, arguments, args, kwargs)
         except NotMergeable as error:
             drawn.close()
             result = self.whole(model, arguments, rows, error if rows > 1 else None)
-            self.known.update(dict.fromkeys(untried if known is None else [kind]))
+            self.plans.update(dict.fromkeys(untried if plan is None else [kind]))
             return result
 
     def whole(self, model, arguments, rows, error=None):
@@ -120,10 +160,10 @@ class ReplicatedMethod(patching.InstanceMethod):
             error: why, if that was not said before.
         """
         home = self.home(model, arguments)
-        leaves = [part_on(home, None, None, leaf) for leaf in arguments.leaves]
+        leaves = [shard_on(home, None, None, leaf) for leaf in arguments.leaves]
         with split_rows.undivided(), arguments.given(leaves) as (args, kwargs):
             result = self.plain(model)(*args, **kwargs)
-            found, unflatten, _ = batches.flatten(arguments.changed())
+            found, unflatten, _ = flatten(arguments.changed())
         # It may change the caller's containers.
         unflatten([untagged(arguments.own(leaf)) for leaf in found])
         sizes = None if rows is None else work.undivided(self.devices, rows)
@@ -133,18 +173,18 @@ class ReplicatedMethod(patching.InstanceMethod):
             _rows.runs_whole(name, error.across, self.devices[0], "The model", self)
         return result
 
-    def computed(self, model, arguments, layout, known):
+    def computed(self, model, arguments, layout, plan):
         """What the replicas compute, put together; where it is not what is known it is watched."""
-        given, state = layout, self.state(model)
-        known.watch = known.watch or any(each.other is not None for each in given.kept)
-        layout = given._replace(cuts=known.cuts, kept=known.kept)
-        outcomes = self.run(model, state, arguments, layout, known)
-        if known.watch:
+        given, replicas = layout, self.replicas(model)
+        plan.watch = plan.watch or any(each.other is not None for each in given.kept)
+        layout = given._replace(cuts=plan.cuts, kept=plan.kept)
+        outcomes = self.run(model, replicas, arguments, layout, plan)
+        if plan.watch:
             self.check_kept(model, given)
-        if known.watch or known.fit(outcomes, layout.rows):
-            return self.merge(model, state, arguments, layout, known, outcomes)
-        known.watch = True
-        return self.computed(model, arguments, given, known)
+        if plan.watch or plan.fit(outcomes, layout.rows):
+            return self.merge(model, replicas, arguments, layout, plan, outcomes)
+        plan.watch = True
+        return self.computed(model, arguments, given, plan)
 
     def kept(self, model, rows):
         """What the model keeps of rows, which a call of so many finds: see ``kept_rows``."""
@@ -174,43 +214,43 @@ class ReplicatedMethod(patching.InstanceMethod):
             for whole in [None] + others[:MOST_TRIED]:
                 cuts = [None if place == whole else cut for place, cut in enumerate(layout.cuts)]
                 kept = tuple(each for each in layout.kept if each != whole)
-                known = merging.Known(tuple(cuts), kept, numbers)
-                tried = layout._replace(cuts=known.cuts, kept=kept)
-                known.trial = self.trial(model, arguments, tried)
+                plan = CallPlan(tuple(cuts), kept, numbers)
+                tried = layout._replace(cuts=plan.cuts, kept=kept)
+                plan.trial = self.trial(model, arguments, tried)
                 try:
-                    known.trial.outcomes()  # first: three rows tell more of what has no rule
+                    plan.trial.outcomes()  # first: three rows tell more of what has no rule
                     self.check_kept(model, layout)
-                    result = self.computed(model, arguments, layout, known)
-                    self.known[kind] = known
+                    result = self.computed(model, arguments, layout, plan)
+                    self.plans[kind] = plan
                     return result
                 except NotMergeable as error:
-                    if len(layouts) == 1 or known.trial.finds_sequences():
+                    if len(layouts) == 1 or plan.trial.finds_sequences():
                         failed.append(error)
         raise (failed + [NotMergeable(_rows.Across(None, why="rows"))])[0]
 
     def layouts(self, model, arguments):
         """How the arguments may be cut, the likeliest first."""
-        self.choices = self.choices or batches.choices(model)
-        found = [batches.layout(arguments, *choice) for choice in self.choices]
+        self.choices = self.choices or dimension_choices(model)
+        found = [make_layout(arguments, *choice) for choice in self.choices]
         return [layout for layout in found if layout is not None]
 
     # Running ----------------------------------------------------------------------------------
 
-    def run(self, model, state, arguments, layout, known):
-        """The outcome of each replica: of the first one alone where that shows that weights move.
+    def run(self, model, replicas, arguments, layout, plan):
+        """Return each replica's outcome: the first one alone where that shows that weights move.
 
         The first one has the weights themselves, not copies, as far as none are moved.
         """
         outcomes, count = [], self.replica_count(model, layout.rows)
-        copies = known.watch or any(key[0] == "weight" for key in known.rules)
+        copies = plan.watch or any(key[0] == "weight" for key in plan.rules)
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
             rows, copy = range(*split_rows.run_bounds(layout.rows, count, index)), index > 0
-            mark = torch.profiler.record_function(timeline.REPLICA + name)
+            mark = torch.profiler.record_function(profiler.REPLICA + name)
             with executions.recorded(self.devices[:count]), mark:
                 outcome = self.replica(
-                    model, state, arguments, layout, device, rows, copies or copy, known.watch
+                    model, replicas, arguments, layout, device, rows, copies or copy, plan.watch
                 )
             outcomes.append(outcome)
             if not copies and any(key[0] == "weight" for key in outcome.values):
@@ -224,7 +264,9 @@ class ReplicatedMethod(patching.InstanceMethod):
             count = min(count, max(1, rows // 2))  # it refuses a single row in training
         return count
 
-    def replica(self, model, state, arguments, layout, device, rows, copy, watched, probing=False):
+    def replica(
+        self, model, replicas, arguments, layout, device, rows, copy, watched, probing=False
+    ):
         """Run one replica, and return its outcome.
 
         Arguments:
@@ -232,20 +274,24 @@ class ReplicatedMethod(patching.InstanceMethod):
         """
         leaves = []
         for leaf, where in zip(arguments.leaves, layout.cuts):
-            leaf = arguments.copied(leaf, part_on(device, where, rows, leaf))
+            leaf = arguments.copied(leaf, shard_on(device, where, rows, leaf))
             if watched and where is not None:
                 tag(leaf, _rows.Sharded(where))
             leaves.append(leaf)
-        watch = Watch(model, len(rows), layout.rows, self.tried, probing) if watched else None
+        propagation = (
+            Propagation(model, len(rows), layout.rows, self.tried, probing) if watched else None
+        )
         own = kept_rows.OwnRows(self.kept_rows, layout, device, rows, watched)
-        state.outside.own_rows = own
+        replicas.outside.own_rows = own
         with arguments.given(leaves) as (args, kwargs):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
             with split_rows.undivided(), eager:
                 try:
                     plain = self.plain(model)
-                    result, values, buffers = state.run(plain, device, copy, args, kwargs, watch)
+                    result, values, buffers = replicas.run(
+                        plain, device, copy, args, kwargs, propagation
+                    )
                 except (NotMergeable, torch.cuda.OutOfMemoryError, errors.UnsupportedError):
                     raise
                 except Exception as error:
@@ -253,8 +299,10 @@ class ReplicatedMethod(patching.InstanceMethod):
                     raise NotMergeable(across) from error
                 finally:
                     if watched:
-                        watch.paused = True  # an interruption may have kept it from saying so
-            outcome = Outcome(len(rows), (result, arguments.changed()), values, buffers, watch)
+                        propagation.paused = True  # an interruption may have kept it from saying so
+            outcome = Outcome(
+                len(rows), (result, arguments.changed()), values, buffers, propagation
+            )
             # What is the replica's own becomes what it is of the whole batch.
             for key, value in outcome.values.items():
                 if isinstance(value, torch.Tensor):
@@ -265,7 +313,7 @@ class ReplicatedMethod(patching.InstanceMethod):
 
     # Putting together -------------------------------------------------------------------------
 
-    def merge(self, model, state, arguments, layout, known, outcomes):
+    def merge(self, model, replicas, arguments, layout, plan, outcomes):
         """Set state and losses, and return the result."""
         all_sizes = split_rows.sizes(layout.rows, len(outcomes))
         counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
@@ -273,91 +321,91 @@ class ReplicatedMethod(patching.InstanceMethod):
         if any(list(outcome.values) != list(first.values) for outcome in counted):
             raise NotMergeable()
         home = self.home(model, arguments)
-        if known.watch:
-            self.decide(model, state, arguments, layout, known, counted, sizes, home)
+        if plan.watch:
+            self.decide(model, replicas, arguments, layout, plan, counted, sizes, home)
         merged, known_parts = {}, {}
         for key in first.values:
-            rule = known.rules[key]
+            rule = plan.rules[key]
             if rule.kind == "unchanged":
                 continue
             values = [outcome.values[key] for outcome in counted]
             if rule.kind == "rows" and rule.copies == 1:
                 # Of a replica without rows of its own none: it gets gradients, 0, too.
                 pairs = [(outcome.values[key], n) for outcome, n in zip(outcomes, all_sizes)]
-                values = [v if n else part_on(home, rule.dim, range(0), v) for v, n in pairs]
+                values = [v if n else shard_on(home, rule.dim, range(0), v) for v, n in pairs]
             same = tuple(id(outcome.values[key]) for outcome in outcomes)
             is_state = key[0] in ("state", "weight")
             if same in known_parts and not is_state:  # as a result that is kept besides
                 merged[key] = known_parts[same]
                 continue
             with torch.set_grad_enabled(torch.is_grad_enabled() and not is_state):
-                merged[key] = rule.merged(values, sizes, home, state.before.get(key))
+                merged[key] = rule.merged(values, sizes, home, replicas.before.get(key))
             if isinstance(merged[key], torch.Tensor) and not is_state:
                 known_parts[same] = merged[key]
                 is_kept = any(value.retains_grad for value in values)
-                if merged[key].requires_grad and (is_kept or key in known.linked):
+                if merged[key].requires_grad and (is_kept or key in plan.linked):
                     linked_values.Parts.attach(merged[key], values, rule)
         merged.update((key, merged[key].item()) for key in first.numbers)
         merged.update((key, merged[key].numpy()) for key in first.arrays)
         cuts = {id(leaf): cut for leaf, cut in zip(arguments.leaves, layout.cuts)}
         for key, value in merged.items():
-            rule, is_given = known.rules[key], isinstance(value, batches.Unchanged)
+            rule, is_given = plan.rules[key], isinstance(value, Unchanged)
             axis = rule.dim if rule.kind == "rows" and rule.copies == 1 else None
             axis = cuts.get(id(value.value)) if is_given else axis
             if key[0] == "effect" and axis is not None:
-                state.outside.axes[key] = axis
+                replicas.outside.axes[key] = axis
         merged = {key: untagged(value) for key, value in merged.items()}
-        state.finish(merged)
+        replicas.finish(merged)
         work.count(self.devices[: len(all_sizes)], all_sizes, torch.is_grad_enabled())
         return first.unflatten([v for k, v in merged.items() if k[0] == "result"])[0]
 
-    def decide(self, model, state, arguments, layout, known, outcomes, sizes, home):
+    def decide(self, model, replicas, arguments, layout, plan, outcomes, sizes, home):
         """Find the rules of a call that was watched."""
-        first, trial = outcomes[0], known.trial or self.trial(model, arguments, layout)
-        previous, known.rules = known.rules, {}
+        first, trial = outcomes[0], plan.trial or self.trial(model, arguments, layout)
+        previous, plan.rules = plan.rules, {}
         for key in first.values:
             values = [outcome.values[key] for outcome in outcomes]
             rule = previous.get(key)
-            form = merging.form(values[0])
-            if rule is None or rule.form != form:
-                rule = merging.decide(key, values, sizes, state.before.get(key), home, trial)
-                rule.form = form
+            found = form(values[0])
+            if rule is None or rule.form != found:
+                rule = decide(key, values, sizes, replicas.before.get(key), home, trial)
+                rule.form = found
             # A number that was taken from a tensor does not show from where.
             rule.lasting = rule.lasting and key not in first.numbers
-            known.rules[key] = rule
-        known.described = first.described
-        if known.trial is not None or known.rules != previous:
-            merging.prove(trial, known.rules, state.before, home)
-            known.linked = linked_values.find(first.values)
-        if known.trial is not None and torch.is_grad_enabled():
+            plan.rules[key] = rule
+        plan.described = first.described
+        if plan.trial is not None or plan.rules != previous:
+            prove(trial, plan.rules, replicas.before, home)
+            plan.linked = linked_values.find(first.values)
+        if plan.trial is not None and torch.is_grad_enabled():
             given = [leaf for leaf in arguments.leaves if isinstance(leaf, torch.Tensor)]
-            across = calls.own_gradient(first, given)
+            across = custom_gradient(first, given)
             sources = [v for v in given + list(model.parameters()) if v.requires_grad]
             if across is not None and sources:
-                outside, found = self.state(model).outside, {}
+                outside, found = self.replicas(model).outside, {}
                 with outside.replica(False, found):
-                    merging.prove_gradients(trial, known.rules, state.before, home, sources, across)
+                    check_gradients(trial, plan.rules, replicas.before, home, sources, across)
                 if found:  # what a hook leaves outside, of which each device sees a part
                     raise NotMergeable(across)
-        known.trial = None
-        chosen = self.follow_choices(model, state, arguments, layout, known, outcomes, home)
-        known.watch = chosen or not all(rule.lasting for rule in known.rules.values())
+        plan.trial = None
+        chosen = self.follow_choices(model, replicas, arguments, layout, plan, outcomes, home)
+        plan.watch = chosen or not all(rule.lasting for rule in plan.rules.values())
 
-    def follow_choices(self, model, state, arguments, layout, known, outcomes, home):
+    def follow_choices(self, model, replicas, arguments, layout, plan, outcomes, home):
         """Whether Python chose its way by the rows' values, so that later calls are watched.
 
         Where one device might have taken another way, all of the batch is computed on one: the
         numbers tell whether that matters.
         """
-        watches = [outcome.watch for outcome in outcomes]
-        known.comparisons.update(*[watch.comparisons for watch in watches])
-        by_count = [watch.by_count for watch in watches if watch.by_count is not None]
-        doubtful, lines, chosen = [] if layout.rows in known.totals else by_count, [], False
-        for escapes in itertools.zip_longest(*[watch.escapes for watch in watches]):
+        propagations = [outcome.propagation for outcome in outcomes]
+        plan.comparisons.update(*[watch.comparisons for watch in propagations])
+        by_count = [watch.by_count for watch in propagations if watch.by_count is not None]
+        doubtful, lines, chosen = [] if layout.rows in plan.totals else by_count, [], False
+        for escapes in itertools.zip_longest(*[watch.escapes for watch in propagations]):
             first = next(escape for escape in escapes if escape is not None)
-            if str(first.across) not in known.harmless:
+            if str(first.across) not in plan.harmless:
                 chosen = True
-                if None in escapes or not merging.is_one_devices(escapes, home):
+                if None in escapes or not is_one_devices(escapes, home):
                     doubtful.append(first.across)
                     if not isinstance(first.tag, _rows.Mixed):  # that may be chance
                         lines.append(str(first.across))
@@ -366,11 +414,11 @@ class ReplicatedMethod(patching.InstanceMethod):
             parts = [range(*split_rows.bounds(layout.rows, count, i)) for i in range(count)]
             try:
                 trial = self.trial(model, arguments, layout, parts)
-                merging.prove(trial, known.rules, state.before, home)
+                prove(trial, plan.rules, replicas.before, home)
             except NotMergeable:
                 raise NotMergeable(doubtful[0]) from None
-            known.harmless.update(lines)
-        known.totals.add(layout.rows)
+            plan.harmless.update(lines)
+        plan.totals.add(layout.rows)
         return chosen
 
     def trial(self, model, arguments, layout, parts=_rows.trial.PARTS):
@@ -379,12 +427,15 @@ class ReplicatedMethod(patching.InstanceMethod):
 
         def compute(rows, gradients=False):
             """What these rows give, without dropout, and without a trace."""
-            state, torchs = self.state(model), itertools.filterfalse(is_users, model.modules())
-            numbers = state.outside.random_numbers()
+            replicas, torchs = (
+                self.replicas(model),
+                itertools.filterfalse(is_user_defined, model.modules()),
+            )
+            numbers = replicas.outside.random_numbers()
             with numbers, torch.set_grad_enabled(gradients), evaluating(torchs):
                 found = self.replica(
-                    model, state, arguments, layout, home, rows, True, True, probing=True
+                    model, replicas, arguments, layout, home, rows, True, True, probing=True
                 )
-            return compute(rows, gradients) if state.outside.found_more else found
+            return compute(rows, gradients) if replicas.outside.found_more else found
 
         return PartsTrial(compute, [[min(row, last) for row in part] for part in parts])

@@ -2,8 +2,8 @@
 
 Attributes, lists, dictionaries, closures: all that a call reaches and changes there, by itself or
 in its hooks. Each replica begins with the same, its changes are taken back, and what they make
-together is written once: the values are put together as results are. So are tensors that are no
-buffers and are changed in place.
+together is written once: the values are merged as results are. So are tensors that are not buffers
+and are changed in place.
 """
 
 import collections
@@ -12,11 +12,16 @@ import types
 
 import torch
 
-from ... import _keras, _rows, errors
+from ... import _keras, _rows
 from ..._runtime.containers import MISSING
 from ..._runtime.effects import Effects
-from . import batches, kept_rows
-from .calls import NotMergeable, State, is_number, tag, tag_of
+from . import kept_rows
+from .containers import flatten
+from .expressions import State
+from .graph import tag, tag_of
+from .merging import NotMergeable
+from .state import copy_of, moved_late, random_numbers, version_of
+from .tensors import are_same, is_number
 
 #: Where modules keep what ``register_forward_hook()`` and its like are given.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -30,7 +35,7 @@ FEW = 1 << 20
 
 
 class Reach:
-    """What the calls of one model reach; found again only where its parts have changed.
+    """Values that the calls of one model reach; found again only where its parts have changed.
 
     Subclasses say where calls begin, and what is not looked into.
     """
@@ -53,7 +58,7 @@ class Reach:
         """
         found, parts = vars(model).get(_CACHE), cls.parts_of(model, *inside)
         is_own = type(found) is cls and found.model is model
-        if not is_own or not batches.are_same(found.parts, parts):
+        if not is_own or not are_same(found.parts, parts):
             found = vars(model)[_CACHE] = cls(model, parts)
         return found
 
@@ -70,7 +75,7 @@ class Reach:
         flags = [
             (number, name, value)
             for number, module in enumerate(modules)
-            if batches.is_users(module) and not type(module).__module__.startswith("keras.")
+            if is_user_defined(module) and not type(module).__module__.startswith("keras.")
             for name, value in vars(module).items()
             if type(value) in FLAGS and name not in self.hidden(module)
         ]
@@ -80,7 +85,7 @@ class Reach:
 
 
 class ModuleReach(Reach):
-    """What calls of a torch module reach: the user's modules within it, and hooks."""
+    """Values that calls of a torch module reach: the user's modules within it, and hooks."""
 
     @classmethod
     def parts_of(cls, module, parts=None):
@@ -91,7 +96,7 @@ class ModuleReach(Reach):
     def roots(self):
         modules = [each for each in self.parts if isinstance(each, torch.nn.Module)]
         self.inside = {id(vars(part).get(name)) for part in modules for name in _INTERNALS}
-        return [each for each in self.parts if batches.is_users(each)]
+        return [each for each in self.parts if is_user_defined(each)]
 
     def is_value(self, value):
         return isinstance(value, torch.Tensor) or id(value) in self.inside
@@ -101,7 +106,7 @@ class ModuleReach(Reach):
 
 
 class KerasReach(Reach):
-    """What calls of a Keras model reach: layers and functions of the user's."""
+    """Values that calls of a Keras model reach: layers and functions of the user's."""
 
     @classmethod
     def parts_of(cls, model):
@@ -130,7 +135,7 @@ class KerasReach(Reach):
 
 
 class CallEffects:
-    """Those of one call.
+    """Side effects of one call.
 
     Arguments:
         reach: a ``Reach``, whose present state is that before the call.
@@ -154,8 +159,8 @@ class CallEffects:
         self.found_more = False
 
     def random_numbers(self):
-        """A context after which all random numbers are those from now on."""
-        afterwards = batches.random_numbers()
+        """Return a context after which all random numbers are those from now on."""
+        afterwards = random_numbers()
         for get, put in self.effects.random_numbers():
             afterwards.callback(put, get())
         for each in self.effects.reached():
@@ -233,7 +238,7 @@ class CallEffects:
     def _leaves(self, value):
         # What was there before the call is put in place as it is.
         known = dict.fromkeys(map(id, self.effects.reached()))
-        leaves, unflatten, _ = batches.flatten(value, known)
+        leaves, unflatten, _ = flatten(value, known)
         return [_Same(v) if isinstance(v, _Same.KINDS) else v for v in leaves], unflatten
 
     def finish(self, merged):
@@ -258,74 +263,6 @@ class CallEffects:
         self.effects.forget()
 
 
-class Kept:
-    """What calls of a model reach, as it is now; verification puts it back.
-
-    Arguments:
-        kind: a subclass of ``Reach``.
-        model: the model.
-        others: what is put back, too: has a method ``put_back``.
-    """
-
-    def __init__(self, kind, model, *others):
-        self.effects, self.others = kind(model, kind.parts_of(model)).effects, others
-        self.effects.note()
-        tensors = {id(v): v for v in self.effects.values() if isinstance(v, torch.Tensor)}
-        self.tensors = [
-            (each, version_of(each), each.detach().clone()) for each in tensors.values()
-        ]
-
-    def put_back(self):
-        self.effects.restore()
-        for tensor, version, value in self.tensors:
-            if version_of(tensor) != version:
-                tensor.data.copy_(value)
-        for each in self.others:
-            each.put_back()
-
-    def changed(self):
-        """What has changed since then, by label: arrays."""
-        found, counts = {}, collections.Counter()
-        for change in self.effects.changes():
-            leaves = [] if change.after is MISSING else batches.tensors_in(change.after)
-            for leaf in leaves:
-                counts[str(change)] += 1
-                found[f"output kept as {change} ({counts[str(change)]})"] = array_of(leaf)
-        for number, (tensor, version, _) in enumerate(self.tensors):
-            if version_of(tensor) != version:
-                found[f"output kept in place ({number})"] = array_of(tensor)
-        return found
-
-
-def array_of(tensor):
-    return batches.to_numpy(tensor).copy()
-
-
-def moved_late(model):
-    """The error where a tensor was changed of whose value nothing is left."""
-    return errors.UnsupportedError(
-        f"{type(model).__name__} changes a weight or another large tensor in place, which it left "
-        "alone in its first call, so that its value of before, with which each device begins, is "
-        "not known any more. Have the first call change it, too, or register_buffer() it; or run "
-        "the model on one device: parallelize(model, gpus=1)."
-    )
-
-
-def version_of(tensor):
-    """What changes where a tensor is changed: in place, or by its ``data``."""
-    held = tensor._values() if tensor.is_sparse else tensor
-    # Other layouts have no pointer of their own.
-    return tensor._version, held.data_ptr() if held.layout is torch.strided else None
-
-
-def copy_of(tensor):
-    """A tensor's present value, with its tag."""
-    value = tensor.detach().clone()
-    if tag_of(tensor) is not None:
-        tag(value, tag_of(tensor))
-    return value
-
-
 class _Same:
     """A function or a handle that each replica makes anew, equal to others of the same code."""
 
@@ -344,3 +281,8 @@ class _Same:
         return isinstance(other, _Same) and self.key == other.key
 
     __hash__ = None  # type: ignore[assignment]  # it is only compared
+
+
+def is_user_defined(module):
+    """Whether torch has not made a module: the forward of such may set anything."""
+    return not type(module).__module__.startswith("torch.nn")

@@ -1,4 +1,4 @@
-"""Calls that torch traces or transforms, in which there are no rows to split."""
+"""Calls that torch traces or transforms, which have no rows to split."""
 
 import torch
 from torch._C import _functorch

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import compat
-from compat._backends.torch.batches import tensors_in
+from compat._backends.torch.tensors import tensors_in
 from compat.testing import DEVICES
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merge import backward, computing, replicas, rows, same
+from .test_merging import backward, computing, replicas, rows, same
 from .test_verification import verified_module
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]

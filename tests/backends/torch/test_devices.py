@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import compat
-from compat._backends.torch import models
+from compat._backends.torch import native
 
-from . import separate_devices  # noqa: F401  (which makes the devices)
+from .. import separate_devices  # noqa: F401  (which makes the devices)
 
 pytestmark = pytest.mark.row("torch nn.Module")
 ROWS = 13
@@ -113,7 +113,7 @@ def test_nothing_is_left_on_another_device_in_a_training_step(build):
     if build is convolutions:  # by moving averages, which all devices have
         module[1].eval()
     plain = copy.deepcopy(module)
-    models.ReplicatedForward.install_on(module, DEVICES)
+    native.ReplicatedForward.install_on(module, DEVICES)
     with warnings.catch_warnings():
         warnings.simplefilter("error", compat.CompatWarning)  # that it runs whole
         found = trained(module, "lazy:0", shape)
@@ -123,7 +123,7 @@ def test_nothing_is_left_on_another_device_in_a_training_step(build):
 def test_batch_normalization_of_each_device_s_rows():
     torch.manual_seed(0)
     module, shape = convolutions()
-    models.ReplicatedForward.install_on(module, DEVICES)
+    native.ReplicatedForward.install_on(module, DEVICES)
     before = module[1].running_mean.clone()
     trained(module, "lazy:0", shape)
     assert not torch.equal(module[1].running_mean.to("cpu"), before)
@@ -140,7 +140,7 @@ def test_a_tensor_that_is_left_on_another_device_is_found():
             return self.dense(x * self.constants[0])
 
     module = Misplaced()
-    models.ReplicatedForward.install_on(module, DEVICES)
+    native.ReplicatedForward.install_on(module, DEVICES)
     with pytest.warns(compat.CompatWarning) as caught:
         trained(module, "lazy:0", (3,))
     assert [str(warning.message) for warning in caught] == [

@@ -13,7 +13,7 @@ from compat.testing import keras_under_test
 
 from ..verification_cases import verified
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merge import replicas, rows, same, same_gradients
+from .test_merging import replicas, rows, same, same_gradients
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 

@@ -1,6 +1,5 @@
 """Keras 3 on torch: what layers leave outside of their results, and first calls of many threads."""
 
-import threading
 import warnings
 
 import numpy as np
@@ -10,11 +9,11 @@ import torch
 import compat
 from compat._backends.torch import side_effects
 from compat._configuration import registry
-from compat.testing import CASES, keras_under_test
+from compat.testing import keras_under_test
 
 from ..verification_cases import verified
 from .test_contract import devices as three_devices
-from .test_merge import replicas, same
+from .test_merging import replicas, same
 
 pytestmark = pytest.mark.usefixtures("devices")
 devices = three_devices
@@ -230,80 +229,3 @@ def test_a_trainable_weight_that_is_moved_runs_unsplit(keras):
     ]
     for pair in zip(expected, found):
         np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6)
-
-
-# First calls of eight threads ---------------------------------------------------------------------
-
-
-def in_threads(call, count=8):
-    """What a function gives in so many threads at once, by their numbers."""
-    results, barrier = {}, threading.Barrier(count)
-
-    def run(number):
-        barrier.wait()
-        try:
-            results[number] = call(number)
-        except Exception as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [results[number] for number in range(count)]
-
-
-@pytest.mark.parametrize("mixes", [False, True])
-def test_first_calls_of_eight_threads(keras, mixes):
-    inputs = [CASES["dense"].data(11 + number)[0] for number in range(8)]
-    models = {
-        "keras": CASES["dense"].build(keras),
-        "module": torch.nn.Sequential(
-            torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2)
-        ),
-    }
-    if mixes:
-        models = {"module": Centred()}
-    for model in models.values():
-        call = (
-            model if isinstance(model, torch.nn.Module) and not hasattr(model, "predict") else None
-        )
-        call = (lambda x, m=model: m(torch.as_tensor(x)).detach()) if call is not None else (
-            lambda x, m=model: m.predict_on_batch(x)
-        )  # fmt: skip
-        expected = [call(each) for each in inputs]
-        compat.parallelize(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = in_threads(lambda number, call=call: call(inputs[number]))
-        for one, other in zip(expected, found):
-            assert not isinstance(other, Exception), other
-            np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-class Centred(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.calls = torch.nn.Linear(8, 3), 0
-
-    def forward(self, x):
-        self.calls += 1
-        y = self.layer(x)
-        return y - y.mean(0)
-
-
-def test_counts_of_eight_threads():
-    model = compat.parallelize(Counting())
-    outputs = in_threads(lambda number: model(torch.ones(ROWS + number, 8)).detach())
-    assert model.calls == 8 and model.rows == sum(range(ROWS, ROWS + 8))
-    assert sorted(len(each) for each in outputs) == list(range(ROWS, ROWS + 8))
-
-
-class Counting(Centred):
-    rows = 0
-
-    def forward(self, x):
-        self.calls += 1
-        self.rows += len(x)
-        return self.layer(x)

@@ -6,7 +6,7 @@ import torch
 import compat
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merge import agree, rows, same, whole
+from .test_merging import agree, rows, same, whole
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 TIME, ROWS, SIZE = 7, 13, 4

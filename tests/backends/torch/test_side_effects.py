@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import compat
-from compat._backends.torch.models import ReplicatedForward
+from compat._backends.torch.native import ReplicatedForward
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merge import MIXED, replicas, rows, same, same_gradients, whole
+from .test_merging import MIXED, replicas, rows, same, same_gradients, whole
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 ROWS = 7
@@ -546,7 +546,7 @@ def test_a_hook_that_is_registered_for_each_call_has_it_tried_once():
         model(rows(ROWS, 4))
         handle.remove()
         model(rows(ROWS, 4))
-    assert len(ReplicatedForward.of(model).known) == 2
+    assert len(ReplicatedForward.of(model).plans) == 2
 
 
 class LateBuffer(Net):

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import compat
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merge import replicas, rows
+from .test_merging import replicas, rows
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 ROWS = 7

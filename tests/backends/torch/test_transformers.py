@@ -12,7 +12,7 @@ import compat
 from compat.testing import DEVICES
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merge import replicas
+from .test_merging import replicas
 from .test_verification import verified_module
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]

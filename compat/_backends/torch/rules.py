@@ -1,10 +1,10 @@
-"""torch's functions by name, and the rules that say how their results depend on the rows.
+"""Rules of torch's functions, by name: how their results depend on the rows.
 
-A line takes a ``Call`` and returns the placement of its results, or a list with one for each. A
-function without a line is tried, see ``watch``, so there are lines for what a trial cannot tell:
+A rule takes a ``Call`` and returns the placement of its results, or a list with one for each. A
+function without a rule is tried, see ``trial``, so there are rules for what a trial cannot tell:
 totals, whole numbers, what is random or in place, what a few rows may agree in by chance, and rows
 of different lengths; and for what many models call, which need not be tried.
-``tests/backends/torch/test_row_operations.py`` proves each line by computing.
+``tests/backends/torch/test_rules.py`` proves each rule by computing.
 """
 
 import re
@@ -12,19 +12,20 @@ import re
 import torch
 
 from ... import _rows
-from . import indexing
-from .calls import REPLICATED, RowCount, counted, has_count, tensors_in
+from . import rules_indexing
+from .graph import call_tensors
+from .row_counts import RowCount, counted, has_count
 
 Sharded, Mixed, Partial = _rows.Sharded, _rows.Mixed, _rows.Partial
 
-TABLE = {}  # type: dict  # name -> function of a call
+RULES = {}  # type: dict  # name -> function of a call
 
 
-def line(*names):
+def register(*names):
     def enter(function):
         for name in " ".join(names).split():
-            assert name not in TABLE, name
-            TABLE[name] = function
+            assert name not in RULES, name
+            RULES[name] = function
         return function
 
     return enter
@@ -39,14 +40,14 @@ def canonical(name):
 def placements(call):
     """The placement of each result of a call, or None where the table has no line for it."""
     name = canonical(call.name)
-    rule = TABLE.get(name) or (pointwise if is_pointwise(name) else None)
+    rule = RULES.get(name) or (pointwise if is_pointwise(name) else None)
     if rule is None:
         return None
     found = rule(call)
     return found if isinstance(found, list) else [found] * len(call.results)
 
 
-# Element by element -----------------------------------------------------------------------------
+# Element by element.
 
 
 def is_pointwise(name):
@@ -56,7 +57,7 @@ def is_pointwise(name):
     return any(torch.Tag.pointwise in each for each in tags)
 
 
-@line(
+@register(
     "absolute and bernoulli conj copy divide exponential expand_as floor_divide floordiv greater",
     "greater_equal hardswish imag invert isclose less less_equal log_sigmoid multiply negative",
     "not_equal or real softsign subtract tanhshrink uniform xor",
@@ -69,17 +70,19 @@ def pointwise(call):
     return _rows.pointwise(call.values)
 
 
-line("where")(lambda call: pointwise(call) if len(call.args) + len(call.kwargs) > 1 else Mixed())
+register("where")(
+    lambda call: pointwise(call) if len(call.args) + len(call.kwargs) > 1 else Mixed()
+)
 
 # What looks at the others for a type or a device alone.
-line(
+register(
     "alpha_dropout bfloat16 bool byte char clone contiguous cpu cuda data detach double dropout",
     "empty_like float full_like half int long ones_like rand_like randint_like randn_like",
     "requires_grad resolve_conj rrelu short to type type_as zero zeros_like",
 )(lambda call: _rows.pointwise([call.value(call.first)]))
 
 
-# Along dimensions -------------------------------------------------------------------------------
+# Along dimensions.
 
 #: Where a function is given dimensions, and which they are else; of others they are the second
 #: argument, and all of them.
@@ -93,7 +96,7 @@ DIMS = {
 TOTALS = {"nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min"}
 
 
-@line(
+@register(
     "sum nansum count_nonzero mean amax amin any all logsumexp norm linalg_norm",
     "linalg_vector_norm max min std var std_mean var_mean prod argmax argmin median",
 )
@@ -115,7 +118,7 @@ def _dims(call):
     return default if is_another or dims == () else dims
 
 
-@line(
+@register(
     "softmax log_softmax softmin special_softmax special_log_softmax cumsum cumprod cummax cummin",
     "logcumsumexp sort argsort msort topk roll flip normalize glu gumbel_softmax",
 )
@@ -124,7 +127,7 @@ def along(call):
     return _rows.along(call.value(call.first), dims)
 
 
-@line(
+@register(
     "linear layer_norm rms_norm tril triu max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d",
     "avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d",
     "adaptive_max_pool2d adaptive_max_pool3d conv1d conv2d conv3d conv_transpose1d",
@@ -147,14 +150,14 @@ def along_the_last(call):
     return _rows.along(call.value(call.first), list(range(-count, 0)))
 
 
-# Products ---------------------------------------------------------------------------------------
+# Products.
 
-line("matmul mm bmm mv dot linalg_matmul")(
+register("matmul mm bmm mv dot linalg_matmul")(
     lambda call: _rows.product(call.values[::-1] if call.name == "__rmatmul__" else call.values)
 )
 
 
-@line("einsum")
+@register("einsum")
 def einsum(call):
     equation = call.args[0]
     if not isinstance(equation, str) or "." in equation:
@@ -165,7 +168,7 @@ def einsum(call):
     return _rows.contracted(call.values, given.split(","), result)
 
 
-@line("scaled_dot_product_attention")
+@register("scaled_dot_product_attention")
 def attention(call):
     """The last two dimensions are those of time and of features; of a mask, of time twice."""
     values = call.values
@@ -174,14 +177,14 @@ def attention(call):
     return _rows.pointwise([_rows.Value(each.placement, each.shape[:-2]) for each in values])
 
 
-# Layers -----------------------------------------------------------------------------------------
+# Layers.
 
-line("embedding")(
+register("embedding")(
     lambda call: _rows.gathered([call.value(call.get(1, "weight")), call.value(call.args[0])], 0)
 )
 
 
-@line("one_hot")
+@register("one_hot")
 def one_hot(call):
     placement = call.value(call.first).placement
     return placement if call.get(1, "num_classes", default=-1) > 0 else Mixed()
@@ -192,35 +195,37 @@ PACKED = RECURRENT + ("_pack_padded_sequence", "_pad_packed_sequence")
 SEQUENCES = RECURRENT + ("multi_head_attention_forward",)
 
 
-@line(*RECURRENT)
+@register(*RECURRENT)
 def recurrent(call):
     """The output, and states, which have the rows in their second dimension always."""
     value = call.value(call.first)
     if isinstance(call.args[1], torch.Tensor) and isinstance(call.args[3], (list, tuple)):
         fits = value.axis is not None  # packed: the data is one sequence after the other, or so
     else:
-        states = [call.value(state) for state in tensors_in([call.args[1]])]
-        fits = all(state.placement == REPLICATED or state.axis == 1 for state in states)
+        states = [call.value(state) for state in call_tensors([call.args[1]])]
+        fits = all(state.placement == _rows.REPLICATED or state.axis == 1 for state in states)
         fits = fits and value.axis == (0 if call.args[8] else 1)
     return [value.placement] + [Sharded(1)] * (len(call.results) - 1) if fits else Mixed()
 
 
 # The data, and how many sequences go on at each time.
-line("pack_padded_sequence")(lambda call: [Sharded(0, inner=None, even=False), REPLICATED])
-line("pad_packed_sequence")(lambda call: [Sharded(0 if call.args[2] else 1), Sharded(0)])
+register("pack_padded_sequence")(
+    lambda call: [Sharded(0, inner=None, even=False), _rows.REPLICATED]
+)
+register("pad_packed_sequence")(lambda call: [Sharded(0 if call.args[2] else 1), Sharded(0)])
 
 
-@line("multi_head_attention_forward")
+@register("multi_head_attention_forward")
 def multi_head(call):
     inputs = [call.value(tensor) for tensor in call.args[:3]]
     fits = all((value.rank, value.axis) == (3, 1) for value in inputs)
     return [Sharded(1), Sharded(0)][: len(call.results)] if fits else Mixed()
 
 
-# Losses, which may be reduced ---------------------------------------------------------------------
+# Losses, which may be reduced.
 
 
-@line(
+@register(
     "cross_entropy nll_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss",
     "cosine_embedding_loss triplet_margin_loss",
 )
@@ -231,7 +236,7 @@ def loss_of_rows(call):
     return _rows.by_row(call.values, axes) if call.first.dim() > 1 else Mixed()
 
 
-@line("ctc_loss")
+@register("ctc_loss")
 def ctc_loss(call):
     tensors = [call.value(t) for t in call.args[:4] if isinstance(t, torch.Tensor)]
     if len(tensors) < 4 or (tensors[0].rank, tensors[1].rank) != (3, 2):
@@ -239,10 +244,10 @@ def ctc_loss(call):
     return _rows.by_row(tensors, [1, 0, 0, 0], result=0)
 
 
-# Views ------------------------------------------------------------------------------------------
+# Views.
 
 
-@line(
+@register(
     "transpose swapaxes swapdims t permute movedim moveaxis adjoint T mT H mH unsqueeze select",
     "narrow",
 )
@@ -251,11 +256,11 @@ def viewed(call):
     value = call.value(call.first)
     if value.axis is None:
         return value.placement
-    stand_in = indexing.stand_in(call.first.shape, value.axis)
-    return indexing.moved(value.placement, call.func(stand_in, *call.args[1:], **call.kwargs))
+    stand_in = rules_indexing.stand_in(call.first.shape, value.axis)
+    return rules_indexing.moved(value.placement, call.func(stand_in, *call.args[1:], **call.kwargs))
 
 
-@line("view reshape flatten ravel")
+@register("view reshape flatten ravel")
 def reshaped(call):
     value, after = call.value(call.first), list(call.results[0].shape)
     places = range(len(after))  # those of flattened rows follow from where they are
@@ -272,26 +277,26 @@ def reshaped(call):
         found = _rows.reshaped(value, after[:place] + [None] + after[place + 1 :])
         if not isinstance(found, (Mixed, _rows.Unknown)):
             return found
-    return REPLICATED if value.axis is None else Mixed()
+    return _rows.REPLICATED if value.axis is None else Mixed()
 
 
-@line("squeeze")
+@register("squeeze")
 def squeezed(call):
     """Where none are named the rows' stays, see ``watch``."""
     value, dims = call.value(call.first), call.sizes(1, "dim")
     return Mixed() if value.axis in [dim % value.rank for dim in dims] else viewed(call)
 
 
-@line("expand broadcast_to")
+@register("expand broadcast_to")
 def expanded(call):
     value, sizes = call.value(call.first), call.sizes(1, "size")
     found, place = _rows.broadcast(value, len(sizes)), counted(sizes)
     if place is None or getattr(found, "axis", None) == place:
         return found
-    return Sharded(place, inner=sizes[place].per) if found == REPLICATED else Mixed()
+    return Sharded(place, inner=sizes[place].per) if found == _rows.REPLICATED else Mixed()
 
 
-@line("repeat tile")
+@register("repeat tile")
 def tiled(call):
     value, times = call.value(call.first), call.sizes(1, "repeats", "dims")
     times = [1] * (value.rank - len(times)) + times
@@ -299,46 +304,46 @@ def tiled(call):
     if place is None:
         return _rows.tiled(value, times)
     found = Sharded(place, inner=(shape[place] or 1) * times[place].per)
-    return found if value.placement == REPLICATED else Mixed()
+    return found if value.placement == _rows.REPLICATED else Mixed()
 
 
-@line("repeat_interleave")
+@register("repeat_interleave")
 def repeated(call):
     value, times, dim = call.value(call.first), call.get(1, "repeats"), call.get(2, "dim")
     known = not isinstance(times, (torch.Tensor, RowCount))
     return _rows.repeated(value, dim, times) if known else Mixed()
 
 
-@line("unbind split chunk tensor_split split_with_sizes")
+@register("unbind split chunk tensor_split split_with_sizes")
 def parts(call):
     at, kept = (1, "one") if call.name == "unbind" else (2, "part")
     return _rows.sliced(call.value(call.first), {call.get(at, "dim", default=0): kept})
 
 
-@line("pad constant_pad_nd")
+@register("pad constant_pad_nd")
 def padded(call):
     dims = [-1 - place // 2 for place, size in enumerate(call.get(1, "pad")) if size]
     return _rows.resized(call.value(call.first), dims)
 
 
-line("stack")(lambda call: _rows.stacked(call.values, call.get(1, "dim", "axis", default=0)))
+register("stack")(lambda call: _rows.stacked(call.values, call.get(1, "dim", "axis", default=0)))
 
 
-@line("cat concat concatenate")
+@register("cat concat concatenate")
 def joined(call):
     values = [value for value in call.values if value.shape != (0,)]
     return _rows.concatenated(values, call.get(1, "dim", "axis", default=0))
 
 
-# Looking up and sorting in ------------------------------------------------------------------------
+# Looking up and sorting in.
 
 
-line("getitem")(indexing.indexed)
-line("setitem")(indexing.indexed_and_set)
-line("index_select")(lambda call: _rows.gathered(call.values, call.get(1, "dim")))
+register("getitem")(rules_indexing.indexed)
+register("setitem")(rules_indexing.indexed_and_set)
+register("index_select")(lambda call: _rows.gathered(call.values, call.get(1, "dim")))
 
 
-@line("gather")
+@register("gather")
 def gather(call):
     value, dim = call.value(call.first), call.get(1, "dim") % max(call.first.dim(), 1)
     numbers = call.value(call.get(2, "index"))
@@ -347,7 +352,7 @@ def gather(call):
     return scattered(call)
 
 
-@line("scatter scatter_add scatter_reduce")
+@register("scatter scatter_add scatter_reduce")
 def scattered(call):
     """Each row into itself."""
     value, dim = call.value(call.first), call.get(1, "dim") % max(call.first.dim(), 1)
@@ -357,14 +362,14 @@ def scattered(call):
     return _rows.by_row(given, [value.axis] * len(given))
 
 
-# New values -------------------------------------------------------------------------------------
+# New values.
 
 #: What makes new values.
 MADE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint", "new_zeros", "new_ones",
         "new_empty", "new_full")  # fmt: skip
 
 
-@line(*MADE)
+@register(*MADE)
 def made(call):
     """Filled in, or drawn, without looking at others: in each row alike."""
     given = list(call.args) + list(call.kwargs.values())
@@ -372,17 +377,17 @@ def made(call):
     sizes = shapes[0] if shapes else [value for value in given if isinstance(value, int)]
     place = counted(sizes)
     if place is None:
-        return Mixed() if has_count(sizes) else REPLICATED
+        return Mixed() if has_count(sizes) else _rows.REPLICATED
     return Sharded(place, inner=sizes[place].per)
 
 
 # Of a size, or drawn for each element of other tensors.
-line("normal")(
+register("normal")(
     lambda call: made(call) if isinstance(call.get(2, "size"), (list, tuple)) else pointwise(call)
 )
 
 
-@line("tensor as_tensor asarray scalar_tensor")
+@register("tensor as_tensor asarray scalar_tensor")
 def from_numbers(call):
     if isinstance(call.first, torch.Tensor):
         return call.value(call.first).placement

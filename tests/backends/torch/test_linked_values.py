@@ -8,7 +8,7 @@ import torch
 import compat
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merge import replicas, rows, same_gradients
+from .test_merging import replicas, rows, same_gradients
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 ROWS = 7

@@ -1,9 +1,10 @@
-"""Where the rows are in ``tensor[index]``: torch is asked, of stand-ins without memory."""
+"""Rules of ``tensor[index]``: torch is asked where stand-ins without memory have their rows."""
 
 import torch
 
 from ... import _rows
-from .calls import REPLICATED, Call, RowCount
+from .graph import Call
+from .row_counts import RowCount
 
 # How many rows stand-ins have, which are shapes without memory: no index asks for so many.
 _MANY = 2**31 - 1
@@ -31,7 +32,7 @@ def indexed(call):
     found = _rows.pointwise(looked_up)
     if axis is None and not isinstance(found, _rows.Sharded):
         return found
-    if axis is not None and found != REPLICATED:
+    if axis is not None and found != _rows.REPLICATED:
         return _rows.Mixed()
     if any(_is_mask(part) and not part.dim() for part in given):
         return _rows.Mixed()  # a new dimension, of one element or of none
@@ -64,8 +65,8 @@ def _looked_up(call, part, value, dim):
     given, found, shape = call.value(part), _rows.Mixed(), list(part.shape)
     if _is_mask(part):  # it leaves another number of elements to each row
         shape = [None]
-        if dim is None and given.placement == REPLICATED:
-            found = REPLICATED
+        if dim is None and given.placement == _rows.REPLICATED:
+            found = _rows.REPLICATED
         elif dim is not None and dim == value.axis and given.axis == 0:
             found = _rows.Sharded(0, inner=None, even=False)
     elif dim is None:
@@ -82,7 +83,9 @@ def indexed_and_set(call):
     tensor, index, given = call.args
     whole = call.value(tensor).placement
     part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
-    value = call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(REPLICATED, [])
+    value = (
+        call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(_rows.REPLICATED, [])
+    )
     found = _rows.pointwise([_rows.Value(part, tensor[index].shape), value])
     return whole if found == part and isinstance(part, type(whole)) else _rows.Mixed()
 

@@ -7,10 +7,9 @@ import pytest
 import torch
 
 import compat
-from compat.testing import DEVICES
 
 from .test_contract import devices, placement  # noqa: F401  (a fixture)
-from .test_merge import (
+from .test_merging import (
     FAILS,
     UNKNOWN,
     agree,
@@ -155,67 +154,3 @@ def test_what_holds_its_tensors_unseen_runs_on_one_device():
         "divided: it runs on one device."
     ]
     same(expected, found, 0)
-
-
-# torch.compile, torch's own replicas ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", ["before", "after", "in place", "around"])
-def test_compiled_modules(order):
-    def forward(m, y, t):
-        return y.relu(), torch.nn.functional.cross_entropy(y, t)
-
-    class Outer(torch.nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = compat.parallelize(module)
-
-        def forward(self, *args):
-            return self.module(*args)
-
-    plain = computing(forward).double()
-    compiled = copy.deepcopy(plain)
-    if order == "before":
-        compiled = torch.compile(compiled, backend="eager")
-        assert compat.parallelize(compiled) is compiled
-    elif order == "after":
-        compiled = torch.compile(compat.parallelize(compiled), backend="eager")
-    elif order == "in place":
-        compat.parallelize(compiled).compile(backend="eager")
-    else:
-        compiled = torch.compile(Outer(compiled), backend="eager")
-    targets = torch.arange(13) % 5
-    for ignored in (0, 3, 6):
-        targets[:ignored] = -100
-        for module in (plain, compiled):
-            module.zero_grad()
-        expected, found = plain(rows(13, 4), targets), compiled(rows(13, 4), targets)
-        same(expected, found, 1e-12)
-        expected[1].backward()
-        found[1].backward()
-        same_gradients(plain, compiled)
-    assert len(placement(lambda: compiled(rows(13, 4), targets))) == DEVICES
-
-
-def test_a_compiled_module_stays_compiled():
-    graphs = []
-
-    def count(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    module = compat.parallelize(torch.compile(computing(lambda m, y: y.relu()), backend=count))
-    for _ in range(3):  # the first call is watched, in eager mode
-        module(rows(13, 4).float())
-    assert graphs
-
-
-def test_replicas_of_torchs_own_are_refused():
-    wrapped = torch.nn.DataParallel(computing(lambda m, y: y))
-    with pytest.raises(compat.UnsupportedError) as caught:
-        compat.parallelize(wrapped)
-    assert str(caught.value) == (
-        "parallelize() was given a torch.nn.parallel.DataParallel, which splits batches by "
-        "itself. Pass the module within it: parallelize(model.module), and use that."
-    )
-    agree(wrapped.module, rows(13, 4))

@@ -8,12 +8,10 @@ import types
 import warnings
 from unittest import mock
 
-import numpy
 import pytest
 import torch
 
 import compat
-from compat._backends.torch import timeline, watch
 from compat.testing import DEVICES
 
 from .test_contract import devices  # noqa: F401  (a fixture)
@@ -238,14 +236,6 @@ WHOLE = {
 }  # fmt: skip
 
 
-def test_a_call_without_arguments_is_that_of_the_plain_module():
-    class Constant(torch.nn.Module):
-        def forward(self):
-            return 3
-
-    assert compat.parallelize(Constant())() == 3
-
-
 def _changed_afterwards(y):
     factor = torch.ones((), dtype=y.dtype)
     total = y.detach().sum().exp() * factor
@@ -259,210 +249,6 @@ def _changed_afterwards(y):
 def test_what_takes_the_whole_batch_runs_whole(name, count):
     function, operation, why = WHOLE[name]
     agree(computing(function), rows(count, 4), whole=whole(operation, function, why))
-
-
-PATHS = {
-    "other totals": lambda m, y: y.mean() if turns(y) else y.sum(),
-    "other functions": lambda m, y: y.mean().exp() if turns(y) else y.mean().sqrt(),
-    "more results": lambda m, y: (y,) if turns(y) else (y, y),
-}
-
-
-@pytest.mark.parametrize("name", sorted(PATHS))
-def test_what_chooses_its_path_by_the_rows_runs_whole(name):
-    plain, module = pair(PATHS[name])
-    with pytest.warns(compat.CompatWarning, match="The model runs on cpu:0 with the whole batch"):
-        found = module(rows(ROWS, 4))
-    torch.manual_seed(0)
-    same(plain(rows(ROWS, 4)), found, 1e-12)
-
-
-#: What depends on how many of the batch's values are like this.
-NUMBERS = {
-    "distinct": lambda y, seen: y * len(seen.round().unique()),
-    "which": lambda y, seen: y + torch.unique(seen.round(), return_inverse=True)[1],
-    "found": lambda y, seen: y * len((seen[:, 0] > 0.3).nonzero()),
-    "rare": lambda y, seen: y * (1 + seen[seen > 1.2].numel()),
-    "selected": lambda y, seen: y * (1 + seen.masked_select(seen > 1.2).shape[0]),
-    "a mean by their number": lambda y, seen: y[seen > 1].sum() / max(1, len(y[seen > 1])),
-    "for numpy": lambda y, seen: y * len(numpy.unique(seen.round().numpy())),
-    "for Python": lambda y, seen: y * max(seen[:, 0].tolist()),
-    "rows": lambda y, _: y - y.mean(0) if len(y) > 5 else y,
-    "rows but one": lambda y, _: y - y.mean(0) if y.shape[0] - 1 > 5 else y,
-    "elements": lambda y, _: y - y.mean(0) if y.numel() > 25 else y,
-    "each row": lambda y, _: torch.stack([row * place for place, row in enumerate(y)]),
-}
-
-
-@pytest.mark.parametrize("name", list(NUMBERS))
-def test_what_depends_on_a_number_of_values(name):
-    """A few rows have the same number by chance, and a later batch another one."""
-    plain, module = pair(lambda m, y: NUMBERS[name](y, y.detach()))
-    for count in (ROWS, 3, 12, ROWS, 7):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", compat.CompatWarning)
-            same(plain(rows(count, 4)), module(rows(count, 4)), 1e-12)
-
-
-def test_a_number_of_rows_that_changes_nothing():
-    """Each number of rows is tried once, and later calls are not traced."""
-    plain, module = pair(lambda m, y: y.view(len(y), -1, 1) * 2)
-    for count in (ROWS, 7, ROWS, 7):
-        same(plain(rows(count, 4)), module(rows(count, 4)), 1e-12)
-        (known,) = module.forward.__func__.made_by.known.values()
-        assert not known.watch
-    assert known.totals == {ROWS, 7}
-
-
-def test_rows_that_mix_from_a_later_step_on():
-    """By a counter, or by the number of rows; state is that of one device, too."""
-
-    def by_steps(m, y):
-        m.steps = getattr(m, "steps", 0) + 1
-        return y - y.mean(0) if m.steps > 2 else y
-
-    def by_rows(m, y):
-        return y - y.mean(0) if y.shape[0] == 12 else y
-
-    for function in (by_steps, by_rows):
-        plain, module = pair(function)
-        for step, count in enumerate((ROWS, 11, 12, ROWS)):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always", compat.CompatWarning)
-                same(plain(rows(count, 4)), module(rows(count, 4)), 1e-12)
-            assert len(caught) == (step == 2)
-
-
-def test_a_choice_that_makes_no_difference_is_taken():
-    """As where masks are left out if they hide nothing, in some parts of the batch."""
-
-    def forward(m, y, mask):
-        return (
-            y.relu()
-            if bool(mask.all())
-            else (y * mask[:, None]).relu() + (y * ~mask[:, None]).relu()
-        )
-
-    mask = torch.arange(ROWS) != 2
-    agree(computing(forward), rows(ROWS, 4), mask)
-
-
-@pytest.mark.parametrize("kind", [torch.nn.utils.parametrizations, torch.nn.utils])
-def test_spectral_normalization(kind):
-    """Its vectors are turned once in a step, as on one device. The older one is a hook."""
-    torch.manual_seed(0)
-    layers = kind.spectral_norm(torch.nn.Linear(4, 6)), torch.nn.Tanh(), torch.nn.Linear(6, 2)
-    agree(torch.nn.Sequential(*layers), rows(ROWS, 4), steps=4)
-
-
-def test_a_model_that_fails_says_what_it_says_on_one_device():
-    def forward(m, y):
-        raise ValueError("not today")
-
-    module = compat.parallelize(computing(forward).double())
-    with pytest.raises(ValueError) as caught:
-        module(rows(ROWS, 4))
-    assert str(caught.value) == "not today"
-
-
-# State ----------------------------------------------------------------------------------------
-
-
-def _counters(self, y):
-    self.steps += 1
-    self.calls += 1.0
-    self.seen += y.shape[0]
-    self.total += y.detach().sum()
-    return y
-
-
-def _averages(self, y):
-    self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
-    self.power.mul_(0.5).add_(y.detach().pow(2).sum(0), alpha=0.5)
-    return y
-
-
-def _extremes(self, y):
-    scaled = y * (self.most - self.least)
-    self.least = self.least.minimum(y.detach().amin(0))
-    self.most.copy_(self.most.maximum(y.detach().amax(0)))
-    return scaled
-
-
-def _attributes(self, y):
-    self.calls = getattr(self, "calls", 0) + 1
-    self.rows_seen = getattr(self, "rows_seen", 0) + len(y)
-    self.loss = y.pow(2).mean()
-    self.features = y
-    return y
-
-
-STATES = {
-    "counters": (_counters, {"steps": 0, "calls": 0.0, "seen": 0, "total": 0.0}),
-    "averages of the user's": (_averages, {"mean": [0.0] * 5, "power": [0.0] * 5}),
-    "extremes": (_extremes, {"least": [0.1] * 5, "most": [-0.1] * 5}),
-    "unchanged": (lambda m, y: (y * m.scale)[:, m.order], {"scale": [2.0] * 5, "order": [1, 0]}),
-}
-
-
-class TestState:
-    @pytest.mark.parametrize("name", list(STATES))
-    def test_buffers(self, name):
-        function, buffers = STATES[name]
-        agree(computing(function, **buffers), rows(ROWS, 4), steps=4)
-
-    def test_averages_of_a_normalization(self):
-        agree(torch.nn.InstanceNorm1d(3, track_running_stats=True), rows(ROWS, 3, 4))
-
-    def test_attributes(self):
-        module, _ = agree(computing(_attributes), rows(ROWS, 4), steps=3)
-        found = module.calls, module.rows_seen, module.loss, module.features
-        plain = computing(_attributes).double()
-        for _ in range(4):
-            plain(rows(ROWS, 4))
-        same((plain.calls, plain.rows_seen, plain.loss, plain.features), found, 1e-12)
-
-    def test_a_number_of_rows_in_an_attribute(self, monkeypatch):
-        """It is that of the batch, whatever an earlier batch has left there."""
-
-        def forward(self, y):
-            self.batch = y.shape[0]
-            return y, 2 * y.shape[0]
-
-        plain, module = pair(forward)
-        for number in (6, 6, 9, 3, 9, 27, 13):
-            same(plain(rows(number, 4)), module(rows(number, 4)), 1e-12)
-            assert module.batch == plain.batch == number
-        monkeypatch.setattr(watch.Watch, "__torch_function__", None)  # fails where it is used
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            module(rows(12, 4))
-        assert module.batch == 12
-
-    def test_memory_of_rows_runs_whole(self):
-        """All parts of 12 rows have as many, so that their mean would have a shape that fits."""
-
-        def remember(self, y):
-            self.memory = y.detach()
-            return y
-
-        told = [
-            "The operation that sets the state 'memory' of 'Mine' {} The model runs on cpu:0 with "
-            "the whole batch.".format(MIXED)
-        ]
-        agree(computing(remember, memory=[0.0]), rows(12, 4), whole=told)
-
-
-@pytest.mark.parametrize("first", [lambda y: y.sum() / y.shape[0], lambda y: y.sum() / 2.0])
-def test_another_way_to_a_loss_later(first):
-    """A number of rows that replicas share is not that of the batch."""
-    module, x = compat.parallelize(computing(lambda m, y: m.loss(y)).double()), rows(12, 4)
-    module.loss = first
-    module(x)
-    module.loss = lambda y: y.sum() / len(y)
-    with pytest.warns(compat.CompatWarning, match="takes another path on a part of a batch"):
-        found = module(x)
-    same(module.layer(x).sum() / 12, found, 1e-12)
 
 
 # Containers -----------------------------------------------------------------------------------
@@ -491,40 +277,3 @@ def test_containers():
     module(*given)
     assert calls == ["hook"]
     agree(computing(lambda m, y, given: y * given["x"]), rows(ROWS, 4), Output(x=rows(ROWS, 5)))
-
-
-def test_replicas_without_rows_of_their_own_get_gradients():
-    module, x = compat.parallelize(torch.nn.Linear(4, 5).double()), rows(2, 4)
-    module(x)
-    placed = timeline.products(lambda: module(x).sum().backward())
-    assert len(placed) == DEVICES and len(set(placed.values())) == 1, placed
-
-
-# What is watched --------------------------------------------------------------------------------
-
-
-def test_only_the_first_call_of_common_models_is_watched(monkeypatch):
-    nn = torch.nn
-    norm = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.1), nn.Linear(5, 2))
-    loss = computing(lambda m, y: (y, nn.functional.mse_loss(y, y * 0), y.sum()))
-    state = computing(lambda m, y: (m.steps.add_(1), y)[1], steps=0)
-    modules = [compat.parallelize(module.double()) for module in (norm, loss, state)]
-    for module in modules:
-        module(rows(ROWS, 4))
-    monkeypatch.setattr(watch.Watch, "__torch_function__", None)  # fails where it is used
-    for module in modules:
-        module(rows(ROWS, 4))
-        module(rows(2, 4))
-
-
-def test_a_call_that_turns_out_different_is_watched():
-    def forward(m, y, kind):
-        if kind > 2:
-            m.total += y.sum()
-        return y if kind == 0 else y.mean(0) if kind == 1 else (y, y.sum())
-
-    plain, module = pair(forward, total=0.0)
-    for kind in (0, 1, 0, 2, 3, 0, 1):
-        with torch.no_grad():
-            same(plain(rows(ROWS, 4), kind), module(rows(ROWS, 4), kind), 1e-12)
-        same(plain.total, module.total, 1e-12)

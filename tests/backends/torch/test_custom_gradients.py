@@ -6,7 +6,7 @@ import torch
 import compat
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merge import agree, rows
+from .test_merging import agree, rows
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 
@@ -83,7 +83,7 @@ def line_of(text):
     """Where this file has a text, as a warning names it."""
     with open(__file__) as file:
         number = next(n for n, line in enumerate(file, 1) if text in line)
-    return "test_gradients.py, line {}".format(number)
+    return "test_custom_gradients.py, line {}".format(number)
 
 
 #: The operation that a warning names.
@@ -118,10 +118,3 @@ def test_a_gradient_is_tried_where_the_first_call_had_none():
         compat.parallelize(net)(rows(13, 6))
     with pytest.warns(compat.CompatWarning, match="a gradient of its own"):
         net(rows(13, 6)).sum().backward()
-
-
-def test_a_term_that_a_loss_has_twice_is_one():
-    from compat._backends.torch import backward_passes
-
-    term = torch.ones(4, 2, requires_grad=True).square().mean()
-    assert len(backward_passes._loss(term + term).terms) == 1

@@ -13,7 +13,7 @@ from compat.testing import DEVICES
 from .. import verification_cases
 from ..verification_cases import verified
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merge import replicas
+from .test_merging import replicas
 
 pytestmark = pytest.mark.usefixtures("devices")
 ROWS = 13

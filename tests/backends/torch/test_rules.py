@@ -10,8 +10,8 @@ import row_proof
 import torch
 
 from compat import _rows
-from compat._backends.torch import calls, merging, row_operations
-from compat._backends.torch.watch import Watch
+from compat._backends.torch import expressions, graph, merging, rules
+from compat._backends.torch.propagation import Propagation
 
 #: Needs a GPU.
 UNPROVED = {"cuda"}
@@ -90,7 +90,7 @@ def said_by_torch():
     for name in dir(torch) + ["special_" + name for name in dir(torch.special)]:
         module = torch.special if name.startswith("special_") else torch
         function = getattr(module, name.replace("special_", ""), None)
-        if name.endswith("_") or not row_operations.is_pointwise(name) or name == "equal":
+        if name.endswith("_") or not rules.is_pointwise(name) or name == "equal":
             continue
         for inputs in [x(3, 4).abs()], [x(3, 4).abs(), x(3, 4, seed=1).abs()]:
             try:
@@ -341,17 +341,17 @@ class Case:
 
     def called(self, given):
         with torch.no_grad():
-            return list(calls.tensors_in([self.function(*given)]))
+            return list(graph.call_tensors([self.function(*given)]))
 
     def followed(self, values, placements, count):
         """The results, tagged."""
         given = self.given(values)
         for place, placement in zip(self.tensors, placements):
             if isinstance(placement, _rows.Sharded):
-                calls.tag(given[place], placement)
+                graph.tag(given[place], placement)
             elif isinstance(placement, _rows.Partial):
-                calls.tag(given[place], calls.Total(placement.how, given[place], count, True))
-        with Watch(torch.nn.Module(), count, row_proof.ROWS, self.tried):
+                graph.tag(given[place], expressions.Total(placement.how, given[place], count, True))
+        with Propagation(torch.nn.Module(), count, row_proof.ROWS, self.tried):
             return self.called(given)
 
     def computed(self, values):
@@ -415,13 +415,13 @@ class Case:
             ]
             tags = [_tag(results[place]) for results in followed]
             value = merging.together(tags, torch.device("cpu"))
-        except (calls.NotMergeable, RuntimeError, ValueError):
+        except (merging.NotMergeable, RuntimeError, ValueError):
             return None
         return value.detach().numpy()
 
 
 def _tag(result):
-    found = calls.tag_of(result)
+    found = graph.tag_of(result)
     return _rows.REPLICATED if found is None else found
 
 
@@ -439,11 +439,11 @@ def test_each_line_says_nothing_but_the_truth(monkeypatch):
 
         return noted
 
-    for name, line in list(row_operations.TABLE.items()):
-        monkeypatch.setitem(row_operations.TABLE, name, noting(name, line))
+    for name, line in list(rules.RULES.items()):
+        monkeypatch.setitem(rules.RULES, name, noting(name, line))
     for name, inputs, function in cases():
         Case(inputs, function).prove(name, found)
     assert found.wrong == []
-    assert set(row_operations.TABLE) - claiming == UNPROVED
+    assert set(rules.RULES) - claiming == UNPROVED
     assert found.claimed > 5000
     missing_rules.check("torch", found)

@@ -1,13 +1,17 @@
-"""Watching how the tensors that a replica computes depend on the rows of its part of the batch."""
+"""Placements of the tensors that a replica computes, inferred as torch's functions are called."""
 
+import collections
 import inspect
 import re
 
 import torch
 
 from ... import _rows
-from . import batches, calls, row_operations
-from .calls import EXPRESSIONS, Call, RowCount, Total, is_sharded, tag, tag_of
+from . import graph, rules
+from .expressions import EXPRESSIONS, ComputedTotal, Constant, Total
+from .graph import Call, call_tensors, is_packing, is_sharded, tag, tag_of
+from .row_counts import AS_ANY, RowCount, differs, has_count
+from .trial import try_function
 
 # Kinds of torch's functions, by their names.
 DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout|rrelu")
@@ -21,7 +25,7 @@ METADATA = frozenset(
     "dense_dim __hash__ __dir__ __reduce_ex__ __get__".split()
 ) | {name for name, kind in vars(torch._C.TensorBase).items() if inspect.isgetsetdescriptor(kind)}
 #: What may be given a number of rows that ``len()`` has told.
-GROWING = row_operations.MADE + ("expand", "repeat", "tile", "broadcast_to")
+GROWING = rules.MADE + ("expand", "repeat", "tile", "broadcast_to")
 COUNTING = GROWING + ("__getitem__", "arange")
 #: Their results are means over the rows, weighted by the counted targets.
 CLASS_LOSSES = ("cross_entropy", "nll_loss")
@@ -39,11 +43,11 @@ def targets_weight(input, target, weight=None, ignore_index=-100, **_):
     return (weight.detach()[target.clamp(min=0)] * counted).sum()
 
 
-class Watch(torch.overrides.TorchFunctionMode):
-    """Tags the results of torch's functions, where an argument has a tag.
+class Propagation(torch.overrides.TorchFunctionMode):
+    """Tags of the results of torch's functions, where an argument has a tag.
 
     A tag is a placement: ``Sharded``, or ``Mixed`` with an ``Across`` that says where; or one of
-    the ``EXPRESSIONS`` of ``calls``, which tell how values without rows are put together. A
+    the ``EXPRESSIONS``, from which ``merging`` computes values that have no rows. A
     tensor without a tag does not depend on the batch.
 
     Arguments:
@@ -111,7 +115,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         is_computed = all(isinstance(each, EXPRESSIONS) for each in call.known)
         kept = self.kept(call) if is_computed else None
         result = self.called(call)
-        call.results = [args[0]] if name == "__setitem__" else list(calls.tensors_in([result]))
+        call.results = [args[0]] if name == "__setitem__" else list(call_tensors([result]))
         if call.results:
             self.tag(call, self.follow(call, kept, isinstance(result, (list, tuple))))
         else:
@@ -123,7 +127,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         if not isinstance(result, torch.Tensor):
             return result
         by_count = self.counting and call.name in COUNTING
-        if by_count or call.known or calls.has_count(call.args, call.kwargs):
+        if by_count or call.known or has_count(call.args, call.kwargs):
             call.results = [result]
             self.tag(call, self.by_rules(call))
         return result
@@ -145,7 +149,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         if DROPOUT.match(call.name):
             return call.args[0]
         result = call.func(*call.args, **call.kwargs)
-        for tensor in calls.tensors_in([result]):
+        for tensor in call_tensors([result]):
             if call.name == "randperm":
                 tensor.copy_(torch.arange(len(tensor)).flip(0))
             else:
@@ -165,11 +169,11 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.counting = self.counting or name == "__len__"
         if not is_sharded(tensor) or not rows.even:
             # There may be as many as some values of rows ask for.
-            if isinstance(rows, _rows.Placement) and not calls.is_packing():
-                self.escapes.append(calls.Escape(self.across(name), self.mixed(name), result))
+            if isinstance(rows, _rows.Placement) and not is_packing():
+                self.escapes.append(Escape(self.across(name), self.mixed(name), result))
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
-            self.compare(calls.AS_ANY, 1, 0, name)
+            self.compare(AS_ANY, 1, 0, name)
 
         def counted(dim, size):
             if dim % tensor.dim() == rows.axis and size % self.rows == 0 and size:
@@ -189,7 +193,7 @@ class Watch(torch.overrides.TorchFunctionMode):
             if tag_of(value) is not None:
                 return tag_of(value)
             is_changed = call.in_place and value is call.args[0]
-            return calls.Constant(value.clone() if is_changed else value)
+            return Constant(value.clone() if is_changed else value)
 
         args, kwargs = call.mapped(keep)
         kwargs.pop("out", None)  # it is the result
@@ -203,21 +207,21 @@ class Watch(torch.overrides.TorchFunctionMode):
         mixed = [each for each in call.known if isinstance(each, _rows.Mixed)]
         # State from before is a constant among rows.
         moving = [each for each in call.known if not getattr(each, "constant", False)]
-        if not moving and name in GROWING and calls.has_count(call.args, call.kwargs):
+        if not moving and name in GROWING and has_count(call.args, call.kwargs):
             return self.by_rules(call)
         if kept is not None:
             picks = range(count) if is_one_of_several else [None] * count
             return [
-                calls.ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
+                ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
                 for pick, value in zip(picks, call.results)
             ]
         if name in ("batch_norm", "instance_norm"):
             self.statistics(call.bound())
         if name == "batch_norm":  # each device's own rows
-            return [tag_of(*first) if is_sharded(*first) else self.mixed(name)]
+            return [self.placement_of(*first) if is_sharded(*first) else self.mixed(name)]
         # What is mixed may only tell where to look, or what type to make.
         is_read = name == "__getitem__" and not isinstance(call.tags[0], _rows.Mixed)
-        if mixed and not is_read and name not in row_operations.MADE:
+        if mixed and not is_read and name not in rules.MADE:
             return mixed[:1] * count
         changed = [tag_of(*first)] if call.in_place else []
         if any(isinstance(each, EXPRESSIONS) for each in moving + changed):
@@ -228,17 +232,17 @@ class Watch(torch.overrides.TorchFunctionMode):
         """The tag of each result, where the table or a trial tells."""
         if self.counting and call.name in COUNTING:
             call.args, call.kwargs = call.mapped(self.as_count)
-        if calls.is_packing() and call.name not in row_operations.PACKED:
-            first = next((tag_of(t) for t in call.given if is_sharded(t)), None)
-            found = [first or calls.REPLICATED] * len(call.results)
+        if is_packing() and call.name not in rules.PACKED:
+            first = next((self.placement_of(t) for t in call.given if is_sharded(t)), None)
+            found = [first or _rows.REPLICATED] * len(call.results)
         else:
             try:
-                found = row_operations.placements(call)
+                found = rules.placements(call)
             except (IndexError, KeyError, TypeError, ValueError, AttributeError, AssertionError):
                 found = None  # another form of the call
             if found is None or any(isinstance(each, _rows.Unknown) for each in found):
                 found = self.tried_function(call)
-        if call.name in row_operations.SEQUENCES and isinstance(found[0], _rows.Mixed):
+        if call.name in rules.SEQUENCES and isinstance(found[0], _rows.Mixed):
             self.misplaced = True
         return [self.tag_for(call, *pair) for pair in zip(call.results, found)]
 
@@ -258,7 +262,7 @@ class Watch(torch.overrides.TorchFunctionMode):
 
     def of_loss(self, call, value, placement):
         """The tag of a loss that may have been reduced, or of any other value of rows."""
-        name = row_operations.canonical(call.name)
+        name = rules.canonical(call.name)
         try:
             is_loss = name.endswith(("_loss", "cross_entropy", "kl_div", "with_logits"))
             bound = call.bound() if is_loss else {}
@@ -316,68 +320,35 @@ class Watch(torch.overrides.TorchFunctionMode):
         told = name in METADATA or name.startswith("is_") and name != "is_nonzero"
         kinds = (type(None), torch.dtype, torch.device, str, torch.layout)
         constant = all(getattr(each, "constant", False) for each in call.known)
-        if told or constant or isinstance(result, kinds) or calls.is_packing():
+        if told or constant or isinstance(result, kinds) or is_packing():
             return
         found = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
         if len(tags) == 1 and isinstance(tags[0], EXPRESSIONS):
             found = tags[0]
         if name in ("item", "__float__") and isinstance(result, float):
             self.items[id(result)] = (result, call.given[0])
-        self.escapes.append(calls.Escape(self.across(name), found, result))
+        self.escapes.append(Escape(self.across(name), found, result))
 
     def compare(self, function, per, number, name="size"):
         """A number of rows was compared with another number."""
         if self.paused:
             return
         self.comparisons.add((function, per, number))
-        if calls.differs(function, per, number, [self.rows], self.total):
+        if differs(function, per, number, [self.rows], self.total):
             self.by_count = self.by_count or self.across(name)
 
-    # Where ------------------------------------------------------------------------------------
+    # Tags -------------------------------------------------------------------------------------
+
+    #: The placement of a tensor, as its tag has it.
+    placement_of = staticmethod(graph.placement_of)
 
     def mixed(self, name):
         return _rows.Mixed(self.across(name))
 
     def across(self, name, why="mixed"):
-        return calls.across(self.model, name, why)
+        return graph.across(self.model, name, why)
 
 
-# Functions that have no line in the table -------------------------------------------------------
-
-
-def try_function(call):
-    """The placements of its results, or None where that does not tell."""
-
-    def compute(rows):
-        rows = [row % call.rows for row in rows]
-
-        def cut(value):
-            if isinstance(value, RowCount):
-                return value.per * len(rows)
-            return some_rows(value, tag_of(value), call.rows, rows) if is_sharded(value) else value
-
-        args, kwargs = call.mapped(cut)
-        return list(map(batches.to_numpy, calls.tensors_in([call.func(*args, **kwargs)])))
-
-    with torch.no_grad(), torch.random.fork_rng([]):
-        try:
-            found = _rows.trial.tried(compute)
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):  # of less rows
-            return None
-    # Whole numbers may agree by chance.
-    floating = [value.is_floating_point() or value.is_complex() for value in call.results]
-    return [each if sure else _rows.Mixed() for each, sure in zip(found, floating)]
-
-
-def some_rows(value, placement, count, rows):
-    """Some of a tensor's ``count`` rows."""
-    value, copies, axis = value.detach(), placement.copies, placement.axis
-    if not placement.even:
-        raise ValueError("rows of different lengths")
-    if value.is_floating_point() and torch.equal(value, value.roll(1, axis)):
-        # Of rows that are all the same any function seems to compute each one alone.
-        numbers = torch.rand(value.shape, generator=torch.Generator().manual_seed(0))
-        value = value + numbers.to(value)
-    split = value.unflatten(axis, (copies, count, value.shape[axis] // (copies * count)))
-    picked = split.index_select(axis + 1, torch.tensor(rows, device=value.device))
-    return picked.flatten(axis, axis + 2)
+#: A number that a replica's rows have given to Python, which may choose its way by it: where, an
+#: ``Across``; its tag, an expression or ``Mixed``; and the number.
+Escape = collections.namedtuple("Escape", "across tag value")

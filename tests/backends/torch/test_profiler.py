@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -41,3 +43,9 @@ def test_a_profiler_that_is_recording_is_left_alone(tmp_path):
     )
     assert any(event.name == "aten::sum" for event in profile.events())
     assert not os.listdir(str(tmp_path))
+
+
+def test_timelines_do_not_need_numpy(tmp_path):
+    script = "import sys; sys.modules['numpy'] = None; import compat, torch"
+    script += "\nwith compat.timeline(sys.argv[1]): torch.ones(3).sum()"
+    subprocess.check_call([sys.executable, "-c", script, str(tmp_path / "timeline.json")])

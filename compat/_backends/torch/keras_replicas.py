@@ -1,0 +1,150 @@
+"""Keras models on several devices: ``call`` is replicated, with its losses and state."""
+
+import contextlib
+import functools
+
+import numpy as np
+
+from ... import _keras, _rows, errors
+from ..._runtime import patching
+from .expressions import State, Total
+from .graph import tag, tag_of
+from .merging import NotMergeable
+from .replicas import Replicas, ReplicatedCall
+from .side_effects import CallEffects, KerasReach
+from .state import moved_late, version_of
+
+
+class ReplicatedKerasCall(ReplicatedCall):
+    """The ``call`` of a Keras model on several devices."""
+
+    def layouts(self, model, arguments):
+        return super().layouts(model, arguments)
+
+    def first_call(self, model, arguments, layouts, numbers):
+        if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
+            # Set to a gradient, which replicas would add up: the largest values of float8.
+            raise NotMergeable(_rows.Across(None))
+        return super().first_call(model, arguments, layouts, numbers)
+
+    def converter(self, model):
+        """Keras hands arrays to a model, too."""
+        convert = _keras.keras_of(model).ops.convert_to_tensor
+        return lambda value: convert(value) if isinstance(value, np.ndarray) else value
+
+    def is_only_traced(self, model, batch):
+        """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
+        return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
+
+    def home(self, model, arguments):
+        return _keras.keras_of(model).ops.convert_to_tensor(0).device  # where Keras computes
+
+    def reach(self, model):
+        return KerasReach.of(model)
+
+    def replicas(self, model):
+        return KerasReplicas(model)
+
+
+class KerasReplicas(Replicas):
+    """Losses and state of a Keras model's replicas: a stateless scope keeps them from being set.
+
+    Each replica has the variables on its device. All but the first get copies even on the CPU, so
+    that simulated devices do what GPUs would. Random seeds go from replica to replica, so that
+    dropout masks are independent.
+    """
+
+    def __init__(self, model):
+        self.keras, self.model = _keras.keras_of(model), model
+        weights = {id(variable._value) for variable in model.variables}
+        self.outside = CallEffects(KerasReach.of(model), weights)
+        self.variables = {}  # those that were set, by key
+        self.before = {}  # their values, by key
+        self.seeds = {}  # the values of random seeds, by id
+
+    def run(self, call, device, copy, args, kwargs, propagation):
+        watched = _keras.all_layers(self.model) if propagation is not None else []
+        kind = self.keras.layers.BatchNormalization
+        normalising = [layer for layer in watched if isinstance(layer, kind)]
+        averages = {id(v) for layer in normalising for v in layer.non_trainable_variables}
+        with self.keras.device(str(device)):
+            variables = [v for v in self.model.variables if v._value is not None]
+            pairs = [
+                (v, self.seeds.get(id(v), v._value).to(device, copy=copy or not v.trainable))
+                for v in variables
+            ]
+            scope = self.keras.StatelessScope(pairs, collect_losses=True)
+            given = dict(scope.state_mapping)
+            for variable in variables if propagation is not None else ():
+                if not variable.trainable and not _is_seed(variable):
+                    tag(scope.state_mapping[id(variable)], State(variable._value))
+            versions = {key: version_of(value) for key, value in given.items()}
+            state = {}
+            watching = propagation or contextlib.ExitStack()
+            with self.outside.replica(propagation is not None, state):
+                with scope, watching, _unwatched(normalising, propagation):
+                    result = call(*args, **kwargs)
+        for index, variable in enumerate(variables):
+            value = scope.state_mapping[id(variable)]
+            if _is_seed(variable):
+                self.seeds[id(variable)] = value
+            elif value is not given[id(variable)] or version_of(value) != versions[id(variable)]:
+                if variable.trainable and value is variable._value:
+                    raise moved_late(self.model)
+                if variable.trainable:
+                    # SpectralNormalization does: the gradient is that of the value it has set.
+                    raise NotMergeable(_rows.Across(None, why="weight"))
+                key = ("state", index, variable.path)
+                self.variables[key], self.before[key] = variable, variable._value
+                state[key] = value
+                if id(variable) in averages:
+                    tag(value, Total("mean", value, propagation.rows, regular=True))
+        state.update((("loss", index), loss) for index, loss in enumerate(scope.losses))
+        self.before.update(self.outside.before)
+        return result, state, {}
+
+    def finish(self, merged):
+        """Set the state, once, and add the losses."""
+        self.outside.finish(merged)
+        for variable in self.model.variables:
+            if id(variable) in self.seeds:
+                variable.assign(self.seeds[id(variable)])
+        for key, value in merged.items():
+            if key in self.variables:
+                self.variables[key].assign(value)
+            elif key[0] == "loss":
+                # The base class's method: functional models refuse their own.
+                self.keras.Layer.add_loss(self.model, value)
+
+
+def _unwatched(layers, propagation):
+    """A context in which each of these layers is one function: each device's own rows."""
+
+    def call(hidden, inputs, *args, **kwargs):
+        if propagation.probing:
+            kwargs["training"] = False
+        with patching.replaced(propagation, paused=True):
+            outputs = hidden(inputs, *args, **kwargs)
+        tag(outputs, tag_of(inputs))
+        return outputs
+
+    patched = contextlib.ExitStack()
+    for layer in layers:
+        own = functools.partial(call, layer.call)
+        patched.enter_context(patching.replaced(layer, call=own))
+    return patched
+
+
+def _is_seed(variable):
+    """Whether random numbers are drawn with it (keras.random.SeedGenerator)."""
+    return variable.name == "seed_generator_state"
+
+
+def refuse_torch_compile(model):
+    if _keras.compiled_with(model).get("jit_compile") is True:
+        raise errors.unsupported(
+            "torch",
+            "run a model on several devices under jit_compile=True: torch.compile() makes one "
+            "program for one device",
+            "Compile the model with jit_compile=False.",
+        )

@@ -1,0 +1,221 @@
+"""What the loss of a backward pass is made of: whether ranks weigh its rows as one process does.
+
+The ranks' gradients become their mean, weighted by rows. That is one process's gradient where the
+loss is a mean over rows, and not where each rank divides by what it alone knows: row weights, or
+the rows behind a mask. Autograd's graph has each sum and mean that a loss is made of, and the
+gradient that arrives there shows what the loss makes of it: by how much one element counts.
+
+``cross_entropy()`` and ``nll_loss()`` divide by the targets that count, which are not those of
+``ignore_index``, each by its class's weight (``_saved_total_weight``). The mean over all ranks'
+targets is that of the ranks' means, weighted by these numbers.
+"""
+
+import collections
+import contextlib
+import zlib
+
+import numpy as np
+import torch
+
+from ... import errors
+from ..._ranks import losses
+from ..._runtime import patching
+
+_MEAN, _SUM = 1, 2  # of torch's reductions
+_REDUCTIONS = {"MeanBackward0": _MEAN, "MeanBackward1": _MEAN,
+               "SumBackward0": _SUM, "SumBackward1": _SUM}  # fmt: skip
+# What sums up losses, and multiplies and divides them by constants.
+_ARITHMETIC = frozenset(
+    "{}Backward0".format(name)
+    for name in "Add Alias Div Mean Mul Neg Squeeze Stack Sub Sum ToCopy Unsqueeze View".split()
+)
+# So many operations between a loss and what it is made of are looked at.
+_MOST = 100
+
+# What tells the gradient of a term.
+_TERM_HOOK = "Node.register_prehook"
+# Of the backward passes under way, the outermost first: their losses.
+_losses = []  # type: list
+
+
+class Term:
+    """A sum or mean that a loss is made of.
+
+    Arguments:
+        node: of autograd's graph.
+        reduction: the number of its kind.
+    """
+
+    def __init__(self, node, reduction):
+        self.node, self.kind = node, "{} {}".format(node.name(), reduction)
+        self.gradient = None  # of the loss, by the value of this term
+        is_mean, self.count = reduction == _MEAN, 1
+        # The sum of their weights.
+        self.targets = getattr(node, "_saved_total_weight", None) if is_mean else None
+        chained = node.name() in _REDUCTIONS
+        while reduction is not None:  # a mean over columns of a mean over rows, say
+            own, ((node, self.shape), *_) = _shape(node), _inputs(node)
+            self.count *= self.shape.numel() / max(1, own.numel()) if reduction == _MEAN else 1
+            reduction = _REDUCTIONS.get(node.name()) if chained else None
+        self.is_sum = not is_mean and self.count == 1
+
+    def note(self, gradients):
+        self.gradient = gradients[0]
+
+    def factor(self):
+        """By how much one element of what is reduced counts in the loss; NaN if not known."""
+        if self.gradient is None or self.gradient.numel() != 1:
+            return float("nan")
+        count = self.count if self.targets is None else float(self.targets)
+        return float(self.gradient) / count if count else float("nan")
+
+
+class Loss(collections.namedtuple("Loss", "terms others")):
+    """The terms that the loss of a backward pass is made of.
+
+    Arguments:
+        terms: a list of ``Term``.
+        others: whether there is more to it than their sum, times constants.
+    """
+
+    def targets(self):
+        """The weights of the targets that all of the loss was divided by, or None."""
+        totals = {None if term.targets is None else float(term.targets) for term in self.terms}
+        return None if self.others or len(totals) != 1 else totals.pop()
+
+
+def follow():
+    """Have all backward passes tell from now on what they begin with."""
+    if patching.find(torch.autograd, "backward") is not None:
+        return
+    plain = torch.autograd.backward
+
+    def backward(tensors, *args, **kwargs):
+        loss = _loss(tensors)
+        _losses.append(loss)
+        with contextlib.ExitStack() as afterwards:
+            afterwards.callback(_losses.pop)
+            for term in loss.terms:
+                noting = patching.Callback(_TERM_HOOK, term.note)
+                afterwards.callback(term.node.register_prehook(noting).remove)
+            return plain(tensors, *args, **kwargs)
+
+    patching.Patch(torch.autograd, "backward", backward)
+
+
+def is_under_way():
+    """Return whether there is a backward pass that adds to the gradients of parameters."""
+    return bool(_losses)
+
+
+def missed_hooks():
+    """Return the names of what should have noted the loss of the pass that ends, and did not."""
+    if not _losses:
+        return ["torch.autograd.backward"]
+    terms = _losses[0].terms
+    return [_TERM_HOOK] if terms and all(term.gradient is None for term in terms) else []
+
+
+def loss_under_way():
+    """The loss of the backward pass under way."""
+    return _losses[0] if _losses else Loss([], True)
+
+
+def _loss(tensors):
+    """What a loss was reduced from."""
+    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    # Of an edge of the graph, which may stand in a tensor's place, nothing is known.
+    nodes = list(dict.fromkeys(getattr(each, "grad_fn", None) for each in tensors))
+    terms, others = [], False
+    for place, node in enumerate(nodes):  # which grow meanwhile
+        if node is None or place >= _MOST:
+            others = True
+            continue
+        name, inputs = node.name(), [each for each, _ in _inputs(node)]
+        reduction = getattr(node, "_saved_reduction", None) or _REDUCTIONS.get(name)
+        if reduction in (_MEAN, _SUM) and inputs and not _is_of_scalars(inputs[0]):
+            terms.append(Term(node, reduction))
+        elif all(map(_is_of_scalars, inputs)):
+            others = others or name not in _ARITHMETIC
+            nodes += [each for each in dict.fromkeys(inputs) if each not in nodes]
+        else:
+            others = True
+    return Loss(terms, others)
+
+
+def _inputs(node):
+    """What a node of the graph was given, as far as it is differentiated: nodes and shapes."""
+    found = [pair for pair in node.next_functions if pair[0] is not None]
+    return [(each, _shape(each, place)) for each, place in found]
+
+
+def _shape(node, place=0):
+    """The shape of what a node has made; of a nested tensor, which has none, no elements."""
+    known = node._input_metadata[place : place + 1]
+    return torch.Size(known[0].shape if known and not known[0].is_nested_tensor else [0])
+
+
+def _is_of_scalars(node):
+    """Whether a node has made a scalar, or put scalars together."""
+    together = node.name() in ("StackBackward0", "CatBackward0")
+    return not _shape(node) or (together and not any(shape for _, shape in _inputs(node)))
+
+
+def check_loss(engine, name, weight, rows):
+    """Warn where the loss of the pass under way is not the one that one process would compute.
+
+    All ranks call it at once.
+
+    Arguments:
+        name: the model's class.
+        weight: by which this rank's gradients count in the mean over ranks.
+        rows: of the pass, or None.
+
+    Returns:
+        Whether it is not, the same on all ranks.
+    """
+    terms = loss_under_way().terms
+    kinds = [zlib.crc32(" ".join(term.kind for term in terms).encode()) & 0xFFFFFF, len(terms)]
+    if any(each != kinds for each in engine.gather(kinds)) or not terms:
+        return False  # such as where a rank leaves out a term: what that means is not known
+    undivided = [term for term in terms if term.factor() == 1 and term.shape[:1] == (rows,)]
+    is_sum = bool(undivided) and rows > 1 and all(term.is_sum for term in terms)
+    mine = [weight, is_sum] + [term.factor() for term in terms]
+    table = [float(value) if flag else 0.0 for flag in engine.flags(True) for value in mine]
+    weights, sums, *factors = engine.sum(table).reshape(engine.place.size, -1).T
+    types = [str(term.gradient.dtype) for term in terms if term.gradient is not None]
+    limit = max(losses.rounding(each.split(".")[-1]) for each in types + [""])
+
+    def differ(values):
+        with np.errstate(invalid="ignore"):  # such as in a step that overflows
+            return np.ptp(values) > limit * np.abs(values).max()
+
+    # A sum or mean of a batch counts by the share of its rows. What is no part of it, such as a
+    # penalty on weights, counts the same on all ranks.
+    counts = [weights * each for each in factors if differ(each) and differ(weights * each)]
+    count = sum(counts)
+    # Together they may, where terms are mixed in a proportion that each rank draws at random.
+    if counts and differ(count):
+        other = int(np.abs(count - count[0]).argmax())
+        pair = count[[0, other]] / np.abs(count[[0, other]]).max()
+        what = (
+            "The loss of {} counts a row of rank 0 and a row of rank {} as {:.3g} to {:.3g}, and "
+            "one process would count all rows alike. Each rank divides by a number of its own, "
+            "such as the sum of its row weights or of its mask, or it takes a root or another "
+            "function of its mean. So the ranks train to other numbers than one process. Divide by "
+            "the number of all ranks, from torch.distributed.all_reduce(), times this rank's share "
+            "of the rows.".format(name, other, *pair)
+        )
+    elif all(sums):
+        what = (
+            "The loss of {} is a sum over the rows of a batch. Ranks train with the mean of their "
+            "gradients, which of a sum is 1/{} of one process's. Divide the sum by the number of "
+            "rows. If what it sums up is divided already, such as by the sum of row weights, then "
+            "divide by that of all ranks, from torch.distributed.all_reduce(), times this rank's "
+            "share of the rows.".format(name, engine.place.size)
+        )
+    else:
+        return False
+    if engine.place.rank == 0:
+        errors.warn(what)
+    return True

@@ -1,0 +1,165 @@
+"""torch modules on several devices: ``forward`` is replicated, with its buffers and attributes."""
+
+import contextlib
+import inspect
+import itertools
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ... import _rows, errors
+from ..._runtime import patching
+from . import tracing
+from .expressions import State
+from .graph import tag
+from .merging import NotMergeable
+from .replicas import Replicas, ReplicatedCall
+from .side_effects import FEW, CallEffects, ModuleReach
+from .state import Hooks, copy_of, moved_late, put_back, version_of
+
+
+class ForwardMethod(patching.InstanceMethod):
+    """A ``forward`` that hides that of a module's class, also from torch.compile()."""
+
+    method = "forward"
+
+    def install(self, module, function=None):
+        """A function: ``torch.compile`` takes no other callables for methods.
+
+        It leaves the code of this package as it is, and compiles the module's own. Trainers choose
+        the columns of their data by the signature of the plain method.
+        """
+        torch._dynamo.trace_rules.add(__name__.partition(".")[0])
+
+        def forward(module, *args, **kwargs):
+            return self(module, *args, **kwargs)
+
+        plain = inspect.signature(self.plain(module))
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = plain.replace(parameters=[own] + list(plain.parameters.values()))
+        super().install(module, forward)
+
+    def is_only_traced(self, module, batch):
+        return getattr(batch, "is_meta", False) is True or tracing.is_traced()
+
+
+class ReplicatedForward(ForwardMethod, ReplicatedCall):
+    """The ``forward`` of a torch module on several devices."""
+
+    def converter(self, model):
+        return None
+
+    def home(self, model, arguments):
+        """Where the module's weights lie, as the plain module's outputs would."""
+        kinds = (torch.Tensor, PackedSequence)
+        first = next(leaf for leaf in arguments.leaves if isinstance(leaf, kinds))
+        packed = isinstance(first, PackedSequence)
+        return next(model.parameters(), first.data if packed else first).device
+
+    def reach(self, model):
+        return ModuleReach.of(model)
+
+    def replicas(self, model):
+        return ModuleReplicas(model)
+
+    def first_call(self, model, arguments, layouts, numbers):
+        if any(getattr(part, "sparse", False) is True for part in model.modules()):
+            # No copy on another device takes such a gradient back.
+            raise NotMergeable(_rows.Across("that makes sparse gradients", why="unknown"))
+        return super().first_call(model, arguments, layouts, numbers)
+
+
+class ModuleReplicas(Replicas):
+    """Replicas of a torch module, each with weights and buffers of its own.
+
+    Buffers start from the same value in each replica, and are set once. So are weights that the
+    forward pass moves, what it leaves in attributes and containers, and the hooks it registers.
+    """
+
+    def __init__(self, module):
+        parts = list(module.modules())
+        weights = [(p._parameters, n, v) for p in parts for n, v in p._parameters.items()]
+        buffers = [(p._buffers, n, v) for p in parts for n, v in p._buffers.items()]
+        # Dictionary of a module within, name there, weight or buffer.
+        self.places = [place for place in weights + buffers if place[2] is not None]
+        self.held = [(d, dict(d)) for p in parts for d in (p._parameters, p._buffers)]
+        known = {id(value): (values, name) for values, name, value in reversed(self.places)}
+        self.before = {("state", n): v for n, v in module.named_buffers()} if buffers else {}
+        self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
+        states = set(map(id, self.before.values()))
+        # By id: those that are tied have one copy.
+        self.weights = {id(v): v for _, _, v in self.places if id(v) not in states}
+        self.frozen = {key for key, v in self.weights.items() if not v.requires_grad}
+        if sum(self.weights[key].numel() for key in self.frozen) > FEW:
+            self.frozen = set()
+        self.module, self.hooks = module, Hooks(parts)
+        self.outside, self.register = CallEffects(ModuleReach.of(module, parts), known), None
+
+    def run(self, forward, device, copy, args, kwargs, propagation):
+        given = {key: self.before[key].to(device, copy=True) for key in self.buffers}
+        copies = {id(self.before[key]): buffer for key, buffer in given.items()}
+        for key, buffer in given.items() if propagation is not None else ():
+            tag(buffer, State(self.before[key]))
+        copies.update(
+            (key, value.to(device, copy=copy or key in self.frozen))
+            for key, value in self.weights.items()
+        )
+        versions = [version_of(copies[key]) for key in self.weights]
+        state = {}
+        with self.outside.replica(propagation is not None, state):
+            try:
+                for values, name, value in self.places:
+                    values[name] = copies[id(value)]
+                with propagation or contextlib.ExitStack():
+                    result = forward(*args, **kwargs)
+                state.update((key, values[name]) for key, (values, name) in self.buffers.items())
+                if any(
+                    values[name] is not copies[id(value)]
+                    for values, name, value in self.places
+                    if id(value) in self.weights
+                ):
+                    raise NotMergeable(_rows.Across(None, why="weight"))  # another one in its place
+            finally:
+                for values, name, value in self.places:
+                    values[name] = value
+                added = list(filter(None, itertools.starmap(put_back, self.held)))
+                self.register = self.hooks.taken()
+        if added:
+            raise NotMergeable(_rows.Across(f"that sets the state {added[0]!r}"))
+        now = [version_of(copies[key]) for key in self.weights]
+        if now != versions:
+            self.note_moved(state, copies, versions, now)
+        self.before.update(self.outside.before)
+        return result, state, given
+
+    def note_moved(self, state, copies, versions, now):
+        """Add the weights that a replica has moved."""
+        for number, (key, value) in enumerate(self.weights.items()):
+            if versions[number] != now[number]:
+                if copies[key] is value:
+                    raise moved_late(self.module)
+                state["weight", number] = copy_of(copies[key])
+
+    def finish(self, merged):
+        """Set buffers, weights, all that is outside, and hooks, once."""
+        if self.register is not None:
+            self.register.put_back()
+        self.outside.finish(merged)
+        weights = list(self.weights.values())
+        with torch.no_grad():
+            for key, value in merged.items():
+                if key in self.buffers:
+                    self.before[key].copy_(value)
+                elif key[0] == "weight":
+                    weights[key[1]].copy_(value)
+
+
+def refuse_wrapped(model):
+    """torch's own replicas would split each device's part of the batch once more."""
+    nn = torch.nn.parallel
+    if isinstance(model, (nn.DataParallel, nn.DistributedDataParallel)):
+        name = type(model).__name__
+        raise errors.UnsupportedError(
+            f"parallelize() was given a torch.nn.parallel.{name}, which splits batches by itself. "
+            "Pass the module within it: parallelize(model.module), and use that."
+        )

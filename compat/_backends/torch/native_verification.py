@@ -1,0 +1,154 @@
+"""Verification of torch modules: a call repeated on one device, from the same state.
+
+The optimizer is not known here, so that a step is a call: its results, its buffers, and the
+gradients of its parameters for a random gradient of its results.
+"""
+
+import contextlib
+
+import torch
+
+from ... import _verification
+from ..._rows import split_rows
+from ..._verification import keras_steps
+from . import profiler
+from .arguments import CallArguments, first_batch
+from .native import ForwardMethod
+from .side_effects import ModuleReach
+from .state import Hooks, Snapshot
+from .tensors import array_of, tensors_in
+from .verification import RandomStep
+
+
+def _outputs(result):
+    return _verification.numbered(map(array_of, tensors_in(result)))
+
+
+class VerifiedForward(ForwardMethod):
+    """The ``forward`` of a torch module, whose first calls are verified."""
+
+    def __init__(self, verification):
+        super().__init__([])
+        self.verification = verification
+
+    @torch.compiler.disable
+    def invoke(self, module, *args, **kwargs):
+        kind = "train" if module.training and torch.is_grad_enabled() else "predict"
+        forward = self.plain(module)
+        if (
+            not self.verification.wants(kind)
+            or self.is_only_traced(module, first_batch((args, kwargs)))
+            or any(map(torch.nn.parameter.is_lazy, module.parameters()))
+            or not self.verification.is_due(kind)
+        ):
+            return forward(*args, **kwargs)
+        return self.verification.verify(kind, _ModuleCall(module, forward, args, kwargs))
+
+
+class _StepOfModule(_verification.Step):
+    """A step that changes a module's parameters and buffers."""
+
+    def _labelled(self):
+        weights = [("weight " + name, value) for name, value in self.module.named_parameters()]
+        return weights + [("state " + name, value) for name, value in self.module.named_buffers()]
+
+    def read(self):
+        return {label: array_of(tensor) for label, tensor in self._labelled()}
+
+    def write(self, values):
+        for label, tensor in self._labelled():
+            if label in values and tensor.layout is torch.strided:  # nothing sets a sparse one
+                # Not an operation that autograd would count as a change: the values come back.
+                tensor.data.copy_(torch.as_tensor(values[label]))
+
+
+class _ModuleCall(RandomStep, _StepOfModule):
+    given = ("leaves",)
+
+    def __init__(self, module, forward, args, kwargs):
+        super().__init__()
+        self.module, self.forward, self.args, self.kwargs = module, forward, args, kwargs
+        self.arguments = was = CallArguments(args, kwargs)
+        self.leaves = [was.copied(leaf, leaf) for leaf in was.leaves]
+        self.put_hooks_back = Hooks(list(module.modules())).put_back
+        self.dtype = ""
+        self.note_types(module.parameters())
+
+    def note_types(self, tensors):
+        """The coarsest type that is computed in, as far as weights and results tell."""
+        names = {str(tensor.dtype).split(".")[-1] for tensor in tensors} | {self.dtype}
+        if torch.is_autocast_enabled():
+            names.add(str(torch.get_autocast_gpu_dtype()).split(".")[-1])
+        self.dtype = keras_steps.coarsest(names)
+
+    def by_design(self, inference, changed):
+        for name, part in self.module.named_modules():
+            is_normalising = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            if is_normalising and (part.running_mean is None or part.training and not inference):
+                return _verification.NORMALISED.format("module", name or type(part).__name__)
+        return None
+
+    def give_up(self, values):
+        super().give_up(values)
+        self.arguments.restore()
+        self.put_hooks_back()
+
+    def attributes(self):
+        return Snapshot(ModuleReach, self.module)
+
+    def on_one_device(self):
+        # What the caller differentiates has kept the buffers, whose values come back.
+        kept = torch.autograd._unsafe_preserve_version_counter(tuple(self.module.buffers()))
+        with kept, split_rows.undivided():
+            return self._again(self._named)
+
+    def _again(self, named):
+        """Do the call with arguments and hooks as they were: it may have changed a cache, say.
+
+        Arguments:
+            named: gives what is returned, from the result.
+        """
+        now, was = CallArguments(self.args, self.kwargs), self.arguments
+        put_hooks_back = Hooks(list(self.module.modules())).put_back
+        self.put_hooks_back()
+        leaves = [was.copied(leaf, kept) for leaf, kept in zip(was.leaves, self.leaves)]
+        try:
+            with was.given(leaves) as (args, kwargs):
+                return named(self.forward(*args, **kwargs))
+        finally:
+            now.restore()
+            put_hooks_back()
+
+    def on_all_devices(self):
+        result = self.forward(*self.args, **self.kwargs)
+        self.note_types(tensors_in(result))
+        return result, self._named(result)
+
+    def _named(self, result):
+        """Results and gradients by label; autograd's graph is left to the caller."""
+        named = dict(_outputs(result), **self.left_outside())
+        results = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+        parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        if self.differentiated and results and parameters:
+            kept = self.attributes()  # by hooks on what comes back
+            random = torch.Generator().manual_seed(0)
+            upstream = [torch.randn(t.shape, generator=random).to(t) for t in results]
+            found = torch.autograd.grad(
+                results, list(parameters.values()), upstream, retain_graph=True, allow_unused=True
+            )
+            kept.put_back()
+            pairs = [(n, g.to_dense()) for n, g in zip(parameters, found) if g is not None]
+            named.update(("gradient of " + name, array_of(gradient)) for name, gradient in pairs)
+        return named
+
+    def operations(self):
+        return profiler.products(lambda: self._again(self._named))
+
+    def outputs(self, undivided):
+        with contextlib.ExitStack() as afterwards, torch.no_grad():
+            if undivided:
+                afterwards.enter_context(split_rows.undivided())
+            for part in self.module.modules():
+                afterwards.callback(setattr, part, "training", part.training)
+            self.module.eval()  # which may be the user's own
+            return self._again(_outputs)

@@ -1,0 +1,64 @@
+"""Tensors: found in nested values, compared, and converted to numpy."""
+
+import math
+import operator
+
+import torch
+from torch.utils import _pytree as tree
+
+from ... import _rows
+
+
+def tensors_in(value, depth=3):
+    """Yield the tensors in nested containers, and in attributes of other objects.
+
+    Arguments:
+        depth: how deep they are looked for in the attributes of objects.
+    """
+    for leaf in tree.tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif depth and not isinstance(leaf, (str, bytes, int, float, type, torch.nn.Module)):
+            parts = getattr(leaf, "__dict__", None) or {
+                name: getattr(leaf, name, None) for name in getattr(leaf, "__slots__", ())
+            }
+            if hasattr(leaf, "keys") and hasattr(leaf, "__getitem__"):
+                parts = {key: leaf[key] for key in leaf.keys()}
+            yield from tensors_in(list(parts.values()), depth - 1)
+
+
+def are_same(tensors, others):
+    """Whether these are the same objects."""
+    return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
+
+
+def to_numpy(tensor):
+    """As an array; of a sparse tensor the values that it has."""
+    tensor = tensor.detach().cpu()
+    if tensor.layout is not torch.strided:
+        tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
+    # numpy has no bfloat16, nor floats of 8 bits; float32 has all their values.
+    own = not tensor.is_floating_point() or tensor.dtype in (torch.double, torch.float, torch.half)
+    return (tensor if own else tensor.float()).resolve_conj().numpy()
+
+
+def array_of(tensor):
+    """Return a copy of a tensor's values as an array."""
+    return to_numpy(tensor).copy()
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def close(value, other):
+    """Whether two values are the same, to rounding."""
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+        numbers = is_number(value) and is_number(other)
+        same = value is other or value == other
+        return same or (numbers and math.isclose(value, other, rel_tol=1e-4))
+    if value.dtype == torch.bfloat16:  # numpy does not know that it is coarse
+        finite = other[torch.isfinite(other)].abs()
+        scale = finite.max().clamp(min=1e-30) if finite.numel() else 1.0
+        value, other = [(tensor / scale).half() for tensor in (value, other)]
+    return _rows.trial.close(*[to_numpy(tensor.to_dense()) for tensor in (value, other)])

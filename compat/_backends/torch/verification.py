@@ -1,0 +1,135 @@
+"""Verification of Keras models: a step repeated on one device, from the same state."""
+
+import numpy as np
+import torch
+
+from ... import _keras, _verification
+from ..._verification import keras_steps
+from . import profiler
+from .side_effects import KerasReach
+from .state import Snapshot, generators
+
+_RANDOM = "random numbers of "
+
+
+class VerifiedStep(keras_steps.Verified):
+    """The method by which Keras makes the function of a step."""
+
+    def is_ready(self, model):
+        # Keras builds model, optimizer and metrics before the first step, unless train_step is
+        # the user's own; then it is the optimizers that may not have their state yet.
+        optimizers = keras_steps.optimizers(model) if self.kind == "train" else ()
+        return model.built and all(optimizer.built for optimizer in optimizers)
+
+    def verified(self, model):
+        """In ranks that of a training step; others stay as they are."""
+        if self.verification.ranks and self.kind != "train":
+            return getattr(model, keras_steps.FUNCTIONS[self.kind])
+        return super().verified(model)
+
+    @property
+    def step(self):
+        return RankedStep if self.verification.ranks else TorchStep
+
+
+class RandomStep(_verification.Step):
+    """A step that changes torch's own random numbers as well as what its subclasses know."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.differentiated = torch.is_grad_enabled()
+
+    def give_up(self, values):
+        super().give_up(values)
+        # An interruption may come where torch.no_grad() begins or ends, which leaves it on.
+        torch.set_grad_enabled(self.differentiated)
+
+    def read(self):
+        states = {_RANDOM + name: each.get_state() for name, each in generators().items()}
+        return dict(super().read(), **{label: state.numpy() for label, state in states.items()})
+
+    def write(self, values):
+        super().write(values)
+        for name, generator in generators().items():
+            if _RANDOM + name in values:
+                generator.set_state(torch.from_numpy(values[_RANDOM + name]))
+
+    def left_outside(self):
+        return self.noted.changed() if self.noted else {}  # None: the step is verified no more
+
+    def is_random(self, label):
+        return label.startswith(_RANDOM) or super().is_random(label)
+
+
+class TorchStep(RandomStep, keras_steps.KerasStep):
+    def as_array(self, value):
+        return _keras.keras_of(self.model).ops.convert_to_numpy(value)
+
+    def operations(self):
+        return profiler.products(lambda: self.function.made(self.data))
+
+    def attributes(self):
+        return Snapshot(KerasReach, self.model, super().attributes())
+
+    def on_one_device(self):
+        return dict(super().on_one_device(), **self.left_outside())
+
+    def on_all_devices(self):
+        given, results = super().on_all_devices()
+        return given, dict(results, **self.left_outside())
+
+    def infer(self, inputs):
+        with torch.no_grad():
+            return super().infer(inputs)
+
+
+class RankedStep(TorchStep):
+    """A step of ranks: each does that of all their batches, concatenated, by itself.
+
+    From the same state. The results of one rank's rows, such as its metrics, are not compared.
+    """
+
+    def __init__(self, method, function, batches):
+        super().__init__(method, function, batches)
+        from .keras_ranks import RankedKerasCall  # not without ranks: imports their engines
+
+        self.ranked = RankedKerasCall.of(self.model)
+        self.ranked.start(self.model)  # rank 0's weights, from which the step begins
+        self.own, tree = batches, _keras.keras_of(self.model).tree
+        first = next(leaf for leaf in tree.flatten(batches) if np.ndim(leaf))
+        sizes = self.ranked.engine.gather([len(first)])
+        start = sum(size for (size,) in sizes[: self.ranked.engine.place.rank])
+        self.rows = slice(start, start + len(first))
+        self.data = tree.map_structure(self.of_all_ranks, batches)
+
+    def of_all_ranks(self, leaf):
+        if not np.ndim(leaf):
+            return leaf
+        tensor = torch.as_tensor(leaf)
+        whole = tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
+        return self.ranked.engine.concatenate(whole).to(tensor.dtype)
+
+    def on_one_device(self):
+        with self.ranked.alone():
+            return super().on_one_device()
+
+    def on_all_devices(self):
+        return self.function.made(self.own), {}
+
+    def is_random(self, label):
+        own = label.startswith(("the loss", "metric "))
+        return own or super().is_random(label)
+
+    def outputs(self, undivided):
+        """Those of this rank's rows, computed alone or among all rows."""
+        given, self.data = self.data, self.data if undivided else self.own
+        try:  # inputs that are off by rounding may have replaced them already
+            with self.ranked.alone():
+                found = super().outputs(True)
+        finally:
+            self.data = given
+        own = self.rows if undivided else slice(None)
+        return found and {k: v[own] for k, v in found.items() if "output:" not in k}
+
+    def operations(self):
+        return {}
