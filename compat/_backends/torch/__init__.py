@@ -29,7 +29,7 @@ class Torch(Backend):
     # Before the first use of a GPU --------------------------------------------------------------
 
     def environ(self, settings, environ):
-        """Keras reads its device when it is imported (keras/src/backend/torch/core.py)."""
+        """Return the variables to set; Keras reads its device when it is imported."""
         variables = dict(super().environ(settings, environ))
         device = environ.get(configuration.DEVICE)
         if settings.devices.declined or settings.devices.simulated:
@@ -46,7 +46,7 @@ class Torch(Backend):
         return []
 
     def initialised(self):
-        """CUDA's variables count until CUDA starts, and Keras starts it on its import."""
+        """Return why CUDA's variables count no more; they do until CUDA, or Keras, starts."""
         if "keras.src.backend.torch.core" in sys.modules:
             return "keras was imported, which asks torch for GPUs"
         if getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)():
@@ -80,7 +80,7 @@ class Torch(Backend):
         return applied, []
 
     def devices(self):
-        """torch has one CPU: what stands in for GPUs are names, and replicas that run there."""
+        """Return the devices' names; on the one CPU that torch has they are names of replicas."""
         torch = self.import_framework()
         names = self.kept.get("names")  # simulated, or chosen among those that torch lists
         if names is None:
@@ -121,13 +121,13 @@ class Torch(Backend):
         return model
 
     def executed(self, model):
-        """From torch's dispatcher."""
+        """Return the counts of operations that torch's dispatcher reports."""
         from . import executions  # imports torch
 
         return executions.executed(self.devices())
 
     def watch(self, model, check):
-        """By hooks of torch's own, which call what stands in place of ``forward``."""
+        """Check calls by hooks of torch's own, which call what stands in place of ``forward``."""
         from . import watched_calls  # imports torch
 
         watched_calls.WatchedCalls.install_on(model, check)
@@ -144,13 +144,13 @@ class Torch(Backend):
         kind.install_on(model, None if is_left else verification)
 
     def memory_peaks(self):
-        """``torch.cuda.max_memory_allocated()``."""
+        """Return ``torch.cuda.max_memory_allocated()`` of each GPU."""
         torch = self.import_framework()
         names = [name for name in self.devices() if name.startswith("cuda")]
         return {name: torch.cuda.max_memory_allocated(name) for name in names}
 
     def profiled(self):
-        """From torch's profiler."""
+        """Return the operations that torch's profiler records."""
         from . import profiler  # not at start-up
 
         return profiler.profiled(self.devices())
@@ -158,7 +158,7 @@ class Torch(Backend):
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, job):
-        """compat's own: torchrun's store listens at all addresses of the machine."""
+        """Return compat's launcher: torchrun's store listens at all addresses of the machine."""
         from ..._ranks.launch import starter  # not at start-up
 
         # As torchrun does: else each rank would have a thread for each core.
@@ -166,7 +166,7 @@ class Torch(Backend):
         return threads + starter.launcher(job)
 
     def distribute(self, model, place):
-        """See ``ranks``."""
+        """Make a model one of several ranks'. See ``ranks``."""
         self.import_framework()
         from . import ranks  # imports torch
 

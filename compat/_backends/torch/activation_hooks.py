@@ -40,7 +40,7 @@ def follow(is_exchanged):
 
 
 def _watched(is_exchanged, warned, hook, what):
-    """A hook, watched until the first of them was found to change something."""
+    """Wrap a hook: warn, once, if it is found to change a gradient."""
 
     @functools.wraps(hook)
     def call(*args):
@@ -82,7 +82,7 @@ def _are_equal(result, args):
 
 
 def _name(hook):
-    """A hook's name, and its line."""
+    """Return a hook's name, and its line."""
     function = getattr(hook, "func", hook)
     code = getattr(function, "__code__", None)
     line = code and errors.innermost_line([(code.co_filename, code.co_firstlineno)])

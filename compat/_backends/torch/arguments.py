@@ -16,7 +16,7 @@ from .tensors import are_same, tensors_in
 
 
 def first_batch(arguments):
-    """The first tensor in a call's arguments that has rows, or packed sequences, or None."""
+    """Return a call's first tensor that has rows, or its packed sequences, or None."""
     for leaf in tree.tree_leaves(arguments, is_leaf=lambda v: isinstance(v, PackedSequence)):
         for found in [leaf] if isinstance(leaf, PackedSequence) else tensors_in(leaf):
             if isinstance(found, PackedSequence) or found.dim():
@@ -25,7 +25,7 @@ def first_batch(arguments):
 
 
 def rows_of(tensor, dim, rows):
-    """These rows of a tensor that has them in a dimension, in this order."""
+    """Return these rows of a tensor that has them in a dimension, in this order."""
     if isinstance(rows, range):
         return tensor.narrow(dim, rows.start, len(rows))
     return tensor.index_select(dim, torch.tensor(rows, device=tensor.device))
@@ -54,7 +54,7 @@ class CallArguments:
         self.state = {id(leaf) for leaf in found if isinstance(leaf, torch.Tensor)}
 
     def copied(self, leaf, value):
-        """The value for a leaf, or a copy where the call may change it in place."""
+        """Return the value for a leaf, or a copy where the call may change it in place."""
         return value.clone() if id(leaf) in self.state else value
 
     def restore(self):
@@ -64,7 +64,7 @@ class CallArguments:
 
     @contextlib.contextmanager
     def given(self, leaves):
-        """Within, the containers have these leaves: what a call is given, ``args, kwargs``."""
+        """Let containers have these leaves in this context: a call's ``args, kwargs``."""
         try:
             args, values = self.unflatten(leaves)
             kwargs = dict(zip(self.keywords, values))
@@ -80,7 +80,7 @@ class CallArguments:
             self.restore()
 
     def changed(self):
-        """What was passed, where anything in its containers is not as it was; else nothing."""
+        """Return what was passed, where anything in its containers was changed; else nothing."""
         leaves, _, described = flatten(self.passed)
         before, _, described_before = self.before
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -88,7 +88,7 @@ class CallArguments:
         return () if same and all(self.own(leaf) is not leaf for leaf in tensors) else self.passed
 
     def own(self, leaf):
-        """``Unchanged`` for a tensor that is as it was given; any other leaf as it is."""
+        """Return ``Unchanged`` for a tensor that was not changed; any other leaf as it is."""
         _, version, kept = self.known.get(id(leaf), (None, None, None))
         return leaf if kept is None or leaf._version != version else kept
 
@@ -131,13 +131,13 @@ def make_layout(arguments, dim, dims):
 
 
 def _cut_of(leaf, rows, dims):
-    """The dimension of the rows, if it has any. Masks have them first."""
+    """Return the batch dimension, if there is one. Masks have it first."""
     dims = sorted(dims) if getattr(leaf, "dtype", None) is torch.bool else dims
     return next((dim for dim in dims if size_along(leaf, dim) == rows), None)
 
 
 def size_along(leaf, dim):
-    """How much a value that may have rows has in a dimension, or None."""
+    """Return the size of a value in a dimension; None where it cannot have rows there."""
     if isinstance(leaf, PackedSequence):
         return int(leaf.batch_sizes[0])
     # torch takes no rows out of the compressed sparse layouts.
@@ -146,7 +146,7 @@ def size_along(leaf, dim):
 
 
 def declared(module):
-    """The dimension of the rows that one of torch's modules declares; None for any other."""
+    """Return the batch dimension that one of torch's modules declares; None for any other."""
     nn = torch.nn
     if isinstance(module, nn.Transformer) and type(module).forward is not nn.Transformer.forward:
         return None  # what is within it tells
@@ -160,14 +160,14 @@ def declared(module):
 
 
 def rows_declared(module, first):
-    """The rows in the first argument of a module that declares their dimension, or None."""
+    """Return the rows in the first argument of a module that declares its batch dimension."""
     if isinstance(first, torch.Tensor) and first.dim() == 2:
         return None
     return size_along(first, declared(module))
 
 
 def dimension_choices(model):
-    """What to try: the dimension of the rows, and those of hidden states, masks and lengths.
+    """List what to try: the batch dimension, and that of hidden states, masks and lengths.
 
     A batch of two rows, say, has as many as there are hidden states of two layers.
     """
@@ -180,7 +180,7 @@ def dimension_choices(model):
 
 
 def shard_on(device, where, rows, value):
-    """A replica's rows of an argument, on its device."""
+    """Return a replica's shard of an argument, on its device."""
     if where is None and not isinstance(value, torch.Tensor):
         return value
     mask = getattr(value, "_keras_mask", None)

@@ -77,7 +77,7 @@ class Pass:
         return []
 
     def __call__(self):
-        """Of several models all ranks run theirs in the same order."""
+        """Run the exchanges: of several models all ranks run theirs in the same order."""
         _passes.discard(self)
         for exchange in self.exchanges:  # before means are written, of what several may exchange
             exchange.warn_of_changes()
@@ -113,16 +113,16 @@ class ForwardRows:
         self.passes.append(noted)
 
     def are_awaited(self):
-        """Whether there were forward passes which no backward pass has gone back through."""
+        """Return whether a backward pass through forward passes is still to come."""
         return self.step is not None or bool(self.passes and not self.used)
 
     def known(self):
-        """The rows of the pass that goes on, if autograd has come to all outputs, or None."""
+        """Return the rows of the pass that goes on; None until autograd comes to all outputs."""
         is_known = self.step is not None or all(reached for _, reached in self.passes)
         return self.total() if is_known else None
 
     def total(self):
-        """The rows of the pass that has ended, or None."""
+        """Return the rows of the pass that has ended, or None."""
         if self.step is not None:
             return self.step
         reached = [rows for rows, is_reached in self.passes if is_reached]

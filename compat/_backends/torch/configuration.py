@@ -25,7 +25,7 @@ def check_devices_shown(torch, reason, chosen):
 
 
 def listed(torch):
-    """The GPUs that torch lists: Apple's, which Keras prefers, or CUDA's, as which AMD's count."""
+    """List the GPUs: Apple's, which Keras prefers, or CUDA's, as which AMD's count."""
     if torch.backends.mps.is_available():
         return ["mps"]
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -44,7 +44,7 @@ def use_first(torch, names, listed):
 
 
 def limit_memory(torch, memory, devices):
-    """torch takes memory as it is needed; a limit is a fraction of each GPU."""
+    """Set a limit as a fraction of each GPU; torch takes memory as it is needed."""
     if memory.grow:
         return ["memory: torch takes it as it is needed"]
     if devices == ["mps"]:

@@ -19,7 +19,7 @@ def _is_leaf(value):
 
 
 def _contents(value, visited=None):
-    """What is in a container that keeps its identity, by name; None where it cannot be seen.
+    """Return what is in a container that keeps its identity, by name; None: it is hidden.
 
     A container is a list, a mapping, a dataclass, or any object of a class written in Python that
     has nothing but numbers, tensors and such containers in its attributes, as caches do.
@@ -43,14 +43,14 @@ def _contents(value, visited=None):
 
 
 def _slots(value):
-    """The fields of a dataclass that are not in its ``__dict__``, even where it has one."""
+    """List the fields of a dataclass that are not in its ``__dict__``, even where it has one."""
     kind = type(value)
     fields = getattr(kind, "__dataclass_fields__", ())
     return [name for name in fields if inspect.ismemberdescriptor(getattr(kind, name, None))]
 
 
 def is_object(value):
-    """Whether all that a value has is in its ``__dict__``, as far as its class tells."""
+    """Return whether all that a value has is in its ``__dict__``, by its class."""
     kind = type(value)
     return (
         kind.__new__ is object.__new__
@@ -81,7 +81,7 @@ def set_contents(value, contents):
 
 
 def flatten(value, seen=None):
-    """The leaves of a nested value, a function that nests others like them, and a description.
+    """Return the leaves of a nested value, a function that nests others, and a description.
 
     That function sets the contents of the containers that ``seen`` lists, with what was in them,
     rather than copy them.

@@ -16,7 +16,7 @@ _LIBRARIES = (__name__.partition(".")[0] + ".", "torch.utils.checkpoint")
 
 
 def custom_gradient(outcome, arguments):
-    """The first gradient of the user's own that leads to a replica's values, or None.
+    """Return the first user-defined gradient that leads to a replica's values, or None.
 
     Arguments:
         arguments: tensors that the call was given; what is before them is not the call's.
@@ -41,7 +41,7 @@ def custom_gradient(outcome, arguments):
 
 
 def check_gradients(trial, rules, before, home, sources, across):
-    """Hold the gradients of what was put together against those of all rows.
+    """Compare the gradients of merged values with those of all rows.
 
     Arguments:
         trial: a ``PartsTrial``.

@@ -40,7 +40,7 @@ class OperationCounter(_python_dispatch.TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls):
-        """What torch.compile() has made runs as compiled."""
+        """Return that what torch.compile() has made runs as compiled."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -77,7 +77,7 @@ class OperationCounter(_python_dispatch.TorchDispatchMode):
 
 @contextlib.contextmanager
 def executed(devices):
-    """What ``Torch.executed()`` returns, for the devices of a model."""
+    """Count what ``Torch.executed()`` returns, for the devices of a model."""
     recorder, found = OperationCounter(devices), _found()
     found.append(recorder)
     recorder.__enter__()
@@ -103,7 +103,7 @@ def begin_call():
 
 
 def recorded(devices):
-    """A context in which devices are recorded that have executed nothing in the first step.
+    """Return a context that records devices which executed nothing in the first step.
 
     Arguments:
         devices: those that are about to compute rows.

@@ -50,7 +50,7 @@ class ComputedTotal:
         self.constant = all(getattr(leaf, "constant", True) for leaf in leaves)
 
     def path(self):
-        """The functions that led here, and the types of what they were given, in their order.
+        """List the functions that led here, and the types of their arguments, in their order.
 
         A call that comes by another path may have numbers that depend on the rows.
         """

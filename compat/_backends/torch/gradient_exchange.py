@@ -108,7 +108,7 @@ class Exchange:
     # One backward pass ------------------------------------------------------------------------
 
     def begin(self):
-        """Autograd has come to the first of the parameters."""
+        """Prepare for a pass: autograd has come to the first of the parameters."""
         self.reached = {}
         model = self.model()
         if model is not None:
@@ -121,13 +121,13 @@ class Exchange:
             self.lay_out(self.state)
 
     def lay_out(self, state):
-        """The same on all ranks: what is summed up, last layer first, since that comes first."""
+        """Lay out what is summed up, the same on all ranks: last layer first, as it comes."""
         tensors, count, sums = self.hooked[::-1] + state, len(self.hooked), self.sums
         if sums is None or sums.count != count or not are_same(tensors, sums.tensors):
             self.sums = Sums(self.engine, tensors, count)
 
     def may_be_early(self):
-        """Whether no other model, as far as is known, comes before this one in a pass.
+        """Return whether no other model, as far as is known, comes before this one in a pass.
 
         That models are called in one order on all ranks is what all that they exchange rests on.
         """
@@ -147,7 +147,7 @@ class Exchange:
             return Pass.join(self)
 
     def arrived(self, parameter):
-        """Autograd has added to the gradient of a parameter for the last time in this pass."""
+        """Note that autograd adds to a parameter's gradient no more in this pass."""
         if torch._C._current_graph_task_id() != self.task:  # of the first parameter
             Pass.join(self)
         gradient = parameter.grad
@@ -258,7 +258,7 @@ class Exchange:
         return self.sums.ended
 
     def mean(self, tensor):
-        """The mean of the changes of a running statistic, weighted by rows in any case."""
+        """Return the mean of a running statistic's changes, weighted by rows in any case."""
         mean = self.sums.write_mean(tensor, torch.empty_like(tensor))
         return mean * (self.sums.total / self.sums.rows)
 

@@ -141,7 +141,7 @@ class _Bucket:
 
 
 def _item(tensor):
-    """As ``engines.buckets`` takes it: a bucket is of one type of number and device."""
+    """Return a tensor as ``engines.buckets`` takes it: a bucket has one type and device."""
     is_double = tensor.dtype in (torch.float64, torch.complex128)
     dtype = torch.float64 if is_double else torch.float32
     size = _real(tensor.detach()).numel() * (8 if is_double else 4)
@@ -149,5 +149,5 @@ def _item(tensor):
 
 
 def _real(tensor):
-    """A tensor of real numbers, two for each complex one."""
+    """Return a tensor of real numbers, two for each complex one."""
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -23,13 +23,13 @@ _PACKING = tuple(os.path.join(_TORCH, "nn", part, "rnn.py") for part in ("utils"
 
 
 def name_of(function):
-    """What torch calls a function: "sum"; that of a property is its name."""
+    """Return torch's name of a function: "sum"; that of a property is its name."""
     name = getattr(function, "__name__", str(function))
     return getattr(function.__self__, "__name__", name) if name == "__get__" else name
 
 
 def call_tensors(value):
-    """The tensors that a function of torch's is given or returns."""
+    """Yield the tensors that one of torch's functions takes or returns."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple, dict, slice)):
@@ -39,14 +39,14 @@ def call_tensors(value):
 
 
 def is_in_place(name):
-    """By torch's names: ``add_``, ``__iadd__``, ``__setitem__``."""
+    """Return whether torch's name says so: ``add_``, ``__iadd__``, ``__setitem__``."""
     if name.startswith("__"):
         return name == "__setitem__" or re.match("__i(?!nvert|ndex|nt_)[a-z]+__$", name) is not None
     return name.endswith("_") and not name.startswith("requires_grad")
 
 
 def tag_of(value):
-    """The tag of a tensor, or None."""
+    """Return the tag of a tensor, or None."""
     return getattr(value, "_compat_rows", None)
 
 
@@ -89,17 +89,17 @@ class Call:
         self.in_place = is_in_place(self.name)
 
     def mapped(self, function):
-        """The arguments, with ``function`` applied to all that is in them."""
+        """Return the arguments, with ``function`` applied to all that is in them."""
         return tree.tree_map(function, self.args), tree.tree_map(function, self.kwargs)
 
     def described(self, value):
-        """What of an argument tells one kind of call from another."""
+        """Return what of an argument distinguishes one kind of call from another."""
         if isinstance(value, torch.Tensor):
             return value.dtype, self.value(value).shape, tag_of(value)
         return "rows" if isinstance(value, RowCount) else repr(value)
 
     def bound(self):
-        """The arguments by their names, of one of torch's functions in Python."""
+        """Return the arguments by their names, of one of torch's functions in Python."""
         bound = inspect.signature(self.func).bind(*self.args, **self.kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -109,7 +109,7 @@ class Call:
         return given[0] if given else default
 
     def value(self, tensor):
-        """The placement and the sizes; those that grow with the batch are not known."""
+        """Return the placement and the sizes; those that grow with the batch are not known."""
         placement, shape = placement_of(tensor), list(tensor.shape)
         if isinstance(placement, _rows.Sharded):
             shape[placement.axis] = None
@@ -124,7 +124,7 @@ class Call:
         return list(map(self.value, self.given))
 
     def sizes(self, at=1, *names):
-        """Sizes that are given one by one, or as a tuple."""
+        """Return sizes that are passed one by one, or as a tuple."""
         given = self.get(at, *names)
         if isinstance(given, (list, tuple)):
             return list(given)
@@ -132,7 +132,7 @@ class Call:
 
 
 def is_packing():
-    """Whether torch sorts the rows to pack them, and will put them back."""
+    """Return whether torch sorts the rows to pack them, and will put them back."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((_COMPAT, _OVERRIDES)):
         frame = frame.f_back
@@ -140,7 +140,7 @@ def is_packing():
 
 
 def across(model, name, why="mixed"):
-    """Where a function is called: in which module, and by which line of the user's."""
+    """Return where a function is called: in which module, and by which line of the user's."""
     frame, line, module = sys._getframe(1), None, None
     while frame is not None and (line is None or module is None):
         file = frame.f_code.co_filename

@@ -39,7 +39,7 @@ class KeptRows:
         self.axes = {}  # by place
 
     def found(self, effects, rows, sizes):
-        """What the next call finds there, which decides how it runs.
+        """Return what the next call finds there, which decides how it runs.
 
         Arguments:
             effects: an ``Effects``, whose state is that before the call.
@@ -98,7 +98,7 @@ def _within(value):
 
 
 def _parts(value):
-    """A value, or what nested tuples have."""
+    """List a value, or what nested tuples have."""
     return [value] if _within(value) else tree.tree_leaves(value, is_leaf=_within)
 
 

@@ -40,7 +40,7 @@ class RankedKerasCall(RankedCall):
         return [v._value for v in keras3_state.averaged(model) if id(v) not in others]
 
     def merged_later(self, model):
-        """The ids of variables that a step merges when it ends, if one is under way."""
+        """Return the ids of variables that a step merges when it ends, if one is under way."""
         is_step = self.exchange(model).rows.step is not None
         step = RankedTrainStep.of(model)
         return set(map(id, step.state.tried)) if is_step and step is not None else set()
@@ -106,12 +106,12 @@ class RankedTrainStep(keras_model.RankedMethod):
         return result
 
     def reductions(self, model, exchange):
-        """Losses that are no means over rows are those of all ranks' rows."""
+        """Return losses of all ranks' rows, for those that are not means over rows."""
         rows = exchange.rows.step
 
         @functools.lru_cache(None)
         def share():
-            """The ranks say their rows in front of the step."""
+            """Exchange the ranks' rows in front of the step."""
             mine = self.engine.share(rows)
             if self.training:
                 exchange.agreed = True
@@ -126,7 +126,7 @@ class RankedTrainStep(keras_model.RankedMethod):
         return losses.Reductions(share, total, model, self.engine)
 
     def scaling(self, optimizer):
-        """Within, a ``LossScaleOptimizer`` has gradients overflow where one process's would.
+        """Have a ``LossScaleOptimizer``'s gradients overflow in this context as one process's do.
 
         The mean over a rank's rows weighs each row as many times more as there are ranks.
         """

@@ -28,12 +28,12 @@ class ReplicatedKerasCall(ReplicatedCall):
         return super().first_call(model, arguments, layouts, numbers)
 
     def converter(self, model):
-        """Keras hands arrays to a model, too."""
+        """Return a function that converts arrays, which Keras passes to a model, too."""
         convert = _keras.keras_of(model).ops.convert_to_tensor
         return lambda value: convert(value) if isinstance(value, np.ndarray) else value
 
     def is_only_traced(self, model, batch):
-        """Keras runs a model on the device "meta" to learn shapes, and in scopes of its own."""
+        """Return whether Keras traces: on the device "meta" for shapes, or in its own scopes."""
         return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
 
     def home(self, model, arguments):
@@ -118,7 +118,7 @@ class KerasReplicas(Replicas):
 
 
 def _unwatched(layers, propagation):
-    """A context in which each of these layers is one function: each device's own rows."""
+    """Return a context in which each layer is one function: each device's own rows."""
 
     def call(hidden, inputs, *args, **kwargs):
         if propagation.probing:
@@ -136,7 +136,7 @@ def _unwatched(layers, propagation):
 
 
 def _is_seed(variable):
-    """Whether random numbers are drawn with it (keras.random.SeedGenerator)."""
+    """Return whether random numbers are drawn with it (keras.random.SeedGenerator)."""
     return variable.name == "seed_generator_state"
 
 

@@ -20,7 +20,7 @@ _patching = threading.Lock()
 
 
 def find(values):
-    """The keys of those values that others depend on.
+    """Return the keys of those values that others depend on.
 
     Arguments:
         values: those of one replica, by key.
@@ -68,7 +68,7 @@ class Parts:
                 patching.Patch(torch.autograd, "grad", functools.partial(_grad, plain))
 
     def gradient(self, gradients, batched=False):
-        """The gradient by the whole, from those by the parts; None: it does not depend on them.
+        """Return the gradient by the whole from those by the parts; None where there is none.
 
         Arguments:
             batched: whether the gradients have one dimension more, in front.
@@ -94,7 +94,7 @@ class Parts:
         return torch.cat(filled, self.rule.dim + batched)
 
     def register_hook(self, hook):
-        """In place of the tensor's method."""
+        """Register a hook, in place of the tensor's method."""
 
         def call(gradients):
             gradient = self.gradient(gradients)
@@ -109,7 +109,7 @@ class Parts:
         return torch.autograd.graph.register_multi_grad_hook(self.tensors, call)
 
     def retain_grad(self):
-        """In place of the tensor's method."""
+        """Keep the gradient, in place of the tensor's method."""
         own = []  # what comes back to the whole itself, which torch adds up
         torch.Tensor.retain_grad(self.whole())
         torch.Tensor.register_hook(self.whole(), own.append)
@@ -127,7 +127,7 @@ _SIGNATURE = inspect.signature(torch.autograd.grad)
 
 
 def _grad(plain, *args, **kwargs):
-    """``torch.autograd.grad()``, by values that have parts, too."""
+    """Return what ``torch.autograd.grad()`` does, by values that have parts, too."""
     given = _SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()
     wanted = given.arguments

@@ -63,7 +63,7 @@ class Term:
         self.gradient = gradients[0]
 
     def factor(self):
-        """By how much one element of what is reduced counts in the loss; NaN if not known."""
+        """Return by how much one element of the term counts in the loss; NaN if not known."""
         if self.gradient is None or self.gradient.numel() != 1:
             return float("nan")
         count = self.count if self.targets is None else float(self.targets)
@@ -79,13 +79,13 @@ class Loss(collections.namedtuple("Loss", "terms others")):
     """
 
     def targets(self):
-        """The weights of the targets that all of the loss was divided by, or None."""
+        """Return the weights of the targets that all of the loss was divided by, or None."""
         totals = {None if term.targets is None else float(term.targets) for term in self.terms}
         return None if self.others or len(totals) != 1 else totals.pop()
 
 
 def follow():
-    """Have all backward passes tell from now on what they begin with."""
+    """Have all backward passes record from now on what they begin with."""
     if patching.find(torch.autograd, "backward") is not None:
         return
     plain = torch.autograd.backward
@@ -117,12 +117,12 @@ def missed_hooks():
 
 
 def loss_under_way():
-    """The loss of the backward pass under way."""
+    """Return the loss of the backward pass under way."""
     return _losses[0] if _losses else Loss([], True)
 
 
 def _loss(tensors):
-    """What a loss was reduced from."""
+    """Return what a loss was reduced from."""
     tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
     # Of an edge of the graph, which may stand in a tensor's place, nothing is known.
     nodes = list(dict.fromkeys(getattr(each, "grad_fn", None) for each in tensors))
@@ -144,19 +144,19 @@ def _loss(tensors):
 
 
 def _inputs(node):
-    """What a node of the graph was given, as far as it is differentiated: nodes and shapes."""
+    """List a node's inputs, as far as it is differentiated: nodes and shapes."""
     found = [pair for pair in node.next_functions if pair[0] is not None]
     return [(each, _shape(each, place)) for each, place in found]
 
 
 def _shape(node, place=0):
-    """The shape of what a node has made; of a nested tensor, which has none, no elements."""
+    """Return the shape of a node's result; of a nested tensor, which has none, no elements."""
     known = node._input_metadata[place : place + 1]
     return torch.Size(known[0].shape if known and not known[0].is_nested_tensor else [0])
 
 
 def _is_of_scalars(node):
-    """Whether a node has made a scalar, or put scalars together."""
+    """Return whether a node has made a scalar, or concatenated scalars."""
     together = node.name() in ("StackBackward0", "CatBackward0")
     return not _shape(node) or (together and not any(shape for _, shape in _inputs(node)))
 

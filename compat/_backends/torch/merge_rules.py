@@ -40,7 +40,7 @@ class CallPlan:
         self.numbers = numbers
 
     def fit(self, outcomes, total):
-        """Whether the rules are those for what was not watched."""
+        """Return whether the rules are those for calls that were not watched."""
         sizes = [outcome.rows for outcome in outcomes]
         differ = any(differs(*each, sizes, total) for each in self.comparisons)
         return (total in self.totals or not differ) and all(map(self.fits, outcomes))
@@ -56,7 +56,7 @@ class CallPlan:
 
 
 def decide(key, values, sizes, before, home, trial):
-    """The rule for one value.
+    """Return the rule for one value.
 
     Arguments:
         key: which value: a tuple whose first element is its kind ("result", "loss", "state",
@@ -100,7 +100,7 @@ def decide(key, values, sizes, before, home, trial):
 
 
 def _of_rows_that_were_lost(key, trial):
-    """The rule for a tensor that was computed where no function is seen."""
+    """Return the rule for a tensor that was computed where no function is seen."""
     found, (parts, whole) = [], trial.values(key) or ([], None)
     values = [v.detach().cpu() for v in parts + [whole] if isinstance(v, torch.Tensor)]
     if key[0] not in ("state", "weight") and len(values) > len(trial.sizes):
@@ -111,7 +111,7 @@ def _of_rows_that_were_lost(key, trial):
 
 
 def _of_numbers(key, values, before, trial):
-    """The rule for numbers of Python's, such as counters of calls and of rows.
+    """Return the rule for numbers of Python's, such as counters of calls and of rows.
 
     What counts may do something else by its count: such calls are watched.
     """
@@ -130,7 +130,7 @@ def _of_numbers(key, values, before, trial):
 
 
 def _expression(key, values, home, trial):
-    """The rule for a value that was computed from totals over the rows.
+    """Return the rule for a value that was computed from totals over the rows.
 
     What has another number in the trial is none of theirs; a ``Total`` itself has none.
     """

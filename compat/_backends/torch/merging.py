@@ -61,7 +61,7 @@ class MergeRule:
         return self.kind != "rows" or size_along(value, self.dim) % rows == 0
 
     def merged(self, values, sizes, home, before=None):
-        """The value of all rows, from those of the replicas that have ``sizes`` rows."""
+        """Return the value of all rows, from those of the replicas that have ``sizes`` rows."""
         if self.kind == "expression":
             return together(list(map(tag_of, values)), home)
         if self.kind == "rows":
@@ -91,7 +91,7 @@ def _rows_of_all(values, dim, copies, home):
 
 
 def form(value):
-    """What values have in common that were computed in the same way: kind, dimensions, tag."""
+    """Return what values have in common that were computed in one way: kind, dimensions, tag."""
     found, dims = tag_of(value), value.dim() if isinstance(value, torch.Tensor) else None
     if isinstance(found, Total):
         return type(value), dims, Total, found.kind, found.regular
@@ -103,7 +103,7 @@ def form(value):
 
 
 def is_one_devices(escapes, home):
-    """Whether Python was given the number that one device would give it."""
+    """Return whether Python was given the number that one device would give it."""
     try:
         number = together([escape.tag for escape in escapes], home).item()
     except (NotMergeable, RuntimeError, ValueError):
@@ -112,7 +112,7 @@ def is_one_devices(escapes, home):
 
 
 def together(expressions, home):
-    """What one device would have computed from all rows.
+    """Return what one device would have computed from all rows.
 
     Arguments:
         expressions: for each replica, the tag of its value.
@@ -193,14 +193,14 @@ class _Merge:
 
 
 def _one_number(values):
-    """The number that all replicas have; one of rows is a ``RowCount``, or does not fit."""
+    """Return the number that all replicas have; one of rows is a ``RowCount``, or does not fit."""
     if any(value != values[0] for value in values):
         raise NotMergeable()
     return values[0]
 
 
 def weighted_mean(tensors, weights):
-    """The mean weighted by numbers; without weight a value is not even looked at."""
+    """Return the mean weighted by numbers; without weight a value is not even looked at."""
     total = float(sum(weights)) or 1.0
     home = tensors[0].device
     parts = [t.to(home) * (w / total) for t, w in zip(tensors, weights) if w]

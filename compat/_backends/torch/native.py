@@ -24,7 +24,7 @@ class ForwardMethod(patching.InstanceMethod):
     method = "forward"
 
     def install(self, module, function=None):
-        """A function: ``torch.compile`` takes no other callables for methods.
+        """Install a function: ``torch.compile`` takes no other callables for methods.
 
         It leaves the code of this package as it is, and compiles the module's own. Trainers choose
         the columns of their data by the signature of the plain method.
@@ -50,7 +50,7 @@ class ReplicatedForward(ForwardMethod, ReplicatedCall):
         return None
 
     def home(self, model, arguments):
-        """Where the module's weights lie, as the plain module's outputs would."""
+        """Return the device of the module's weights, as the plain module's outputs would."""
         kinds = (torch.Tensor, PackedSequence)
         first = next(leaf for leaf in arguments.leaves if isinstance(leaf, kinds))
         packed = isinstance(first, PackedSequence)
@@ -155,7 +155,7 @@ class ModuleReplicas(Replicas):
 
 
 def refuse_wrapped(model):
-    """torch's own replicas would split each device's part of the batch once more."""
+    """Refuse torch's own replicas, which would split each device's shard once more."""
     nn = torch.nn.parallel
     if isinstance(model, (nn.DataParallel, nn.DistributedDataParallel)):
         name = type(model).__name__

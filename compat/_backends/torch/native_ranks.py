@@ -79,7 +79,7 @@ class RankedForward(ForwardMethod, RankedCall):
         return None if any(is_lazy(parameter) for parameter in parameters) else len(parameters)
 
     def same_start(self, model):
-        """Rank 0's parameters and buffers. The user's optimizer has no state before a step."""
+        """Take rank 0's parameters and buffers. The optimizer has no state before a step."""
         state = model.state_dict()
         mine = {n: value for n, value in state.items() if isinstance(value, torch.Tensor)}
         chief = self.engine.broadcast({name: tensor.cpu() for name, tensor in mine.items()})
@@ -97,7 +97,7 @@ class RankedForward(ForwardMethod, RankedCall):
         return [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
 
     def averaged(self, model):
-        """Running statistics. The operation that updates them does not move their version."""
+        """List running statistics. The operation that updates them does not move their version."""
         kind = torch.nn.modules.batchnorm._NormBase
         parts = [part for part in model.modules() if isinstance(part, kind)]
         found = [tensor for part in parts for tensor in (part.running_mean, part.running_var)]
@@ -107,7 +107,7 @@ class RankedForward(ForwardMethod, RankedCall):
         """Warn of nothing: running statistics of torch's own are means."""
 
     def verified(self, model):
-        """Parameters, and buffers; those that are not saved are the rank's own."""
+        """List parameters, and buffers; those that are not saved are the rank's own."""
         saved = model.state_dict()
         buffers = [
             (name, buffer)

@@ -75,7 +75,7 @@ class _ModuleCall(RandomStep, _StepOfModule):
         self.note_types(module.parameters())
 
     def note_types(self, tensors):
-        """The coarsest type that is computed in, as far as weights and results tell."""
+        """Note the coarsest type that is computed in, as far as weights and results tell."""
         names = {str(tensor.dtype).split(".")[-1] for tensor in tensors} | {self.dtype}
         if torch.is_autocast_enabled():
             names.add(str(torch.get_autocast_gpu_dtype()).split(".")[-1])
@@ -125,7 +125,7 @@ class _ModuleCall(RandomStep, _StepOfModule):
         return result, self._named(result)
 
     def _named(self, result):
-        """Results and gradients by label; autograd's graph is left to the caller."""
+        """Return results and gradients by label; autograd's graph is left to the caller."""
         named = dict(_outputs(result), **self.left_outside())
         results = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}

@@ -36,7 +36,7 @@ class Outcome:
 
 
 def untagged(value):
-    """A value as the caller gets it."""
+    """Return a value as the caller gets it."""
     if isinstance(value, torch.Tensor) and tag_of(value) is not None:
         del value._compat_rows
     if isinstance(value, Unchanged):

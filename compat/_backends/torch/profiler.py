@@ -16,7 +16,7 @@ GRADIENTS = PRODUCTS + ("aten::convolution_backward", "aten::embedding_dense_bac
 
 
 def profiled(devices):
-    """What ``Torch.profiled()`` returns, for the configured devices."""
+    """Return what ``Torch.profiled()`` does, for the configured devices."""
     if torch.autograd._profiler_enabled():  # another one would end it, silently
         raise errors.profiler_runs("torch")
     kinds = torch.profiler.ProfilerActivity
@@ -26,7 +26,7 @@ def profiled(devices):
 
 
 def _executed(events, devices):
-    """On simulated devices: what replicas call, and the steps of the backward pass through that."""
+    """Yield operations: on simulated devices replicas', and the steps of their backward pass."""
     owners = _owners(events)
     for event in events:
         name, caller, device = event.name, event.cpu_parent, None
@@ -45,7 +45,7 @@ def _executed(events, devices):
 
 
 def products(step):
-    """For each replica, how many layers' products ``step()`` computed, and how many gradients.
+    """Count each replica's products of layers that ``step()`` computed, and gradients.
 
     A product is called by its replica's forward pass, and the gradient that autograd computes has
     its operation's sequence number.
@@ -65,19 +65,19 @@ def products(step):
 
 
 def _owners(events):
-    """The device of the replica that called an operation, by the number its gradient has, too."""
+    """Return the device of an operation's replica, by the number its gradient has, too."""
     pairs = ((event.sequence_nr, replica(event)) for event in events)
     return {number: device for number, device in pairs if number >= 0 and device is not None}
 
 
 def replica(event):
-    """The device of the replica that an operation belongs to; None: of none."""
+    """Return the device of the replica that an operation belongs to; None: of none."""
     parent = _within(event.cpu_parent, REPLICA)
     return None if parent is None else parent.name[len(REPLICA) :]
 
 
 def _within(event, names):
-    """The innermost operation around this one, or itself, whose name begins so, or None."""
+    """Return the innermost operation around this one, or itself, whose name begins so, or None."""
     while event is not None and not event.name.startswith(names):
         event = event.cpu_parent
     return event

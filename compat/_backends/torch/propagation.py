@@ -34,7 +34,7 @@ SIZES = ("shape", "size", "numel", "nelement", "nbytes", "__len__")
 
 
 def targets_weight(input, target, weight=None, ignore_index=-100, **_):
-    """What the mean of a loss over classes was divided by."""
+    """Return what the mean of a loss over classes was divided by."""
     if target.is_floating_point():
         return target.numel()
     counted = target != ignore_index
@@ -123,7 +123,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         return result
 
     def made(self, call, result):
-        """Where no argument depends on rows a number of them may still make rows."""
+        """Tag a result of arguments without rows, where a number of rows may still make rows."""
         if not isinstance(result, torch.Tensor):
             return result
         by_count = self.counting and call.name in COUNTING
@@ -157,14 +157,14 @@ class Propagation(torch.overrides.TorchFunctionMode):
         return self.made(call, result)
 
     def as_count(self, value):
-        """A plain number that is that of the rows, which ``len()`` has told."""
+        """Return a count for a plain number that is that of the rows, which ``len()`` has told."""
         if isinstance(value, slice):
             return slice(value.start, self.as_count(value.stop), value.step)
         same = isinstance(value, int) and not isinstance(value, bool) and value == self.rows
         return RowCount(1, self) if same else value
 
     def sizes(self, call, result):
-        """A shape in which the sizes that grow with the batch are ``RowCount``s."""
+        """Return a shape in which the sizes that grow with the batch are ``RowCount``s."""
         name, args, tensor, rows = call.name, call.args, call.given[0], call.tags[0]
         self.counting = self.counting or name == "__len__"
         if not is_sharded(tensor) or not rows.even:
@@ -185,7 +185,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         return counted(args[1], result) if len(args) > 1 and isinstance(args[1], int) else result
 
     def kept(self, call):
-        """Arguments as they are before the function runs: tags, constants, numbers."""
+        """Return arguments as they are before the function runs: tags, constants, numbers."""
 
         def keep(value):
             if not isinstance(value, torch.Tensor):
@@ -202,7 +202,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
     # Following --------------------------------------------------------------------------------
 
     def follow(self, call, kept, is_one_of_several):
-        """The tag of each result."""
+        """Return the tag of each result."""
         name, first, count = call.name, call.args[:1], len(call.results)
         mixed = [each for each in call.known if isinstance(each, _rows.Mixed)]
         # State from before is a constant among rows.
@@ -229,7 +229,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         return self.by_rules(call)
 
     def by_rules(self, call):
-        """The tag of each result, where the table or a trial tells."""
+        """Return the tag of each result, where the table or a trial determines it."""
         if self.counting and call.name in COUNTING:
             call.args, call.kwargs = call.mapped(self.as_count)
         if is_packing() and call.name not in rules.PACKED:
@@ -247,7 +247,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         return [self.tag_for(call, *pair) for pair in zip(call.results, found)]
 
     def tag_for(self, call, value, placement):
-        """The tag for what a rule says."""
+        """Return the tag for a rule's placement."""
         if isinstance(placement, (_rows.Mixed, _rows.Unknown)):
             across = placement.why if isinstance(placement.why, _rows.Across) else None
             return _rows.Mixed(across or self.across(call.name))
@@ -261,7 +261,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         return None
 
     def of_loss(self, call, value, placement):
-        """The tag of a loss that may have been reduced, or of any other value of rows."""
+        """Return the tag of a loss that may have been reduced, or of any other value of rows."""
         name = rules.canonical(call.name)
         try:
             is_loss = name.endswith(("_loss", "cross_entropy", "kl_div", "with_logits"))
@@ -282,7 +282,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         return Total("mean", value, weight, placement.even)
 
     def statistics(self, bound):
-        """Running averages of normalization are means over the rows."""
+        """Tag running averages of normalization as means over the rows."""
         if (bound.get("training") or bound.get("use_input_stats")) and not self.probing:
             for value in (bound.get("running_mean"), bound.get("running_var")):
                 if value is not None:
@@ -301,7 +301,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
     # What no rule tells -------------------------------------------------------------------------
 
     def tried_function(self, call):
-        """The placements of a function's results by computing with a part of its rows."""
+        """Return the placements of a function's results by computing with some of its rows."""
         key = (call.name, str(call.mapped(call.described)))
         if key not in self.tried:
             is_tried = call.rows > 1 and not call.in_place and not RANDOM.match(call.name)
@@ -315,7 +315,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
     # What Python is given ---------------------------------------------------------------------
 
     def escaped(self, call, result):
-        """A result that is no tensor."""
+        """Note a result that is not a tensor."""
         name, tags = call.name, call.tags
         told = name in METADATA or name.startswith("is_") and name != "is_nonzero"
         kinds = (type(None), torch.dtype, torch.device, str, torch.layout)
@@ -330,7 +330,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         self.escapes.append(Escape(self.across(name), found, result))
 
     def compare(self, function, per, number, name="size"):
-        """A number of rows was compared with another number."""
+        """Note that a number of rows was compared with another number."""
         if self.paused:
             return
         self.comparisons.add((function, per, number))

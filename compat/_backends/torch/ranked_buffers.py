@@ -108,7 +108,7 @@ class RankedBuffers:
 
 @contextlib.contextmanager
 def _steady(model):
-    """The context of a trial: a row's values depend neither on chance nor on the other rows."""
+    """Return the context of a trial: a row's values depend on neither chance nor other rows."""
     changed = [m for m in model.modules() if isinstance(m, _STEADY) and m.training]
     for module in changed:
         module.training = False
@@ -132,7 +132,7 @@ class _Collectives(TorchDispatchMode):
 
 
 def _tried(model):
-    """The saved buffers of modules that are not torch's own, as pairs of a module and a name."""
+    """List the saved buffers of custom modules, as pairs of a module and a name."""
     return [
         (module, name)
         for module in model.modules()

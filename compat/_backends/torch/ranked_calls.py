@@ -33,7 +33,7 @@ class RankedCall(keras_model.RankedMethod):
         return self.exchanges[model]
 
     def alone(self):
-        """Within, a model trains by itself."""
+        """Return a context in which a model trains by itself."""
         return patching.replaced(self, is_alone=True)
 
     def invoke(self, model, *args, **kwargs):
@@ -71,7 +71,7 @@ class RankedCall(keras_model.RankedMethod):
         self.is_differentiated = True
 
     def rows_given(self, model, batch):
-        """The rows of a batch, or None where they are not known."""
+        """Return the rows of a batch, or None where they are not known."""
         if isinstance(batch, PackedSequence) or declared(model) is not None:
             rows = rows_declared(model, batch)
             return 1 if rows is None and batch is not None else rows  # without a batch

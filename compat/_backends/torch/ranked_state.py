@@ -34,7 +34,7 @@ class KerasState:
 
     @contextlib.contextmanager
     def merged(self, model, step, data, rows, alone):
-        """The context of a step, after which variables have one process's values.
+        """Return the context of a step, after which variables have one process's values.
 
         Arguments:
             step: the model's own ``train_step``.

@@ -104,7 +104,7 @@ class ReplicatedCall(patching.InstanceMethod):
             return self.divided(model, arguments, args, kwargs)
 
     def divided(self, model, arguments, args, kwargs):
-        """A call that is divided where that is possible."""
+        """Run a call, split where that is possible."""
         if tracing.is_transformed():
             error = NotMergeable(_rows.Across(None, why="transformed"))
             return self.whole(model, arguments, None, error)
@@ -174,7 +174,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return result
 
     def computed(self, model, arguments, layout, plan):
-        """What the replicas compute, put together; where it is not what is known it is watched."""
+        """Return the replicas' merged results; where they do not fit the plan they are watched."""
         given, replicas = layout, self.replicas(model)
         plan.watch = plan.watch or any(each.other is not None for each in given.kept)
         layout = given._replace(cuts=plan.cuts, kept=plan.kept)
@@ -187,7 +187,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return self.computed(model, arguments, given, plan)
 
     def kept(self, model, rows):
-        """What the model keeps of rows, which a call of so many finds: see ``kept_rows``."""
+        """Return rows that the model keeps, as a call of so many finds them: see ``kept_rows``."""
         if not self.kept_rows.axes:
             return ()
         effects = self.reach(model).effects
@@ -229,7 +229,7 @@ class ReplicatedCall(patching.InstanceMethod):
         raise (failed + [NotMergeable(_rows.Across(None, why="rows"))])[0]
 
     def layouts(self, model, arguments):
-        """How the arguments may be cut, the likeliest first."""
+        """List how the arguments may be cut, the likeliest first."""
         self.choices = self.choices or dimension_choices(model)
         found = [make_layout(arguments, *choice) for choice in self.choices]
         return [layout for layout in found if layout is not None]
@@ -258,7 +258,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return outcomes
 
     def replica_count(self, model, rows):
-        """How many replicas compute so many rows."""
+        """Return how many replicas compute so many rows."""
         kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.devices)
         if any(isinstance(part, kind) and part.training for part in model.modules()):
             count = min(count, max(1, rows // 2))  # it refuses a single row in training
@@ -392,7 +392,7 @@ class ReplicatedCall(patching.InstanceMethod):
         plan.watch = chosen or not all(rule.lasting for rule in plan.rules.values())
 
     def follow_choices(self, model, replicas, arguments, layout, plan, outcomes, home):
-        """Whether Python chose its way by the rows' values, so that later calls are watched.
+        """Return whether Python chose its way by the rows' values: later calls are watched then.
 
         Where one device might have taken another way, all of the batch is computed on one: the
         numbers tell whether that matters.
@@ -422,11 +422,11 @@ class ReplicatedCall(patching.InstanceMethod):
         return chosen
 
     def trial(self, model, arguments, layout, parts=_rows.trial.PARTS):
-        """A trial of rows of this batch; what is sorted stays sorted."""
+        """Return a trial of rows of this batch; what is sorted stays sorted."""
         home, last = self.home(model, arguments), layout.rows - 1
 
         def compute(rows, gradients=False):
-            """What these rows give, without dropout, and without a trace."""
+            """Compute with these rows, without dropout, and without a trace."""
             replicas, torchs = (
                 self.replicas(model),
                 itertools.filterfalse(is_user_defined, model.modules()),

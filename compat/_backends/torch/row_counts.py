@@ -74,7 +74,7 @@ for _name in "eq ne lt le gt ge".split():
 
 
 def differs(operator, per, number, sizes, total):
-    """Whether a comparison has another result for a part of the rows than for all of them."""
+    """Return whether a comparison has another result for some of the rows than for all."""
     return any(operator(per * size, number) != operator(per * total, number) for size in sizes)
 
 
@@ -83,6 +83,6 @@ def has_count(*values):
 
 
 def counted(sizes):
-    """The place of the one size that grows with the batch, or None."""
+    """Return the place of the one size that grows with the batch, or None."""
     places = [place for place, size in enumerate(sizes) if isinstance(size, RowCount)]
     return places[0] if len(places) == 1 else None

@@ -32,13 +32,13 @@ def register(*names):
 
 
 def canonical(name):
-    """The name of the function of which this is a form: ``add`` of ``add_`` and ``__iadd__``."""
+    """Return the function's name of which this is a form: ``add`` of ``add_`` and ``__iadd__``."""
     operator = re.match("__[ri]?(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|matmul)__$", name)
     return operator.group(1) if operator else name.strip("_") or name
 
 
 def placements(call):
-    """The placement of each result of a call, or None where the table has no line for it."""
+    """Return the placement of each result of a call, or None where there is no rule for it."""
     name = canonical(call.name)
     rule = RULES.get(name) or (pointwise if is_pointwise(name) else None)
     if rule is None:
@@ -51,7 +51,7 @@ def placements(call):
 
 
 def is_pointwise(name):
-    """Whether torch says so of one of its own functions."""
+    """Return whether torch says so of one of its own functions."""
     forms = getattr(torch.ops.aten, name, None)
     tags = [getattr(forms, form).tags for form in forms.overloads()] if forms is not None else []
     return any(torch.Tag.pointwise in each for each in tags)
@@ -101,7 +101,7 @@ TOTALS = {"nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min"}
     "linalg_vector_norm max min std var std_mean var_mean prod argmax argmin median",
 )
 def reduced(call):
-    """Those for which there is no total can be put together for other dimensions only."""
+    """Merge those for which there is no total along other dimensions only."""
     name, value = canonical(call.name), call.value(call.first)
     if isinstance(call.get(1, "other"), torch.Tensor):  # the larger ones
         return pointwise(call)
@@ -137,7 +137,7 @@ def along(call):
     "instance_norm",
 )
 def along_the_last(call):
-    """Weights are the same for all rows."""
+    """Expect the same weights for all rows."""
     name = canonical(call.name)
     counts = {"linear": 1, "tril": 2, "triu": 2, "isin": 0, "bucketize": 0}
     count = counts.get(name, call.first.dim() - 1)
@@ -170,7 +170,7 @@ def einsum(call):
 
 @register("scaled_dot_product_attention")
 def attention(call):
-    """The last two dimensions are those of time and of features; of a mask, of time twice."""
+    """Leave the last two dimensions, time and features, alone; of a mask, time twice."""
     values = call.values
     if any(value.axis is not None and value.axis >= value.rank - 2 for value in values):
         return Mixed()
@@ -197,7 +197,7 @@ SEQUENCES = RECURRENT + ("multi_head_attention_forward",)
 
 @register(*RECURRENT)
 def recurrent(call):
-    """The output, and states, which have the rows in their second dimension always."""
+    """Return that of the output, and of states, whose rows are always in the second dimension."""
     value = call.value(call.first)
     if isinstance(call.args[1], torch.Tensor) and isinstance(call.args[3], (list, tuple)):
         fits = value.axis is not None  # packed: the data is one sequence after the other, or so
@@ -230,7 +230,7 @@ def multi_head(call):
     "cosine_embedding_loss triplet_margin_loss",
 )
 def loss_of_rows(call):
-    """Of (rows, classes, ...) and what has the rows first, too; weights are the same for all."""
+    """Expect (rows, classes, ...), and targets with rows first; weights are the same for all."""
     count = 3 if canonical(call.name) in ("cosine_embedding_loss", "triplet_margin_loss") else 2
     axes = [0] * count + [None] * (len(call.values) - count)
     return _rows.by_row(call.values, axes) if call.first.dim() > 1 else Mixed()
@@ -252,7 +252,7 @@ def ctc_loss(call):
     "narrow",
 )
 def viewed(call):
-    """The placement of a view that takes the rows as they are, or takes some of them."""
+    """Return the placement of a view that takes the rows as they are, or takes some of them."""
     value = call.value(call.first)
     if value.axis is None:
         return value.placement
@@ -282,7 +282,7 @@ def reshaped(call):
 
 @register("squeeze")
 def squeezed(call):
-    """Where none are named the rows' stays, see ``watch``."""
+    """Leave the rows' dimension where none are named, see ``propagation``."""
     value, dims = call.value(call.first), call.sizes(1, "dim")
     return Mixed() if value.axis in [dim % value.rank for dim in dims] else viewed(call)
 
@@ -354,7 +354,7 @@ def gather(call):
 
 @register("scatter scatter_add scatter_reduce")
 def scattered(call):
-    """Each row into itself."""
+    """Scatter each row into itself."""
     value, dim = call.value(call.first), call.get(1, "dim") % max(call.first.dim(), 1)
     if value.axis is None or value.axis == dim:
         return Mixed()
@@ -371,7 +371,7 @@ MADE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint", "new_zeros
 
 @register(*MADE)
 def made(call):
-    """Filled in, or drawn, without looking at others: in each row alike."""
+    """Fill in, or draw, without looking at others: in each row alike."""
     given = list(call.args) + list(call.kwargs.values())
     shapes = [value for value in given if isinstance(value, (list, tuple))]
     sizes = shapes[0] if shapes else [value for value in given if isinstance(value, int)]

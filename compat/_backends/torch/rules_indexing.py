@@ -11,7 +11,7 @@ _MANY = 2**31 - 1
 
 
 def indexed(call):
-    """The placement of ``tensor[index]``: torch is asked where stand-ins have their rows then."""
+    """Return the placement of ``tensor[index]``: torch is asked where stand-ins have their rows."""
     tensor, index = call.args[:2]
     value = call.value(tensor)
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -46,7 +46,7 @@ def indexed(call):
 
 
 def _dimensions(part):
-    """How many dimensions a part of an index is for; the rest is for an ellipsis."""
+    """Return how many dimensions a part of an index is for; the rest is for an ellipsis."""
     if part is None or part is Ellipsis or isinstance(part, bool):
         return 0
     return part.dim() if _is_mask(part) else 1
@@ -57,7 +57,7 @@ def _is_mask(part):
 
 
 def _looked_up(call, part, value, dim):
-    """The numbers that a tensor in an index stands for.
+    """Return the numbers that a tensor in an index stands for.
 
     Arguments:
         dim: where it begins, if it is for the dimension of the rows; else None.
@@ -79,7 +79,7 @@ def _looked_up(call, part, value, dim):
 
 
 def indexed_and_set(call):
-    """The placement of a tensor after ``tensor[index] = value``."""
+    """Return the placement of a tensor after ``tensor[index] = value``."""
     tensor, index, given = call.args
     whole = call.value(tensor).placement
     part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
@@ -91,12 +91,12 @@ def indexed_and_set(call):
 
 
 def moved(placement, stand_in):
-    """The placement of rows that are where a view of a stand-in has them, if it has all of them."""
+    """Return the placement of rows where a view of a stand-in has them, if it has all of them."""
     sizes = list(stand_in.shape)
     return placement.replace(axis=sizes.index(_MANY)) if _MANY in sizes else _rows.Mixed()
 
 
 def stand_in(shape, axis):
-    """A tensor of a shape, without memory, that has ``_MANY`` rows along an axis."""
+    """Return a tensor of a shape, without memory, that has ``_MANY`` rows along an axis."""
     sizes = [_MANY if place == axis else size for place, size in enumerate(shape)]
     return torch.empty(sizes, dtype=torch.int64, device="meta")

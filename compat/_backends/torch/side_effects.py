@@ -51,7 +51,7 @@ class Reach:
 
     @classmethod
     def of(cls, model, *inside):
-        """That of a model as it is now.
+        """Return that of a model as it is now.
 
         Arguments:
             inside: for ``parts_of``, if that is known.
@@ -63,7 +63,7 @@ class Reach:
         return found
 
     def switches(self):
-        """What a script may set between calls to have them do something else: flags, and hooks.
+        """Return what a script may set between calls to change what they do: flags, and hooks.
 
         A hook counts as another one of the same code, which is registered for each call.
 
@@ -170,7 +170,7 @@ class CallEffects:
 
     @contextlib.contextmanager
     def replica(self, is_watched, found):
-        """Within, a replica runs; its changes are taken back, and added to ``found`` by key."""
+        """Take a replica's changes back after this context, and add them to ``found`` by key."""
         few = sum(each.numel() for each in self.tensors) <= FEW
         if not self.saved and (is_watched or len(self.reach.changing) or few):
             self.saved = [each.detach().clone() for each in self.tensors]
@@ -191,7 +191,7 @@ class CallEffects:
             found.update(values)
 
     def _tensors(self, versions):
-        """Those that were changed in place."""
+        """Return those that were changed in place."""
         found = {}
         for number, (tensor, version) in enumerate(zip(self.tensors, versions)):
             now, key = version_of(tensor), ("state", f"tensor {number}")
@@ -211,7 +211,7 @@ class CallEffects:
         return found
 
     def _values(self, is_watched):
-        """Those that were set, added or removed."""
+        """Return those that were set, added or removed."""
         found, changes = {}, self.effects.take()
         if is_watched and self.own_rows is not None:
             self.own_rows.kept_rows.misled(changes)
@@ -227,7 +227,7 @@ class CallEffects:
         return found
 
     def _place(self, change):
-        """What identifies the place of a change, the same in each replica and in later calls."""
+        """Identify the place of a change, the same in each replica and in later calls."""
         if change.key is MISSING:  # of a list so long that its elements are not followed
             raise NotMergeable(_rows.Across(f"that changes {change}", why="unknown"))
         numbers, owner, key = self.reach.numbers, change.owner, change.key
@@ -284,5 +284,5 @@ class _Same:
 
 
 def is_user_defined(module):
-    """Whether torch has not made a module: the forward of such may set anything."""
+    """Return whether a module is not one of torch's: its forward may set anything."""
     return not type(module).__module__.startswith("torch.nn")

@@ -32,7 +32,7 @@ class Hooks:
                 hooks.update(self.kept.get(place, {}))
 
     def taken(self):
-        """Those that there are in place of these, which the modules have afterwards, or None."""
+        """Return hooks that were registered in place of these, which are put back, or None."""
         if list(map(len, self.held)) == self.counts:
             return None
         found = Hooks(self.parts)
@@ -51,7 +51,7 @@ def put_back(values, held):
 
 
 def generators():
-    """torch's own generators of random numbers, by device; those of GPUs once CUDA has started."""
+    """Return torch's own random generators, by device; those of GPUs once CUDA has started."""
     found = {f"cuda:{index}": each for index, each in enumerate(torch.cuda.default_generators)}
     return dict(found, cpu=torch.default_generator)
 
@@ -104,7 +104,7 @@ class Snapshot:
 
 
 def moved_late(model):
-    """The error where a tensor was changed of whose value nothing is left."""
+    """Return the error where a tensor was changed of whose value nothing is left."""
     return errors.UnsupportedError(
         f"{type(model).__name__} changes a weight or another large tensor in place, which it left "
         "alone in its first call, so that its value of before, with which each device begins, is "
@@ -114,14 +114,14 @@ def moved_late(model):
 
 
 def version_of(tensor):
-    """What changes where a tensor is changed: in place, or by its ``data``."""
+    """Return a number that changes where a tensor does: in place, or by its ``data``."""
     held = tensor._values() if tensor.is_sparse else tensor
     # Other layouts have no pointer of their own.
     return tensor._version, held.data_ptr() if held.layout is torch.strided else None
 
 
 def copy_of(tensor):
-    """A tensor's present value, with its tag."""
+    """Return a copy of a tensor, with its tag."""
     value = tensor.detach().clone()
     if tag_of(tensor) is not None:
         tag(value, tag_of(tensor))

@@ -28,12 +28,12 @@ def tensors_in(value, depth=3):
 
 
 def are_same(tensors, others):
-    """Whether these are the same objects."""
+    """Return whether these are the same objects."""
     return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
 def to_numpy(tensor):
-    """As an array; of a sparse tensor the values that it has."""
+    """Return an array; of a sparse tensor the values that it has."""
     tensor = tensor.detach().cpu()
     if tensor.layout is not torch.strided:
         tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
@@ -52,7 +52,7 @@ def is_number(value):
 
 
 def close(value, other):
-    """Whether two values are the same, to rounding."""
+    """Return whether two values are the same, to rounding."""
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         numbers = is_number(value) and is_number(other)
         same = value is other or value == other

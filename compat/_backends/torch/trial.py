@@ -15,7 +15,7 @@ from .tensors import close, to_numpy
 
 
 def try_function(call):
-    """The placements of its results, or None where that does not tell."""
+    """Return the placements of its results, or None where that does not show them."""
 
     def compute(rows):
         rows = [row % call.rows for row in rows]
@@ -39,7 +39,7 @@ def try_function(call):
 
 
 def some_rows(value, placement, count, rows):
-    """Some of a tensor's ``count`` rows."""
+    """Return some of a tensor's ``count`` rows."""
     value, copies, axis = value.detach(), placement.copies, placement.axis
     if not placement.even:
         raise ValueError("rows of different lengths")
@@ -67,24 +67,24 @@ class PartsTrial:
         self._outcomes = None
 
     def outcomes(self):
-        """That of all rows, and those of the parts."""
+        """Return that of all rows, and those of the parts."""
         if self._outcomes is None:
             self._outcomes = [self.compute(rows) for rows in [self.all_rows] + self.parts]
         return self._outcomes
 
     def finds_sequences(self):
-        """Whether the rows are where layers of sequences have them."""
+        """Return whether the rows are where layers of sequences have them."""
         return self._outcomes is not None and not any(
             o.propagation.misplaced for o in self._outcomes
         )
 
     def values(self, key):
-        """The parts' values and that of all rows; None where there are none."""
+        """Return the parts' values and that of all rows; None where there are none."""
         found = [each.values[key] for each in self.outcomes() if key in each.values]
         return (found[1:], found[0]) if len(found) == len(self.outcomes()) else None
 
     def is_random(self):
-        """Whether the same rows give something else each time."""
+        """Return whether the same rows have another result each time."""
         whole, again = self.outcomes()[0].values, self.compute(self.all_rows).values
         same = list(whole) == list(again)
         return not (same and all(close(whole[k], again[k]) for k in whole))
@@ -123,7 +123,7 @@ def fits(rule, values, sizes, home, before):
 
 
 def evaluating(parts):
-    """A context in which modules drop nothing and normalise with their averages."""
+    """Return a context in which modules drop nothing and normalise with their averages."""
     afterwards = contextlib.ExitStack()
     for part in parts:
         if part.training:

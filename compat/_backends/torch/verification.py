@@ -22,7 +22,7 @@ class VerifiedStep(keras_steps.Verified):
         return model.built and all(optimizer.built for optimizer in optimizers)
 
     def verified(self, model):
-        """In ranks that of a training step; others stay as they are."""
+        """Return a verified step; in ranks that of training only, others stay as they are."""
         if self.verification.ranks and self.kind != "train":
             return getattr(model, keras_steps.FUNCTIONS[self.kind])
         return super().verified(model)
@@ -121,7 +121,7 @@ class RankedStep(TorchStep):
         return own or super().is_random(label)
 
     def outputs(self, undivided):
-        """Those of this rank's rows, computed alone or among all rows."""
+        """Return those of this rank's rows, computed alone or among all rows."""
         given, self.data = self.data, self.data if undivided else self.own
         try:  # inputs that are off by rounding may have replaced them already
             with self.ranked.alone():
