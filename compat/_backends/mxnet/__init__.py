@@ -2,7 +2,7 @@
 
 ``configure`` fixes the context of models built later, and two faults of keras-mxnet that make a
 model lose its weights (``keras_mxnet_fixes.py``); ``parallelize`` gives a Keras model replicas
-(``keras_replicas.py``), or a model of MXNet's own (``gluon_replicas.py``, ``module_replicas.py``).
+(``keras_replicas.py``), or a model of MXNet's own (``native.py``, ``module.py``).
 """
 
 import contextlib
@@ -132,13 +132,13 @@ class MXNet(Backend):
         weights set after compile, and fail on a batch smaller than their number.
         """
         if _is_block(model):
-            from .gluon_replicas import parallelize  # it imports mxnet
+            from .native import parallelize  # it imports mxnet
         elif _is_module(model):
-            from .module_replicas import parallelize  # it imports mxnet
+            from .module import parallelize  # it imports mxnet
         else:
             self._fix_keras()
             from .keras_replicas import parallelize  # it imports Keras
-        from .symbol_graph import context_named
+        from .propagation import context_named
 
         parallelize(model, [context_named(name) for name in devices])
         return model
@@ -196,7 +196,7 @@ class MXNet(Backend):
         """
         import mxnet as mx
 
-        from .symbol_graph import context_named  # it imports mxnet
+        from .propagation import context_named  # it imports mxnet
 
         if "keras" in _keras.keras_packages(self):
             self._fix_keras()

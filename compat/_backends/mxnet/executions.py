@@ -12,7 +12,7 @@ import mxnet as mx
 
 from ..._rows import split_rows
 from ..._runtime import patching
-from .gluon_arrays import context_of
+from .merging import context_of
 
 _lock = threading.Lock()
 

@@ -14,8 +14,8 @@ from keras.backend import mxnet_backend
 from ... import errors
 from ..._ranks.arrays import parts_of
 from ..._runtime.patching import InstanceMethod, Patch, find
-from . import symbol_graph
-from .symbol_graph import context_named
+from . import propagation
+from .propagation import context_named
 
 
 def fix(default_device):
@@ -94,7 +94,7 @@ class _Models:
 
     def _sync_weights(self):
         if any(model._auxs for model in list(self._models) if model._weights_dirty):
-            symbol_graph.wait_for_updates()
+            propagation.wait_for_updates()
         for model in list(self._models):
             model._sync_weights()
 
@@ -263,7 +263,7 @@ def copied_between_groups(symbol):
     to the sum in its place, silently leaves some out where they lie on several devices; and the
     sum for a weight is refused unless it is computed where the weight lies.
     """
-    graph = symbol_graph.Graph([], symbol)
+    graph = propagation.Graph([], symbol)
     groups = [node["attrs"].get("__ctx_group__", OTHERS) for node in graph.nodes]
     users = {}
     for group, entries in zip(groups, graph.inputs):

@@ -6,7 +6,7 @@ from keras.backend import mxnet_backend as K
 from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
-from . import symbol_graph
+from . import propagation
 
 
 class Phase:
@@ -33,7 +33,7 @@ class Phase:
             symbol = getattr(model, f"_{name}_mxnet_symbol")
             self.results = getattr(model, "_n" + name)
             labels = model.targets + model.sample_weights
-        graph = symbol_graph.Graph(outputs, symbol)
+        graph = propagation.Graph(outputs, symbol)
         self.variables = [variable.name for variable, _ in updates]
         self.fed = [tensor.name for tensor in model.inputs + labels if tensor is not None]
         # Of stateful layers, one row for each row of the batch.
@@ -96,9 +96,7 @@ class Phase:
         for replica, (context, held) in enumerate(zip(self.contexts, self.arrays)):
             # An executor with a row, whose results are not used, where the shard is empty.
             shard = {name: (self.sizes[replica] or 1,) + shapes[name][1:] for name in self.sharded}
-            body = symbol_graph.bound(
-                self.body, context, shard, {}, held, self.trained, self.sparse
-            )
+            body = propagation.bound(self.body, context, shard, {}, held, self.trained, self.sparse)
             self.bodies.append(body)
             if self.sizes[replica]:
                 self.filled.append((body, slice(*split_rows.bounds(rows, count, replica))))
@@ -107,7 +105,7 @@ class Phase:
             whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in cut.items()}
             types = {name: output.dtype for name, output in cut.items()}
             differentiated = self.trained + (self.cuts if self.is_train else [])
-            self.head = symbol_graph.bound(
+            self.head = propagation.bound(
                 self.head_symbol, self.contexts[0], dict(shapes, **whole), types, self.arrays[0],
                 differentiated, self.sparse,
             )  # fmt: skip

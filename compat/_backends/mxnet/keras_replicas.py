@@ -7,7 +7,7 @@ import mxnet as mx
 from keras.backend import mxnet_backend as K
 
 from ..._runtime.patching import InstanceMethod, replaced
-from . import symbol_graph
+from . import propagation
 from .keras_mxnet_fixes import device_with_replicas, groups_of, run_plain, take_to
 from .keras_phases import Phase
 from .locks import CallLock, making
@@ -229,9 +229,9 @@ class ModelReplicas:
     def _average_auxiliary_states(self, phase):
         """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
         names = phase.body.list_auxiliary_states()
-        symbol_graph.unite([[held[name] for held in self.arrays] for name in names], phase.sizes)
+        propagation.unite([[held[name] for held in self.arrays] for name in names], phase.sizes)
         if phase.head.aux_dict:  # of the whole batch
-            symbol_graph.wait_for_updates()
+            propagation.wait_for_updates()
             for held in self.arrays[1:]:
                 _copy(phase.head.aux_dict, held)
 

@@ -15,7 +15,7 @@ from ... import _rows
 from ..._rows import REPLICATED, Partial, Sharded, trial
 from ..._runtime import containers
 from ..._runtime.effects import Effects
-from . import gluon_arrays
+from . import merging
 
 # Where Gluon keeps parts, parameters, hooks and what it has compiled: the names in its code.
 _GLUON = {"_compat_replicas", "_compat_watched", "forward"}
@@ -84,7 +84,7 @@ class BlockState(_Followed):
 
 def roots_of(block):
     """The user's blocks within a block, and what hooks call."""
-    parts = list(dict.fromkeys(gluon_arrays.blocks(block)))
+    parts = list(dict.fromkeys(merging.blocks(block)))
     roots = [part for part in parts if not type(part).__module__.startswith("mxnet.")]
     for part in parts:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
@@ -113,7 +113,7 @@ class SideEffects:
         self._compiled = self._cached()
 
     def _cached(self):
-        return [vars(part).get("_cached_op") for part in gluon_arrays.blocks(self.block)]
+        return [vars(part).get("_cached_op") for part in merging.blocks(self.block)]
 
     def restore(self):
         self._effects.restore()
@@ -252,7 +252,7 @@ def _without_leaves(value):
 
 def _fits(placement):
     return isinstance(placement, (Partial, Sharded, type(REPLICATED))) and (
-        gluon_arrays.can_be_merged(placement)
+        merging.can_be_merged(placement)
     )
 
 
@@ -260,14 +260,14 @@ def _merged(rule, parts, before, sizes, context):
     """The value of the whole batch; None where the parts are not what the rule expects."""
     is_added, placement = rule
     if isinstance(parts[0], mx.nd.NDArray):
-        parts = [gluon_arrays.on_context(context, part) for part in parts]
+        parts = [merging.on_context(context, part) for part in parts]
         if before is not None:
             parts = [part - before for part in parts]
-        if not gluon_arrays.are_of([placement], parts, sizes):
+        if not merging.are_of([placement], parts, sizes):
             return None
-        if placement == REPLICATED and not gluon_arrays.are_equal(parts):
+        if placement == REPLICATED and not merging.are_equal(parts):
             return None
-        value = gluon_arrays.merged([placement], parts, sizes, context)
+        value = merging.merged([placement], parts, sizes, context)
     else:
         if before is not None:
             parts = [part - before for part in parts]

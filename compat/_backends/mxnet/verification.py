@@ -24,10 +24,10 @@ from ... import _keras, _verification
 from ..._runtime import work
 from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras2, keras_steps
-from . import gluon_arrays
-from .gluon_arrays import leaves, like, states_of
+from . import merging
+from .merging import leaves, like, states_of
+from .propagation import wait_for_updates
 from .side_effects import BlockState
-from .symbol_graph import wait_for_updates
 
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
 OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
@@ -162,7 +162,7 @@ class VerifiedMXNetStep(keras_steps.Verified):
 
 
 class BlockCall(_verification.Step):
-    """A call of a block that runs on several contexts, for ``gluon_replicas.BlockReplicas``."""
+    """A call of a block that runs on several contexts, for ``native.BlockReplicas``."""
 
     given = ("args",)
 
@@ -177,7 +177,7 @@ class BlockCall(_verification.Step):
     @property
     def made(self):
         """The parameters that have values, by label; the step may make some more."""
-        made = [p for p in gluon_arrays.parameters_of(self.block) if p._data is not None]
+        made = [p for p in merging.parameters_of(self.block) if p._data is not None]
         return {("state " if p.grad_req == "null" else "weight ") + p.name: p for p in made}
 
     def by_design(self, inference, changed):
@@ -238,7 +238,7 @@ class BlockCall(_verification.Step):
         Returns:
             Results, and gradients summed over the contexts, as a trainer sums them.
         """
-        args = gluon_arrays.mapped(lambda _, array: array.detach(), self.args)
+        args = merging.mapped(lambda _, array: array.detach(), self.args)
         with self.attributes_kept():
             result = run(args)
         named = self._outputs(result)
@@ -249,7 +249,7 @@ class BlockCall(_verification.Step):
         random = np.random.RandomState(0)
         upstream = [like(random.normal(size=array.shape), array) for array in heads]
         after = {label: value for label, value in self.read().items() if label[:6] == "state "}
-        with mx.autograd.pause(), gluon_arrays.gradients_kept(weights):
+        with mx.autograd.pause(), merging.gradients_kept(weights):
             # In a call under record(train_mode=False) the backward pass is one of inference.
             mx.autograd.backward(heads, upstream, train_mode=self.is_training)
             for parameter in weights:

@@ -28,7 +28,7 @@ from compat.testing.models import fit_in_order
 from ..interruptions import interrupted
 from ..messages import refusal
 from ..shared_parts import KerasParts
-from .test_gluon import running_statistics
+from .test_native import running_statistics
 
 
 def executors(model):

@@ -10,10 +10,10 @@ from compat._rows import split_rows
 from compat.testing import in_span, span
 
 from ..messages import refusal, told
-from . import test_gluon
-from .test_gluon import DEVICES, check_same, data, difference, running_statistics
+from . import test_native
+from .test_native import DEVICES, check_same, data, difference, running_statistics
 
-mx = test_gluon.mx  # the fixture
+mx = test_native.mx  # the fixture
 pytestmark = pytest.mark.row("MXNet Module")
 
 

@@ -6,7 +6,7 @@ import pytest
 import compat
 from compat.testing import in_span
 
-from .test_gluon import mx as mx  # the fixture
+from .test_native import mx as mx  # the fixture
 
 pytestmark = pytest.mark.row("MXNet Module")
 

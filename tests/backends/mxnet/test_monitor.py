@@ -8,11 +8,11 @@ from compat._runtime.patching import replaced
 from compat.testing import span
 
 from ..messages import told
-from . import test_gluon, test_module
-from .test_gluon import data, difference
+from . import test_module, test_native
 from .test_module import bound, optimised, parameters, step, weights
+from .test_native import data, difference
 
-mx = test_gluon.mx  # the fixture
+mx = test_native.mx  # the fixture
 pytestmark = pytest.mark.row("MXNet Module")
 
 SHOWN = "(?!softmax_backward)"  # nobody writes the gradient of the labels

@@ -15,7 +15,7 @@ from ... import _rows, errors
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod, replaced
-from . import symbol_graph
+from . import propagation
 from .locks import making
 
 
@@ -155,7 +155,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
                     # A sparse one has no rows then: those that it has would be updated.
                     array[:] = 0 if array.stype == "default" else mx.nd.zeros_like(array)
         if len(sizes) > 1:  # else it would only wait
-            symbol_graph.unite(self.aux_arrays, sizes)
+            propagation.unite(self.aux_arrays, sizes)
 
     def get_outputs(self, *args, **kwargs):
         return self._where_rows_are(super().get_outputs, *args, **kwargs)
@@ -189,9 +189,9 @@ def _across(module, inputs, context):
     given = dict.fromkeys(module.label_names, _rows.Sharded(0))  # not described in inference
     given.update((name, _rows.Sharded(axis)) for name, axis in axes.items() if axis >= 0)
     random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
-    shapes = {d.name: symbol_graph.grown(d.shape, given.get(d.name), count) for d in inputs}
+    shapes = {d.name: propagation.grown(d.shape, given.get(d.name), count) for d in inputs}
     fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
-    graph = symbol_graph.Graph([], module.symbol)
+    graph = propagation.Graph([], module.symbol)
     unknown = graph.follow_and_try(given, fed, context, {d.name: d.dtype for d in inputs}, {})
     if unknown is not None:
         return unknown

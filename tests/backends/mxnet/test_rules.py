@@ -9,7 +9,7 @@ import pytest
 import row_proof
 
 from compat import _rows
-from compat._backends.mxnet import row_operations, symbol_graph
+from compat._backends.mxnet import propagation, rules
 from compat._rows import Partial
 
 RANDOM = np.random.RandomState(0)
@@ -53,17 +53,17 @@ def cases():
         "Activation": {"act_type": "tanh"}, "Dropout": {"p": 0.5},
         "cast_storage": {"stype": "default"}, "_npi_around": {"decimals": 1},
     }  # fmt: skip
-    names = row_operations.POINTWISE.split()
+    names = rules.POINTWISE.split()
     found += [(op, special.get(op, {}), [A]) for op in names]
-    for op in (row_operations.SCALAR + " " + row_operations.SHIFTED).split():
+    for op in (rules.SCALAR + " " + rules.SHIFTED).split():
         found.append((op, {"scalar": 0.5}, [A]))
-    for op in row_operations.LINEAR.split():
+    for op in rules.LINEAR.split():
         found.append((op, {"scalar": 2.0} if "scalar" in op else {}, [A]))
     pairs = (
         "elemwise_add elemwise_sub elemwise_mul elemwise_div _grad_add broadcast_add broadcast_sub "
         "broadcast_mul broadcast_div _npi_add _npi_subtract _npi_multiply _npi_true_divide "
     )
-    for op in (pairs + row_operations.PAIRS).split():
+    for op in (pairs + rules.PAIRS).split():
         found += [(op, {}, [A, B])]
         if op.startswith(("broadcast", "_npi")):
             found += [(op, {}, [SQUARE, array(1, 3)]), (op, {}, [array(3, 1), array(1, 3)])]
@@ -252,7 +252,7 @@ class Node:
         graph["attrs"] = json.loads(mx.sym.var("x").tojson())["attrs"]  # MXNet's version
         self.symbol = mx.sym.load_json(json.dumps(graph))
         self.names = names
-        self.graph = symbol_graph.Graph([], self.symbol)
+        self.graph = propagation.Graph([], self.symbol)
         self.executors = {}
 
     def compute(self, inputs):
@@ -276,7 +276,7 @@ class Node:
             mx.nd.waitall()  # an error of the background would be the next one's
             return results
         except mx.base.MXNetError:
-            symbol_graph.clear_errors()
+            propagation.clear_errors()
             raise
 
     def claim(self, placements):
@@ -333,7 +333,7 @@ def test_every_line_of_the_table_is_proved(mx):
         missing_rules.check("MXNet", found)
     assert found.claimed > 1000
     proved = {case[0] for case in CASES} | UNPROVED
-    assert not set(row_operations.RULES) - proved
+    assert not set(rules.RULES) - proved
 
 
 def known_operations(mx):

@@ -9,7 +9,7 @@ from ... import errors
 from ..._ranks.arrays import parts_of
 from ..._rows import REPLICATED, Partial, Sharded, trial
 from ..._runtime.patching import replaced
-from .symbol_graph import MEANS, clear_errors
+from .propagation import MEANS, clear_errors
 
 
 def leaves(value, kind=mx.nd.NDArray):

@@ -10,9 +10,9 @@ from compat._runtime.process import process
 from .. import hooks
 from ..messages import refusal, told
 from . import test_module
-from .test_gluon import DEVICES, data, dense, initialise, train, trainer
-from .test_gluon import mx as mx  # the fixture
-from .test_gluon_effects import Hook, Momentum, run
+from .test_native import DEVICES, data, dense, initialise, train, trainer
+from .test_native import mx as mx  # the fixture
+from .test_side_effects import Hook, Momentum, run
 
 NOT_REACHED = (
     "In the first {} of model {!r} (forward()) no batch was split over cpu(0), cpu(1), cpu(2). {} "

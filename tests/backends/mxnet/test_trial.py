@@ -9,8 +9,8 @@ import compat
 from compat.testing import in_span, span
 
 from ..messages import told
-from . import test_gluon
-from .test_gluon import (
+from . import test_native
+from .test_native import (
     data,
     difference,
     every_context,
@@ -20,7 +20,7 @@ from .test_gluon import (
     weights,
 )
 
-mx = test_gluon.mx  # the fixture
+mx = test_native.mx  # the fixture
 pytestmark = pytest.mark.row("Gluon Block")
 
 

@@ -13,7 +13,7 @@ import mxnet as mx
 
 from ... import _rows
 from ..._runtime import patching
-from .gluon_arrays import are_equal, context_of, is_numpy
+from .merging import are_equal, context_of, is_numpy
 
 _running = threading.local()  # ``replica``: its ``Copies`` and its number
 

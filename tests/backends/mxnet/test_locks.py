@@ -14,9 +14,9 @@ import compat
 from compat.testing import CASES, keras_under_test, span
 
 from ..messages import told
-from .test_gluon import data, dense, difference, initialise
-from .test_gluon import mx as mx  # the fixture
-from .test_gluon_effects import block_of, plain_forward
+from .test_native import data, dense, difference, initialise
+from .test_native import mx as mx  # the fixture
+from .test_side_effects import block_of, plain_forward
 
 THREADS = 8
 

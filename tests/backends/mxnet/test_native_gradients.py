@@ -10,8 +10,8 @@ import compat
 from compat.testing import in_span, span
 
 from ..messages import told
-from .test_gluon import check_same, data, dense, initialise, trainer, weights
-from .test_gluon import mx as mx  # the fixture
+from .test_native import check_same, data, dense, initialise, trainer, weights
+from .test_native import mx as mx  # the fixture
 
 pytestmark = pytest.mark.row("Gluon Block")
 

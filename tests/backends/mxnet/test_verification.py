@@ -9,14 +9,14 @@ import pytest
 
 import compat
 from compat import _verification
-from compat._backends.mxnet import gluon_replicas, verification
+from compat._backends.mxnet import native, verification
 from compat._configuration import registry
 from compat._rows import split_rows
 from compat._runtime.process import process
 from compat.testing import in_span, span
 
-from . import test_gluon
-from .test_gluon import (
+from . import test_native
+from .test_native import (
     DEVICES,
     data,
     dense,
@@ -27,9 +27,9 @@ from .test_gluon import (
     trainer,
     weights,
 )
-from .test_gluon_rows import block_of
+from .test_trial import block_of
 
-mx = test_gluon.mx  # the fixture
+mx = test_native.mx  # the fixture
 pytestmark = pytest.mark.row("Gluon Block")
 
 
@@ -159,13 +159,13 @@ def test_wrong_gradient_is_found(mx, monkeypatch):
         with pytest.raises(compat.ResultsDifferError, match="output 1"):
             train(mx, net, trainer(mx, net), (12,))
     verified(net)
-    merged = gluon_replicas.gluon_arrays.merged
+    merged = native.merging.merged
 
     def without_gradient(placements, results, sizes, context):
         lost = [mx.nd.BlockGrad(each) if i == 1 else each for i, each in enumerate(results)]
         return merged(placements, lost, sizes, context)
 
-    monkeypatch.setattr(gluon_replicas.gluon_arrays, "merged", without_gradient)
+    monkeypatch.setattr(native.merging, "merged", without_gradient)
     with pytest.raises(compat.ResultsDifferError, match="gradient of dense"):
         train(mx, net, trainer(mx, net), (12,))
 

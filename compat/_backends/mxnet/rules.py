@@ -2,7 +2,7 @@
 
 ``RULES`` has the name that an operation has in a graph's JSON, and a function of a ``SymbolNode``.
 What is not there is ``Unknown``, and tried. Each line is proved by computing it
-(``tests/backends/mxnet/test_operations.py``).
+(``tests/backends/mxnet/test_rules.py``).
 """
 
 import ast

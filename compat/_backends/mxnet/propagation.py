@@ -9,7 +9,7 @@ import numpy as np
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value, trial
-from . import row_operations
+from . import rules
 
 # Two numbers of rows, far from any width and from one another, so that shapes tell what grows
 # with the batch.
@@ -97,8 +97,8 @@ class Graph:
         if node["op"] not in MEANS and not sources.isdisjoint(self.auxiliary):
             return Mixed()  # a state, of which nobody knows how those of devices go together
         sizes, grows = self._sizes.get(first), self.grows.get(first)
-        operation = row_operations.SymbolNode(node["attrs"], values, sizes, grows)
-        return row_operations.placements(node["op"], operation)
+        operation = rules.SymbolNode(node["attrs"], values, sizes, grows)
+        return rules.placements(node["op"], operation)
 
     def _find_sizes(self, entries, given, shapes):
         """What is known of the entries' shapes: sizes that do not grow, and dimensions that do."""

@@ -7,13 +7,13 @@ from ..._configuration import settings
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod
-from . import gluon_arrays, gluon_parameters, symbol_graph
+from . import merging, propagation, state
 from .executions import WatchedBlock
-from .gluon_arrays import context_of, leaves, mapped, on_context, parameters_of, states_of
-from .gluon_trial import BlockTrial
 from .locks import CallLock, making
+from .merging import context_of, leaves, mapped, on_context, parameters_of, states_of
+from .propagation import clear_errors
 from .side_effects import SideEffects
-from .symbol_graph import clear_errors
+from .trial import BlockTrial
 from .verification import BlockCall
 
 
@@ -25,7 +25,7 @@ def parallelize(block, contexts):
     else:
         if replicas is not None:
             replicas.remove()
-        gluon_arrays.move(block, contexts[0])
+        merging.move(block, contexts[0])
 
 
 class BlockReplicas:
@@ -34,7 +34,7 @@ class BlockReplicas:
     Each array given is split by its first dimension, where it has as many rows as the first one
     given, and handed over whole where not; each replica's part runs on its context, and what
     comes out is put together on the first. All of that is recorded by autograd, also where the
-    replicas get copies of the parameters (``gluon_parameters``): after a backward pass the one
+    replicas get copies of the parameters (``state``): after a backward pass the one
     gradient of each parameter is that of the whole batch, for whoever reads or changes it.
 
     Differs from one context:
@@ -68,7 +68,7 @@ class BlockReplicas:
         self._calling = CallLock()
         self.verification = None  # of the first calls
         vars(block)["_compat_replicas"] = self
-        gluon_parameters.follow_replicas()
+        state.follow_replicas()
         SplitForward(self).install(block)
 
     def move(self, contexts):
@@ -76,8 +76,8 @@ class BlockReplicas:
         self._unite_statistics()
         self.contexts = contexts
         self.names = [str(context) for context in contexts]
-        self.copies = gluon_parameters.Copies(contexts)
-        gluon_arrays.move(self.block, contexts[0])
+        self.copies = state.Copies(contexts)
+        merging.move(self.block, contexts[0])
 
     def prepare(self, found):
         """Follow the block: it may have been initialised, or given a Trainer, since.
@@ -88,10 +88,10 @@ class BlockReplicas:
         if len(found) == 1 and found[0] in self.contexts:
             if found != self.contexts[:1]:
                 self.move(found + [each for each in self.contexts if each != found[0]])
-            gluon_arrays.move_trainers(self.block, found[0])
+            merging.move_trainers(self.block, found[0])
         else:
             self._unite_statistics()
-            gluon_arrays.move(self.block, self.contexts[0])
+            merging.move(self.block, self.contexts[0])
 
     def remove(self):
         self._unite_statistics()
@@ -109,7 +109,7 @@ class BlockReplicas:
             return self._called(args, arrays)
 
     def _called(self, args, arrays):
-        contexts = gluon_arrays.contexts_of(self.block)
+        contexts = merging.contexts_of(self.block)
         if len(contexts) > 1:
             return self._run_where_arrays_lie(args, settings.listed(list(map(str, contexts))))
         self.prepare(contexts)
@@ -196,10 +196,10 @@ class BlockReplicas:
                     results.append(self.written(self.contexts[i], args, lambda a: a[part]))  # noqa: B023
                 changes.append(effects.taken())
             found = copies.united(replicas)
-            if found is None and not gluon_arrays.are_of(placements, results, sizes):
+            if found is None and not merging.are_of(placements, results, sizes):
                 found = _rows.Across(None, why="tried")
             if found is None:
-                result = gluon_arrays.merged(placements, results, sizes, self.contexts[0])
+                result = merging.merged(placements, results, sizes, self.contexts[0])
                 found = effects.write(changes, sizes, self.contexts[0])
             across = found
         except Exception:
@@ -233,7 +233,7 @@ class BlockReplicas:
         if mx.autograd.is_training():
             self._sizes = sizes
             for parameter in statistics:
-                gluon_parameters.pending[parameter] = self._unite_statistics
+                state.pending[parameter] = self._unite_statistics
         work.count(self.names, sizes, mx.autograd.is_training())
 
     # What can be divided ------------------------------------------------------------------------
@@ -286,13 +286,13 @@ class BlockReplicas:
             for parameter in means:
                 arrays = self.copies.arrays_of(parameter)
                 sizes = [self._sizes[index] for index in arrays]
-                symbol_graph.unite([list(arrays.values())], sizes)
+                propagation.unite([list(arrays.values())], sizes)
             differing = [p for p in others if self.copies.is_set_since(p, self._sizes)]
         if not mx.autograd.is_recording():
             self._sizes = None
             for parameter in means:
-                gluon_parameters.pending.pop(parameter, None)
-        gluon_arrays.check_equal(self.block, differing)
+                state.pending.pop(parameter, None)
+        merging.check_equal(self.block, differing)
 
 
 # What Gluon calls -------------------------------------------------------------------------------

@@ -7,8 +7,8 @@ import compat
 from compat.testing import in_span
 
 from ..messages import told
-from .test_gluon import data, difference, trainer
-from .test_gluon import mx as mx  # the fixture
+from .test_native import data, difference, trainer
+from .test_native import mx as mx  # the fixture
 
 pytestmark = pytest.mark.row("Gluon Block")
 

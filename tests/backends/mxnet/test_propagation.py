@@ -8,17 +8,17 @@ import pytest
 
 import compat
 from compat import _rows
-from compat._backends.mxnet import row_operations, symbol_graph
+from compat._backends.mxnet import propagation, rules
 from compat._configuration import registry
 from compat.testing import initialise, optimizer, span
 
 from .. import graph_cases
 from ..messages import told
-from . import test_device
-from .test_gluon import check_same
+from . import test_device_scope
 from .test_module import custom
+from .test_native import check_same
 
-keras = test_device.keras  # the fixture
+keras = test_device_scope.keras  # the fixture
 
 
 def lambda_model(keras, function, name=None):
@@ -194,8 +194,8 @@ def test_operations_without_a_rule_are_tried(keras, kind, monkeypatch):
     """And divided, or left to the first device, as one with a gradient of the user's is."""
     import mxnet as mx
 
-    known = {name: rule for name, rule in row_operations.RULES.items() if name != "softmax"}
-    monkeypatch.setattr(row_operations, "RULES", known)
+    known = {name: rule for name, rule in rules.RULES.items() if name != "softmax"}
+    monkeypatch.setattr(rules, "RULES", known)
     function = functools.partial(mx.sym.softmax, axis=0 if kind == "mixed" else 1)
     if kind == "own":
         function = custom(mx, "compat_own", lambda gradient: 2 * gradient)
@@ -214,7 +214,7 @@ def test_operations_without_a_rule_are_tried(keras, kind, monkeypatch):
 
 
 def test_operations_with_states_of_an_unknown_kind_run_whole(keras, monkeypatch):
-    monkeypatch.setattr(symbol_graph, "MEANS", ())
+    monkeypatch.setattr(propagation, "MEANS", ())
 
     def build():
         layers = keras.layers
@@ -227,8 +227,8 @@ def test_operations_with_states_of_an_unknown_kind_run_whole(keras, monkeypatch)
 
 def test_a_rule_that_is_wrong_is_found_by_the_trial(keras, monkeypatch):
     """As for a table that errs: what three rows of the first batch give has the last word."""
-    wrong = dict(row_operations.RULES, softmax=lambda op: _rows.pointwise(op.values))
-    monkeypatch.setattr(row_operations, "RULES", wrong)
+    wrong = dict(rules.RULES, softmax=lambda op: _rows.pointwise(op.values))
+    monkeypatch.setattr(rules, "RULES", wrong)
     function = graph_cases.across_rows(keras.backend)["softmax"]
     texts = graph_cases.one_devices_numbers(keras, lambda: graph_cases.model_of(keras, function))
     assert len(texts) == 1 and "gives other numbers for three rows of a batch together" in texts[0]

@@ -7,9 +7,9 @@ import mxnet as mx
 from ... import _rows
 from ..._runtime.patching import replaced
 from ..._verification import random_numbers
-from . import gluon_arrays, side_effects, symbol_graph
-from .gluon_arrays import leaves, mapped, parameters_of
-from .symbol_graph import clear_errors
+from . import merging, propagation, side_effects
+from .merging import leaves, mapped, parameters_of
+from .propagation import clear_errors
 
 
 class BlockTrial:
@@ -30,7 +30,7 @@ class BlockTrial:
         graph = self._traced(args)
         heads = [] if graph is None else graph.heads
         claimed = [graph.placements[head] for head in heads]
-        if not all(gluon_arrays.can_be_merged(each) for each in claimed):
+        if not all(merging.can_be_merged(each) for each in claimed):
             return graph.across(heads, with_rows=False) or _rows.Across(None)
         untold = graph.nodes[graph.untold[0][0]]["name"] if graph and graph.untold else None
         try:
@@ -49,7 +49,7 @@ class BlockTrial:
                 fits = claim is not None and not isinstance(found, _rows.Mixed)
             else:
                 fits = getattr(found, "axis", None) == placement.axis
-            if not fits or not gluon_arrays.can_be_merged(placement):
+            if not fits or not merging.can_be_merged(placement):
                 return _rows.Across(untold, why="unknown" if is_random else "tried")
         if across is not None:
             return across
@@ -59,7 +59,7 @@ class BlockTrial:
         is_left = sees_gradients or is_single or self.replicas.own_states()
         if mx.autograd.is_recording() and not is_left:
             parameters, first = parameters_of(self.replicas.block), self.replicas.contexts[0]
-            if gluon_arrays.mixes_back(parameters, args, placements, first, self._results):
+            if merging.mixes_back(parameters, args, placements, first, self._results):
                 return _rows.Across(None, why="gradient")
         return placements
 
@@ -75,7 +75,7 @@ class BlockTrial:
         first, rows = self.replicas.contexts[0], next(leaves(args)).shape[0]
 
         def chosen(array):
-            return gluon_arrays.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
+            return merging.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
 
         effects = self.replicas.effects
         with self._leaving_no_trace(is_kept=is_kept):
@@ -129,7 +129,7 @@ class BlockTrial:
             changes = {place: each for place, each in changes.items() if place not in known}
             result = () if train_mode else result
             found.append(changes)
-            structures.append(gluon_arrays.without_arrays(result))
+            structures.append(merging.without_arrays(result))
             arrays = [array.asnumpy() for array in leaves(result)]
             counts.append(len(arrays))
             return arrays + side_effects.arrays_of(changes)
@@ -157,9 +157,9 @@ class BlockTrial:
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
         try:
-            with self._leaving_no_trace(True), gluon_arrays.symbols_refused():
+            with self._leaving_no_trace(True), merging.symbols_refused():
                 traced = self.replicas.plain(mapped(variable, args))
-            graph = symbol_graph.Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
+            graph = propagation.Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
             graph.follow(given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
             return None
@@ -185,7 +185,7 @@ class BlockTrial:
         copies.guard(parameters_of(block))
         with contextlib.ExitStack() as stack, copies.replica(0), random_numbers():
             stack.callback(copies.restore)
-            for part in set(gluon_arrays.blocks(block)):  # one may be there twice
+            for part in set(merging.blocks(block)):  # one may be there twice
                 stack.enter_context(replaced(part, **plain))
             if not is_kept:
                 stack.callback(lambda: self.changed.extend(self._state.put_back()))
