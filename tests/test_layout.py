@@ -247,6 +247,17 @@ ROLES = {
 
 # Files that one backend alone needs, and why.
 OF_ONE_BACKEND = {
+    "mxnet.arrays": "two kinds of arrays, nested in what Gluon blocks take and return",
+    "mxnet.executors": "graphs are bound to a context before they run",
+    "mxnet.keras_mxnet_fixes": "faults of keras-mxnet",
+    "mxnet.keras_phases": "a graph for each of training, testing and prediction, cut in two",
+    "mxnet.keras_replicas": "a kind of models: Keras'",
+    "mxnet.locks": "executors and compiled blocks may not be used by several threads",
+    "mxnet.model_kinds": "models are told apart before mxnet is imported",
+    "mxnet.module": "a kind of models: Module",
+    "mxnet.optimizer_states": "step counts and states are those of a device",
+    "mxnet.synchronization": "what is computed in the background fails, and writes, later",
+    "mxnet.watched_calls": "calls of models without Keras, observed by the usage check",
     "theano.compilation": "a body's functions are compiled for each device",
     "theano.device": "a device is a default context, with variables of its own",
     "theano.flag_problems": "Theano ignores flags that it does not know",
@@ -295,7 +306,7 @@ TESTED_IN = {
 }
 
 # Backends whose files have not been brought to these names.
-UNSORTED = {"jax", "mxnet", "tensorflow1", "tensorflow2"}
+UNSORTED = {"jax", "tensorflow1", "tensorflow2"}
 
 
 @pytest.mark.parametrize("backend", sorted(set(registry.names()) - UNSORTED))
@@ -352,7 +363,7 @@ OTHERS = {
     "compat._backends.theano.theanorc": "the lock of .theanorc",
 }
 TEMPORARY = {
-    "compat._backends.jax.profiler", "compat._backends.mxnet.verification",
+    "compat._backends.jax.profiler", "compat._backends.mxnet.profiler",
     "compat._backends.tensorflow2.recorded_steps", "compat._commands.test",
     "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.own_process",
     "compat._commands.machines",

@@ -1,8 +1,4 @@
-"""Faults of keras-mxnet that make a model lose its weights or its optimizer's state, fixed.
-
-And parts of a model on devices of their own: MXNet's groups of contexts. What is built under
-``compat.device()`` has the attribute ``ctx_group``, the name of its device.
-"""
+"""Faults of keras-mxnet that make a model lose its weights or its optimizer's state, fixed."""
 
 import weakref
 from numbers import Number
@@ -11,11 +7,11 @@ import keras
 import mxnet as mx
 from keras.backend import mxnet_backend
 
-from ... import errors
 from ..._ranks.arrays import parts_of
-from ..._runtime.patching import InstanceMethod, Patch, find
-from . import propagation
-from .propagation import context_named
+from ..._runtime.patching import Patch, find
+from .configuration import context_named
+from .device_scope import place_groups
+from .synchronization import wait_for_updates
 
 
 def fix(default_device):
@@ -81,7 +77,7 @@ class _Models:
         self._models = weakref.WeakSet()
 
     def add(self, model):
-        """Replaces ``set_model``, which is called when a model was compiled, or will predict."""
+        """Do what ``set_model`` did, which is called when a model was compiled, or will predict."""
         before = mxnet_backend._MODEL
         if before is not self:  # at first, and after clear_session() has set it to None
             self._sync_weights()
@@ -94,7 +90,7 @@ class _Models:
 
     def _sync_weights(self):
         if any(model._auxs for model in list(self._models) if model._weights_dirty):
-            propagation.wait_for_updates()
+            wait_for_updates()
         for model in list(self._models):
             model._sync_weights()
 
@@ -161,147 +157,3 @@ def keep_state(optimizer_class):
     Patch(optimizer_class, "weights", property(arrays, lambda self, value: None))
     Patch(optimizer_class, "set_weights", set_weights)
     Patch(optimizer_class, "create_state_multi_precision", create_state_multi_precision)
-
-
-def take_to(updater, context):
-    """Move an updater's states, of one of its optimizer's models, and step counts to a context."""
-    optimizer = updater.optimizer
-    updater.set_states(updater.get_states())  # copies, which move when they are next used
-    optimizer._compat_states = updater.states
-    # Steps are counted per device id: Adam would begin anew on another one.
-    optimizer._all_index_update_counts[context.device_id] = dict(optimizer._index_update_count)
-    optimizer._set_current_context(context.device_id)
-
-
-def run_plain(model, context, updater):
-    """Let a model run as Keras alone would, on one context, with the optimizer's state."""
-    model._context = [context]
-    if not model.compiled:
-        return  # Keras makes a module for each prediction
-    model._module = module = mx.mod.BucketingModule(
-        model._module._sym_gen, "pred", context=[context], fixed_param_names=model._fixed_weights
-    )
-    place_groups(model)
-
-    if updater is not None:
-        take_to(updater, context)
-        _InitOptimizerWithState(updater).install(module)
-
-
-class _InitOptimizerWithState(InstanceMethod):
-    """Brings the state along: a module takes none before it is bound to shapes."""
-
-    method = "init_optimizer"
-
-    def __init__(self, updater):
-        super().__init__([])
-        self.updater = updater
-
-    def invoke(self, module, **arguments):
-        self.plain(module)(**arguments)
-        module._curr_module._updater = self.updater
-
-
-# Parts on devices of their own ----------------------------------------------------------------
-
-OTHERS = "default"  # the group of what was built outside of device()
-
-
-def groups_of(model):
-    """The names of the devices that parts of a Keras model were built for."""
-    symbols = (model._train_mxnet_symbol, model._pred_mxnet_symbol)
-    attributes = [a for s in symbols if s is not None for a in s.attr_dict().values()]
-    return {a["__ctx_group__"] for a in attributes if "__ctx_group__" in a}
-
-
-def place_groups(model):
-    """Let a model's executors, which are yet to be bound, run parts where they were built for."""
-    groups, module = groups_of(model), model._module
-    if not groups:
-        return
-    if getattr(model, "_compat_replicas", None) is not None:
-        raise device_with_replicas(model.name)  # a subclass, parallelized before it was built
-    if OTHERS not in groups:
-        for name in ("_train_mxnet_symbol", "_test_mxnet_symbol", "_pred_mxnet_symbol"):
-            symbol = getattr(model, name)
-            if symbol is not None:
-                setattr(model, name, copied_between_groups(symbol))
-    contexts = {name: context_named(name) for name in groups - {OTHERS}}
-    module._group2ctxs = dict(contexts, **{OTHERS: model._context[0]})
-
-    for kind in (_BindForTraining, _SwitchBucket):
-        if kind.of(module) is None:
-            kind([]).install(module)
-
-
-class _BindForTraining(InstanceMethod):
-    """Binds for training always: MXNet 1.9 rewrites a graph for inference, without groups."""
-
-    method = "bind"
-
-    def invoke(self, module, **arguments):
-        self.plain(module)(**dict(arguments, for_training=True))
-
-
-class _SwitchBucket(InstanceMethod):
-    """Binds a bucket anew for other shapes: reshaping drops the groups on MXNet 1.5."""
-
-    method = "switch_bucket"
-
-    def invoke(self, module, key, data_shapes, label_shapes=None):
-        bound = module._buckets.get(key)
-        if bound is not None and key != module._default_bucket_key:
-            if [d.shape for d in bound.data_shapes] != [d.shape for d in data_shapes]:
-                del module._buckets[key]
-        self.plain(module)(key, data_shapes, label_shapes)
-
-
-def copied_between_groups(symbol):
-    """The same graph, with a group for each node, and a copy for each group that uses a value.
-
-    So the gradients of one value are summed on each device first. MXNet's own way, adding each
-    to the sum in its place, silently leaves some out where they lie on several devices; and the
-    sum for a weight is refused unless it is computed where the weight lies.
-    """
-    graph = propagation.Graph([], symbol)
-    groups = [node["attrs"].get("__ctx_group__", OTHERS) for node in graph.nodes]
-    users = {}
-    for group, entries in zip(groups, graph.inputs):
-        for entry in entries:
-            users.setdefault(entry, {groups[entry[0]]}).add(group)
-    nodes, numbers, copies = [], [], {}
-
-    def add(node, group, inputs):
-        attributes = dict(node.get("attrs", {}), __ctx_group__=group)
-        nodes.append(dict(node, attrs=attributes, inputs=[entry + (0,) for entry in inputs]))
-        return len(nodes) - 1
-
-    def copied(entry, group):
-        source, output = entry
-        if len(users[entry]) == 1:
-            return numbers[source], output
-        if (entry, group) not in copies:
-            name = f"{graph.nodes[source]['name']}_{output}_on_{group}"
-            copy = {"op": "_copy", "name": name}
-            copies[entry, group] = add(copy, group, [(numbers[source], output)])
-        return copies[entry, group], 0
-
-    for node, group, entries in zip(graph.nodes, groups, graph.inputs):
-        is_shared = node["op"] == "null" and len(users.get((len(numbers), 0), ())) > 1
-        if is_shared and node["name"] in graph.auxiliary:
-            raise errors.UnsupportedError(
-                f"{node['name']} is used on several devices, and MXNet would keep only what one of "
-                "them computes of it. Call the layer inside one compat.device() only."
-            )
-        number = add(node, group, [copied(entry, group) for entry in entries])
-        if is_shared:
-            number = add({"op": "_copy", "name": node["name"] + "_shared"}, group, [(number, 0)])
-        numbers.append(number)
-    return graph.symbol([(numbers[source], output) for source, output in graph.heads], nodes)
-
-
-def device_with_replicas(model):
-    return errors.UnsupportedError(
-        f"Parts of the model {model} were placed by compat.device(), which parallelize() on "
-        "several devices would undo. Use one of the two."
-    )

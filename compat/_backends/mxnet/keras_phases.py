@@ -6,7 +6,11 @@ from keras.backend import mxnet_backend as K
 from ... import _rows
 from ..._rows import split_rows
 from ..._runtime import work
-from . import propagation
+from . import partition
+from .executors import bound
+from .graph import Graph
+from .propagation import Propagation
+from .trial import propagate_and_try
 
 
 class Phase:
@@ -33,7 +37,8 @@ class Phase:
             symbol = getattr(model, f"_{name}_mxnet_symbol")
             self.results = getattr(model, "_n" + name)
             labels = model.targets + model.sample_weights
-        graph = propagation.Graph(outputs, symbol)
+        graph = Graph(outputs, symbol)
+        propagation = Propagation(graph)
         self.variables = [variable.name for variable, _ in updates]
         self.fed = [tensor.name for tensor in model.inputs + labels if tensor is not None]
         # Of stateful layers, one row for each row of the batch.
@@ -49,13 +54,13 @@ class Phase:
         if not self._divides(inputs):
             across = _rows.Across(None)
         elif len(self.contexts) > 1:  # else one runs the whole batch
-            across = self._follow(graph, inputs)
+            across = self._propagate(propagation, inputs)
         if across is not None:
             reach = _rows.FROM_THERE_ON if across.operation else "The model"
             _rows.runs_whole(model.name, across, self.contexts[0], reach, replicas)
-        self.body, self.head_symbol, self.cuts, self.places = graph.cut()
+        self.body, self.head_symbol, self.cuts, self.places = partition.cut(propagation)
 
-    def _follow(self, graph, inputs):
+    def _propagate(self, propagation, inputs):
         """Find where the outputs' rows are, and try it; return what mixes them, or None."""
         batch = self._batch(inputs)
         given = dict.fromkeys(self.fed, _rows.Mixed())
@@ -63,21 +68,21 @@ class Phase:
         # As NumPy has them: MXNet 1.5 refuses to slice past the end.
         batch.update((name, batch[name].asnumpy()) for name in self.states)
         fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
-        unknown = graph.follow_and_try(given, fed, self.contexts[0], {}, self.arrays[0])
-        return unknown or graph.across(graph.outputs)
+        unknown = propagate_and_try(propagation, given, fed, self.contexts[0], {}, self.arrays[0])
+        return unknown or propagation.across(propagation.graph.outputs)
 
     def _batch(self, inputs):
-        """All that has rows, by name: what is fed, and the states of layers."""
+        """Return all that has rows, by name: what is fed, and the states of layers."""
         dense = [x.toarray() if hasattr(x, "toarray") else x for x in inputs]  # of scipy's matrices
         held = self.replicas.model._args
         return dict(zip(self.fed, dense), **{name: held[name] for name in self.states})
 
     def _divides(self, inputs):
-        """Whether each input has a row for each of the batch."""
+        """Return whether each input has a row for each of the batch."""
         return len({x.shape[0] for x in inputs[: len(self.replicas.model.inputs)]}) == 1
 
     def is_for(self, inputs):
-        """Whether it can run these, or a new one has to be made."""
+        """Return whether it can run these, or a new one has to be made."""
         # Of a single row a trial tells nothing.
         is_tried = self.is_tried or inputs[0].shape[0] == 1
         return not self.cuts or (self._divides(inputs) and is_tried)
@@ -96,7 +101,7 @@ class Phase:
         for replica, (context, held) in enumerate(zip(self.contexts, self.arrays)):
             # An executor with a row, whose results are not used, where the shard is empty.
             shard = {name: (self.sizes[replica] or 1,) + shapes[name][1:] for name in self.sharded}
-            body = propagation.bound(self.body, context, shard, {}, held, self.trained, self.sparse)
+            body = bound(self.body, context, shard, {}, held, self.trained, self.sparse)
             self.bodies.append(body)
             if self.sizes[replica]:
                 self.filled.append((body, slice(*split_rows.bounds(rows, count, replica))))
@@ -105,7 +110,7 @@ class Phase:
             whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in cut.items()}
             types = {name: output.dtype for name, output in cut.items()}
             differentiated = self.trained + (self.cuts if self.is_train else [])
-            self.head = propagation.bound(
+            self.head = bound(
                 self.head_symbol, self.contexts[0], dict(shapes, **whole), types, self.arrays[0],
                 differentiated, self.sparse,
             )  # fmt: skip
@@ -147,7 +152,7 @@ class Phase:
 
 
 def _symbols(model, is_train):
-    """The symbols of a model's outputs, and of the new values of its states, in a phase."""
+    """Return the symbols of a model's outputs, and of the new values of its states, in a phase."""
     before = K.learning_phase()
     K.set_learning_phase(int(is_train))
     try:

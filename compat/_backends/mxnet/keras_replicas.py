@@ -1,4 +1,4 @@
-"""Keras models on several contexts, for the MXNet backend."""
+"""Keras models on several contexts."""
 
 import contextlib
 import functools
@@ -7,21 +7,52 @@ import mxnet as mx
 from keras.backend import mxnet_backend as K
 
 from ..._runtime.patching import InstanceMethod, replaced
-from . import propagation
-from .keras_mxnet_fixes import device_with_replicas, groups_of, run_plain, take_to
+from .device_scope import device_with_replicas, place_groups, placed_parts
 from .keras_phases import Phase
-from .locks import CallLock, making
+from .locks import making
+from .optimizer_states import move_updater
+from .replicas import Replicas, ReplicatedCall
+from .state import unite
+from .synchronization import wait_for_updates
 
 
 def parallelize(model, contexts):
     """Run ``model`` on ``contexts``; one context gives the plain behaviour back."""
     replicas = getattr(model, "_compat_replicas", None)
     if len(contexts) > 1:
-        if groups_of(model):
+        if placed_parts(model):
             raise device_with_replicas(model.name)
-        (replicas or ModelReplicas(model)).move(contexts)
+        (replicas or KerasReplicas(model)).move(contexts)
     elif replicas is not None or model._context != contexts:
-        run_plain(model, contexts[0], (replicas or ModelReplicas(model)).remove())
+        run_plain(model, contexts[0], (replicas or KerasReplicas(model)).remove())
+
+
+def run_plain(model, context, updater):
+    """Let a model run as Keras alone would, on one context, with the optimizer's state."""
+    model._context = [context]
+    if not model.compiled:
+        return  # Keras makes a module for each prediction
+    model._module = module = mx.mod.BucketingModule(
+        model._module._sym_gen, "pred", context=[context], fixed_param_names=model._fixed_weights
+    )
+    place_groups(model)
+    if updater is not None:
+        move_updater(updater, context)
+        _InitOptimizerWithState(updater).install(module)
+
+
+class _InitOptimizerWithState(InstanceMethod):
+    """Brings the state along: a module takes none before it is bound to shapes."""
+
+    method = "init_optimizer"
+
+    def __init__(self, updater):
+        super().__init__([])
+        self.updater = updater
+
+    def invoke(self, module, **arguments):
+        self.plain(module)(**arguments)
+        module._curr_module._updater = self.updater
 
 
 class ExportedBuckets(dict):
@@ -45,10 +76,23 @@ class ExportedBuckets(dict):
         return super().__getitem__(key)
 
 
-# Replicas -------------------------------------------------------------------------------------
+class _SyncWeights(ReplicatedCall):
+    method = "_sync_weights"
+
+    def invoke(self, model):
+        self.replicas.sync_weights()
 
 
-class ModelReplicas:
+class _MakeFunction(ReplicatedCall):
+    """Makes the function of a phase of Keras', which the replicas run."""
+
+    phase = ""
+
+    def invoke(self, model):
+        setattr(model, f"{self.phase}_function", functools.partial(self.replicas.run, self.phase))
+
+
+class KerasReplicas(Replicas):
     """The replicas of one model, each on its own context.
 
     Keras' graph of a phase (train, test, predict) is cut in two. The *body*, all that the
@@ -77,6 +121,13 @@ class ModelReplicas:
     so it stays the same object, and compile(), whenever it comes, is followed at the next batch.
     """
 
+    calls = (_SyncWeights,) + tuple(
+        type(
+            "_MakeFunction", (_MakeFunction,), {"method": f"_make_{phase}_function", "phase": phase}
+        )
+        for phase in ("train", "test", "predict")
+    )
+
     def __init__(self, model):
         self.model = model
         self._source = None  # the symbol, or the outputs, that arrays and phases were made for
@@ -88,10 +139,7 @@ class ModelReplicas:
             if model._module.optimizer_initialized:
                 self._updater = model._module._curr_module._updater
         model._sync_weights()
-        self._calling = CallLock()
-        vars(model)["_compat_replicas"] = self
-        for kind in _METHODS:
-            kind(self).install(model)
+        self.install_on(model)
 
     def move(self, contexts):
         """Go on with other contexts."""
@@ -99,20 +147,20 @@ class ModelReplicas:
         self._forget()
         self.contexts = contexts
         if self._updater is not None:
-            take_to(self._updater, contexts[0])
+            move_updater(self._updater, contexts[0])
 
     def remove(self):
         """Leave the model without replicas; return the updater."""
         self.sync_weights()
         self._follow()
         del vars(self.model)["_compat_replicas"]
-        for kind in _METHODS:
+        for kind in self.calls:
             del vars(self.model)[kind.method]  # and what verifies it, which is taken off later
         return self._updater
 
     @contextlib.contextmanager
     def undivided(self):
-        """Within, the first replica runs the whole batch."""
+        """Have the first replica run the whole batch."""
         self._hold_arrays()
         first = {"contexts": self.contexts[:1], "arrays": self.arrays[:1]}
         try:
@@ -146,7 +194,7 @@ class ModelReplicas:
         self._stale = True
 
     def run(self, kind, inputs):
-        """What the function of a phase does: "train", "test" or "predict"."""
+        """Do what the function of a phase does: "train", "test" or "predict"."""
         with self._calling:
             return self._run(kind, inputs)
 
@@ -201,7 +249,7 @@ class ModelReplicas:
         self._stale = False
 
     def _prepared(self, name, inputs):
-        """The phase of that name, with executors for these inputs and current weights."""
+        """Return the phase of that name, with executors for these inputs and current weights."""
         self._hold_arrays()
         if self.model.compiled and not isinstance(self.model._module._buckets, ExportedBuckets):
             self.model._module._buckets = ExportedBuckets(self.model, inputs)
@@ -227,11 +275,11 @@ class ModelReplicas:
             _copy(updated, others)
 
     def _average_auxiliary_states(self, phase):
-        """Moving averages: one update, to the mean of the replicas' weighted by shard size."""
+        """Give moving averages one update: to the mean of the replicas', weighted by shard size."""
         names = phase.body.list_auxiliary_states()
-        propagation.unite([[held[name] for held in self.arrays] for name in names], phase.sizes)
+        unite([[held[name] for held in self.arrays] for name in names], phase.sizes)
         if phase.head.aux_dict:  # of the whole batch
-            propagation.wait_for_updates()
+            wait_for_updates()
             for held in self.arrays[1:]:
                 _copy(phase.head.aux_dict, held)
 
@@ -241,36 +289,3 @@ def _copy(arrays, others):
     for name, array in others.items():
         if name in arrays:
             arrays[name].copyto(array)
-
-
-# What Keras calls ---------------------------------------------------------------------------------
-
-
-class _ReplicasMethod(InstanceMethod):
-    """A method that keras-mxnet calls, done by a model's replicas."""
-
-    def __init__(self, replicas):
-        super().__init__([])
-        self.replicas = replicas
-
-
-class _SyncWeights(_ReplicasMethod):
-    method = "_sync_weights"
-
-    def invoke(self, model):
-        self.replicas.sync_weights()
-
-
-class _MakeFunction(_ReplicasMethod):
-    """Makes the function of a phase of Keras', which the replicas run."""
-
-    phase = ""
-
-    def invoke(self, model):
-        setattr(model, f"{self.phase}_function", functools.partial(self.replicas.run, self.phase))
-
-
-_METHODS = (_SyncWeights,) + tuple(
-    type("_MakeFunction", (_MakeFunction,), {"method": f"_make_{phase}_function", "phase": phase})
-    for phase in ("train", "test", "predict")
-)

@@ -1,4 +1,4 @@
-"""``mx.mod.Module`` on several contexts, for the MXNet backend.
+"""``mx.mod.Module`` on several contexts.
 
 MXNet's own executors are used, which split a batch, sum the gradients and merge the outputs.
 What they get wrong is fixed here: a batch of fewer rows than contexts, running statistics that
@@ -15,8 +15,11 @@ from ... import _rows, errors
 from ..._rows import split_rows
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod, replaced
-from . import propagation
+from .graph import Graph
 from .locks import making
+from .propagation import Propagation, grown
+from .state import unite
+from .trial import propagate_and_try
 
 
 def parallelize(module, contexts):
@@ -116,7 +119,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         return axes
 
     def install_monitor(self, mon):
-        """A Monitor is shown what executors compute: the whole batch's is that of a single one."""
+        """Show a Monitor what a single executor computes of the whole batch."""
         if len(self.contexts) > 1 and not self.is_monitored:
             across = _rows.Across(None, why="monitor")
             _rows.runs_whole("Module", across, self.contexts[0], "The Module")
@@ -155,7 +158,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
                     # A sparse one has no rows then: those that it has would be updated.
                     array[:] = 0 if array.stype == "default" else mx.nd.zeros_like(array)
         if len(sizes) > 1:  # else it would only wait
-            propagation.unite(self.aux_arrays, sizes)
+            unite(self.aux_arrays, sizes)
 
     def get_outputs(self, *args, **kwargs):
         return self._where_rows_are(super().get_outputs, *args, **kwargs)
@@ -177,11 +180,8 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
             return super().update_metric(eval_metric, labels, pre_sliced)
 
 
-# What can be divided ------------------------------------------------------------------------------
-
-
 def _across(module, inputs, context):
-    """What cannot be divided, or None.
+    """Return what cannot be divided, or None.
 
     A module has its contexts before it has a batch, so it is tried with random numbers.
     """
@@ -189,17 +189,18 @@ def _across(module, inputs, context):
     given = dict.fromkeys(module.label_names, _rows.Sharded(0))  # not described in inference
     given.update((name, _rows.Sharded(axis)) for name, axis in axes.items() if axis >= 0)
     random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
-    shapes = {d.name: propagation.grown(d.shape, given.get(d.name), count) for d in inputs}
+    shapes = {d.name: grown(d.shape, given.get(d.name), count) for d in inputs}
     fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
-    graph = propagation.Graph([], module.symbol)
-    unknown = graph.follow_and_try(given, fed, context, {d.name: d.dtype for d in inputs}, {})
+    graph = Graph([], module.symbol)
+    propagation, types = Propagation(graph), {d.name: d.dtype for d in inputs}
+    unknown = propagate_and_try(propagation, given, fed, context, types, {})
     if unknown is not None:
         return unknown
     for head, output in zip(graph.heads, module.symbol):
         axis = _axis(output.attr("__layout__"))
         wanted = _rows.Sharded(axis) if axis >= 0 else _rows.REPLICATED
-        if graph.placements[head] != wanted:
-            return graph.across([head], with_rows=False) or _rows.Across(output.name)
+        if propagation.placement_of(head) != wanted:
+            return propagation.across([head], with_rows=False) or _rows.Across(output.name)
     return None
 
 

@@ -1,4 +1,4 @@
-"""Gluon blocks on several contexts, for the MXNet backend."""
+"""Gluon blocks on several contexts."""
 
 import mxnet as mx
 
@@ -6,15 +6,18 @@ from ... import _rows, errors
 from ..._configuration import settings
 from ..._rows import split_rows
 from ..._runtime import work
-from ..._runtime.patching import InstanceMethod
-from . import merging, propagation, state
-from .executions import WatchedBlock
-from .locks import CallLock, making
-from .merging import context_of, leaves, mapped, on_context, parameters_of, states_of
-from .propagation import clear_errors
+from . import merging, state
+from .arguments import Arguments
+from .arrays import context_of, leaves
+from .locks import making
+from .optimizer_states import move_trainer
+from .replicas import Replicas, ReplicatedCall
 from .side_effects import SideEffects
+from .state import parameters_of, states_of
+from .synchronization import clear_errors
 from .trial import BlockTrial
 from .verification import BlockCall
+from .watched_calls import WatchedBlock
 
 
 def parallelize(block, contexts):
@@ -25,15 +28,62 @@ def parallelize(block, contexts):
     else:
         if replicas is not None:
             replicas.remove()
-        merging.move(block, contexts[0])
+        move(block, contexts[0])
 
 
-class BlockReplicas:
+def move(block, context):
+    """Bring parameters, and the trainers that have them, to this context where they are not.
+
+    Those on several contexts stay: their script splits its batches by itself.
+    """
+    for parameter in parameters_of(block):
+        if len(_contexts_of(parameter)) == 1 and _contexts_of(parameter) != [context]:
+            parameter.reset_ctx(context)
+    move_trainers(block, context)
+
+
+def move_trainers(block, context):
+    """Bring the trainers that have a block's parameters to this context where they are not."""
+    for trainer in {parameter._trainer for parameter in parameters_of(block)} - {None}:
+        if trainer._contexts != [context]:
+            move_trainer(trainer)
+
+
+def _contexts_of(parameter):
+    is_made = parameter._data is not None or parameter._deferred_init
+    return parameter.list_ctx() if is_made else []
+
+
+def contexts_of(block):
+    """Return the contexts of a block's parameters, as far as these are made."""
+    # Of contexts that are equal there are many objects, which are slow to compare.
+    found = {}  # type: dict
+    for parameter in parameters_of(block):
+        for each in _contexts_of(parameter):
+            found.setdefault((each.device_typeid, each.device_id), each)
+    return [found[key] for key in sorted(found)]
+
+
+class ReplicatedForward(ReplicatedCall):
+    """A block's ``forward``, which Gluon calls."""
+
+    method = "forward"
+
+    def invoke(self, block, *args):
+        try:
+            return self.replicas.forward(args)
+        except BaseException:
+            if not split_rows.runs_undivided():
+                WatchedBlock.abandon()
+            raise
+
+
+class BlockReplicas(Replicas):
     """The replicas of one block: a ``forward`` that splits, and copies of its parameters.
 
     Each array given is split by its first dimension, where it has as many rows as the first one
     given, and handed over whole where not; each replica's part runs on its context, and what
-    comes out is put together on the first. All of that is recorded by autograd, also where the
+    comes out is merged on the first. All of that is recorded by autograd, also where the
     replicas get copies of the parameters (``state``): after a backward pass the one
     gradient of each parameter is that of the whole batch, for whoever reads or changes it.
 
@@ -57,19 +107,19 @@ class BlockReplicas:
     the same object, and its children stay plain.
     """
 
+    calls = (ReplicatedForward,)
+
     def __init__(self, block):
         self.block = block
         self._sizes = None  # of the shards of the last batch trained, while statistics may differ
-        self.split = {}  # by the place of an array among the arguments: whether it was split
+        self.arguments = Arguments()
         self.operations = {}  # that write states, by name: of what was traced
         self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
         self._done = set()  # the kinds of which there was a call
         self.effects = SideEffects(block)
-        self._calling = CallLock()
         self.verification = None  # of the first calls
-        vars(block)["_compat_replicas"] = self
         state.follow_replicas()
-        SplitForward(self).install(block)
+        self.install_on(block)
 
     def move(self, contexts):
         """Go on with other contexts."""
@@ -77,7 +127,7 @@ class BlockReplicas:
         self.contexts = contexts
         self.names = [str(context) for context in contexts]
         self.copies = state.Copies(contexts)
-        merging.move(self.block, contexts[0])
+        move(self.block, contexts[0])
 
     def prepare(self, found):
         """Follow the block: it may have been initialised, or given a Trainer, since.
@@ -88,14 +138,14 @@ class BlockReplicas:
         if len(found) == 1 and found[0] in self.contexts:
             if found != self.contexts[:1]:
                 self.move(found + [each for each in self.contexts if each != found[0]])
-            merging.move_trainers(self.block, found[0])
+            move_trainers(self.block, found[0])
         else:
             self._unite_statistics()
-            merging.move(self.block, self.contexts[0])
+            move(self.block, self.contexts[0])
 
     def remove(self):
         self._unite_statistics()
-        SplitForward.of(self.block).remove(self.block)
+        ReplicatedForward.of(self.block).remove(self.block)
         del vars(self.block)["_compat_replicas"]
 
     # Called by Gluon ----------------------------------------------------------------------------
@@ -109,7 +159,7 @@ class BlockReplicas:
             return self._called(args, arrays)
 
     def _called(self, args, arrays):
-        contexts = merging.contexts_of(self.block)
+        contexts = contexts_of(self.block)
         if len(contexts) > 1:
             return self._run_where_arrays_lie(args, settings.listed(list(map(str, contexts))))
         self.prepare(contexts)
@@ -124,10 +174,10 @@ class BlockReplicas:
         return self.run(args)
 
     def plain(self, args):
-        return SplitForward.of(self.block).plain(self.block)(*args)
+        return ReplicatedForward.of(self.block).plain(self.block)(*args)
 
     def _run_where_arrays_lie(self, args, contexts):
-        """The block of a script that splits its batches by itself."""
+        """Run the block of a script that splits its batches by itself."""
         _rows.runs_whole(
             self.block.name, _rows.Across(None, why="contexts"), contexts, "Each array", self
         )
@@ -148,7 +198,7 @@ class BlockReplicas:
             )
 
     def run_undivided(self, args):
-        """The block on the first context alone, where no replica is running."""
+        """Run the block on the first context alone, where no replica is running."""
         self._unite_statistics()
         self.copies.begin()
         if self._sizes is not None:
@@ -156,23 +206,16 @@ class BlockReplicas:
         return self.written(self.contexts[0], args, lambda array: array)
 
     def written(self, context, args, rows):
-        """The block as it is written, on a context, where parts of it do not split again.
+        """Run the block as it is written, on a context, where parts of it do not split again.
 
         Arguments:
             rows: takes a replica's part out of an array that is split.
         """
-
-        def part(place, array):
-            # Not the array itself: gradients that come back from another context are not added.
-            return on_context(
-                context, rows(array) if self.split[place] else array.reshape(array.shape)
-            )
-
         with split_rows.undivided(), context:
-            return self.plain(mapped(part, args))
+            return self.plain(self.arguments.shard(args, rows, context))
 
     def run(self, args):
-        """The block on all contexts, or on the first one where it cannot be divided."""
+        """Run the block on all contexts, or on the first one where it cannot be divided."""
         kind = self._kind(args)
         placements, _ = self._kinds[kind]
         if placements is None:
@@ -223,7 +266,7 @@ class BlockReplicas:
         return result
 
     def _run_whole(self, args):
-        """All rows on the first context."""
+        """Run all rows on the first context."""
         result = self.run_undivided(args)
         statistics, _ = states_of(self.block, self.operations)
         self._note_batch(work.undivided(self.names, next(leaves(args)).shape[0]), statistics)
@@ -239,16 +282,9 @@ class BlockReplicas:
     # What can be divided ------------------------------------------------------------------------
 
     def _kind(self, args):
-        """The kind of these arguments, of which it is decided whether they are divided."""
-        rows, kept, places = next(leaves(args)).shape[0], True, {}  # type: int, bool, dict
-        mapped(places.__setitem__, args)
-        for place, array in places.items():
-            # Arrays with as many rows as the first; what was whole before stays whole.
-            has_rows = array.shape[:1] == (rows,)
-            kept = kept and (has_rows or not self.split.get(place, False))
-            self.split.setdefault(place, has_rows)
-        known = tuple((place, self.split[place], array.ndim) for place, array in places.items())
-        kind = mx.autograd.is_recording(), kept, known
+        """Return the kind of these arguments, of which it is decided whether they are divided."""
+        kept, known = self.arguments.kind(args)
+        kind, rows = (mx.autograd.is_recording(), kept, known), next(leaves(args)).shape[0]
         # Of a single row a trial tells nothing: it is tried again.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
             self._unite_statistics()
@@ -265,13 +301,13 @@ class BlockReplicas:
         self._kinds[kind] = None, 2
 
     def arrays_of(self, parameter):
-        """All arrays that replicas have of a parameter."""
+        """Return all arrays that replicas have of a parameter."""
         return list(self.copies.arrays_of(parameter).values())
 
     # States -------------------------------------------------------------------------------------
 
-    def own_states(self):
-        """The parameters that the block sets by itself, and that are no running statistics."""
+    def custom_states(self):
+        """Return the parameters that the block sets, and that are not running statistics."""
         return states_of(self.block, self.operations)[1]
 
     def _unite_statistics(self):
@@ -286,29 +322,10 @@ class BlockReplicas:
             for parameter in means:
                 arrays = self.copies.arrays_of(parameter)
                 sizes = [self._sizes[index] for index in arrays]
-                propagation.unite([list(arrays.values())], sizes)
+                state.unite([list(arrays.values())], sizes)
             differing = [p for p in others if self.copies.is_set_since(p, self._sizes)]
         if not mx.autograd.is_recording():
             self._sizes = None
             for parameter in means:
                 state.pending.pop(parameter, None)
-        merging.check_equal(self.block, differing)
-
-
-# What Gluon calls -------------------------------------------------------------------------------
-
-
-class SplitForward(InstanceMethod):
-    method = "forward"
-
-    def __init__(self, replicas):
-        super().__init__([])
-        self.replicas = replicas
-
-    def invoke(self, block, *args):
-        try:
-            return self.replicas.forward(args)
-        except BaseException:
-            if not split_rows.runs_undivided():
-                WatchedBlock.abandon()
-            raise
+        state.check_equal(self.block, differing)

@@ -13,7 +13,7 @@ from ..._ranks import keras2, step_functions
 from ..._ranks import state as rank_state
 from ..._ranks.engines import horovod
 from ..._runtime import patching
-from . import propagation
+from .synchronization import wait_for_updates
 
 
 class MXNetHorovod(horovod.HorovodEngine):
@@ -83,7 +83,7 @@ class MakeMXNetTrainFunction(keras2.MakeFunction):
         """Do what a step does besides training."""
         with patching.replaced(function.model._module, update=lambda: None):
             function.made(inputs)
-        propagation.wait_for_updates()
+        wait_for_updates()
 
     def run(self, function, inputs):
         share, inputs = self.share(function, inputs)
@@ -110,7 +110,7 @@ class MakeMXNetTrainFunction(keras2.MakeFunction):
         ):
             result = function.made(inputs)
         if state:
-            propagation.wait_for_updates()
+            wait_for_updates()
             # Of the changes: what has none stays as it is to the bit.
             changes = [array - before for array, before in state]
             self.engine.mean(changes, share, "state")

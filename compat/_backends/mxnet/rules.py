@@ -1,4 +1,4 @@
-"""MXNet's operations, and the rules that tell how they treat the rows of a batch.
+"""Rules of MXNet's operations: how they treat the rows of a batch.
 
 ``RULES`` has the name that an operation has in a graph's JSON, and a function of a ``SymbolNode``.
 What is not there is ``Unknown``, and tried. Each line is proved by computing it
@@ -13,6 +13,9 @@ from functools import partial
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Unknown, Value, listed
+
+# Operations whose states are moving averages of means over the rows of a batch.
+MEANS = ("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm", "IdentityAttachKLSparseReg")
 
 
 class SymbolNode(collections.namedtuple("SymbolNode", "attributes values result grows")):
@@ -38,7 +41,7 @@ class SymbolNode(collections.namedtuple("SymbolNode", "attributes values result 
 
 
 def by_row(*axes, result=None):
-    """A function of each row by itself, for any number of inputs as ``axes`` are there for."""
+    """Return the rule of a function of each row, for as many inputs as there are ``axes``."""
     return lambda op: _rows.by_row(op.values, axes, result)
 
 
@@ -138,7 +141,7 @@ def rnn(op):
 
 
 def loss(op, found):
-    """A loss whose gradient is each row's own, unless it is divided by their number."""
+    """Return the placement of a loss: one divided by the number of rows mixes them."""
     return found if op.get("normalization", "null") == "null" else Mixed()
 
 
@@ -147,7 +150,7 @@ def leaky(op):
 
 
 def placements(name, operation):
-    """The placement of all of an operation's outputs, or a list of those of each."""
+    """Return the placement of all of an operation's outputs, or a list of those of each."""
     rule = RULES.get(name)
     given = [value.placement for value in operation.values]
     known = _rows.without_rows(given)
@@ -162,15 +165,12 @@ def placements(name, operation):
     return rule(operation)
 
 
-# The table ----------------------------------------------------------------------------------------
-
-
 def _all(rule):
     return lambda op: rule(op.values)
 
 
 def _first(rule, *names):
-    """A rule of the first input and of attributes."""
+    """Return a rule of the first input and of attributes."""
     return lambda op: rule(op.value, *map(op.get, names))
 
 

@@ -1,8 +1,8 @@
-"""What calls of a block leave outside of their results, as one context leaves it.
+"""Side effects of the calls of a Gluon block, as one context leaves them.
 
-Attributes, lists, dictionaries, closures: all that a call reaches and changes there, by itself or
-in the hooks of blocks. Each replica begins with the same, its changes are taken back, and what they
-make together is written once: arrays and numbers are put together as results are.
+Attributes, lists, dictionaries, closures: all that a call reaches and changes besides its results,
+by itself or in the hooks of blocks. Each replica begins with the same, its changes are taken back,
+and what they make together is written once: arrays and numbers are merged as results are.
 """
 
 import collections
@@ -16,6 +16,8 @@ from ..._rows import REPLICATED, Partial, Sharded, trial
 from ..._runtime import containers
 from ..._runtime.effects import Effects
 from . import merging
+from .arrays import are_equal, on_context
+from .state import blocks
 
 # Where Gluon keeps parts, parameters, hooks and what it has compiled: the names in its code.
 _GLUON = {"_compat_replicas", "_compat_watched", "forward"}
@@ -58,7 +60,7 @@ class _Followed(Effects):
 
 
 class BlockState(_Followed):
-    """What calls of a block can reach, and the arrays there, at one time."""
+    """All that calls of a block can reach, and the arrays there, at one time."""
 
     def __init__(self, block):
         super().__init__(block)
@@ -83,8 +85,8 @@ class BlockState(_Followed):
 
 
 def roots_of(block):
-    """The user's blocks within a block, and what hooks call."""
-    parts = list(dict.fromkeys(merging.blocks(block)))
+    """Return the user-defined blocks within a block, and what hooks call."""
+    parts = list(dict.fromkeys(blocks(block)))
     roots = [part for part in parts if not type(part).__module__.startswith("mxnet.")]
     for part in parts:
         for hooks in (part._forward_hooks, part._forward_pre_hooks):
@@ -113,17 +115,17 @@ class SideEffects:
         self._compiled = self._cached()
 
     def _cached(self):
-        return [vars(part).get("_cached_op") for part in merging.blocks(self.block)]
+        return [vars(part).get("_cached_op") for part in blocks(self.block)]
 
     def restore(self):
         self._effects.restore()
 
     def taken(self):
-        """The changes of a call since ``begin()``, by place; they are put back."""
+        """Put back the changes of a call since ``begin()``, and return them by place."""
         return {self._place(change): change for change in self._effects.take()}
 
     def _place(self, change):
-        """What identifies the place of a change, the same in each replica and in later calls."""
+        """Return what identifies the place of a change in each replica and in later calls."""
         if len(self._numbers) > _MOST_PLACES:
             self._numbers.clear()
             self.rules.clear()
@@ -137,7 +139,7 @@ class SideEffects:
         return number, key
 
     def lack_rules(self, found):
-        """Whether values have changed of which no trial was made."""
+        """Return whether values have changed of which no trial was made."""
         return any(
             place not in self.rules and _leaves(change.after)
             for changes in found
@@ -218,7 +220,7 @@ def across(change):
 
 
 def arrays_of(found):
-    """The numbers and arrays that changes have, as arrays, and what was added to them."""
+    """Return the numbers and arrays that changes have, as arrays, and what was added to them."""
     arrays = []
     for change in found.values():
         before, after = _leaves(change.before), _leaves(change.after)
@@ -229,7 +231,7 @@ def arrays_of(found):
 
 
 def _difference(leaf, start):
-    """What was added to a number or an array, where there was one of its shape before."""
+    """Return what was added to a number or an array, if there was one of its shape before."""
     leaf, start = _as_numpy(leaf), None if start is None else _as_numpy(start)
     if start is None or leaf.shape != start.shape or leaf.dtype != start.dtype:
         return np.zeros(())  # the same for any rows: no sum
@@ -237,7 +239,7 @@ def _difference(leaf, start):
 
 
 def differing(found):
-    """A change that only some of several calls make, or to another structure; or None."""
+    """Return a change that only some calls make, or to another structure; or None."""
     for changes in found[1:]:
         for place in list(changes) + list(found[0]):
             pair = [each.get(place) for each in (found[0], changes)]
@@ -257,15 +259,15 @@ def _fits(placement):
 
 
 def _merged(rule, parts, before, sizes, context):
-    """The value of the whole batch; None where the parts are not what the rule expects."""
+    """Return the value of the whole batch; None if the parts are not what the rule expects."""
     is_added, placement = rule
     if isinstance(parts[0], mx.nd.NDArray):
-        parts = [merging.on_context(context, part) for part in parts]
+        parts = [on_context(context, part) for part in parts]
         if before is not None:
             parts = [part - before for part in parts]
         if not merging.are_of([placement], parts, sizes):
             return None
-        if placement == REPLICATED and not merging.are_equal(parts):
+        if placement == REPLICATED and not are_equal(parts):
             return None
         value = merging.merged([placement], parts, sizes, context)
     else:

@@ -1,8 +1,9 @@
-"""Parameters of Gluon blocks, as the replicas of a block have them.
+"""A model's state: parameters as replicas have and set them, and running statistics.
 
-A parameter stays as the script has it: on the first context, with one gradient. Within a replica on
-another context it gives a copy there. Autograd records the copying, so the backward pass sums the
-replicas' gradients where the parameter is: whatever reads or changes them, has those of the batch.
+A parameter of a Gluon block stays as the script has it: on the first context, with one gradient.
+Within a replica on another context it gives a copy there. Autograd records the copying, so the
+backward pass sums the replicas' gradients where the parameter is: whatever reads or changes them,
+has those of the batch.
 """
 
 import contextlib
@@ -11,9 +12,11 @@ import weakref
 
 import mxnet as mx
 
-from ... import _rows
+from ... import _rows, errors
 from ..._runtime import patching
-from .merging import are_equal, context_of, is_numpy
+from . import rules
+from .arrays import are_equal, context_of, is_numpy
+from .synchronization import wait_for_updates
 
 _running = threading.local()  # ``replica``: its ``Copies`` and its number
 
@@ -52,7 +55,7 @@ class Copies:
                 self.array(parameter, index)
 
     def array(self, parameter, index):
-        """A parameter's array for a replica."""
+        """Return a parameter's array for a replica."""
         held = parameter._data[0]
         context = self.contexts[index]
         if context_of(held) == context:
@@ -92,7 +95,7 @@ class Copies:
 
     @contextlib.contextmanager
     def replica(self, index):
-        """Within, parameters are those of a replica."""
+        """Have parameters be those of a replica."""
         before = getattr(_running, "replica", None)
         _running.replica = self, index
         try:
@@ -127,7 +130,7 @@ class Copies:
                 value.copyto(parameter._data[0])
 
     def arrays_of(self, parameter):
-        """The parameter's array, and the copies of it that there are, by replica."""
+        """Return the parameter's array, and the copies of it that there are, by replica."""
         first = parameter._data[0]
         arrays = {0: first}
         for index, array in self._buffers.get(parameter, {}).items():
@@ -136,7 +139,7 @@ class Copies:
         return arrays
 
     def is_set_since(self, parameter, sizes):
-        """Whether replicas have set a parameter to different values since, in the backward pass."""
+        """Return whether replicas have set a parameter to different values in the backward pass."""
         arrays = self.arrays_of(parameter)
         used = [arrays[index] for index, size in enumerate(sizes) if size and index in arrays]
         after = self._after.get(parameter)
@@ -147,9 +150,6 @@ class Copies:
 
 def _sets(parameter):
     return _rows.Across(f"that sets the parameter {parameter.name!r}")
-
-
-# What replicas reach ------------------------------------------------------------------------------
 
 
 def follow_replicas():
@@ -177,3 +177,74 @@ def follow_replicas():
 
     patching.Patch(kind, "_check_and_get", of_replica)
     patching.Patch(kind, "set_data", set_by_replica)
+
+
+def blocks(block):
+    """Yield a block and all that are within."""
+    yield block
+    for child in block._children.values():
+        yield from blocks(child)
+
+
+def parameters_of(block):
+    """Return all parameters of a block and of those within, each once."""
+    return list(dict.fromkeys(p for part in blocks(block) for p in part.params.values()))
+
+
+def states_of(block, operations):
+    """Return the parameters that a block sets by itself, as far as they are made.
+
+    Arguments:
+        operations: of those known to be written by operations of MXNet, the operation by name.
+
+    Returns:
+        Running statistics, which are means over rows; and those of which only the user's own
+        block knows what they are.
+    """
+    layers = mx.gluon.nn.basic_layers
+    batch_norm = getattr(layers, "_BatchNorm", layers.BatchNorm)  # the former from MXNet 1.7 on
+    parts = {}  # type: dict  # by parameter: the block within that has it
+    for part in blocks(block):
+        for parameter in list(part.params.values()) + list(part._reg_params.values()):
+            is_state = parameter.grad_req == "null" and parameter._data is not None
+            if is_state and not isinstance(parameter, mx.gluon.Constant):
+                parts.setdefault(parameter, part)
+    means, others = [], []
+    for parameter, part in parts.items():
+        if operations.get(parameter.name) in rules.MEANS or isinstance(part, batch_norm):
+            means.append(parameter)
+        elif parameter.name in operations or not type(part).__module__.startswith("mxnet.gluon"):
+            others.append(parameter)
+    return means, others
+
+
+def check_equal(block, differing):
+    """Check that no replica has set a state of its own since, in its backward pass."""
+    for parameter in differing:
+        raise errors.UnsupportedError(
+            f"The replicas of the block {block.name!r} set its parameter {parameter.name!r} to "
+            "different values, each from its own rows, and whether these are to be added up or "
+            "averaged only the block knows. Set it outside of the block, from results for the "
+            "whole batch; or run the block on one device: parallelize(block, gpus=1)."
+        )
+
+
+def unite(statistics, sizes):
+    """Give the replicas one value each: the mean, weighted by shard size.
+
+    What is the same in all replicas stays exactly so.
+
+    Arguments:
+        statistics: for each statistic, a list of the replicas' arrays, which are set.
+        sizes: the numbers of rows that the replicas computed.
+    """
+    if statistics:
+        wait_for_updates()
+    for arrays in statistics:
+        first = arrays[0]
+        first += sum(
+            (array.as_in_context(first.context) - first) * (float(size) / sum(sizes))
+            for array, size in zip(arrays, sizes)
+        )
+        for array in arrays[1:]:
+            first.copyto(array)

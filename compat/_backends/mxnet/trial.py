@@ -1,15 +1,97 @@
-"""What of a Gluon block can be divided: found by its graph, and by a trial on three rows."""
+"""Placements checked on three samples: of a graph's entries, and of a Gluon block's results."""
 
 import contextlib
 
 import mxnet as mx
+import numpy as np
 
 from ... import _rows
+from ..._rows import Sharded, Unknown, trial
 from ..._runtime.patching import replaced
 from ..._verification import random_numbers
-from . import merging, propagation, side_effects
-from .merging import leaves, mapped, parameters_of
-from .propagation import clear_errors
+from . import merging, partition, side_effects
+from .arrays import leaves, mapped, without_arrays
+from .custom_gradients import gradients_mix_rows, symbols_refused
+from .executors import bound
+from .graph import Graph
+from .propagation import Propagation
+from .state import blocks, parameters_of
+from .synchronization import clear_errors
+
+
+def propagate_and_try(propagation, given, fed, context, types, held):
+    """Propagate placements, and try what has no rule, and the outputs, or where they are cut.
+
+    Arguments:
+        propagation: a ``Propagation``, which is left without placements where none can be tried.
+        given: placements of what has a batch dimension, by name.
+        fed: arrays of some rows, by name.
+        context: the one on which it is tried.
+        types: as for ``bound``.
+        held: as for ``bound``; what it lacks is drawn at random.
+
+    Returns:
+        Why nothing at all can be divided, or None.
+    """
+    graph = propagation.graph
+    # A user-defined gradient may mix rows, and a trial of the forward pass does not see it.
+    mixing = dict.fromkeys(graph.custom_gradients(), "gradient")
+    shapes = {name: array.shape for name, array in fed.items()}
+    try:
+        while True:
+            propagation.propagate(given, shapes, mixing)
+            asked = propagation.without_rule + graph.outputs
+            asked += partition.frontier(propagation, graph.outputs)
+            wrong = _differing(propagation, asked, given, fed, context, types, held)
+            if not wrong:
+                return None
+            mixing[min(wrong)[0]] = "tried"
+    except Exception:  # whatever operations of the user's do, with other numbers of rows
+        clear_errors()
+        propagation.forget()
+        return _rows.Across(None, why="unknown")
+
+
+def _differing(propagation, entries, *inputs):
+    """Return the entries whose placement is not that which a trial finds."""
+    graph = propagation.graph
+    computed = {entry for entry in entries if graph.nodes[entry[0]]["op"] != "null"}
+    entries = sorted(e for e in computed if isinstance(propagation.placement_of(e), Sharded))
+    found = tried(graph.symbol(entries), *inputs) if entries else ()
+    return {
+        entry
+        for entry, each in zip(entries, found)
+        if getattr(each, "axis", None) != propagation.placement_of(entry).axis
+        # What is random tells nothing where a rule is known.
+        and (entry in propagation.without_rule or not isinstance(each, Unknown))
+    }
+
+
+def tried(symbol, given, fed, context, types, held):
+    """Return the placements of a symbol's outputs, by a trial in inference.
+
+    The arguments are those of ``propagate_and_try``.
+    """
+    count, states = len(symbol.list_outputs()), symbol.list_auxiliary_states()
+
+    def compute(rows):
+        part = {
+            # From the first row on again where there are fewer.
+            name: np.take(array, rows, given[name].axis, mode="wrap") if name in given else array
+            for name, array in fed.items()
+        }
+        known = {name: a.copy() if name in states else a for name, a in held.items()}
+        shapes = {name: array.shape for name, array in part.items()}
+        executor, random = bound(symbol, context, shapes, types, known), np.random.RandomState(0)
+        for low, arrays in ((-0.5, executor.arg_dict), (0.5, executor.aux_dict)):
+            for name, array in arrays.items():
+                if name in part:
+                    array[:] = part[name]
+                elif name not in held:
+                    array[:] = random.uniform(low, low + 1, array.shape)
+        return [array.asnumpy() for array in executor.forward(is_train=False)[:count]]
+
+    return trial.tried(compute)
 
 
 class BlockTrial:
@@ -26,21 +108,24 @@ class BlockTrial:
         self._state = side_effects.BlockState(replicas.block)
 
     def decide(self, args):
-        """The results' placements, as far as they can be put together; or why they cannot."""
-        graph = self._traced(args)
+        """Return the results' placements, if they can be merged; or why they cannot."""
+        propagation = self._traced(args)
+        graph = propagation and propagation.graph
         heads = [] if graph is None else graph.heads
-        claimed = [graph.placements[head] for head in heads]
+        claimed = [propagation.placement_of(head) for head in heads]
         if not all(merging.can_be_merged(each) for each in claimed):
-            return graph.across(heads, with_rows=False) or _rows.Across(None)
-        untold = graph.nodes[graph.untold[0][0]]["name"] if graph and graph.untold else None
+            return propagation.across(heads, with_rows=False) or _rows.Across(None)
+        without_rule = None  # the first operation that has none
+        if propagation and propagation.without_rule:
+            without_rule = graph.nodes[propagation.without_rule[0][0]]["name"]
         try:
             tried, across = self._tried(args)
         except Exception:
             clear_errors()
-            with self._leaving_no_trace():
+            with self._without_side_effects():
                 self.replicas.run_undivided(args)  # raises what is the user's own
-            return _rows.Across(untold, why="unknown")
-        if untold or len(claimed) != len(tried):
+            return _rows.Across(without_rule, why="unknown")
+        if without_rule or len(claimed) != len(tried):
             claimed = [None] * len(tried)
         placements = [claim or found for claim, found in zip(claimed, tried)]
         for claim, found, placement in zip(claimed, tried, placements):
@@ -50,21 +135,21 @@ class BlockTrial:
             else:
                 fits = getattr(found, "axis", None) == placement.axis
             if not fits or not merging.can_be_merged(placement):
-                return _rows.Across(untold, why="unknown" if is_random else "tried")
+                return _rows.Across(without_rule, why="unknown" if is_random else "tried")
         if across is not None:
             return across
-        sees_gradients = graph is not None and not graph.own_gradients()
+        sees_gradients = graph is not None and not graph.custom_gradients()
         is_single = next(leaves(args)).shape[0] == 1
         # Parts of a block that sets states would set them one after the other.
-        is_left = sees_gradients or is_single or self.replicas.own_states()
+        is_left = sees_gradients or is_single or self.replicas.custom_states()
         if mx.autograd.is_recording() and not is_left:
             parameters, first = parameters_of(self.replicas.block), self.replicas.contexts[0]
-            if merging.mixes_back(parameters, args, placements, first, self._results):
+            if gradients_mix_rows(parameters, args, placements, first, self._results):
                 return _rows.Across(None, why="gradient")
         return placements
 
     def _on_rows(self, args, numbers, is_kept=False):
-        """What the block gives for some rows of the arguments, on the first context.
+        """Return what the block gives for some rows of the arguments, on the first context.
 
         Arguments:
             is_kept: whether what it changes besides is kept.
@@ -78,7 +163,7 @@ class BlockTrial:
             return merging.concatenated([array[n % rows : n % rows + 1] for n in numbers], 0)
 
         effects = self.replicas.effects
-        with self._leaving_no_trace(is_kept=is_kept):
+        with self._without_side_effects(is_kept=is_kept):
             effects.begin()
             result = self.replicas.written(first, args, chosen)
             # What is compiled runs no Python.
@@ -87,7 +172,7 @@ class BlockTrial:
 
     @contextlib.contextmanager
     def _begun(self, args):
-        """Within, there was a call before: what adds to a number has then begun."""
+        """Call the block once before: what adds to a number has then begun."""
         before = self._state
         self._on_rows(args, _rows.trial.WHOLE, is_kept=True)
         self._state = side_effects.BlockState(self.replicas.block)
@@ -98,10 +183,10 @@ class BlockTrial:
             self.changed += before.put_back()
 
     def _tried(self, args):
-        """The placements of the results, by a trial on the first context, in inference.
+        """Return the placements of the results, by a trial on the first context, in inference.
 
         Returns:
-            These; and what changes besides, and cannot be put together.
+            These; and what changes besides, and cannot be merged.
         """
         placements, changes, across = self._tried_in(args)
         if changes:
@@ -115,7 +200,7 @@ class BlockTrial:
         return placements, across
 
     def _tried_in(self, args, train_mode=False, known=()):
-        """The placements of the results; what changes besides; and which of that does not merge.
+        """Return the results' placements; what changes besides; and which of that does not merge.
 
         Arguments:
             train_mode: whether in training, where results may be random, and are left out.
@@ -129,7 +214,7 @@ class BlockTrial:
             changes = {place: each for place, each in changes.items() if place not in known}
             result = () if train_mode else result
             found.append(changes)
-            structures.append(merging.without_arrays(result))
+            structures.append(without_arrays(result))
             arrays = [array.asnumpy() for array in leaves(result)]
             counts.append(len(arrays))
             return arrays + side_effects.arrays_of(changes)
@@ -144,7 +229,7 @@ class BlockTrial:
         return results, found[0], self.replicas.effects.decide(found[0], others)
 
     def _traced(self, args):
-        """The graph of a HybridBlock, with its rows followed, or None."""
+        """Return the placements of a HybridBlock's graph, or None."""
         if not isinstance(self.replicas.block, mx.gluon.HybridBlock):
             return None
         shapes, given = {}, {}  # type: dict, dict
@@ -152,26 +237,28 @@ class BlockTrial:
         def variable(place, array):
             name = "compat_input" + "_".join(map(str, place))
             shapes[name] = array.shape
-            given[name] = _rows.Sharded(0) if self.replicas.split[place] else _rows.REPLICATED
+            is_split = self.replicas.arguments.split[place]
+            given[name] = _rows.Sharded(0) if is_split else _rows.REPLICATED
             symbol = mx.sym.var(name)
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
         try:
-            with self._leaving_no_trace(True), merging.symbols_refused():
+            with self._without_side_effects(True), symbols_refused():
                 traced = self.replicas.plain(mapped(variable, args))
-            graph = propagation.Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
-            graph.follow(given, shapes)
+            graph = Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
+            propagation = Propagation(graph)
+            propagation.propagate(given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
             return None
         self.replicas.operations.update(graph.states())
-        return graph
+        return propagation
 
     def _results(self, args, numbers):
         return self._on_rows(args, numbers)[0]
 
     @contextlib.contextmanager
-    def _leaving_no_trace(self, with_symbols=False, is_kept=False):
-        """Within, the block runs as it is written, and keeps nothing of it.
+    def _without_side_effects(self, with_symbols=False, is_kept=False):
+        """Have the block run as it is written; restore its state afterwards.
 
         Arguments:
             is_kept: whether it keeps what is no parameter.
@@ -181,11 +268,11 @@ class BlockTrial:
         if with_symbols:
             plain.update(_forward_hooks={}, _forward_pre_hooks={})
         copies, block = self.replicas.copies, self.replicas.block
-        copies.begin(self.replicas.own_states())
+        copies.begin(self.replicas.custom_states())
         copies.guard(parameters_of(block))
         with contextlib.ExitStack() as stack, copies.replica(0), random_numbers():
             stack.callback(copies.restore)
-            for part in set(merging.blocks(block)):  # one may be there twice
+            for part in set(blocks(block)):  # one may be there twice
                 stack.enter_context(replaced(part, **plain))
             if not is_kept:
                 stack.callback(lambda: self.changed.extend(self._state.put_back()))

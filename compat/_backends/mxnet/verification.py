@@ -1,4 +1,4 @@
-"""Verification: steps done on one context and on all; and what each context executed, and when.
+"""Steps done on one context and on all, and compared: of keras-mxnet's models and Gluon blocks.
 
 Of keras-mxnet's models, on one device a single replica runs the whole batch. Of Gluon blocks, what
 one is trained with is not known here, so a step is a call, done on one context from the same state:
@@ -10,97 +10,21 @@ ways differ by design; and MXNet's random numbers, whose state nothing can read 
 from where the verified calls left them.
 """
 
-import collections
 import contextlib
 import functools
-import json
-import os
-import tempfile
 
 import mxnet as mx
 import numpy as np
 
 from ... import _keras, _verification
 from ..._runtime import work
-from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras2, keras_steps
-from . import merging
-from .merging import leaves, like, states_of
-from .propagation import wait_for_updates
+from .arrays import leaves, like, mapped
+from .custom_gradients import gradients_kept
+from .profiler import products
 from .side_effects import BlockState
-
-# What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
-OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
-
-
-@contextlib.contextmanager
-def recorded():
-    """Within, MXNet's engine records: gives a list, to which its events are added at the end."""
-    events = []  # type: list
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "trace.json")
-        # By default MXNet also writes once a second, from a thread of its own: into a file that
-        # is being read, or a folder that is being removed.
-        mx.profiler.set_config(
-            profile_symbolic=True, profile_imperative=True, continuous_dump=False, filename=path
-        )
-        mx.nd.waitall()
-        mx.profiler.set_state("run")
-        try:
-            yield events
-            mx.nd.waitall()
-        finally:
-            mx.profiler.set_state("stop")
-            mx.profiler.dump(finished=False)
-            with open(path) as file:
-                text = file.read()
-            # From the second record of a process on, the list begins with a comma.
-            listed = text[text.index("[") + 1 : text.rindex("]")]
-            events += json.loads("[" + listed.lstrip().lstrip(",") + "]")
-
-
-def operations(step):
-    """Operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
-    with recorded() as events:
-        step()
-    return collections.Counter((each.device, each.name) for each in _executed(events, "cpu"))
-
-
-def products(step):
-    """For each device, how many layers' products ``step()`` computed there, and their gradients."""
-    placed = {}  # type: dict
-    for (device, name), count in operations(step).items():
-        _, backward, operation = name.rpartition("_backward_")
-        if operation in OPERATIONS:
-            placed.setdefault(device, [0, 0])[bool(backward)] += count
-    return {device: tuple(counts) for device, counts in placed.items()}
-
-
-def profiled(contexts):
-    """What ``MXNet.profiled()`` returns, for the configured contexts."""
-    kind = contexts[0].partition("(")[0]
-    return converted(recorded(), lambda events: _executed(events, kind))
-
-
-def _executed(events, kind):
-    begun = {}  # type: dict
-    # In the record CPUs come first, one for each core. There are CPU contexts beyond the cores,
-    # under the numbers of what comes next; but contexts are all CPUs, or all GPUs (MXNet's
-    # src/profiler/profiler.cc).
-    before = 0 if kind == "cpu" else len(os.sched_getaffinity(0))
-    for event in events:
-        if event.get("cat") != "operator":
-            continue
-        started = begun.setdefault((event.get("pid"), event.get("tid")), [])
-        if event["ph"] == "B":
-            started.append(event)
-        elif event["ph"] == "E" and started:
-            first = started.pop()
-            device = f"{kind}({event['pid'] - before})"
-            yield Operation(device, first["name"], first["ts"], event["ts"] - first["ts"])
-
-
-# Models of keras-mxnet --------------------------------------------------------------------------
+from .state import parameters_of, states_of
+from .synchronization import wait_for_updates
 
 # Kind of step -> what the replicas call it.
 _PHASES = {"train": "train", "evaluate": "test", "predict": "predict"}
@@ -113,7 +37,7 @@ class _MXNetStep(keras2.ArraysStep):
         return keras_steps.normalised(layers) if training else None
 
     def _arrays(self):
-        """The arrays of weights and auxiliary states in Keras' hands, by label."""
+        """Return the arrays of weights and auxiliary states in Keras' hands, by label."""
         model = self.model
         trained = {weight.name for weight in model.trainable_weights}
         held = list(model._args.items()) + list(model._auxs.items())
@@ -147,7 +71,7 @@ class _MXNetStep(keras2.ArraysStep):
             return self.in_inference(lambda kind, rows: run(_PHASES[kind], rows), self.data)
 
 
-class VerifiedMXNetStep(keras_steps.Verified):
+class VerifiedStep(keras_steps.Verified):
     """The method by which keras-mxnet makes the function of a step."""
 
     prefix = "_make_"
@@ -156,9 +80,6 @@ class VerifiedMXNetStep(keras_steps.Verified):
     def make_undivided(self, model):
         replicas = model._compat_replicas
         return replicas.undivided()(functools.partial(replicas.run, _PHASES[self.kind]))
-
-
-# Gluon blocks ------------------------------------------------------------------------------------
 
 
 class BlockCall(_verification.Step):
@@ -177,7 +98,7 @@ class BlockCall(_verification.Step):
     @property
     def made(self):
         """The parameters that have values, by label; the step may make some more."""
-        made = [p for p in merging.parameters_of(self.block) if p._data is not None]
+        made = [p for p in parameters_of(self.block) if p._data is not None]
         return {("state " if p.grad_req == "null" else "weight ") + p.name: p for p in made}
 
     def by_design(self, inference, changed):
@@ -238,7 +159,7 @@ class BlockCall(_verification.Step):
         Returns:
             Results, and gradients summed over the contexts, as a trainer sums them.
         """
-        args = merging.mapped(lambda _, array: array.detach(), self.args)
+        args = mapped(lambda _, array: array.detach(), self.args)
         with self.attributes_kept():
             result = run(args)
         named = self._outputs(result)
@@ -249,7 +170,7 @@ class BlockCall(_verification.Step):
         random = np.random.RandomState(0)
         upstream = [like(random.normal(size=array.shape), array) for array in heads]
         after = {label: value for label, value in self.read().items() if label[:6] == "state "}
-        with mx.autograd.pause(), merging.gradients_kept(weights):
+        with mx.autograd.pause(), gradients_kept(weights):
             # In a call under record(train_mode=False) the backward pass is one of inference.
             mx.autograd.backward(heads, upstream, train_mode=self.is_training)
             for parameter in weights:

@@ -5,7 +5,7 @@ import collections
 import pytest
 
 import compat
-from compat._backends.mxnet.verification import operations
+from compat._backends.mxnet.profiler import operations
 from compat.testing import DEVICES, keras_under_test
 
 from .. import shared_parts

@@ -6,27 +6,21 @@ import numpy as np
 import pytest
 
 import compat
-from compat._backends.mxnet.verification import operations
-from compat._backends.mxnet.verification import products as placement
+from compat._backends.mxnet.profiler import operations
+from compat._backends.mxnet.profiler import products as placement
 from compat.testing import (
     in_span,
     initialise,
-    keras_under_test,
     largest_difference,
     optimizer,
     span,
 )
 
 from ..messages import refusal
+from .keras_models import keras as keras  # the fixture
 from .test_contract import executors
 
 pytestmark = pytest.mark.row("device()")
-
-
-@pytest.fixture(scope="module")
-def keras():
-    compat.configure_gpu(simulate=3)
-    return keras_under_test()
 
 
 def anywhere(device):

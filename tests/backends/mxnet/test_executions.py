@@ -10,8 +10,8 @@ from compat._runtime.process import process
 from .. import hooks
 from ..messages import refusal, told
 from . import test_module
-from .test_native import DEVICES, data, dense, initialise, train, trainer
-from .test_native import mx as mx  # the fixture
+from .gluon_models import DEVICES, data, dense, initialise, train, trainer
+from .gluon_models import mx as mx  # the fixture
 from .test_side_effects import Hook, Momentum, run
 
 NOT_REACHED = (

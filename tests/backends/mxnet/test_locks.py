@@ -14,8 +14,8 @@ import compat
 from compat.testing import CASES, keras_under_test, span
 
 from ..messages import told
-from .test_native import data, dense, difference, initialise
-from .test_native import mx as mx  # the fixture
+from .gluon_models import data, dense, difference, initialise
+from .gluon_models import mx as mx  # the fixture
 from .test_side_effects import block_of, plain_forward
 
 THREADS = 8

@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 import compat
-from compat._backends.mxnet.verification import products as placement
+from compat._backends.mxnet.profiler import products as placement
 from compat._configuration import registry
 from compat._rows import split_rows
 from compat.testing import in_span, span
 
 from ..messages import refusal, told
-from . import test_native
-from .test_native import DEVICES, check_same, data, difference, running_statistics
+from . import gluon_models
+from .gluon_models import DEVICES, check_same, data, difference, running_statistics
 
-mx = test_native.mx  # the fixture
+mx = gluon_models.mx  # the fixture
 pytestmark = pytest.mark.row("MXNet Module")
 
 

@@ -6,7 +6,7 @@ import pytest
 import compat
 from compat.testing import in_span
 
-from .test_native import mx as mx  # the fixture
+from .gluon_models import mx as mx  # the fixture
 
 pytestmark = pytest.mark.row("MXNet Module")
 

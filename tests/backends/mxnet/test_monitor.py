@@ -8,11 +8,11 @@ from compat._runtime.patching import replaced
 from compat.testing import span
 
 from ..messages import told
-from . import test_module, test_native
+from . import gluon_models, test_module
+from .gluon_models import data, difference
 from .test_module import bound, optimised, parameters, step, weights
-from .test_native import data, difference
 
-mx = test_native.mx  # the fixture
+mx = gluon_models.mx  # the fixture
 pytestmark = pytest.mark.row("MXNet Module")
 
 SHOWN = "(?!softmax_backward)"  # nobody writes the gradient of the labels

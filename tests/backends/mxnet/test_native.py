@@ -4,131 +4,30 @@ import numpy as np
 import pytest
 
 import compat
-from compat._backends.mxnet.verification import products as placement
+from compat._backends.mxnet.profiler import products as placement
 from compat._configuration import registry
-from compat._rows import split_rows
 from compat.testing import in_span, span
 
-BATCHES = (64, 61, 2, 1, 64, 13)
-DEVICES = ["cpu(0)", "cpu(1)", "cpu(2)"]
+from .gluon_models import (
+    BATCHES,
+    DEVICES,
+    Unfollowed,
+    check_same,
+    contexts,
+    convolutional,
+    data,
+    dense,
+    difference,
+    every_context,
+    initialise,
+    recurrent,
+    train,
+    trainer,
+    weights,
+)
+from .gluon_models import mx as mx  # the fixture
 
 pytestmark = pytest.mark.row("Gluon Block")
-
-
-@pytest.fixture(scope="module")
-def mx():
-    compat.configure_gpu(simulate=3)
-    import mxnet
-
-    return mxnet
-
-
-def data(rows):
-    random = np.random.RandomState(rows)
-    return random.normal(size=(rows, 8)).astype("float32"), random.randint(4, size=rows)
-
-
-def dense(mx, hybrid=True):
-    nn = mx.gluon.nn
-    net = (nn.HybridSequential if hybrid else nn.Sequential)()
-    net.add(nn.Dense(16, activation="relu"), nn.Dense(4))
-    return net
-
-
-def convolutional(mx, **options):
-    nn = mx.gluon.nn
-    net = nn.HybridSequential()
-    net.add(nn.HybridLambda(lambda F, x: F.reshape(x, shape=(-1, 2, 2, 2))))
-    net.add(nn.Conv2D(4, 2, activation="relu"), nn.Dense(4))
-    return net
-
-
-def recurrent(mx):
-    nn = mx.gluon.nn
-    net = nn.HybridSequential()
-    net.add(nn.HybridLambda(lambda F, x: F.reshape(x, shape=(-1, 4, 2))))
-    net.add(mx.gluon.rnn.LSTM(5, layout="NTC", input_size=2), nn.Dense(4))
-    return net
-
-
-def initialise(mx, net):
-    """Known weights, whatever the contexts; the shapes are known from a first batch."""
-    net.initialize()
-    net(mx.nd.array(data(4)[0]))
-    for seed, parameter in enumerate(net.collect_params().values()):
-        if parameter._differentiable:
-            values = np.random.RandomState(seed).normal(size=parameter.shape) * 0.3
-            parameter.set_data(mx.nd.array(values))
-    return net
-
-
-def trainer(mx, net, name="sgd", **options):
-    settings = {
-        "sgd": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01},
-        "adam": {"learning_rate": 0.01},
-        "adagrad": {"learning_rate": 0.1},
-    }[name]
-    return mx.gluon.Trainer(net.collect_params(), name, settings, **options)
-
-
-def train(mx, net, steps, batches=BATCHES):
-    """The loop of Gluon's documentation, for one context."""
-    loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
-    first = every_context(net)[0]
-    for rows in batches:
-        inputs, labels = [mx.nd.array(array, ctx=first) for array in data(rows)]
-        with mx.autograd.record():
-            losses = loss(net(inputs), labels)
-        losses.backward()
-        steps.step(rows)
-    return net
-
-
-def weights(net, context=None):
-    return [
-        (p.list_data()[0] if context is None else p.data(context)).asnumpy()
-        for p in net.collect_params().values()
-    ]
-
-
-def difference(first, second):
-    assert len(first) == len(second)
-    return max(np.abs(a - b).max() for a, b in zip(first, second))
-
-
-def check_same(run, tolerance=1e-5):
-    """That ``run(parallel)`` gives the same arrays on one context and on several."""
-    assert difference(run(False), run(True)) < tolerance
-
-
-class Unfollowed(list):
-    """What blocks note here is what each replica does: it is not put together."""
-
-    __module__ = "mxnet.tests"
-
-
-def shards_of(inputs):
-    """The rows that each replica has, if any."""
-    parts = [inputs[slice(*split_rows.bounds(len(inputs), 3, i))] for i in range(3)]
-    return [part for part in parts if len(part)]
-
-
-def running_statistics(inputs):
-    """A mean and a variance after one step, with momentum 0.75: of shards, weighted by size."""
-    shards = shards_of(inputs)
-    mean, variance = [
-        sum(statistic(shard, axis=0) * len(shard) for shard in shards) / len(inputs)
-        for statistic in (np.mean, np.var)
-    ]
-    return 0.25 * mean, 0.75 + 0.25 * variance
-
-
-def every_context(net):
-    return list(net.collect_params().values())[0].list_ctx()
-
-
-def contexts(net):
-    return [[str(c) for c in p.list_ctx()] for p in net.collect_params().values()]
 
 
 @pytest.mark.parametrize("hybridize", [False, True])
@@ -211,40 +110,6 @@ def test_each_context_computes_its_shard_forward_and_backward(mx, hybridize):
     train(mx, net, steps, [64])
     placed = placement(lambda: train(mx, net, steps, [64]))
     assert placed == {device: (2, 2) for device in DEVICES}
-
-
-@pytest.mark.parametrize("rows", [64, 61, 2, 1])
-def test_shards_are_those_of_every_backend(mx, rows):
-    seen = Unfollowed()
-
-    class Watched(mx.gluon.Block):
-        def forward(self, x, more):
-            whole = more["whole"]
-            seen.append((str(x.context), x.shape[0], str(whole.context), whole.shape))
-            return None, [x * 2, {"more": (x + whole.sum(),)}], 3
-
-    net = compat.parallelize(Watched())
-    inputs, whole = mx.nd.array(data(rows)[0]), mx.nd.ones((7, 9))
-    net(inputs, {"whole": whole})
-    sizes = 3, 3, 3, 2, 1, 1, 2  # of its trial
-    assert [each[:2] for each in seen[:7]] == [("cpu(0)", n) for n in sizes]
-    with mx.autograd.record():
-        net(inputs, {"whole": whole})  # its gradients are tried, too
-    for recording in (False, True):
-        del seen[:]
-        with mx.autograd.record() if recording else mx.autograd.pause():
-            nothing, (twice, named), three = net(inputs, {"whole": whole})
-        assert nothing is None and three == 3
-        (more,) = named["more"]
-        assert (twice.asnumpy() == inputs.asnumpy() * 2).all()
-        assert (more.asnumpy() == inputs.asnumpy() + 63).all()
-        assert str(twice.context) == "cpu(0)"
-        expected = [
-            (device, size, device, (7, 9))
-            for device, size in zip(DEVICES, split_rows.sizes(rows, 3))
-            if size
-        ]
-        assert seen == expected
 
 
 def test_report_says_what_each_context_did(mx):
@@ -364,35 +229,6 @@ def test_gradients_clipped_between_allreduce_and_update(mx):
     check_same(run)
 
 
-# Where mathematics forbids one context's numbers --------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", in_span([61, 2], [61]))
-def test_batchnorm_by_numbers(mx, rows, tmp_path):
-    """Each shard by its own statistics; one step of the running ones, weighted by shard size."""
-    norm = mx.gluon.nn.BatchNorm(momentum=0.75, in_channels=8)
-    net = mx.gluon.nn.HybridSequential()
-    net.add(norm)
-    compat.parallelize(net).initialize()
-    net.hybridize()
-    inputs = data(rows)[0] * 3 + 1
-    with mx.autograd.record():
-        out = net(mx.nd.array(inputs))
-    out.backward()
-    normed = [(s - s.mean(axis=0)) / np.sqrt(s.var(axis=0) + 1e-5) for s in shards_of(inputs)]
-    np.testing.assert_allclose(out.asnumpy(), np.concatenate(normed), rtol=1e-3, atol=1e-4)
-    net.save_parameters(str(tmp_path / "net"))  # what is saved are the united ones
-    values = mx.nd.load(str(tmp_path / "net"))
-    saved = [values["0.running_" + name].asnumpy() for name in ("mean", "var")]
-    np.testing.assert_allclose(saved, running_statistics(inputs), rtol=1e-4, atol=1e-6)
-    for parameter in (norm.running_mean, norm.running_var):
-        arrays = [array.asnumpy() for array in parameter.list_data()]
-        assert all((array == arrays[0]).all() for array in arrays)
-    # A row's prediction does not depend on the device that it falls on.
-    same = net(mx.nd.array(np.repeat(inputs[:1], 6, axis=0))).asnumpy()
-    assert (same == same[0]).all()
-
-
 def test_frozen_parameters_stay_exactly(mx):
     net = initialise(mx, dense(mx))
     compat.parallelize(net)
@@ -442,9 +278,6 @@ def test_arrays_of_mxnets_numpy(mx):
     assert difference(*results) < 1e-5
 
 
-# One device, parts of others, what cannot be ------------------------------------------------------
-
-
 def test_blocks_within_blocks_do_not_split_again(mx):
     inner = dense(mx)
     outer = mx.gluon.nn.HybridSequential()
@@ -462,14 +295,6 @@ def test_blocks_within_blocks_do_not_split_again(mx):
     compat.parallelize(outer, gpus=1)
     del seen[:]
     assert difference([expected], [outer(mx.nd.array(data(61)[0])).asnumpy()]) < 1e-5
-
-
-def test_one_device_changes_nothing(mx):
-    net = initialise(mx, dense(mx))
-    before = dict(vars(net))
-    assert compat.parallelize(net, gpus=1) is net
-    assert vars(net) == before
-    assert contexts(net) == [["cpu(0)"]] * 4
 
 
 def test_is_native(mx):

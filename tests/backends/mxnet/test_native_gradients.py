@@ -10,8 +10,8 @@ import compat
 from compat.testing import in_span, span
 
 from ..messages import told
-from .test_native import check_same, data, dense, initialise, trainer, weights
-from .test_native import mx as mx  # the fixture
+from .gluon_models import check_same, data, dense, initialise, trainer, weights
+from .gluon_models import mx as mx  # the fixture
 
 pytestmark = pytest.mark.row("Gluon Block")
 

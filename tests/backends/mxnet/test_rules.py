@@ -9,7 +9,9 @@ import pytest
 import row_proof
 
 from compat import _rows
-from compat._backends.mxnet import propagation, rules
+from compat._backends.mxnet import rules, synchronization
+from compat._backends.mxnet.graph import Graph
+from compat._backends.mxnet.propagation import Propagation
 from compat._rows import Partial
 
 RANDOM = np.random.RandomState(0)
@@ -252,7 +254,7 @@ class Node:
         graph["attrs"] = json.loads(mx.sym.var("x").tojson())["attrs"]  # MXNet's version
         self.symbol = mx.sym.load_json(json.dumps(graph))
         self.names = names
-        self.graph = propagation.Graph([], self.symbol)
+        self.propagation = Propagation(Graph([], self.symbol))
         self.executors = {}
 
     def compute(self, inputs):
@@ -276,19 +278,19 @@ class Node:
             mx.nd.waitall()  # an error of the background would be the next one's
             return results
         except mx.base.MXNetError:
-            propagation.clear_errors()
+            synchronization.clear_errors()
             raise
 
     def claim(self, placements):
         shapes = {name: x.shape for name, x in zip(self.names, self.inputs)}
         try:
-            self.graph.follow(dict(zip(self.names, placements)), shapes)
+            self.propagation.propagate(dict(zip(self.names, placements)), shapes)
         except self.mx.base.MXNetError:
             return []  # they do not fit each other
-        untold = set(self.graph.untold)
+        without_rule = set(self.propagation.without_rule)
         return [
-            _rows.Unknown() if head in untold else self.graph.placements[head]
-            for head in self.graph.heads
+            _rows.Unknown() if head in without_rule else self.propagation.placement_of(head)
+            for head in self.propagation.graph.heads
         ]
 
 

@@ -7,8 +7,8 @@ import compat
 from compat.testing import in_span
 
 from ..messages import told
-from .test_native import data, difference, trainer
-from .test_native import mx as mx  # the fixture
+from .gluon_models import data, difference, trainer
+from .gluon_models import mx as mx  # the fixture
 
 pytestmark = pytest.mark.row("Gluon Block")
 

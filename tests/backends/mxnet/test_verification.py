@@ -1,23 +1,22 @@
 """Gluon blocks on several contexts: their first calls, compared with one context."""
 
 import functools
-import tempfile
-import time
 import warnings
 
 import pytest
 
 import compat
 from compat import _verification
-from compat._backends.mxnet import native, verification
+from compat._backends.mxnet import merging
 from compat._configuration import registry
 from compat._rows import split_rows
 from compat._runtime.process import process
 from compat.testing import in_span, span
 
-from . import test_native
-from .test_native import (
+from . import gluon_models
+from .gluon_models import (
     DEVICES,
+    block_of,
     data,
     dense,
     difference,
@@ -27,9 +26,8 @@ from .test_native import (
     trainer,
     weights,
 )
-from .test_trial import block_of
 
-mx = test_native.mx  # the fixture
+mx = gluon_models.mx  # the fixture
 pytestmark = pytest.mark.row("Gluon Block")
 
 
@@ -159,13 +157,13 @@ def test_wrong_gradient_is_found(mx, monkeypatch):
         with pytest.raises(compat.ResultsDifferError, match="output 1"):
             train(mx, net, trainer(mx, net), (12,))
     verified(net)
-    merged = native.merging.merged
+    merged = merging.merged
 
     def without_gradient(placements, results, sizes, context):
         lost = [mx.nd.BlockGrad(each) if i == 1 else each for i, each in enumerate(results)]
         return merged(placements, lost, sizes, context)
 
-    monkeypatch.setattr(native.merging, "merged", without_gradient)
+    monkeypatch.setattr(merging, "merged", without_gradient)
     with pytest.raises(compat.ResultsDifferError, match="gradient of dense"):
         train(mx, net, trainer(mx, net), (12,))
 
@@ -236,27 +234,3 @@ def test_parameters_of_training_alone_are_verified(mx):
         net(mx.nd.array(data(13)[0]))
     assert record.steps["train"] == 1
     assert record.compared == 1 + 2 * 4  # the output, four parameters and their gradients
-
-
-def test_products_are_counted_by_context(mx, monkeypatch):
-    """What ``compat test script.py`` tells of a block."""
-    monkeypatch.setattr(process, "records_operations", True)
-    net = compat.parallelize(initialise(mx, dense(mx)))
-    net.hybridize(forward_bulk_size=0, backward_bulk_size=0)  # one operation a record
-    record = verified(net)
-    train(mx, net, trainer(mx, net), (14,))
-    assert sorted(record.operations) == DEVICES
-    assert all(forward and backward for forward, backward in record.operations.values())
-    assert _verification.is_good(record.as_dict())
-
-
-def test_the_record_is_written_once_at_its_end(mx, monkeypatch, tmp_path):
-    """MXNet's own thread, which writes once a second, would meet the folder's removal."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    ones = mx.nd.ones((2, 2))
-    with verification.recorded() as events:
-        mx.nd.dot(ones, ones)
-        time.sleep(1.2)
-        assert not list(tmp_path.glob("*/*"))
-    assert [event["ph"] for event in events if event["name"] == "dot"].count("B") == 1
-    assert not list(tmp_path.glob("*"))

@@ -1,0 +1,86 @@
+"""Which contexts MXNet has, the variables that it reads when it is imported, and GPU memory."""
+
+import os
+
+# MXNet reads it when it is imported (its documentation, "Environment Variables").
+RESERVE = "MXNET_GPU_MEM_POOL_RESERVE"
+
+
+def variables(settings, environ):
+    """Return the variables to set, as ``MXNet.environ()`` does."""
+    changed = settings.devices.environ(environ)
+    if settings.memory is not None and settings.memory.fraction:
+        reserve = str(int(round(100 * (1 - settings.memory.fraction))))
+        if environ.get(RESERVE) != reserve:
+            changed[RESERVE] = reserve
+    return changed
+
+
+def contexts(mx, devices):
+    """Return the names of the contexts that are chosen."""
+    if devices.undecided is not None:
+        devices.settle(visible_gpus(mx))
+    if devices.simulated:
+        return [f"cpu({index})" for index in range(devices.simulated)]
+    visible = visible_gpus(mx) if devices.gpus else 0
+    ids = [index for index in devices.ordinals(os.environ) if index < visible]
+    return [f"gpu({index})" for index in ids] or ["cpu(0)"]
+
+
+def all_contexts(mx):
+    """Return the names of the contexts where none was chosen: of all GPUs that MXNet sees."""
+    return [f"gpu({i})" for i in range(visible_gpus(mx))] or ["cpu(0)"]
+
+
+def context_named(name):
+    """Return the context that MXNet prints as ``name``, such as ``cpu(1)``."""
+    import mxnet as mx
+
+    kind, _, index = name.rstrip(")").partition("(")
+    return mx.Context(kind, int(index))
+
+
+def visible_gpus(mx):
+    """Return how many GPUs MXNet sees."""
+    try:
+        return mx.context.num_gpus()
+    except mx.base.MXNetError:  # built with CUDA, and no driver there
+        return 0
+
+
+def report_lines(mx, settings, first):
+    """Return lines for the report of what is configured, and warnings.
+
+    Arguments:
+        first: the name of the first context.
+    """
+    lines, warnings = [f"models not parallelized run on {first}"], []  # type: list, list
+    if settings.devices.gpus and not visible_gpus(mx):
+        lines.append(_no_gpu())
+    elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):
+        lines.append("other GPUs stay visible: mxnet was imported before")
+    if settings.memory is not None:
+        lines.append(_memory_line(settings.memory, warnings))
+    return lines, warnings
+
+
+def _no_gpu():
+    from mxnet.runtime import Features  # no attribute of mxnet before 1.6
+
+    if Features().is_enabled("CUDA"):
+        return "mxnet was built with CUDA, but finds no GPU: look at the driver and its version"
+    return "this mxnet was built without CUDA: install the mxnet-cu package for your CUDA"
+
+
+def _memory_line(memory, warnings):
+    if memory.grow:
+        return "memory: MXNet takes it as it is needed, always"
+    if memory.size:
+        warnings.append(
+            f"memory={memory} was asked for, but mxnet limits GPU memory by no size. It takes "
+            "memory as it is needed; memory=0.5 makes it give cached memory back while less than "
+            "half of a GPU is free."
+        )
+        return "memory: no limit (MXNet has none by size)"
+    free = 1 - memory.fraction
+    return f"memory: cached memory is given back while less than {free:.0%} of a GPU is free"

@@ -1,0 +1,43 @@
+"""Executors: graphs bound to a context, with the arrays that they compute with."""
+
+import mxnet as mx
+
+from .graph import inferred
+
+_UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
+
+
+def bound(symbol, context, shapes, types, held, differentiated=(), sparse=()):
+    """Return an executor of a symbol, with new arrays for what is not held.
+
+    Arguments:
+        shapes: of what will be fed, by name.
+        types: of what is not held, by name.
+        held: arrays of weights and states by name; new states are kept there, too.
+        differentiated: the names of what gets a gradient, and is in the symbol.
+        sparse: of those whose gradient has some rows only.
+    """
+    if not differentiated:
+        # Bound without any gradient, MXNet 1.9 runs oneDNN's fused convolutions on cpu(0),
+        # which go on with the weights of their first batch (SgMKLDNNConvOperator).
+        unused = mx.sym.make_loss(mx.sym.var(_UNUSED, shape=(1,), dtype="float32"))
+        symbol, differentiated = mx.sym.Group([symbol, unused]), [_UNUSED]
+    names, states = symbol.list_arguments(), symbol.list_auxiliary_states()
+    types = dict({name: held[name].dtype for name in names if name in held}, **types)
+    shapes, _, state_shapes = inferred(symbol.infer_shape, symbol, shapes)
+    types, _, _ = inferred(symbol.infer_type, symbol, types)
+    args = {
+        name: held[name] if name in held else mx.nd.zeros(shape, context, dtype)
+        for name, shape, dtype in zip(names, shapes, types)
+    }
+    auxiliary = {
+        name: held.setdefault(name, mx.nd.zeros(shape, context))
+        for name, shape in zip(states, state_shapes)
+    }
+    kinds = dict.fromkeys(sparse, "row_sparse")
+    gradients = {
+        name: mx.nd.zeros(args[name].shape, context, args[name].dtype, kinds.get(name))
+        for name in differentiated
+        if name in args
+    }
+    return symbol.bind(context, args, args_grad=gradients, aux_states=auxiliary)

@@ -1,0 +1,72 @@
+"""MXNet's graphs in the form of their JSON: nodes, their inputs, and parts cut out of them."""
+
+import json
+import warnings
+
+import mxnet as mx
+
+
+class Graph:
+    """A graph in the form that MXNet writes to JSON, where pieces can be cut out of it.
+
+    An *entry* is one output of one node: (number of the node, number of the output).
+
+    Arguments:
+        outputs: symbols whose batch dimension is followed; none for those of ``symbol``, which has
+            all that is wanted of the graph.
+    """
+
+    def __init__(self, outputs, symbol):
+        self.json = json.loads(mx.sym.Group(outputs + [symbol]).tojson())
+        self.nodes = [dict(node, attrs=node.get("attrs", {})) for node in self.json["nodes"]]
+        self.inputs = [[tuple(i[:2]) for i in node["inputs"]] for node in self.nodes]
+        heads = [tuple(head[:2]) for head in self.json["heads"]]
+        self.heads = heads[len(outputs) :]
+        self.outputs = heads[: len(outputs)] or self.heads
+        self.auxiliary = set(symbol.list_auxiliary_states())
+
+    def sparse_gradients(self):
+        """Return the weights of look-ups that give a gradient with the rows that they use only."""
+        return {
+            self.nodes[self.inputs[number][1][0]]["name"]
+            for number, node in enumerate(self.nodes)
+            if node["attrs"].get("sparse_grad") == "True"
+        }
+
+    def symbol(self, heads, nodes=None):
+        """Return a symbol of these entries, of this graph's nodes or of others."""
+        graph = {"nodes": nodes or self.nodes, "arg_nodes": [], "heads": [h + (0,) for h in heads]}
+        return mx.sym.load_json(json.dumps(dict(graph, attrs=self.json.get("attrs", {}))))
+
+    def ancestors(self, entries):
+        """Return the nodes that entries follow from, which stand before those that use them."""
+        found = {number for number, _ in entries}
+        for number in reversed(range(len(self.nodes))):
+            if number in found:
+                found.update(source for source, _ in self.inputs[number])
+        return found
+
+    def custom_gradients(self):
+        """Return the nodes whose gradient is user-defined."""
+        return [number for number, node in enumerate(self.nodes) if node["op"] == "Custom"]
+
+    def states(self):
+        """Return the operation that writes each of the auxiliary states, by the state's name."""
+        return {
+            self.nodes[source]["name"]: node["op"]
+            for node, entries in zip(self.nodes, self.inputs)
+            for source, _ in entries
+            if self.nodes[source]["name"] in self.auxiliary
+        }
+
+
+def inferred(infer, symbol, known):
+    """Return what a method of a symbol infers from what is known of its arguments, by name.
+
+    Raises:
+        UserWarning: it does not follow; MXNet only warns of that.
+    """
+    names = symbol.list_arguments()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Cannot decide")
+        return infer(**{name: value for name, value in known.items() if name in names})

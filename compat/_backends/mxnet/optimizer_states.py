@@ -1,0 +1,43 @@
+"""States and step counts of optimizers, which follow their parameters to another context."""
+
+import mxnet as mx
+
+
+def move_updater(updater, context):
+    """Move an updater's states, of one of its optimizer's models, and step counts to a context."""
+    optimizer = updater.optimizer
+    updater.set_states(updater.get_states())  # copies, which move when they are next used
+    optimizer._compat_states = updater.states
+    # Steps are counted per device id: Adam would begin anew on another one.
+    optimizer._all_index_update_counts[context.device_id] = dict(optimizer._index_update_count)
+    optimizer._set_current_context(context.device_id)
+
+
+def move_trainer(trainer):
+    """Let a Gluon trainer follow its parameters, with the optimizer's state and step counts."""
+    try:
+        contexts = trainer._check_contexts()
+    except (AssertionError, RuntimeError):
+        return  # it has another block's parameters, too, which are elsewhere as yet, or not there
+    if trainer._contexts == contexts:
+        return
+    updater = _updaters(trainer)[0]
+    # Copies: what is copied when it is used has another context's update in it.
+    states = updater.get_states() if updater.states else None
+    trainer._reset_kvstore()
+    trainer._contexts = contexts
+    optimizer = trainer._optimizer
+    trainer._updaters = [mx.optimizer.get_updater(optimizer) for _ in contexts]
+    # Steps are counted per device id: Adam would begin anew on another one.
+    counts = optimizer._all_index_update_counts
+    ids = {context.device_id for context in contexts} | set(counts)
+    counts.update((i, dict(optimizer._index_update_count)) for i in ids)
+    if states is not None:
+        trainer._init_kvstore()
+        for updater in _updaters(trainer):
+            updater.set_states(states)
+
+
+def _updaters(trainer):
+    on_kvstore = trainer._kvstore and trainer._update_on_kvstore
+    return [trainer._kvstore._updater] if on_kvstore else trainer._updaters

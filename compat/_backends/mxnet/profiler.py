@@ -1,0 +1,81 @@
+"""Which operations each context executed, and when, by the profiler of MXNet's engine."""
+
+import collections
+import contextlib
+import json
+import os
+import tempfile
+
+import mxnet as mx
+
+from ..._runtime.operation_times import Operation, converted
+
+# What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
+OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
+
+
+@contextlib.contextmanager
+def recorded():
+    """Record what MXNet's engine does; yield a list, to which its events are added at the end."""
+    events = []  # type: list
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        # By default MXNet also writes once a second, from a thread of its own: into a file that
+        # is being read, or a folder that is being removed.
+        mx.profiler.set_config(
+            profile_symbolic=True, profile_imperative=True, continuous_dump=False, filename=path
+        )
+        mx.nd.waitall()
+        mx.profiler.set_state("run")
+        try:
+            yield events
+            mx.nd.waitall()
+        finally:
+            mx.profiler.set_state("stop")
+            mx.profiler.dump(finished=False)
+            with open(path) as file:
+                text = file.read()
+            # From the second record of a process on, the list begins with a comma.
+            listed = text[text.index("[") + 1 : text.rindex("]")]
+            events += json.loads("[" + listed.lstrip().lstrip(",") + "]")
+
+
+def operations(step):
+    """Count operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
+    with recorded() as events:
+        step()
+    return collections.Counter((each.device, each.name) for each in _executed(events, "cpu"))
+
+
+def products(step):
+    """Count the layers' products that ``step()`` computed on each device, and their gradients."""
+    placed = {}  # type: dict
+    for (device, name), count in operations(step).items():
+        _, backward, operation = name.rpartition("_backward_")
+        if operation in OPERATIONS:
+            placed.setdefault(device, [0, 0])[bool(backward)] += count
+    return {device: tuple(counts) for device, counts in placed.items()}
+
+
+def profiled(contexts):
+    """Return what ``MXNet.profiled()`` does, for the configured contexts."""
+    kind = contexts[0].partition("(")[0]
+    return converted(recorded(), lambda events: _executed(events, kind))
+
+
+def _executed(events, kind):
+    begun = {}  # type: dict
+    # In the record CPUs come first, one for each core. There are CPU contexts beyond the cores,
+    # under the numbers of what comes next; but contexts are all CPUs, or all GPUs (MXNet's
+    # src/profiler/profiler.cc).
+    before = 0 if kind == "cpu" else len(os.sched_getaffinity(0))
+    for event in events:
+        if event.get("cat") != "operator":
+            continue
+        started = begun.setdefault((event.get("pid"), event.get("tid")), [])
+        if event["ph"] == "B":
+            started.append(event)
+        elif event["ph"] == "E" and started:
+            first = started.pop()
+            device = f"{kind}({event['pid'] - before})"
+            yield Operation(device, first["name"], first["ts"], event["ts"] - first["ts"])

@@ -1,0 +1,29 @@
+"""Replicas of a model of any kind, and the methods of the model that they replace."""
+
+from ..._runtime.patching import InstanceMethod
+from .locks import CallLock
+
+
+class Replicas:
+    """The replicas of one model, each on its own context.
+
+    Attributes:
+        calls: the kinds of ``ReplicatedCall`` that replace the model's methods.
+    """
+
+    calls = ()  # type: tuple
+
+    def install_on(self, model):
+        """Have the replicas do what the model's methods did: one call at a time."""
+        self._calling = CallLock()
+        vars(model)["_compat_replicas"] = self
+        for kind in self.calls:
+            kind(self).install(model)
+
+
+class ReplicatedCall(InstanceMethod):
+    """A method of a model, done by its replicas."""
+
+    def __init__(self, replicas):
+        super().__init__([])
+        self.replicas = replicas

@@ -1,0 +1,79 @@
+"""Calls of Gluon blocks and of Modules, each of which a usage check observes.
+
+Nothing here depends on the methods that ``parallelize()`` replaces on a model.
+"""
+
+import contextlib
+import threading
+
+import mxnet as mx
+
+from ..._rows import split_rows
+from ..._runtime import patching
+
+
+class WatchedBlock:
+    """Has the calls of a block checked, from hooks of Gluon's own.
+
+    Arguments:
+        check: a ``UsageCheck``.
+    """
+
+    running = threading.local()  # ``step``: the one that is checked in this thread
+
+    def __init__(self, check):
+        self.check = check
+
+    @classmethod
+    def install_on(cls, block, check):
+        """Take the present hooks away; unless ``check`` is None, register others."""
+        for handle in vars(block).pop("_compat_watched", ()):
+            handle.detach()
+        if check is not None:
+            calls = cls(check)
+            vars(block)["_compat_watched"] = (
+                block.register_forward_pre_hook(calls.begin),
+                block.register_forward_hook(calls.end),
+            )
+
+    def begin(self, block, args):
+        if split_rows.runs_undivided() or isinstance(args[0] if args else None, mx.sym.Symbol):
+            return  # within another block; or it is being exported
+        kind = "train" if mx.autograd.is_training() else "predict"
+        self.abandon()
+        step = self.check.step(kind, lambda: vars(block).get("forward"), "forward")
+        self.running.step = step
+        step.__enter__()
+
+    def end(self, block, args, result):
+        if not split_rows.runs_undivided():
+            self._close(None, None, None)
+
+    @classmethod
+    def abandon(cls):
+        """End the check of a call that has ended with an error: then Gluon calls no hook."""
+        cls._close(GeneratorExit, GeneratorExit(), None)
+
+    @classmethod
+    def _close(cls, *raised):
+        step = getattr(cls.running, "step", None)
+        if step is not None:
+            cls.running.step = None
+            with contextlib.suppress(GeneratorExit):
+                step.__exit__(*raised)
+
+
+class WatchedForward(patching.InstanceMethod):
+    """A module's ``forward``, which a ``UsageCheck`` checks."""
+
+    method, watches = "forward", True
+
+    def __init__(self, check):
+        super().__init__([])
+        self.check = check
+
+    def invoke(self, module, data_batch, is_train=None):
+        training = module.for_training if is_train is None else is_train
+        group = getattr(module, "_exec_group", None)
+        with self.check.step("train" if training else "predict", lambda: group, "forward"):
+            return self.plain(module)(data_batch, is_train)

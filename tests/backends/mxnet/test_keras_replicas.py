@@ -1,0 +1,88 @@
+"""Replicas of Keras models: inputs and training functions of unusual kinds."""
+
+import warnings
+
+import numpy as np
+import pytest
+
+import compat
+from compat._configuration import registry
+from compat.testing import initialise, optimizer
+
+from .. import graph_cases
+from ..messages import told
+from .gluon_models import check_same
+from .keras_models import WHOLE, lambda_model
+from .keras_models import keras as keras  # the fixture
+
+
+def test_inputs_with_other_numbers_of_rows_run_whole(keras):
+    """A model that reads a memory. keras-mxnet alone refuses it."""
+    layers, K = keras.layers, keras.backend
+    queries, memory = layers.Input(shape=(8,)), layers.Input(shape=(8,))
+    whole = layers.Lambda(lambda pair: pair[0] + K.mean(pair[1], axis=0, keepdims=True))
+    model = keras.models.Model([queries, memory], whole([queries, memory]), name="memory")
+    compat.parallelize(model).compile("sgd", "mse")
+    first, second = [np.random.RandomState(n).normal(size=(n, 8)) for n in (6, 11)]
+    with told() as texts:
+        for _ in range(2):
+            found = model.predict_on_batch([first, second])
+            np.testing.assert_allclose(found, first + second.mean(axis=0), atol=1e-6)
+    assert texts == [WHOLE.format("memory", "", "s", ".")]
+
+
+@pytest.mark.parametrize("kind", ["target", "state", "channels_first"])
+def test_what_has_rows_that_keras_does_not_feed(keras, kind):
+    """MXNet's text of a number of rows that compat made up was shown."""
+    K, layers = keras.backend, keras.layers
+
+    def run(parallel):
+        random, x, options = np.random.RandomState(0), layers.Input(shape=(4, 3)), {}
+        if kind == "state":
+            states = [K.zeros((13, 5)), K.zeros((13, 5))]
+            y = layers.LSTM(5, unroll=True)(x, initial_state=states)
+            y = layers.Dense(2)(y)
+        else:
+            y = layers.Dense(2)(layers.Flatten()(x))
+        model = initialise(keras.models.Model(x, y))
+        if kind == "target":
+            options = {"target_tensors": [K.placeholder((None, 2))]}
+        if parallel:
+            compat.parallelize(model)
+        loss = "mse"
+        if kind == "channels_first":
+            loss = lambda t, p: K.mean(K.square(K.permute_dimensions(t - p, (1, 0))), axis=0)  # noqa: E731
+        inputs, targets = random.normal(size=(13, 4, 3)), random.normal(size=(13, 2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.compile(optimizer(keras, "sgd"), loss, **options)
+            model.train_on_batch(inputs, targets)
+        return model.get_weights()
+
+    check_same(run)
+
+
+def test_a_row_computed_for_an_empty_shard_gives_no_gradient(keras):
+    """That of a loss layer comes from nowhere else, so no zeros from above take it away."""
+    import mxnet as mx
+
+    def run(parallel):
+        model = initialise(lambda_model(keras, lambda x: mx.sym.make_loss(mx.sym.tanh(x))))
+        if parallel:
+            compat.parallelize(model)
+        model.compile(optimizer(keras, "sgd"), "mse")
+        random = np.random.RandomState(0)
+        for rows in (2, 1, 4):
+            model.train_on_batch(random.normal(size=(rows, 8)), random.normal(size=(rows, 4)))
+        return model.get_weights()
+
+    check_same(run, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["function", "object"])
+def test_training_function_of_the_users_own(keras, kind):
+    graph_cases.check_training_function_of_ones_own(keras, "mxnet", kind)
+
+
+def test_prediction_in_the_learning_phase_of_training(keras):
+    graph_cases.check_prediction_in_the_learning_phase_of_training(keras, registry.find("mxnet"))
