@@ -17,6 +17,9 @@ import traceback
 
 VERIFIES = os.environ.get("COMPAT_VERIFY") == "1"
 
+# The folders beside this file have the names of frameworks, which they would hide.
+sys.path = [each for each in sys.path if each != os.path.dirname(os.path.abspath(__file__))]
+
 
 def main(results, framework, keras, verified, *scripts):
     outcomes = {}
