@@ -1,6 +1,6 @@
 """JAX, under Keras 3.
 
-See ``sharding`` for several devices, ``ranks`` for several processes.
+See ``replicas`` for several devices, ``ranks`` for several processes.
 """
 
 import functools
@@ -71,7 +71,7 @@ class JAX(Backend):
 
     def configure(self, settings):
         jax = self.import_framework()
-        from . import versions  # imports jax
+        from . import configuration  # imports jax
 
         chosen = settings.devices
         changes = {}
@@ -101,7 +101,7 @@ class JAX(Backend):
             jax.config.update(name, value)
             applied.append(f"jax.config.update({name!r}, {value!r})")
         if chosen.simulated and not made:
-            applied.append(versions.simulate(chosen.simulated))
+            applied.append(configuration.simulate(chosen.simulated))
         place = _ranks.own_place()
         if place is not None:
             from ..._ranks.engines.jax_distributed import JaxDistributed  # only ranks need it
@@ -119,10 +119,14 @@ class JAX(Backend):
     def devices(self):
         """As Keras names them. Simulated ones are known before JAX makes them."""
         jax = self.import_framework()
-        from . import versions  # imports jax
+        from . import configuration  # imports jax
 
-        if not self.initialised() and jax.config.jax_platforms == "cpu" and versions.simulated():
-            return [f"cpu:{index}" for index in range(versions.simulated())]
+        if (
+            not self.initialised()
+            and jax.config.jax_platforms == "cpu"
+            and configuration.simulated()
+        ):
+            return [f"cpu:{index}" for index in range(configuration.simulated())]
         return list(_devices(jax))
 
     # Replicas ---------------------------------------------------------------------------------
@@ -130,15 +134,15 @@ class JAX(Backend):
     def parallelize(self, model, devices):
         """Give the instance a ``call`` that is sharded, or the class's own one back."""
         jax = self.import_framework()
-        from . import sharding  # imports jax
+        from . import replicas  # imports jax
 
-        sharding.check_distribution(model)
-        before, by_name = sharding.ShardedCall.of(model), _devices(jax)
+        replicas.check_distribution(model)
+        before, by_name = replicas.ShardedCall.of(model), _devices(jax)
         if before is not None:
-            sharding.remove(model)
+            replicas.remove(model)
         if list(devices) != self.devices()[:1]:
-            sharding.install(model, [by_name[name] for name in devices])
-        if sharding.ShardedCall.of(model) is not before:
+            replicas.install(model, [by_name[name] for name in devices])
+        if replicas.ShardedCall.of(model) is not before:
             # Keras traces its steps again: the ones it has hold the call that was.
             _keras.forget_compiled_steps(model)
         return model
@@ -151,18 +155,18 @@ class JAX(Backend):
         )
 
     def verify(self, model, verification):
-        from . import verified_steps  # not at start-up
+        from . import verification  # not at start-up
 
-        verified_steps.VerifiedJAXStep.install_on(model, verification)
+        verification.VerifiedStep.install_on(model, verification)
 
     def executed(self, model):
         """From the program of the step; see ``executions``."""
         self.import_framework()
-        from . import counted_steps, executions, sharding  # import jax
+        from . import counted_steps, executions, replicas  # import jax
 
-        call = sharding.ShardedCall.of(model)
+        call = replicas.ShardedCall.of(model)
         names = call.names if call else self.devices()
-        variables = functools.partial(sharding.variables_of, model)
+        variables = functools.partial(replicas.variables_of, model)
         return executions.by_device(names, variables, counted_steps.runs_programs(model))
 
     def memory_peaks(self):
@@ -174,9 +178,9 @@ class JAX(Backend):
     def profiled(self):
         """From JAX's profiler."""
         devices = self.devices()
-        from . import profiler, versions  # import jax
+        from . import configuration, profiler  # import jax
 
-        if not versions.reads_profiles():
+        if not configuration.reads_profiles():
             raise errors.unsupported(
                 "jax",
                 "record when each device executes what in this version",
@@ -195,9 +199,9 @@ class JAX(Backend):
     def distribute(self, model, place):
         """See ``ranks``."""
         self.import_framework()
-        from . import ranks, sharding  # they import jax
+        from . import ranks, replicas  # they import jax
 
-        sharding.check_distribution(model)
+        replicas.check_distribution(model)
         return ranks.distribute(model, place)
 
 

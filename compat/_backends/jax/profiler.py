@@ -10,7 +10,7 @@ import jax
 
 from ... import errors
 from ..._runtime.operation_times import Operation, converted
-from . import programs, versions
+from . import configuration, programs
 
 
 def executed(step):
@@ -19,7 +19,7 @@ def executed(step):
     The profiler records which instruction ran on which device; what an instruction computes, the
     program tells that XLA compiled for this step.
     """
-    recording = recorded() if versions.reads_profiles() else contextlib.ExitStack()
+    recording = recorded() if configuration.reads_profiles() else contextlib.ExitStack()
     with programs.compiled() as compiled, recording as events:
         step()
     computed, found = {}, {}  # type: dict, dict

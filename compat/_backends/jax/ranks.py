@@ -17,7 +17,7 @@ from ..._ranks import state as rank_state
 from ..._ranks.engines.jax_distributed import JaxDistributed
 from ..._runtime import patching
 from ..._runtime.within import Within
-from . import cut_steps, exchanged_gradients, gradient_marks
+from . import cut_steps, gradient_exchange, gradient_marks
 
 _step = Within()  # also where it trains models within
 
@@ -227,7 +227,7 @@ class RankedJAXStep:
         model, optimizer = self.model, self.model.optimizer
         mark = gradient_marks.mark
         if not self.compute.compiled:
-            mark = exchanged_gradients.EagerStep(self, trainable, share).mark
+            mark = gradient_exchange.EagerStep(self, trainable, share).mark
         ours, scaled = keras3_state.scaling(optimizer, lambda dtype: jnp.asarray(share(), dtype))
         apply = optimizer.stateless_apply
 
@@ -269,13 +269,13 @@ class RankedJAXStep:
         return [False] * len(trainable), own, [False] * len(optimizer), [True] * len(metrics)
 
     def check(self, program, state, data):
-        """Check a step that was compiled: see ``exchanged_gradients``."""
-        exchanged_gradients.check(self.model, program)
+        """Check a step that was compiled: see ``gradient_exchange``."""
+        gradient_exchange.check(self.model, program)
         if self.count:
             return  # ranks may not compile the others at once
-        exchanged_gradients.warn_of_inner(self.model, program)
+        gradient_exchange.warn_of_inner(self.model, program)
         if program.applied() is not None:
-            exchanged_gradients.check_applied(self, program, state, data)
+            gradient_exchange.check_applied(self, program, state, data)
 
     def applied(self, state, data):
         """Return what a step of these rows alone gives the optimizer."""

@@ -14,7 +14,7 @@ import jax
 from jax.experimental import sparse
 
 import compat
-from compat._backends.jax import JAX, _fraction, backend, profiler, programs, ranks, versions
+from compat._backends.jax import JAX, _fraction, backend, configuration, profiler, programs, ranks
 from compat._backends.jax.programs import device_name
 from compat._configuration.device_choice import Devices, choose
 from compat._configuration.gpu_selection import parse_gpus
@@ -683,14 +683,14 @@ def test_configured_after_the_import_and_before_the_first_operation(run):
 
 
 def test_devices_are_simulated_by_a_flag_of_xla_before_jax_has_an_option(monkeypatch):
-    monkeypatch.setattr(versions, "jax", types.SimpleNamespace(config=object()))
+    monkeypatch.setattr(configuration, "jax", types.SimpleNamespace(config=object()))
     flag = "--xla_force_host_platform_device_count"
     monkeypatch.setenv("XLA_FLAGS", f"{flag}=5 --xla_other=1")
-    assert versions.simulated() == 5
-    assert versions.simulate(3) == f"XLA_FLAGS=--xla_other=1 {flag}=3"
-    assert versions.simulated() == 3
+    assert configuration.simulated() == 5
+    assert configuration.simulate(3) == f"XLA_FLAGS=--xla_other=1 {flag}=3"
+    assert configuration.simulated() == 3
     monkeypatch.delenv("XLA_FLAGS")
-    assert versions.simulated() == 0
+    assert configuration.simulated() == 0
 
 
 def test_simulated_devices_have_threads_for_steps_that_nobody_waits_for(run):

@@ -53,7 +53,7 @@ def _names_of_keras(layer):
 _OF_KERAS = ("built", "history", "optimizer", "stop_training", *_keras.FUNCTIONS)
 
 
-class _JAXStep(keras_steps.KerasStep):
+class _Step(keras_steps.KerasStep):
     def __init__(self, method, function, state, iterator):
         self.collection = iter if hasattr(iterator, "__next__") else list  # Keras 3.6's are lists
         iterator, count = iter(iterator), function.model.steps_per_execution
@@ -129,10 +129,10 @@ class _JAXStep(keras_steps.KerasStep):
         return jax.jit(infer)(weights, state, inputs)
 
 
-class VerifiedJAXStep(keras_steps.Verified):
+class VerifiedStep(keras_steps.Verified):
     """The method by which Keras makes the function of a step."""
 
-    step = _JAXStep
+    step = _Step
 
     def made_anew(self, model):
         # jax.jit() keeps one program for each function, and Keras gives it the model's method: by

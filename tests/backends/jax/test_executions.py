@@ -6,7 +6,7 @@ import pytest
 
 import compat
 from compat._backends.jax import backend, executions, programs
-from compat._backends.jax.sharding import ShardedCall, variables_of
+from compat._backends.jax.replicas import ShardedCall, variables_of
 from compat.testing import DEVICES, initialise, keras_under_test, span
 
 from .. import hooks
