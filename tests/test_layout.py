@@ -247,6 +247,15 @@ ROLES = {
 
 # Files that one backend alone needs, and why.
 OF_ONE_BACKEND = {
+    "jax.counted_steps": "Keras runs a step as one program, in which nothing counts batches",
+    "jax.cut_steps": "a rank's step is traced, and cut where ranks exchange",
+    "jax.gradient_exchange": "jax.grad() in a rank's step gives means over all ranks",
+    "jax.gradient_marks": "jax.grad() marks gradients in a traced step",
+    "jax.inlined_calls": "a traced step has calls of compiled functions",
+    "jax.loss_totals": "losses of a traced step divide by totals of all ranks",
+    "jax.programs": "XLA's text of compiled programs",
+    "jax.ranked_step": "Keras' step is a pure function of the state, which a rank's replaces",
+    "jax.sort_derivative": "XLA's partitioner fails at that of JAX",
     "mxnet.arrays": "two kinds of arrays, nested in what Gluon blocks take and return",
     "mxnet.executors": "graphs are bound to a context before they run",
     "mxnet.keras_mxnet_fixes": "faults of keras-mxnet",
@@ -306,7 +315,7 @@ TESTED_IN = {
 }
 
 # Backends whose files have not been brought to these names.
-UNSORTED = {"jax", "tensorflow1", "tensorflow2"}
+UNSORTED = {"tensorflow1", "tensorflow2"}
 
 
 @pytest.mark.parametrize("backend", sorted(set(registry.names()) - UNSORTED))

@@ -1,7 +1,4 @@
-"""JAX, under Keras 3.
-
-See ``replicas`` for several devices, ``ranks`` for several processes.
-"""
+"""JAX, under Keras 3."""
 
 import functools
 import os
@@ -39,7 +36,10 @@ class JAX(Backend):
     # Before the first operation ---------------------------------------------------------------
 
     def environ(self, settings, environ):
-        """JAX reads them when it makes its devices ("GPU memory allocation" in its docs)."""
+        """Return the variables that JAX reads when it makes its devices.
+
+        See "GPU memory allocation" in its docs.
+        """
         variables = dict(super().environ(settings, environ))
         memory = settings.memory
         if (settings.devices.gpus or settings.devices.undecided is not None) and memory:
@@ -63,7 +63,7 @@ class JAX(Backend):
         return variables
 
     def initialised(self):
-        """Variables and configuration count until JAX makes its devices."""
+        """Return why it is too late: JAX has made its devices, up to which configuration counts."""
         bridge = sys.modules.get("jax._src.xla_bridge")
         return "JAX has made its devices" if getattr(bridge, "_backends", None) else None
 
@@ -78,13 +78,13 @@ class JAX(Backend):
         applied, warnings = [], []
         made = bool(self.initialised())
         if made:
-            chosen.settle(len(_gpus(jax)))
-            _check_devices_made(jax, settings)
+            chosen.settle(len(configuration.gpus()))
+            configuration.check_devices_made(settings)
         elif chosen.simulated or chosen.declined:
             changes["jax_platforms"] = "cpu"
         elif chosen.gpus:
             if settings.memory and settings.memory.size:
-                os.environ[_FRACTION] = f"{_fraction(settings):g}"
+                os.environ[_FRACTION] = f"{configuration.fraction(settings):g}"
                 applied.append(f"{_FRACTION}={os.environ[_FRACTION]}")
             platforms = jax.config.jax_platforms or ""
             if platforms and not {"cuda", "gpu", "rocm"} & set(platforms.split(",")):
@@ -109,40 +109,37 @@ class JAX(Backend):
             JaxDistributed.join(place)
             applied.append("jax.distributed.initialize()")
         if chosen.undecided is not None and not made:
-            gpus = _gpus(jax)  # which makes JAX's devices
+            gpus = configuration.gpus()  # which makes JAX's devices
             # Those of CUDA and ROCm are now the ones that were asked for; Apple's is one.
             chosen.settle(len(gpus), restricted=any(d.platform != "METAL" for d in gpus))
             if gpus and settings.memory and settings.memory.size:
-                raise _one_fraction_for_all_gpus(settings.memory)
+                raise configuration.one_fraction_for_all_gpus(settings.memory)
         return applied, warnings
 
     def devices(self):
-        """As Keras names them. Simulated ones are known before JAX makes them."""
+        """Return the devices' names as Keras has them; simulated ones before JAX makes them."""
         jax = self.import_framework()
         from . import configuration  # imports jax
 
-        if (
-            not self.initialised()
-            and jax.config.jax_platforms == "cpu"
-            and configuration.simulated()
-        ):
-            return [f"cpu:{index}" for index in range(configuration.simulated())]
-        return list(_devices(jax))
+        number = 0 if self.initialised() else configuration.simulated()
+        if number and jax.config.jax_platforms == "cpu":
+            return [f"cpu:{index}" for index in range(number)]
+        return list(configuration.devices_by_name())
 
     # Replicas ---------------------------------------------------------------------------------
 
     def parallelize(self, model, devices):
         """Give the instance a ``call`` that is sharded, or the class's own one back."""
-        jax = self.import_framework()
-        from . import replicas  # imports jax
+        self.import_framework()
+        from . import configuration, replicas  # import jax
 
         replicas.check_distribution(model)
-        before, by_name = replicas.ShardedCall.of(model), _devices(jax)
+        before, by_name = replicas.ReplicatedCall.of(model), configuration.devices_by_name()
         if before is not None:
             replicas.remove(model)
         if list(devices) != self.devices()[:1]:
             replicas.install(model, [by_name[name] for name in devices])
-        if replicas.ShardedCall.of(model) is not before:
+        if replicas.ReplicatedCall.of(model) is not before:
             # Keras traces its steps again: the ones it has hold the call that was.
             _keras.forget_compiled_steps(model)
         return model
@@ -155,28 +152,31 @@ class JAX(Backend):
         )
 
     def verify(self, model, verification):
-        from . import verification  # not at start-up
+        from .verification import VerifiedStep  # not at start-up
 
-        verification.VerifiedStep.install_on(model, verification)
+        VerifiedStep.install_on(model, verification)
 
     def executed(self, model):
-        """From the program of the step; see ``executions``."""
+        """Record from the program of the step; see ``executions``."""
         self.import_framework()
         from . import counted_steps, executions, replicas  # import jax
 
-        call = replicas.ShardedCall.of(model)
+        call = replicas.ReplicatedCall.of(model)
         names = call.names if call else self.devices()
         variables = functools.partial(replicas.variables_of, model)
-        return executions.by_device(names, variables, counted_steps.runs_programs(model))
+        return executions.executed(names, variables, counted_steps.runs_programs(model))
 
     def memory_peaks(self):
-        """``memory_stats()``, which CPU devices do not have."""
-        devices, key = _devices(self.import_framework()), "peak_bytes_in_use"
+        """Return the peaks of ``memory_stats()``, which CPU devices do not have."""
+        self.import_framework()
+        from . import configuration  # imports jax
+
+        devices, key = configuration.devices_by_name(), "peak_bytes_in_use"
         told = {name: device.memory_stats() or {} for name, device in devices.items()}
         return {name: stats[key] for name, stats in told.items() if key in stats}
 
     def profiled(self):
-        """From JAX's profiler."""
+        """Record by JAX's profiler."""
         devices = self.devices()
         from . import configuration, profiler  # import jax
 
@@ -191,74 +191,18 @@ class JAX(Backend):
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, job):
-        """JAX has none of its own."""
+        """Return compat's own launcher, since JAX has none."""
         from ..._ranks.launch import starter  # not at start-up
 
         return starter.launcher(job)
 
     def distribute(self, model, place):
-        """See ``ranks``."""
+        """Make the model one of the ranks'; see ``ranks``."""
         self.import_framework()
         from . import ranks, replicas  # they import jax
 
         replicas.check_distribution(model)
         return ranks.distribute(model, place)
-
-
-# Configuring ----------------------------------------------------------------------------------
-
-
-def _devices(jax):
-    """JAX's devices, by Keras' names for them."""
-    from . import programs  # imports jax
-
-    return {programs.device_name(device): device for device in jax.local_devices()}
-
-
-def _gpus(jax):
-    return [device for device in jax.local_devices() if device.platform != "cpu"]
-
-
-def _check_devices_made(jax, settings):
-    """Refuse what would have to change now that JAX has made its devices."""
-    made, chosen = jax.local_devices(), settings.devices
-    on_cpu = made[0].platform == "cpu"
-    if chosen.simulated:
-        as_asked = on_cpu and len(made) == chosen.simulated
-    elif chosen.gpus:
-        everything = list(chosen.positions) == list(range(len(made)))
-        as_asked = not on_cpu and everything and not settings.memory
-    else:
-        as_asked = on_cpu or not chosen.declined
-    if as_asked:
-        return
-    imported = [module.split(".")[0] for module in sys.modules]  # in the order of import
-    first = next(top for top in imported if top in ("keras", "jax"))
-    raise errors.too_late(
-        "jax",
-        f"JAX made its devices ({listed(list(_devices(jax)))}) with its first operation (it was "
-        f"imported by `import {first}`), and cannot change them or their memory any more "
-        f"({settings})",
-        "Call it before the first model, variable or array is made, best before the first "
-        "`import jax` or `import keras`.",
-    )
-
-
-def _fraction(settings):
-    """The size asked for, as a fraction of each GPU."""
-    totals = set(settings.devices.memory_totals())
-    if len(totals) != 1 or 0 in totals:
-        raise _one_fraction_for_all_gpus(settings.memory)
-    return min(1.0, settings.memory.size / float(totals.pop()))
-
-
-def _one_fraction_for_all_gpus(memory):
-    return errors.unsupported(
-        "jax",
-        f"limit memory to {memory}: it takes one fraction for all GPUs, and nvidia-smi does not "
-        "tell that they all have the same amount",
-        'Use a fraction such as memory=0.5, or memory="grow".',
-    )
 
 
 backend = JAX()

@@ -1,9 +1,13 @@
-"""Differences between versions of JAX and of Keras 3 on JAX, in one place."""
+"""Devices of JAX, their memory, and differences between its versions."""
 
 import os
 import re
+import sys
 
 import jax
+
+from ... import errors
+from ..._configuration.settings import listed
 
 _SIMULATED = "--xla_force_host_platform_device_count"
 
@@ -25,7 +29,7 @@ def simulate(number):
 
 
 def simulated():
-    """The number of CPU devices that JAX will make; 0 where that was not set."""
+    """Return the number of CPU devices that JAX will make; 0 where that was not set."""
     if hasattr(jax.config, "jax_num_cpu_devices"):
         return max(jax.config.jax_num_cpu_devices, 0)
     found = re.findall(rf"{_SIMULATED}=(\d+)", os.environ.get("XLA_FLAGS", ""))
@@ -33,5 +37,61 @@ def simulated():
 
 
 def reads_profiles():
-    """Whether a profile can be read, and has the operations of CPU devices: since JAX 0.7.2."""
+    """Return whether profiles can be read and include CPU devices: since JAX 0.7.2."""
     return jax.__version_info__ >= (0, 7, 2)
+
+
+def device_name(device):
+    """Return compat's name of a device of JAX's."""
+    return f"{device.platform}:{device.id}"
+
+
+def devices_by_name():
+    """Return JAX's devices, by Keras' names for them."""
+    return {device_name(device): device for device in jax.local_devices()}
+
+
+def gpus():
+    return [device for device in jax.local_devices() if device.platform != "cpu"]
+
+
+def check_devices_made(settings):
+    """Refuse what would have to change now that JAX has made its devices."""
+    made, chosen = jax.local_devices(), settings.devices
+    on_cpu = made[0].platform == "cpu"
+    if chosen.simulated:
+        as_asked = on_cpu and len(made) == chosen.simulated
+    elif chosen.gpus:
+        everything = list(chosen.positions) == list(range(len(made)))
+        as_asked = not on_cpu and everything and not settings.memory
+    else:
+        as_asked = on_cpu or not chosen.declined
+    if as_asked:
+        return
+    imported = [module.split(".")[0] for module in sys.modules]  # in the order of import
+    first = next(top for top in imported if top in ("keras", "jax"))
+    raise errors.too_late(
+        "jax",
+        f"JAX made its devices ({listed(list(devices_by_name()))}) with its first operation (it "
+        f"was imported by `import {first}`), and cannot change them or their memory any more "
+        f"({settings})",
+        "Call it before the first model, variable or array is made, best before the first "
+        "`import jax` or `import keras`.",
+    )
+
+
+def fraction(settings):
+    """Return the requested size, as a fraction of each GPU."""
+    totals = set(settings.devices.memory_totals())
+    if len(totals) != 1 or 0 in totals:
+        raise one_fraction_for_all_gpus(settings.memory)
+    return min(1.0, settings.memory.size / float(totals.pop()))
+
+
+def one_fraction_for_all_gpus(memory):
+    return errors.unsupported(
+        "jax",
+        f"limit memory to {memory}: it takes one fraction for all GPUs, and nvidia-smi does not "
+        "tell that they all have the same amount",
+        'Use a fraction such as memory=0.5, or memory="grow".',
+    )

@@ -6,15 +6,15 @@ from ..._rows import split_rows
 from ..._runtime import patching
 
 
-def install(model, sharded):
+def install(model, replicated):
     """Have the batches of a model's steps counted.
 
     Arguments:
-        sharded: the model's ``ShardedCall``.
+        replicated: the model's ``ReplicatedCall``.
     """
     kinds = [CountedSteps] if hasattr(type(model), CountedSteps.method) else _FUNCTIONS
     for kind in kinds:
-        kind(sharded).install(model)
+        kind(replicated).install(model)
 
 
 def remove(model):
@@ -30,7 +30,7 @@ def runs_programs(model):
 
 
 class Running(threading.local):
-    """The steps of Keras' loops that a thread is within, innermost last.
+    """Steps of Keras' loops that a thread is within, innermost last.
 
     Attributes:
         steps: for each the numbers of rows of the batches that it has split.
@@ -46,20 +46,20 @@ class Running(threading.local):
 
 
 class _Counting(patching.InstanceMethod):
-    def __init__(self, sharded):
-        super().__init__(sharded.devices)
-        self.sharded = sharded
+    def __init__(self, replicated):
+        super().__init__(replicated.devices)
+        self.replicated = replicated
 
     def counted(self, model, step, kind, batches):
-        """A function of state and data that does a step, and counts its batches.
+        """Return a function of state and data that does a step, and counts its batches.
 
         Arguments:
             kind: of the step: "train", for example.
             batches: returns the batches within the data.
         """
 
-        running = self.sharded.running
-        split = self.sharded.split.setdefault(kind, set())
+        running = self.replicated.running
+        split = self.replicated.split.setdefault(kind, set())
 
         def counted(state, data):
             running.steps.append(set())
@@ -72,7 +72,7 @@ class _Counting(patching.InstanceMethod):
                 found = split
             if not split_rows.runs_undivided():
                 for batch in batches(data):
-                    self.sharded.count_step(batch, found, kind == "train")
+                    self.replicated.count_step(batch, found, kind == "train")
             return results
 
         counted.counts = True
@@ -80,7 +80,7 @@ class _Counting(patching.InstanceMethod):
 
 
 class CountedSteps(_Counting):
-    """The method by which Keras makes a loop's function of a step."""
+    """Method by which Keras makes a loop's function of a step."""
 
     method = "_make_function"
 
@@ -91,7 +91,7 @@ class CountedSteps(_Counting):
 
 
 class CountedFunction(_Counting):
-    """A method by which Keras 3.6 makes such a function: of the batches of one execution."""
+    """Method by which Keras 3.6 makes such a function: of the batches of one execution."""
 
     def invoke(self, model, *args, **kwargs):
         result = self.plain(model)(*args, **kwargs)

@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 
 from ..._ranks import arrays
 from . import gradient_marks
+from .inlined_calls import inlined, variables_among
 
 
 class CutStep:
@@ -53,7 +54,7 @@ class Program:
 
     def __init__(self, step, is_local, state, data, share, totals):
         closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, data, share, totals)
-        closed = _inlined(closed)
+        closed = inlined(closed)
         self.jaxpr = jaxpr = closed.jaxpr
         self.constants = dict(zip(jaxpr.constvars, closed.consts))
         self.results = jax.tree.structure(shapes)
@@ -77,7 +78,7 @@ class Program:
         levels, found = self.levels, []
         levels.update(dict.fromkeys([*self.jaxpr.invars, *self.jaxpr.constvars], 0))
         for operation in self.jaxpr.eqns:
-            inputs = _variables(operation.invars)
+            inputs = variables_among(operation.invars)
             level = max([levels[each] for each in inputs], default=0)
             found.append(level)
             is_mark = operation.primitive is gradient_marks.mark_p
@@ -104,13 +105,13 @@ class Program:
                 if not is_own:
                     level = min([due.get(each, self.last) for each in operation.outvars] or [level])
                 groups[level].append(operation)
-            for variable in _variables(operation.invars):
+            for variable in variables_among(operation.invars):
                 due[variable] = min(due.get(variable, self.last), level)
         return {level: operations[::-1] for level, operations in groups.items()}
 
     def _is_exchanged(self, mark, level):
         """Return whether a mark is of this rank's part of a mean over all ranks' rows."""
-        kind, (by, values) = _kind(mark), map(_variables, _parts(mark))
+        kind, (by, values) = _kind(mark), map(variables_among, _parts(mark))
         if kind == gradient_marks.INNER or kind == gradient_marks.APPLIED and level:
             return False  # the latter was made of means, and of something else
         if kind == gradient_marks.GRADIENT and any(variable in self.origins for variable in by):
@@ -120,7 +121,7 @@ class Program:
 
     def origin_of(self, variables):
         """Return the operation that made the first of these a rank's own, or None."""
-        return next(filter(None, map(self.origins.get, _variables(variables))), None)
+        return next(filter(None, map(self.origins.get, variables_among(variables))), None)
 
     def decision_of(self, variables):
         """Return where means were put together with what makes the first of these a rank's own.
@@ -133,9 +134,9 @@ class Program:
             operation = due.pop()
             if id(operation) not in found:
                 found[id(operation)] = operation
-                due += filter(None, map(self.origins.get, _variables(operation.invars)))
+                due += filter(None, map(self.origins.get, variables_among(operation.invars)))
         for operation in self.jaxpr.eqns:
-            inputs = _variables(operation.invars)
+            inputs = variables_among(operation.invars)
             if id(operation) in found and any(
                 self.levels[each] and each not in self.origins for each in inputs
             ):
@@ -152,14 +153,14 @@ class Program:
         """Return a gradient by what all ranks have, within a differentiated function, or None."""
         for each in self.jaxpr.eqns:
             if each.primitive is gradient_marks.mark_p and _kind(each) == gradient_marks.INNER:
-                by, values = map(_variables, _parts(each))
+                by, values = map(variables_among, _parts(each))
                 own = [any(variable in self.origins for variable in some) for some in (by, values)]
                 if own == [False, True]:
                     return each
         return None
 
     def _segments(self):
-        needed = set(_variables(self.jaxpr.outvars))  # after the segment under way
+        needed = set(variables_among(self.jaxpr.outvars))  # after the segment under way
         state = set(self.jaxpr.invars[: self.donated])
         found = []  # type: list
         for level in range(self.last, -1, -1):
@@ -196,8 +197,8 @@ class _Segment:
         made = [each for operation in self.operations for each in operation.outvars] + self.means
         self.made = set(made)
         parts = [value for mark in self.marks for value in _parts(mark)[1]]
-        used = [variable for each in self.operations for variable in _variables(each.invars)]
-        used += _variables(parts)
+        used = [variable for each in self.operations for variable in variables_among(each.invars)]
+        used += variables_among(parts)
         self.results = [variable for variable in made if variable in needed]
         self.given = [
             each
@@ -246,10 +247,6 @@ class _Segment:
         return parts
 
 
-def _variables(atoms):
-    return [each for each in atoms if not isinstance(each, Literal)]
-
-
 def _kind(mark):
     return mark.params["kind"]
 
@@ -262,50 +259,3 @@ def _parts(mark):
 
 def _type(variable):
     return variable.aval.shape, variable.aval.dtype
-
-
-# Functions that are compiled within a step -------------------------------------------------------
-
-
-def _inlined(closed):
-    """A step in which calls of compiled functions that have marks are what these do."""
-    if not any(map(_is_call_with_marks, closed.jaxpr.eqns)):
-        return closed
-
-    def evaluate(*args):
-        return _evaluate(closed.jaxpr, closed.consts, args)
-
-    return jax.make_jaxpr(evaluate)(*[variable.aval for variable in closed.jaxpr.invars])
-
-
-def _evaluate(jaxpr, constants, args):
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args]))
-
-    def read(atoms):
-        return [each.val if isinstance(each, Literal) else values[each] for each in atoms]
-
-    for operation in jaxpr.eqns:
-        inputs = read(operation.invars)
-        if _is_call_with_marks(operation):
-            inner = operation.params["jaxpr"]
-            found = _evaluate(inner.jaxpr, inner.consts, inputs)
-        else:
-            names = dict.fromkeys(_variables(operation.invars))
-            one = jaxpr.replace(
-                eqns=[operation], constvars=[], invars=list(names), outvars=operation.outvars
-            )
-            found = jax.core.eval_jaxpr(one, [], *[values[each] for each in names])
-        values.update(zip(operation.outvars, found))
-    return read(jaxpr.outvars)
-
-
-def _is_call_with_marks(operation):
-    return operation.primitive.name in ("jit", "pjit") and _has_marks(operation)
-
-
-def _has_marks(operation):
-    """Return whether an operation is a mark, or a function in which there is one."""
-    if operation.primitive is gradient_marks.mark_p:
-        return True
-    inner = operation.params.get("jaxpr")
-    return inner is not None and any(map(_has_marks, inner.eqns))

@@ -1,4 +1,4 @@
-"""Which devices computed shards of a batch in a step, as JAX reports it.
+"""Proof of use: which devices computed shards of a batch in a step, as JAX reports it.
 
 A program that is compiled for all devices may compute the same on each of them. What counts is
 that XLA has partitioned it: that it has arrays of which each device holds a part, or instructions
@@ -13,6 +13,7 @@ import jax
 
 from ..._runtime.usage import Executed
 from . import programs
+from .configuration import device_name
 
 # Collective instructions, partition-id, and shardings of a program's arguments and results.
 _PARTITIONED = re.compile(
@@ -22,8 +23,8 @@ _PARTITIONED = re.compile(
 
 
 @contextlib.contextmanager
-def by_device(names, variables, is_compiled=True):
-    """Within, count the operations by which each device computed a shard.
+def executed(names, variables, is_compiled=True):
+    """Count the operations by which each device computes a shard within a block.
 
     They are those of the largest program that is compiled within. Where steps are not compiled, or
     their program is there already, the arrays count that the step has computed.
@@ -46,15 +47,15 @@ def by_device(names, variables, is_compiled=True):
         text, devices = max(steps, key=lambda step: len(step[0]))
         is_partitioned = len(devices) > 1 and _PARTITIONED.search(text)
         for device in devices if is_partitioned else devices[:1]:
-            if programs.device_name(device) in found:
-                found[programs.device_name(device)] += text.count(" = ")
+            if device_name(device) in found:
+                found[device_name(device)] += text.count(" = ")
         return
     for variable in variables():
         reference = before.get(id(variable), lambda: None)
         if variable._value is not None and reference() is not variable._value:
             for device in variable._value.devices():
-                if programs.device_name(device) in found:
-                    found[programs.device_name(device)] += 1
+                if device_name(device) in found:
+                    found[device_name(device)] += 1
     found.is_known = any(found.values())
 
 

@@ -40,7 +40,7 @@ def _derive(operands, tangents, **options):
 
 
 def _batched(operands, dimensions, **options):
-    """Gradients of single rows, under ``jax.vmap()``, are no means over rows."""
+    """Return gradients of single rows, under ``jax.vmap()``, as they are: they are not means."""
     return _values(*operands, **options), _values(*dimensions, **options)
 
 
@@ -52,7 +52,7 @@ _differentiated = Within()  # a function, by another call of ``jax.grad()``
 
 @contextlib.contextmanager
 def marked(engine, is_due, mark, is_scaled):
-    """Within, what is differentiated is marked.
+    """Mark what is differentiated within a block.
 
     Arguments:
         is_due: as ``step_functions.replaced`` has it.

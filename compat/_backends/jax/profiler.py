@@ -13,8 +13,8 @@ from ..._runtime.operation_times import Operation, converted
 from . import configuration, programs
 
 
-def executed(step):
-    """Do a step whose program is new; by device, what JAX's profiler saw it execute.
+def executed_operations(step):
+    """Do a step whose program is new; return, by device, the operations it executed.
 
     The profiler records which instruction ran on which device; what an instruction computes, the
     program tells that XLA compiled for this step.
@@ -28,7 +28,7 @@ def executed(step):
             computed[program.name] = programs.operations(program.to_string())
             if events is None:  # all devices of a program execute all of it
                 ran = sum(computed[program.name].values(), [])
-                found.update((programs.device_name(device), list(ran)) for device in devices)
+                found.update((configuration.device_name(device), list(ran)) for device in devices)
     if events is None:
         return found
     for *_, record in events:
@@ -40,7 +40,7 @@ def executed(step):
 
 
 def products(found):
-    """Matrix products and convolutions by device, forward and backward."""
+    """Return the numbers of matrix products and convolutions by device, forward and backward."""
     counts = {}
     for device, ran in found.items():
         backward = sum("transpose(jvp(" in each.name for each in ran)
@@ -49,17 +49,14 @@ def products(found):
     return counts
 
 
-# What each device executes, and when -------------------------------------------------------------
-
-
 def profiled(devices):
-    """What ``JAX.profiled()`` returns, for the configured devices."""
+    """Return the result of ``JAX.profiled()``, for the configured devices."""
     return converted(recorded(), lambda events: _operations(events, devices))
 
 
 @contextlib.contextmanager
 def recorded():
-    """Within, JAX's profiler records; gives a list, which afterwards has each event.
+    """Record by JAX's profiler within a block; give a list, which afterwards has each event.
 
     With the names of plane, line and event, its start and duration, and its statistics.
     """
@@ -88,7 +85,7 @@ def recorded():
 
 
 def _operations(events, devices):
-    """Kernels of GPUs, which have planes of their own; of CPU devices the instructions of XLA."""
+    """Yield kernels of GPUs, which have planes of their own; of CPU devices XLA's instructions."""
     for plane, line, name, span, statistics in events:
         gpu, place = re.match(r"/device:GPU:(\d+)", plane), None
         if gpu and line.startswith("Stream"):

@@ -17,7 +17,7 @@ ProgramOperation = collections.namedtuple("ProgramOperation", "name shapes")
 
 @contextlib.contextmanager
 def compiled():
-    """Within, note the programs that are compiled.
+    """Note the programs that are compiled within a block.
 
     Returns:
         A context manager that gives a list, which has each of them, with its devices, when the
@@ -33,7 +33,7 @@ def compiled():
 
 
 def operations(program):
-    """By the name of each instruction of a program in XLA's text form: what it computes.
+    """Return what each instruction of a program in XLA's text form computes, by its name.
 
     That is the products and convolutions, fused or not.
     """
@@ -64,8 +64,3 @@ def operations(program):
     fused = set(re.findall(r"calls=%([\w.-]+)", program))  # which what calls them executes
     bodies = [body for name, body in everything.items() if name not in fused]
     return {name: inside(body, name) for body in bodies for name in body}
-
-
-def device_name(device):
-    """A device of JAX's, as compat names it."""
-    return f"{device.platform}:{device.id}"

@@ -19,7 +19,7 @@ from . import profiler
 
 
 class _UsersObjects:
-    """What layers of the user's hold, and numbers of all others, as they are now.
+    """State of the objects of user-defined layers, and of numbers of all others.
 
     Arguments:
         numbers: those numbers.
@@ -38,13 +38,13 @@ class _UsersObjects:
 
 
 def _is_value(value):
-    """Whether this is an array, a variable, or another object of Keras' own."""
+    """Return whether this is an array, a variable, or another object of Keras' own."""
     of_keras = type(value).__module__.startswith("keras.") and not isinstance(value, (dict, list))
     return of_keras or isinstance(value, jax.Array)
 
 
 def _names_of_keras(layer):
-    """The attributes that Keras sets itself, some of them when a layer first runs."""
+    """Return the attributes that Keras sets itself, some when a layer first runs."""
     if not isinstance(layer, sys.modules["keras"].layers.Layer):
         return ()
     return [name for name in vars(layer) if name.startswith("_") or name in _OF_KERAS]
@@ -82,7 +82,7 @@ class _Step(keras_steps.KerasStep):
         self.values.update((label, values[label]) for label in self.values if label in values)
 
     def give_up(self, values):
-        """Keras has taken the values out of the variables for as long as it loops."""
+        """Restore the variables, whose values Keras has taken out for as long as it loops."""
         self.write(values)
         for label, variable in self._labelled.items():
             variable.assign(self.values[label])
@@ -97,7 +97,7 @@ class _Step(keras_steps.KerasStep):
         return None  # one program, with the statistics of the whole batch
 
     def _state(self, shardings):
-        """The values as a program takes them, to which it gives their memory.
+        """Return the values as a program takes them, to which it gives their memory.
 
         Arguments:
             shardings: on which devices each is, by label; the others are on JAX's default device.
@@ -116,7 +116,7 @@ class _Step(keras_steps.KerasStep):
 
     def operations(self):
         function = self.method.made_anew(self.model)
-        return profiler.products(profiler.executed(lambda: self.done(function)))
+        return profiler.products(profiler.executed_operations(lambda: self.done(function)))
 
     def infer(self, inputs):
         def infer(weights, state, inputs):
@@ -130,7 +130,7 @@ class _Step(keras_steps.KerasStep):
 
 
 class VerifiedStep(keras_steps.Verified):
-    """The method by which Keras makes the function of a step."""
+    """Method by which Keras makes the function of a step."""
 
     step = _Step
 

@@ -6,7 +6,7 @@ import pytest
 
 import compat
 from compat._backends.jax import backend, executions, programs
-from compat._backends.jax.replicas import ShardedCall, variables_of
+from compat._backends.jax.replicas import ReplicatedCall, variables_of
 from compat.testing import DEVICES, initialise, keras_under_test, span
 
 from .. import hooks
@@ -49,9 +49,6 @@ def executed(model, run):
     return found
 
 
-# What JAX reports ------------------------------------------------------------------------------
-
-
 @span
 @pytest.mark.parametrize("rows", [11, 6])
 def test_a_step_is_executed_on_all_devices(keras, rows):
@@ -71,8 +68,8 @@ def test_a_step_is_executed_on_all_devices(keras, rows):
 def test_a_program_that_does_the_same_on_each_device_is_one_devices(keras):
     """All devices run it, since the weights are on all, and none has rows of its own."""
     model = compat.parallelize(dense(keras))
-    call = ShardedCall.of(model)
-    with programs.compiled() as compiled, executions.by_device(
+    call = ReplicatedCall.of(model)
+    with programs.compiled() as compiled, executions.executed(
         call.names, lambda: variables_of(model)
     ) as found:
         call.place(model)
@@ -112,13 +109,13 @@ def test_eager_batches_that_do_not_divide_run_unsplit(keras):
 
 def test_steps_after_the_first_are_not_looked_at(keras, monkeypatch):
     looks = []
-    by_device = executions.by_device
+    by_device = executions.executed
 
     def looked_at(*given):
         looks.append(given)
         return by_device(*given)
 
-    monkeypatch.setattr(executions, "by_device", looked_at)
+    monkeypatch.setattr(executions, "executed", looked_at)
     model = compat.parallelize(dense(keras))
     for _ in range(3):
         batches(model, 11)
@@ -126,9 +123,6 @@ def test_steps_after_the_first_are_not_looked_at(keras, monkeypatch):
     model.compile("sgd", "mse")
     batches(model, 11)
     assert len(looks) == 6
-
-
-# What is not reached ---------------------------------------------------------------------------
 
 
 class CallsLayers:

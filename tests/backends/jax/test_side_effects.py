@@ -132,9 +132,6 @@ def test_a_momentum_encoder(keras):
         np.testing.assert_allclose(one, several, atol=1e-6)
 
 
-# Threads ---------------------------------------------------------------------------------------
-
-
 def at_once(function):
     """The results of a function that eight threads call at the same moment."""
     results, ready = [None] * 8, threading.Barrier(8)
@@ -176,8 +173,6 @@ def test_first_calls_of_eight_threads_at_once(keras):
     for weights in at_once(first_step):
         np.testing.assert_allclose(expected[0], weights[0], atol=1e-6)
 
-
-# Donated arrays --------------------------------------------------------------------------------
 
 DONATED = """
     import sys

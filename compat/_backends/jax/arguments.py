@@ -1,0 +1,52 @@
+"""Arrays among the arguments of calls and steps, their rows, and their sharding."""
+
+import sys
+
+import jax
+import numpy as np
+
+from ... import _keras
+
+
+def leaves(values):
+    """Return leaves by Keras, for which a sparse array is one, as for ``mapped``; not for JAX."""
+    return sys.modules["keras"].tree.flatten(values)
+
+
+def mapped(function, values):
+    """Map by Keras, which leaves dictionaries in their order: JAX sorts them."""
+    return sys.modules["keras"].tree.map_structure(function, values)
+
+
+def as_array(value):
+    """Return an array of numpy, which eager steps and direct calls may get, as one of JAX's."""
+    is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
+    return jax.numpy.asarray(value) if is_array else value
+
+
+def put(value, sharding):
+    """Place a value by a sharding, with the mask that losses and metrics expect at an output."""
+    place = jax.lax.with_sharding_constraint if is_staged(value) else jax.device_put
+    masking, result = sys.modules["keras.src.backend.common.masking"], place(value, sharding)
+    mask = masking.get_keras_mask(value)
+    if mask is not None:
+        masking.set_keras_mask(result, mask)
+    return result
+
+
+def is_staged(value):
+    """Return whether a program is being traced, and not an array differentiated eagerly."""
+    while isinstance(value, jax.core.Tracer) and hasattr(value, "primal"):
+        value = value.primal
+    return isinstance(value, jax.core.Tracer)
+
+
+def has_rows(value):
+    """Return whether this is a dense array (sparse ones stay whole) with a first dimension."""
+    return isinstance(value, (jax.Array, jax.core.Tracer)) and value.ndim > 0
+
+
+def rows_of(model, data):
+    # By Keras, for which a sparse array is one leaf: JAX takes it apart.
+    batch = next(leaf for leaf in _keras.keras_of(model).tree.flatten(data) if leaf is not None)
+    return int(batch.shape[0])

@@ -1,0 +1,54 @@
+"""Compiled functions within a traced step, inlined where they have marks."""
+
+import jax
+from jax.extend.core import Literal
+
+from . import gradient_marks
+
+
+def inlined(closed):
+    """Return a step in which calls of compiled functions that have marks are inlined."""
+    if not any(map(_is_call_with_marks, closed.jaxpr.eqns)):
+        return closed
+
+    def evaluate(*args):
+        return _evaluate(closed.jaxpr, closed.consts, args)
+
+    return jax.make_jaxpr(evaluate)(*[variable.aval for variable in closed.jaxpr.invars])
+
+
+def _evaluate(jaxpr, constants, args):
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args]))
+
+    def read(atoms):
+        return [each.val if isinstance(each, Literal) else values[each] for each in atoms]
+
+    for operation in jaxpr.eqns:
+        inputs = read(operation.invars)
+        if _is_call_with_marks(operation):
+            inner = operation.params["jaxpr"]
+            found = _evaluate(inner.jaxpr, inner.consts, inputs)
+        else:
+            names = dict.fromkeys(variables_among(operation.invars))
+            one = jaxpr.replace(
+                eqns=[operation], constvars=[], invars=list(names), outvars=operation.outvars
+            )
+            found = jax.core.eval_jaxpr(one, [], *[values[each] for each in names])
+        values.update(zip(operation.outvars, found))
+    return read(jaxpr.outvars)
+
+
+def _is_call_with_marks(operation):
+    return operation.primitive.name in ("jit", "pjit") and _has_marks(operation)
+
+
+def _has_marks(operation):
+    """Return whether an operation is a mark, or a function in which there is one."""
+    if operation.primitive is gradient_marks.mark_p:
+        return True
+    inner = operation.params.get("jaxpr")
+    return inner is not None and any(map(_has_marks, inner.eqns))
+
+
+def variables_among(atoms):
+    return [each for each in atoms if not isinstance(each, Literal)]

@@ -1,0 +1,194 @@
+"""A training step of one rank and the others, with sums over all of them within."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import _keras
+from ..._keras.steps import has_own_steps
+from ..._ranks import checksum, keras3_state, keras_model, losses, merging, step_functions
+from ..._ranks import state as rank_state
+from ..._runtime import patching
+from ..._runtime.within import Within
+from . import cut_steps, gradient_exchange, gradient_marks
+from .arguments import rows_of
+from .loss_totals import Reduced
+
+under_way = Within()  # a step, also where it trains models within
+
+
+_OPERATIONS = merging.operations_of(jnp)
+
+
+class RankedJAXStep:
+    """Step of this rank and the others, in place of Keras' program of ``train_step``.
+
+    What ``jax.grad()`` and its like give in it for variables is the mean over all ranks.
+    """
+
+    def __init__(self, model, engine):
+        self.model = model
+        self.engine = engine
+        tried = rank_state.tried(model)
+        ids = set(map(id, keras3_state.averaged(model) + tried))
+        set_by_steps = [v for v in enumerate(model.non_trainable_variables) if id(v[1]) in ids]
+        #: The places of variables that the step sets, and how those of all ranks are merged.
+        self.places = [place for place, _ in set_by_steps]
+        variables, ids = [variable for _, variable in set_by_steps], set(map(id, tried))
+        self.state = rank_state.StepState(
+            engine,
+            [variable.path for variable in variables],
+            [variable.dtype for variable in variables],
+            [number for number, variable in enumerate(variables) if id(variable) in ids],
+        )
+        compiled = partial(
+            cut_steps.CutStep, exchange=self.sum, is_local=self.is_local, check=self.check
+        )
+        self.compute = Reduced(model, engine, self.step, compiled)
+        self.exchanges = 0  # of the step under way
+        self.has_local = False  # if it is not compiled: gradients that were not exchanged
+        self.count = 0
+
+    def __call__(self, state, data):
+        rows = rows_of(self.model, data)
+        keras_model.count(self.model, rows, True)
+        share = self.engine.share(rows)
+        if not self.count and losses.loss_may_mix_rows(self.model):
+            losses.check_loss(self.model, data, partial(_loss, state))
+        if not self.state.is_decided:
+            self.try_state(state, data, rows)
+        self.exchanges = 0
+        logs, state = self.compute(state, data, lambda: share)
+        if self.exchanges:
+            self.engine.count("gradients")
+        self.count += 1
+        return logs, self.verified(state) if checksum.is_due(self.count) else state
+
+    def try_state(self, before, data, rows):
+        """Find out how variables that the step sets are merged. See ``_ranks.state``."""
+        model, places = self.model, [self.places[number] for number in self.state.tried]
+        keras = _keras.keras_of(model)
+
+        def stepped(values, data):
+            trainable, others, optimizer, metrics = before
+            others = list(others)
+            for place, value in zip(places, values):
+                others[place] = value
+            _, others = self.stepped((trainable, others, optimizer, metrics), data)
+            return [others[place] for place in places]
+
+        step = jax.jit(stepped) if self.compute.compiled else stepped
+
+        def run(numbers, values):
+            values = [jnp.asarray(v, before[1][place].dtype) for place, v in zip(places, values)]
+            some = rank_state.some_rows(keras, data, rows, numbers)
+            return list(map(np.asarray, step(values, some)))
+
+        with rank_state.steady(model):
+            self.state.decide(rows, [np.asarray(before[1][place]) for place in places], run)
+
+    def sum(self, parts):
+        self.exchanges += 1
+        return self.engine.sum_array(parts)
+
+    def step(self, state, data, share):
+        """Do Keras' own step, with gradients and averages that are marked, or exchanged now."""
+        share()  # with which what is marked is weighted
+        trainable, before, _, _ = state
+        model, optimizer = self.model, self.model.optimizer
+        mark = gradient_marks.mark
+        if not self.compute.compiled:
+            mark = gradient_exchange.EagerStep(self, trainable, share).mark
+        ours, scaled = keras3_state.scaling(optimizer, lambda dtype: jnp.asarray(share(), dtype))
+        apply = optimizer.stateless_apply
+
+        def stateless_apply(optimizer_variables, grads, trainable_variables):
+            leaves, tree = jax.tree.flatten(grads)
+            leaves = mark(gradient_marks.APPLIED, [], leaves, not scaled)
+            return apply(optimizer_variables, jax.tree.unflatten(tree, leaves), trainable_variables)
+
+        def is_due(called):
+            return bool(called) or not has_own_steps(model)
+
+        replaced = step_functions.replaced(
+            self.engine, optimizer, is_due, stateless_apply=stateless_apply, **ours
+        )
+        differentiated = gradient_marks.marked(self.engine, is_due, mark, lambda: len(scaled))
+        with under_way, replaced, differentiated:
+            logs, (trainable, others, variables, metrics) = model.train_step(state, data)
+        others = self.merged(before, list(others), share(), mark)
+        return logs, (trainable, others, variables, metrics)
+
+    def merged(self, before, others, share, mark):
+        """Return the state that steps set besides the weights, merged over all ranks."""
+        old, new = [[values[place] for place in self.places] for values in (before, others)]
+        merges, place = self.state.merges, self.engine.place
+        parts = merging.parts(merges, _OPERATIONS, old, new, share, place)
+        sums = mark(gradient_marks.SUM, [], parts, False) if parts else []
+        merged = merging.merged(merges, _OPERATIONS, old, new, sums, place.size)
+        for number, value in zip(self.places, merged):
+            others[number] = value
+        return others
+
+    def is_local(self, state):
+        """Return a structure like the state, of whether ranks have values of their own there."""
+        trainable, others, optimizer, metrics = (list(values) for values in state)
+        weights_of_rank = set(map(id, self.model.weights)) - set(
+            map(id, keras3_state.same(self.model))
+        )
+        own = [id(each) in weights_of_rank for each in self.model.non_trainable_variables]
+        return [False] * len(trainable), own, [False] * len(optimizer), [True] * len(metrics)
+
+    def check(self, program, state, data):
+        """Check a step that was compiled: see ``gradient_exchange``."""
+        gradient_exchange.check(self.model, program)
+        if self.count:
+            return  # ranks may not compile the others at once
+        gradient_exchange.warn_of_inner(self.model, program)
+        if program.applied() is not None:
+            gradient_exchange.check_applied(self, program, state, data)
+
+    def applied(self, state, data):
+        """Return what a step of these rows alone gives the optimizer."""
+        given, _ = self.stepped(state, data)
+        return jnp.concatenate([gradient.astype("float32").ravel() for gradient in given])
+
+    def stepped(self, state, data):
+        """Return what a step of these rows alone gives the optimizer, and the state it sets."""
+        given = []
+
+        def capture(optimizer_variables, grads, trainable_variables):
+            given.extend(jax.tree.leaves(grads))
+            return trainable_variables, optimizer_variables
+
+        with under_way, patching.replaced(self.model.optimizer, stateless_apply=capture):
+            _, (_, others, _, _) = self.model.train_step(state, data)
+        return given, others
+
+    def verified(self, state):
+        """Return the state, compared with the other ranks'. See ``_ranks.checksum.verify``."""
+        model, (values, tree) = self.model, jax.tree.flatten(state)
+        slots = list(model.optimizer.variables)
+        same = set(map(id, keras3_state.same(model) + slots))
+        variables = enumerate(model.trainable_variables + model.non_trainable_variables + slots)
+        paths = {place: variable.path for place, variable in variables if id(variable) in same}
+        places = list(paths)
+
+        def write(number, value):
+            values[places[number]] = jnp.asarray(value)
+
+        now = [values[place] for place in places]
+        checksum.verify(self.engine, list(paths.values()), now, write, self.count)
+        return jax.tree.unflatten(tree, values)
+
+
+def _loss(state, model, data):
+    """Return the loss in inference, whatever the model's own variables hold."""
+    x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
+    trainable, non_trainable, _, metrics = state
+    loss, _ = model.compute_loss_and_updates(
+        trainable, non_trainable, metrics, x, y, weights, training=False
+    )
+    return loss
