@@ -247,6 +247,7 @@ ROLES = {
 
 # Files that one backend alone needs, and why.
 OF_ONE_BACKEND = {
+    "cntk.openmpi": "CNTK's libraries need some that its package does not bring",
     "jax.counted_steps": "Keras runs a step as one program, in which nothing counts batches",
     "jax.cut_steps": "a rank's step is traced, and cut where ranks exchange",
     "jax.gradient_exchange": "jax.grad() in a rank's step gives means over all ranks",
