@@ -7,12 +7,18 @@ steps that reach none of them.
 
 from .. import _keras
 
-_STEPS = ("train_step", "test_step", "predict_step", "compute_loss")
+_STEPS_OF_TRAINING = ("train_step", "compute_loss")
+_STEPS = (*_STEPS_OF_TRAINING, "test_step", "predict_step")
 
 
 def has_own_steps(model):
     """Return whether a step of this model is the user's."""
     return any(_keras.is_users(getattr(type(model), name, None)) for name in _STEPS)
+
+
+def has_own_training(model):
+    """Return whether the user's code computes the loss of a training step, or does all of it."""
+    return any(_keras.is_users(getattr(type(model), name, None)) for name in _STEPS_OF_TRAINING)
 
 
 def called_models(model):

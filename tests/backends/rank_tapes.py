@@ -226,8 +226,14 @@ def train(kind, optimizer, name, x=x, first=None, **options):
     model.second = keras.optimizers.SGD(0.1)
     model.compile(optimizer, "mse", **options)
     data = compat.shard((x, y), BATCH)
-    history = model.fit(*data, batch_size=rows, epochs=2, shuffle=False, verbose=0)
-    said[name] = list(map(float, history.history.get("norm", [])))
+    history = {}
+    warned = told(
+        lambda: history.update(
+            model.fit(*data, batch_size=rows, epochs=2, shuffle=False, verbose=0).history
+        )
+    )
+    assert warned == [], warned
+    said[name] = list(map(float, history.get("norm", [])))
     model.reset_metrics()  # which are a rank's own
     weights[name] = model.get_weights()
 
@@ -328,7 +334,54 @@ class Random(Inside):
         return [gradient + tf.random.normal(gradient.shape) for gradient in gradients]
 
 
-for kind in ClippedInside, Looped, OfFour, Random:
+class Contrastive(Model):
+    "Compares the rows of a batch with one another."
+
+    def error(self, data, training=True):
+        outputs = self(data[0], training=training)
+        return tf.reduce_mean(tf.square(outputs - tf.transpose(outputs)))
+
+
+class MixedUp(Model):
+    "Mixes each row with another one of the batch."
+
+    def error(self, data, training=True):
+        x, y = [0.7 * each + 0.3 * tf.reverse(each, [0]) for each in data]
+        return super().error((x, y), training)
+
+
+class Summed(Model):
+    def error(self, data, training=True):
+        return tf.reduce_sum(tf.square(self(data[0], training=training) - data[1]))
+
+
+class ComputesLoss(keras.Model):
+    "Keras' own step."
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, **options):
+        return tf.reduce_mean(tf.square(y_pred - tf.transpose(y_pred)))
+
+
+class RowByRow(Model):
+    "Can be tried with no other number of rows."
+
+    def error(self, data, training=True):
+        with tf.control_dependencies(
+            [tf.debugging.assert_equal(tf.shape(data[0])[0], 4, "four rows")]
+        ):
+            return super().error(data, training)
+
+
+class Noisy(Model):
+    "What is random cannot be compared."
+
+    def error(self, data, training=True):
+        x, y = data
+        return super().error((x + tf.random.normal(tf.shape(x)), y), training)
+
+
+kinds = ClippedInside, Looped, OfFour, Random, Contrastive, MixedUp, Summed, ComputesLoss
+for kind in *kinds, RowByRow, Noisy, Clipped:
     source = keras.Input((6,))
     model = compat.parallelize(kind(source, dense(1)(source), name=kind.__name__))
     model.compile("sgd", "mse")
@@ -365,7 +418,16 @@ def check_unproven(said):
         found = re.search(r"gradients \((.*)\) where.* linearly: (\w+): (.*)\. If", text)
         assert text == UNPROVEN_WARNING.format("OfFour", *found.groups())
         assert "four rows" in found.group(3)
-        assert one["Random"] == []
+        assert one["Random"] == one["Noisy"] == one["Clipped"] == []
+        for name in "Contrastive", "MixedUp", "Summed", "ComputesLoss":
+            (text,) = one[name]
+            place, off = re.search(r"\((.*, line \d+)\) are .* up to ([^ ]+) from", text).groups()
+            assert float(off) > 0.01
+            assert text == MIXING_WARNING.format(name, place, off)
+        (text,) = one["RowByRow"]
+        place, kind, problem = re.search(r"\((.*)\) means.* tried: (\w+): (.*)\. If", text).groups()
+        assert text == UNTRIED_WARNING.format("RowByRow", place, kind, problem)
+        assert "four rows" in problem and "line " in place
 
 
 UNPROVEN_ERROR = (
@@ -380,4 +442,15 @@ UNPROVEN_WARNING = (
     "The train_step of {!r} takes gradients ({}) where they are those of this rank's samples "
     "alone. It could not be tried whether it uses them linearly: {}: {}. If it clips them, for "
     "example, the ranks train to other numbers than one process."
+)
+MIXING_WARNING = (
+    "The gradients that the training step of {!r} computes ({}) are no mean over the rows of a "
+    "batch: those of 4 rows differ by up to {} from the mean over two parts of them. Its loss is "
+    "a sum, or compares rows with one another, as contrastive losses and mixup do. Each rank "
+    "computes it of its own rows, so that the ranks train to other numbers than one process."
+)
+UNTRIED_WARNING = (
+    "Whether the training step of {!r} computes ({}) means over the rows of a batch could not be "
+    "tried: {}: {}. If its loss is a sum, or compares rows with one another, the ranks train to "
+    "other numbers than one process."
 )

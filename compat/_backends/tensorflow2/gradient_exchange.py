@@ -37,6 +37,7 @@ class GradientExchange:
 
     Attributes:
         exchanges: how often gradients became the mean over all ranks.
+        lines: those of the script where tapes have computed gradients of all ranks.
         unproven: the lines of the script where gradients of this rank alone were computed, or
             became the mean later than where a tape computed them.
     """
@@ -45,7 +46,7 @@ class GradientExchange:
         self.engine, self.model, self.rows, self.share = engine, model, rows, share
         self.optimizers = keras_steps.optimizers(model)
         self.scales_losses = any(map(_scales_losses, self.optimizers))
-        self.exchanges, self.unproven = 0, {}  # the second as a set that keeps its order
+        self.exchanges, self.lines, self.unproven = 0, {}, {}  # these as sets that keep their order
         self.means = set()  # the weights whose gradients tapes have made the mean, by their handle
         self.thread, self.in_backward_pass = get_ident(), False
 
@@ -89,6 +90,7 @@ class GradientExchange:
                 return call(target, sources, output_gradients)
             if hasattr(tape, "_allreduce_grads"):  # Horovod's DistributedGradientTape
                 tape._allreduce_grads = lambda gradients, *_: gradients
+            self.lines[errors.users_line()] = None
             weight, output_gradients = self.weighted(target, output_gradients)
             self.in_backward_pass = True
             try:

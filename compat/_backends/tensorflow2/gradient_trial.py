@@ -2,6 +2,7 @@
 
 Where a step has used gradients of this rank's samples alone before they became the mean over all
 ranks (see ``gradient_exchange``), the result is that of one process only if it was used linearly.
+And a loss of the user's own may compare the rows of a batch with one another, or be their sum.
 So the step is done again with the first batch and with its halves: what it would exchange of it
 is the mean of what it would exchange of the halves. Where clipping comes first, it is not.
 """
@@ -63,17 +64,18 @@ class _Trial:
         return found
 
 
-def check(step, model, data, lines):
+def check(step, model, data):
     """Check what a model's step exchanges.
 
     Arguments:
         step: the ``RankedStep``.
         data: the first batch, of arrays.
-        lines: of the script, where gradients were computed or applied.
 
     Raises:
-        RankError: it is no sum and no mean over the rows of the batch.
+        RankError: it is no sum and no mean over the rows of the batch, and what the step exchanges
+            was computed from gradients of this rank alone.
     """
+    lines = step.unproven
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
     rows = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
     if len(rows) > 1 or None in rows or min(rows, default=0) < 2:
@@ -88,11 +90,15 @@ def check(step, model, data, lines):
         ]  # fmt: skip
         again = run(slice(None), 1)
     except Exception as error:  # of the step, whatever is wrong with such a batch
+        problem = f"{type(error).__name__}: {_message(error)}"
+        if not lines:
+            losses.warn_of_untried_step(model.name, _named(step.lines), problem)
+            return
         errors.warn(
             f"The train_step of {model.name!r} takes gradients{_at(lines)} where they are those of "
             "this rank's samples alone. It could not be tried whether it uses them linearly: "
-            f"{type(error).__name__}: {_message(error)}. If it clips them, for example, the ranks "
-            "train to other numbers than one process."
+            f"{problem}. If it clips them, for example, the ranks train to other numbers than one "
+            "process."
         )
         return
     if not len(once) == len(again) == len(parts[0]) == len(parts[1]):
@@ -102,21 +108,28 @@ def check(step, model, data, lines):
         largest = max([np.abs(value).max() for value in whole if value.size] or [0.0])
         noise = max([_distance(*each) for each in zip(whole, other)] or [0.0])
         off = max([_distance(a, b + c) for a, b, c in zip(whole, *halves)] or [0.0])
-        if noise <= limit * largest / 10 and off > limit * largest:
-            raise errors.RankError(
-                f"The train_step of {model.name!r} takes gradients{_at(lines)} where they are "
-                "those of this rank's samples alone, and does not use them linearly (clipping, for "
-                f"example): of a batch of {rows} samples they differ by up to {off:.3g} from their "
-                f"mean over its halves. The ranks would train to other numbers than one process. "
-                "Call tf.GradientTape.gradient() for the model's weights outside of the blocks of "
-                "all tapes, and outside of TensorFlow's loops: there it returns the mean over all "
-                "ranks."
-            )
+        if noise > limit * largest / 10 or off <= limit * largest:
+            continue
+        if not lines:
+            losses.warn_of_step(model.name, _named(step.lines), rows, off)
+            return
+        raise errors.RankError(
+            f"The train_step of {model.name!r} takes gradients{_at(lines)} where they are "
+            "those of this rank's samples alone, and does not use them linearly (clipping, for "
+            f"example): of a batch of {rows} samples they differ by up to {off:.3g} from their "
+            f"mean over its halves. The ranks would train to other numbers than one process. "
+            "Call tf.GradientTape.gradient() for the model's weights outside of the blocks of "
+            "all tapes, and outside of TensorFlow's loops: there it returns the mean over all "
+            "ranks."
+        )
 
 
 def _at(lines):
-    named = [line.strip(" ()") for line in lines if line]
-    return " ({})".format("; ".join(named)) if named else ""
+    return " ({})".format("; ".join(_named(lines))) if any(lines) else ""
+
+
+def _named(lines):
+    return [line.strip(" ()") for line in lines if line]
 
 
 def _message(error):

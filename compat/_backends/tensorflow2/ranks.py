@@ -13,6 +13,7 @@ import sys
 import tensorflow as tf
 
 from ... import _keras, errors
+from ..._keras.steps import has_own_training
 from ..._ranks import keras3_state, keras_model, losses, metrics, step_functions, tables
 from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from ..._ranks.tf_config import TF_CONFIG
@@ -50,8 +51,8 @@ class RankedFunction:
             result = self.function(iterator)
         if step.first_batch is not None:
             batch, step.first_batch = step.first_batch, None
-            if step.unproven:
-                gradient_trial.check(step, model, batch, step.unproven)
+            if step.unproven or has_own_training(model):
+                gradient_trial.check(step, model, batch)
             if losses.loss_may_mix_rows(model):
                 losses.check_loss(model, batch, _loss)
         keras_model.RankedFit.of(model).comparison.stepped(model)
@@ -97,7 +98,7 @@ class RankedStep(keras_model.RankedMethod):
     started = None  # the optimizer with which an eager step began
     first_batch = None  # where its loss is to be checked
     kept = False  # as it is of one batch only
-    unproven = ()  # lines with gradients that are not known to be used linearly
+    lines = unproven = ()  # see ``GradientExchange``
     is_trial = False  # of ``gradient_trial``
 
     def __init__(self, engine):
@@ -124,12 +125,13 @@ class RankedStep(keras_model.RankedMethod):
             gradients = self.exchange(self.engine, model, rows, share)
             with _stepping, self.computing(model, rows, lambda: share):
                 result = gradients.run(self.plain(model), data)
-            self.exchanges, self.unproven = gradients.exchanges, gradients.unproven
+            self.exchanges = gradients.exchanges
+            self.lines, self.unproven = gradients.lines, gradients.unproven
             self.check(model)
             if self.is_trial:
                 return result
             self.set_by_steps.merge(state, before, share)
-            if self.unproven or losses.loss_may_mix_rows(model):
+            if self.unproven or has_own_training(model) or losses.loss_may_mix_rows(model):
                 self.keep_first(data, share)
             return result
 
