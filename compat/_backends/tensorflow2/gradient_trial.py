@@ -154,11 +154,11 @@ def _exchanged(step, model, data, places, share, whole=()):
     optimizers = keras_steps.optimizers(model)
     counters = steps.numbers_held(optimizers)
     with _in_inference(model):
-        if model.run_eagerly:
-            variables = _variables([model, *optimizers])
-        else:
+        variables = _variables([model, *optimizers])
+        if not model.run_eagerly:
             function = tf.function(function, autograph=False).get_concrete_function()
-            variables = function.graph.variables
+            # It may set others, and lacks the slots that old optimizers set by their handles.
+            variables = {id(v): v for v in [*variables, *function.graph.variables]}.values()
         # Not the states of random numbers: what is random differs from one time to the next.
         kept = [(v, v.read_value()) for v in variables if not is_generator(v)]
         function()
