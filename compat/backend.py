@@ -291,6 +291,8 @@ class Backend:
     def join(self, place: "Place") -> None:
         """Join the other ranks, before a model is built, if the engine cannot be joined later.
 
+        And replace what has to be replaced before a script computes anything of a model.
+
         Called in a rank by ``configure_gpu()``, and by a ``parallelize()`` that is given a function
         that builds the model. A second call changes nothing.
         """

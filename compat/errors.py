@@ -310,6 +310,12 @@ def users_line():
     return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
 
 
+def at_lines(lines):
+    """Return these results of ``users_line()`` as one phrase: " (a.py, line 1; a.py, line 9)"."""
+    named = [line.strip(" ()") for line in lines if line]
+    return " ({})".format("; ".join(named)) if named else ""
+
+
 def innermost_line(frames):
     """Return the innermost of these lines that is the user's: "train.py, line 12"; or None.
 

@@ -53,7 +53,7 @@ UPPER_FLOORS = {
         "callbacks",
         *("horovod_optimizers", "keras2", "keras2_state", "keras_model", "losses", "metrics"),
         *("rank_usage", "own_functions", "state", "tables", "weights", "weight_comparison"),
-        "keras3_state",
+        *("keras3_state", "script_gradients"),
     )
 }
 

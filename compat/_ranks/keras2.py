@@ -37,7 +37,7 @@ def install(model, engine, kinds):
         )
     keras_model.install(model, engine)
     RankedFit.of(model).divides = _divides
-    own_functions.watch(model, kinds[0].written)
+    own_functions.watch(model, kinds[0])
 
 
 class MakeFunction(RankedMethod):
@@ -68,6 +68,19 @@ class MakeFunction(RankedMethod):
     def written(made, updates, weights):
         """Return those of some weights that a function of ``K.function`` with updates sets."""
         return [update[0] for update in updates if isinstance(update, tuple)]
+
+    @staticmethod
+    def lines_of_gradients(model, outputs):
+        """Return the lines at which gradients of this rank's rows alone in outputs were computed.
+
+        Gradients of the model's weights. None where Keras has no gradients to compute with.
+        """
+        return ()
+
+    @staticmethod
+    def waiting_for_others(made, outputs):
+        """Return a function of a script's; one that exchanges gradients waits for the others."""
+        return made
 
     @contextlib.contextmanager
     def making(self, model):

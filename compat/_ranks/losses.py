@@ -219,16 +219,15 @@ def check(name, keras, rows, loss_of, dtype="float32"):
     )
 
 
-def warn_of_step(name, lines, rows, distance):
+def warn_of_step(name, where, rows, distance):
     """Warn that a step of the user's computes gradients that are no mean over the rows of a batch.
 
     Arguments:
         name: the model's.
-        lines: of the script, where it computes them: "train.py, line 12"; empty: not known.
+        where: the script computes them: " (train.py, line 12)"; empty: not known.
         rows: of the batch.
         distance: of the gradients from the mean over parts of the batch, the largest one.
     """
-    where = " ({})".format("; ".join(lines)) if lines else ""
     errors.warn(
         f"The gradients that the training step of {name!r} computes{where} are no mean over the "
         f"rows of a batch: those of {rows} rows differ by up to {distance:.3g} from the mean over "
@@ -238,9 +237,8 @@ def warn_of_step(name, lines, rows, distance):
     )
 
 
-def warn_of_untried_step(name, lines, problem):
+def warn_of_untried_step(name, where, problem):
     """Warn that a step of the user's failed on parts of a batch. Arguments as ``warn_of_step``."""
-    where = " ({})".format("; ".join(lines)) if lines else ""
     errors.warn(
         f"Whether the training step of {name!r} computes{where} means over the rows of a batch "
         f"could not be tried: {problem.rstrip('.')}. If its loss is a sum, or compares rows with "

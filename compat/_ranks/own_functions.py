@@ -1,7 +1,8 @@
-"""Functions by which a script of Keras 2 trains a model itself: on ranks they are refused.
+"""Functions that a script of Keras 2 makes itself: on ranks those that train a model are refused.
 
 ``K.function(inputs, outputs, updates)`` with an optimizer's updates makes a step of which Keras'
-models know nothing, so that no gradients would be exchanged.
+models know nothing, so that no gradients would be exchanged. One that computes gradients exchanges
+those of a model's loss, and a warning names others.
 """
 
 import contextlib
@@ -10,6 +11,7 @@ import weakref
 
 from .. import _keras, errors
 from .._runtime import patching
+from . import script_gradients
 
 _trained = weakref.WeakSet()  # type: weakref.WeakSet  # the models that are ranks'
 
@@ -33,17 +35,21 @@ class _Refusal(patching.WatchingPatch):
         self.value = value
 
 
-def watch(model, written):
+def watch(model, kind):
     """Refuse, from now on, functions that a script makes to train this model.
 
     Arguments:
-        written: a function of what ``K.function`` returns, of its updates and of weights: those
-            that it sets.
+        kind: a subclass of ``keras2.MakeFunction``, which knows what functions compute.
     """
     _trained.add(model)
     backend = _keras.keras_of(model).backend
     if patching.find(backend, "function") is None:
-        _Refusal(backend, "function", _refusing(backend.function, written))
+        _Refusal(backend, "function", _refusing(backend.function, kind))
+
+
+def models():
+    """Return the models of the ranks, as those that make their functions."""
+    return [model for model in map(_keras.inner_model, list(_trained)) if model is not None]
 
 
 def watch_optimizers(kinds):
@@ -88,17 +94,20 @@ def refuse(what, variables):
             )
 
 
-def _refusing(plain, written):
+def _refusing(plain, kind):
     @functools.wraps(plain)
     def function(inputs, outputs, updates=None, *args, **kwargs):
+        for model in models():
+            script_gradients.warn_of_function(model, kind.lines_of_gradients(model, outputs))
         if updates is None:
-            return plain(inputs, outputs, *args, **kwargs)
-        made = plain(inputs, outputs, updates, *args, **kwargs)
+            made = plain(inputs, outputs, *args, **kwargs)
+        else:
+            made = plain(inputs, outputs, updates, *args, **kwargs)
         # Weights that are set from others, or to values that they are given, are no training.
         if updates and any(map(_has_rows, inputs)):
             weights = [weight for model in _trained for weight in model.trainable_weights]
-            refuse("K.function()", written(made, updates, weights))
-        return made
+            refuse("K.function()", kind.written(made, updates, weights))
+        return kind.waiting_for_others(made, outputs)
 
     return function
 

@@ -1,10 +1,13 @@
 """Optimizers of Keras 2 that look at gradients before they apply them: those of all ranks."""
 
+import json
+import re
+
 import numpy as np
 
 from . import ranks
 
-OPTIMIZERS = """
+KINDS = """
 K = keras.backend
 SGD = keras.optimizers.SGD
 
@@ -55,8 +58,10 @@ class Adaptive(SGD):
         limits = [0.05 * K.maximum(K.sqrt(squares([p])), 1e-3) for p in params]
         norms = [K.sqrt(squares([g]) + 1e-12) for g in gradients]
         return [g * K.minimum(1.0, limit / n) for g, limit, n in zip(gradients, limits, norms)]
+"""
 
-
+# What they train to. After KINDS.
+TRAINED = """
 def trained(name, optimizer, loss="mse"):
     layers = [dense(4, activation="tanh", input_shape=(6,)), dense(1)]
     model = compat.parallelize(keras.models.Sequential(layers, name=name))
@@ -90,6 +95,7 @@ model.compile(SGD(0.05), penalised(model))
 model.fit(inputs, targets, batch_size=rows, epochs=2, shuffle=False, verbose=0)
 weights["penalised"] = model.get_weights()
 """
+OPTIMIZERS = KINDS + TRAINED
 
 # Of TensorFlow 1.
 NATIVE = """
@@ -141,10 +147,165 @@ if compat.size() > 1:
     said["curved"] = told(lambda: model.train_on_batch(inputs[:rows], targets[:rows]))
 """
 CURVED = (
-    "UnsupportedError: The optimizer of 'curved' differentiates the gradients that it is given "
-    "once more. Ranks exchange first derivatives alone: such a step would use those of each rank's "
-    "own rows. Use an optimizer of first derivatives on several ranks."
+    "UnsupportedError: Gradients of the loss of 'curved' are differentiated once more. Ranks "
+    "exchange first derivatives alone: such a step would use those of each rank's own rows. Use an "
+    "optimizer of first derivatives on several ranks."
 )
+
+# Gradients that a script takes of a model's loss, besides those of its optimizer. After KINDS.
+TAKEN = """
+def placed(name, optimizer=SGD(0.1), **options):
+    layers = [dense(4, activation="tanh", input_shape=(6,)), dense(1)]
+    model = compat.parallelize(keras.models.Sequential(layers, name=name))
+    model.compile(optimizer, "mse", **options)
+    return model
+
+
+def norm_of(loss, model):
+    return K.sqrt(squares(K.gradients(loss, model.trainable_weights)))
+
+
+def fed(model):
+    "What Keras calls its functions with."
+    tensors = model._feed_inputs + model._feed_targets + model._feed_sample_weights
+    return [each for each in tensors if each is not None]
+
+
+def fit(model, **options):
+    options.update(batch_size=rows, epochs=2, shuffle=False, verbose=0)
+    return model.fit(inputs, targets, **options)
+
+
+model = placed("measured", SGD(0.05))
+norm = norm_of(model.total_loss, model)
+if keras.__name__ != "keras":  # tf.keras has no metrics of its total loss
+    model._make_train_function()
+    model.train_function.fetches.append(norm)
+    found = weights["fetched"] = []
+    model.train_function.fetch_callbacks[norm] = lambda value: found.append(np.array(value))
+elif hasattr(model, "metrics_tensors"):  # before Keras 2.3
+    model.metrics_names.append("norm")
+    model.metrics_tensors.append(norm)
+else:
+    model.add_metric(norm, name="norm")
+history = fit(model, validation_data=(inputs, targets)).history
+weights["measured"] = [np.array(history[name]) for name in sorted(history)]
+weights["measured"] += model.get_weights()
+evaluated = model.evaluate(inputs, targets, batch_size=rows, verbose=0)
+weights["evaluated"] = [np.array(evaluated)]
+
+
+class Norms(keras.callbacks.Callback):
+    "Computes gradients outside of steps, of whole batches and of the last one."
+    found = ()
+
+    def on_epoch_end(self, epoch, logs=None):
+        model, placeholders = self.model, fed(self.model)
+        wanted = model.optimizer.get_gradients(model.total_loss, model.trainable_weights)
+        function = K.function(placeholders, wanted)
+        for start in (0, 2 * rows):
+            batch = [inputs[start : start + rows], targets[start : start + rows]]
+            batch.append(np.ones(len(batch[0]), "float32"))
+            self.found += tuple(map(np.array, function(batch[: len(placeholders)])))
+
+
+norms = Norms()
+fit(placed("called", SGD(0.1, clipnorm=0.05)), callbacks=[norms])
+weights["called"] = norms.found
+
+
+class Around(SGD):
+    "Its gradients are those of something else than the loss."
+
+    def get_gradients(self, loss, params):
+        return K.gradients(K.mean(K.square(self.outputs)), params)
+
+
+if compat.size() > 1:
+    model = placed("other")
+
+    def norm(wanted, found):
+        return norm_of(K.mean(K.square(wanted - found)), model)
+
+    model.compile("sgd", "mse", metrics=[norm])
+    said["metric"] = told(lambda: fit(model))
+    said["again"] = told(lambda: model.evaluate(inputs, targets, verbose=0))
+    model = placed("directly")
+    if K.backend() == "theano":
+        import theano
+        ways = [theano.grad, theano.tensor.grad]
+    else:
+        import tensorflow as tf
+        ways = [tf.gradients]
+    for way in ways:  # they return the very tensors, which are exchanged once
+        same = zip(*(f(model.total_loss, model.trainable_weights) for f in (way, K.gradients)))
+        assert all(one is other for one, other in same)
+    model = placed("function")
+    norm = norm_of(K.mean(model.outputs[0]), model)
+    said["function"] = told(lambda: K.function(model.inputs, [norm]))
+    model = keras.models.Sequential([dense(1, input_shape=(6,))], name="early")
+    model.compile("sgd", "mse")
+    norm = norm_of(model.total_loss, model)
+    compat.parallelize(model)
+    said["early"] = told(lambda: K.function(fed(model), [norm]))
+    model = placed("around", Around(0.1))
+    model.optimizer.outputs = model.outputs[0]
+    said["around"] = told(lambda: fit(model))
+"""
+OF_OWN_ROWS = (
+    "{} {!r} is computed from gradients of this rank's rows alone (LINE), so that it is not what "
+    "one process computes. Take gradients of model.total_loss, after parallelize() and compile(): "
+    "those are the mean over all ranks."
+)
+OF_EACH_BATCH = (
+    "Metric 'norm' is the mean of the ranks' values, weighted by their rows, and not what one "
+    "process computes: it is one number for each batch. For that have update_state() add to its "
+    "variables with assign_add(), or a function return one value for each row."
+)
+AROUND = (
+    "RankError: The optimizer of 'around' computes its updates from gradients of this rank's rows "
+    "alone (LINE). The ranks would train to other numbers than one process. Take gradients of the "
+    "loss that get_updates() or get_gradients() is called with: those are the mean over all ranks."
+)
+
+
+def check_taken(folder, backend="tensorflow"):
+    """Check gradients that a script takes of a model's loss, and of other tensors."""
+    programs = {"optimizers": KINDS + TAKEN}
+    jobs = [ranks.run_all(programs, folder, size, backend) for size in (1, 2, 3)]
+    for said in check_optimizers(jobs):
+        said = json.loads(re.sub(r"\(optimizers-\d.py, line \d+\)", "(LINE)", json.dumps(said)))
+        assert said["metric"][1:] in ([], [OF_EACH_BATCH])  # in Keras 2.3
+        assert dict(said, metric=said["metric"][:1]) == {
+            "metric": [OF_OWN_ROWS.format("Metric 'norm' of", "other")],
+            "again": [],
+            "function": [OF_OWN_ROWS.format("What K.function() returns of", "function")],
+            "early": [OF_OWN_ROWS.format("What K.function() returns of", "early")],
+            "around": AROUND,
+        }
+
+
+# A rank that computes gradients of all ranks by itself.
+TAKEN_ALONE = """
+fed = model._feed_inputs + model._feed_targets + model._feed_sample_weights
+fed = [each for each in fed if each is not None]
+wanted = keras.backend.gradients(model.total_loss, model.trainable_weights)
+function = keras.backend.function(fed, wanted)
+if compat.is_chief():
+    function([x[:4], y[:4], np.ones(4)][: len(fed)])
+"""
+
+
+def check_taken_alone(folder, backend="tensorflow"):
+    program = ranks.TRAINS + TAKEN_ALONE
+    said = ranks.what_a_failed_job_says(folder, backend, program, size=2)
+    line = program.rstrip().count("\n") + 1
+    waited = (
+        r"^compat.errors.RankLostError: Rank 0 of 2 waited for the others.* "
+        rf"\(script.py, line {line}\), but rank 1 failed, ended or did not come: "
+    )
+    assert re.search(waited, said, re.MULTILINE), said
+
 
 # Functions of a script's own that train a model, and others that set its weights.
 OWN_FUNCTIONS = """

@@ -209,6 +209,12 @@ class TensorFlow1(Backend):
 
         return horovod.launcher(job, self.framework)
 
+    def join(self, place):
+        """Have gradients be marked that a script computes before ``parallelize()``."""
+        from . import ranks  # here for start-up time
+
+        ranks.watch_gradients()
+
     def distribute(self, model, place):
         """See ``ranks``."""
         from . import ranks  # here for start-up time

@@ -8,14 +8,18 @@ TensorFlow's own) it does with that mean, and stays the user's.
 
 import contextlib
 import functools
+import itertools
 
 from ... import _keras, errors
-from ..._ranks import keras2, keras_model, own_functions
+from ..._ranks import keras2, keras_model, own_functions, script_gradients
 from ..._ranks import state as rank_state
 from ..._ranks.engines import tensorflow_horovod
+from . import loss_gradients
 from .graph import variables_written
 from .step_order import counting_in_order
 from .variables import warn_of_reference_variables
+
+_numbers = itertools.count()  # of models
 
 
 def distribute(model, place):
@@ -29,6 +33,7 @@ def distribute(model, place):
         )
     warn_of_reference_variables(model)
     keras2.install(model, engine, _KINDS)
+    watch_gradients()
     own_functions.watch_optimizers(
         [engine.tf.train.Optimizer, _keras.keras_of(model).optimizers.Optimizer]
     )
@@ -50,6 +55,9 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
         if function is not before:
             with function.updates_op.graph.as_default(), self.engine.tf.name_scope("ranks"):
                 self.extend(model, function.made)
+            outputs = function.made.outputs
+            lines_of = functools.partial(loss_gradients.lines_of_own, model)
+            script_gradients.warn_of_metrics(model, outputs, lines_of)
 
     def called(self, function, model):
         """A tensor: what ``function`` returns for the number of rows of the batch."""
@@ -70,6 +78,27 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
     @staticmethod
     def written(made, updates, weights):
         return variables_written([made.updates_op], weights)
+
+    lines_of_gradients = staticmethod(loss_gradients.lines_of_own)
+
+    @staticmethod
+    def waiting_for_others(made, outputs):
+        engine = loss_gradients.exchanging_engine(outputs)
+        return made if engine is None else _WaitingFunction(made, engine)
+
+
+class _WaitingFunction:
+    """A function of ``K.function`` in which ranks exchange gradients, which all of them call."""
+
+    def __init__(self, made, engine):
+        self.made, self.engine = made, engine
+
+    def __getattr__(self, name):
+        return getattr(self.made, name)
+
+    def __call__(self, *args, **kwargs):
+        with self.engine.waiting("for the others' gradients"):
+            return self.made(*args, **kwargs)
 
 
 class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFunction):
@@ -92,8 +121,13 @@ class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFuncti
 
 
 class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
-    share_tensor = None  # of the function made last
     begun = None  # the share of the step, where it is known before the graph runs
+    is_running = False  # a step is
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.number = next(_numbers)
+        self.losses = []  # type: list  # each TensorFlow1Loss that is in use
 
     def begin(self, function, inputs):
         if keras2.knows_divisors(function.made_for):
@@ -102,22 +136,47 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             self.check_loss(function, inputs)
         return inputs
 
+    def run(self, function, inputs):
+        self.is_running = True
+        try:
+            return super().run(function, inputs)
+        finally:
+            self.is_running = False
+
     @contextlib.contextmanager
     def making(self, model):
         """Within, the optimizer takes the gradients of all ranks."""
         name = f"{type(model.optimizer).__name__}.get_updates"
         self.engine.unexchanged[name] = None
 
-        def loss_of(*arguments):
+        def loss_of(loss, parameters):
             self.engine.unexchanged.pop(name, None)
-            return self.loss_of_all_ranks(model, *arguments)
+            with loss.graph.as_default(), self.engine.tf.name_scope("ranks"):
+                return self.loss_of_ranks(model, loss).mean(parameters)
 
-        with counting_in_order(model.optimizer, loss_of):
+        def check(updates):
+            script_gradients.refuse_updates(model, loss_gradients.lines_of_own(model, updates))
+
+        with counting_in_order(model.optimizer, loss_of, check=check):
             yield
 
-    def loss_of_all_ranks(self, model, loss, parameters):
-        """The mean of the loss over all ranks' rows, whose gradients are those of all ranks."""
-        tf, count = self.engine.tf, functools.partial(keras_model.count, model, training=True)
+    def loss_of_ranks(self, model, loss):
+        """Return the ``TensorFlow1Loss`` of a loss of the model's; it is made once."""
+        for known in self.losses:
+            if known.loss is loss:
+                return known
+        share = self.share_of_step(model)
+        made = loss_gradients.TensorFlow1Loss(self.engine, model, loss, share, self.number)
+        self.losses = [each for each in self.losses if each.loss is model.total_loss] + [made]
+        return made
+
+    def share_of_step(self, model):
+        """This rank's share of the rows of whatever the graph computes."""
+        tf = self.engine.tf
+
+        def count(rows):
+            if self.is_running:  # else it is no step
+                keras_model.count(model, rows, training=True)
 
         def share(rows):
             begun, self.begun = self.begun, None
@@ -126,20 +185,10 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
                 begun = self.engine.share(rows)
             return begun
 
-        with loss.graph.as_default(), tf.name_scope("ranks"):
+        with tf.name_scope("ranks"), tf.control_dependencies(None):
             if keras2.knows_divisors(model):
-                self.share_tensor = self.called(share, model)
-            else:
-                self.share_tensor = self.engine.share_in_graph(self.rows(model), count)
-            gradients = tf.gradients(loss, parameters)
-            pairs = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
-            means = self.engine.mean([g for _, g in pairs], self.share_tensor, "gradients")
-            zeros = [_zero(tf, p, mean, model.name) for mean, (p, _) in zip(means, pairs)]
-            # Exchanged by steps alone that use the loss itself, such as one whose rate it is.
-            (mean,) = self.engine.mean([loss], self.share_tensor, "loss")
-            return tf.add_n(
-                [tf.stop_gradient(mean)] + [tf.cast(zero, mean.dtype) for zero in zeros]
-            )
+                return self.called(share, model)
+            return self.engine.share_in_graph(self.rows(model), count)
 
     def extend(self, model, made):
         """Give state that a step sets (moving averages) its mean over all ranks."""
@@ -152,36 +201,24 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             return
         with tf.control_dependencies([made.updates_op]):
             values = [variable.read_value() for variable in state]
-            means = self.engine.mean(values, self.share_tensor, "state")
+            means = self.engine.mean(values, self.losses[-1].share, "state")
             assigned = [variable.assign(mean).op for variable, mean in zip(state, means)]
         made.updates_op = tf.group(*assigned)
 
 
-def _zero(tf, parameter, gradient, name):
-    """A scalar that is 0, and whose gradient with respect to a parameter is this one."""
+def watch_gradients():
+    """Have gradients of a model's loss be those of all ranks; others are marked from now on."""
+    loss_gradients.watch(_loss_of_ranks)
 
-    def once(mean):
-        def refuse(upstream):
-            raise errors.UnsupportedError(
-                f"The optimizer of {name!r} differentiates the gradients that it is given once "
-                "more. Ranks exchange first derivatives alone: such a step would use those of each "
-                "rank's own rows. Use an optimizer of first derivatives on several ranks."
-            )
 
-        return tf.identity(mean), refuse
-
-    def zero(value):
-        def times(upstream):
-            if isinstance(gradient, tf.IndexedSlices):
-                rows = tf.custom_gradient(once)(gradient.values)
-                rows *= tf.cast(upstream, rows.dtype)
-                return tf.IndexedSlices(rows, gradient.indices, gradient.dense_shape)
-            mean = tf.custom_gradient(once)(gradient)
-            return mean * tf.cast(upstream, mean.dtype)
-
-        return tf.zeros([], value.dtype), times
-
-    return tf.custom_gradient(zero)(parameter)
+def _loss_of_ranks(tensor):
+    """The loss of a model on this rank that a tensor is, or None."""
+    for model in own_functions.models():
+        maker = MakeTensorFlow1TrainFunction.of(model)
+        losses = [each.loss for each in maker.losses] + [getattr(model, "total_loss", None)]
+        if any(tensor is each for each in losses):
+            return maker.loss_of_ranks(model, tensor)
+    return None
 
 
 def _kinds():

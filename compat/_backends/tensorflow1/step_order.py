@@ -15,7 +15,12 @@ def counts_without_order(model):
 
 
 @contextlib.contextmanager
-def counting_in_order(optimizer, loss_of=lambda loss, params: loss, within=contextlib.ExitStack):
+def counting_in_order(
+    optimizer,
+    loss_of=lambda loss, params: loss,
+    within=contextlib.ExitStack,
+    check=lambda updates: None,
+):
     """Within, the training functions that Keras makes count as ``updates_in_order`` says.
 
     Yields a list of the losses for which the optimizer was asked.
@@ -23,13 +28,16 @@ def counting_in_order(optimizer, loss_of=lambda loss, params: loss, within=conte
     Arguments:
         loss_of: what the optimizer trains on, in place of Keras' loss of some parameters.
         within: a function that gives the context in which it does.
+        check: a function that is called with the optimizer's updates.
     """
     get_updates, asked = optimizer.get_updates, []
 
     def get_updates_in_order(loss, params):
         asked.append(loss)
         with within():
-            return updates_in_order(optimizer, get_updates, loss_of(loss, params), params)
+            updates = updates_in_order(optimizer, get_updates, loss_of(loss, params), params)
+        check(updates)
+        return updates
 
     # Not around all of it: a session that has run knows no new order (keras 2.3).
     with patching.replaced(optimizer, get_updates=get_updates_in_order):

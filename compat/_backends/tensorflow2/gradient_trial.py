@@ -92,13 +92,13 @@ def check(step, model, data):
     except Exception as error:  # of the step, whatever is wrong with such a batch
         problem = f"{type(error).__name__}: {_message(error)}"
         if not lines:
-            losses.warn_of_untried_step(model.name, _named(step.lines), problem)
+            losses.warn_of_untried_step(model.name, errors.at_lines(step.lines), problem)
             return
         errors.warn(
-            f"The train_step of {model.name!r} takes gradients{_at(lines)} where they are those of "
-            "this rank's samples alone. It could not be tried whether it uses them linearly: "
-            f"{problem}. If it clips them, for example, the ranks train to other numbers than one "
-            "process."
+            f"The train_step of {model.name!r} takes gradients{errors.at_lines(lines)} where they "
+            "are those of this rank's samples alone. It could not be tried whether it uses them "
+            f"linearly: {problem}. If it clips them, for example, the ranks train to other numbers "
+            "than one process."
         )
         return
     if not len(once) == len(again) == len(parts[0]) == len(parts[1]):
@@ -111,25 +111,17 @@ def check(step, model, data):
         if noise > limit * largest / 10 or off <= limit * largest:
             continue
         if not lines:
-            losses.warn_of_step(model.name, _named(step.lines), rows, off)
+            losses.warn_of_step(model.name, errors.at_lines(step.lines), rows, off)
             return
         raise errors.RankError(
-            f"The train_step of {model.name!r} takes gradients{_at(lines)} where they are "
-            "those of this rank's samples alone, and does not use them linearly (clipping, for "
+            f"The train_step of {model.name!r} takes gradients{errors.at_lines(lines)} where they "
+            "are those of this rank's samples alone, and does not use them linearly (clipping, for "
             f"example): of a batch of {rows} samples they differ by up to {off:.3g} from their "
             f"mean over its halves. The ranks would train to other numbers than one process. "
             "Call tf.GradientTape.gradient() for the model's weights outside of the blocks of "
             "all tapes, and outside of TensorFlow's loops: there it returns the mean over all "
             "ranks."
         )
-
-
-def _at(lines):
-    return " ({})".format("; ".join(_named(lines))) if any(lines) else ""
-
-
-def _named(lines):
-    return [line.strip(" ()") for line in lines if line]
 
 
 def _message(error):

@@ -220,15 +220,18 @@ class Theano(Backend):
 
         return mpi.launcher(job)
 
+    def join(self, place):
+        """Have gradients be marked that a script computes before ``parallelize()``."""
+        from . import ranks  # here for start-up time
+
+        ranks.watch_gradients()
+
     def distribute(self, model, place):
         """Install a rank's methods, see ``ranks``; NotInstalledError where mpi4py is missing."""
-        from ..._ranks import keras2
         from ..._ranks.engines import mpi  # these import numpy
         from . import ranks
 
-        kinds = ranks.MakeTheanoTrainFunction, keras2.MakeTestFunction
-        keras2.install(model, mpi.MPI.join(place), kinds)
-        return model
+        return ranks.distribute(model, mpi.MPI.join(place))
 
     # Reporting --------------------------------------------------------------------------------
 

@@ -7,74 +7,117 @@ with gradients (it clips them, for example) it does with the means, and it is th
 """
 
 import contextlib
+import functools
 
 from ... import _keras
-from ..._ranks import arrays, keras2, state
+from ..._ranks import keras2, own_functions, script_gradients, state
+from . import loss_gradients
 
 
 class MakeTheanoTrainFunction(keras2.MakeFunction):
-    step_share = 0.0  # of the step that runs
+    step_share = None  # of the step that runs
+    loss = None  # of the model, a TheanoLoss
 
     def run(self, function, inputs):
         self.step_share, inputs = self.share(function, inputs)
-        return function.made(inputs)
+        try:
+            return function.made(inputs)
+        finally:
+            self.step_share = None
+
+    @staticmethod
+    def lines_of_gradients(model, outputs):
+        return loss_gradients.lines_of_own(model, outputs, _losses())
+
+    def share_of(self, rows):
+        """This rank's share of the rows of all ranks, which run the same function."""
+        if self.step_share is not None:
+            return self.step_share
+        return rows / float(self.engine.sum([rows])[0])
+
+    def loss_of_ranks(self, model, loss):
+        """Return the ``TheanoLoss`` of the model's loss, which is made once."""
+        if self.loss is None or self.loss.loss is not loss:
+            self.loss = loss_gradients.TheanoLoss(self.engine, model, loss, self.share_of)
+        return self.loss
 
     @contextlib.contextmanager
     def making(self, model):
         """Within, gradients, and the model's state after a step, are means over all ranks."""
         from keras import backend as K
-        from theano.gradient import disconnected_grad
 
-        from .graph import computed_by  # imports theano
-
-        differentiate, make, update = K.gradients, K.function, model.optimizer.get_updates
+        make, update = K.function, model.optimizer.get_updates
         of_rows = _keras.states(model, "get_value") + state.tried(model)  # see keras2_state
         updates = [(v, new) for v, new in model.updates if v not in of_rows and "float" in v.dtype]
         # The values that a step gives to moving averages and the like.
         averages = [new for _, new in updates if "float" in new.dtype]
-        means = {}  # by what they are means of
-        known = {}  # type: dict  # by a loss of all ranks, gradients of this rank's by variable
-        last = K.constant(0.0)  # of the operation before, which ranks must not run after
-
-        def mean(_, *values):
-            kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
-            flat = arrays.flat(values, kind)
-            flat *= self.step_share
-            means = arrays.like(values, self.engine.sum_array(flat))
-            self.engine.count("gradients")
-            return means
-
-        def exchange(asked):
-            """Have an operation compute the means of these, and of state, that none does yet."""
-            nonlocal last
-            asked = [each for each in dict.fromkeys(asked + averages) if each not in means]
-            if asked:
-                values = [variable.transfer("cpu") for variable in asked]
-                made = computed_by(mean, [last] + values, values, lambda node, shapes: shapes[1:])
-                means.update(zip(asked, made))
-                last = made[0]
 
         def get_updates(loss, params):
             """The optimizer sees the mean of the loss, too, whose gradients are those of it."""
-            found = differentiate(loss, params)
-            exchange([loss] + found)
-            here = loss - disconnected_grad(loss)  # is 0
-            of_all = disconnected_grad(means[loss]) + here
-            known[of_all] = dict(zip(params, found))
-            return update(loss=of_all, params=params)
-
-        def gradients(loss, variables):
-            found = [known.get(loss, {}).get(variable) for variable in variables]
-            if None in found:
-                found = differentiate(loss, variables)
-                exchange(found)
-            return [means[gradient] for gradient in found]
+            loss = self.loss_of_ranks(model, loss)
+            loss.is_used = True
+            try:
+                updates = update(loss=loss.mean(params, averages), params=params)
+            finally:
+                loss.is_used = False
+            new = [each[1] if isinstance(each, tuple) else each for each in updates]
+            script_gradients.refuse_updates(model, self.lines_of_gradients(model, new))
+            return updates
 
         def function(inputs, outputs, updates=(), **options):
+            lines_of = functools.partial(self.lines_of_gradients, model)
+            script_gradients.warn_of_metrics(model, outputs, lines_of)
+            means = self.loss.means if self.loss is not None else {}
             updates = [(variable, means.get(new, new)) for variable, new in updates]
             return make(inputs, outputs, updates, **options)
 
         optimizer = model.optimizer
-        with self.replaced(model, K, gradients=gradients, function=function):
+        with self.replaced(model, K, function=function):
             with self.replaced(model, optimizer, get_updates=get_updates):
                 yield
+
+
+class MakeTheanoTestFunction(keras2.MakeTestFunction):
+    @contextlib.contextmanager
+    def making(self, model):
+        """Within, metrics are looked at."""
+        from keras import backend as K
+
+        make = K.function
+        lines_of = functools.partial(MakeTheanoTrainFunction.lines_of_gradients, model)
+
+        def function(inputs, outputs, *args, **options):
+            script_gradients.warn_of_metrics(model, outputs, lines_of)
+            return make(inputs, outputs, *args, **options)
+
+        with self.replaced(model, K, function=function):
+            yield
+
+
+def distribute(model, engine):
+    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
+    keras2.install(model, engine, (MakeTheanoTrainFunction, MakeTheanoTestFunction))
+    watch_gradients()
+    return model
+
+
+def watch_gradients():
+    """Have gradients of a model's loss be those of all ranks; others are marked from now on."""
+    loss_gradients.watch(_loss_of, _losses)
+
+
+def _losses():
+    """The ``TheanoLoss`` of the models of the ranks."""
+    makers = map(MakeTheanoTrainFunction.of, own_functions.models())
+    return [maker.loss for maker in makers if maker.loss is not None]
+
+
+def _loss_of(cost):
+    """The ``TheanoLoss`` that exchanges the gradients of a cost, or None."""
+    for loss in _losses():
+        if loss.is_used:
+            return loss
+    for model in own_functions.models():
+        if cost is getattr(model, "total_loss", None):
+            return MakeTheanoTrainFunction.of(model).loss_of_ranks(model, cost)
+    return None

@@ -5,7 +5,7 @@ import pytest
 
 from compat.testing import slow
 
-from .. import rank_decisions, rank_state, ranks
+from .. import rank_decisions, rank_gradients, rank_state, ranks
 from ..exchanges import RankedParts
 
 
@@ -103,6 +103,47 @@ lstm = keras.layers.LSTM(
     kernel_initializer="ones", recurrent_initializer="ones",
 )
 trained("stateful", [lstm, dense(1)], "adam", *compat.shard((sequences, y[:16]), BATCH))
+"""
+
+# Optimizers that look at gradients, and keep their norms.
+LOOKING = """
+class ByNorm(keras.optimizers.Adam):
+    "Clips each gradient by its norm."
+
+    def update(self, index, weight, grad, state):
+        norm = float(grad.norm().asscalar())
+        norms.append(norm)
+        grad = grad * min(1.0, 0.05 / norm)
+        super(ByNorm, self).update(index, weight, grad, state)
+
+
+class Adaptive(keras.optimizers.Adam):
+    "Clips by the norm of the weights."
+
+    def update(self, index, weight, grad, state):
+        norm, limit = float(grad.norm().asscalar()), 0.05 * float(weight.norm().asscalar())
+        norms.append(norm)
+        grad = grad * min(1.0, limit / norm)
+        super(Adaptive, self).update(index, weight, grad, state)
+
+
+def taken():
+    model = keras.models.Sequential([dense(1, input_shape=(6,))])
+    compat.parallelize(model).compile("sgd", "mse")
+    keras.backend.gradients(model.total_loss, model.trainable_weights)
+
+
+for name, kind in (("by_norm", ByNorm), ("adaptive", Adaptive)):
+    norms = []
+    layers = [dense(4, activation="tanh", input_shape=(6,)), dense(1)]
+    model = compat.parallelize(keras.models.Sequential(layers, name=name))
+    model.compile(kind(0.01), "mse")
+    model.fit(inputs, targets, rows, epochs=2, shuffle=False, verbose=0)
+    weights[name] = model.get_weights() + [np.array(norms)]
+try:
+    taken()
+except NotImplementedError as error:
+    said["taken"] = str(error)
 """
 
 ITERATORS = """
@@ -232,6 +273,16 @@ def test_losses_are_those_of_all_rows_and_what_cannot_be_is_told(jobs):
     ranks.check_losses(jobs)
     ranks.check_own_losses(jobs)
     ranks.check_drift(jobs)
+
+
+def test_what_optimizers_make_of_gradients_is_of_all_ranks(tmp_path):
+    """On 2 and 3 ranks: they clip, and keep norms. keras-mxnet has no other gradients."""
+    programs = {"optimizers": LOOKING}
+    jobs = [ranks.run_all(programs, tmp_path, size, "mxnet") for size in (1, 2, 3)]
+    for job in jobs:  # norms of each step
+        assert all(len(arrays["by_norm-4"]) == 4 * 6 for arrays in job["optimizers"][0])
+    refused = "MXNet Backend: Gradients operator is not supported yet."
+    assert rank_gradients.check_optimizers(jobs) == [{"taken": refused}] * 5
 
 
 @pytest.mark.row("ranks: Horovod")

@@ -161,6 +161,16 @@ def test_what_optimizers_make_of_gradients_is_of_all_ranks(jobs, tmp_path):
     assert said == [{"curved": rank_gradients.CURVED}] * 5
 
 
+def test_gradients_of_the_loss_are_of_all_ranks_wherever_they_are_taken(tmp_path):
+    """In metrics and in functions of the script; where they are not, that is reported."""
+    rank_gradients.check_taken(tmp_path)
+
+
+@span
+def test_gradients_of_all_ranks_on_one_rank_alone_are_an_error(tmp_path):
+    rank_gradients.check_taken_alone(tmp_path)
+
+
 def test_functions_of_a_script_that_train_a_model_are_refused(jobs):
     around = "K.function()" if KERAS else "SGD.apply_gradients()"
     for said in ranks.check_same(jobs, "own"):

@@ -29,6 +29,7 @@ os.environ.setdefault(
 @pytest.mark.row("ranks: MPI")
 class TestTheanoRanks(RankedParts):
     backend = "theano"
+    exempt_hooks = {"theano.grad": "Keras calls theano.tensor.grad, which is the same function"}
     exchanges = (20, 6)  # each is two of MPI's: what ranks come for, and what they exchange
 
 
@@ -58,6 +59,16 @@ def test_a_train_function_of_another_librarys_is_told(jobs):
 def test_what_optimizers_make_of_gradients_is_of_all_ranks(jobs):
     """They clip, normalise, or look at the loss."""
     rank_gradients.check_optimizers(jobs)
+
+
+def test_gradients_of_the_loss_are_of_all_ranks_wherever_they_are_taken(tmp_path):
+    """In metrics and in functions of the script; where they are not, that is reported."""
+    rank_gradients.check_taken(tmp_path, "theano")
+
+
+@slow
+def test_gradients_of_all_ranks_on_one_rank_alone_are_an_error(tmp_path):
+    rank_gradients.check_taken_alone(tmp_path, "theano")
 
 
 def test_functions_of_a_script_that_train_a_model_are_refused(jobs):
