@@ -35,9 +35,9 @@ def install(model, engine, kinds):
         _keras.InnerModel.have_prepared(
             model, lambda maker: ranked_methods.install(maker, engine, kinds)
         )
+        own_functions.watch(model, kinds[0])
     keras_model.install(model, engine)
     RankedFit.of(model).divides = _divides
-    own_functions.watch(model, kinds[0])
 
 
 class MakeFunction(RankedMethod):

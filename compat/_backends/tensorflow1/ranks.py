@@ -32,8 +32,8 @@ def distribute(model, place):
             "Remove that call, or use TensorFlow 2.",
         )
     warn_of_reference_variables(model)
-    keras2.install(model, engine, _KINDS)
     watch_gradients()
+    keras2.install(model, engine, _KINDS)
     own_functions.watch_optimizers(
         [engine.tf.train.Optimizer, _keras.keras_of(model).optimizers.Optimizer]
     )

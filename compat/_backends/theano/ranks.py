@@ -96,8 +96,8 @@ class MakeTheanoTestFunction(keras2.MakeTestFunction):
 
 def distribute(model, engine):
     """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
-    keras2.install(model, engine, (MakeTheanoTrainFunction, MakeTheanoTestFunction))
     watch_gradients()
+    keras2.install(model, engine, (MakeTheanoTrainFunction, MakeTheanoTestFunction))
     return model
 
 
