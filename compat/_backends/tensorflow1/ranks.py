@@ -146,7 +146,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
     @contextlib.contextmanager
     def making(self, model):
         """Within, the optimizer takes the gradients of all ranks."""
-        name = f"{type(model.optimizer).__name__}.get_updates"
+        name, before = f"{type(model.optimizer).__name__}.get_updates", vars(model)[self.function]
         self.engine.unexchanged[name] = None
 
         def loss_of(loss, parameters):
@@ -159,6 +159,8 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
 
         with counting_in_order(model.optimizer, loss_of, check=check):
             yield
+        if vars(model)[self.function] is not before and name in self.engine.unexchanged:
+            self.engine.unreached[name] = None  # gradients are exchanged, but not the loss
 
     def loss_of_ranks(self, model, loss):
         """Return the ``TensorFlow1Loss`` of a loss of the model's; it is made once."""
