@@ -274,6 +274,7 @@ OF_ONE_BACKEND = {
     "theano.flags": "THEANO_FLAGS and .theanorc, as Theano reads them before its import",
     "theano.function_copies": "simulated devices run copies of one compiled function",
     "theano.gpu_start": "Theano only logs that a GPU did not come up",
+    "theano.loss_gradients": "on ranks, scripts differentiate the loss of a graph",
     "theano.replicated_function": "Keras calls functions that K.function makes",
     "theano.sizes": "sizes are inferred by infer_shape, without compiling",
     "theano.theanorc": "persist=True writes it",
