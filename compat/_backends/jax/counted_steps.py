@@ -2,7 +2,7 @@
 
 import threading
 
-from ..._rows import split_rows
+from ..._rows.splitting import unsplit
 from ..._runtime import patching
 
 
@@ -70,7 +70,7 @@ class _Counting(patching.InstanceMethod):
             if runs_programs(model):
                 split.update(found)  # a program is traced once, also for functions made later
                 found = split
-            if not split_rows.runs_undivided():
+            if not unsplit.here():
                 for batch in batches(data):
                     self.replicated.count_step(batch, found, kind == "train")
             return results

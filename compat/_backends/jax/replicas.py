@@ -10,7 +10,7 @@ import numpy as np
 
 from ... import _keras, _rows, errors
 from ..._keras import steps
-from ..._rows import split_rows
+from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from . import arguments, counted_steps, sort_derivative
 from .configuration import device_name
@@ -122,7 +122,7 @@ class ReplicatedCall(patching.InstanceMethod):
         args, kwargs = arguments.mapped(arguments.as_array, (args, kwargs))
         batch = next(filter(arguments.has_rows, arguments.leaves((args, kwargs))), None)
         # Not where a model is exported: a batch of unknown size names no machine's devices.
-        if batch is None or split_rows.runs_undivided() or not isinstance(batch.shape[0], int):
+        if batch is None or unsplit.here() or not isinstance(batch.shape[0], int):
             return call(*args, **kwargs)
         rows = batch.shape[0]
         if not arguments.is_staged(batch):
@@ -133,7 +133,7 @@ class ReplicatedCall(patching.InstanceMethod):
             if not self.running.steps:  # which count
                 self.count(rows, self.divides(rows), False)
         args, kwargs = self.shard((args, kwargs), rows)
-        with split_rows.undivided():
+        with unsplit:
             outputs = call(*args, **kwargs)
         return self.replicate_uneven(self.shard(outputs, rows), rows)
 
@@ -199,7 +199,7 @@ class ReplicatedStep(patching.InstanceMethod):
     def invoke(self, model, state, data):
         data = arguments.mapped(arguments.as_array, data)
         batch = next(filter(arguments.has_rows, arguments.leaves(data)), None)
-        if batch is None or split_rows.runs_undivided():
+        if batch is None or unsplit.here():
             return self.plain(model)(state, data)
         replicated, rows = ReplicatedCall.of(model), batch.shape[0]
         results = self.plain(model)(state, replicated.shard(data, rows))

@@ -4,7 +4,7 @@ import mxnet as mx
 from keras.backend import mxnet_backend as K
 
 from ... import _rows
-from ..._rows import split_rows
+from ..._rows import splitting
 from ..._runtime import work
 from . import partition
 from .executors import bound
@@ -97,14 +97,14 @@ class Phase:
         self.bodies, self.filled, self.head = [], [], None  # give their memory back first
         self.shapes = None  # until all is made, if that is not interrupted
         rows, count = inputs[0].shape[0], len(self.contexts)
-        self.sizes = split_rows.sizes(rows, count)
+        self.sizes = splitting.sizes(rows, count)
         for replica, (context, held) in enumerate(zip(self.contexts, self.arrays)):
             # An executor with a row, whose results are not used, where the shard is empty.
             shard = {name: (self.sizes[replica] or 1,) + shapes[name][1:] for name in self.sharded}
             body = bound(self.body, context, shard, {}, held, self.trained, self.sparse)
             self.bodies.append(body)
             if self.sizes[replica]:
-                self.filled.append((body, slice(*split_rows.bounds(rows, count, replica))))
+                self.filled.append((body, slice(*splitting.bounds(rows, count, replica))))
         if self.head_symbol is not None:
             cut = dict(zip(self.cuts, self.bodies[0].outputs))
             whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in cut.items()}

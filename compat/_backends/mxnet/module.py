@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 
 from ... import _rows, errors
-from ..._rows import split_rows
+from ..._rows import splitting
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod, replaced
 from .graph import Graph
@@ -102,7 +102,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
 
     @property
     def sizes(self):
-        sizes = split_rows.sizes(self.batch_size, len(self.contexts))
+        sizes = splitting.sizes(self.batch_size, len(self.contexts))
         return work.undivided(sizes, self.batch_size) if self.is_monitored else sizes
 
     def decide_slices(self, data_shapes):

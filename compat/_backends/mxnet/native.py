@@ -4,7 +4,8 @@ import mxnet as mx
 
 from ... import _rows, errors
 from ..._configuration import settings
-from ..._rows import split_rows
+from ..._rows import splitting
+from ..._rows.splitting import unsplit
 from ..._runtime import work
 from . import merging, state
 from .arguments import Arguments
@@ -73,7 +74,7 @@ class ReplicatedForward(ReplicatedCall):
         try:
             return self.replicas.forward(args)
         except BaseException:
-            if not split_rows.runs_undivided():
+            if not unsplit.here():
                 WatchedBlock.abandon()
             raise
 
@@ -152,7 +153,7 @@ class BlockReplicas(Replicas):
 
     def forward(self, args):
         arrays = list(leaves(args))
-        if not arrays or not arrays[0].shape or split_rows.runs_undivided():
+        if not arrays or not arrays[0].shape or unsplit.here():
             # Symbols, too: the block is being exported.
             return self.plain(args)
         with self._calling:
@@ -183,7 +184,7 @@ class BlockReplicas(Replicas):
         )
         array = next(leaves(args))
         work.count([str(context_of(array))], [array.shape[0]], mx.autograd.is_training())
-        with split_rows.undivided():
+        with unsplit:
             return self.plain(args)
 
     def _check_contexts(self, arrays):
@@ -211,7 +212,7 @@ class BlockReplicas(Replicas):
         Arguments:
             rows: takes a replica's part out of an array that is split.
         """
-        with split_rows.undivided(), context:
+        with unsplit, context:
             return self.plain(self.arguments.shard(args, rows, context))
 
     def run(self, args):
@@ -222,7 +223,7 @@ class BlockReplicas(Replicas):
             return self._run_whole(args)
         self._unite_statistics()
         rows, count = next(leaves(args)).shape[0], len(self.contexts)
-        all_sizes = split_rows.sizes(rows, count)
+        all_sizes = splitting.sizes(rows, count)
         replicas = [i for i, size in enumerate(all_sizes) if size]
         sizes = [all_sizes[i] for i in replicas]
         copies, effects, results, changes = self.copies, self.effects, [], []
@@ -234,7 +235,7 @@ class BlockReplicas(Replicas):
         across = _rows.Across(None, why="unknown")  # unless it all works out
         try:
             for i in replicas:
-                part = slice(*split_rows.run_bounds(rows, count, i))
+                part = slice(*splitting.run_bounds(rows, count, i))
                 with copies.replica(i):
                     results.append(self.written(self.contexts[i], args, lambda a: a[part]))  # noqa: B023
                 changes.append(effects.taken())

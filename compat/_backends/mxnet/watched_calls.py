@@ -8,7 +8,7 @@ import threading
 
 import mxnet as mx
 
-from ..._rows import split_rows
+from ..._rows.splitting import unsplit
 from ..._runtime import patching
 
 
@@ -37,7 +37,7 @@ class WatchedBlock:
             )
 
     def begin(self, block, args):
-        if split_rows.runs_undivided() or isinstance(args[0] if args else None, mx.sym.Symbol):
+        if unsplit.here() or isinstance(args[0] if args else None, mx.sym.Symbol):
             return  # within another block; or it is being exported
         kind = "train" if mx.autograd.is_training() else "predict"
         self.abandon()
@@ -46,7 +46,7 @@ class WatchedBlock:
         step.__enter__()
 
     def end(self, block, args, result):
-        if not split_rows.runs_undivided():
+        if not unsplit.here():
             self._close(None, None, None)
 
     @classmethod

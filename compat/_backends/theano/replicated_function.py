@@ -25,7 +25,7 @@ import theano
 from theano.gof import graph
 
 from ... import _keras, _rows, errors
-from ..._rows import split_rows
+from ..._rows import splitting
 from ..._runtime import progress, work
 from ..._runtime.patching import replaced
 from . import compilation, custom_gradients, function_copies, merging, trial
@@ -95,7 +95,7 @@ class ReplicatedFunction:
         given = {state: state.get_value(borrow=True) for state in states}  # for each row one
         given.update(zip(self.inputs, inputs))
         self._prepare(given, rows)
-        bounds = [split_rows.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
+        bounds = [splitting.run_bounds(rows, len(devices), i) for i in range(len(self.forward))]
         shards = [self.given_to_body(given, slice(*each)) for each in bounds]
         for device in devices[: len(self.forward)]:
             device.take_weights()
@@ -105,7 +105,7 @@ class ReplicatedFunction:
             self.compute_on_one(given)
             self._run_whole()
             return self._call(inputs)
-        count, sizes = len(self.cuts), split_rows.sizes(rows, len(devices))
+        count, sizes = len(self.cuts), splitting.sizes(rows, len(devices))
         # For each cut what the devices have computed.
         parts = list(zip(*[map(np.asarray, values[:count]) for values in computed]))
         handed_over = [s + values[count:] for s, values in zip(shards, computed)]

@@ -9,7 +9,7 @@ import contextlib
 import torch
 
 from ... import _verification
-from ..._rows import split_rows
+from ..._rows.splitting import unsplit
 from ..._verification import keras_steps
 from . import profiler
 from .arguments import CallArguments, first_batch
@@ -99,7 +99,7 @@ class _ModuleCall(RandomStep, _StepOfModule):
     def on_one_device(self):
         # What the caller differentiates has kept the buffers, whose values come back.
         kept = torch.autograd._unsafe_preserve_version_counter(tuple(self.module.buffers()))
-        with kept, split_rows.undivided():
+        with kept, unsplit:
             return self._again(self._named)
 
     def _again(self, named):
@@ -147,7 +147,7 @@ class _ModuleCall(RandomStep, _StepOfModule):
     def outputs(self, undivided):
         with contextlib.ExitStack() as afterwards, torch.no_grad():
             if undivided:
-                afterwards.enter_context(split_rows.undivided())
+                afterwards.enter_context(unsplit)
             for part in self.module.modules():
                 afterwards.callback(setattr, part, "training", part.training)
             self.module.eval()  # which may be the user's own

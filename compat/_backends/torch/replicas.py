@@ -15,7 +15,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ... import _keras, _rows, errors
-from ..._rows import split_rows
+from ..._rows import splitting
+from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from . import executions, kept_rows, linked_values, profiler, tracing
 from .arguments import (
@@ -69,7 +70,7 @@ class Replicas:
 class ReplicatedCall(patching.InstanceMethod):
     """A method of a model that runs on several devices.
 
-    Replica i computes the rows ``split_rows.run_bounds`` gives it, on its device, one after the
+    Replica i computes the rows ``splitting.run_bounds`` gives it, on its device, one after the
     other: work on GPUs is queued, so that they compute at the same time, and autograd runs the
     backward pass of each device in a thread of its own.
 
@@ -93,7 +94,7 @@ class ReplicatedCall(patching.InstanceMethod):
 
     @torch.compiler.disable  # what it makes of a model around a parallelized one stops here
     def invoke(self, model, *args, **kwargs):
-        if split_rows.runs_undivided():
+        if unsplit.here():
             return self.plain(model)(*args, **kwargs)
         arguments = CallArguments(args, kwargs, self.converter(model))
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
@@ -161,7 +162,7 @@ class ReplicatedCall(patching.InstanceMethod):
         """
         home = self.home(model, arguments)
         leaves = [shard_on(home, None, None, leaf) for leaf in arguments.leaves]
-        with split_rows.undivided(), arguments.given(leaves) as (args, kwargs):
+        with unsplit, arguments.given(leaves) as (args, kwargs):
             result = self.plain(model)(*args, **kwargs)
             found, unflatten, _ = flatten(arguments.changed())
         # It may change the caller's containers.
@@ -193,7 +194,7 @@ class ReplicatedCall(patching.InstanceMethod):
         effects = self.reach(model).effects
         effects.note()
         count = self.replica_count(model, rows)
-        return self.kept_rows.found(effects, rows, split_rows.sizes(rows, count))
+        return self.kept_rows.found(effects, rows, splitting.sizes(rows, count))
 
     def check_kept(self, model, layout):
         """Raise ``CutOtherwise`` where a call has shown more of that."""
@@ -246,7 +247,7 @@ class ReplicatedCall(patching.InstanceMethod):
         for index, name in enumerate(self.devices[:count]):
             # On the CPU "cpu:1" is a name only.
             device = torch.device("cpu" if name.startswith("cpu") else name)
-            rows, copy = range(*split_rows.run_bounds(layout.rows, count, index)), index > 0
+            rows, copy = range(*splitting.run_bounds(layout.rows, count, index)), index > 0
             mark = torch.profiler.record_function(profiler.REPLICA + name)
             with executions.recorded(self.devices[:count]), mark:
                 outcome = self.replica(
@@ -286,7 +287,7 @@ class ReplicatedCall(patching.InstanceMethod):
         with arguments.given(leaves) as (args, kwargs):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
-            with split_rows.undivided(), eager:
+            with unsplit, eager:
                 try:
                     plain = self.plain(model)
                     result, values, buffers = replicas.run(
@@ -315,7 +316,7 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def merge(self, model, replicas, arguments, layout, plan, outcomes):
         """Set state and losses, and return the result."""
-        all_sizes = split_rows.sizes(layout.rows, len(outcomes))
+        all_sizes = splitting.sizes(layout.rows, len(outcomes))
         counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
         first, sizes = counted[0], list(filter(None, all_sizes))
         if any(list(outcome.values) != list(first.values) for outcome in counted):
@@ -411,7 +412,7 @@ class ReplicatedCall(patching.InstanceMethod):
                         lines.append(str(first.across))
         if doubtful:
             count = len(outcomes)
-            parts = [range(*split_rows.bounds(layout.rows, count, i)) for i in range(count)]
+            parts = [range(*splitting.bounds(layout.rows, count, i)) for i in range(count)]
             try:
                 trial = self.trial(model, arguments, layout, parts)
                 prove(trial, plan.rules, replicas.before, home)

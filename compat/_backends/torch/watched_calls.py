@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-from ..._rows import split_rows
+from ..._rows.splitting import unsplit
 from . import tracing
 
 
@@ -55,7 +55,7 @@ class WatchedCalls:
             )
 
     def begin(self, module, args):
-        if split_rows.runs_undivided() or tracing.is_traced():
+        if unsplit.here() or tracing.is_traced():
             return
         self.close((GeneratorExit, GeneratorExit(), None))  # an interruption has left it
         kind = "train" if module.training and torch.is_grad_enabled() else "predict"
@@ -64,7 +64,7 @@ class WatchedCalls:
         step.__enter__()
 
     def end(self, module, args, result):
-        if split_rows.runs_undivided() or tracing.is_traced():
+        if unsplit.here() or tracing.is_traced():
             return
         raised = sys.exc_info()
         self.close((None, None, None) if raised[1] is self.running.raised else raised)

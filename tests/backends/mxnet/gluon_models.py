@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat._rows import split_rows
+from compat._rows import splitting
 
 from ..messages import told
 
@@ -107,7 +107,7 @@ class Unfollowed(list):
 
 def shards_of(inputs):
     """The rows that each replica has, if any."""
-    parts = [inputs[slice(*split_rows.bounds(len(inputs), 3, i))] for i in range(3)]
+    parts = [inputs[slice(*splitting.bounds(len(inputs), 3, i))] for i in range(3)]
     return [part for part in parts if len(part)]
 
 

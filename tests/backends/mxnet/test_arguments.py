@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat._rows import split_rows
+from compat._rows import splitting
 
 from .gluon_models import DEVICES, Unfollowed, array, block_of, data, difference, whole
 from .gluon_models import mx as mx  # the fixture
@@ -40,7 +40,7 @@ def test_shards_are_those_of_every_backend(mx, rows):
         assert str(twice.context) == "cpu(0)"
         expected = [
             (device, size, device, (7, 9))
-            for device, size in zip(DEVICES, split_rows.sizes(rows, 3))
+            for device, size in zip(DEVICES, splitting.sizes(rows, 3))
             if size
         ]
         assert seen == expected

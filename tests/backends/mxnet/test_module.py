@@ -6,7 +6,7 @@ import pytest
 import compat
 from compat._backends.mxnet.profiler import products as placement
 from compat._configuration import registry
-from compat._rows import split_rows
+from compat._rows import splitting
 from compat.testing import in_span, span
 
 from ..messages import refusal, told
@@ -174,7 +174,7 @@ def test_gradients_given_from_outside(mx):
 def test_each_context_computes_its_shard_forward_and_backward(mx):
     module = optimised(bound(mx, 61))
     step(mx, module, 61)
-    assert [e.outputs[0].shape[0] for e in module._exec_group.execs] == split_rows.sizes(61, 3)
+    assert [e.outputs[0].shape[0] for e in module._exec_group.execs] == splitting.sizes(61, 3)
     placed = placement(lambda: step(mx, module, 61))
     assert placed == {device: (2, 2) for device in DEVICES}
     assert placement(lambda: step(mx, module, 2)) == {d: (2, 2) for d in DEVICES[1:]}

@@ -9,7 +9,7 @@ import compat
 from compat import _verification
 from compat._backends.mxnet import merging
 from compat._configuration import registry
-from compat._rows import split_rows
+from compat._rows import splitting
 from compat._runtime.process import process
 from compat.testing import in_span, span
 
@@ -151,9 +151,9 @@ def test_wrong_gradient_is_found(mx, monkeypatch):
     """Of a replica that got other rows than it has to keep; and of one whose gradient is lost."""
     net = compat.parallelize(initialise(mx, dense(mx)))
     verified(net)
-    bounds = split_rows.run_bounds
+    bounds = splitting.run_bounds
     with monkeypatch.context() as patch:
-        patch.setattr(split_rows, "run_bounds", lambda rows, n, i: bounds(rows, n, min(i, 1)))
+        patch.setattr(splitting, "run_bounds", lambda rows, n, i: bounds(rows, n, min(i, 1)))
         with pytest.raises(compat.ResultsDifferError, match="output 1"):
             train(mx, net, trainer(mx, net), (12,))
     verified(net)
