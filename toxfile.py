@@ -42,7 +42,10 @@ def tox_add_core_config(core_conf, state):
 
 
 def _answers(python):
-    """Whether there is such an interpreter; a shim of pyenv's can be there without one."""
+    """Return whether there is such an interpreter.
+
+    A shim of pyenv's can be there without one.
+    """
     try:
         return subprocess.run([python, "-c", ""], stderr=subprocess.DEVNULL).returncode == 0
     except OSError:
@@ -96,7 +99,7 @@ def tox_before_run_commands(tox_env):
 
 
 def _failure(outcome):
-    """A command, its exit status, and what it said last, or first where it has crashed."""
+    """Return a command, its exit status, and what it said last, or first where it has crashed."""
     said = (outcome.out + outcome.err).splitlines()
     crash = [n for n, line in enumerate(said) if line.startswith("Fatal Python error")]
     shown = said[crash[0] :][:8] if crash else said[-8:]

@@ -41,7 +41,7 @@ class Job:
 
 
 def own_place() -> "Optional[Place]":
-    """This process's place among the ranks, or None where it is alone.
+    """Return this process's place among the ranks, or None where it is alone.
 
     Raises:
         RankError: as ``launchers.launched``.
@@ -52,14 +52,14 @@ def own_place() -> "Optional[Place]":
 
 
 def evaluator() -> "Optional[Place]":
-    """The place of a process that evaluates what ranks have saved, and is none of them, or None."""
+    """Return the place of the process that evaluates what ranks have saved, or None."""
     from . import tf_config  # for start-up time
 
     return tf_config.evaluator_in(os.environ)
 
 
 def _place_in_group():
-    """The place in the process group of torch.distributed that the script made, if any."""
+    """Return the place in the process group of torch.distributed that the script made, if any."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None
@@ -109,12 +109,15 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
 
 
 def host_address(host: str) -> str:
-    """What other machines know a host of ``parse_hosts`` by: without the user who logs in."""
+    """Return what other machines know a host of ``parse_hosts`` by.
+
+    Without the user who logs in.
+    """
     return host.rpartition("@")[2]
 
 
 def fill_hosts(text: str, size: "Optional[int]") -> "Tuple[int, str]":
-    """The number of ranks, and the machines that ``size`` ranks fill, one after the other. Pure.
+    """Return the number of ranks, and the machines that ``size`` ranks fill in turn. Pure.
 
     Arguments:
         text: as for ``parse_hosts``.
@@ -143,7 +146,9 @@ def fill_hosts(text: str, size: "Optional[int]") -> "Tuple[int, str]":
 
 
 def rank() -> int:
-    """The number of this process among all that train together, from 0; 0 where it is alone.
+    """Return the number of this process among all that train together, from 0.
+
+    0 where it is alone.
 
     -1 in the evaluator of ``TF_CONFIG``, which is none of them.
 
@@ -156,7 +161,9 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes train together; 1 where this one is alone.
+    """Return how many processes train together.
+
+    1 where this one is alone.
 
     Raises:
         RankError: as ``rank()``.
@@ -165,7 +172,9 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """The number of this process among those on its machine, from 0: that of its device.
+    """Return the number of this process among those on its machine, from 0.
+
+    That of its device.
 
     Raises:
         RankError: as ``rank()``.
@@ -174,7 +183,9 @@ def local_rank() -> int:
 
 
 def is_chief() -> bool:
-    """Whether this is rank 0, which prints and saves; True where the process is alone.
+    """Return whether this is rank 0, which prints and saves.
+
+    True where the process is alone.
 
     Raises:
         RankError: as ``rank()``.
@@ -183,7 +194,9 @@ def is_chief() -> bool:
 
 
 def local_batch_size(batch_size: int) -> int:
-    """This rank's part of a batch of all ranks: the ``batch_size`` to fit with.
+    """Return this rank's part of a batch of all ranks.
+
+    The ``batch_size`` to fit with.
 
     This gives the numbers of one process with that batch size, and keeps its learning rate::
 
@@ -202,7 +215,9 @@ def local_batch_size(batch_size: int) -> int:
 
 
 def scaled_learning_rate(learning_rate: float) -> float:
-    """The learning rate times the number of ranks: for ranks that each keep the old batch size.
+    """Return the learning rate times the number of ranks.
+
+    For ranks that each keep the old batch size.
 
     N ranks with batches of 64 rows make batches of N * 64; the "linear scaling rule" (Goyal et
     al., "Accurate, Large Minibatch SGD", 2017) then uses N times the learning rate, after some
@@ -215,7 +230,9 @@ def scaled_learning_rate(learning_rate: float) -> float:
 
 
 def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
-    """This rank's part of the data; the very same data where the process is alone.
+    """Return this rank's part of the data.
+
+    The very same data where the process is alone.
 
     Every rank gets the same number of batches, since ranks with more than others would wait for
     them. A remainder of fewer rows than there are ranks is left out on all ranks, with a warning.

@@ -85,7 +85,7 @@ def _warning_before(adapt):
 
 
 def _found(data):
-    """A phrase for data that are this rank's part, or None."""
+    """Return a phrase for data that are this rank's part, or None."""
     if arrays.part_in(data) is not None or loaders.is_part(data) or datasets.is_part(data):
         return "what shard() has returned"
     given = datasets.arrays_in(data) if datasets.takes(data) else [data]

@@ -24,7 +24,7 @@ of_generators = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary
 
 
 def shard(place, data, batch_size=None):
-    """This rank's rows of arrays, as ``compat.shard()`` has it."""
+    """Return this rank's rows of arrays, as ``compat.shard()`` has it."""
     rows = number_of_rows(data)
     rows -= left_out(place, rows, batch_size or place.size)
     size = batch_size or rows
@@ -33,7 +33,9 @@ def shard(place, data, batch_size=None):
 
 
 def left_out(place, count, batch_size, what="rows"):
-    """How many rows at the end no rank gets, with a warning: they are too few for one on each.
+    """Return how many rows at the end no rank gets, with a warning.
+
+    They are too few for one on each.
 
     Raises:
         InvalidArgumentError: there are no more than that.
@@ -51,7 +53,7 @@ def left_out(place, count, batch_size, what="rows"):
 
 
 def parts_of(data):
-    """The arrays in a structure."""
+    """Yield the arrays in a structure."""
     if isinstance(data, (tuple, list, dict)):
         for part in data.values() if isinstance(data, dict) else data:
             yield from parts_of(part)
@@ -60,7 +62,7 @@ def parts_of(data):
 
 
 def number_of_rows(data):
-    """The rows of all arrays in a structure.
+    """Return the rows of all arrays in a structure.
 
     Raises:
         InvalidArgumentError: they have different numbers of rows, or there is none.
@@ -88,7 +90,7 @@ def number_of_rows(data):
 
 
 def rows_of(data, ranges):
-    """The same structure, with these runs of rows, (start, stop), of each array."""
+    """Return the same structure, with these runs of rows, (start, stop), of each array."""
     if isinstance(data, dict):
         return type(data)((key, rows_of(part, ranges)) for key, part in data.items())
     if isinstance(data, (tuple, list)):
@@ -103,12 +105,15 @@ def rows_of(data, ranges):
 
 
 def flat(arrays, dtype):
-    """All numbers of numpy arrays, one after the other."""
+    """Return all numbers of numpy arrays, one after the other."""
     return np.concatenate([np.zeros(0, dtype)] + [np.ravel(a).astype(dtype) for a in arrays])
 
 
 def like(arrays, numbers):
-    """The opposite: arrays of the shapes and types of these. Also of JAX's."""
+    """Return the opposite: arrays of the shapes and types of these.
+
+    Also of JAX's.
+    """
     ends = itertools.accumulate(array.size for array in arrays)
     return [
         numbers[end - array.size : end].reshape(array.shape).astype(array.dtype, copy=False)
@@ -120,7 +125,7 @@ def like(arrays, numbers):
 
 
 def part_of_batch(place, batch, batch_size=None):
-    """This rank's rows of a batch of all ranks, or None where it has fewer rows than ranks.
+    """Return this rank's rows of a batch of all ranks, or None where it has fewer rows than ranks.
 
     Arguments:
         batch_size: what ``shard()`` was given, or None.
@@ -146,7 +151,9 @@ def warn_of_few(rows, place):
 
 
 def checksum(data, sampled=16, value=0):
-    """A checksum of about so many rows of each array, spread evenly; of all where they are fewer.
+    """Return a checksum of about so many rows of each array, spread evenly.
+
+    Of all where they are fewer.
 
     Arguments:
         value: the checksum of what came before.
@@ -159,7 +166,10 @@ def checksum(data, sampled=16, value=0):
 
 
 def to_numpy(array):
-    """An array of any framework's as numpy's; None where numpy has no such type of number."""
+    """Return an array of any framework's as numpy's.
+
+    None where numpy has no such type of number.
+    """
     if hasattr(array, "detach"):
         array = array.detach()
         array = array.cpu() if hasattr(array, "cpu") else array  # of torch, not of MXNet
@@ -195,7 +205,7 @@ class Part:
     changes = False
 
     def position(self):
-        """How far this rank has come, in numbers of which each has a checksum."""
+        """Return how far this rank has come, in numbers of which each has a checksum."""
         return 0
 
     def checksum_at(self, position):
@@ -209,7 +219,7 @@ class Part:
         """Come as far as the rank that has come farthest."""
 
     def peek(self):
-        """The checksum of the next batch, or 0 where there is none."""
+        """Return the checksum of the next batch, or 0 where there is none."""
         return 0
 
 
@@ -232,16 +242,19 @@ class PartOfObject(StandIn, Part):
 
     @classmethod
     def make(cls, base, *arguments):
-        """An instance that is one of a framework's class, too: ``base``."""
+        """Return an instance that is one of a framework's class, too.
+
+        ``base``.
+        """
         return type("RankPart", (cls, base), {})(*arguments)
 
     def whole(self):
-        """What it is a part of, from where ``peek()`` has looked."""
+        """Return what it is a part of, from where ``peek()`` has looked."""
         return self._whole
 
 
 def part_in(data):
-    """What ``shard()`` has returned, or None for anything else."""
+    """Return what ``shard()`` has returned, or None for anything else."""
     if isinstance(data, types.GeneratorType):
         return of_generators.get(data)
     return data if isinstance(data, Part) else None
@@ -259,7 +272,10 @@ class Agreement:
         self.parts = [Part() if part is None else part for part in map(part_in, sources)]
 
     def positions(self):
-        """How far this rank has come in each source, from 1 on; 0: there is no part of it."""
+        """Return how far this rank has come in each source, from 1 on.
+
+        0: there is no part of it.
+        """
         for part in self.parts:
             part.begin()
         return [part.position() + 1 if part.name else 0 for part in self.parts]
@@ -322,7 +338,7 @@ def _compare(engine, name, gathered):
 
 
 def joined():
-    """The engine that this process has joined, or None."""
+    """Return the engine that this process has joined, or None."""
     return next(iter(process.engines.values()), None)
 
 
@@ -339,7 +355,7 @@ def barrier():
 
 
 def ready(name, shuffled):
-    """The engine, where the ranks can compare now, or None.
+    """Return the engine, where the ranks can compare now, or None.
 
     Arguments:
         shuffled: whether the order is drawn at random, so that a warning is due.

@@ -122,7 +122,7 @@ def _may_change_logs(callback):
 
 
 def _epochs(keras, fit, model):
-    """The callback that ends every epoch on all ranks at once."""
+    """Return the callback that ends every epoch on all ranks at once."""
 
     class Epochs(keras.callbacks.Callback):  # type: ignore  # any Keras
         def on_train_begin(self, logs=None):
@@ -139,7 +139,10 @@ def _epochs(keras, fit, model):
 
 
 def _shares(keras, callbacks, number):
-    """The callback behind one that may change logs: with as many such ones from there on."""
+    """Return the callback behind one that may change logs.
+
+    With as many such ones from there on.
+    """
     place = len(callbacks.changing) - number
 
     class Shares(keras.callbacks.Callback):  # type: ignore  # any Keras
@@ -153,7 +156,7 @@ def _shares(keras, callbacks, number):
 
 
 def _stops(keras, callbacks):
-    """The callback, after all others, by which one rank's wish to stop is everybody's.
+    """Return the callback, after all others, by which one rank's wish to stop is everybody's.
 
     A rank that left its epoch at once would leave the others waiting for its next step.
     """
@@ -195,7 +198,7 @@ class SharedLogs:
         self.known = dict(logs)
 
     def changed(self, logs):
-        """The numbers that are not those of all ranks, by name."""
+        """Return the numbers that are not those of all ranks, by name."""
         changed = [(k, v) for k, v in logs.items() if k not in self.known or self.known[k] is not v]
         numbers = [(str(name), _number(value)) for name, value in changed]
         return {name: number for name, number in numbers if number is not None}

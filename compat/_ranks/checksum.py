@@ -37,12 +37,15 @@ CAUSES = (
 
 
 def is_due(steps):
-    """Whether ranks compare what they hold after so many steps: soon, and then rarely."""
+    """Return whether ranks compare what they hold after so many steps.
+
+    Soon, and then rarely.
+    """
     return steps in (1, 4, 16, 64, 256) or steps % 1024 == 0
 
 
 def checksum(array):
-    """A checksum of the type, the shape and the bytes of an array, as such numbers.
+    """Return a checksum of the type, the shape and the bytes of an array, as such numbers.
 
     Most of it is a sum of words, as fast as memory is read; which word stands where counts but
     for words a multiple of 1021 places apart.
@@ -61,7 +64,7 @@ def checksum(array):
 
 
 def numbers(arrays):
-    """The checksum of all arrays, as numbers that every engine gathers exactly."""
+    """Return the checksum of all arrays, as numbers that every engine gathers exactly."""
     import numpy as np
 
     arrays = [np.asarray(array, order="C") for array in arrays]
@@ -73,12 +76,12 @@ def numbers(arrays):
 
 
 def of_text(text):
-    """The same of a text."""
+    """Return the same of a text."""
     return _digest(text.encode())
 
 
 def of_arrays_and_text(arrays, text):
-    """The same of arrays and a text."""
+    """Return the same of arrays and a text."""
     return of_text(repr([text, *map(checksum, arrays)]))
 
 
@@ -160,12 +163,12 @@ def resolve(engine, names, arrays, write, when, causes=CAUSES):
 
 
 def same(rows):
-    """Whether all ranks have told the same."""
+    """Return whether all ranks have told the same."""
     return all(row == rows[0] for row in rows)
 
 
 def _distance(mine, chief):
-    """The largest difference, relative to the largest number."""
+    """Return the largest difference, relative to the largest number."""
     import numpy as np
 
     mine, chief = np.asarray(mine), np.asarray(chief)

@@ -46,7 +46,7 @@ def note(place, data):
 
 
 def numbers(place):
-    """The numbers that ranks gather for ``compare()``."""
+    """Return the numbers that ranks gather for ``compare()``."""
     return process.samples.setdefault(place.rank, Samples()).numbers()
 
 
@@ -71,7 +71,7 @@ def compare(engine, rows):
 
 
 def sample(data):
-    """The shape of each array in a structure, and some numbers of some of its rows."""
+    """Return the shape of each array in a structure, and some numbers of some of its rows."""
     return [
         (list(map(int, array.shape)), _numbers(array))
         for array in arrays.parts_of(data)

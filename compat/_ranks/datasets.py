@@ -28,7 +28,10 @@ class Seeds(arrays.Part):
 
 
 def compared(data):
-    """What ranks compare of data: the seeds of a dataset that is made of what was shuffled."""
+    """Return what ranks compare of data.
+
+    The seeds of a dataset that is made of what was shuffled.
+    """
     chain = _chain(data) if takes(data) else ()
     return next((_shuffled[each] for each in chain if each in _shuffled), data)
 
@@ -38,7 +41,10 @@ def takes(data):
 
 
 def shard(place, dataset, batch_size):
-    """This rank's part of a dataset. Ranks compare how it is shuffled when ``fit()`` begins."""
+    """Return this rank's part of a dataset.
+
+    Ranks compare how it is shuffled when ``fit()`` begins.
+    """
     seeds = _seeds(dataset)
     if not all(map(any, seeds)):
         errors.warn(
@@ -59,7 +65,7 @@ def is_part(data):
 
 
 def _part(place, dataset, batch_size):
-    """This rank's part of a dataset.
+    """Return this rank's part of a dataset.
 
     Arguments:
         place: this process's ``Place``.
@@ -85,7 +91,7 @@ def _part(place, dataset, batch_size):
 
 
 def arrays_in(dataset):
-    """The arrays that a dataset is made of, as far as they can be read without running it."""
+    """Return the arrays that a dataset is made of, if they can be read without running it."""
     return [
         tensor
         for each in _chain(dataset)
@@ -102,7 +108,7 @@ def _cardinality(dataset):
 
 
 def _elements(place, dataset):
-    """Every N-th element, equally many on each rank."""
+    """Return every N-th element, equally many on each rank."""
     count = _cardinality(dataset)
     if count == _INFINITE:
         return dataset.shard(place.size, place.rank)
@@ -119,7 +125,10 @@ def _elements(place, dataset):
 
 
 def _rows(place, dataset, batch_size):
-    """This rank's rows of a dataset of rows: its part of each ``batch_size`` of them."""
+    """Return this rank's rows of a dataset of rows.
+
+    Its part of each ``batch_size`` of them.
+    """
     tf = sys.modules["tensorflow"]
     count = _cardinality(dataset)
     if count == _UNKNOWN:
@@ -149,7 +158,10 @@ def _rows(place, dataset, batch_size):
 
 
 def _parts(place, dataset):
-    """This rank's part of each batch; a batch with fewer rows than ranks is left out."""
+    """Return this rank's part of each batch.
+
+    A batch with fewer rows than ranks is left out.
+    """
     tf = sys.modules["tensorflow"]
 
     def rows_of(batch):
@@ -184,7 +196,10 @@ def _parts(place, dataset):
 
 
 def _rows_of_last(dataset):
-    """The number of rows of a dataset's last batch; None: it is not known."""
+    """Return the number of rows of a dataset's last batch.
+
+    None: it is not known.
+    """
     tf = sys.modules["tensorflow"]
     known = tf.nest.flatten(dataset.element_spec)[0].shape.as_list()[0]
     names = "BatchDataset", "ParallelBatchDataset", "_BatchDataset"
@@ -199,7 +214,7 @@ def _rows_of_last(dataset):
 
 
 def _chain(dataset):
-    """A dataset, and those that it is made of."""
+    """Yield a dataset, and those that it is made of."""
     seen = [dataset]
     while seen:
         dataset = seen.pop()
@@ -210,7 +225,9 @@ def _chain(dataset):
 
 
 def batch_size_of(dataset):
-    """The rows of the dataset's batches; -2 where they vary; None: it has rows.
+    """Return the rows of the dataset's batches.
+
+    -2 where they vary; None: it has rows.
 
     Raises:
         InvalidArgumentError: it cannot be told whether an element is a row or a batch.

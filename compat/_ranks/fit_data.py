@@ -62,7 +62,10 @@ def split(engine, name, given):
 
 
 def batches(given, source):
-    """How many batches an epoch has, from what ``fit()`` was given; 0: that is not known."""
+    """Return how many batches an epoch has, from what ``fit()`` was given.
+
+    0: that is not known.
+    """
     count = given.get("steps_per_epoch")
     if count is None:
         count = -(-_number_of_rows(source) // (given.get("batch_size") or _BATCH_SIZE))
@@ -70,7 +73,10 @@ def batches(given, source):
 
 
 def _part_of_batches(place, source):
-    """This rank's part of each batch of a generator, for example; None: that cannot be had."""
+    """Return this rank's part of each batch of a generator, for example.
+
+    None: that cannot be had.
+    """
     take = of_batches(source)
     try:
         return take and take(place, source, None)
@@ -79,7 +85,7 @@ def _part_of_batches(place, source):
 
 
 def _number_of_rows(data):
-    """The rows of these arrays, or 0 where they are others' business."""
+    """Return the rows of these arrays, or 0 where they are others' business."""
     try:
         return arrays.number_of_rows(data)
     except errors.InvalidArgumentError:  # Keras tells of numbers that differ

@@ -71,7 +71,7 @@ class PartOfIterator(arrays.Part):
         return generator
 
     def whole(self):
-        """What it was made of, with the batch that has been looked at."""
+        """Return what it was made of, with the batch that has been looked at."""
         return self.as_given(itertools.chain(self.ahead, self.iterator))
 
     def position(self):

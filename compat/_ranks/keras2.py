@@ -100,7 +100,7 @@ class MakeFunction(RankedMethod):
         """Call a ``RankedKeras2Function``'s, ``function.made``."""
 
     def share(self, function, inputs):
-        """This rank's share of the step that all ranks begin, and what the function is called with.
+        """Return this rank's share of the step that all ranks begin, and the function's inputs.
 
         Arguments:
             inputs: what Keras calls it with: arrays of rows, and whether it is training.
@@ -120,7 +120,7 @@ class MakeFunction(RankedMethod):
 
 
 def _feeds(model):
-    """The placeholders of the model's sample weights."""
+    """Return the placeholders of the model's sample weights."""
     return list(map(id, getattr(model, "_feed_sample_weights", None) or ()))
 
 
@@ -170,7 +170,7 @@ class RankedKeras2Function:
     # What Keras before 2.3 divides the loss of each output by, as a share of the rows -----------
 
     def divisors(self, inputs):
-        """The share that masks leave, and that of weights that are not zero, for each output."""
+        """Return the share that masks leave, and that of nonzero weights, for each output."""
         left = [1.0] * len(self.places)
         for output, mean in zip(sorted(self.masks), self._left(inputs) if self.masks else ()):
             left[output] = float(mean)
@@ -194,7 +194,7 @@ class RankedKeras2Function:
         return self.means(list(inputs[: len(model._feed_inputs)]) + rest)
 
     def divided(self, inputs, mine, all_ranks):
-        """The function's inputs, with weights that make each output's loss part of all ranks'."""
+        """Return the function's inputs, weighted so that each loss is a part of all ranks'."""
         outputs = len(self.places)
         ratios = [m / a if a else 1.0 for m, a in zip(mine, all_ranks)]
         self.factors = ratios[:outputs]
@@ -210,7 +210,10 @@ class RankedKeras2Function:
         return inputs
 
     def of_all_ranks(self, result):
-        """The function's result: metrics without weights are divided by masks, too."""
+        """Return the function's result.
+
+        Metrics without weights are divided by masks, too.
+        """
         if not self.masks or self.factors is None or not isinstance(result, (list, tuple)):
             return result
         result = list(result)
@@ -243,12 +246,15 @@ class MakeTestFunction(MakeFunction):
 
 
 def knows_divisors(model):
-    """Whether this Keras divides by more than the number of rows, as none does from 2.3 on."""
+    """Return whether this Keras divides by more than the number of rows, as before 2.3."""
     return hasattr(model, "_feed_sample_weights") and not hasattr(model, "_prepare_total_loss")
 
 
 def _divides(model, weighted):
-    """Whether evaluating divides by what other ranks know. ``weighted``: by sample weights."""
+    """Return whether evaluating divides by what other ranks know.
+
+    ``weighted``: by sample weights.
+    """
     maker = _keras.inner_model(model)
     if maker is None or not knows_divisors(maker) or not maker._feed_sample_weights:
         return False
@@ -256,7 +262,7 @@ def _divides(model, weighted):
 
 
 def masks_of(model):
-    """The masks of the outputs that have a loss, by their places among those."""
+    """Return the masks of the outputs that have a loss, by their places among those."""
     masks = model.compute_mask(model.inputs, mask=None) if model.inputs else None
     masks = masks if isinstance(masks, list) else [masks]
     trained = [place for place, weight in enumerate(model.sample_weights) if weight is not None]
@@ -268,7 +274,7 @@ def masks_of(model):
 
 
 def _numbers_of_metrics(model):
-    """How many plain and weighted metrics each output has."""
+    """Return how many plain and weighted metrics each output has."""
 
     def of(metrics, name):
         if isinstance(metrics, dict):

@@ -4,7 +4,9 @@ from .. import _keras, errors
 
 
 def averaged(model, by_users=False):
-    """The moving averages and their like: floats that layers set as they compute.
+    """Return the moving averages and their like.
+
+    Floats that layers set as they compute.
 
     Not weights that are frozen, nor what is a rank's own.
 
@@ -23,13 +25,19 @@ def averaged(model, by_users=False):
 
 
 def same(model):
-    """The variables that are the same on all ranks. Seeds and metrics are no weights."""
+    """Return the variables that are the same on all ranks.
+
+    Seeds and metrics are no weights.
+    """
     own = _states(model)
     return [variable for variable in model.weights if id(variable) not in own]
 
 
 def _states(model):
-    """The ids of those that have a row for each row of the batch: the states of stateful RNNs."""
+    """Return the ids of those that have a row for each row of the batch.
+
+    The states of stateful RNNs.
+    """
     keras = _keras.keras_of(model)
     return {
         id(state)
@@ -50,7 +58,7 @@ def warn_of_mean(variable):
 
 
 def scaling(optimizer, share):
-    """What has a ``LossScaleOptimizer`` scale the loss of this rank's share of the rows.
+    """Return what has a ``LossScaleOptimizer`` scale the loss of this rank's share of the rows.
 
     So gradients overflow where those of one process would.
 

@@ -52,7 +52,9 @@ def count(model: Any, rows: int, training: bool) -> None:
 
 
 def arguments_by_name(function, args, kwargs):
-    """The arguments of a call by name; by position as they are, where some have no name.
+    """Return the arguments of a call by name.
+
+    By position as they are, where some have no name.
 
     By name Keras 2 takes all of them, by position no more than its old versions did.
     """
@@ -148,7 +150,7 @@ class RankedFit(RankedMethod):
             )
 
     def validates(self, model, given):
-        """Whether this rank validates, and, of Keras 2, divides losses by what others know."""
+        """Return whether this rank validates, and, on Keras 2, divides losses by others' sums."""
         data = given.get("validation_data")
         validates = data is not None or bool(given.get("validation_split"))
         weighted = isinstance(data, (list, tuple)) and len(data) > 2 and data[2] is not None
@@ -281,7 +283,7 @@ class RankedEvaluate(RankedMethod):
         return values if isinstance(result, (list, tuple)) else values[0]
 
     def completed(self, fit, model, result, held):
-        """The results over all ranks, in the same order.
+        """Return the results over all ranks, in the same order.
 
         Arguments:
             held: the checksum of the weights with which they were computed; empty: not known.

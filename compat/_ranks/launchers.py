@@ -44,7 +44,9 @@ NAMES = {name for _, names in LAUNCHERS for name in names.split()}.union(_SIZES,
 
 
 def launched(environ):
-    """The place that a launcher gave this process, or None where it is alone. Pure.
+    """Return the place that a launcher gave this process, or None where it is alone.
+
+    Pure.
 
     Raises:
         RankError: the launcher's variables contradict each other, or tell of several processes
@@ -72,13 +74,13 @@ def launched(environ):
 
 
 def _jax(environ):
-    """The variables of ``jax.distributed.initialize()``."""
+    """Return the variables of ``jax.distributed.initialize()``."""
     names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"
     return variables.from_rank_and_size("JAX's variables", names, environ)
 
 
 def _keras(environ):
-    """The variables of ``keras.distribution.initialize()``."""
+    """Return the variables of ``keras.distribution.initialize()``."""
     names = map("KERAS_DISTRIBUTION_{}".format, ("PROCESS_ID", "NUM_PROCESSES", "JOB_ADDRESSES"))
     place = variables.from_rank_and_size("Keras' variables", names, environ)
     addresses = keras_addresses(environ)
@@ -100,7 +102,10 @@ def _jaxjob(environ):
 
 
 def srun(environ):
-    """A task of SLURM's srun. A bare sbatch shell has no SLURM_STEP_NUM_TASKS."""
+    """Return a task of SLURM's srun.
+
+    A bare sbatch shell has no SLURM_STEP_NUM_TASKS.
+    """
     names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
     rank, size = (number(name, environ) for name in names[:2])
     if size is None or rank is None:
@@ -112,7 +117,10 @@ def srun(environ):
 
 
 def _tasks_on_node(text, node):
-    """How many tasks a node has, such as the last one in ``2(x3),1``; None: nothing tells."""
+    """Return how many tasks a node has, such as the last one in ``2(x3),1``.
+
+    None: nothing tells.
+    """
     for part in text.split(",") if text else []:
         tasks, _, times = part.partition("(x")
         numbers = whole_number(tasks), whole_number(times[:-1]) if times[-1:] == ")" else 1

@@ -25,24 +25,24 @@ def takes(data):
 
 
 def _own(owner, name):
-    """What a loader or sampler of torch has by this name, and Gluon's with an underscore."""
+    """Return what a loader or sampler of torch has by this name, and Gluon's with an underscore."""
     return getattr(owner, name, getattr(owner, "_" + name, None))
 
 
 def _is_distributed(loader):
-    """Whether its sampler already gives each rank other rows, as a DistributedSampler does."""
+    """Return whether its sampler already gives each rank its rows, as DistributedSampler does."""
     batches = _own(loader, "batch_sampler")
     samplers = batches, _own(batches, "sampler"), _own(loader, "sampler")
     return any(hasattr(sampler, "num_replicas") for sampler in samplers)
 
 
 def is_part(data):
-    """Whether this is a loader of ``shard()``'s."""
+    """Return whether this is a loader of ``shard()``'s."""
     return isinstance(_own(data, "batch_sampler"), PartOfBatches)
 
 
 def is_split(data):
-    """Whether this is a loader whose batches are this rank's alone."""
+    """Return whether this is a loader whose batches are this rank's alone."""
     is_loader = _own(data, "batch_sampler") is not None
     return is_part(data) or (is_loader and _is_distributed(data))
 
@@ -87,7 +87,7 @@ _CONTENTS = ("dataset", "datasets", "tensors", "indices", "weights", "_data", "_
 
 
 def arrays_in(loader):
-    """The arrays by which a loader chooses its rows, and those that its dataset holds.
+    """Return the arrays by which a loader chooses its rows, and those that its dataset holds.
 
     Of other sources of batches none.
     """
@@ -114,7 +114,7 @@ def arrays_in(loader):
 
 
 def _made(loader, part):
-    """A loader of Gluon's, whose processes are its own."""
+    """Return a loader of Gluon's, whose processes are its own."""
     names = list(inspect.signature(type(loader).__init__).parameters)[2:]
     given = {name: getattr(loader, "_" + name) for name in names if hasattr(loader, "_" + name)}
     given["batch_sampler"] = part
@@ -145,7 +145,7 @@ class PartOfBatches(arrays.StandIn):
         return _own(self._whole, "sampler")
 
     def left_out(self):
-        """The rows of a last batch that is too small, as far as that is known, or 0."""
+        """Return the rows of a last batch that is too small, as far as that is known, or 0."""
         drops = getattr(self._whole, "drop_last", getattr(self._whole, "_last_batch", True))
         size = _own(self._whole, "batch_size")
         if drops not in (False, "keep") or not size:
@@ -167,7 +167,7 @@ class PartOfBatches(arrays.StandIn):
                 arrays.warn_of_few(len(batch), self.place)
 
     def _agreed(self):
-        """The batches of all ranks, of which the ranks have compared the first."""
+        """Return the batches of all ranks, of which the ranks have compared the first."""
         batches, sampler = iter(self._whole), self.rows
         kind = type(sampler).__name__
         # Gluon's RandomSampler takes none.
@@ -189,7 +189,7 @@ class PartOfBatches(arrays.StandIn):
 
 
 def _generator(engine):
-    """A generator of torch's, of the seed that its RandomSampler would draw on rank 0."""
+    """Return a generator of torch's, of the seed that its RandomSampler would draw on rank 0."""
     torch = sys.modules["torch"]
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
     generator = torch.Generator()

@@ -25,7 +25,7 @@ _ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}  # others: 1e-3
 
 
 def rounding(dtype):
-    """How far apart what is computed in this type may be by rounding, relative to its size."""
+    """Return the relative rounding error of what is computed in this type."""
     return _ROUNDING.get(dtype, 1e-3)
 
 
@@ -66,7 +66,10 @@ class Reductions:
             yield
 
     def is_due(self, called):
-        """Whether Keras has to reduce losses by these functions: where it computes any."""
+        """Return whether Keras has to reduce losses by these functions.
+
+        Where it computes any.
+        """
         reduces = any(name not in _MASKING for name in called)
         return reduces or self.model is not None and computes_losses(self.model)
 
@@ -108,7 +111,7 @@ class Reductions:
 
 
 def computes_losses(model):
-    """Whether Keras' own step computes one of Keras' losses, or of those that it makes one of."""
+    """Return whether Keras' own step computes the losses, Keras' or such as it wraps."""
     if has_own_steps(model):
         return False
     kind = _keras.keras_of(model).losses.Loss
@@ -120,7 +123,7 @@ def computes_losses(model):
 
 
 def _compiled_losses(model):
-    """The losses that ``compile()`` was given."""
+    """Return the losses that ``compile()`` was given."""
     if hasattr(model, "_compile_loss"):  # Keras 3
         given = getattr(model._compile_loss, "_user_loss", None)
     else:
@@ -137,12 +140,18 @@ _ACROSS_ROWS = ("circle", "dice", "tversky")
 
 
 def tree_of(keras):
-    """What takes structures of tensors apart: Keras 3 has a module for that."""
+    """Return what takes structures of tensors apart.
+
+    Keras 3 has a module for that.
+    """
     return getattr(keras, "tree", None) or sys.modules["tensorflow"].nest
 
 
 def may_mix_rows(loss):
-    """Whether a loss, as given to ``compile()``, is to be tried: it may be no mean over rows."""
+    """Return whether a loss, as given to ``compile()``, is to be tried.
+
+    It may be no mean over rows.
+    """
     function = getattr(loss, "fn", loss)
     name = loss if isinstance(loss, str) else getattr(function, "__name__", type(loss).__name__)
     module = getattr(function, "__module__", None) or type(function).__module__
@@ -153,7 +162,10 @@ def may_mix_rows(loss):
 
 
 def _replaying(totals):
-    """A function that gives these totals, one after the other; then it adds what it is asked."""
+    """Return a function that gives these totals, one after the other.
+
+    Then it adds what it is asked.
+    """
     given = iter(list(totals))
 
     def total(values):
@@ -275,7 +287,10 @@ def check_loss(model, data, loss_of):
 
 
 def loss_in_inference(model, data):
-    """The loss of a model that computes eagerly. The state of its metrics stays."""
+    """Return the loss of a model that computes eagerly.
+
+    The state of its metrics stays.
+    """
     x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
     with _keras.kept(model, metrics.variables(model)):
         outputs = model(x, training=False)
@@ -285,7 +300,7 @@ def loss_in_inference(model, data):
 
 
 def loss_may_mix_rows(model):
-    """Whether the loss, by Keras' own training step, may be no mean over rows."""
+    """Return whether the loss, by Keras' own training step, may be no mean over rows."""
     if not getattr(type(model).train_step, "__module__", "").startswith(KERAS):
         return False  # what it computes is not known
     layers = _keras.all_layers(model)
@@ -297,7 +312,7 @@ def loss_may_mix_rows(model):
 
 
 def _adds_losses(kind):
-    """Whether methods of a class, or of its parents that are not Keras', may add any loss."""
+    """Return whether methods of a class, Keras' own excepted, may add any loss."""
     return any(
         "add_loss" in getattr(getattr(function, "__code__", None), "co_names", ())
         for parent in kind.__mro__

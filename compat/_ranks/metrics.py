@@ -25,20 +25,23 @@ _SETTERS = {"assign", "update"}  # variable.assign(), K.update()
 
 
 def of(model):
-    """The metrics of a model that keep state; before Keras 2.3 they are plain functions."""
+    """Return the metrics of a model that keep state.
+
+    Before Keras 2.3 they are plain functions.
+    """
     find = getattr(model, "_get_training_eval_metrics", None)  # in graphs: those of losses, too
     metrics = find() if find is not None else getattr(model, "metrics", None) or ()
     return [metric for metric in metrics if hasattr(metric, "update_state")]
 
 
 def state(model):
-    """What the model's metrics keep of the batches that they have seen, as a list of arrays."""
+    """Return the state of the model's metrics, as a list of arrays."""
     read, _ = _keras.reader_and_writer(model)
     return read(variables(model))
 
 
 def variables(model):
-    """The variables of the model's metrics."""
+    """Return the variables of the model's metrics."""
     return [variable for metric in of(model) for variable in _variables_of(metric)]
 
 
@@ -122,7 +125,7 @@ class Results:
             )
 
     def of_sums(self, model, sums):
-        """What the metrics make of the sums of all ranks' state, at each moment, by name."""
+        """Return what the metrics make of the sums of all ranks' state, at each moment, by name."""
         _, write = _keras.reader_and_writer(model)
         of_metrics, found = variables(model), []
         with _keras.kept(model, of_metrics) as mine:  # what is seen from now on counts once
@@ -133,7 +136,10 @@ class Results:
         return found
 
     def computed(self, model):
-        """What the metrics make of their state, by name. In a graph, that is made once."""
+        """Return what the metrics make of their state, by name.
+
+        In a graph, that is made once.
+        """
         metrics, found = of(model), {}
         if hasattr(model, "_get_training_eval_metrics"):
             if self.made is None or self.made[0] != metrics:
@@ -153,12 +159,12 @@ class Results:
 
 
 def _numbers(states):
-    """What ``state()`` gave, of several moments, as one list of numbers that ranks sum up."""
+    """Return several results of ``state()`` as one list of numbers that ranks sum up."""
     return arrays.flat([value for state in states for value in state], "float64").tolist()
 
 
 def _weighted(names, logs, moments):
-    """The rows that count for results of these names, then each result times its rows.
+    """Return the rows that count for results of these names, then each result times its rows.
 
     Arguments:
         logs, moments: as ``Results.over_ranks()`` has them.
@@ -178,7 +184,9 @@ def _number(value):
 
 
 def not_added(model, rows, batches):
-    """The metrics whose sums over ranks are not those of all rows: their names, and why.
+    """Return the metrics whose sums over ranks are not those of all rows.
+
+    Their names, and why.
 
     Arguments:
         rows, batches: how many they have seen.
@@ -206,7 +214,7 @@ def _leaves(metric):
 
 
 def _sets_state(metric):
-    """Whether the state of a metric of the user's own may be something else than a sum."""
+    """Return whether the state of a metric of the user's own may be something else than a sum."""
     hidden = set(_NOT_OF_ROWS)
     for kind in type(metric).__mro__:
         if not _keras.is_users(kind):
@@ -231,7 +239,7 @@ def _sets_state(metric):
 
 
 def _only_adds(function):
-    """Whether all that a method does with its metric is ``self.x.assign(self.x + ...)``.
+    """Return whether all that a method does with its metric is ``self.x.assign(self.x + ...)``.
 
     So Keras 3's documentation writes metrics. What is added may not depend on the metric: the
     method uses nothing else of it but its ``dtype``.
@@ -250,7 +258,7 @@ def _only_adds(function):
 
 
 def _added_to(node):
-    """The name x of a call ``self.x.assign(self.x + ...)``, or None."""
+    """Return the name x of a call ``self.x.assign(self.x + ...)``, or None."""
     value = node.args[0] if isinstance(node, ast.Call) and node.args else None
     is_sum = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)
     if is_sum and getattr(node.func, "attr", None) == "assign":
@@ -260,7 +268,7 @@ def _added_to(node):
 
 
 def _own_name(node):
-    """The name x of ``self.x``, or None."""
+    """Return the name x of ``self.x``, or None."""
     own = isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "self"
     return node.attr if own else None
 
@@ -274,7 +282,7 @@ def _names_in(code):
 
 
 def _is_of_batches(metric, read, rows, batches):
-    """Whether a function of the user's own gives one number for a whole batch."""
+    """Return whether a function of the user's own gives one number for a whole batch."""
     function, count = getattr(metric, "_fn", None), getattr(metric, "count", None)
     if function is None or count is None or rows <= batches or not _keras.is_users(function):
         return None

@@ -21,7 +21,7 @@ def shard(place, iterator, batch_size=None):
 
 
 def _getter(name):
-    """A method of a ``DataIter`` that gives this of the current batch."""
+    """Return a method of a ``DataIter`` that gives this of the current batch."""
     return lambda self: getattr(self._current, name)
 
 
@@ -99,6 +99,9 @@ class PartOfDataIter(arrays.PartOfObject):
 
 
 def _axis(description):
-    """The axis of rows: the first, but for layouts such as "TNC"."""
+    """Return the axis of rows.
+
+    The first, but for layouts such as "TNC".
+    """
     layout = getattr(description, "layout", None)
     return max(0, layout.find("N")) if layout else 0

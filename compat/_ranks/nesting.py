@@ -30,7 +30,7 @@ def _is_of_torchrun(name):
 
 
 def started_by(environ: "Mapping[str, str]") -> "Optional[places.Place]":
-    """The place of this process among several that a launcher of processes started, or None.
+    """Return the place of this process among several that a launcher of processes started, or None.
 
     Such a launcher sets variables that nobody else does. RANK and WORLD_SIZE are also set by hand,
     and the variables of clusters for all that runs there: these start nothing.
@@ -70,7 +70,7 @@ def refuse(environ: "Mapping[str, str]", asked: str) -> None:
 
 
 def set_aside(environ: "Mapping[str, str]") -> "Tuple[Dict[str, str], List[str]]":
-    """The environment of a process that is to be alone, whatever launchers have set.
+    """Return the environment of a process that is to be alone, whatever launchers have set.
 
     Returns:
         The environment, and the names that it lacks. Where nothing makes the process one of

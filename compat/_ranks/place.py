@@ -28,7 +28,9 @@ class Place:
         return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
 
     def part_of(self, rows, first=0):
-        """This rank's run of so many rows, (start, stop): the first ranks have one row more.
+        """Return this rank's run of so many rows, (start, stop).
+
+        The first ranks have one row more.
 
         Not as replicas are dealt theirs: here no rank has more rows of a smaller batch.
         """
@@ -37,7 +39,7 @@ class Place:
         return start, start + each + (self.rank < more)
 
     def rows_of_batch(self, batch_size):
-        """How many rows of a batch of all ranks are this rank's.
+        """Return how many rows of a batch of all ranks are this rank's.
 
         Raises:
             InvalidArgumentError: less than one row per rank.

@@ -65,11 +65,11 @@ class RanksCheck(usage.UsageCheck):
         return self._model()
 
     def all_hooks(self):
-        """What compat replaced on the model, by name, whether it is still there or not."""
+        """Return what compat replaced on the model, by name, whether it is still there or not."""
         return dict(self._installed, **self.hooks())
 
     def is_confirmed(self, kind, name):
-        """Whether the function by which a method does a kind of step was checked."""
+        """Return whether the function by which a method does a kind of step was checked."""
         function = watched_methods.function_of(self._model(), kind, name)
         return kind in self._confirmed and self._confirmed[kind] is function
 
@@ -110,7 +110,10 @@ class _Call:
         return dict(state, train=counted[True], evaluate=counted[False])
 
     def _weights(self):
-        """A checksum of what is trained; None where that cannot be read."""
+        """Return a checksum of what is trained.
+
+        None where that cannot be read.
+        """
         model = self.check.model_now()
         keras = _keras.keras_of(model)
         # On JAX a fit() holds them elsewhere.
@@ -120,14 +123,17 @@ class _Call:
         return checksum.numbers(read(model.trainable_weights))
 
     def _since(self, what):
-        """How often that has happened in this call; None where that is not known."""
+        """Return how often that has happened in this call.
+
+        None where that is not known.
+        """
         before = self.before[what]
         return None if before is None else self._state()[what] - before
 
     # What Keras reports -----------------------------------------------------------------------
 
     def callback(self, others):
-        """The callback by which ``fit`` reports its steps, after all others that it was given."""
+        """Return the callback by which ``fit`` reports its steps, after all others."""
         call, callbacks = self, _keras.keras_of(self.check.model_now()).callbacks
         saving = _saving(callbacks.ModelCheckpoint, others)
 
@@ -209,7 +215,10 @@ class _Call:
         self._check(step, "", found)
 
     def _trains(self):
-        """Whether weights were trained in this call; what is not known counts as trained."""
+        """Return whether weights were trained in this call.
+
+        What is not known counts as trained.
+        """
         model = self.check.model_now()
         if not model.trainable_weights:
             return False
@@ -229,7 +238,7 @@ class _Call:
             self.check.report(step, self.name, found, hooks)
 
     def _unreached(self, kind):
-        """The names of methods that this call and steps of a kind have to call, and did not."""
+        """Return the names of methods that this call's steps have to call, and did not."""
         own_steps = steps.has_own_steps(self.check.model_now())
         uncalled = self._uncalled()
         called = set(self.check.all_hooks().items()).difference(uncalled)
@@ -250,7 +259,7 @@ class _Call:
 
 
 def _saving(kind, callbacks):
-    """The methods by which a ``ModelCheckpoint`` of Keras' saves a model in each epoch."""
+    """Return the methods by which a ``ModelCheckpoint`` of Keras' saves a model in each epoch."""
     return {
         "save_weights" if each.save_weights_only else "save"
         for each in callbacks

@@ -32,7 +32,9 @@ _JOBS = {
 
 
 def find_rendezvous(place: Place, environ: Mapping[str, str]) -> Optional[Tuple[str, int]]:
-    """The host and the port of rank 0, where nothing else is the rendezvous; None: unknown. Pure.
+    """Return the host and the port of rank 0, where nothing else is the rendezvous.
+
+    None: unknown. Pure.
 
     What the user sets comes before what a launcher tells. Ranks that are all on this machine need
     to be told no more than a name of their job that no other job has: its port follows from it.
@@ -54,7 +56,7 @@ def find_rendezvous(place: Place, environ: Mapping[str, str]) -> Optional[Tuple[
 
 
 def require_rendezvous(place: Place, engine: str) -> Tuple[str, int]:
-    """The host and the port of rank 0, which is the rendezvous.
+    """Return the host and the port of rank 0, which is the rendezvous.
 
     Arguments:
         engine: what they talk through, for the error.
@@ -74,7 +76,7 @@ def require_rendezvous(place: Place, engine: str) -> Tuple[str, int]:
 
 
 def torchrun_keeps_store(environ: Mapping[str, str]) -> bool:
-    """Whether torchrun, and not rank 0, keeps the store that is the rendezvous of torch's ranks.
+    """Return whether torchrun, not rank 0, keeps the store of torch's rendezvous.
 
     As torch.distributed's ``rendezvous("env://")`` tells.
     """
@@ -82,7 +84,10 @@ def torchrun_keeps_store(environ: Mapping[str, str]) -> bool:
 
 
 def _candidates(place: Place, environ: Mapping[str, str]) -> Iterator[Tuple[str, str]]:
-    """What may be the rendezvous: (what tells it, address or ""), in the order of precedence."""
+    """Yield what may be the rendezvous.
+
+    (what tells it, address or ""), in the order of precedence.
+    """
     if place.launcher == LAUNCHERS[0][0]:
         yield "COMPAT_RENDEZVOUS", environ.get("COMPAT_RENDEZVOUS", "")
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
@@ -108,7 +113,7 @@ def _candidates(place: Place, environ: Mapping[str, str]) -> Iterator[Tuple[str,
 
 
 def _first_host(place, environ):
-    """The machine of rank 0, or "" where nothing tells."""
+    """Return the machine of rank 0, or "" where nothing tells."""
     if place.launcher == "srun":
         return _first_of_hostlist(environ.get("SLURM_STEP_NODELIST", ""))
     # Open MPI's runtime, which is where mpirun was called: there rank 0 is, by default.
@@ -117,13 +122,18 @@ def _first_host(place, environ):
 
 
 def _first_of_hostlist(text):
-    """The first of SLURM's list of hosts: ``node01`` of ``node[01-04,07],gpu1``."""
+    """Return the first of SLURM's list of hosts.
+
+    ``node01`` of ``node[01-04,07],gpu1``.
+    """
     found = re.match(r"([^\[,]*)(?:\[([0-9]+)[^\]]*\]([^,]*))?", text.strip())
     return "".join(part or "" for part in found.groups()) if found else ""
 
 
 def listen(place: Place, host: str, port: int) -> Any:
-    """A socket that listens at the rendezvous: for this machine alone if all ranks are on it.
+    """Return a socket that listens at the rendezvous.
+
+    For this machine alone if all ranks are on it.
 
     For several machines it listens at the address of ``host``. It listens at all addresses of
     this machine where that name stands for another one (a cluster's own proxy), or for the

@@ -46,7 +46,9 @@ KINDS = named(RankedSave, "save", "save_weights") + (RankedExport,)
 
 
 def written_by_rank_0(keras, place, callbacks):
-    """The callbacks of this rank's ``fit()``: of Keras' own, rank 0 alone has those that write.
+    """Return the callbacks of this rank's ``fit()``.
+
+    Of Keras' own, rank 0 alone has those that write.
 
     All ranks restore what a ``BackupAndRestore`` of rank 0 has backed up.
     """

@@ -117,7 +117,7 @@ class PartOfSequence(arrays.PartOfObject):
         self._epoch += 1
 
     def position(self):
-        """The last epoch whose first item was computed."""
+        """Return the last epoch whose first item was computed."""
         return int(self._shared[:, 0].max())
 
     def begin(self):

@@ -91,7 +91,10 @@ class StepState:
 
 
 def tried(model):
-    """The variables of a model that a trial decides of: those of layers that are not Keras' own."""
+    """Return the variables of a model that a trial decides of.
+
+    Those of layers that are not Keras' own.
+    """
     has_all = hasattr(model, "_flatten_layers")
     layers = _keras.all_layers(model) if has_all else _keras.all_layers_of_keras2(model)
     own = {

@@ -13,7 +13,7 @@ def is_table(weight):
 
 
 def numbers(model):
-    """The checksum of all tables, as numbers that every engine gathers exactly."""
+    """Return the checksum of all tables, as numbers that every engine gathers exactly."""
     return checksum.of_text(repr([content for _, content in _tables(model)]))
 
 

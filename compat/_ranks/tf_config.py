@@ -20,7 +20,7 @@ _KINDS = {"master": "chief", "workerpool0": "chief", "workerpool1": "worker",
 
 
 def evaluator_in(environ: "Mapping[str, str]") -> "Optional[Place]":
-    """The place of the process of ``TF_CONFIG`` that evaluates what the others have saved.
+    """Return the place of the process of ``TF_CONFIG`` that evaluates what the others have saved.
 
     It is none of the ranks: its number is -1. None: this is another process.
     """
@@ -30,7 +30,7 @@ def evaluator_in(environ: "Mapping[str, str]") -> "Optional[Place]":
 
 
 def environ_of_worker(addresses: "Sequence[str]", index: int) -> "Dict[str, str]":
-    """The variable that tells a worker its cluster and its number in it."""
+    """Return the variable that tells a worker its cluster and its number in it."""
     import json  # not at start-up
 
     tells = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
@@ -43,7 +43,9 @@ def worker(environ):
 
 
 def _worker(name, environ):
-    """The place of one of a cluster's workers, or None: alone, or the one that evaluates.
+    """Return the place of one of a cluster's workers, or None.
+
+    Alone, or the one that evaluates.
 
     The chief, where there is one, is rank 0.
     """
@@ -63,7 +65,7 @@ def _worker(name, environ):
 
 
 def cluster_in(environ: "Mapping[str, str]", name: str = TF_CONFIG) -> "Tuple[Any, Any, int]":
-    """A cluster as lists of addresses by kind, and this task's kind and index.
+    """Return a cluster as lists of addresses by kind, and this task's kind and index.
 
     Raises:
         RankError: it has parameter servers, or is not understood.
@@ -94,12 +96,18 @@ def _kind(config):
 
 
 def addresses_of(cluster: "Mapping[str, List[str]]") -> "List[str]":
-    """The addresses of a cluster's ranks, in their order: the chief is rank 0."""
+    """Return the addresses of a cluster's ranks, in their order.
+
+    The chief is rank 0.
+    """
     return cluster.get("chief", []) + cluster.get("worker", [])
 
 
 def _addresses(part, text):
-    """A part of a cluster as a list: TensorFlow takes a dictionary by index, too."""
+    """Return a part of a cluster as a list.
+
+    TensorFlow takes a dictionary by index, too.
+    """
     if isinstance(part, dict):
         by_index = {int(index): address for index, address in part.items()}
         if sorted(by_index) != list(range(len(by_index))):

@@ -11,7 +11,9 @@ TIMEOUT = 600.0
 
 
 def timeout(environ: "Mapping[str, str]", name: str = "COMPAT_TIMEOUT") -> float:
-    """How long a rank waits for the others, in seconds: ``COMPAT_TIMEOUT``, or ``TIMEOUT``.
+    """Return how long a rank waits for the others, in seconds.
+
+    ``COMPAT_TIMEOUT``, or ``TIMEOUT``.
 
     Arguments:
         name: of what has set it, for the error.

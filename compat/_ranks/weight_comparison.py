@@ -36,7 +36,7 @@ class WeightComparison:
         self.begun = self.steps
 
     def is_due(self, ends):
-        """Whether to compare at the end of this epoch, with which all training may end."""
+        """Return whether to compare at the end of this epoch, with which all training may end."""
         return self.steps - self.compared >= (1 if ends else _OFTEN)
 
     def compare(self, model, when, causes=checksum.CAUSES):
@@ -44,7 +44,7 @@ class WeightComparison:
         self.resolve(model, when, self.engine.gather(self.numbers(model)), causes)
 
     def numbers(self, model):
-        """The checksum that ranks gather to compare."""
+        """Return the checksum that ranks gather to compare."""
         process.comparisons += 1
         self.compared = self.steps
         read, _ = _keras.reader_and_writer(model)
@@ -56,7 +56,7 @@ class WeightComparison:
             self._resolve(model, self.variables(model), when, causes)
 
     def held(self, model):
-        """The checksum of what a model computes with, which is not the optimizer's state."""
+        """Return the checksum of what a model computes with, which is not the optimizer's state."""
         read, _ = _keras.reader_and_writer(model)
         return checksum.numbers(read(self._shared(model, arrays_of(model))))
 
@@ -78,7 +78,7 @@ class WeightComparison:
         return self._shared(model, variables_of(model, self.engine))
 
     def _shared(self, model, variables):
-        """Those that are the same on all ranks.
+        """Return those that are the same on all ranks.
 
         Each rank has its own metrics, whole numbers, and states of stateful RNNs.
         """

@@ -53,7 +53,7 @@ def _is_of_mxnet(model):
 
 
 def variables_of(model, engine):
-    """The variables of a model and its optimizer, and those that its training sets besides."""
+    """Return the variables of a model, of its optimizer, and others that training sets."""
     # For MXNet's see same_start().
     optimizer = None if _is_of_mxnet(model) else getattr(model, "optimizer", None)
     state = []

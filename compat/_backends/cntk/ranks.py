@@ -66,7 +66,7 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
 
 
 def _samples(function):
-    """How many rows the function's trainer has trained on."""
+    """Return how many rows the function's trainer has trained on."""
     trainer = function.made.trainer
     return 0 if trainer is None else trainer.total_number_of_samples_seen
 

@@ -30,7 +30,7 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
         return loss_gradients.lines_of_own(model, outputs, _losses())
 
     def share_of(self, rows):
-        """This rank's share of the rows of all ranks, which run the same function."""
+        """Return this rank's share of the rows of all ranks, which run the same function."""
         if self.step_share is not None:
             return self.step_share
         return rows / float(self.engine.sum([rows])[0])
@@ -53,7 +53,7 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
         averages = [new for _, new in updates if "float" in new.dtype]
 
         def get_updates(loss, params):
-            """The optimizer sees the mean of the loss, too, whose gradients are those of it."""
+            """Give the optimizer the mean of the loss, too, whose gradients are the means."""
             loss = self.loss_of_ranks(model, loss)
             loss.is_used = True
             try:
@@ -107,13 +107,13 @@ def watch_gradients():
 
 
 def _losses():
-    """The ``TheanoLoss`` of the models of the ranks."""
+    """Return the ``TheanoLoss`` of the models of the ranks."""
     makers = map(MakeTheanoTrainFunction.of, own_functions.models())
     return [maker.loss for maker in makers if maker.loss is not None]
 
 
 def _loss_of(cost):
-    """The ``TheanoLoss`` that exchanges the gradients of a cost, or None."""
+    """Return the ``TheanoLoss`` that exchanges the gradients of a cost, or None."""
     for loss in _losses():
         if loss.is_used:
             return loss

@@ -64,14 +64,14 @@ class Engine:
 
     @classmethod
     def join(cls, place: Place) -> Any:
-        """This process's place in the engine, where it joins the others the first time."""
+        """Return this process's place in the engine, where it joins the others the first time."""
         if cls not in process.engines:
             left_threads.end_with_main_thread(place)
             process.engines[cls] = cls(place)
         return process.engines[cls]
 
     def rendezvous(self) -> Tuple[str, int]:
-        """The host and the port of rank 0, for ranks whose launcher keeps no store.
+        """Return the host and the port of rank 0, for ranks whose launcher keeps no store.
 
         Raises:
             RankError: nothing tells where.
@@ -97,11 +97,11 @@ class Engine:
             )
 
     def sum(self, values: Sequence[float]) -> Any:
-        """The sum over all ranks of lists of float64 of one length, as an array."""
+        """Return the sum over all ranks of lists of float64 of one length, as an array."""
         raise NotImplementedError
 
     def gather(self, numbers: Sequence[int]) -> List[List[int]]:
-        """Each rank's list of whole numbers up to 2**24, of one length, in the order of ranks."""
+        """Return each rank's list of whole numbers up to 2**24, in the order of ranks."""
         return self._gather_and_sum(numbers, [])[0]
 
     def gather_each(self, lists: Sequence[Sequence[int]]) -> List[List[List[int]]]:
@@ -110,7 +110,7 @@ class Engine:
         return [[[next(row) for _ in each] for row in rows] for each in lists]
 
     def gather_texts(self, text: str) -> List[str]:
-        """Each rank's text, in the order of ranks."""
+        """Return each rank's text, in the order of ranks."""
         content = list(text.encode())
         sizes = [size for (size,) in self.gather([len(content)])]
         rows = self.gather(content + [0] * (max(sizes) - len(content)))
@@ -147,7 +147,10 @@ class Engine:
         return [list(map(int, sums[start : start + count])) for start in starts], sums[len(mine) :]
 
     def broadcast(self, value: Any) -> Any:
-        """What rank 0 passes: numbers, texts, arrays and lists of them."""
+        """Return what rank 0 passes.
+
+        Numbers, texts, arrays and lists of them.
+        """
         content = pickle.dumps(value, 4) if self.place.rank == 0 else b""
         size = int(self.sum([len(content)])[0])
         content = numpy.frombuffer(content or bytes(size), "uint8")
@@ -164,7 +167,7 @@ class Engine:
         return []
 
     def problem(self, error: Exception) -> Optional[str]:
-        """The phrase in which this exception tells of a failure between ranks, or None.
+        """Return the phrase in which this exception tells of a failure between ranks, or None.
 
         Arguments:
             error: what an operation within ``waiting`` has raised.
@@ -172,11 +175,11 @@ class Engine:
         raise NotImplementedError
 
     def absent(self) -> List[int]:
-        """The ranks that do not wait here as well, after such a failure, as far as is known."""
+        """Return the ranks known not to wait here as well, after such a failure."""
         return []
 
     def missing(self, has_come: Callable[[int], Any], seconds: float = 2.0) -> List[int]:
-        """The other ranks that do not come in that time."""
+        """Return the other ranks that do not come in that time."""
         others, until = self.others, time.monotonic() + seconds
         while others and time.monotonic() < until:
             time.sleep(0.1)
@@ -199,7 +202,7 @@ class Engine:
         self._exchanged[what] += 1
 
     def exchanged(self, what: str) -> int:
-        """How often this rank has exchanged that with the others so far."""
+        """Return how often this rank has exchanged that with the others so far."""
         return int(self._exchanged[what])
 
     @contextlib.contextmanager
@@ -267,7 +270,7 @@ class Engine:
         """Called where that wait has ended, and the step goes on, or any other wait."""
 
     def share(self, rows: int, numbers: Sequence[float] = ()) -> float:
-        """This rank's share of the step that all ranks begin, where it has so many rows.
+        """Return this rank's share of the step that all ranks begin, where it has so many rows.
 
         Gradients times the shares sum up to the gradient of all rows.
 
@@ -313,22 +316,25 @@ class Engine:
         self.steps = 0
 
     def _close(self, flag=True):
-        """The ranks that have no more batches, this one among them, whose flag says so."""
+        """Return the ranks that have no more batches, this one among them, whose flag says so."""
         numbers = [0.0] * len(self.totals)  # as many as those that go on have
         return self.rows_and_ended(self.sum([0.0, *self.flags(flag), *numbers]))[1]
 
     def rows_and_ended(self, sums: Any) -> Tuple[float, List[int]]:
-        """What was summed up in a step: all ranks' rows, and the ranks without more batches."""
+        """Return what was summed up in a step.
+
+        All ranks' rows, and the ranks without more batches.
+        """
         self.totals = sums[1 + self.place.size :]
         return float(sums[0]), [rank for rank in range(self.place.size) if sums[1 + rank]]
 
     def flags(self, flag: float) -> List[float]:
-        """This rank's flag in its place, which sums up to all ranks' flags."""
+        """Return this rank's flag in its place, which sums up to all ranks' flags."""
         return [float(flag) * (rank == self.place.rank) for rank in range(self.place.size)]
 
 
 def answer(question: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
-    """What ``question()`` returns, or ``otherwise`` if that takes longer.
+    """Return what ``question()`` returns, or ``otherwise`` if that takes longer.
 
     For questions to another process without a limit of their own: one that is stopped (by SIGSTOP,
     or by a batch system) keeps its connections, and never answers.
@@ -341,7 +347,9 @@ def answer(question: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
 
 
 def buckets(items):
-    """What ranks sum up together, as torch's DistributedDataParallel: buckets of values.
+    """Return what ranks sum up together, as torch's DistributedDataParallel.
+
+    Buckets of values.
 
     Arguments:
         items: of each value what it has in common with others, its bytes, and itself.

@@ -19,7 +19,7 @@ _PATIENCE = 4.0
 
 
 def different_calls(ranks):
-    """The error that names pairs of a rank and what it waits for, in a phrase."""
+    """Return the error that names pairs of a rank and what it waits for, in a phrase."""
     waits = "; ".join("rank {} {}".format(*each) for each in sorted(ranks))
     return errors.RankError(
         f"The ranks wait for different things: {waits}. Each has to make the same calls in the "

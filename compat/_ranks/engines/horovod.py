@@ -54,7 +54,7 @@ class HorovodEngine(engines.Engine):
             return self.sum_numbers(values)
 
     def sum_numbers(self, values):
-        """The sum over all ranks of lists of numbers, as an array of float64."""
+        """Return the sum over all ranks of lists of numbers, as an array of float64."""
 
     # Failures ---------------------------------------------------------------------------------
 
@@ -98,7 +98,10 @@ class HorovodEngine(engines.Engine):
             return []
 
     def _missing(self, place, seconds):
-        """The ranks that do not come to the place in that time: horovodrun keeps a store."""
+        """Return the ranks that do not come to the place in that time.
+
+        Horovodrun keeps a store.
+        """
         _in_store("PUT", place, self.place.rank)
         return self.missing(lambda rank: _in_store("GET", place, rank), seconds)
 
@@ -117,7 +120,10 @@ def _in_store(method, place, rank):
 
 
 def is_missing(python):
-    """Whether Horovod is not installed; in another interpreter than this one that is not known."""
+    """Return whether Horovod is not installed.
+
+    In another interpreter than this one that is not known.
+    """
     return python == sys.executable and packages.version("horovod") is None
 
 

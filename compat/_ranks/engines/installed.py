@@ -32,7 +32,7 @@ class Installed(collections.namedtuple("Installed", "name version frameworks thr
 
 
 def engines():
-    """All of them, in order of their names."""
+    """Yield all of them, in order of their names."""
     for version, folder in _found("horovod"):
         frameworks = [name for name in _HOROVOD if _files(folder, name, "mpi_lib*.so")]
         yield Installed("Horovod", version, frameworks, [], None)

@@ -90,11 +90,11 @@ class JaxDistributed(engines.Engine):
         return rows.view("float64").sum(0)
 
     def sum_array(self, array, what="for the others' gradients"):
-        """The sum of an array over all ranks, on this process's device."""
+        """Return the sum of an array over all ranks, on this process's device."""
         return self.collect(self.total, array, what)
 
     def collect(self, function, array, what):
-        """What a function makes of all ranks' arrays, on this process's device."""
+        """Return what a function makes of all ranks' arrays, on this process's device."""
         jax = self.jax
         with self.waiting(what):
             row = jax.device_put(array[None], jax.local_devices()[0])
@@ -147,7 +147,9 @@ class JaxDistributed(engines.Engine):
         engines.answer(tell, _ANSWER, None)
 
     def marked(self, what):
-        """The other ranks that have left this mark; rank 0, which keeps them, where it is gone.
+        """Return the other ranks that have left this mark.
+
+        Rank 0, which keeps them, where it is gone.
 
         None: it does not answer.
         """

@@ -67,7 +67,10 @@ class MPI(engines.Engine):
         return self.sum_array(numpy.array(values, "float64"), "for the others")
 
     def sum_array(self, array, what="for the others' gradients"):
-        """The sum of an array over all ranks, in its place: on all of them the same bits."""
+        """Return the sum of an array over all ranks, in its place.
+
+        On all of them the same bits.
+        """
         flat = array.view()
         flat.shape = -1  # no copy, or an error
         with self.waiting(what):
@@ -156,7 +159,7 @@ class MPI(engines.Engine):
         return str(error) if isinstance(error, self.mpi.Exception) else None
 
     def absent(self):
-        """The ranks that do not answer that they wait as well."""
+        """Return the ranks that do not answer that they wait as well."""
         if self.notes is None or self.lost:
             return []
         self._tell(_ASKS, self.others)

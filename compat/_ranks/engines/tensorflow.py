@@ -11,7 +11,7 @@ LARGE = 2**20
 
 
 def _buckets(tf, tensors):
-    """The places of dense tensors that are sent together, the last tensors first."""
+    """Return the places of dense tensors that are sent together, the last tensors first."""
     items = []
     for place, tensor in reversed(list(enumerate(tensors))):
         if not isinstance(tensor, tf.IndexedSlices):
@@ -21,7 +21,7 @@ def _buckets(tf, tensors):
 
 
 def _is_alike(tensor):
-    """Whether a tensor of a function's graph is computed from constants alone.
+    """Return whether a tensor of a function's graph is computed from constants alone.
 
     So it is the same on all ranks, whatever their rows: such as numbers of positions.
     """
@@ -56,7 +56,7 @@ class TensorFlowEngine(engines.Engine):
     order = ()  # see order_of_steps()
 
     def mean(self, tensors, share, name):
-        """The mean over all ranks, weighted by their shares of the rows.
+        """Return the mean over all ranks, weighted by their shares of the rows.
 
         In buckets, each of which leaves as soon as it is computed.
 
@@ -92,21 +92,24 @@ class TensorFlowEngine(engines.Engine):
         ]
 
     def sum_in_graph(self, tensor, name, before):
-        """The sum over all ranks of a tensor of one axis.
+        """Return the sum over all ranks of a tensor of one axis.
 
         Arguments:
             before: what was exchanged before, which engines that need an order wait for.
         """
 
     def concatenate(self, slices, name, before):
-        """All ranks' ``IndexedSlices`` one after the other: optimizers sum up rows of one index."""
+        """Return all ranks' ``IndexedSlices``, concatenated: optimizers sum rows of one index."""
 
     def sum_numbers_in_graph(self, numbers):
-        """The sum over all ranks of a float64 tensor of one axis: what ``sum`` does, in a graph."""
+        """Return the sum over all ranks of a float64 tensor of one axis.
+
+        What ``sum`` does, in a graph.
+        """
         return self.sum_in_graph(numbers, "numbers", [])
 
     def share_in_graph(self, rows, count):
-        """This rank's share of the step that all ranks begin, as a float64 tensor.
+        """Return this rank's share of the step that all ranks begin, as a float64 tensor.
 
         As ``share()``, but nothing waits for it besides what needs it: the ranks' rows, and
         whether they have more batches, are exchanged while the step computes.
@@ -141,7 +144,7 @@ class TensorFlowEngine(engines.Engine):
         return result
 
     def order_of_steps(self):
-        """A variable that steps read and set, so that TensorFlow 2 runs one after the other.
+        """Return a variable that steps read and set, so that TensorFlow 2 runs one after the other.
 
         It may have several in a graph (``steps_per_execution``); TensorFlow 1 has one.
         """
@@ -153,7 +156,7 @@ class TensorFlowEngine(engines.Engine):
         return self.order
 
     def called(self, function, arguments, dtype, shape=()):
-        """A tensor: what ``function`` returns for values of tensors, as the graph runs."""
+        """Return a tensor: what ``function`` returns for values of tensors, as the graph runs."""
 
         def call(*values):
             with self.noting():
@@ -195,7 +198,7 @@ class TensorFlowEngine(engines.Engine):
 
 
 def problem_of(error):
-    """What one of TensorFlow's errors says has happened, in a line."""
+    """Return what one of TensorFlow's errors says has happened, in a line."""
     # TensorFlow puts before it where the node was made, and the node and its reports behind it.
     message = error.message.partition("[[")[0].partition("\nAdditional")[0]
     message = message.partition("\nThe error could be from a previous operation")[0]

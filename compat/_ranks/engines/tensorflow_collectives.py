@@ -142,7 +142,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             return self._sum(np.asarray(values, "float64"))
 
     def _sum(self, array):
-        """The sum of an array over all ranks, on the host, at once."""
+        """Return the sum of an array over all ranks, on the host, at once."""
         with self.tf.init_scope(), self.tf.device(_HOST):
             return self.sum_numbers_in_graph(self.tf.convert_to_tensor(array)).numpy()
 
@@ -154,14 +154,14 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     # In the user's graphs ---------------------------------------------------------------------
 
     def reduce(self, tensor, device, name):
-        """The sum of the ranks' tensors, of one shape."""
+        """Return the sum of the ranks' tensors, of one shape."""
         with self.tf.device(device):
             return self.tf.raw_ops.CollectiveReduceV2(
                 input=tensor, merge_op="Add", final_op="Id", **self._options(tensor, device, name)
             )
 
     def _options(self, tensor, device, name):
-        """What the ranks' operations of one name have in common.
+        """Return what the ranks' operations of one name have in common.
 
         The strategy numbers operations as they are traced; ranks may trace differently often.
         TensorFlow takes tensors of one shape and type for each number.

@@ -60,7 +60,7 @@ class TorchDistributed(engines.Engine):
         atexit.register(self.calls.end)
 
     def _store_of_all(self):
-        """The store that is the rendezvous."""
+        """Return the store that is the rendezvous."""
         distributed, place = self.distributed, self.place
         if rendezvous.torchrun_keeps_store(os.environ):  # it outlives every rank
             found = distributed.rendezvous("env://", place.rank, place.size, timeout=self.limit)
@@ -97,7 +97,7 @@ class TorchDistributed(engines.Engine):
             work.wait()
 
     def concatenate(self, tensor):
-        """All ranks' tensors of any numbers of rows, one below the other."""
+        """Return all ranks' tensors of any numbers of rows, one below the other."""
         torch = sys.modules["torch"]
         sizes = [size for (size,) in self.gather([len(tensor)])]
         padded = tensor.new_zeros((max(sizes),) + tensor.shape[1:])
@@ -141,5 +141,5 @@ class TorchDistributed(engines.Engine):
         return engines.answer(who_waits_not, 4.0, self._keeper())
 
     def _keeper(self):
-        """The rank that keeps the store, if it is another one."""
+        """Return the rank that keeps the store, if it is another one."""
         return [0] if self.place.rank and not rendezvous.torchrun_keeps_store(os.environ) else []

@@ -53,7 +53,10 @@ class Lines:
 
 
 def _shown_last(text):
-    """What a terminal shows of a line: of a progress bar, what was printed last."""
+    """Return what a terminal shows of a line.
+
+    Of a progress bar, what was printed last.
+    """
     line = text.rstrip("\r")
     return line.rpartition("\r")[2][-_WIDEST:] + text[len(line) :][:1]
 
@@ -94,7 +97,7 @@ class Output:
             self.logs.end()
 
     def dropped(self, rank: int) -> List[str]:
-        """The last lines of a rank that were not shown, as the report of a failure has them."""
+        """Return the last lines of a rank that were not shown, for the report of a failure."""
         *lines, rest = [line.rstrip("\r") for line in self.tails[rank]]
         lines = (lines + [rest] * bool(rest))[-TAIL:]
         about = f"compat run: the last lines that rank {rank} printed to standard output:"

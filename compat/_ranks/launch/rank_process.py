@@ -66,7 +66,10 @@ _LOST = re.compile(
 
 
 def decode(line: str) -> Optional[List[str]]:
-    """The rank, kind, mark and text of a message, or None: the launcher's own words."""
+    """Return the rank, kind, mark and text of a message, or None.
+
+    The launcher's own words.
+    """
     message = line.partition(BEGIN)[2].split(BETWEEN, 3)  # launchers may put something in front
     return message if len(message) == 4 and message[0].isdecimal() else None
 
@@ -261,7 +264,7 @@ class _Rank:
 
 
 def _gpus(environ):
-    """The variables that show the GPUs which ``compat run --hosts --gpus`` asked for everywhere.
+    """Return the variables for the GPUs that ``compat run --hosts --gpus`` requested.
 
     Other machines may have more or fewer than the one where it was called. What is short, the
     script's ``configure_gpu()`` says.
@@ -311,7 +314,7 @@ def kill(pid: int, number: int) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process of this machine, or one of a group, has not ended."""
+    """Return whether a process of this machine, or one of a group, has not ended."""
     try:
         os.kill(pid, 0)
         if pid < 0:
@@ -325,7 +328,9 @@ def runs(pid: int) -> bool:
 
 
 def dies_with_this_process(mask: Any = None) -> Callable[[], None]:
-    """A ``preexec_fn``: what is started is killed when this process ends in any way.
+    """Return a ``preexec_fn``.
+
+    What is started is killed when this process ends in any way.
 
     ``mask``: the signals that are to be blocked there, if not the same ones.
     """
@@ -342,7 +347,7 @@ def dies_with_this_process(mask: Any = None) -> Callable[[], None]:
 
 
 def started(command: List[str], environ: Mapping[str, str], stderr: int, mask: Any = None) -> Any:
-    """A process without input, whose output is read, and which is killed when this one ends.
+    """Return a process without input, whose output is read, and which is killed when this one ends.
 
     In a group of its own, by which to find what it starts. ``mask`` as ``dies_with_this_process``.
     """

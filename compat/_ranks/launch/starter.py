@@ -41,7 +41,7 @@ def launcher(job: "_ranks.Job", *options: str) -> List[str]:
 
 
 def exported(environ: Mapping[str, str]) -> Dict[str, str]:
-    """The variables that ranks on other machines are to have, too."""
+    """Return the variables that ranks on other machines are to have, too."""
     names = set(environ) - _OWN
     return {name: environ[name] for name in names if not name.startswith(_OWN_PREFIXES)}
 
@@ -86,7 +86,9 @@ def _tell(agents, line):
 
 
 def _places(machines, ports, cluster):
-    """Each machine's ranks: the variables that tell them their places.
+    """Yield each machine's ranks.
+
+    The variables that tell them their places.
 
     Arguments:
         ports: one for each rank of a cluster; otherwise that of the rendezvous, in a list.
@@ -127,7 +129,7 @@ def _reserved_ports(count):
 
 
 def _agent(host):
-    """The command that starts a machine's own process."""
+    """Return the command that starts a machine's own process."""
     agent = by_path.command("_ranks.launch.starter")
     if _is_here(host):
         return agent
@@ -137,7 +139,10 @@ def _agent(host):
 
 
 def _is_here(host):
-    """Whether this machine has the host's address: only then can it be listened at."""
+    """Return whether this machine has the host's address.
+
+    Only then can it be listened at.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family) as listening:

@@ -25,7 +25,9 @@ GRACE = 15.0
 
 
 def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
-    """The rank for which a job failed, from how the ranks ended, in order; None: none failed.
+    """Return the rank for which a job failed, from how the ranks ended, in order.
+
+    None: none failed.
 
     Where ranks only lost another one, that is the first which ended as if all were done; else the
     one that had to be ended, since it never came. A rank that its engine aborted after another one
@@ -62,7 +64,10 @@ class WatchedRanks:
         self.parts: Dict[Tuple[int, str], List[str]] = collections.defaultdict(list)
 
     def starting(self) -> str:
-        """How far the start has come, in words; "" once something was printed."""
+        """Return how far the start has come, in words.
+
+        "" once something was printed.
+        """
         told = "{} of {} ranks have started, no output yet"
         return told.format(len(self.processes), self.size) if self.is_starting else ""
 
@@ -93,7 +98,9 @@ class WatchedRanks:
             self.ended.append(end)
 
     def failure(self, status: int) -> Optional[str]:
-        """How the job has failed, in a phrase, or None: it has not.
+        """Return how the job has failed, in a phrase, or None.
+
+        It has not.
 
         Arguments:
             status: the launcher's own.
@@ -106,11 +113,14 @@ class WatchedRanks:
         return "the launcher ended with exit status {}".format(status) if status else None
 
     def silent(self) -> List[int]:
-        """The ranks that have told nothing of their ends: their whole machine may have gone."""
+        """Return the ranks that have told nothing of their ends.
+
+        Their whole machine may have gone.
+        """
         return sorted(set(range(self.size)) - {end.rank for end in self.ended})
 
     def reports(self) -> Dict[int, Any]:
-        """What ranks have left for ``compat run --report``, by rank."""
+        """Return what ranks have left for ``compat run --report``, by rank."""
         return {end.rank: end.report for end in self.ended if end.report is not None}
 
     def conclude(self, status: int, then: str = "") -> int:
@@ -280,7 +290,7 @@ def _end(launcher):
 
 
 def _rank_ended(ended, size):
-    """How the rank ended for which a job failed."""
+    """Return how the rank ended for which a job failed."""
     if not ended.status:
         how = "ended (exit status 0) while others were still training"
     elif ended.terminated:
