@@ -20,7 +20,7 @@ WORKS = "dense", "conv", "lstm"
 #: What each backend's trial runs in: module of ``compat``, class or None, names of functions.
 TRIALS = {
     "mxnet": [("_rows.trial", None, "tried")],
-    "tensorflow1": [("_backends.tensorflow1.graph_rows", "ReplicasTrial", "__init__ differing")],
+    "tensorflow1": [("_backends.tensorflow1.trial", "ReplicasTrial", "__init__ differing")],
     "tensorflow2": [("_backends.tensorflow2.op_trial", "OpTrial", "follow")],
     "theano": [("_rows.trial", None, "tried")],
     "torch": [

@@ -134,8 +134,15 @@ def test_no_modules_import_each_other_in_a_circle():
             del graph[module]
 
 
+# What backends import besides their own packages: what both TensorFlows use, and TensorFlow 1's
+# graphs, which TensorFlow 2 runs in v1 mode.
+OTHER_BACKENDS = {
+    "tensorflow1": {"_tensorflow"},
+    "tensorflow2": {"_tensorflow", "tensorflow1"},
+}
+
+
 def test_a_backend_imports_no_other_one():
-    """But TensorFlow 2, which runs TensorFlow 1's graphs in v1 mode."""
     for module in MODULES:
         parts = module.split(".")
         if parts[:2] == ["compat", "_backends"] and len(parts) > 2:
@@ -144,8 +151,7 @@ def test_a_backend_imports_no_other_one():
                 for target in _imports(module)
                 if target.startswith("compat._backends.")
             }
-            allowed = {parts[2]} | ({"tensorflow1"} if parts[2] == "tensorflow2" else set())
-            assert others <= allowed, module
+            assert others <= {parts[2]} | OTHER_BACKENDS.get(parts[2], set()), module
 
 
 FRAMEWORKS = re.compile(r"tensorflow|theano|mxnet|cntk|torch|\bjax", re.IGNORECASE)
@@ -247,6 +253,12 @@ ROLES = {
 
 # Files that one backend alone needs, and why.
 OF_ONE_BACKEND = {
+    "_tensorflow.rules_common": "what the rules in all files of them share",
+    "_tensorflow.rules_lookups": "rules of one kind, too many for one file",
+    "_tensorflow.rules_shapes": "rules of one kind, too many for one file",
+    "_tensorflow.rules_sizes": "rules of one kind, too many for one file",
+    "_tensorflow.rules_text": "rules of one kind, too many for one file",
+    "_tensorflow.rules_values": "rules of one kind, too many for one file",
     "cntk.openmpi": "CNTK's libraries need some that its package does not bring",
     "jax.counted_steps": "Keras runs a step as one program, in which nothing counts batches",
     "jax.cut_steps": "a rank's step is traced, and cut where ranks exchange",
@@ -268,6 +280,12 @@ OF_ONE_BACKEND = {
     "mxnet.optimizer_states": "step counts and states are those of a device",
     "mxnet.synchronization": "what is computed in the background fails, and writes, later",
     "mxnet.watched_calls": "calls of models without Keras, observed by the usage check",
+    "tensorflow1.colocation": "Keras does not ask that gradients run beside what they belong to",
+    "tensorflow1.copying": "replicas of a static graph are copies of its operations",
+    "tensorflow1.fetches": "callbacks add to what Keras' functions compute",
+    "tensorflow1.optimizer_order": "nothing orders how Keras' Adam reads and counts its steps",
+    "tensorflow1.replicated_functions": "Keras runs a model by three functions, not by a call",
+    "tensorflow1.resource_variables": "TensorFlow 1 makes reference variables, which race",
     "theano.compilation": "a body's functions are compiled for each device",
     "theano.device": "a device is a default context, with variables of its own",
     "theano.flag_problems": "Theano ignores flags that it does not know",
@@ -317,25 +335,31 @@ TESTED_IN = {
 }
 
 # Backends whose files have not been brought to these names.
-UNSORTED = {"tensorflow1", "tensorflow2"}
+UNSORTED = {"tensorflow2"}
+
+# Packages of what several backends use, and these: the tests are theirs.
+SHARED = {"_tensorflow": ["tensorflow1", "tensorflow2"]}
+PACKAGES = sorted({*registry.names(), *SHARED} - UNSORTED)
 
 
-@pytest.mark.parametrize("backend", sorted(set(registry.names()) - UNSORTED))
+@pytest.mark.parametrize("backend", PACKAGES)
 def test_backends_have_files_of_the_same_roles(backend):
     prefix = "compat._backends.{}".format(backend)
     found = {
-        module[len(prefix) + 1 :] or "__init__" for module in MODULES if module.startswith(prefix)
+        module[len(prefix) + 1 :] or "__init__"
+        for module in MODULES
+        if module == prefix or module.startswith(prefix + ".")
     }
     own = {key.partition(".")[2] for key in OF_ONE_BACKEND if key.startswith(backend + ".")}
     assert own <= found
     assert found - own <= set(ROLES)
-    folder = os.path.join(ROOT, "tests", "backends", backend)
     for role in sorted(found - own - {"__init__"}):
         name = TESTED_IN.get("{}.{}".format(backend, role), "test_{}.py".format(role))
-        assert os.path.exists(os.path.join(folder, name)), name
+        for tested in set(SHARED.get(backend, [backend])) - UNSORTED:
+            assert os.path.exists(os.path.join(ROOT, "tests", "backends", tested, name)), name
 
 
-@pytest.mark.parametrize("backend", sorted(set(registry.names()) - UNSORTED))
+@pytest.mark.parametrize("backend", PACKAGES)
 def test_a_file_of_a_backend_begins_with_its_one_subject(backend):
     for module, (_, source) in MODULES.items():
         if module.startswith("compat._backends.{}.".format(backend)):

@@ -11,8 +11,8 @@ import numpy as np
 import row_proof
 import tensorflow as tf
 
-from compat._backends.tensorflow1 import row_operations
-from compat._backends.tensorflow1.graph import v1_names
+from compat._backends._tensorflow import rules
+from compat._backends._tensorflow.graph import v1_names
 from compat._rows import REPLICATED, Partial, Sharded, Value
 
 from . import text_row_cases
@@ -57,7 +57,7 @@ class Graph:
             if tensor.name not in known:
                 op = tensor.op
                 values = [value_of(each, placement(each)) for each in op.inputs]
-                found = row_operations.placements(op, values)
+                found = rules.placements(op, values)
                 known.update(zip((each.name for each in op.outputs), found))
             return known[tensor.name]
 
@@ -104,7 +104,7 @@ def check():
     for case in cases():
         types |= prove(case, found)
     assert not found.wrong, "\n".join(found.wrong)
-    here = {name for name in row_operations.RULES if hasattr(raw, name)}
+    here = {name for name in rules.RULES if hasattr(raw, name)}
     assert sorted(here - types) == []
     assert found.claimed > 1000
     version = ".".join(tf.__version__.split(".")[:2])

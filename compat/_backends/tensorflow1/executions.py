@@ -1,4 +1,4 @@
-"""Which devices executed the first step of a model, as TensorFlow reports it.
+"""Proof of use: which devices executed the first step of a model, as TensorFlow reports it.
 
 A session reports the partitions of the graph that it ran, device by device. But what Keras runs in
 it is compiled for many runs, and to have these report would compile all of it a second time, which
@@ -16,8 +16,10 @@ from _thread import get_ident
 from ... import _keras
 from ..._runtime import patching
 from ..._runtime.usage import Executed
+from .._tensorflow.graph import v1_names
+from .._tensorflow.profiler import as_configured
 from . import graph
-from .timeline import around_calls, as_configured, partitions
+from .profiler import around_calls, partitions
 
 _lock = threading.RLock()
 _recordings = []  # type: list  # those of all threads
@@ -25,7 +27,7 @@ _patches = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def by_device(model, devices):
+def executed(model, devices):
     """Within, the first step of a model is recorded, on this thread; yields an ``Executed``.
 
     Arguments:
@@ -131,7 +133,7 @@ def _placed(session, fetches):
 
     Those to which no device was given run on the one that sessions prefer, the first GPU if any.
     """
-    tf, numbers, constants = graph.v1_names(), collections.Counter(), {}
+    tf, numbers, constants = v1_names(), collections.Counter(), {}
     for op in graph.ancestors(fetches, ())[0]:
         numbers[op.device] += 1
         if op.type == "Const" and graph.is_outermost(op) and not op.control_inputs:

@@ -1,16 +1,8 @@
-"""Walking through a static graph of TensorFlow 1, and gradients of the user's own in it."""
+"""Queries on a static graph of TensorFlow 1: its loops, dependencies and variables."""
 
 import collections
-import sys
 
-from ... import errors
-from ..._rows import Mixed, Partial, Replicated, Sharded
-
-
-def v1_names(tensorflow=None):
-    """TensorFlow under its 1.x names, which late versions of it call deprecated elsewhere."""
-    tensorflow = tensorflow or sys.modules["tensorflow"]
-    return getattr(tensorflow.compat, "v1", tensorflow)
+from .._tensorflow.graph import v1_names
 
 
 def _loops(op):
@@ -54,8 +46,6 @@ def whole_loops(operations, among):
         and any(map(is_in, op.outputs[0].consumers()))
     ]
 
-
-# Graphs ---------------------------------------------------------------------------------------
 
 _WRITES = ("Assign", "Scatter", "Apply", "SparseApply")  # maybe after "Resource"
 
@@ -160,112 +150,3 @@ def variables_of(operations, others=()):
         found += graph.get_collection(keys.GLOBAL_VARIABLES)
         found += graph.get_collection(keys.LOCAL_VARIABLES)
     return {variable for variable in found if getattr(variable, "handle", variable).op in written}
-
-
-def attribute(op, name, default=None):
-    """An attribute of an operation, which need not have it."""
-    # Before 1.8 asking for one that is not there adds it to a dictionary.
-    return op.get_attr(name) if name in op.node_def.attr else default
-
-
-def line_of(op):
-    """Where the user's code made an operation, as "file.py, line 12", or None."""
-    frames = [(frame[0], frame[1]) for frame in op.traceback or ()]
-    # What autograph makes of the user's functions is in files of its own.
-    return errors.innermost_line([f for f in frames if "__autograph_generated_file" not in f[0]])
-
-
-def constant(tensor):
-    """The value of a tensor that is known before any run, as an array, or None."""
-    from tensorflow.python.framework import tensor_util
-
-    value = tensor_util.constant_value(tensor)
-    if value is None and tensor.op.type == "Sub":  # the order of tf.transpose(x)
-        first, second = map(constant, tensor.op.inputs)
-        return None if first is None or second is None else first - second
-    return value
-
-
-def known_numbers(tensor):
-    """The numbers in a tensor that are known before any run, as a list, or None."""
-    value = constant(tensor)
-    return None if value is None else value.ravel().tolist()
-
-
-def sizes_of(tensor):
-    return None if tensor.shape.ndims is None else tensor.shape.as_list()
-
-
-# Gradients of the user's own ------------------------------------------------------------------
-
-# They come by ``tf.custom_gradient`` and ``Graph.gradient_override_map``, and may compute across
-# rows whatever their operation does. What such a function makes of what comes back to the operation
-# is a part of the graph as any other, and is followed as that.
-
-
-def has_own_gradient(op):
-    """Whether an operation's gradient is not TensorFlow's."""
-    from tensorflow.python.framework import ops
-
-    if not op.inputs or not attribute(op, "_gradient_op_type"):
-        return False
-    try:
-        function = ops.get_gradient_function(op)
-    except LookupError:  # none is known by this name
-        return False
-    # What tf.custom_gradient registers calls the function that it was given. Those of TensorFlow
-    # and Keras themselves are gradients of what they belong to, as in tf.recompute_grad.
-    for name in ("tape_grad_fn", "grad_fn"):
-        names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-        if name in names:
-            function = function.__closure__[names.index(name)].cell_contents
-    package = (getattr(function, "__module__", None) or "").partition(".")[0]
-    return package not in ("tensorflow", "tensorflow_core", "keras", "tf_keras")
-
-
-class OwnGradient:
-    """What an operation's gradient computes, in the operation's graph.
-
-    Arguments:
-        results: the placements of its outputs.
-
-    Attributes:
-        upstream: for each of its outputs a placeholder for what comes back to it, and how that
-            depends on the rows.
-        operations: those that compute the gradients of its inputs, in order.
-        downstream: these gradients, None where there is none.
-    """
-
-    def __init__(self, op, results):
-        from tensorflow.python.framework import ops
-
-        tf = v1_names()
-        with op.graph.as_default(), ops.control_dependencies(None):
-            upstream = [tf.placeholder(each.dtype, each.shape) for each in op.outputs]
-            before = len(op.graph.get_operations())
-            found = ops.get_gradient_function(op)(op, *upstream)
-            found = found if isinstance(found, (list, tuple)) else [found]
-            self.downstream = [g if g is None else tf.convert_to_tensor(g) for g in found]
-            self.operations = op.graph.get_operations()[before:]
-        kinds = [Partial("sum") if isinstance(each, Replicated) else each for each in results]
-        self.upstream = list(zip(upstream, kinds))
-
-    def mixes(self, given, placement):
-        """Whether the devices' gradients are not those of the whole batch.
-
-        Arguments:
-            given: the placements of the operation's inputs.
-            placement: a function that tells that of a tensor.
-        """
-        return not all(
-            gradient is None or not gradient.dtype.is_floating or _fits(before, placement(gradient))
-            for before, gradient in zip(given, self.downstream)
-        )
-
-
-def _fits(before, after):
-    if isinstance(before, Sharded):
-        return isinstance(after, Sharded) and after.replace(inner=before.inner) == before
-    if isinstance(before, Replicated):
-        return after == Partial("sum")
-    return not isinstance(after, Mixed)

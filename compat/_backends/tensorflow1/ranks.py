@@ -16,8 +16,8 @@ from ..._ranks import state as rank_state
 from ..._ranks.engines import tensorflow_horovod
 from . import loss_gradients
 from .graph import variables_written
-from .step_order import counting_in_order
-from .variables import warn_of_reference_variables
+from .optimizer_order import counting_in_order
+from .resource_variables import warn_of_reference_variables
 
 _numbers = itertools.count()  # of models
 

@@ -13,7 +13,7 @@ from ..._keras import steps
 from ..._ranks.tf_config import TF_CONFIG
 from ...backend import Backend
 from .. import tensorflow1
-from ..tensorflow1 import sessions
+from ..tensorflow1 import configuration as sessions
 from . import runtime
 from .runtime import OPTIONS, apply_setting, full_name, in_v1_mode, runs_eagerly, unsupported
 
@@ -62,7 +62,7 @@ class TensorFlow2(Backend):
         settings.devices.settle(len(physical("GPU")))
         if in_v1_mode(tf) and sessions.sessions_made():
             v1 = tf.compat.v1
-            config = tensorflow1.backend.session_config(v1, settings, None)
+            config = sessions.session_config(v1, settings, None)
             sessions.ensure_no_other_session(v1, config)
         gpus = runtime.chosen_gpus(tf, settings.devices)
         visible = apply_setting(tf, "config.set_visible_devices", gpus, "GPU")

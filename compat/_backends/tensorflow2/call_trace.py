@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
-from ..tensorflow1.graph import line_of
+from .._tensorflow.graph import line_of
 from . import merging
 from .graph_walk import Added, Walk
 from .op_trial import LANES, OpTrial, captures, eager, may_be_set

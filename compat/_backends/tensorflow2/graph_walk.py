@@ -1,6 +1,6 @@
 """A walk through a traced graph: how each tensor, and each variable's new value, depends on rows.
 
-What operations do to rows is in one table (``tensorflow1.row_operations``). Here is what TensorFlow
+What operations do to rows is in one table (``_tensorflow.rules``). Here is what TensorFlow
 2's graphs have besides: variables, functions, branches, loops, and sums divided by the rows.
 """
 
@@ -8,8 +8,9 @@ import copy
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
-from ..tensorflow1 import graph as tf1_graph
-from ..tensorflow1 import row_operations
+from .._tensorflow import rules
+from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient
+from .._tensorflow.graph import constant, sizes_of
 from .op_trial import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random
 
 _SUMS = {"Add", "AddV2", "Sub"}
@@ -74,7 +75,7 @@ class Walk:
             results = [results] * len(op.outputs)
         if op.type not in CALLS | CONDITIONS:
             results = self.trial.follow(op, given, results)
-        has_own = op.type not in CALLS and tf1_graph.has_own_gradient(op)
+        has_own = op.type not in CALLS and has_custom_gradient(op)
         if has_own and self._mixes_back(op, given, results):
             results = [Mixed("gradient")] * len(results)
         for output, result in zip(op.outputs, results):
@@ -82,7 +83,7 @@ class Walk:
 
     def _mixes_back(self, op, given, results):
         """Whether an operation's own gradient mixes rows."""
-        gradient = tf1_graph.OwnGradient(op, results)
+        gradient = CustomGradient(op, results)
         for (tensor, placement), output, result in zip(gradient.upstream, op.outputs, results):
             self.placements[tensor.name] = placement
             self.trial.draw(tensor, output, result)
@@ -144,10 +145,10 @@ class Walk:
     def _by_table(self, op, given):
         given = [Mixed() if isinstance(each, Added) else each for each in given]
         values = list(map(self._value, op.inputs, given))
-        return row_operations.placements(op, values)
+        return rules.placements(op, values)
 
     def _value(self, tensor, placement):
-        sizes = tf1_graph.sizes_of(tensor)
+        sizes = sizes_of(tensor)
         return _rows.Value(placement, self.trial.sizes(tensor) if sizes is None else sizes)
 
     def _sum(self, op, given):
@@ -157,7 +158,7 @@ class Walk:
             if key is not None and _adds_up(op.inputs[1 - place], given[1 - place]):
                 return Added(key)
             if isinstance(given[place], Replicated) and isinstance(given[1 - place], Partial):
-                value = tf1_graph.constant(op.inputs[place])
+                value = constant(op.inputs[place])
                 if value is not None and not value.any() and op.type != "Sub":
                     return given[1 - place]
         return None
@@ -302,7 +303,7 @@ def _of_rows(op, given):
 
 def _adds_up(tensor, placement):
     """Whether the devices' values add up to that for all rows; of several sizes some may not."""
-    sizes = tf1_graph.sizes_of(tensor)
+    sizes = sizes_of(tensor)
     if isinstance(placement, Count) and sizes:
         return len(sizes) == 1 and placement.places == set(range(sizes[0] or 0))
     return placement == Partial("sum") or placement == Count() and sizes == []

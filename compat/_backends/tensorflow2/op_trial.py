@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
 from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, trial
-from ..tensorflow1 import graph as tf1_graph
+from .._tensorflow.graph import constant
 
 CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 CONDITIONS = {"If", "StatelessIf"}
@@ -288,7 +288,7 @@ def _told(parts, whole, given):
 def _eagerly(op):
     """What executes an operation: a function of its inputs."""
     if op.type == "Const":  # whose value is no attribute of eager execution
-        value = tf.constant(tf1_graph.constant(op.outputs[0]), op.outputs[0].dtype)
+        value = tf.constant(constant(op.outputs[0]), op.outputs[0].dtype)
         return lambda inputs: [value]
     # Names of attributes, each followed by its value.
     pairs = [(n, _attribute(op.get_attr(n))) for n in op.node_def.attr if not n.startswith("_")]

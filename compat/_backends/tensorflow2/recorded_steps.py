@@ -17,7 +17,8 @@ from ... import _keras, errors
 from ..._runtime import patching
 from ..._runtime.operation_times import Operation, converted
 from ..._verification import keras_steps
-from ..tensorflow1 import timeline as tensorflow1_timeline
+from .._tensorflow import profiler as run_statistics
+from ..tensorflow1 import profiler as tensorflow1_profiler
 from .executions import executed, products, recorded, short
 from .runtime import runs_eagerly
 from .side_effects import Snapshot, roots_of
@@ -158,11 +159,11 @@ _ON_VARIABLES = re.compile("Variable|VarHandleOp|^Resource")
 def profiled(devices):
     """Within, TensorFlow's profiler records; see ``Backend.profiled()``."""
     if not runs_eagerly(tf):  # sessions record each of their runs
-        return tensorflow1_timeline.profiled(tf.compat.v1, devices)
+        return tensorflow1_profiler.profiled(devices)
     if hasattr(tf, "profiler"):
         return converted(_profile(), lambda planes: operations(planes, devices))
     # TensorFlow 2.0 and 2.1 record operations with their devices.
-    executed_on = tensorflow1_timeline.executed
+    executed_on = run_statistics.operations_of
     return converted(
         recorded(with_times=True),
         lambda found: executed_on([each.step_stats for each in found], devices),
@@ -259,7 +260,7 @@ def kernels(plane):
                 callers[event.statistics["_p"]] = (node, run) if node else None
             elif kernel:
                 enclosing.append((end, kernel.group(1), run))
-                if not kernel.group(2).endswith(tensorflow1_timeline.WAITING):
+                if not kernel.group(2).endswith(run_statistics.WAITING):
                     found.append((event, kernel.groups(), run))
     return found, callers
 
@@ -300,7 +301,7 @@ def _operations_of_cpu(plane, devices):
         else:
             device = None if _ON_VARIABLES.search(kind) else device_of(node, run)
         if device in devices:
-            name = tensorflow1_timeline.titled(node, kind)
+            name = run_statistics.titled(node, kind)
             yield Operation(device, name, event.start, event.duration)
 
 

@@ -14,11 +14,11 @@ import tensorflow as tf
 
 import compat
 from compat import _keras
-from compat._backends import tensorflow1
-from compat._backends.tensorflow1 import sessions, timeline
-from compat._backends.tensorflow1.graph import ancestors, v1_names
-from compat._backends.tensorflow1.step_order import counts_without_order
-from compat._backends.tensorflow1.timeline import partitions, products
+from compat._backends._tensorflow.graph import v1_names
+from compat._backends.tensorflow1 import profiler
+from compat._backends.tensorflow1.graph import ancestors
+from compat._backends.tensorflow1.optimizer_order import counts_without_order
+from compat._backends.tensorflow1.profiler import partitions, products
 from compat.testing import (
     CASES,
     DEVICES,
@@ -47,7 +47,7 @@ def function_of(model, name="train_function"):
 def record(model, inputs, targets):
     """One training step, as TensorFlow recorded it: the graphs it ran, and their statistics."""
     function_of(model)
-    with timeline.recorded(v1, output_partition_graphs=True) as runs:
+    with profiler.recorded(v1, output_partition_graphs=True) as runs:
         model.train_on_batch(inputs, targets)
     return max(runs, key=v1.RunMetadata.ByteSize)  # others read and write variables, for a trial
 
@@ -317,7 +317,7 @@ class TestTensorFlow1(KerasParts):
         ran = self.ran(model, inputs, targets)
         self.check_nothing_undivided(model, ran, more_than=30)
         for index, device in enumerate(sorted(ran)):
-            here = {node.name.split("/")[0] for node in ran[device] if timeline.is_product(node)}
+            here = {node.name.split("/")[0] for node in ran[device] if profiler.is_product(node)}
             assert "replica_{}".format(index) in str(sorted(here))
 
     @slow
@@ -499,85 +499,6 @@ class TestTensorFlow1(KerasParts):
             with pytest.raises(TypeError):
                 subclassed(keras)
 
-    # Parts of a model on devices of their own --------------------------------------------------
-
-    @slow
-    @pytest.mark.row("device()")
-    def test_siamese_model_of_keras_faq(self, keras, configuration, siamese):
-        """One layer encodes two sequences on two devices; merged and classified on a third."""
-        inputs, targets = siamese_data()
-        plain = siamese(None, None, None)
-        model = siamese(0, 1, 2)
-        for each in (plain, model):
-            each.fit(inputs, targets, batch_size=16, epochs=1, shuffle=False, verbose=0)
-        self.close(plain.get_weights(), model.get_weights(), 1e-6)
-        devices = configuration.devices
-        ran = self.ran(model, inputs, targets)
-        placement = products(ran)
-        assert placement[devices[0]] == placement[devices[1]]
-        assert placement[devices[0]][0] >= 2 and placement[devices[0]][1] >= 3
-        assert placement[devices[2]] == (1, 2)
-        # No loop lies on two devices: it would wait for the other one at each step.
-        loops = [
-            (node.attr["frame_name"].s, device)
-            for device, nodes in ran.items()
-            for node in nodes
-            if node.op == "Enter"
-        ]
-        assert len(set(loops)) == len({name for name, _ in loops}) == 4
-
-    @pytest.mark.row("device()")
-    @span
-    def test_merged_on_the_cpu(self, configuration, siamese):
-        """The host is the first device here: what the CPU does is no branch's part."""
-        inputs, targets = siamese_steps()
-        model = siamese(1, 2, "cpu", layer="Dense")
-        placement = self.placement(model, inputs, targets)
-        devices = configuration.devices
-        assert placement[devices[1]] == placement[devices[2]]
-        assert placement[devices[0]] == (1, 2)
-
-    @slow
-    @pytest.mark.row("device()")
-    def test_parallelized_it_runs_whole_on_each_device(self, keras, configuration, siamese):
-        inputs, targets = siamese_steps()
-        plain, model = [siamese(*devices, layer="Dense") for devices in ([None] * 3, [0, 1, 2])]
-        with pytest.warns(compat.CompatWarning) as warned:
-            compat.parallelize(model, gpus=2)
-        assert str(warned[0].message) == (
-            "Parts of {} were placed on /device:CPU:0, /device:CPU:1, /device:CPU:2 by device(), "
-            "but parallelize() runs all of it on each of /device:CPU:0, /device:CPU:1. Leave out "
-            "one of the two; parallelize(model, gpus=1) puts the parts back.".format(model.name)
-        )
-        for each in (plain, model):
-            each.train_on_batch(inputs, targets)
-        self.close(plain.get_weights(), model.get_weights(), 1e-6)
-        placement = self.placement(model, inputs, targets)
-        assert sorted(placement) == configuration.devices[:2]
-        assert len(set(placement.values())) == 1
-        compat.parallelize(model, gpus=1)
-        assert sorted(self.placement(model, inputs, targets)) == configuration.devices
-
-    @pytest.fixture
-    def siamese(self, keras):
-        def build(first, second, third, layer="SimpleRNN"):
-            layers = keras.layers
-            shape = (4, 3) if layer == "SimpleRNN" else (3,)
-            left, right = layers.Input(shape=shape), layers.Input(shape=shape)
-            encode = getattr(layers, layer)(3, activation="tanh")
-            with placed(first):
-                encoded_left = encode(left)
-            with placed(second):
-                encoded_right = encode(right)
-            with placed(third):
-                merged = layers.concatenate([encoded_left, encoded_right])
-                outputs = layers.Dense(1, activation="sigmoid")(merged)
-            model = initialise(keras.models.Model([left, right], outputs))
-            model.compile(optimizer(keras, "sgd"), "binary_crossentropy")
-            return model
-
-        return build
-
     # Never silent -----------------------------------------------------------------------------
 
     def test_configured_after_the_session_of_keras(self):
@@ -585,9 +506,9 @@ class TestTensorFlow1(KerasParts):
         printed = run(
             """
             keras = keras_under_test()
-            from compat._backends.tensorflow1 import backend, sessions
+            from compat._backends.tensorflow1 import backend, configuration
             assert backend.devices() == ["/device:CPU:0"]
-            assert sessions.session_of(keras) is None
+            assert configuration.session_of(keras) is None
             assert backend.initialised() == (
                 "tensorflow is imported, and may have asked CUDA for its GPUs"
             )
@@ -634,8 +555,8 @@ class TestTensorFlow1(KerasParts):
             configuration = compat.configure_gpu(simulate=3, **options)
             print(configuration)
             import tensorflow
-            from compat._backends.tensorflow1 import sessions
-            from compat._backends.tensorflow1.graph import v1_names
+            from compat._backends._tensorflow.graph import v1_names
+            from compat._backends.tensorflow1 import configuration as configuring
             tf = v1_names(tensorflow)
             keras = keras_under_test()
 
@@ -668,7 +589,7 @@ class TestTensorFlow1(KerasParts):
                 assert isinstance(keras.backend.variable(1.0).handle, tf.Tensor)
                 assert compat.configure_gpu(simulate=3, **options) is configuration
                 constructor = tf.Session.__bases__[0].__init__
-                sessions.set_session_defaults(None)
+                configuring.set_session_defaults(None)
                 assert tf.Session.__bases__[0].__init__ is not constructor
                 with tf.Session() as session:
                     assert seen(session) == [1, False, 0]
@@ -736,23 +657,6 @@ def subclassed(keras):
     return Classifier()
 
 
-def placed(which):
-    """The scope of ``compat.device()``, or none."""
-    return contextlib.ExitStack() if which is None else compat.device(which)
-
-
-def siamese_data():
-    random = np.random.RandomState(2)
-    left, right = random.normal(size=(2, 32, 4, 3)).astype("float32")
-    return [left, right], random.randint(2, size=(32, 1)).astype("float32")
-
-
-def siamese_steps():
-    """Single steps of these sequences."""
-    sequences, targets = siamese_data()
-    return [steps[:, 0] for steps in sequences], targets
-
-
 @contextlib.contextmanager
 def reference_variables():
     """Within, variables are what they were before ``configure_gpu()``."""
@@ -795,138 +699,3 @@ PRELUDE = """
 import compat
 from compat.testing import keras_under_test
 """
-
-
-def test_a_script_can_be_forked_where_there_is_no_gpu():
-    """A process that has made a session hangs then, with plain TensorFlow, too."""
-    printed = run(
-        """
-        import multiprocessing
-        import numpy as np
-        keras = keras_under_test()
-        fork = multiprocessing.get_context("fork")
-
-        def train():
-            model = keras.models.Sequential([keras.layers.Dense(2, input_shape=(3,))])
-            compat.parallelize(model).compile("sgd", "mse")
-            model.train_on_batch(np.ones((7, 3)), np.ones((7, 2)))
-            return compat.report().as_dict()["devices"]
-
-        def script(simulate):
-            configuration = compat.configure_gpu(simulate=simulate)
-            with fork.Pool(1) as pool:
-                devices = pool.apply_async(train).get(120)
-            assert [each["device"] for each in devices] == configuration.devices
-            print([each["training_rows"] for each in devices], flush=True)
-
-        for simulate in (None, 3):
-            process = fork.Process(target=script, args=(simulate,))
-            process.start()
-            process.join()
-            assert process.exitcode == 0
-        """
-    )
-    assert printed.splitlines()[-2:] == ["[0]", "[2, 2, 3]"]  # one device does as ever, uncounted
-
-
-# The session configuration of GPUs, which this machine need not have --------------------------
-
-
-def session_config(late=None, **settings):
-    from compat._configuration import settings as _settings
-    from compat._configuration.device_choice import Devices
-
-    memory = _settings.parse_memory(settings.pop("memory", None))
-    devices = Devices(["2", "3"], [0, 1])
-    asked = _settings.Settings(devices, memory, options=settings)
-    return tensorflow1.backend.session_config(v1, asked, late)
-
-
-@span
-def test_gpu_options(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
-    assert session_config(memory="grow").gpu_options.allow_growth
-    assert session_config(memory=0.5).gpu_options.per_process_gpu_memory_fraction == 0.5
-    assert session_config().gpu_options.visible_device_list == ""
-    assert session_config(late="imported").gpu_options.visible_device_list == "0,1"
-    config = session_config(device_count={"GPU": 1, "CPU": 56}, log_device_placement=True)
-    assert dict(config.device_count) == {"GPU": 1, "CPU": 56}
-    assert config.log_device_placement and config.allow_soft_placement
-    assert not session_config(allow_soft_placement=False).allow_soft_placement
-
-
-@span
-def test_a_session_of_the_users_has_fixed_the_memory_of_gpus(monkeypatch):
-    from tensorflow.python.client import session
-
-    v1.Session().close()
-    monkeypatch.setattr(v1.test, "is_built_with_cuda", lambda: True)
-    monkeypatch.setattr(sessions, "imported_keras_packages", list)
-    monkeypatch.setattr(sessions, "_defaults", None)  # as before compat was configured
-    config = session_config(memory="grow")
-    if not hasattr(session, "_python_session_create_counter"):
-        return sessions.ensure_no_other_session(v1, config)  # before 1.13 nothing tells
-    with pytest.raises(compat.TooLateError) as raised:
-        sessions.ensure_no_other_session(v1, config)
-    assert str(raised.value) == (
-        "configure_gpu() came too late for tensorflow: a session was made in this process, which "
-        "fixed GPUs and their memory; they cannot become allow_growth: true.\n"
-        "Call it before the first tf.Session()."
-    )
-
-
-@span
-def test_memory_size_is_a_fraction_of_the_largest_gpu(monkeypatch):
-    from compat._configuration import device_choice
-
-    gpus = [
-        device_choice.GPU(2, memory_total=8 * 2**30),
-        device_choice.GPU(3, memory_total=16 * 2**30),
-    ]
-    monkeypatch.setattr(device_choice, "discover", lambda: gpus)
-    config = session_config(memory="4GiB")
-    assert config.gpu_options.per_process_gpu_memory_fraction == 0.25
-    monkeypatch.setattr(device_choice, "discover", lambda: [])
-    with pytest.raises(compat.UnsupportedError) as raised:
-        session_config(memory="4GiB")
-    assert str(raised.value) == (
-        "tensorflow1 cannot limit memory to 4096 MiB per GPU: it takes a fraction of each GPU "
-        "only, and nvidia-smi does not tell how much memory the GPUs have. Use a fraction such "
-        'as memory=0.5, or memory="grow".'
-    )
-
-
-# GPUs that no command of a driver lists -------------------------------------------------------
-
-
-@span
-def test_gpus_that_only_tensorflow_lists(monkeypatch):
-    from compat._configuration import device_choice, gpu_selection
-    from compat._configuration import settings as _settings
-
-    def configured(gpus, listed, memory=None):
-        backend = tensorflow1.TensorFlow1()
-        devices = device_choice.choose(gpu_selection.parse_gpus(gpus), None, {}, discover=list)
-        settings = _settings.Settings(devices, _settings.parse_memory(memory))
-        configs = []
-        names = ["/device:GPU:{}".format(index) for index in range(listed)] or ["/device:CPU:0"]
-        monkeypatch.setattr(sessions, "ensure_no_other_session", lambda *arguments: None)
-        monkeypatch.setattr(sessions, "set_session_defaults", configs.append)
-        monkeypatch.setattr(backend, "initialised", lambda: None)
-        monkeypatch.setattr(backend, "devices", lambda: names)
-        backend.configure(settings)
-        return configs[0](), devices
-
-    config, devices = configured(None, 2, "grow")
-    assert not config.device_count and config.gpu_options.allow_growth
-    assert devices.gpus == ("0", "1") and not devices.shortage
-    config, devices = configured(3, 2)
-    assert dict(config.device_count) == {"GPU": 3}  # at most
-    assert devices.shortage == ("gpus=3", "2 GPUs are visible")
-    config, _ = configured([2, 1], 2)
-    assert config.gpu_options.visible_device_list == "2,1"
-    config, devices = configured(2, 0, "grow")
-    assert dict(config.device_count) == {"GPU": 0} and not config.gpu_options.allow_growth
-    assert configured(None, 0, "4GiB")[1].gpus == devices.gpus == ()
-    with pytest.raises(compat.UnsupportedError, match="it takes a fraction of each GPU only"):
-        configured(None, 1, "4GiB")

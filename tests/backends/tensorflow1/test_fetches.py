@@ -6,13 +6,14 @@ import tensorflow as tf
 
 import compat
 from compat import _keras
-from compat._backends.tensorflow1 import timeline
-from compat._backends.tensorflow1.graph import v1_names
+from compat._backends._tensorflow.graph import v1_names
+from compat._backends.tensorflow1 import profiler
 from compat._configuration import registry
 from compat.testing import initialise, span
 
 from ..verification_cases import verified
-from .test_rows import paired, rows_of, three_devices  # noqa: F401  # the fixture
+from .row_models import rows_of, three_devices  # noqa: F401  # the fixture
+from .test_trial import paired
 
 v1 = v1_names(tf)
 ROWS = 13
@@ -70,13 +71,13 @@ def test_predictions_fetched_in_a_step_are_those_of_its_loss(keras, way, verify)
             return  # tf.keras and keras 2.3 themselves take no more outputs
         function.outputs.append(keep)
     for _ in range(2):  # the first one is verified
-        with timeline.recorded(v1, output_partition_graphs=True) as runs:
+        with profiler.recorded(v1, output_partition_graphs=True) as runs:
             results = model.train_on_batch(rows_of(ROWS), rows_of(ROWS, 2))
         loss = results[0] if isinstance(results, list) else results
         apart = keras.backend.get_value(kept) - rows_of(ROWS, 2)
         np.testing.assert_allclose(loss, np.mean(np.square(apart)), rtol=1e-5)
     ran = max(runs, key=v1.RunMetadata.ByteSize)
-    products = timeline.products(timeline.partitions(ran)).values()
+    products = profiler.products(profiler.partitions(ran)).values()
     assert [forward for forward, _ in products] == [2, 2, 2]
 
 

@@ -37,7 +37,7 @@ class TestTensorFlow1Horovod(RankedParts):
 WAYS = """
 import tensorflow as tf
 
-from compat._backends.tensorflow1.step_order import updates_in_order
+from compat._backends.tensorflow1.optimizer_order import updates_in_order
 
 
 def ordered(adam):

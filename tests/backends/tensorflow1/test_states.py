@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 import compat
-from compat._backends.tensorflow1 import timeline
+from compat._backends.tensorflow1 import profiler
 from compat.testing import initialise, largest_difference, span
 
+from .row_models import three_devices, warned  # noqa: F401  # the fixture
 from .test_fetches import v1
-from .test_rows import three_devices, warned  # noqa: F401  # the fixture
 
 ROWS = 7
 
@@ -43,10 +43,10 @@ def test_stateful_rnns_within_other_layers_are_split(keras, recurrent):
         found = [np.array(model.train_on_batch(*batch)) for batch in batches]
         found += [model.predict(batch[0], batch_size=ROWS) for batch in batches]
         model.reset_states()
-        with timeline.recorded(v1, output_partition_graphs=True) as runs:
+        with profiler.recorded(v1, output_partition_graphs=True) as runs:
             found.append(model.predict(batches[0][0], batch_size=ROWS))
-        ran = timeline.partitions(max(runs, key=v1.RunMetadata.ByteSize))
-        return found + model.get_weights(), set(timeline.products(ran))
+        ran = profiler.partitions(max(runs, key=v1.RunMetadata.ByteSize))
+        return found + model.get_weights(), set(profiler.products(ran))
 
     (plain, _), results = trained(False), []
     assert not warned(lambda: results.append(trained(True)))

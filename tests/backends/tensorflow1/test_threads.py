@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import compat
 from compat import _keras
-from compat._backends.tensorflow1.graph import v1_names
+from compat._backends._tensorflow.graph import v1_names
 from compat._runtime.process import process
 from compat.testing import CASES, DEVICES, keras_under_test, optimizer, span
 

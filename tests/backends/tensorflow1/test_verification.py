@@ -10,7 +10,8 @@ from compat.testing import CASES, initialise, keras_under_test, largest_differen
 
 from .. import graph_cases
 from ..verification_cases import verified
-from .test_rows import paired, three_devices  # noqa: F401  # the fixture
+from .row_models import three_devices  # noqa: F401  # the fixture
+from .test_trial import paired
 
 backend = registry.find("tensorflow1")
 OLD = keras_under_test() is not getattr(tf, "keras", None)

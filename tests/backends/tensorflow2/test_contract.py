@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import compat
 from compat import _api, _keras
-from compat._backends.tensorflow1 import sessions
+from compat._backends.tensorflow1 import configuration as v1_configuration
 from compat._backends.tensorflow2 import TensorFlow2, backend
 from compat._backends.tensorflow2.executions import executed, products, short
 from compat._backends.tensorflow2.runtime import chosen_gpus
@@ -624,7 +624,7 @@ def machine_of(monkeypatch, imitate):
         imitate(setter, "set_visible_devices", set_visible_devices)
         imitate(experimental, "get_virtual_device_configuration", lambda device: None)
         for name in ("set_session_defaults", "ensure_no_other_session"):
-            monkeypatch.setattr(sessions, name, lambda *arguments: None)
+            monkeypatch.setattr(v1_configuration, name, lambda *arguments: None)
         return configured
 
     def configured(gpus=None, memory=None):

@@ -8,14 +8,21 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow1.sessions import merged
-from compat._backends.tensorflow1.timeline import partitions, products
+from compat._backends.tensorflow1.configuration import merged
+from compat._backends.tensorflow1.profiler import partitions, products
 from compat.testing import CASES, DEVICES, initialise, optimizer, span
 
 from ..tensorflow1 import test_contract
-from ..tensorflow1.test_rows import (  # noqa: F401  # run here, too
+from ..tensorflow1.test_device_scope import (  # noqa: F401  # run here, too
+    keras_of_devices,
+    siamese,
+    test_merged_on_the_cpu,
+    test_parallelized_it_runs_whole_on_each_device,
+    test_siamese_model_of_keras_faq,
+    three_configured_devices,
+)
+from ..tensorflow1.test_partition import (  # noqa: F401  # run here, too
     test_outputs_without_rows_are_computed_of_the_whole_batch,
-    three_devices,
 )
 
 v1 = tf.compat.v1

@@ -9,8 +9,9 @@ import tensorflow as tf
 
 import compat
 from compat import _api
-from compat._backends.tensorflow1.graph import v1_names
-from compat._backends.tensorflow1.timeline import executed, recorded
+from compat._backends._tensorflow.graph import v1_names
+from compat._backends._tensorflow.profiler import operations_of
+from compat._backends.tensorflow1.profiler import recorded
 from compat._runtime import patching
 from compat._runtime.operation_times import Operation
 from compat.testing import DEVICES, keras_under_test, span
@@ -99,14 +100,14 @@ def test_a_gpu_counts_what_it_ran_and_not_what_was_launched():
     launched = [cpu, gpu.format(0), gpu.format(1)]
     of_gpus = ["/device:GPU:{}/stream:all".format(place) for place in range(2)]
     others = ["/device:GPU:0/memcpy", "/device:GPU:0/stream:13"]
-    assert list(executed(run(*launched), devices)) == [
+    assert list(operations_of(run(*launched), devices)) == [
         Operation("/device:GPU:0", "MatMul: ice:GPU:0", 106.0, 3.0),
         Operation("/device:GPU:1", "MatMul: ice:GPU:1", 107.0, 3.0),
     ]
-    assert list(executed(run(*launched + of_gpus + others), devices)) == [
+    assert list(operations_of(run(*launched + of_gpus + others), devices)) == [
         Operation("/device:GPU:0", "tream:all", 108.0, 3.0),
         Operation("/device:GPU:1", "tream:all", 109.0, 3.0),
     ]
     # An older TensorFlow: all that any GPU ran is recorded as the first one's.
-    older = executed(run(*launched + of_gpus[:1]), devices)
-    assert list(older) == list(executed(run(*launched), devices))
+    older = operations_of(run(*launched + of_gpus[:1]), devices)
+    assert list(older) == list(operations_of(run(*launched), devices))

@@ -1,6 +1,5 @@
-"""When and where TensorFlow 1 executed what: from what its sessions record of each run."""
+"""Which operations TensorFlow 1 executed where, and when, as its sessions record each run."""
 
-import collections
 import contextlib
 import functools
 import sys
@@ -8,16 +7,17 @@ import threading
 from _thread import get_ident
 
 from ..._runtime import patching
-from ..._runtime.operation_times import Operation, converted
-from .sessions import imported_keras_packages
+from ..._runtime.operation_times import converted
+from .._tensorflow.graph import v1_names
+from .._tensorflow.profiler import operations_of
+from .configuration import imported_keras_packages
 
-# These wait for another device or for the input pipeline, or run other operations.
-WAITING = ("_Send", "_Recv", "_HostSend", "_HostRecv", "IteratorGetNext", "PartitionedCall")
 
-
-def profiled(tf, devices):
-    """See ``Backend.profiled()``; ``tf`` is TensorFlow under its 1.x names."""
-    return converted(recorded(tf), lambda runs: executed([run.step_stats for run in runs], devices))
+def profiled(devices):
+    """See ``Backend.profiled()``."""
+    return converted(
+        recorded(v1_names()), lambda runs: operations_of([run.step_stats for run in runs], devices)
+    )
 
 
 @contextlib.contextmanager
@@ -138,48 +138,6 @@ def _made_anew():
             function._callable_fn = None
 
 
-def executed(statistics, devices):
-    """The operations of these runs' ``StepStats`` on the devices that are configured.
-
-    A GPU's own record ("/device:GPU:0/stream:all") counts where each GPU that ran has one, else
-    the record of what the CPU launched on it. Before TensorFlow 1.15, all GPUs' kernels are
-    recorded as those of the first.
-    """
-    for run in statistics:
-        launched, streams = collections.defaultdict(list), collections.defaultdict(list)
-        for record in run.dev_stats:
-            name = record.device[record.device.rfind("/device:") :]
-            device, _, stream = name[1:].partition("/")
-            if not stream:
-                launched["/" + device].extend(record.node_stats)
-            elif stream == "stream:all":
-                streams["/" + device].extend(record.node_stats)
-        if set(streams) == {device for device in launched if "GPU" in device}:
-            launched.update(streams)
-        for device, name in zip(launched, as_configured(launched, devices)):
-            if name in devices:
-                yield from _operations(name, launched[device])
-
-
-def titled(node, kind):
-    """The name of an operation in a timeline."""
-    return f"{kind}: {node}"
-
-
-def _operations(device, records):
-    """Records as operations, without those that tell of waiting."""
-    for record in records:
-        # "sequential/dense/MatMul = MatMul(...)"; a GPU's own record has none of the kind.
-        kind = record.timeline_label.partition(" = ")[2].partition("(")[0]
-        if not kind.endswith(WAITING):
-            name = titled(record.node_name, kind) if kind else record.node_name
-            start = record.all_start_micros + record.op_start_rel_micros
-            duration = max(0, record.op_end_rel_micros - record.op_start_rel_micros)
-            yield Operation(device, name, float(start), float(duration))
-
-
-# Operations by device ---------------------------------------------------------------------------
-
 # How operations are called, also after Grappler ("_FusedMatMul") and, in TensorFlow 2's v1 mode on
 # CPUs that have what it wants, oneDNN ("_MklMatMul", "_MklNativeFusedMatMul").
 MATRIX_PRODUCTS = ("MatMul", "Conv2D")
@@ -205,16 +163,3 @@ def products(ran):
 
 def is_product(node):
     return node.op.endswith(MATRIX_PRODUCTS)
-
-
-def as_configured(devices, configured):
-    """The devices by the names that were configured.
-
-    In TensorFlow 2's v1 mode "/device:CPU:0" is configured by the name "/cpu:0".
-    """
-    names = {_plain(name): name for name in configured}
-    return [names.get(_plain(device), device) for device in devices]
-
-
-def _plain(device):
-    return device.lower().replace("device:", "")

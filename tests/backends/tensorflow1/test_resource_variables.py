@@ -1,16 +1,16 @@
-"""TensorFlow 1: which variables are resource variables."""
+"""TensorFlow 1: which variables are resource variables, and what these are in losses."""
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow1.graph import v1_names
+from compat._backends._tensorflow.graph import v1_names
 from compat._configuration import registry
-from compat.testing import initialise, span
+from compat.testing import CASES, initialise, span
 
 from ..verification_cases import verified
-from .test_rows import rows_of, three_devices  # noqa: F401  # the fixture
+from .row_models import rows_of, three_devices  # noqa: F401  # the fixture
 
 v1 = v1_names(tf)
 
@@ -65,3 +65,25 @@ def test_resource_variables_where_the_shape_stays_or_a_script_says_so(keras):
         with v1.variable_scope("asked", use_resource=True):
             within = v1.get_variable("within", initializer=0.0, validate_shape=False)
         assert is_resource(asked) and is_resource(within)
+
+
+@span
+def test_losses_that_begin_as_a_variable(keras):
+    """As in Keras' examples deep_dream and neural_style_transfer."""
+    K = keras.backend
+    model = initialise(CASES["dense"].build(keras))
+    loss, coefficient = K.variable(0.0), K.variable(3.0)
+    before = loss
+    loss += K.sum(K.square(model.output))
+    loss -= 1.0
+    loss *= coefficient
+    loss /= 2.0
+    assert loss is not before and isinstance(loss, tf.Tensor)
+    gradients = K.gradients(loss, model.input)
+    function = K.function([model.input], [loss] + gradients)
+    batch, _ = CASES["dense"].data(13)
+    outputs = model.predict(batch)
+    value, gradient = function([batch])
+    np.testing.assert_allclose(value, 1.5 * (np.square(outputs).sum() - 1), rtol=1e-5)
+    assert np.shape(gradient) == batch.shape and np.abs(gradient).max() > 1e-4
+    assert K.get_value(before) == 0.0

@@ -1,4 +1,4 @@
-"""Rules about rows of TensorFlow's operations on text and on rows of different lengths.
+"""Rules of operations on text and on rows of different lengths.
 
 A text that is split becomes one vector of words, of all rows one after the other, and numbers that
 say which words are whose: the row of each word, or where each row's words begin and end. Devices
@@ -8,7 +8,7 @@ but words and numbers of one device belong together, and so what is made of them
 
 from ..._rows import Count, Mixed, Replicated, Sharded, Value
 from .graph import attribute, constant, known_numbers, sizes_of
-from .row_rules import Positions
+from .rules_common import Positions
 
 #: Elements of rows of different lengths, one row after the other.
 _ELEMENTS = Sharded(0, inner=None, even=False)

@@ -8,7 +8,7 @@ from . import graph
 
 
 def counts_without_order(model):
-    """Whether an Adam of this model's Keras may read its step counter before or after it grows."""
+    """Return whether Adam of this model's Keras may read its step counter after it has grown."""
     get_updates = vars(_keras.keras_of(model).optimizers.Adam).get("get_updates")
     code = getattr(get_updates, "__code__", None)  # none: that of all later optimizers
     return code is not None and "control_dependencies" not in code.co_names  # as in 1.13's tf.keras
@@ -45,7 +45,7 @@ def counting_in_order(
 
 
 def updates_in_order(optimizer, get_updates, loss, params):
-    """What ``get_updates`` gives, where what the optimizer counts grows once it was read.
+    """Return what ``get_updates`` gives, where what the optimizer counts grows once it was read.
 
     In keras 2.2 and 2.3 nothing orders the two. Adam adds 1 to the number of steps that it reads,
     so it means the number before: with reference variables it mostly gets that, with resource

@@ -4,7 +4,7 @@ import functools
 
 from ... import errors
 from ..._runtime import patching
-from .graph import v1_names
+from .._tensorflow.graph import v1_names
 
 
 def warn_of_reference_variables(model):

@@ -1,4 +1,4 @@
-"""Python functions that a graph calls (``py_func``), and what they change besides their results.
+"""Side effects of a graph's operations: what Python functions (``py_func``) change besides.
 
 A list that grows, a counter, random numbers of numpy's: each replica's call would change it again,
 and so would a trial and a verified step.

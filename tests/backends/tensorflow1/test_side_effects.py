@@ -10,13 +10,13 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow1 import timeline
-from compat._backends.tensorflow1.graph import v1_names
+from compat._backends._tensorflow.graph import v1_names
+from compat._backends.tensorflow1 import profiler
 from compat._configuration import registry
 from compat.testing import initialise, largest_difference, span
 
 from ..verification_cases import verified
-from .test_rows import rows_of, three_devices, warned  # noqa: F401  # the fixture
+from .row_models import rows_of, three_devices, warned  # noqa: F401  # the fixture
 
 v1 = v1_names(tf)
 ROWS = 7
@@ -61,9 +61,9 @@ def with_layer(keras, call):
 
 def devices_of(model):
     """The devices that compute products, forward and backward, in a training step of a model."""
-    with timeline.recorded(v1, output_partition_graphs=True) as runs:
+    with profiler.recorded(v1, output_partition_graphs=True) as runs:
         model.train_on_batch(rows_of(ROWS), rows_of(ROWS, 2))
-    ran = timeline.products(timeline.partitions(max(runs, key=v1.RunMetadata.ByteSize)))
+    ran = profiler.products(profiler.partitions(max(runs, key=v1.RunMetadata.ByteSize)))
     return {device for device, (forward, backward) in ran.items() if forward and backward}
 
 
@@ -124,7 +124,7 @@ def test_python_function_that_changes_more_than_it_returns_runs_once(keras, name
     assert vars(notes[0]) == vars(notes[1])
     (text,) = texts
     assert re.fullmatch(
-        r"The operation calling(_\d)?/PyFunc \(PyFunc\) in calling \(test_effects\.py, "
+        r"The operation calling(_\d)?/PyFunc \(PyFunc\) in calling \(test_side_effects\.py, "
         r"line \d+\) of '\w+' changes what outlasts its call \(a list, a counter, random "
         r"numbers\), which each device would change\. It, and all that follows from it, runs on "
         r"/device:CPU:0 with the whole batch\.",
@@ -284,10 +284,10 @@ def test_gradient_of_one_output_by_another(keras, where):
     def train(model):
         targets = [rows_of(ROWS, 2), rows_of(ROWS, 3)]
         found = trained(model, targets=lambda: targets)
-        with timeline.recorded(v1, output_partition_graphs=True) as runs:
+        with profiler.recorded(v1, output_partition_graphs=True) as runs:
             model.train_on_batch(rows_of(ROWS), targets)
-        ran = timeline.partitions(max(runs, key=v1.RunMetadata.ByteSize))
-        return found, set(timeline.products(ran))
+        ran = profiler.partitions(max(runs, key=v1.RunMetadata.ByteSize))
+        return found, set(profiler.products(ran))
 
     ((plain, _), (parallel, devices)), texts = on_one_and_three(keras, build, train)
     assert largest_difference(plain, parallel) <= 1e-5 and not texts

@@ -3,20 +3,18 @@
 import contextlib
 import re
 import threading
-from _thread import get_ident
 
 from ... import _keras, _rows, errors
 from ..._rows import split_rows
 from ..._runtime import patching, work
 from ..._runtime.process import process
-from ..._verification import keras2
-from . import graph, timeline
-from .graph_rows import ReplicasTrial
-from .python_functions import PythonFunctions
-from .replicas import GraphReplicas, rows_differ
-from .results import ReplicatedResults
-from .step_order import counting_in_order
-from .variables import settable
+from .._tensorflow.graph import v1_names
+from .._tensorflow.profiler import as_configured
+from .fetches import ReplicatedResults
+from .optimizer_order import counting_in_order
+from .replicas import Replicas, rows_differ
+from .trial import ReplicasTrial
+from .verification import VerifiedStep
 
 # What TensorFlow calls what runs a part of the batch, and what puts the parts together.
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
@@ -26,7 +24,6 @@ _HINT = (
     "that needs all rows, or a size that is the whole batch's, fails there: use sizes of its "
     "inputs, such as K.shape(x)[0], or one device: parallelize(model, gpus=1)."
 )
-
 
 # What is made of a graph, one thread at a time: the scopes in which it makes operations are those
 # of all threads.
@@ -45,7 +42,7 @@ class ReplicatedGraphFunctions:
         self.owner, self.model = model, None
         self.devices, self.verification = list(devices), None
         self._made = {}  # type: Dict[str, ReplicatedGraphFunction]
-        self._replicas = None  # type: Optional[GraphReplicas]
+        self._replicas = None  # type: Optional[Replicas]
         self._replicas_key = []  # type: List[Any]
         self._tried = {}  # type: Dict[Any, Any]
         #: Held while a thread tries the replicas.
@@ -61,7 +58,7 @@ class ReplicatedGraphFunctions:
             if is_wanted and hasattr(model, kind.method):
                 kind(self).install(model)
         if self.verification is not None:
-            VerifiedTensorFlow1Step.install_on(model, self.verification)
+            VerifiedStep.install_on(model, self.verification)
 
     def uninstall(self):
         for model in (self.owner, self.model):
@@ -103,7 +100,7 @@ class ReplicatedGraphFunctions:
 
     def _backend(self):
         K = _keras.keras_of(self.model).backend
-        return K if hasattr(K, "get_session") else graph.v1_names().keras.backend  # TensorFlow 2
+        return K if hasattr(K, "get_session") else v1_names().keras.backend  # TensorFlow 2
 
     def _refuse_finalized(self, within):
         if within.finalized:
@@ -140,7 +137,7 @@ class ReplicatedGraphFunctions:
         losses = [] if loss is None else [loss]
         key = list(map(id, list(model.inputs) + list(model.outputs) + updates + losses))
         if self._replicas is None or key != self._replicas_key:
-            self._replicas = GraphReplicas(model, losses, updates, self._tried, self.devices)
+            self._replicas = Replicas(model, losses, updates, self._tried, self.devices)
             self._replicas_key = key
             across = self._replicas.part.across
             if across is not None:
@@ -306,72 +303,4 @@ def devices_of(model):
 def _as_configured(devices):
     configuration = process.configuration
     names = None if configuration is None else configuration.devices
-    return devices if names is None else timeline.as_configured(devices, names)
-
-
-# Verification -----------------------------------------------------------------------------------
-
-
-class _TensorFlow1Step(keras2.Keras2Step):
-    def __init__(self, method, function, data):
-        # A trial that fails makes the function anew, with other variables for the optimizer.
-        if hasattr(function.made, "try_on"):  # it is of replicas
-            function.made.try_on(data)
-            function.made.results.give_to(function.undivided)
-        super().__init__(method, function, data)
-        computed = []
-        for each in function.made, function.undivided:
-            computed += [each.updates_op, *each.outputs, *getattr(each, "fetches", ())]
-        self._computed = graph.ancestors(computed, ())[0]
-
-    def attributes(self):
-        return PythonFunctions(self._computed)
-
-    def operations(self):
-        recording = timeline.recorded(graph.v1_names(), get_ident(), output_partition_graphs=True)
-        with recording as runs:  # other threads may run other functions meanwhile
-            self.function.made(self.data)
-        products = timeline.products(timeline.partitions(runs[-1]))
-        devices = self.method.verification.record.devices
-        return dict(zip(timeline.as_configured(list(products), devices), products.values()))
-
-
-class VerifiedTensorFlow1Step(keras2.VerifiedKeras2Step):
-    """The method by which Keras 2 makes the function of a step."""
-
-    step = _TensorFlow1Step
-
-    is_told = False  # of a graph that is finalized
-
-    def is_ready(self, model):
-        is_finalized = model.outputs[0].graph.finalized
-        if is_finalized and not self.is_told:
-            name = self.verification.record.model
-            errors.warn(
-                f"verify={self.verification.asked}: the graph of model {name!r} is "
-                f"finalized, so that no operations can be added that do its {self.kind} step on "
-                "one device: it is not verified. Run a step before graph.finalize()."
-            )
-        self.is_told = is_finalized
-        return not is_finalized
-
-    def written(self, function, model):
-        metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
-        metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
-        held = [v for metric in metrics for v in getattr(metric, "variables", ())]
-        ran = [function.updates_op] + list(function.outputs) + getattr(function, "fetches", [])
-        written = graph.variables_written(ran, held)  # TensorFlow does not list those
-        written = settable(written)
-        return sorted(written, key=lambda variable: getattr(variable, "handle", variable).op._id)
-
-    # Nothing else orders the two where Keras makes a function for itself.
-    ordering = staticmethod(counting_in_order)
-
-
-def verify(model, verification):
-    """Have the first steps of ``model`` verified; None: no longer."""
-    functions, inner = vars(model).get("_compat_functions"), _keras.inner_model(model)
-    if functions is not None:
-        functions.verification = verification
-    if inner is not None:
-        VerifiedTensorFlow1Step.install_on(inner, verification)
+    return devices if names is None else as_configured(devices, names)

@@ -1,4 +1,4 @@
-"""What a function of a Keras model computes for its caller and for callbacks, of replicas."""
+"""Outputs and fetches of a Keras function, of replicas: for its caller and for callbacks."""
 
 
 class ReplicatedResults:
@@ -7,7 +7,7 @@ class ReplicatedResults:
     Callbacks may add to both at any time, and take out what they have added.
 
     Arguments:
-        replicas: the ``GraphReplicas``.
+        replicas: the ``Replicas``.
         made: what ``K.function`` returned.
 
     Attributes:

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import compat
 from compat import _keras
+from compat._backends._tensorflow.graph import v1_names
 from compat._backends.tensorflow1 import ranks
-from compat._backends.tensorflow1.graph import v1_names
 from compat._ranks import keras2
 from compat._runtime import patching
 from compat._runtime.process import process

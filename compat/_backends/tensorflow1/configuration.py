@@ -1,13 +1,23 @@
-"""The configuration that every session of TensorFlow 1 begins with."""
+"""Devices and memory of TensorFlow 1: the configuration that every session begins with."""
 
 import copy
+import ctypes
 import os
 import sys
 import threading
 
 from ... import _keras, errors
 from ..._runtime import patching
-from .graph import v1_names
+from .._tensorflow.graph import v1_names
+
+#: Options of ``configure_gpu()``: fields of ``ConfigProto``.
+OPTIONS = (
+    "allow_soft_placement",
+    "inter_op_parallelism_threads",
+    "intra_op_parallelism_threads",
+    "log_device_placement",
+    "device_count",
+)
 
 _defaults = None  # a function that returns the ConfigProto
 
@@ -129,3 +139,77 @@ def session_of(keras):
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
     is_local = isinstance(session, threading.local)  # from TensorFlow 1.15
     return getattr(session, "session", None) if is_local else session
+
+
+def session_config(tf, settings, late):
+    """Return the settings as TensorFlow's ``ConfigProto``."""
+    devices, memory, options = settings.devices, settings.memory, dict(settings.options)
+    config = tf.ConfigProto()
+    # Keras' own sessions have it: on a GPU, some of its operations have CPU kernels only.
+    config.allow_soft_placement = True
+    if devices.simulated:
+        config.device_count["CPU"] = devices.simulated
+    unlisted = devices.undecided is not None and devices.listed is None
+    ids = devices.wanted() if unlisted else None
+    if ids and ids == list(range(len(ids))):
+        config.device_count["GPU"] = len(ids)  # at most
+    elif ids:
+        config.gpu_options.visible_device_list = ",".join(map(str, ids))
+    elif not devices.gpus and not unlisted:
+        config.device_count["GPU"] = 0
+    elif late and not devices.are_shown_by(os.environ):
+        # The ids count inside CUDA_VISIBLE_DEVICES as TensorFlow found it.
+        config.gpu_options.visible_device_list = ",".join(map(str, devices.positions))
+    if memory and (devices.gpus or (unlisted and not memory.size)):
+        if memory.grow:
+            config.gpu_options.allow_growth = True
+        else:
+            fraction = memory.fraction or _fraction(memory, devices)
+            config.gpu_options.per_process_gpu_memory_fraction = fraction
+    config.device_count.update(options.pop("device_count", None) or {})
+    for option in set(options).intersection(OPTIONS):
+        setattr(config, option, options[option])
+    return config
+
+
+def _fraction(memory, devices):
+    """Return the fraction of each GPU that is ``memory.size``; TensorFlow 1 takes nothing else."""
+    totals = devices.memory_totals()
+    if not any(totals):
+        raise memory_total_unknown(memory)
+    # One fraction holds for all GPUs: that of the largest, so that none takes more.
+    return min(1.0, memory.size / float(max(totals)))
+
+
+def memory_total_unknown(memory):
+    """Return an error: a size of memory is a fraction of a GPU's, which is not known."""
+    return errors.unsupported(
+        "tensorflow1",
+        f"limit memory to {memory}: it takes a fraction of each GPU only, and nvidia-smi does "
+        "not tell how much memory the GPUs have",
+        'Use a fraction such as memory=0.5, or memory="grow".',
+    )
+
+
+def devices_to_train_on(session, simulated):
+    """Return the names of a session's GPUs, or else of its CPUs."""
+
+    # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
+    def named(kind):
+        found = [device.name for device in session.list_devices() if device.device_type == kind]
+        return [name[name.index("/device:") :] for name in found]
+
+    return named("GPU") or named("CPU")[: max(1, simulated)]
+
+
+def may_list_gpus(tf):
+    """Return whether there may be GPUs: on Linux CUDA has none without the driver's library."""
+    if not tf.test.is_built_with_cuda():
+        return getattr(tf.test, "is_built_with_rocm", lambda: True)()
+    if not sys.platform.startswith("linux"):
+        return True
+    try:
+        ctypes.CDLL("libcuda.so.1")
+        return True
+    except OSError:
+        return False

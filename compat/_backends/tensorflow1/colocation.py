@@ -1,0 +1,47 @@
+"""Devices of gradients: those where the operations ran that they belong to."""
+
+from . import graph
+
+
+class ColocateGradients:
+    """The device of a gradient's operation: where the operation ran that it belongs to.
+
+    Arguments:
+        device_of: devices of operations, and of loops by name, where operations have no device
+            of their own.
+        sums: whether all operations are gradients', so that those which belong to none sum up
+            gradients, of one device or of several.
+    """
+
+    def __init__(self, device_of, sums):
+        self.device_of = device_of
+        self.sums = sums
+
+    def __call__(self, op):
+        if graph.handles(op):
+            return ""
+        device, forward, loop = "", op._original_op, graph.loop_of(op)
+        if forward is not None:
+            device = self._device_of(forward)
+        elif loop is not None:  # one of its counters, or of those of its gradient
+            forward = loop if loop.grad_state is None else loop.grad_state.forward_context
+            # A loop has a pivot as soon as it has a condition.
+            pivot = forward.pivot.op.device if forward.pivot is not None else ""
+            device = self.device_of[loop.name] = self.device_of.get(forward.name, pivot)
+        elif op.type == "Enter":
+            device = self.device_of.get(op.get_attr("frame_name").decode(), "")
+        elif self.sums:
+            devices = {self._device_of(tensor.op) for tensor in op.inputs}
+            device = devices.pop() if len(devices) == 1 else ""
+        if device:
+            self.device_of[op] = device
+            # Loops' own constants are made before them, outside of their context. Left elsewhere,
+            # TensorFlow's constant folding moves them into the loop, which then waits for them
+            # forever.
+            constant = op.inputs[0].op if op.type == "Enter" else None
+            if constant is not None and constant.type == "Const" and not constant.device:
+                constant._set_device(device)
+        return device
+
+    def _device_of(self, op):
+        return self.device_of.get(op, op.device)

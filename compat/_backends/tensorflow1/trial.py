@@ -1,0 +1,162 @@
+"""A trial of replicas: whether they compute the rows that the whole batch would have."""
+
+import contextlib
+
+import numpy as np
+
+from ..._rows import Mixed, Sharded, Unknown, trial
+from . import graph
+from .propagation import is_in_order
+from .resource_variables import settable
+from .side_effects import PythonFunctions
+
+
+class ReplicasTrial:
+    """A trial of replicas on three rows, of two of them and of the third.
+
+    Arguments:
+        backend: Keras' backend.
+        replicas: the ``Replicas``.
+        fed: what the function is fed, by its tensors.
+        phase: the learning phase, if that is a tensor.
+    """
+
+    def __init__(self, backend, replicas, fed, phase):
+        self.session = backend.get_session()
+        self.replicas, self.replica = replicas, replicas.copies[0]
+        self.part, self.propagation = replicas.part, replicas.part.propagation
+        divided = replicas.read_in_shards()
+        given = {t: v for t, v in fed.items() if v is not None}  # one with a default has None
+        self._given = {t: v for t, v in given.items() if not hasattr(v, "op") and hasattr(t, "op")}
+        self._fed = {t: v for t, v in self._given.items() if not any(t is d for d in divided)}
+        if hasattr(phase, "op"):
+            self._fed[phase] = False
+        self._python = PythonFunctions(self.part.once.union(self.part.needed))
+
+    def _value_of(self, tensor):
+        """Return rows of a tensor that the replica reads a shard of, as fed, or made up."""
+        if tensor in self._given:
+            return self._given[tensor]
+        if not tensor.op.type.startswith(("Placeholder", "Iterator", "Queue")):
+            return self.session.run(tensor)
+        shape = [3 if size is None else size for size in tensor.shape.as_list()]
+        if tensor.dtype.is_floating:
+            return np.random.RandomState(0).normal(size=shape).astype(tensor.dtype.as_numpy_dtype)
+        return np.arange(np.prod(shape)).reshape(shape).astype(tensor.dtype.as_numpy_dtype) % 2
+
+    def differing(self, tensors):
+        """Return the tensors that are not the replicas' rows in order, and why, as of ``Across``.
+
+        Random ones are not among them where rules tell.
+        """
+        ran = []
+        try:
+            found = self._tried(tensors, ran)
+        except Exception:
+            if ran:  # of all rows, but not of some of them
+                return dict.fromkeys(tensors, "fails")
+            found = dict.fromkeys(tensors, Unknown())
+        whys = {}
+        for tensor, placement in found.items():
+            if isinstance(placement, Unknown):  # also where it is random
+                if not self.propagation.assumed.isdisjoint(self.part.before(tensor)):
+                    whys[tensor] = "unknown"
+            elif not is_in_order(placement):
+                whys[tensor] = "tried"
+        changing = {result for op in self._changing() for result in op.outputs}
+        if changing:
+            after = [t for t in tensors if not changing.isdisjoint(self.part.before(t))]
+            whys.update(dict.fromkeys(after, "effects"))
+        return whys
+
+    def _changing(self):
+        """Return the operations of the batch part whose Python functions have side effects."""
+        return self._python.changing.intersection(self.part.operations)
+
+    def placements(self, failed):
+        """Return the placements to divide the graph anew by, after some tensors failed the trial.
+
+        Arguments:
+            failed: as ``differing`` gives.
+        """
+        asked = [
+            tensor
+            for op in filter(graph.is_outermost, self.part.needed)
+            if op in self.part.operations and op.type not in ("Switch", "Assert")
+            for tensor in op.outputs
+            if tensor not in self.part.averaged
+            and tensor.dtype.name not in ("resource", "variant")
+            and (self._is_untold(tensor) or hasattr(tensor, "_keras_history"))
+        ]
+        tried, found = {}, {}
+        with contextlib.suppress(Exception):
+            tried = self._tried(asked, [])
+        for tensor, placement in tried.items():
+            if self._is_untold(tensor) and not isinstance(placement, Unknown):
+                found[tensor] = placement
+            elif isinstance(placement, Mixed):
+                found[tensor] = Mixed("tried")
+        for tensor, why in failed.items():
+            if not isinstance(found.get(tensor), Mixed):
+                found[tensor] = Mixed(why)
+        for op in self._changing():
+            found.update(dict.fromkeys(op.outputs, Mixed("effects")))
+        return {t: p for t, p in found.items() if self.propagation.tried.get(t) != p}
+
+    def _is_untold(self, tensor):
+        return isinstance(self.propagation.placement_of(tensor), Unknown)
+
+    def _tried(self, tensors, ran):
+        """Return placements of tensors by a trial, which adds to ``ran`` what it has computed."""
+        random = [t for t in self.part.drawn() if graph.is_outermost(t.op)]
+        written = list(settable(graph.variables_of(self.part.once)))
+        before = self.session.run(written)
+
+        def compute(rows):
+            ran.append(self._run(tensors, values, drawn, rows))
+            return ran[-1]
+
+        try:
+            values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}
+            with self._python.unchanged():
+                drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
+                return dict(zip(tensors, trial.tried(compute)))
+        finally:
+            for variable, value in zip(written, before):
+                # By an operation that is there: the graph may be finalized.
+                initializer = variable.initializer
+                self.session.run(initializer, {initializer.inputs[1]: value})
+
+    def _run(self, tensors, values, drawn, rows):
+        """Return the arrays that the replica computes of some rows.
+
+        Arguments:
+            values: of the tensors that it reads a shard of.
+            drawn: of random ones, for all rows.
+        """
+        feed = dict(self._fed)
+        for tensor, value in values.items():
+            shards = [self.replica.replaced[part] for part in graph.dense_parts(tensor)]
+            feed.update(zip(shards, _rows_of(value, rows)))
+        for tensor, value in drawn.items():
+            placement = self.propagation.placement_of(tensor)
+            if isinstance(placement, Sharded) and rows != trial.WHOLE:
+                value = trial.chosen(value, placement, rows)
+            feed[self.replica.tensor(tensor)] = value
+        asked = [self.replica.tensor(tensor) for tensor in tensors]
+        return list(map(np.asarray, self.session.run(asked, feed)))
+
+
+def _rows_of(value, rows):
+    """Return some rows of an array, or parts of a sparse one; they repeat where it has fewer."""
+    if hasattr(value, "tocoo"):
+        value = value.tocoo()
+        places, values, shape = np.stack([value.row, value.col], 1), value.data, value.shape
+    elif hasattr(value, "dense_shape"):
+        places, values, shape = value
+    else:
+        return [np.asarray(value)[[row % len(value) for row in rows]]]
+    taken = [np.flatnonzero(places[:, 0] == row % shape[0]) for row in rows]
+    places, values = places[np.concatenate(taken)], values[np.concatenate(taken)]
+    places[:, 0] = np.repeat(range(len(rows)), list(map(len, taken)))
+    return [places.astype("int64"), values, np.array([len(rows)] + list(shape[1:]), "int64")]

@@ -1,0 +1,77 @@
+"""A step of a Keras model on several devices, compared with the same step on one."""
+
+from _thread import get_ident
+
+from ... import _keras, errors
+from ..._verification import keras2
+from .._tensorflow.graph import v1_names
+from .._tensorflow.profiler import as_configured
+from . import graph, profiler
+from .optimizer_order import counting_in_order
+from .resource_variables import settable
+from .side_effects import PythonFunctions
+
+
+class _Step(keras2.Keras2Step):
+    def __init__(self, method, function, data):
+        # A trial that fails makes the function anew, with other variables for the optimizer.
+        if hasattr(function.made, "try_on"):  # it is of replicas
+            function.made.try_on(data)
+            function.made.results.give_to(function.undivided)
+        super().__init__(method, function, data)
+        computed = []
+        for each in function.made, function.undivided:
+            computed += [each.updates_op, *each.outputs, *getattr(each, "fetches", ())]
+        self._computed = graph.ancestors(computed, ())[0]
+
+    def attributes(self):
+        return PythonFunctions(self._computed)
+
+    def operations(self):
+        recording = profiler.recorded(v1_names(), get_ident(), output_partition_graphs=True)
+        with recording as runs:  # other threads may run other functions meanwhile
+            self.function.made(self.data)
+        products = profiler.products(profiler.partitions(runs[-1]))
+        devices = self.method.verification.record.devices
+        return dict(zip(as_configured(list(products), devices), products.values()))
+
+
+class VerifiedStep(keras2.VerifiedKeras2Step):
+    """The method by which Keras 2 makes the function of a step."""
+
+    step = _Step
+
+    is_told = False  # of a graph that is finalized
+
+    def is_ready(self, model):
+        is_finalized = model.outputs[0].graph.finalized
+        if is_finalized and not self.is_told:
+            name = self.verification.record.model
+            errors.warn(
+                f"verify={self.verification.asked}: the graph of model {name!r} is "
+                f"finalized, so that no operations can be added that do its {self.kind} step on "
+                "one device: it is not verified. Run a step before graph.finalize()."
+            )
+        self.is_told = is_finalized
+        return not is_finalized
+
+    def written(self, function, model):
+        metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
+        metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
+        held = [v for metric in metrics for v in getattr(metric, "variables", ())]
+        ran = [function.updates_op] + list(function.outputs) + getattr(function, "fetches", [])
+        written = graph.variables_written(ran, held)  # TensorFlow does not list those
+        written = settable(written)
+        return sorted(written, key=lambda variable: getattr(variable, "handle", variable).op._id)
+
+    # Nothing else orders the two where Keras makes a function for itself.
+    ordering = staticmethod(counting_in_order)
+
+
+def verify(model, verification):
+    """Have the first steps of ``model`` verified; None: no longer."""
+    functions, inner = vars(model).get("_compat_functions"), _keras.inner_model(model)
+    if functions is not None:
+        functions.verification = verification
+    if inner is not None:
+        VerifiedStep.install_on(inner, verification)

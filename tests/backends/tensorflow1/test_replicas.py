@@ -1,0 +1,127 @@
+"""TensorFlow 1: functions of a model on several devices, what they are fed, and their errors."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import compat
+from compat._backends._tensorflow.graph import v1_names
+from compat.testing import initialise, largest_difference, slow, span
+
+from .. import graph_cases
+from .row_models import one_and_three, rows_of, three_devices, warned  # noqa: F401  # the fixture
+
+v1 = v1_names(tf)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["function", pytest.param("object", marks=slow), pytest.param("partial", marks=slow)],
+)
+def test_training_function_of_the_users_own(keras, kind):
+    graph_cases.check_training_function_of_ones_own(keras, "tensorflow1", kind)
+
+
+def model_of_two(keras, function, second=None):
+    layers = keras.layers
+    first = layers.Input(shape=(4,))
+    second = layers.Input(shape=(4,)) if second is None else layers.Input(tensor=second)
+    hidden = [layers.Dense(4)(tensor) for tensor in (first, second)]
+    model = keras.models.Model([first, second], layers.Lambda(function)(hidden))
+    return compat.parallelize(initialise(model))
+
+
+def test_inputs_of_different_rows(keras):
+    """Refused where each replica would take a part of both, right where it does not."""
+    K = keras.backend
+    model = model_of_two(keras, lambda ab: ab[0] + 0 * ab[1])
+    with pytest.raises(compat.UnsupportedError) as raised:
+        model.predict_on_batch([rows_of(6), rows_of(3)])
+    names = [tensor.name for tensor in model.inputs]
+    assert str(raised.value) == (
+        "parallelize() divides each input of model {!r} by its rows, but they do not have as many: "
+        "{}. Give each input a row for each row of the batch, or use one device: "
+        "parallelize(model, gpus=1).".format(
+            model.name,
+            ", ".join(sorted(map("{} has {}".format, names, (6, 3)))),
+        )
+    )
+
+    def build():
+        nodes, edges = keras.layers.Input(shape=(4,)), keras.layers.Input(batch_shape=(None, None))
+        hidden = keras.layers.Dense(3, activation="tanh")(nodes)
+        hidden = keras.layers.Lambda(lambda ab: K.dot(ab[0], ab[1]))([edges, hidden])
+        return keras.models.Model([nodes, edges], keras.layers.Dense(2)(hidden))
+
+    found = []
+    for model in one_and_three(build):
+        batch = [rows_of(13), rows_of(13, 13)]
+        losses = [model.train_on_batch(batch, rows_of(13, 2)) for _ in range(2)]
+        rectangular = [rows_of(13), rows_of(5, 13)]
+        found.append([np.array(losses), model.predict_on_batch(rectangular)] + model.get_weights())
+    assert found[1][1].shape == (5, 2)
+    assert largest_difference(*found) <= 1e-5
+
+
+def test_inputs_that_are_tensors_of_different_rows(keras):
+    three = tf.identity(keras.backend.variable(rows_of(3)))
+    model = model_of_two(keras, lambda ab: ab[0] + 0 * ab[1], three)
+    np.testing.assert_equal(model.predict_on_batch(rows_of(3)).shape, (3, 4))
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        model.predict_on_batch(rows_of(6))
+    text = (
+        "parallelize() divides each input of model {!r} by its rows, but they do not have as many. "
+        "Give each input a row for each row of the batch, or use one device: parallelize(model, "
+        "gpus=1). Rows:] [6] [3]".format(model.name)
+    )
+    assert text in str(raised.value).replace("\\'", "'")
+
+
+@span
+def test_inputs_that_are_variables_stay_on_one_device(keras):
+    try:
+        inputs = keras.layers.Input(tensor=keras.backend.variable(rows_of(3)))
+    except (AttributeError, TypeError, ValueError):
+        return  # by Keras itself
+    model = keras.models.Model(inputs, keras.layers.Dense(2)(inputs))
+    if isinstance(model.inputs[0], tf.Tensor):
+        return  # Keras has taken its value
+    assert warned(lambda: compat.parallelize(model)) == [
+        "parallelize() leaves model {!r} on /device:CPU:0: an input of it is a variable, so its "
+        "batches cannot be split. The numbers are those of one device, and so is the speed.".format(
+            model.name
+        )
+    ]
+    model.compile("sgd", "mse")
+    assert np.isfinite(model.train_on_batch(None, rows_of(3, 2)))
+
+
+@span
+def test_errors_of_tensorflow_tell_of_the_divided_batch(keras):
+    """What takes a whole batch of 13 rows alone fails on a part of it."""
+
+    def checked(x):
+        whole = v1.Assert(tf.equal(tf.shape(x)[0] % 13, 0), ["not 13 rows"])
+        with tf.control_dependencies([whole]):
+            return tf.identity(x)
+
+    layers = keras.layers
+    inputs = layers.Input(shape=(4,))
+    model = keras.models.Model(inputs, layers.Lambda(checked, output_shape=(4,))(inputs))
+    model = compat.parallelize(model)
+    with pytest.raises(tf.errors.InvalidArgumentError) as raised:
+        model.predict_on_batch(rows_of(13))
+    assert "replica_" in str(raised.value)
+    assert (
+        str(raised.value)
+        .rstrip()
+        .endswith(
+            "\n\nparallelize() runs the operations named replica_... of a part of the batch. An "
+            "operation that needs all rows, or a size that is the whole batch's, fails there: use "
+            "sizes of its inputs, such as K.shape(x)[0], or one device: parallelize(model, gpus=1)."
+        )
+    )
+    assert isinstance(raised.value.__cause__, tf.errors.InvalidArgumentError)
+    with pytest.raises(Exception) as raised:
+        model.predict_on_batch(rows_of(13, 5))
+    assert "parallelize" not in str(raised.value)

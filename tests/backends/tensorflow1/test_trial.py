@@ -1,0 +1,58 @@
+"""TensorFlow 1: what no rule knows is tried on three rows."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from compat._backends._tensorflow.graph import v1_names
+
+from .row_models import model_with, one_and_three, three_devices, trained  # noqa: F401  # the fixture
+
+v1 = v1_names(tf)
+
+
+def paired(x):
+    pairs = tf.range(tf.shape(x)[0]) // 2
+    return tf.gather(tf.segment_mean(x, pairs), pairs)
+
+
+def of_numpy(x):
+    result = v1.py_func(lambda x: np.float32(np.eye(len(x))[::-1]), [x], "float32")
+    return tf.matmul(tf.stop_gradient(tf.reshape(result, (tf.shape(x)[0],) * 2)), x)
+
+
+@pytest.mark.parametrize("function", [of_numpy, paired])
+def test_what_no_rule_knows_is_tried(keras, function):
+    name = function.__name__
+
+    def across(x):
+        result = function(x)
+        result.set_shape((None, 3))
+        return result
+
+    models = one_and_three(lambda: model_with(keras, keras.layers.Lambda(across, name=name)))
+    difference, texts = trained(models)
+    assert difference <= 1e-5
+    (text,) = texts
+    assert " in {} (test_trial.py, line ".format(name) in text
+    assert "runs on /device:CPU:0 with the whole batch" in text
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_fixed_number_of_rows_is_tried(keras, mixes):
+    """With all of its rows: a loop over time, and one over rows, which no rule tells."""
+
+    def totals(x):
+        if mixes:
+            return tf.scan(lambda total, row: total + row, x)
+        return tf.transpose(tf.scan(lambda total, step: total + step, tf.transpose(x)))
+
+    def build():
+        layers = keras.layers
+        inputs = layers.Input(batch_shape=(7, 4))
+        hidden = layers.Lambda(totals, output_shape=(4,))(inputs)
+        return keras.models.Model(inputs, layers.Dense(2)(hidden))
+
+    difference, texts = trained(one_and_three(build), steps=(7, 7))
+    assert difference <= 1e-5
+    assert len(texts) == mixes and all("runs on " in text for text in texts)
