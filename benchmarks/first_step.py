@@ -21,7 +21,7 @@ WORKS = "dense", "conv", "lstm"
 TRIALS = {
     "mxnet": [("_rows.trial", None, "tried")],
     "tensorflow1": [("_backends.tensorflow1.trial", "ReplicasTrial", "__init__ differing")],
-    "tensorflow2": [("_backends.tensorflow2.op_trial", "OpTrial", "follow")],
+    "tensorflow2": [("_backends.tensorflow2.trial", "OpTrial", "follow")],
     "theano": [("_rows.trial", None, "tried")],
     "torch": [
         ("_backends.torch.replicas", "PartsTrial", "outcomes"),

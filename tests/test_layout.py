@@ -286,6 +286,20 @@ OF_ONE_BACKEND = {
     "tensorflow1.optimizer_order": "nothing orders how Keras' Adam reads and counts its steps",
     "tensorflow1.replicated_functions": "Keras runs a model by three functions, not by a call",
     "tensorflow1.resource_variables": "TensorFlow 1 makes reference variables, which race",
+    "tensorflow2.batch_counts": "a graph's steps do not pass through Python: they count themselves",
+    "tensorflow2.between_outputs": "a replica is one function for a tape, which sees no way within",
+    "tensorflow2.call_trace": "a call is traced once more, to infer the placements of its results",
+    "tensorflow2.functional_call": "a replica's gradient and a trace need the call as a function",
+    "tensorflow2.gradient_exchange": "gradients of ranks become the mean where tapes compute them",
+    "tensorflow2.gradient_trial": "a step may use one rank's gradients, if it does so linearly",
+    "tensorflow2.keras_patches": "what is replaced in Keras' layers and functions",
+    "tensorflow2.native_kinds": "asked before TensorFlow is imported, which native.py imports",
+    "tensorflow2.op_callbacks": "TensorFlow calls back for each operation that a thread executes",
+    "tensorflow2.ranked_state": "variables that steps of ranks set, merged as a trial found",
+    "tensorflow2.refusals": "modes and strategies of TensorFlow that take no replicas",
+    "tensorflow2.run_metadata": "TensorFlow records the partitions of graphs that it executes",
+    "tensorflow2.table_gradients": "Keras 3 squares the gradients of each lookup in a table",
+    "tensorflow2.watched_loops": "a loop of one's own is seen where it calls models and tapes",
     "theano.compilation": "a body's functions are compiled for each device",
     "theano.device": "a device is a default context, with variables of its own",
     "theano.flag_problems": "Theano ignores flags that it does not know",
@@ -334,12 +348,9 @@ TESTED_IN = {
     "theano.verification": "test_contract.py",
 }
 
-# Backends whose files have not been brought to these names.
-UNSORTED = {"tensorflow2"}
-
 # Packages of what several backends use, and these: the tests are theirs.
 SHARED = {"_tensorflow": ["tensorflow1", "tensorflow2"]}
-PACKAGES = sorted({*registry.names(), *SHARED} - UNSORTED)
+PACKAGES = sorted({*registry.names(), *SHARED})
 
 
 @pytest.mark.parametrize("backend", PACKAGES)
@@ -355,7 +366,7 @@ def test_backends_have_files_of_the_same_roles(backend):
     assert found - own <= set(ROLES)
     for role in sorted(found - own - {"__init__"}):
         name = TESTED_IN.get("{}.{}".format(backend, role), "test_{}.py".format(role))
-        for tested in set(SHARED.get(backend, [backend])) - UNSORTED:
+        for tested in SHARED.get(backend, [backend]):
             assert os.path.exists(os.path.join(ROOT, "tests", "backends", tested, name)), name
 
 
@@ -399,7 +410,7 @@ OTHERS = {
 }
 TEMPORARY = {
     "compat._backends.jax.profiler", "compat._backends.mxnet.profiler",
-    "compat._backends.tensorflow2.recorded_steps", "compat._commands.test",
+    "compat._backends.tensorflow2.profiler", "compat._commands.test",
     "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.own_process",
     "compat._commands.machines",
 }  # fmt: skip  # into temporary folders of their own

@@ -77,7 +77,7 @@ IS_TENSORFLOW_20 = any(
     b.framework == "tensorflow" and detection.installed_version(b)[:4] == "2.0." for b in INSTALLED
 )
 if IS_TENSORFLOW_20:
-    # Models without Keras are not verified there: tensorflow2/test_parts.py sees the warning.
+    # Models without Keras are not verified there: tensorflow2/test_native.py sees the warning.
     collect_ignore.append("tensorflow2/test_native_verification.py")
 
 TENSORFLOW2 = next(
@@ -90,13 +90,14 @@ if not TENSORFLOW2.startswith(("2.3.", "2.15.")):  # the last one with a wrapper
 KERAS = os.environ.get("COMPAT_TEST_KERAS", "keras")
 if KERAS == "keras" and (packages.version("keras") or "").startswith("3."):
     # No Keras is in them, or it has no graph mode; the rows of tf.keras and tf_keras test them.
-    collect_ignore += ["tensorflow2/test_graph_walk.py", "tensorflow2/test_graphs.py"]
+    collect_ignore += ["tensorflow2/test_propagation.py", "tensorflow2/test_sessions.py"]
     collect_ignore.append("tensorflow2/test_native_verification.py")
 else:
-    collect_ignore.append("tensorflow2/test_row_table.py")  # the newest TensorFlow proves it
+    collect_ignore.append("tensorflow2/test_rules.py")  # the newest TensorFlow proves it
 if sys.version_info >= (3, 12):  # with the TensorFlow and Keras of a row on an older Python
-    collect_ignore += ["tensorflow2/test_compiled.py", "tensorflow2/test_reductions.py"]
-    collect_ignore.append("tensorflow2/test_row_table.py")
+    OLDER = "arguments compiled custom_gradients merging state table_gradients"
+    collect_ignore += ["tensorflow2/test_{}.py".format(name) for name in OLDER.split()]
+    collect_ignore.append("tensorflow2/test_rules.py")
 
 if packages.version("transformers") is None and "TOX_ENV_NAME" not in os.environ:
     collect_ignore.append("torch/test_transformers.py")  # tox.ini has it, and no extra

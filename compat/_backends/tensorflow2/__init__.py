@@ -3,7 +3,7 @@
 Devices are chosen through ``tf.config`` before TensorFlow's runtime starts. A model runs on
 several devices by a ``call`` of its own: an attribute of the instance that hides its class's
 method. It splits the batch, runs the class's ``call`` on each device, and puts the outputs
-together, so that loss, metrics and update see the whole batch. See ``replicated_call``.
+together, so that loss, metrics and update see the whole batch. See ``replicas``.
 """
 
 import functools
@@ -13,9 +13,9 @@ from ..._keras import steps
 from ..._ranks.tf_config import TF_CONFIG
 from ...backend import Backend
 from .. import tensorflow1
-from ..tensorflow1 import configuration as sessions
-from . import runtime
-from .runtime import OPTIONS, apply_setting, full_name, in_v1_mode, runs_eagerly, unsupported
+from ..tensorflow1 import configuration as v1_configuration
+from . import configuration, native_kinds, refusals
+from .configuration import OPTIONS, apply_setting, full_name, in_v1_mode, runs_eagerly, unsupported
 
 
 class TensorFlow2(Backend):
@@ -51,7 +51,7 @@ class TensorFlow2(Backend):
 
     def initialised(self):
         """CUDA's variables count until TensorFlow lists its devices for the first time."""
-        return "TensorFlow has listed its devices" if runtime.has_listed_devices() else None
+        return "TensorFlow has listed its devices" if configuration.has_listed_devices() else None
 
     # After the import -------------------------------------------------------------------------
 
@@ -60,23 +60,23 @@ class TensorFlow2(Backend):
         # Apple's and AMD's GPUs have the type "GPU", too.
         physical = tf.config.experimental.list_physical_devices
         settings.devices.settle(len(physical("GPU")))
-        if in_v1_mode(tf) and sessions.sessions_made():
+        if in_v1_mode(tf) and v1_configuration.sessions_made():
             v1 = tf.compat.v1
-            config = sessions.session_config(v1, settings, None)
-            sessions.ensure_no_other_session(v1, config)
-        gpus = runtime.chosen_gpus(tf, settings.devices)
+            config = v1_configuration.session_config(v1, settings, None)
+            v1_configuration.ensure_no_other_session(v1, config)
+        gpus = configuration.chosen_gpus(tf, settings.devices)
         visible = apply_setting(tf, "config.set_visible_devices", gpus, "GPU")
         applied = [visible] if physical("GPU") else []
         if settings.devices.simulated:
             cpu, limits = physical("CPU")[0], [None] * settings.devices.simulated
-            applied.append(runtime.split_device(tf, cpu, limits))
+            applied.append(configuration.split_device(tf, cpu, limits))
         elif gpus and settings.memory:
-            applied += runtime.limit_memory(tf, gpus, settings)
+            applied += configuration.limit_memory(tf, gpus, settings)
         for option in sorted(set(settings.options) & set(OPTIONS)):
             applied.append(apply_setting(tf, OPTIONS[option], settings.options[option]))
         # V1 mode may come later.
         soft = settings.options.get("allow_soft_placement", True)
-        sessions.set_session_defaults(functools.partial(runtime.session_config, soft))
+        v1_configuration.set_session_defaults(functools.partial(configuration.session_config, soft))
         # TensorFlow numbers the GPUs it shows in the driver's order, not in the configured one.
         numbered = sorted(gpus, key=physical("GPU").index)
         self.kept["gpus"] = [f"/gpu:{numbered.index(gpu)}" for gpu in gpus]
@@ -104,18 +104,18 @@ class TensorFlow2(Backend):
 
     def profiled(self):
         devices = self.devices()
-        from . import recorded_steps  # here for start-up time
+        from . import profiler  # here for start-up time
 
-        return recorded_steps.profiled(devices)
+        return profiler.profiled(devices)
 
     def executed(self, model):
         """Partitions of graphs, and operations that run eagerly; see ``executions``."""
         if in_v1_mode(self.import_framework()):
             return tensorflow1.backend.executed(model)
-        from . import executions, replicated_call  # here for start-up time
+        from . import executions, replicas  # here for start-up time
 
-        call = replicated_call.of(model)
-        return executions.by_device(call.devices if call else self.devices())
+        call = replicas.of(model)
+        return executions.executed(call.devices if call else self.devices())
 
     def watch(self, model, check):
         """At the model's ``__call__``, and where tapes are asked; see ``watched_loops``."""
@@ -159,7 +159,7 @@ class TensorFlow2(Backend):
                 "train a model without Keras as one of several ranks",
                 "Use a Keras model, or start the script without a launcher.",
             )
-        _refuse_workers(tf, place)
+        refusals.refuse_workers(tf, place)
         if in_v1_mode(tf):
             return tensorflow1.backend.distribute(model, place)
         if not runs_eagerly(tf):
@@ -167,7 +167,7 @@ class TensorFlow2(Backend):
                 "train as one of several ranks after tf.compat.v1.disable_eager_execution()",
                 "Remove that call.",
             )
-        runtime.refuse_strategies(tf, model)
+        refusals.refuse_strategies(tf, model)
         from . import ranks  # here for start-up time
 
         return ranks.distribute(model, place)
@@ -182,8 +182,8 @@ class TensorFlow2(Backend):
         the first gets the whole model, as a single replica.
         """
         tf = self.import_framework()
-        native = self.is_native(model)
-        if in_v1_mode(tf) and not native:
+        is_native = self.is_native(model)
+        if in_v1_mode(tf) and not is_native:
             return tensorflow1.backend.parallelize(model, list(map(full_name, devices)))
         if in_v1_mode(tf) and len(devices) > 1:
             raise unsupported(
@@ -192,12 +192,12 @@ class TensorFlow2(Backend):
                 "Use a Keras model, or place the model's parts by compat.device().",
             )
         replicated = list(devices) != self.devices()[:1]
-        from . import native_models, replicated_call  # here for start-up time: with TensorFlow
+        from . import native, replicas  # here for start-up time: with TensorFlow
 
-        if native:
-            return native_models.parallelize(model, devices, replicated)
+        if is_native:
+            return native.parallelize(model, devices, replicated)
         if replicated:
-            runtime.refuse_strategies(tf, model)
+            refusals.refuse_strategies(tf, model)
             _keras.warn_of_distribution(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
             reason = _keras.undivided(model)
@@ -205,10 +205,10 @@ class TensorFlow2(Backend):
                 _keras.warn_not_divided(model, reason, self.devices()[0])
                 replicated = False
             else:
-                runtime.refuse_unreached(tf, model)
-        changed = steps.remove(replicated_call.ReplicatedCall, model)
+                refusals.refuse_unreached(tf, model)
+        changed = steps.remove(replicas.ReplicatedCall, model)
         if replicated:
-            steps.install(replicated_call.ReplicatedCall, model, devices, self.devices()[0])
+            steps.install(replicas.ReplicatedCall, model, devices, self.devices()[0])
         if changed or replicated:
             _keras.forget_compiled_steps(model)
         return model
@@ -225,18 +225,19 @@ class TensorFlow2(Backend):
         if in_v1_mode(tf):
             tensorflow1.backend.verify(model, verification)
             return
-        from . import native_models, recorded_steps  # here for start-up time
+        from . import native  # here for start-up time
+        from . import verification as verifying
 
         if not self.is_native(model):
             if verification is not None and _keras.undivided(model):
                 verification = None  # it runs on one device
-            recorded_steps.VerifiedTensorFlow2Step.install_on(model, verification)
+            verifying.VerifiedStep.install_on(model, verification)
         elif hasattr(tf.keras.Model, "train_step"):
-            native_models.verify(model, verification)
+            native.verify(model, verification)
         else:  # TensorFlow 2.0 dies where a thread of its own traces what another one has.
             super().verify(model, verification)
 
-    is_native = staticmethod(runtime.is_native)
+    is_native = staticmethod(native_kinds.is_native)
 
     def build(self, strategy, function, devices):
         """Under ``tf.distribute.MirroredStrategy``: a copy of each weight on each device.
@@ -265,21 +266,6 @@ class TensorFlow2(Backend):
         from . import device_scope  # as in parallelize()
 
         return device_scope.placed_on(device)
-
-
-def _refuse_workers(tf, place):
-    """Refuse workers of ``TF_CONFIG`` where TensorFlow has none, or graphs alone."""
-    if place.launcher == TF_CONFIG and not hasattr(tf.distribute, "MultiWorkerMirroredStrategy"):
-        raise unsupported(
-            f"train as {place} with TensorFlow {tf.__version__}",
-            "Use TensorFlow 2.4 or later, or install Horovod and start the script with horovodrun.",
-        )
-    if place.launcher == TF_CONFIG and not runs_eagerly(tf):
-        raise unsupported(
-            f"train as {place} after tf.compat.v1.disable_v2_behavior() or "
-            "disable_eager_execution()",
-            "Remove that call, or start the script with horovodrun.",
-        )
 
 
 backend = TensorFlow2()

@@ -16,10 +16,14 @@ import tensorflow as tf
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
 from .._tensorflow.graph import line_of
-from . import merging
-from .graph_walk import Added, Walk
-from .op_trial import LANES, OpTrial, captures, eager, may_be_set
-from .replicas import as_function, tapes, tensors_of
+from . import state as model_state
+from .arguments import tensors_of
+from .functional_call import as_function
+from .graph import captures, eager, may_be_set, tapes
+from .keras_patches import normalizing_rows
+from .merging import is_merged
+from .propagation import Added, Propagation
+from .trial import LANES, OpTrial
 
 _PLAIN = (bool, numbers.Number, str, bytes, np.ndarray, type, type(None))
 
@@ -41,7 +45,7 @@ class Trace:
         variables: pairs of the handle of one that the call sets, and how its new value depends on
             the rows. States of random numbers are not among them. Handles are compared by
             identity: TensorFlow has no other.
-        lookups: what is looked up in variables, as of the ``Walk``.
+        lookups: what is looked up in variables, as of the ``Propagation``.
         across: what cannot be put together from what the devices have: an ``Across``, or None.
         changes: those that the call made in Python objects, which are taken back.
     """
@@ -58,20 +62,20 @@ class Trace:
             values, copies = _values(graph)
             rows = zip(placeholders, arguments.three_rows())
             values.update((tensor.name, lanes) for tensor, lanes in rows if lanes is not None)
-            walk = Walk(graph, known, handles, self._across, OpTrial(values, copies))
+            propagation = Propagation(graph, known, handles, self._across, OpTrial(values, copies))
             for copy in copies.values():
                 tf.raw_ops.DestroyResourceOp(resource=copy)
-        outputs = [_placement(walk, value) for value in results["outputs"]]
-        losses = [_placement(walk, value) for value in results["losses"]]
+        outputs = [_placement(propagation, value) for value in results["outputs"]]
+        losses = [_placement(propagation, value) for value in results["losses"]]
         noted = [
-            _placement(walk, value) if getattr(value, "graph", graph) is graph else Mixed()
+            _placement(propagation, value) if getattr(value, "graph", graph) is graph else Mixed()
             for value in results["noted"]
         ]
         self.placements = dict(
             outputs=outputs, masks=outputs, logits=outputs, losses=losses, noted=noted
         )
-        self.lookups, changed = walk.lookups, walk.state
-        for handle in merging.averages(state.layers):
+        self.lookups, changed = propagation.lookups, propagation.state
+        for handle in model_state.averages(state.layers):
             if id(handle) in changed:
                 changed[id(handle)] = Partial("mean")
         for variable in graph.variables:
@@ -94,9 +98,9 @@ class Trace:
         ]
         for handle, placement in self.variables:
             placement = Mixed() if isinstance(placement, Sharded) else placement
-            found.append((None, merging.type_of(handle), placement))
+            found.append((None, model_state.type_of(handle), placement))
         for value, dtype, placement in found:
-            if not merging.is_merged(placement, dtype):
+            if not is_merged(placement, dtype):
                 if hasattr(getattr(placement, "why", None), "operation"):
                     return placement.why
                 op = getattr(value, "op", None)
@@ -134,17 +138,17 @@ def _traced(call, arguments, placements, state, effects):
     # Nothing here is computed, so no tape records it. What makes the graph is not public: in
     # one of tf.compat.v1.wrap_function's name, say, Keras takes no losses.
     converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-    with merging.normalizing_rows(state.layers), tapes.stop_recording(), converting:
+    with normalizing_rows(state.layers), tapes.stop_recording(), converting:
         graph = func_graph_from_py_func(
             "compat_trace", traced, None, None, signature=specs, add_control_dependencies=False
         )
     return (graph,) + made[-1] + (compute.changes,)
 
 
-def _placement(walk, value):
+def _placement(propagation, value):
     """How a result depends on the rows, be it of one tensor or of several."""
     parts = tf.nest.flatten(value, expand_composites=True)
-    placements = [walk.placement(part) for part in parts if hasattr(part, "name")]
+    placements = [propagation.placement_of(part) for part in parts if hasattr(part, "name")]
     if len(parts) > 1:
         return REPLICATED if all(isinstance(p, Replicated) for p in placements) else Mixed()
     placement = placements[0] if placements else REPLICATED
@@ -172,7 +176,7 @@ def _copy(handle):
 
     It is no tf.Variable: the function that is being traced may make none.
     """
-    value = merging.read(handle)
+    value = model_state.read(handle)
     name = f"compat_copy_{next(_copies)}"
     copy = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
     tf.raw_ops.AssignVariableOp(resource=copy, value=value)

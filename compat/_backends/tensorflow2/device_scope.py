@@ -15,8 +15,8 @@ import threading
 import tensorflow as tf
 
 from ..._runtime import patching
-from .replicated_call import ReplicatedCall
-from .runtime import refuse_loops
+from .refusals import refuse_loops
+from .replicas import ReplicatedCall
 
 # Where each Keras has its class of nodes.
 _NODES = (

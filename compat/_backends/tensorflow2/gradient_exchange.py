@@ -19,7 +19,7 @@ from ... import errors
 from ..._keras.steps import has_own_steps
 from ..._ranks import step_functions
 from ..._verification import keras_steps
-from .replicas import recording
+from .graph import recording
 
 # Functions of TensorFlow's that trace what they are given to run it for parts of a batch, or
 # several times: ``map_fn()`` and autograph's loops are such, and so is ``vectorized_map()``.

@@ -1,4 +1,4 @@
-"""A trial of a step: is what ranks exchange in it a sum or a mean over samples?
+"""A trial of a step: whether what ranks exchange in it is a sum or a mean over samples.
 
 Where a step has used gradients of this rank's samples alone before they became the mean over all
 ranks (see ``gradient_exchange``), the result is that of one process only if it was used linearly.
@@ -18,7 +18,7 @@ from ... import _keras, errors
 from ..._ranks import losses, place
 from ..._ranks.engines import tensorflow as tensorflow_engine
 from ..._verification import keras_steps, steps
-from .merging import is_generator
+from .state import is_generator
 
 
 class _Trial:

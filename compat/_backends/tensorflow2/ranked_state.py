@@ -14,8 +14,8 @@ from ..._ranks import merging, metrics
 from ..._ranks import state as rank_state
 from ..._runtime import patching
 from ..._verification import keras_steps, steps
-from .merging import is_set, read
-from .replicas import as_tensors
+from .arguments import as_tensors
+from .state import is_set, read
 
 _OPERATIONS = merging.Operations(
     tf.zeros_like,

@@ -20,10 +20,11 @@ from ..._ranks.tf_config import TF_CONFIG
 from ..._runtime.within import Within
 from ..._verification import keras_steps, steps
 from . import gradient_exchange, gradient_trial, ranked_state
-from .merging import read
-from .replicas import as_tensors, has_rows, recording, rows_of, with_tensors
-from .replicated_call import ReplicatedCall, only_traced
-from .runtime import unsupported
+from .arguments import as_tensors, has_rows, rows_of, with_tensors
+from .configuration import unsupported
+from .graph import only_traced, recording
+from .replicas import ReplicatedCall
+from .state import read
 
 _stepping = Within()  # then gradients are taken care of, also those of models within
 
@@ -298,9 +299,6 @@ class RankedCall(ReplicatedCall):
                 "Put the step into the model's train_step(), and call fit() or train_on_batch().",
             )
         return self._unreplicated(model, *args, **kwargs)
-
-
-# Keras 3 --------------------------------------------------------------------------------------
 
 
 class RankedKeras3Step(RankedStep):

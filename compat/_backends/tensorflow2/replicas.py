@@ -1,247 +1,36 @@
-"""The devices' shares of a call: some rows of its arguments, computed there, with a gradient."""
+"""Replicas of a model on the devices, and the ``call`` that runs them in place of the model's."""
 
 import contextlib
+import functools
+import inspect
+import threading
 import weakref
 
-import numpy as np
 import tensorflow as tf
 
-from ..._rows import REPLICATED, Count, Sharded, Unknown, split_rows
-from . import side_effects
+from ... import _keras, _rows
+from ..._rows import Sharded, split_rows
+from ..._runtime import patching, work
+from . import between_outputs, side_effects
+from .arguments import (
+    ShardedArguments,
+    are_arrays,
+    as_tensors,
+    rows_between,
+    rows_of,
+    tensors_of,
+    with_tensors,
+)
+from .batch_counts import count
 from .between_outputs import InnerGradients
-
-# TensorFlow's module for the gradient tapes of a thread, private to it.
-try:
-    from tensorflow.python.eager import record as tapes
-except ImportError:  # up to TensorFlow 2.12
-    from tensorflow.python.eager import tape as tapes
-
-#: Whether a gradient tape is recording.
-recording = tapes.could_possibly_record
-
-
-def tensors_of(structure):
-    """All tensors that a structure consists of."""
-    values = tf.nest.flatten(structure, expand_composites=True)
-    return [value for value in values if tf.is_tensor(value)]
-
-
-def with_tensors(structure, tensors):
-    """The structure with these tensors in place of its ``tensors_of``."""
-    others = iter(tensors)
-
-    def other(value):
-        return next(others) if tf.is_tensor(value) else value
-
-    return tf.nest.map_structure(other, structure, expand_composites=True)
-
-
-def has_rows(value):
-    return tf.is_tensor(value) and value.shape.rank != 0
-
-
-def _is_array(value):
-    return type(value).__module__ == "numpy" and value.shape != () and value.dtype != object
-
-
-def are_arrays(given):
-    """Whether arrays of numpy's are the only values with rows that a call was given."""
-    leaves = tf.nest.flatten(given)
-    return any(map(_is_array, leaves)) and not any(has_rows(leaf) for leaf in leaves)
-
-
-def as_tensors(given):
-    return tf.nest.map_structure(
-        lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf, given
-    )
-
-
-def rows_of(batch):
-    """The number of rows: an integer where it is known, else a scalar tensor (int32)."""
-    if batch.shape.rank is not None and batch.shape[0] is not None:
-        return batch.shape[0]
-    if isinstance(batch, tf.RaggedTensor):
-        return tf.cast(batch.nrows(), tf.int32)
-    if isinstance(batch, tf.SparseTensor):
-        return tf.cast(batch.dense_shape[0], tf.int32)
-    return tf.shape(batch)[0]
-
-
-class ShardedArguments:
-    """The arguments of a call: which of them are data, of which each replica gets some rows.
-
-    ``given`` is the structure of the arguments, and the masks of all that they consist of.
-    The first tensor is the batch. The argument that it stands in, alone or in a list or a
-    dictionary, is the model's input, and has to have as many rows everywhere. Other arguments
-    are data if they have as many rows as the batch; what TensorFlow knows the rows of only when
-    it runs has to have as many. Variables are no data, nor are constants and tensors of a known
-    length beside a batch that has none.
-    """
-
-    def __init__(self, args, kwargs, replicas):
-        self.structure = (args, kwargs)
-        leaves = tf.nest.flatten(self.structure)
-        masks = [getattr(value, "_keras_mask", None) for value in leaves]
-        self.given = self.structure, masks
-        self.leaves = leaves + masks
-        self.batch = next(filter(has_rows, leaves), None)
-        if self.batch is None:
-            return
-        self.rows = rows_of(self.batch)
-        self.has_values = tf.executing_eagerly()  # which an initialization scope always is
-        self.why = None  # it cannot be split, as in ``Across``
-        if replicas == 1:
-            self.is_data = [False] * len(self.leaves)
-            return
-        if any(isinstance(value, tf.RaggedTensor) for value in leaves):
-            self.why = "unknown"
-            return
-        self.constant_batch = _is_constant(self.batch)
-        self.is_data = []
-        for argument in list(args) + [kwargs[name] for name in sorted(kwargs)]:
-            is_input = not any(self.is_data)  # the first one with rows
-            self.is_data += [self._is_data(each, is_input) for each in tf.nest.flatten(argument)]
-        self.is_data *= 2  # and their masks'
-
-    def _is_data(self, value, is_input):
-        if value is self.batch:
-            return True
-        is_constant = _is_constant(value) and not self.constant_batch
-        if is_constant or not has_rows(value) or isinstance(value, tf.Variable):
-            return False
-        rows, of_batch = rows_of(value), rows_of(self.batch)
-        if isinstance(rows, int) and isinstance(of_batch, int):
-            self.why = "mixed" if is_input and rows != of_batch else self.why
-            return rows == of_batch
-        if isinstance(rows, int) and not is_input:
-            return False
-        message = _DIFFERENT_INPUTS if is_input else _DIFFERENT_ARGUMENTS
-        check = tf.debugging.assert_equal(rows, self.rows, message=message)
-        # None where TensorFlow knew it to hold.
-        with tf.control_dependencies([] if check is None else [check]):
-            self.rows = tf.identity(self.rows)
-        return True
-
-    def shard(self, bounds):
-        """What a replica is ``given`` that has the rows from ``bounds[0]`` to ``bounds[1]``."""
-        leaves = [
-            _rows(value, *bounds) if is_data and value is not None else value
-            for value, is_data in zip(self.leaves, self.is_data)
-        ]
-        return tf.nest.pack_sequence_as(self.given, leaves)
-
-    def _tensors(self):
-        """Pairs of a tensor and whether it is data: of the arguments, then of their masks."""
-        return [pair for pair in zip(self.leaves, self.is_data) if tf.is_tensor(pair[0])]
-
-    def placements(self):
-        """For each tensor that the arguments, and their masks, consist of how it has rows."""
-        found, uneven = [], Sharded(0, inner=None, even=False)
-        for value, is_data in self._tensors():
-            if not is_data:
-                found += [REPLICATED] * len(tensors_of(value))
-            elif isinstance(value, tf.SparseTensor):
-                found += [Unknown(), uneven, Count([0])]
-            else:
-                found.append(Sharded(0))
-        return found
-
-    def kind(self):
-        """What calls with arguments of the same kinds have in common."""
-        plain = [value for value in self.leaves if not tf.is_tensor(value)]
-        kinds = [(str(each.dtype), str(each.shape[1:])) for each in tensors_of(self.leaves)]
-        return repr((kinds, self.placements(), plain))
-
-    def three_rows(self):
-        """For each of these tensors its values: of three rows, of two of them and of the third.
-
-        None for those that have no value yet and no rows.
-        """
-        real, found = self.has_values and int(self.rows) >= 3, []
-        for value, is_data in self._tensors():
-            if not is_data:
-                parts = tensors_of(value)
-                found += [[part] * 3 if hasattr(part, "numpy") else None for part in parts]
-            else:
-                whole = _rows(value, 0, 3) if real else _made_up(value)
-                parts = [whole, _rows(whole, 0, 2), _rows(whole, 2, 3)]
-                found += map(list, zip(*map(tensors_of, parts)))
-        return found
-
-
-_DIFFERENT_INPUTS = (
-    "parallelize() cuts each batch by rows, and this model's inputs have different numbers of "
-    "rows. Give inputs with one row for each sample, pass what all samples share as another "
-    "argument of the call or as the model's own attribute, or run this model on one device, with "
-    "parallelize(model, gpus=1)."
-)
-_DIFFERENT_ARGUMENTS = (
-    "parallelize() cuts each batch by rows, and another argument of this model's call has other "
-    "rows than the first, which TensorFlow did not know when it traced the call. Make it the "
-    "model's own attribute, have tf.function's input_signature say how many rows it has, or run "
-    "this model on one device, with parallelize(model, gpus=1)."
-)
-
-
-def _is_constant(value):
-    from tensorflow.python.framework import tensor_util
-
-    if tf.executing_eagerly() or isinstance(value, tf.SparseTensor) or not tf.is_tensor(value):
-        return False
-    return hasattr(value, "numpy") or tensor_util.constant_value(value) is not None
-
-
-def _made_up(tensor):
-    """Three rows of a tensor's shape and type, where the batch has no values yet."""
-    sizes, dtype = [16 if size is None else size for size in tensor.shape.as_list()], tensor.dtype
-    values = np.random.RandomState(0).normal(size=[3] + sizes[1:])
-    if dtype == tf.string and not isinstance(tensor, tf.SparseTensor):  # those raise below
-        return tf.strings.as_string(values)
-    values = tf.cast(values if dtype.is_floating or dtype.is_complex else values > 0, dtype)
-    if isinstance(tensor, tf.SparseTensor):
-        return tf.sparse.from_dense(tf.where(values > 0, values, tf.zeros_like(values)))
-    return values
-
-
-def _rows(value, start, stop):
-    """Some rows of a tensor of any kind."""
-    if not isinstance(value, tf.SparseTensor):
-        return value[start:stop]
-    shape = tf.unstack(value.dense_shape, num=value.shape.rank)
-    sizes = [tf.cast(stop - start, tf.int64)] + shape[1:]
-    starts = [tf.cast(start, tf.int64)] + [0] * (len(shape) - 1)
-    return tf.sparse.slice(value, tf.stack(starts), tf.stack(sizes))
-
-
-def as_function(call, scope, given, effects):
-    """A call as a function of the tensors that its arguments and their masks consist of.
-
-    It returns what the call returns, and lists: "outputs" has that, flat; "logits" and "masks" are
-    Keras' attributes of the outputs, or None; "losses" were added within the call; "noted" are the
-    tensors that it has left in Python objects, of which ``changes`` tells.
-
-    Arguments:
-        scope: makes the context of the call, which yields the losses added in it.
-        given: as ``ShardedArguments.given``.
-        effects: the ``PythonEffects`` of the model; None: its calls leave nothing.
-    """
-
-    def compute(*values):
-        (args, kwargs), masks = with_tensors(given, values)
-        for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
-            if mask is not None:
-                value._keras_mask = mask
-        with split_rows.undivided(), contextlib.ExitStack() as around:
-            compute.changes = around.enter_context(effects.taken()) if effects else []
-            losses = around.enter_context(scope())
-            structure = call(*args, **kwargs)
-        outputs = tf.nest.flatten(structure)
-        masks = [getattr(output, "_keras_mask", None) for output in outputs]
-        logits = [_logits(output) for output in outputs]
-        results = dict(outputs=outputs, masks=masks, logits=logits, losses=losses)
-        return structure, dict(results, noted=side_effects.tensors(compute.changes))
-
-    return compute
+from .call_trace import Trace
+from .functional_call import as_function
+from .graph import only_traced, recording
+from .keras_patches import read_kernels
+from .merging import Merging
+from .refusals import refuse_strategies, several_devices_in_xla
+from .state import ModelState
+from .table_gradients import dense, joining_tables
 
 
 class Replica:
@@ -268,8 +57,8 @@ class Replica:
             if not (tf.is_tensor(value) and isinstance(placement, Sharded)):
                 return value
             if isinstance(size, int):
-                return value if size else _rows(value, 0, 0)
-            return _rows(value, 0, rows_of(value) * tf.minimum(size, 1))
+                return value if size else rows_between(value, 0, 0)
+            return rows_between(value, 0, rows_of(value) * tf.minimum(size, 1))
 
         self.inner = None  # its ``InnerGradients``, where a tape records
 
@@ -294,7 +83,7 @@ class Replica:
                 heads, upstream = [r for r, _ in pairs], [g for _, g in pairs]
                 with tf.device(device):
                     found = gradients_of(heads, list(values) + variables, upstream)
-                    found = list(map(_dense, found))
+                    found = list(map(dense, found))
                     of_variables = list(map(join, variables, found[len(values) :]))
                 inputs = found[: len(values)]
                 return (inputs, of_variables) if variables else inputs
@@ -330,20 +119,6 @@ def _listing_no_variables():
         variables[:0] = before
 
 
-def _dense(gradient):
-    """The gradient of a table's rows, each looked up once, as that of the whole table.
-
-    Other replicas have looked up some of the same rows. Keras 3 squares what there is of a row one
-    by one, as it does where one device looks a row up several times.
-    """
-    if not isinstance(gradient, tf.IndexedSlices) or tf.executing_eagerly():
-        return gradient
-    op = gradient.indices.op
-    while op.type in ("Cast", "Identity", "Reshape"):
-        op = op.inputs[0].op
-    return tf.convert_to_tensor(gradient) if op.type.startswith("Unique") else gradient
-
-
 def _differentiable(compute, values):
     """``compute(*values)``, and the function (results, sources, upstream) -> gradients of it."""
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -367,13 +142,203 @@ def _differentiable(compute, values):
     return compute(*values), gradients_of
 
 
-def _logits(output):
-    """What went into a final softmax or sigmoid, where Keras' cross-entropy would look for it.
+#: How often a call that is divided was begun, of any model.
+reached = [0]
 
-    Keras computes cross-entropy from logits if the output carries them, or comes straight from
-    such an operation (``_get_logits`` in its backend).
+
+class ReplicatedCall(patching.InstanceMethod):
+    """The ``call`` of a model on several devices.
+
+    Replica i computes the rows ``split_rows.run_bounds`` gives it, under its device. The
+    operations of a gradient carry no device, and would all run on the first one; so each replica
+    is a function with a gradient of its own (``tf.custom_gradient``), computed under the
+    replica's device, too. TensorFlow sums the gradients of the replicas.
+
+    Losses added within ``call``, outputs without rows and state (counters, moving averages) leave
+    the replicas as values of their own rows, and become those of all rows by ``Merging``: sums,
+    means, maxima or minima, as a ``Trace`` of the plain call shows. Where it shows that rows are
+    mixed, the call runs with the whole batch on the first device. See ``merging`` and
+    ``call_trace``.
     """
-    logits, operation = getattr(output, "_keras_logits", None), getattr(output, "op", None)
-    if logits is None and getattr(operation, "type", None) in ("Softmax", "Sigmoid"):
-        return operation.inputs[0]  # never eagerly: there tensors have no operation
-    return logits
+
+    # Autograph leaves what carries this mark alone, as it does tf.function's own wrappers.
+    autograph_info__ = {}  # type: dict
+
+    supports_jit = None  # what jit_compile="auto" went by, in Keras 3
+    is_of_keras = True  # only Keras adds losses within a call, and traces for its own purposes
+
+    def __init__(self, devices, belongs_to_step=False):
+        super().__init__(devices)
+        # Whether it is there for a model around this one, whose step may call this one.
+        self.belongs_to_step = belongs_to_step
+        self.traces = {}  # type: Dict[Any, Any]  # of eager calls
+        self.effects = None  # of the model, which they belong to
+        self.lock = threading.RLock()
+
+    def install(self, model):
+        super().install(model)
+        read_kernels()
+        plain = self.plain(model)
+        # tf.keras looks up its arguments when it saves a model.
+        self.__signature__ = inspect.signature(getattr(plain, "__func__", plain))
+        self.supports_jit = model.__dict__.get("supports_jit")
+        if self.supports_jit:
+            model.__dict__["supports_jit"] = False
+
+    def remove(self, model):
+        super().remove(model)
+        if self.supports_jit:
+            model.__dict__["supports_jit"] = True
+
+    def invoke(self, model, *args, **kwargs):
+        reached[0] += 1
+        call = functools.partial(self._unreplicated, model)
+        if split_rows.runs_undivided() or only_traced(model):
+            return call(*args, **kwargs)
+        args, kwargs = self._given(model, (args, kwargs))
+        arguments = ShardedArguments(args, kwargs, len(self.devices))
+        if arguments.batch is None:
+            return call(*args, **kwargs)
+        if getattr(model, "_jit_compile", None):
+            raise several_devices_in_xla()
+        if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+            refuse_strategies(tf, model)
+        if arguments.why:
+            return self._whole(model, call, arguments, _rows.Across(None, why=arguments.why))
+        with self.lock:  # what is noted of one call is not of another thread's
+            return self._divided(model, call, arguments)
+
+    def _divided(self, model, call, arguments):
+        """The call on all devices, or on the first one where that is not possible."""
+        state = ModelState(_keras.all_layers(model) if self.is_of_keras else [])
+        trace = across = effects = watched = None
+        why = "unknown"  # it cannot be traced with an unknown number of rows
+        key = arguments.kind() if tf.executing_eagerly() and len(self.devices) > 1 else None
+        known = self.traces.get(key)
+        try:
+            if len(self.devices) > 1:
+                watched = self._effects(model)
+                watched.begin()
+                # A call that has left nothing so far is only seen to leave nothing now, either.
+                effects = watched if known is None or known.changes else None
+                trace = known or self._trace(call, arguments, state, effects)
+                if key is not None:
+                    self.traces[key] = trace
+                across = trace.across or _across_in_keras3(model, trace)
+            if across is None:
+                why = "fails"
+                state.watch(trace.variables if trace else [])
+                replicas = self._computed(call, arguments, state, trace, effects)
+                if watched is not effects and watched.undo():
+                    state.take_back()
+                    del self.traces[key]
+                    return self._divided(model, call, arguments)
+                changes = [replica.changes for replica in replicas]
+                if trace is not None and known is None:
+                    # What depends on the number of rows is another one there, also where all
+                    # replicas have as many.
+                    changes.append(trace.changes)
+                if not side_effects.are_equal(changes):
+                    state.take_back()
+                    across = _rows.Across(None, why="effects")
+                    trace.across = across  # of all calls of this kind
+        except Exception as error:
+            if len(self.devices) == 1 or _rows.trial.is_fault(error):
+                raise
+            state.take_back()
+            if known is not None:  # it was traced when the call left something else
+                del self.traces[key]
+                return self._divided(model, call, arguments)
+            across = _rows.Across(None, why=why)
+        if across is None:
+            return self._merged(arguments, state, effects, trace, replicas)
+        if effects is not None:
+            effects.restart()
+        return self._whole(model, call, arguments, across)
+
+    def _merged(self, arguments, state, effects, trace, replicas):
+        """What the call returns, and leaves behind, for the whole batch."""
+        count(self.devices, arguments.rows, recording())
+        whole = Merging(replicas, arguments.rows, trace)
+        state.finish(whole)
+        results = whole.results()
+        for losses, loss in zip(state.added, results["losses"]):
+            losses.append(loss)
+        for output, mask, logits in zip(*map(results.get, ("outputs", "masks", "logits"))):
+            if mask is not None:
+                output._keras_mask = mask
+            if logits is not None:
+                output._keras_logits = logits
+        if trace is not None:
+            if effects is not None:
+                effects.make(replicas[0].changes, results["noted"])
+            between_outputs.relate(replicas, results, trace.placements)
+        return tf.nest.pack_sequence_as(replicas[0].structure, results["outputs"])
+
+    def _effects(self, model):
+        """The ``PythonEffects`` of a model: deep copies of it share this call."""
+        if self.effects is None or self.effects[0]() is not model:
+            roots = [self.plain(model), getattr(model, "python_function", None)]
+            roots += side_effects.roots_of(model) if self.is_of_keras else [model]
+            self.effects = weakref.ref(model), side_effects.PythonEffects(*roots)
+        return self.effects[1]
+
+    def _computed(self, call, arguments, state, trace, effects):
+        """The devices' shares of the call, each computed there."""
+        replicas, number, rows = [], len(self.devices), arguments.rows
+        maximum = max if isinstance(rows, int) else tf.maximum
+        join = joining_tables(trace.lookups if trace else {}, number)
+        for index, device in enumerate(self.devices):
+            first, last = split_rows.bounds(rows, number, index)
+            given = arguments.shard(split_rows.run_bounds(rows, number, index, maximum))
+            part = device, last - first, trace, call, state.replica, given, effects
+            if effects is not None:
+                effects.restart()
+            replicas.append(Replica(*part, functools.partial(join, index)))
+        return replicas
+
+    def _whole(self, model, call, arguments, across):
+        """The call with the whole batch, on the first device."""
+        args, kwargs = arguments.structure
+        with tf.device(self.devices[0]), split_rows.undivided():
+            results = call(*args, **kwargs)
+        count(self.devices, arguments.rows, recording(), work.undivided)
+        name = getattr(model, "name", None) or type(model).__name__
+        _rows.runs_whole(name, across, self.devices[0], "The model", self)  # said once
+        return results
+
+    def _trace(self, call, arguments, state, effects):
+        """The plain call's trace. Eagerly it is kept for calls with arguments of the same kinds."""
+        return Trace(call, arguments, state, effects, self.devices[0])
+
+    def _given(self, model, given):
+        """Keras 3 hands the arrays of an eager step to a functional model as they are."""
+        return as_tensors(given) if are_arrays(given) else given
+
+    def _unreplicated(self, model, *args, **kwargs):
+        """The call this one hides, converted by autograph where Keras would do so."""
+        plain = self.plain(model)
+        is_users = hasattr(model, "_eager_losses") and _keras.is_users(type(model))
+        if (is_users or not self.is_of_keras) and not tf.executing_eagerly():
+            # Up to TensorFlow 2.3 nothing public, nor tf.__internal__, leads there.
+            from tensorflow.python.autograph.core import ag_ctx
+            from tensorflow.python.autograph.impl import api
+
+            plain = api.tf_convert(plain, ag_ctx.control_status_ctx())
+        return plain(*args, **kwargs)
+
+
+def of(model):
+    """What runs a model, of Keras or native, on several devices, or None."""
+    return vars(type(model)).get("_compat_call") or ReplicatedCall.of(model)
+
+
+def _across_in_keras3(model, trace):
+    """What an optimizer of Keras 3 would not make of the replicas' gradients, or None."""
+    if not hasattr(_keras.keras_of(model), "StatelessScope"):
+        return None
+    if any(getattr(v, "overwrite_with_gradient", None) for v in model.trainable_variables):
+        return _rows.Across(None)  # replicas would add up the largest values of float8
+    # It squares the gradients of each lookup by themselves.
+    is_mixed = recording() and {True, False} in trace.lookups.values()
+    return _rows.Across(None, why="table") if is_mixed else None

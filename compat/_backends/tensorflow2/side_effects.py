@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ... import _keras
 from ..._runtime import containers, effects
-from .runtime import is_variable
+from .native_kinds import is_variable
 
 _TREES = (dict, list, tuple)
 

@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from ..._rows import split_rows
 from ..._runtime import patching, work
-from . import between_outputs, executions, replicated_call
-from .replicas import recording
+from . import between_outputs, op_callbacks, replicas
+from .graph import only_traced, recording
 
 _watches = {}  # type: dict  # by id of the model, its ``_Watch``
 
@@ -24,7 +24,7 @@ LIMIT = 100000
 class _Watch:
     def __init__(self, model, check):
         self.model, self.check = weakref.ref(model, functools.partial(_forget, id(model))), check
-        self.start = replicated_call.reached[0]
+        self.start = replicas.reached[0]
 
 
 def _forget(key, reference):
@@ -64,7 +64,7 @@ def called(model, call, args, kwargs):
     if tf.executing_eagerly():
         with found.check.step(kind):
             return call(*args, **kwargs)
-    if not replicated_call.only_traced(model):
+    if not only_traced(model):
         _check_function(found.check.step(kind, waits=True))
     return call(*args, **kwargs)
 
@@ -78,14 +78,14 @@ def _check_function(step):
     step.__enter__()
 
     def note(kind, outputs):
-        is_it = executions.is_function(kind) and name in kind
+        is_it = op_callbacks.is_function(kind) and name in kind
         if is_it or next(left, None) is None:
-            executions.ignore(note)
+            op_callbacks.ignore(note)
             # What is never executed, as where a function is only saved, is not checked.
             end = (None, None, None) if is_it else (GeneratorExit, GeneratorExit(), None)
             step.__exit__(*end)
 
-    executions.listen(note)
+    op_callbacks.listen(note)
 
 
 def _note_gradient(sources):
@@ -95,7 +95,7 @@ def _note_gradient(sources):
     asked = {id(source) for source in sources}
     for found in list(_watches.values()):
         model = found.model()
-        if replicated_call.reached[0] != found.start or not found.check.is_due("train", True):
+        if replicas.reached[0] != found.start or not found.check.is_due("train", True):
             continue
         # Those that are made when a model is first called are nobody's before.
         is_built = getattr(model, "built", True)

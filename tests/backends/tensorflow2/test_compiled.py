@@ -12,12 +12,14 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow2.executions import executed, products, short
+from compat._backends.tensorflow2.configuration import short_name
+from compat._backends.tensorflow2.profiler import products
+from compat._backends.tensorflow2.run_metadata import nodes_executed
 from compat.testing import DEVICES, keras_under_test, slow
 
 from ..messages import told
+from .reductions import same
 from .test_contract import KERAS3, ROWS, TARGETS, train_in_a_new_graph
-from .test_reductions import same
 
 pytestmark = pytest.mark.skipif(
     "jit_compile" not in inspect.signature(tf.function).parameters, reason="before TensorFlow 2.5"
@@ -87,7 +89,9 @@ def trained(layers, is_parallel):
 
 def calls(nodes):
     """How many functions were called, by device."""
-    return collections.Counter(short(node.device) for node in nodes if node.op == "PartitionedCall")
+    return collections.Counter(
+        short_name(node.device) for node in nodes if node.op == "PartitionedCall"
+    )
 
 
 # Keras before 3 does not compile the last, which then fails on CPUs.
@@ -100,7 +104,7 @@ def test_what_xla_compiles_is_split(layers):
     """Keras has it compile a convolution in groups."""
     plain, model = (trained(layers, is_parallel) for is_parallel in (False, True))
     same([plain.get_weights(), model.get_weights()])
-    nodes = executed(lambda: train_in_a_new_graph(model, ROWS[:16], TARGETS[:16]))
+    nodes = nodes_executed(lambda: train_in_a_new_graph(model, ROWS[:16], TARGETS[:16]))
     assert sorted(products(nodes)) == ["/cpu:0", "/cpu:1", "/cpu:2"]
     assert min(calls(nodes)[device] for device in ("/cpu:0", "/cpu:1", "/cpu:2")) >= 2
 

@@ -122,7 +122,6 @@ except compat.RankError as error:
     assert str(error).startswith("Dataset gives other batches on rank 1 of 2 than on rank 0. ")
 """
 
-
 # A bucket for each gradient.
 OVERLAP = """
 import tensorflow as tf

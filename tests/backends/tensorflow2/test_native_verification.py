@@ -15,7 +15,7 @@ from compat.testing import DEVICES, slow
 
 from ..messages import told
 from .test_contract import ROWS, TARGETS
-from .test_parts import (
+from .test_native import (
     Decorated,
     Holder,
     Plain,

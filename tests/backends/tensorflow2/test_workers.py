@@ -72,7 +72,6 @@ JOIN = """
 joined = compat.parallelize(lambda: keras.Sequential([dense(1)]), strategy="mirrored")
 """
 
-
 ALONE = """
 import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""TensorFlow's runtime: its mode, its devices, and what it cannot run on several of them.
+"""Configuration of TensorFlow's runtime: its mode, its devices, their memory and their names.
 
 This imports no TensorFlow. What only reads has its name of TensorFlow 2.0, in
 ``tf.config.experimental``, in all later ones.
@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 
-from ... import _keras, errors
+from ... import errors
 from ..._configuration.discovery import HIP, visible_entries
 
 #: What TensorFlow 2 cannot do, and a remedy, as an error.
@@ -110,19 +110,19 @@ def limit_memory(tf, gpus, settings):
 
 
 def has_listed_devices():
-    """Whether TensorFlow has listed its devices, in which it looks at CUDA's variables."""
+    """Return whether TensorFlow has listed its devices, in which it looks at CUDA's variables."""
     module = sys.modules.get("tensorflow.python.eager.context")
     context = getattr(module, "_context", None)
     return context is not None and context._physical_devices is not None
 
 
 def in_v1_mode(tf):
-    """Whether ``tf.compat.v1.disable_v2_behavior()`` was called: graphs are TensorFlow 1's."""
+    """Return whether ``tf.compat.v1.disable_v2_behavior()`` was called, as in TensorFlow 1."""
     return not runs_eagerly(tf) and not tf.compat.v1.control_flow_v2_enabled()
 
 
 def runs_eagerly(tf):
-    """Whether TensorFlow computes eagerly where no function is traced."""
+    """Return whether TensorFlow computes eagerly where no function is traced."""
     v1 = tf.compat.v1
     return getattr(v1, "executing_eagerly_outside_functions", v1.executing_eagerly)()
 
@@ -132,90 +132,6 @@ def full_name(device):
     return "/device:" + device.strip("/").upper()
 
 
-def refuse_unreached(tf, model):
-    """Refuse models that a replicated ``call`` would not reach."""
-    from tensorflow.python.eager import context
-
-    keras, is_eager = _keras.keras_of(model), runs_eagerly(tf)
-    # It would be, were it not for a graph of the user's around.
-    if not is_eager and context.default_execution_mode == context.EAGER_MODE:
-        raise unsupported(
-            "run a model on several devices within tf.Graph().as_default()",
-            "Build the model outside of that graph, or write tf.compat.v1.disable_v2_behavior() "
-            "at the top of the script, to have TensorFlow 1.",
-        )
-    if not is_eager:
-        raise unsupported(
-            "run a model on several devices after tf.compat.v1.disable_eager_execution()",
-            "Remove that call, or use TensorFlow 1.",
-        )
-    if not hasattr(model, "train_step") and keras.__name__ == "keras":
-        raise unsupported(
-            f"run a model of keras {keras.__version__} on several devices",
-            "Use tf.keras, or Keras 3, or train on one device, with parallelize(model, gpus=1).",
-        )
-    refuse_loops(tf, _keras.all_layers(model))
-    asked_for = _keras.compiled_with(model).get("jit_compile")
-    if getattr(model, "_jit_compile", None) and asked_for != "auto":
-        raise several_devices_in_xla()
-
-
-def refuse_strategies(tf, model):
-    """Refuse a model that a strategy of TensorFlow's replicates already, or will."""
-    if tf.distribute.has_strategy():
-        kind = type(tf.distribute.get_strategy()).__name__
-        found = f"it was called within the scope of a {kind}"
-    else:
-        # To ask a model of tf.keras that is not built yet would be an error.
-        weights = model.weights if not hasattr(model, "_eager_losses") or model.built else ()
-        # A Keras 3 variable has one of TensorFlow's; a layer's vocabulary is no variable.
-        variables = [v if isinstance(v, tf.Variable) else getattr(v, "value", v) for v in weights]
-        kinds = {kind.__name__ for variable in variables for kind in type(variable).__mro__}
-        if "DistributedValues" not in kinds:
-            return
-        found = f"the variables of {model.name!r} were made in the scope of a strategy"
-    raise errors.UnsupportedError(
-        f"parallelize() and tf.distribute both run a model on several devices: {found}. Build the "
-        "model and call parallelize() outside of the strategy's scope, or write "
-        'compat.parallelize(build_model, strategy="mirrored").'
-    )
-
-
-def refuse_loops(tf, layers):
-    """Up to TensorFlow 2.1 a loop fails on another device than the function around it."""
-    for layer in layers:
-        recurrent = any(c.__name__ == "RNN" for c in type(layer).__mro__)
-        if recurrent and not layer.unroll and not hasattr(tf.keras.Model, "train_step"):
-            raise unsupported(
-                f"run the loop of layer {layer.name!r} on several devices in TensorFlow "
-                f"{tf.__version__}, which takes loops in functions apart",
-                "Make the layer with unroll=True, or use TensorFlow 2.3 or later.",
-            )
-
-
-def several_devices_in_xla():
-    return unsupported(
-        "run a model on several devices under jit_compile=True: XLA puts a whole step on one",
-        "Compile the model with jit_compile=False.",
-    )
-
-
-def is_native(model):
-    if not callable(model) or isinstance(model, type):
-        return False
-    kinds = [(c.__module__, c.__name__) for c in type(model).__mro__]
-    if any(m.split(".")[0] in ("keras", "tf_keras") or ".keras." in m for m, _ in kinds):
-        return False
-    ours = {name for module, name in kinds if module.startswith("tensorflow")}
-    if "Variable" in ours or "Tensor" in ours:
-        return False
-    return bool(ours & {"Module", "Function"}) or any(map(is_variable, held(model)))
-
-
-def held(model):
-    return list(getattr(model, "__dict__", {}).values())
-
-
-def is_variable(value):
-    kinds = type(value).__mro__
-    return any(c.__name__ == "Variable" and c.__module__.startswith("tensorflow") for c in kinds)
+def short_name(device):
+    """/job:localhost/replica:0/task:0/device:CPU:1 as compat names it."""
+    return "/" + device.split("device:")[-1].lower()

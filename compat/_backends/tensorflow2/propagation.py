@@ -1,4 +1,4 @@
-"""A walk through a traced graph: how each tensor, and each variable's new value, depends on rows.
+"""Placements of each tensor of a traced graph, and of each variable's new value.
 
 What operations do to rows is in one table (``_tensorflow.rules``). Here is what TensorFlow
 2's graphs have besides: variables, functions, branches, loops, and sums divided by the rows.
@@ -11,7 +11,7 @@ from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, S
 from .._tensorflow import rules
 from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient
 from .._tensorflow.graph import constant, sizes_of
-from .op_trial import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random
+from .graph import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random
 
 _SUMS = {"Add", "AddV2", "Sub"}
 _DIVISIONS = {"Div", "DivNoNan", "RealDiv", "Xdivy"}
@@ -34,8 +34,8 @@ class Added(Placement):
         self.key = key
 
 
-class Walk:
-    """Follows the operations of one graph.
+class Propagation:
+    """Placements inferred over one graph, operation by operation.
 
     Arguments:
         placements: those of the graph's inputs, by the tensors' names; is written.
@@ -55,20 +55,21 @@ class Walk:
         self.describe, self.trial = describe, trial
         self.state, self.lookups = {}, {}  # type: dict, dict
         self._sources = {}  # name of a tensor -> the keys of the variables it is computed from
-        self._walk(graph)
+        self._infer(graph)
 
-    def _walk(self, graph):
+    def _infer(self, graph):
         self._old = {}  # name of a tensor -> the key of the variable whose old value it is
         for op in graph.get_operations():
             self._follow(op)
 
-    def placement(self, tensor):
+    def placement_of(self, tensor):
+        """Return how a tensor depends on the rows of the batch."""
         return self.placements.get(tensor.name, REPLICATED)
 
     def _follow(self, op):
         if op.type == "Placeholder":
             return
-        given = [self.placement(tensor) for tensor in op.inputs]
+        given = [self.placement_of(tensor) for tensor in op.inputs]
         self._note_lookup(op, given)
         results = self._results(op, given)
         if not isinstance(results, list):
@@ -82,17 +83,17 @@ class Walk:
             self.placements[output.name] = self._explained(op, result)
 
     def _mixes_back(self, op, given, results):
-        """Whether an operation's own gradient mixes rows."""
+        """Return whether an operation's user-defined gradient mixes rows."""
         gradient = CustomGradient(op, results)
         for (tensor, placement), output, result in zip(gradient.upstream, op.outputs, results):
             self.placements[tensor.name] = placement
             self.trial.draw(tensor, output, result)
         for each in gradient.operations:
             self._follow(each)
-        return gradient.mixes(given, self.placement)
+        return gradient.mixes(given, self.placement_of)
 
     def _explained(self, op, placement):
-        """With the operation that is the reason why rows are mixed."""
+        """Return a placement with the operation that is the reason why rows are mixed."""
         if type(placement) in (Mixed, Unknown) and not hasattr(placement.why, "operation"):
             return type(placement)(self.describe(op, placement))
         return placement
@@ -206,19 +207,19 @@ class Walk:
     # Functions, branches, loops -------------------------------------------------------------------
 
     def _inside(self, op, graph, tensors, given, state, tried=False):
-        """A walk through a function."""
+        """Infer placements within a function, and return those of its results."""
         inside = copy.copy(self)
         inside.trial = self.trial.inside(graph, tensors if tried else [])
         inside.placements = dict(zip([tensor.name for tensor in graph.inputs], given))
         inside.handles = carried(self.handles, tensors, graph.inputs)
         inside._sources = carried(self._sources, tensors, graph.inputs)
         inside.state = state
-        inside._walk(graph)
+        inside._infer(graph)
         if tried:
             self.trial.values.update(carried(inside.trial.values, graph.outputs, op.outputs))
         return [
             Mixed() if isinstance(each, Added) else each
-            for each in map(inside.placement, graph.outputs)
+            for each in map(inside.placement_of, graph.outputs)
         ]
 
     def _chosen(self, op, given, graphs):

@@ -1,4 +1,4 @@
-"""TensorFlow 2: what a walk says of variables, lists, functions, branches and loops is true.
+"""TensorFlow 2: placements of variables, lists, functions, branches and loops are true.
 
 Proved as the table of operations is: by computing the whole batch, and parts of it. What a trial
 adds is left out.
@@ -9,7 +9,9 @@ import row_proof
 import tensorflow as tf
 
 from compat import _rows
-from compat._backends.tensorflow2 import graph_walk, op_trial
+from compat._backends.tensorflow2.graph import captures
+from compat._backends.tensorflow2.propagation import Added, Propagation
+from compat._backends.tensorflow2.trial import OpTrial
 from compat._rows import Count, Mixed, Partial, Sharded
 
 START = np.zeros(4, "float32")
@@ -111,8 +113,8 @@ CHANGES = {
 }  # fmt: skip
 
 
-class Walked:
-    """A function of a batch, which may change a variable, computed and walked through."""
+class Traced:
+    """A function of a batch, which may change a variable, computed and traced."""
 
     def __init__(self, function):
         self.variable = tf.Variable(START)
@@ -132,17 +134,17 @@ class Walked:
         shape = [None if given[0] == Sharded(axis) else size for axis, size in enumerate((3, 4))]
         concrete = self.function.get_concrete_function(tf.TensorSpec(shape))
         graph = concrete.graph
-        handles = {inner.name: id(outer) for inner, outer in op_trial.captures(graph)}
-        walk = graph_walk.Walk(
+        handles = {inner.name: id(outer) for inner, outer in captures(graph)}
+        propagation = Propagation(
             graph, dict(zip([graph.inputs[0].name], given)), handles,
-            lambda op, placement: _rows.Across(op.name), op_trial.OpTrial({}, {}),
+            lambda op, placement: _rows.Across(op.name), OpTrial({}, {}),
         )  # fmt: skip
-        found = [walk.placement(tensor) for tensor in concrete.outputs]
+        found = [propagation.placement_of(tensor) for tensor in concrete.outputs]
         numbers = [tensor.shape.rank == 0 for tensor in concrete.outputs]
         found = [Partial("sum") if n and p == Count() else p for n, p in zip(numbers, found)]
-        found.append(walk.state.get(id(self.variable.handle), _rows.REPLICATED))
+        found.append(propagation.state.get(id(self.variable.handle), _rows.REPLICATED))
         # It starts from zero.
-        return [Partial("sum") if isinstance(p, graph_walk.Added) else p for p in found]
+        return [Partial("sum") if isinstance(p, Added) else p for p in found]
 
 
 def test_no_walk_claims_what_is_not_true():
@@ -151,9 +153,9 @@ def test_no_walk_claims_what_is_not_true():
     cases.update(CHANGES)
     found, claimed = row_proof.Found(), {}
     for name, function in cases.items():
-        walked = Walked(function)
-        row_proof.prove(name, [x], walked.compute, walked.claim, found=found)
-        claimed[name] = walked.claim([Sharded(0)])
+        traced = Traced(function)
+        row_proof.prove(name, [x], traced.compute, traced.claim, found=found)
+        claimed[name] = traced.claim([Sharded(0)])
     assert not found.wrong
     assert found.claimed > 100
     for name in ("add", "subtract", "count", "scattered", "sum"):
@@ -172,5 +174,5 @@ def test_a_division_is_found_before_any_number_of_operations():
             x = -x
         return tf.sort(x, 0)
 
-    (claimed, _) = Walked(divided).claim([Sharded(0)])
+    (claimed, _) = Traced(divided).claim([Sharded(0)])
     assert isinstance(claimed, Mixed) and claimed.why.operation == "truediv"

@@ -213,7 +213,7 @@ def test_threads_execute_operations_while_others_take_what_was_recorded(run):
     program = """
     import threading
     import tensorflow as tf
-    from compat._backends.tensorflow2 import executions
+    from compat._backends.tensorflow2 import profiler, run_metadata
 
     ends = threading.Event()
 
@@ -224,14 +224,14 @@ def test_threads_execute_operations_while_others_take_what_was_recorded(run):
                 rows = 0.1 * tf.matmul(rows, rows)
 
     threads = [threading.Thread(target=execute) for _ in range(8)]
-    with executions.recorded() as records:
+    with run_metadata.recorded() as records:
         for each in threads:
             each.start()
         for _ in range(4000):
-            executions.collect()
+            run_metadata.collect()
         ends.set()
         for each in threads:
             each.join()
-    print(executions.products(executions.nodes_of(records)))
+    print(profiler.products(run_metadata.nodes_of(records)))
     """
     assert run(program).startswith("{'/cpu:0': (")

@@ -1,118 +1,156 @@
-"""TensorFlow 2's models without Keras: ``tf.Module``, ``tf.function``, objects with variables.
+"""A step of a Keras model, or a call of a native one, compared with the same on one device.
 
-An object is called by its type's ``__call__``, so the object gets another type: a subclass of
-its own, made for it, of the same name.
-
-What a model is trained with is not known here, so what is verified is a call: its results, the
-variables that it sets, and the gradients of those it reads for a random gradient of its results.
-Only calls from outside of a ``tf.function`` can be, since in one there are no numbers yet; a
-warning tells the user once. Random numbers that TensorFlow draws without a ``tf.random.Generator``
-go on from where the verified calls left them.
+What a native model is trained with is not known here, so what is verified is a call: its results,
+the variables that it sets, and the gradients of those it reads for a random gradient of its
+results. Only calls from outside of a ``tf.function`` can be, since in one there are no numbers yet;
+a warning tells the user once. Random numbers that TensorFlow draws without a
+``tf.random.Generator`` go on from where the verified calls left them.
 """
 
 import concurrent.futures
 import contextlib
 import functools
 import inspect
+import itertools
 
 import numpy as np
 import tensorflow as tf
 
-from ... import _verification, errors
+from ... import _keras, _verification
 from ..._rows import split_rows
-from ..._runtime import work
+from ..._runtime import patching, work
 from ..._verification import keras_steps
-from . import executions, merging, side_effects, watched_loops
-from .replicas import are_arrays, recording, tensors_of
-from .replicated_call import ReplicatedCall
-from .runtime import held, is_variable
+from .arguments import tensors_of
+from .graph import recording
+from .native_kinds import held, is_variable
+from .profiler import products
+from .replicas import ReplicatedCall
+from .run_metadata import nodes_executed
+from .side_effects import Snapshot, roots_of
+from .state import is_generator
 
 
-def parallelize(model, devices, replicated):
-    plain = getattr(type(model), "_compat_plain_class", None)
-    if plain is not None:
-        model.__class__ = plain
-    if replicated:
-        model.__class__ = _replicated_class(type(model), NativeCall(devices))
-    return model
+def _build(optimizer, variables):
+    """Make the optimizer's state, which some versions of Keras make in the first step.
+
+    Returns:
+        Whether it was not there yet.
+    """
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
+    if _is_of_tensorflow(optimizer):
+        with tf.init_scope():
+            optimizer.optimizer._create_slots(list(variables))  # those that are not there yet
+    if _is_built(optimizer):
+        return False
+    # The second is that of tf.keras' legacy optimizers.
+    build = getattr(optimizer, "build", getattr(optimizer, "_create_all_weights", None))
+    if build is not None:
+        build(variables)
+    return True
 
 
-def verify(model, verification):
-    """Verify calls of ``model``, if it runs on several devices; None: no more."""
-    if "_compat_call" in vars(type(model)):
-        type(model)._compat_call.verification = verification
+def _is_of_tensorflow(optimizer):
+    """Return whether it is one of ``tf.compat.v1.train``, which tf.keras wraps."""
+    return hasattr(getattr(optimizer, "optimizer", None), "_create_slots")
 
 
-def _replicated_class(plain, replicated_call):
-    def __call__(self, *args, **kwargs):
-        return watched_loops.called(self, type(self)._compat_call, (self,) + args, kwargs)
-
-    def by_plain_class(name):
-        """The method of the plain class, while the object is one of it."""
-
-        def method(self, *args, **kwargs):
-            replicated, self.__class__ = type(self), plain
-            try:
-                return getattr(self, name)(*args, **kwargs)
-            finally:
-                self.__class__ = replicated
-
-        return method
-
-    members = {name: getattr(plain, name) for name in ("__doc__", "__module__", "__qualname__")}
-    members.update(__call__=__call__, _compat_plain_class=plain, _compat_call=replicated_call)
-    members["autograph_info__"] = {}  # as in ReplicatedCall
-    # Copies and pickles are plain, and what TensorFlow saves: a __call__ that is a tf.function.
-    for name in ("__reduce_ex__", "_trackable_children", "_list_functions_for_serialization"):
-        if hasattr(plain, name):
-            members[name] = by_plain_class(name)
-    return type(plain)(plain.__name__, (plain,), members)
+def _is_built(optimizer):
+    if _is_of_tensorflow(optimizer):  # ``_build`` has made its state
+        return True
+    if hasattr(optimizer, "_create_all_weights"):  # tf.keras' legacy ones
+        return len(optimizer.weights) > 0
+    return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
 
 
-class NativeCall(ReplicatedCall):
-    """The ``__call__`` of a native model, on several devices."""
+def _batches(model, iterator):
+    """Those that a call of the model's function consumes."""
+    if isinstance(iterator, list):  # Keras 3 predicts lists of batches
+        return iterator
+    count = getattr(model, "_steps_per_execution", None)
+    count = getattr(model, "steps_per_execution", 1) if count is None else count
+    count = int(count.numpy() if hasattr(count, "numpy") else count)
+    return [next(iterator)] + list(itertools.islice(iterator, count - 1))
 
-    is_of_keras = False
-    _has_warned = False
-    _has_said = False  # that it is not verified
-    verification = None
 
-    def invoke(self, model, *args, **kwargs):
-        kind, verification = "train" if recording() else "predict", self.verification
-        is_wanted = verification is not None and verification.wants(kind)
-        if is_wanted and not split_rows.runs_undivided():
-            if tf.executing_eagerly() and verification.is_due(kind):
-                return verification.verify(kind, VerifiedCall(self, model, args, kwargs))
-            if not (tf.executing_eagerly() or self._has_said):
-                self._has_said = True
-                errors.warn(
-                    f"verify={verification.asked}: model {verification.record.model!r} is called "
-                    "within a tf.function, where there are no numbers to compare yet, so those "
-                    "calls are not verified. Call it once outside, within a tf.GradientTape for "
-                    "its gradients: model(batch)."
-                )
-        return super().invoke(model, *args, **kwargs)
+class _Step(keras_steps.KerasStep):
+    variable_kinds = (tf.Variable,)
 
-    def _given(self, model, given):
-        if are_arrays(given) and not self._has_warned:
-            self._has_warned = True
-            errors.warn(
-                f"A call of the parallelized {type(model).__name__} was given numpy arrays, which "
-                "are not split, so it ran on one device: give it tensors, tf.constant(array)."
-            )
-        return given
+    def __init__(self, method, function, iterator):
+        super().__init__(method, function, _batches(function.model, iterator))
+        self.iterator = iterator
 
-    def _trace(self, call, arguments, state, effects):
-        if tf.executing_eagerly() and not self.traces:
-            # Variables that the first call makes must not be made within a replica.
-            args, kwargs = arguments.structure
-            with effects.taken():
-                tf.function(call).get_concrete_function(*args, **kwargs)
-        return super()._trace(call, arguments, state, effects)
+    def attributes(self):
+        return Snapshot(super().attributes(), *roots_of(self.model))
 
-    def plain(self, model):
-        plain = type(model)._compat_plain_class
-        return plain.__call__.__get__(model, plain)
+    # Batches ------------------------------------------------------------------------------------
+
+    def taken(self):
+        """An iterator over the same batches, in which sizes are known as far as they were."""
+        spec = getattr(self.iterator, "element_spec", None)
+        if spec is None:
+            return self.data if isinstance(self.iterator, list) else iter(self.data)
+        datasets = map(tf.data.Dataset.from_tensors, self.data)
+        dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
+        variant = tf.data.experimental.to_variant(dataset)
+        return iter(tf.data.experimental.from_variant(variant, spec))
+
+    def as_array(self, value):
+        value = value.to_tensor() if hasattr(value, "to_tensor") else value
+        return value.numpy() if hasattr(value, "numpy") else value
+
+    # Doing it -----------------------------------------------------------------------------------
+
+    def on_all_devices(self):
+        start, noted = self.read(), self.attributes()
+        results, traced = self._traced_and_done()
+        if traced and self.method.has_built and noted.have_changed():
+            # TensorFlow traces a function twice that makes variables. Here the optimizer's were
+            # there already, and something counts traces: an optimizer, or a layer's seed.
+            self.write(start)
+            self.function.made = self.method.made_anew(self.model)
+            results, _ = self._traced_and_done()
+        self.method.has_built = False
+        return results, self.named(results)
+
+    def _traced_and_done(self):
+        """Do the step; what it returned, and whether a graph was traced.
+
+        What counts in Python begins a graph on one device with the numbers of this one.
+        """
+        name = keras_steps.STEPS[self.kind]
+        plain, traces = getattr(self.model, name), []
+
+        def step(*args):
+            if not tf.executing_eagerly():
+                traces.append(True)
+                self.noted = self.attributes()
+            return plain(*args)
+
+        with patching.replaced(self.model, **{name: step}):
+            return self.function.made(self.taken()), bool(traces)
+
+    def operations(self):
+        function = self.method.made_anew(self.model)
+        nodes = nodes_executed(lambda: function(self.taken()))
+        return products(nodes)
+
+
+class VerifiedStep(keras_steps.Verified):
+    """The method by which tf.keras, or Keras 3 on TensorFlow, makes the function of a step."""
+
+    step = _Step
+    has_built = False  # whether the optimizer made its state here, not in a step
+
+    def is_ready(self, model):
+        is_built = getattr(model, "built", True)
+        if self.kind != "train" or not is_built:
+            return is_built
+        optimizers = keras_steps.optimizers(model)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not _keras.is_users(type(model).train_step):
+            self.has_built = _build(optimizer, model.trainable_variables) or self.has_built
+            optimizers = [optimizer]
+        return all(_is_built(optimizer) for optimizer in optimizers)
 
 
 # Names of the argument that switches between training and inference.
@@ -137,7 +175,7 @@ class VerifiedCall(_verification.Step):
         own = [part for part in parts if hasattr(part, "__dict__")]
         numbers = _verification.Attributes(own, lambda name, value: isinstance(value, kinds))
         function = getattr(self.model, "python_function", None)
-        return side_effects.Snapshot(numbers, self.model, function)
+        return Snapshot(numbers, self.model, function)
 
     def by_design(self, inference, changed):
         parts = [*getattr(self.model, "submodules", ()), self.model, *held(self.model)]
@@ -161,7 +199,7 @@ class VerifiedCall(_verification.Step):
         labelled = {}  # type: dict
         for variable in {id(variable): variable for variable in found}.values():
             word = "weight" if variable.trainable and variable.dtype.is_floating else "state"
-            word = "random" if merging.is_generator(variable) else word
+            word = "random" if is_generator(variable) else word
             label = "{} {}".format(word, variable.name.split(":")[0])
             labelled[keras_steps.unlike(label, labelled)] = variable
         return labelled
@@ -223,7 +261,7 @@ class VerifiedCall(_verification.Step):
     def operations(self):
         # A graph is recorded when it is made.
         step = functools.partial(self._differentiated, tf.function(self.replicated))
-        return executions.products(executions.executed(step))
+        return products(nodes_executed(step))
 
     def outputs(self, undivided):
         args, kwargs = self._in_inference()

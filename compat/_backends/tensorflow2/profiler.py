@@ -1,10 +1,11 @@
-"""What a step of TensorFlow 2 did: its numbers, verified; and when its operations ran."""
+"""Which operations TensorFlow 2 executed on which device, and when.
+
+TensorFlow's profiler records them, and before TensorFlow 2.2 run metadata does.
+"""
 
 import collections
 import contextlib
-import functools
 import gc
-import itertools
 import pathlib
 import re
 import tempfile
@@ -13,143 +14,12 @@ import time
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from ... import _keras, errors
-from ..._runtime import patching
+from ... import errors
 from ..._runtime.operation_times import Operation, converted
-from ..._verification import keras_steps
 from .._tensorflow import profiler as run_statistics
 from ..tensorflow1 import profiler as tensorflow1_profiler
-from .executions import executed, products, recorded, short
-from .runtime import runs_eagerly
-from .side_effects import Snapshot, roots_of
-
-# Its numbers, verified: the step done on one device, from the same state ------------------------
-
-
-def _build(optimizer, variables):
-    """Make the optimizer's state, which some versions of Keras make in the first step.
-
-    Returns:
-        Whether it was not there yet.
-    """
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
-    if _is_of_tensorflow(optimizer):
-        with tf.init_scope():
-            optimizer.optimizer._create_slots(list(variables))  # those that are not there yet
-    if _is_built(optimizer):
-        return False
-    # The second is that of tf.keras' legacy optimizers.
-    build = getattr(optimizer, "build", getattr(optimizer, "_create_all_weights", None))
-    if build is not None:
-        build(variables)
-    return True
-
-
-def _is_of_tensorflow(optimizer):
-    """Whether it is one of ``tf.compat.v1.train``, which tf.keras wraps."""
-    return hasattr(getattr(optimizer, "optimizer", None), "_create_slots")
-
-
-def _is_built(optimizer):
-    if _is_of_tensorflow(optimizer):  # ``_build`` has made its state
-        return True
-    if hasattr(optimizer, "_create_all_weights"):  # tf.keras' legacy ones
-        return len(optimizer.weights) > 0
-    return bool(getattr(optimizer, "built", getattr(optimizer, "_built", False)))
-
-
-def _batches(model, iterator):
-    """Those that a call of the model's function consumes."""
-    if isinstance(iterator, list):  # Keras 3 predicts lists of batches
-        return iterator
-    count = getattr(model, "_steps_per_execution", None)
-    count = getattr(model, "steps_per_execution", 1) if count is None else count
-    count = int(count.numpy() if hasattr(count, "numpy") else count)
-    return [next(iterator)] + list(itertools.islice(iterator, count - 1))
-
-
-class _TensorFlow2Step(keras_steps.KerasStep):
-    variable_kinds = (tf.Variable,)
-
-    def __init__(self, method, function, iterator):
-        super().__init__(method, function, _batches(function.model, iterator))
-        self.iterator = iterator
-
-    def attributes(self):
-        return Snapshot(super().attributes(), *roots_of(self.model))
-
-    # Batches ------------------------------------------------------------------------------------
-
-    def taken(self):
-        """An iterator over the same batches, in which sizes are known as far as they were."""
-        spec = getattr(self.iterator, "element_spec", None)
-        if spec is None:
-            return self.data if isinstance(self.iterator, list) else iter(self.data)
-        datasets = map(tf.data.Dataset.from_tensors, self.data)
-        dataset = functools.reduce(lambda first, second: first.concatenate(second), datasets)
-        variant = tf.data.experimental.to_variant(dataset)
-        return iter(tf.data.experimental.from_variant(variant, spec))
-
-    def as_array(self, value):
-        value = value.to_tensor() if hasattr(value, "to_tensor") else value
-        return value.numpy() if hasattr(value, "numpy") else value
-
-    # Doing it -----------------------------------------------------------------------------------
-
-    def on_all_devices(self):
-        start, noted = self.read(), self.attributes()
-        results, traced = self._traced_and_done()
-        if traced and self.method.has_built and noted.have_changed():
-            # TensorFlow traces a function twice that makes variables. Here the optimizer's were
-            # there already, and something counts traces: an optimizer, or a layer's seed.
-            self.write(start)
-            self.function.made = self.method.made_anew(self.model)
-            results, _ = self._traced_and_done()
-        self.method.has_built = False
-        return results, self.named(results)
-
-    def _traced_and_done(self):
-        """Do the step; what it returned, and whether a graph was traced.
-
-        What counts in Python begins a graph on one device with the numbers of this one.
-        """
-        name = keras_steps.STEPS[self.kind]
-        plain, traces = getattr(self.model, name), []
-
-        def step(*args):
-            if not tf.executing_eagerly():
-                traces.append(True)
-                self.noted = self.attributes()
-            return plain(*args)
-
-        with patching.replaced(self.model, **{name: step}):
-            return self.function.made(self.taken()), bool(traces)
-
-    def operations(self):
-        function = self.method.made_anew(self.model)
-        nodes = executed(lambda: function(self.taken()))
-        return products(nodes)
-
-
-class VerifiedTensorFlow2Step(keras_steps.Verified):
-    """The method by which tf.keras, or Keras 3 on TensorFlow, makes the function of a step."""
-
-    step = _TensorFlow2Step
-    has_built = False  # whether the optimizer made its state here, not in a step
-
-    def is_ready(self, model):
-        is_built = getattr(model, "built", True)
-        if self.kind != "train" or not is_built:
-            return is_built
-        optimizers = keras_steps.optimizers(model)
-        optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and not _keras.is_users(type(model).train_step):
-            self.has_built = _build(optimizer, model.trainable_variables) or self.has_built
-            optimizers = [optimizer]
-        return all(_is_built(optimizer) for optimizer in optimizers)
-
-
-# When its operations ran: from the profiler, and before that from run metadata --------------------
+from .configuration import runs_eagerly, short_name
+from .run_metadata import recorded
 
 _KERNEL = re.compile(r"([\w./>-]+):(\w+)")  # "sequential/dense_1/MatMul_2:_FusedMatMul"
 _INLINED = re.compile(r"(Stateful)?PartitionedCall(_\d+)?/")  # whose function's nodes follow
@@ -282,7 +152,7 @@ def _operations_of_cpu(plane, devices):
     """
     asked_for = collections.defaultdict(set)  # by nodes of each name, in all functions
     for node in _nodes():
-        asked_for[node.name].add(short(node.device) if node.device else None)
+        asked_for[node.name].add(short_name(node.device) if node.device else None)
     found, callers = kernels(plane)
 
     def device_of(node, run):
@@ -318,3 +188,24 @@ def _nodes():
         for graph in [each for each in gc.get_objects() if type(each) is FuncGraph]:
             if vars(graph):
                 yield from graph.as_graph_def().node
+
+
+# How operations are called, also after Grappler ("_FusedMatMul") and, on CPUs that have what it
+# wants, oneDNN ("_MklMatMul", "_MklNativeFusedMatMul").
+PRODUCTS = ("MatMul", "BatchMatMulV2", "Conv2D")
+BACKWARD = ("gradient_tape", "gradients", "_grad", "Backprop")
+
+
+def products(nodes):
+    """Matrix products and convolutions by device, forward and backward."""
+    counts = collections.defaultdict(lambda: [0, 0])  # type: dict
+    for node in nodes:
+        # A recurrent layer of tf.keras runs as one function call on one device.
+        computing = node.op.endswith(PRODUCTS) or node.op == "PartitionedCall"
+        if computing or "Backprop" in node.op:
+            name = node.name + node.op
+            # The gradient of a product is a product with a transposed matrix.
+            transposed = node.attr["transpose_a"].b or node.attr["transpose_b"].b
+            backward = transposed or any(mark in name for mark in BACKWARD)
+            counts[short_name(node.device)][backward] += 1
+    return {device: tuple(count) for device, count in counts.items()}

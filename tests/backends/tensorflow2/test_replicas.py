@@ -1,4 +1,4 @@
-"""TensorFlow 2: steps of one's own that call parts of a model, as keras.io's examples do."""
+"""TensorFlow 2: steps of one's own that call a model's parts, whose replicas compute them."""
 
 import warnings
 
@@ -7,7 +7,9 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow2.executions import executed, products
+from compat._backends.tensorflow2 import replicas
+from compat._backends.tensorflow2.profiler import products
+from compat._backends.tensorflow2.run_metadata import nodes_executed
 from compat.testing import DEVICES, initialise, keras_under_test, slow, span
 
 from ..messages import refusal, told
@@ -85,7 +87,7 @@ if TRAIN_STEP:  # TensorFlow 2.0 has no steps of one's own
 
     def test_parts_called_by_a_step_run_on_every_device(keras):
         model = Autoencoder()
-        found = products(executed(lambda: fitted(model, True)))
+        found = products(nodes_executed(lambda: fitted(model, True)))
         assert set(found) == {"/cpu:0", "/cpu:1", "/cpu:2"}
         assert len(set(found.values())) == 1 and all(found["/cpu:1"]), found
         compat.parallelize(model, gpus=1)
@@ -170,3 +172,13 @@ if not KERAS3:  # which builds no model there
             "Build the model outside of that graph, or write "
             "tf.compat.v1.disable_v2_behavior() at the top of the script, to have TensorFlow 1."
         )
+
+
+def test_variables_that_a_replica_makes_stay_listed():
+    """TensorFlow 1's Saver, for example, saves what the graph lists."""
+    with tf.Graph().as_default():
+        before = tf.compat.v1.get_variable("before", ())
+        with replicas._listing_no_variables():
+            assert not tf.compat.v1.global_variables()
+            within = tf.compat.v1.get_variable("within", ())
+        assert [v.name for v in tf.compat.v1.global_variables()] == [before.name, within.name]

@@ -10,8 +10,8 @@ from tensorflow.python.eager import context
 
 import compat
 from compat import _api
-from compat._backends.tensorflow2 import recorded_steps
-from compat._backends.tensorflow2.recorded_steps import short
+from compat._backends.tensorflow2 import profiler
+from compat._backends.tensorflow2.configuration import short_name
 from compat._runtime.operation_times import Operation
 from compat.testing import DEVICES, initialise, keras_under_test, slow, span
 
@@ -77,7 +77,7 @@ if hasattr(tf, "profiler"):  # from TensorFlow 2.2
             plane.event_metadata[3].name = "gemm"
             events = plane.lines.add(name=line, timestamp_ns=5000).events
             events.add(metadata_id=3, offset_ps=2500000, duration_ps=1500000)
-        found = recorded_steps.operations(space.planes, ["/gpu:0", "/gpu:1"])
+        found = profiler.operations(space.planes, ["/gpu:0", "/gpu:1"])
         assert list(found) == [Operation("/gpu:0", "gemm", 7.5, 1.5)]
 
 
@@ -108,8 +108,8 @@ if hasattr(context.context(), "list_function_names"):  # not 2.3, which records 
         inputs, targets = np.ones((12,) + model.input_shape[1:]), np.ones((12, 1))
         if traced_before:
             model.fit(inputs, targets, batch_size=12, verbose=0)
-        read, kept = recorded_steps._planes, []
-        monkeypatch.setattr(recorded_steps, "_planes", lambda path: kept.extend(read(path)) or kept)
+        read, kept = profiler._planes, []
+        monkeypatch.setattr(profiler, "_planes", lambda path: kept.extend(read(path)) or kept)
         with _api.configured_backend().profiled() as operations:
             model.fit(inputs, targets, batch_size=12, epochs=3, verbose=0)
         shown = {(each.start, each.name): each.device for each in operations}
@@ -117,7 +117,7 @@ if hasattr(context.context(), "list_function_names"):  # not 2.3, which records 
         senders = devices_that_sent(host)
         assert {device for found in senders.values() for device in found} == set(shown.values())
         of_values, compared, products = 0, 0, collections.Counter()
-        for event, (node, kind), run in recorded_steps.kernels(host)[0]:
+        for event, (node, kind), run in profiler.kernels(host)[0]:
             device = shown.get((event.start, "{}: {}".format(kind, node)))
             of_values += "VariableOp" not in kind
             if device is not None and run in senders:
@@ -139,12 +139,12 @@ def devices_that_sent(plane):
     found = {}
     for line in plane.lines:
         enclosing = []
-        for event in recorded_steps._events(plane, line):
+        for event in profiler._events(plane, line):
             while enclosing and enclosing[-1][0] <= event.start:
                 enclosing.pop()
             if event.name == "ExecutorState::Process":
                 enclosing.append((event.start + event.duration, event.statistics["_c"]))
             elif event.name.endswith(":_Send") and event.statistics["key"].startswith("/job:"):
-                sender = short(event.statistics["key"].split(";")[0])
+                sender = short_name(event.statistics["key"].split(";")[0])
                 found.setdefault(enclosing[-1][1], set()).add(sender)
     return found

@@ -1,4 +1,4 @@
-"""The operations of a graph, and each tried by itself: of three rows, of two and of the third.
+"""A trial of the operations of a graph, each by itself: of three rows, of two and of the third.
 
 Each operation is given what one device would give it, cut into parts, so that what does not compute
 each row by itself is found where it is, whatever dropout or batch normalization is before it. It is
@@ -8,7 +8,6 @@ executed eagerly. Variables that the graph may set are copies, so that nothing i
 import copy
 import functools
 import itertools
-import re
 
 import numpy as np
 import tensorflow as tf
@@ -16,73 +15,7 @@ from tensorflow.python.eager import context, execute
 
 from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, trial
 from .._tensorflow.graph import constant
-
-CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
-CONDITIONS = {"If", "StatelessIf"}
-LOOPS = {"While", "StatelessWhile"}
-
-#: Operations on a variable, or on a table of a lookup layer, that leave it as it is.
-READS = {
-    "LookupTableFindV2", "LookupTableSizeV2", "ReadVariableOp", "ResourceGather",
-    "ResourceGatherNd", "VariableShape",
-}  # fmt: skip
-
-_RANDOM = re.compile("Multinomial|Normal|Random|Rng|Uniform")
-
-
-# The attributes that name the functions an operation calls.
-_BODIES = dict.fromkeys(CALLS, ["f"])
-_BODIES.update(dict.fromkeys(CONDITIONS, ["then_branch", "else_branch"]))
-_BODIES.update(dict.fromkeys(LOOPS, ["cond", "body"]))
-
-
-def bodies_of(op):
-    """The graphs of the functions that an operation calls; None: TensorFlow does not show it."""
-    names = [op.get_attr(attribute).name for attribute in _BODIES.get(op.type, ())]
-    return [getattr(op.graph._get_function(name), "graph", None) for name in names]
-
-
-def is_random(op):
-    """Whether an operation makes random numbers, or has a generator go on."""
-    return _RANDOM.search(op.type) is not None
-
-
-def is_resource(tensor):
-    return tensor.dtype.name in ("resource", "variant")
-
-
-def captures(graph):
-    """Pairs of a tensor within the graph and the one outside that it stands for."""
-    return [(internal, external) for external, internal in graph.captures]
-
-
-def carried(known, tensors, others):
-    """What is known of tensors by their names, for others, which are these in another graph."""
-    pairs = zip(tensors, others)
-    return {other.name: known[tensor.name] for tensor, other in pairs if tensor.name in known}
-
-
-def eager(tensor):
-    """What a tensor of a function being traced stands for; None for what is no value yet."""
-    while tensor is not None and not hasattr(tensor, "numpy"):
-        pairs = captures(tensor.graph) if hasattr(tensor.graph, "captures") else []
-        tensor = next((external for internal, external in pairs if internal is tensor), None)
-    return tensor
-
-
-def may_be_set(handle):
-    """Whether a handle's graph, or a function that it calls, may set the variable."""
-    for op in handle.consumers():
-        bodies, first = bodies_of(op), int(op.type in CONDITIONS)  # after what is decided by
-        if None in bodies or not bodies and op.type not in READS:
-            return True
-        places = [n - first for n, tensor in enumerate(op.inputs) if tensor is handle]
-        if any(may_be_set(body.inputs[place]) for body in bodies for place in places):
-            return True
-    return False
-
-
-# Trying them ------------------------------------------------------------------------------------
+from .graph import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random, is_resource
 
 #: How many operations are executed at most, for loops that are long.
 LIMIT = 30000

@@ -1,0 +1,200 @@
+"""Arguments of a call: the tensors among them, which of them are data, and shards of these."""
+
+import numpy as np
+import tensorflow as tf
+
+from ..._rows import REPLICATED, Count, Sharded, Unknown
+
+
+def tensors_of(structure):
+    """All tensors that a structure consists of."""
+    values = tf.nest.flatten(structure, expand_composites=True)
+    return [value for value in values if tf.is_tensor(value)]
+
+
+def with_tensors(structure, tensors):
+    """The structure with these tensors in place of its ``tensors_of``."""
+    others = iter(tensors)
+
+    def other(value):
+        return next(others) if tf.is_tensor(value) else value
+
+    return tf.nest.map_structure(other, structure, expand_composites=True)
+
+
+def has_rows(value):
+    return tf.is_tensor(value) and value.shape.rank != 0
+
+
+def _is_array(value):
+    return type(value).__module__ == "numpy" and value.shape != () and value.dtype != object
+
+
+def are_arrays(given):
+    """Whether arrays of numpy's are the only values with rows that a call was given."""
+    leaves = tf.nest.flatten(given)
+    return any(map(_is_array, leaves)) and not any(has_rows(leaf) for leaf in leaves)
+
+
+def as_tensors(given):
+    return tf.nest.map_structure(
+        lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf, given
+    )
+
+
+def rows_of(batch):
+    """The number of rows: an integer where it is known, else a scalar tensor (int32)."""
+    if batch.shape.rank is not None and batch.shape[0] is not None:
+        return batch.shape[0]
+    if isinstance(batch, tf.RaggedTensor):
+        return tf.cast(batch.nrows(), tf.int32)
+    if isinstance(batch, tf.SparseTensor):
+        return tf.cast(batch.dense_shape[0], tf.int32)
+    return tf.shape(batch)[0]
+
+
+class ShardedArguments:
+    """The arguments of a call: which of them are data, of which each replica gets some rows.
+
+    ``given`` is the structure of the arguments, and the masks of all that they consist of.
+    The first tensor is the batch. The argument that it stands in, alone or in a list or a
+    dictionary, is the model's input, and has to have as many rows everywhere. Other arguments
+    are data if they have as many rows as the batch; what TensorFlow knows the rows of only when
+    it runs has to have as many. Variables are no data, nor are constants and tensors of a known
+    length beside a batch that has none.
+    """
+
+    def __init__(self, args, kwargs, replicas):
+        self.structure = (args, kwargs)
+        leaves = tf.nest.flatten(self.structure)
+        masks = [getattr(value, "_keras_mask", None) for value in leaves]
+        self.given = self.structure, masks
+        self.leaves = leaves + masks
+        self.batch = next(filter(has_rows, leaves), None)
+        if self.batch is None:
+            return
+        self.rows = rows_of(self.batch)
+        self.has_values = tf.executing_eagerly()  # which an initialization scope always is
+        self.why = None  # it cannot be split, as in ``Across``
+        if replicas == 1:
+            self.is_data = [False] * len(self.leaves)
+            return
+        if any(isinstance(value, tf.RaggedTensor) for value in leaves):
+            self.why = "unknown"
+            return
+        self.constant_batch = _is_constant(self.batch)
+        self.is_data = []
+        for argument in list(args) + [kwargs[name] for name in sorted(kwargs)]:
+            is_input = not any(self.is_data)  # the first one with rows
+            self.is_data += [self._is_data(each, is_input) for each in tf.nest.flatten(argument)]
+        self.is_data *= 2  # and their masks'
+
+    def _is_data(self, value, is_input):
+        if value is self.batch:
+            return True
+        is_constant = _is_constant(value) and not self.constant_batch
+        if is_constant or not has_rows(value) or isinstance(value, tf.Variable):
+            return False
+        rows, of_batch = rows_of(value), rows_of(self.batch)
+        if isinstance(rows, int) and isinstance(of_batch, int):
+            self.why = "mixed" if is_input and rows != of_batch else self.why
+            return rows == of_batch
+        if isinstance(rows, int) and not is_input:
+            return False
+        message = _DIFFERENT_INPUTS if is_input else _DIFFERENT_ARGUMENTS
+        check = tf.debugging.assert_equal(rows, self.rows, message=message)
+        # None where TensorFlow knew it to hold.
+        with tf.control_dependencies([] if check is None else [check]):
+            self.rows = tf.identity(self.rows)
+        return True
+
+    def shard(self, bounds):
+        """What a replica is ``given`` that has the rows from ``bounds[0]`` to ``bounds[1]``."""
+        leaves = [
+            rows_between(value, *bounds) if is_data and value is not None else value
+            for value, is_data in zip(self.leaves, self.is_data)
+        ]
+        return tf.nest.pack_sequence_as(self.given, leaves)
+
+    def _tensors(self):
+        """Pairs of a tensor and whether it is data: of the arguments, then of their masks."""
+        return [pair for pair in zip(self.leaves, self.is_data) if tf.is_tensor(pair[0])]
+
+    def placements(self):
+        """For each tensor that the arguments, and their masks, consist of how it has rows."""
+        found, uneven = [], Sharded(0, inner=None, even=False)
+        for value, is_data in self._tensors():
+            if not is_data:
+                found += [REPLICATED] * len(tensors_of(value))
+            elif isinstance(value, tf.SparseTensor):
+                found += [Unknown(), uneven, Count([0])]
+            else:
+                found.append(Sharded(0))
+        return found
+
+    def kind(self):
+        """What calls with arguments of the same kinds have in common."""
+        plain = [value for value in self.leaves if not tf.is_tensor(value)]
+        kinds = [(str(each.dtype), str(each.shape[1:])) for each in tensors_of(self.leaves)]
+        return repr((kinds, self.placements(), plain))
+
+    def three_rows(self):
+        """For each of these tensors its values: of three rows, of two of them and of the third.
+
+        None for those that have no value yet and no rows.
+        """
+        real, found = self.has_values and int(self.rows) >= 3, []
+        for value, is_data in self._tensors():
+            if not is_data:
+                parts = tensors_of(value)
+                found += [[part] * 3 if hasattr(part, "numpy") else None for part in parts]
+            else:
+                whole = rows_between(value, 0, 3) if real else _made_up(value)
+                parts = [whole, rows_between(whole, 0, 2), rows_between(whole, 2, 3)]
+                found += map(list, zip(*map(tensors_of, parts)))
+        return found
+
+
+_DIFFERENT_INPUTS = (
+    "parallelize() cuts each batch by rows, and this model's inputs have different numbers of "
+    "rows. Give inputs with one row for each sample, pass what all samples share as another "
+    "argument of the call or as the model's own attribute, or run this model on one device, with "
+    "parallelize(model, gpus=1)."
+)
+
+_DIFFERENT_ARGUMENTS = (
+    "parallelize() cuts each batch by rows, and another argument of this model's call has other "
+    "rows than the first, which TensorFlow did not know when it traced the call. Make it the "
+    "model's own attribute, have tf.function's input_signature say how many rows it has, or run "
+    "this model on one device, with parallelize(model, gpus=1)."
+)
+
+
+def _is_constant(value):
+    from tensorflow.python.framework import tensor_util
+
+    if tf.executing_eagerly() or isinstance(value, tf.SparseTensor) or not tf.is_tensor(value):
+        return False
+    return hasattr(value, "numpy") or tensor_util.constant_value(value) is not None
+
+
+def _made_up(tensor):
+    """Three rows of a tensor's shape and type, where the batch has no values yet."""
+    sizes, dtype = [16 if size is None else size for size in tensor.shape.as_list()], tensor.dtype
+    values = np.random.RandomState(0).normal(size=[3] + sizes[1:])
+    if dtype == tf.string and not isinstance(tensor, tf.SparseTensor):  # those raise below
+        return tf.strings.as_string(values)
+    values = tf.cast(values if dtype.is_floating or dtype.is_complex else values > 0, dtype)
+    if isinstance(tensor, tf.SparseTensor):
+        return tf.sparse.from_dense(tf.where(values > 0, values, tf.zeros_like(values)))
+    return values
+
+
+def rows_between(value, start, stop):
+    """Some rows of a tensor of any kind."""
+    if not isinstance(value, tf.SparseTensor):
+        return value[start:stop]
+    shape = tf.unstack(value.dense_shape, num=value.shape.rank)
+    sizes = [tf.cast(stop - start, tf.int64)] + shape[1:]
+    starts = [tf.cast(start, tf.int64)] + [0] * (len(shape) - 1)
+    return tf.sparse.slice(value, tf.stack(starts), tf.stack(sizes))

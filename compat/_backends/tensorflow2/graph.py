@@ -1,0 +1,104 @@
+"""Queries on a graph that is traced, on its functions, and on what traces or records a call."""
+
+import re
+
+import tensorflow as tf
+
+from ... import _keras
+
+# TensorFlow's module for the gradient tapes of a thread, private to it.
+try:
+    from tensorflow.python.eager import record as tapes
+except ImportError:  # up to TensorFlow 2.12
+    from tensorflow.python.eager import tape as tapes
+
+
+#: Returns whether a gradient tape is recording.
+recording = tapes.could_possibly_record
+CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+CONDITIONS = {"If", "StatelessIf"}
+LOOPS = {"While", "StatelessWhile"}
+
+#: Operations on a variable, or on a table of a lookup layer, that leave it as it is.
+READS = {
+    "LookupTableFindV2", "LookupTableSizeV2", "ReadVariableOp", "ResourceGather",
+    "ResourceGatherNd", "VariableShape",
+}  # fmt: skip
+
+_RANDOM = re.compile("Multinomial|Normal|Random|Rng|Uniform")
+
+# The attributes that name the functions an operation calls.
+_BODIES = dict.fromkeys(CALLS, ["f"])
+
+
+_BODIES.update(dict.fromkeys(CONDITIONS, ["then_branch", "else_branch"]))
+
+
+_BODIES.update(dict.fromkeys(LOOPS, ["cond", "body"]))
+
+
+def bodies_of(op):
+    """The graphs of the functions that an operation calls; None: TensorFlow does not show it."""
+    names = [op.get_attr(attribute).name for attribute in _BODIES.get(op.type, ())]
+    return [getattr(op.graph._get_function(name), "graph", None) for name in names]
+
+
+def is_random(op):
+    """Return whether an operation makes random numbers, or has a generator go on."""
+    return _RANDOM.search(op.type) is not None
+
+
+def is_resource(tensor):
+    return tensor.dtype.name in ("resource", "variant")
+
+
+def captures(graph):
+    """Pairs of a tensor within the graph and the one outside that it stands for."""
+    return [(internal, external) for external, internal in graph.captures]
+
+
+def carried(known, tensors, others):
+    """What is known of tensors by their names, for others, which are these in another graph."""
+    pairs = zip(tensors, others)
+    return {other.name: known[tensor.name] for tensor, other in pairs if tensor.name in known}
+
+
+def eager(tensor):
+    """What a tensor of a function being traced stands for; None for what is no value yet."""
+    while tensor is not None and not hasattr(tensor, "numpy"):
+        pairs = captures(tensor.graph) if hasattr(tensor.graph, "captures") else []
+        tensor = next((external for internal, external in pairs if internal is tensor), None)
+    return tensor
+
+
+def may_be_set(handle):
+    """Return whether a handle's graph, or a function that it calls, may set the variable."""
+    for op in handle.consumers():
+        bodies, first = bodies_of(op), int(op.type in CONDITIONS)  # after what is decided by
+        if None in bodies or not bodies and op.type not in READS:
+            return True
+        places = [n - first for n, tensor in enumerate(op.inputs) if tensor is handle]
+        if any(may_be_set(body.inputs[place]) for body in bodies for place in places):
+            return True
+    return False
+
+
+# Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
+# else: what is saved must not name this machine's devices. (``__call__`` is what Keras 3 exports;
+# ``tf.function(model)`` has another name.)
+_TRACES = (
+    "scratch_graph", "build_graph",
+    "_layer_call_fn", "_conditional_losses", "_wrapped_model", "__call__", "serving_default",
+)  # fmt: skip
+
+
+def only_traced(model):
+    """Return whether nothing is computed where a model is called now, or somewhere else."""
+    keras = _keras.keras_of(model) or (_keras.is_layer(model) and tf.keras)
+    graph = tf.compat.v1.get_default_graph() if keras and not tf.executing_eagerly() else None
+    while graph is not None:
+        if any(mark in getattr(graph, "name", "") for mark in _TRACES):
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    # A Keras 3 model as a pure function: the caller's scope holds its state.
+    return _keras.in_stateless_scope(keras)

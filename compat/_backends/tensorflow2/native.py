@@ -1,0 +1,102 @@
+"""TensorFlow 2's models without Keras: ``tf.Module``, ``tf.function``, objects with variables.
+
+An object is called by its type's ``__call__``, so the object gets another type: a subclass of
+its own, made for it, of the same name.
+"""
+
+import tensorflow as tf
+
+from ... import errors
+from ..._rows import split_rows
+from . import watched_loops
+from .arguments import are_arrays
+from .graph import recording
+from .replicas import ReplicatedCall
+from .verification import VerifiedCall
+
+
+def parallelize(model, devices, replicated):
+    plain = getattr(type(model), "_compat_plain_class", None)
+    if plain is not None:
+        model.__class__ = plain
+    if replicated:
+        model.__class__ = _replicated_class(type(model), NativeCall(devices))
+    return model
+
+
+def verify(model, verification):
+    """Verify calls of ``model``, if it runs on several devices; None: no more."""
+    if "_compat_call" in vars(type(model)):
+        type(model)._compat_call.verification = verification
+
+
+def _replicated_class(plain, replicated_call):
+    def __call__(self, *args, **kwargs):
+        return watched_loops.called(self, type(self)._compat_call, (self,) + args, kwargs)
+
+    def by_plain_class(name):
+        """The method of the plain class, while the object is one of it."""
+
+        def method(self, *args, **kwargs):
+            replicated, self.__class__ = type(self), plain
+            try:
+                return getattr(self, name)(*args, **kwargs)
+            finally:
+                self.__class__ = replicated
+
+        return method
+
+    members = {name: getattr(plain, name) for name in ("__doc__", "__module__", "__qualname__")}
+    members.update(__call__=__call__, _compat_plain_class=plain, _compat_call=replicated_call)
+    members["autograph_info__"] = {}  # as in ReplicatedCall
+    # Copies and pickles are plain, and what TensorFlow saves: a __call__ that is a tf.function.
+    for name in ("__reduce_ex__", "_trackable_children", "_list_functions_for_serialization"):
+        if hasattr(plain, name):
+            members[name] = by_plain_class(name)
+    return type(plain)(plain.__name__, (plain,), members)
+
+
+class NativeCall(ReplicatedCall):
+    """The ``__call__`` of a native model, on several devices."""
+
+    is_of_keras = False
+    _has_warned = False
+    _has_said = False  # that it is not verified
+    verification = None
+
+    def invoke(self, model, *args, **kwargs):
+        kind, verification = "train" if recording() else "predict", self.verification
+        is_wanted = verification is not None and verification.wants(kind)
+        if is_wanted and not split_rows.runs_undivided():
+            if tf.executing_eagerly() and verification.is_due(kind):
+                return verification.verify(kind, VerifiedCall(self, model, args, kwargs))
+            if not (tf.executing_eagerly() or self._has_said):
+                self._has_said = True
+                errors.warn(
+                    f"verify={verification.asked}: model {verification.record.model!r} is called "
+                    "within a tf.function, where there are no numbers to compare yet, so those "
+                    "calls are not verified. Call it once outside, within a tf.GradientTape for "
+                    "its gradients: model(batch)."
+                )
+        return super().invoke(model, *args, **kwargs)
+
+    def _given(self, model, given):
+        if are_arrays(given) and not self._has_warned:
+            self._has_warned = True
+            errors.warn(
+                f"A call of the parallelized {type(model).__name__} was given numpy arrays, which "
+                "are not split, so it ran on one device: give it tensors, tf.constant(array)."
+            )
+        return given
+
+    def _trace(self, call, arguments, state, effects):
+        if tf.executing_eagerly() and not self.traces:
+            # Variables that the first call makes must not be made within a replica.
+            args, kwargs = arguments.structure
+            with effects.taken():
+                tf.function(call).get_concrete_function(*args, **kwargs)
+        return super()._trace(call, arguments, state, effects)
+
+    def plain(self, model):
+        plain = type(model)._compat_plain_class
+        return plain.__call__.__get__(model, plain)

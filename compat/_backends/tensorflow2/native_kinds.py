@@ -1,0 +1,25 @@
+"""Which objects are models without Keras, and which are variables.
+
+This imports no TensorFlow.
+"""
+
+
+def is_native(model):
+    if not callable(model) or isinstance(model, type):
+        return False
+    kinds = [(c.__module__, c.__name__) for c in type(model).__mro__]
+    if any(m.split(".")[0] in ("keras", "tf_keras") or ".keras." in m for m, _ in kinds):
+        return False
+    ours = {name for module, name in kinds if module.startswith("tensorflow")}
+    if "Variable" in ours or "Tensor" in ours:
+        return False
+    return bool(ours & {"Module", "Function"}) or any(map(is_variable, held(model)))
+
+
+def held(model):
+    return list(getattr(model, "__dict__", {}).values())
+
+
+def is_variable(value):
+    kinds = type(value).__mro__
+    return any(c.__name__ == "Variable" and c.__module__.startswith("tensorflow") for c in kinds)

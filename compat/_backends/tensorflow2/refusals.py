@@ -1,0 +1,91 @@
+"""Models, modes and versions of TensorFlow that run on no several devices, as errors.
+
+This imports no TensorFlow.
+"""
+
+from ... import _keras, errors
+from ..._ranks.tf_config import TF_CONFIG
+from .configuration import runs_eagerly, unsupported
+
+
+def refuse_unreached(tf, model):
+    """Refuse models that a replicated ``call`` would not reach."""
+    from tensorflow.python.eager import context
+
+    keras, is_eager = _keras.keras_of(model), runs_eagerly(tf)
+    # It would be, were it not for a graph of the user's around.
+    if not is_eager and context.default_execution_mode == context.EAGER_MODE:
+        raise unsupported(
+            "run a model on several devices within tf.Graph().as_default()",
+            "Build the model outside of that graph, or write tf.compat.v1.disable_v2_behavior() "
+            "at the top of the script, to have TensorFlow 1.",
+        )
+    if not is_eager:
+        raise unsupported(
+            "run a model on several devices after tf.compat.v1.disable_eager_execution()",
+            "Remove that call, or use TensorFlow 1.",
+        )
+    if not hasattr(model, "train_step") and keras.__name__ == "keras":
+        raise unsupported(
+            f"run a model of keras {keras.__version__} on several devices",
+            "Use tf.keras, or Keras 3, or train on one device, with parallelize(model, gpus=1).",
+        )
+    refuse_loops(tf, _keras.all_layers(model))
+    asked_for = _keras.compiled_with(model).get("jit_compile")
+    if getattr(model, "_jit_compile", None) and asked_for != "auto":
+        raise several_devices_in_xla()
+
+
+def refuse_strategies(tf, model):
+    """Refuse a model that a strategy of TensorFlow's replicates already, or will."""
+    if tf.distribute.has_strategy():
+        kind = type(tf.distribute.get_strategy()).__name__
+        found = f"it was called within the scope of a {kind}"
+    else:
+        # To ask a model of tf.keras that is not built yet would be an error.
+        weights = model.weights if not hasattr(model, "_eager_losses") or model.built else ()
+        # A Keras 3 variable has one of TensorFlow's; a layer's vocabulary is no variable.
+        variables = [v if isinstance(v, tf.Variable) else getattr(v, "value", v) for v in weights]
+        kinds = {kind.__name__ for variable in variables for kind in type(variable).__mro__}
+        if "DistributedValues" not in kinds:
+            return
+        found = f"the variables of {model.name!r} were made in the scope of a strategy"
+    raise errors.UnsupportedError(
+        f"parallelize() and tf.distribute both run a model on several devices: {found}. Build the "
+        "model and call parallelize() outside of the strategy's scope, or write "
+        'compat.parallelize(build_model, strategy="mirrored").'
+    )
+
+
+def refuse_loops(tf, layers):
+    """Up to TensorFlow 2.1 a loop fails on another device than the function around it."""
+    for layer in layers:
+        recurrent = any(c.__name__ == "RNN" for c in type(layer).__mro__)
+        if recurrent and not layer.unroll and not hasattr(tf.keras.Model, "train_step"):
+            raise unsupported(
+                f"run the loop of layer {layer.name!r} on several devices in TensorFlow "
+                f"{tf.__version__}, which takes loops in functions apart",
+                "Make the layer with unroll=True, or use TensorFlow 2.3 or later.",
+            )
+
+
+def several_devices_in_xla():
+    return unsupported(
+        "run a model on several devices under jit_compile=True: XLA puts a whole step on one",
+        "Compile the model with jit_compile=False.",
+    )
+
+
+def refuse_workers(tf, place):
+    """Refuse workers of ``TF_CONFIG`` where TensorFlow has none, or graphs alone."""
+    if place.launcher == TF_CONFIG and not hasattr(tf.distribute, "MultiWorkerMirroredStrategy"):
+        raise unsupported(
+            f"train as {place} with TensorFlow {tf.__version__}",
+            "Use TensorFlow 2.4 or later, or install Horovod and start the script with horovodrun.",
+        )
+    if place.launcher == TF_CONFIG and not runs_eagerly(tf):
+        raise unsupported(
+            f"train as {place} after tf.compat.v1.disable_v2_behavior() or "
+            "disable_eager_execution()",
+            "Remove that call, or start the script with horovodrun.",
+        )
