@@ -10,7 +10,7 @@ from .graph import attribute, v1_names
 
 
 def has_custom_gradient(op):
-    """Whether an operation's gradient is not TensorFlow's."""
+    """Return whether an operation's gradient is not TensorFlow's."""
     from tensorflow.python.framework import ops
 
     if not op.inputs or not attribute(op, "_gradient_op_type"):
@@ -57,7 +57,7 @@ class CustomGradient:
         self.upstream = list(zip(upstream, kinds))
 
     def mixes(self, given, placement):
-        """Whether the devices' gradients are not those of the whole batch.
+        """Return whether the devices' gradients are not those of the whole batch.
 
         Arguments:
             given: the placements of the operation's inputs.

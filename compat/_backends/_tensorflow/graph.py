@@ -12,7 +12,7 @@ def v1_names(tensorflow=None):
 
 
 def attribute(op, name, default=None):
-    """An attribute of an operation, which need not have it."""
+    """Return an attribute of an operation, which need not have it."""
     # Before 1.8 asking for one that is not there adds it to a dictionary.
     return op.get_attr(name) if name in op.node_def.attr else default
 
@@ -25,7 +25,7 @@ def line_of(op):
 
 
 def constant(tensor):
-    """The value of a tensor that is known before any run, as an array, or None."""
+    """Return the value of a tensor that is known before any run, as an array, or None."""
     from tensorflow.python.framework import tensor_util
 
     value = tensor_util.constant_value(tensor)
@@ -36,7 +36,7 @@ def constant(tensor):
 
 
 def known_numbers(tensor):
-    """The numbers in a tensor that are known before any run, as a list, or None."""
+    """Return the numbers in a tensor that are known before any run, as a list, or None."""
     value = constant(tensor)
     return None if value is None else value.ravel().tolist()
 

@@ -9,7 +9,7 @@ WAITING = ("_Send", "_Recv", "_HostSend", "_HostRecv", "IteratorGetNext", "Parti
 
 
 def operations_of(statistics, devices):
-    """The operations of these runs' ``StepStats`` on the devices that are configured.
+    """Yield the operations of these runs' ``StepStats`` on the devices that are configured.
 
     A GPU's own record ("/device:GPU:0/stream:all") counts where each GPU that ran has one, else
     the record of what the CPU launched on it. Before TensorFlow 1.15, all GPUs' kernels are
@@ -32,7 +32,7 @@ def operations_of(statistics, devices):
 
 
 def titled(node, kind):
-    """The name of an operation in a profiler."""
+    """Return the name of an operation in a profiler."""
     return f"{kind}: {node}"
 
 
@@ -49,7 +49,7 @@ def _operations(device, records):
 
 
 def as_configured(devices, configured):
-    """The devices by the names that were configured.
+    """Return the devices by the names that were configured.
 
     In TensorFlow 2's v1 mode "/device:CPU:0" is configured by the name "/cpu:0".
     """

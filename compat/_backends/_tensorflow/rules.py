@@ -11,7 +11,7 @@ from .rules_common import NotKnown, Positions, by_numbers, of_first, of_values
 
 
 def placements(op, values):
-    """The placements of an operation's outputs.
+    """Return the placements of an operation's outputs.
 
     Arguments:
         op: a ``tf.Operation``.
@@ -41,7 +41,7 @@ def placements(op, values):
 
 
 def _as_meant(op, output, placement):
-    """A result, where ``without_rows`` passed on what its operation does not keep."""
+    """Return a result, where ``without_rows`` passed on what its operation does not keep."""
     if isinstance(placement, Positions) and op.type not in _KEEPING_POSITIONS:
         return Mixed(placement.why)
     if placement == Count() and output.shape.ndims == 0 and op.type not in _IN_PROPORTION:

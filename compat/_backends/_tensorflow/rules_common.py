@@ -22,7 +22,7 @@ class Positions(Mixed):
         return type(self), self.rows
 
     def looked_up(self, value):
-        """The elements of ``value`` at these positions."""
+        """Return the elements of ``value`` at these positions."""
         placement = value.placement
         same = isinstance(placement, Sharded) and placement == self.rows
         return placement.replace(inner=None, even=False) if same else Mixed()
@@ -44,12 +44,12 @@ def numbers(tensor):
 
 
 def of_values(rule, *arguments):
-    """A rule of all inputs, without attributes."""
+    """Return a rule of all inputs, without attributes."""
     return lambda op, values: rule(values, *arguments)
 
 
 def of_first(rule):
-    """A rule of operations whose other inputs, sizes and axes for example, are fixed."""
+    """Return a rule of operations whose other inputs, sizes and axes for example, are fixed."""
 
     def applied(op, values):
         others = _rows.without_rows([value.placement for value in values[1:]])

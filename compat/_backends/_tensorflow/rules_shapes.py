@@ -152,7 +152,7 @@ def concat(op, values):
 
 
 def made(op, values):
-    """A new value of a shape, or one without rows that is repeated to have it."""
+    """Return the placement of a new value of a shape, or of one repeated to have it."""
     others = [value.placement for value in values]
     sizes = others.pop(1 if op.type in ("BroadcastTo", "Tile") else 0)
     if not all(isinstance(each, Replicated) for each in others):

@@ -61,7 +61,7 @@ def _not_told(op):
 
 
 def single(op, values):
-    """The product of a vector of sizes, or its only element."""
+    """Return the placement of a vector's product of sizes, or of its only element."""
     sizes = values[0].placement
     if values[0].rank == 0:
         return sizes
@@ -74,7 +74,7 @@ def cast_sizes(op, values):
 
 
 def calculated(op, values):
-    """What arithmetic makes of sizes, each in proportion to the rows or not."""
+    """Return the placement of what is calculated of sizes, in proportion to the rows or not."""
     counted = [value for value in values if isinstance(value.placement, Count)]
     first, after = counted[0], sizes_of(op.outputs[0])
     kept = len(counted) == 1 and op.type in ("Mul", "Neg")
@@ -94,7 +94,7 @@ def calculated(op, values):
 
 
 def joined_sizes(op, values):
-    """A vector of sizes put together from numbers, or from such vectors."""
+    """Return the placement of a vector of sizes made of numbers, or of such vectors."""
     values, rank = (values, 0) if op.type == "Pack" else (values[:-1], 1)
     if any(value.rank != rank or None in value.shape for value in values):
         return Count()

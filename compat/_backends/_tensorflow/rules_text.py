@@ -54,7 +54,7 @@ class NumberOfRows(Count):
 
 
 def placements(op, values):
-    """The placements of an operation's outputs, or None: no rule here applies."""
+    """Return the placements of an operation's outputs, or None: no rule here applies."""
     rule = _RULES.get(op.type)
     return None if rule is None else rule(op, [value.placement for value in values], values)
 
@@ -68,7 +68,7 @@ def without_numbers_of_rows(values):
 
 
 def _kept(op, given, values):
-    """What passes on what it gets."""
+    """Return the placement of the first input, which such operations pass on."""
     return [given[0]] if isinstance(given[0], (_Partition, Positions, NumberOfRows)) else None
 
 
@@ -91,7 +91,7 @@ def _decoded(op, given, values):
 
 
 def _sliced(op, given, values):
-    """The row of each element, and the number of rows."""
+    """Return the placement of the row of each element, or of the number of rows."""
     begin = constant(op.inputs[1])
     masks = [op.get_attr(name + "_mask") for name in ("begin", "end", "shrink_axis", "new_axis")]
     if begin is None or constant(op.inputs[3]) is None or op.get_attr("ellipsis_mask"):
@@ -127,7 +127,7 @@ def _are_equal(tensor, other):
 
 
 def _counted_by_row(op, given, values):
-    """How many elements each row has."""
+    """Return the placement of the numbers of elements, one for each row."""
     places, number, _ = given
     by_row = isinstance(places, Positions) and places.rows == Sharded(0) and values[0].rank == 1
     unweighted = sizes_of(op.inputs[2]) == [0] and not attribute(op, "binary_output", False)
@@ -135,14 +135,14 @@ def _counted_by_row(op, given, values):
 
 
 def _added_up(op, given, values):
-    """Where rows of these lengths end."""
+    """Return the placement of the ends of rows of these lengths."""
     plain = not (op.get_attr("reverse") or op.get_attr("exclusive"))
     lengths = given[0] == Sharded(0) and values[0].rank == 1 and op.inputs[0].dtype.is_integer
     return [Ends()] if plain and lengths else None
 
 
 def _joined(op, given, values):
-    """Where rows begin: at zero, and where others end."""
+    """Return the placement of the starts of rows: zero, and where others end."""
     if len(given) != 3 or not isinstance(given[1], Ends):
         return None
     return [Splits()] if known_numbers(op.inputs[0]) in ([0], (0,)) else None
@@ -164,7 +164,7 @@ def _padded(op, given, values):
 
 
 def _counted_of_rows(op, given, values):
-    """How often each number is among the elements of each row."""
+    """Return the placement of how often each number is among the elements of each row."""
     splits, elements, number, _ = given
     unweighted = sizes_of(op.inputs[3]) == [0] and _is_fixed(number)
     fits = isinstance(splits, Splits) and elements == _ELEMENTS

@@ -35,7 +35,7 @@ def cast(op, values):
 
 
 def bias(op, values):
-    """A vector along the channels."""
+    """Return the placement of a vector added along the channels."""
     value, bias = values
     axis, rank = _channels(op, value), known(value.rank)
     shape = [1] * axis + list(known(bias.shape)) + [1] * (rank - 1 - axis)
@@ -64,7 +64,7 @@ def half_of_squares(op, values):
 
 
 def all_but_channels(op, values):
-    """The gradient of a bias."""
+    """Return the placement of a bias' gradient."""
     value = values[0]
     return _rows.reduced(value, set(range(value.rank)) - {_channels(op, value)}, "sum")
 
@@ -98,7 +98,7 @@ def einsum(op, values):
 
 
 def sparse_product(op, values):
-    """A sparse matrix, whose shape tells where it has rows, times a dense one."""
+    """Return the placement of a sparse matrix, whose shape shows its rows, times a dense one."""
     positions, found, shape, dense = [value.placement for value in values]
     if not isinstance(positions, Positions) or shape != Count([0]):
         return Mixed()
@@ -107,14 +107,14 @@ def sparse_product(op, values):
 
 
 def of_sizes_and_rows(op, values):
-    """A gradient by an input: the sizes of that, a convolution's kernel, rows."""
+    """Return the placement of a gradient by an input: of its sizes, a kernel and rows."""
     if isinstance(values[0].placement, Count):
         values = [Value(REPLICATED, values[0].shape)] + list(values[1:])
     return _rows.by_row(values, [None] * (len(values) - 1) + [0])
 
 
 def of_kernel(op, values):
-    """A convolution's gradient by its kernel, which is a sum over the rows."""
+    """Return the placement of a convolution's gradient by its kernel: a sum over the rows."""
     placement = _rows.by_row(values, [0, None, 0])
     return Partial("sum") if isinstance(placement, Sharded) else placement
 
@@ -137,7 +137,7 @@ def normalized(op, values):
 
 
 def joined(op, values):
-    """The end of a condition: what one of its branches gave, and which."""
+    """Return the placements of a condition's end: the result of a branch, and which it was."""
     kinds = [value.placement for value in values]
     which = Mixed() if any(isinstance(kind, Mixed) for kind in kinds) else REPLICATED
     return [_rows.chosen(REPLICATED, kinds), which]

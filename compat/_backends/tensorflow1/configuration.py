@@ -60,7 +60,7 @@ def merged(config, own):
 
 
 def _without_defaults(own):
-    """A session's config without what Keras or TensorFlow put there by themselves."""
+    """Return a session's config without what Keras or TensorFlow put there by themselves."""
     from tensorflow.python.eager import context
 
     result = copy.deepcopy(own)
@@ -75,7 +75,7 @@ def _without_defaults(own):
 
 
 def _missing(config, other):
-    """The fields of ``config`` that ``other`` does not have, as a text."""
+    """Return the fields of ``config`` that ``other`` does not have, as a text."""
     missing = []
     for field, value in config.ListFields():
         part, both = type(config)(**{field.name: value}), copy.deepcopy(other)
@@ -117,7 +117,7 @@ def ensure_no_other_session(tf, config):
 
 
 def sessions_made():
-    """Whether any session was made in this process: with it, GPUs are initialised."""
+    """Return whether any session was made in this process: with it, GPUs are initialised."""
     from tensorflow.python.client import session
 
     counter = getattr(session, "_python_session_create_counter", None)
@@ -125,7 +125,7 @@ def sessions_made():
 
 
 def imported_keras_packages():
-    """The Keras packages that are imported: each may have a session."""
+    """Return the Keras packages that are imported: each may have a session."""
     keras = sys.modules.get("keras")
     found = [keras] if keras and _keras.backend_name(keras) == "tensorflow" else []
     if {"tensorflow.python.keras.backend", "keras", "tf_keras"} & set(sys.modules):
@@ -134,7 +134,7 @@ def imported_keras_packages():
 
 
 def session_of(keras):
-    """The session that this Keras made for itself, or None. Makes none."""
+    """Return the session that this Keras made for itself, or None. Makes none."""
     module = sys.modules[keras.backend.get_session.__module__]
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
     is_local = isinstance(session, threading.local)  # from TensorFlow 1.15

@@ -9,7 +9,7 @@ from . import graph
 
 
 def _only_lets_a_variable_in(op):
-    """Whether ``op`` brings a variable into a loop, which only reads it there.
+    """Return whether ``op`` brings a variable into a loop, which only reads it there.
 
     The variable may as well be read before: else the loop runs on two devices, and sends the
     variable from one to the other at each of its steps.

@@ -33,7 +33,7 @@ def placed_on(tf, device):
 
 
 def placed_parts(model):
-    """The devices that ``device()`` gave to parts of ``model``."""
+    """Return the devices that ``device()`` gave to parts of ``model``."""
     inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
     if not inputs or not outputs or not _colocates_gradients(outputs[0].graph):
         return []

@@ -6,7 +6,7 @@ from .._tensorflow.graph import v1_names
 
 
 def _loops(op):
-    """The contexts of the loops that ``op`` is in, the innermost first."""
+    """Yield the contexts of the loops that ``op`` is in, the innermost first."""
     context = op._get_control_flow_context()
     while context is not None:
         if is_loop(context):
@@ -15,7 +15,7 @@ def _loops(op):
 
 
 def loop_of(op):
-    """The context of the innermost loop that ``op`` is in, or None."""
+    """Return the context of the innermost loop that ``op`` is in, or None."""
     return next(_loops(op), None)
 
 
@@ -24,7 +24,7 @@ def is_loop(context):
 
 
 def is_outermost(op):
-    """Whether the results of ``op`` are there however loops and conditions go."""
+    """Return whether the results of ``op`` are there however loops and conditions go."""
     context = op._get_control_flow_context()
     if context is not None and op.type in ("Exit", "RefExit"):
         context = context.outer_context
@@ -87,7 +87,7 @@ def ancestors(fetches, stop, cut=lambda source: False):
 
 
 def reached(starts, consumers):
-    """The operations that depend on ``starts``, themselves left in."""
+    """Return the operations that depend on ``starts``, themselves left in."""
     found, pending = set(), list(starts)
     while pending:
         op = pending.pop()
@@ -98,7 +98,7 @@ def reached(starts, consumers):
 
 
 def is_shared(op):
-    """Whether all replicas use this very operation: variables, their values, what is fed."""
+    """Return whether all replicas use this very operation: variables, their values, what is fed."""
     if op.type.startswith(("Placeholder", "VarHandle", "Variable")):
         return True
     reads = op.type in ("ReadVariableOp", "Identity") and not op.control_inputs
@@ -111,7 +111,7 @@ def handles(op):
 
 
 def value_of(variable):
-    """The value of a variable's handle: one tensor, so that it goes to each device once."""
+    """Return the value of a variable's handle: one tensor, so that it goes to each device once."""
     from tensorflow.python.ops import gen_resource_variable_ops
 
     for op in variable.consumers():
@@ -123,7 +123,7 @@ def value_of(variable):
 
 
 def writes(op):
-    """Whether ``op`` writes a variable."""
+    """Return whether ``op`` writes a variable."""
     return op.type.replace("Resource", "").startswith(_WRITES) and bool(handles(op))
 
 
@@ -136,12 +136,12 @@ def source_of(handle):
 
 
 def variables_written(updates, others=()):
-    """The variables that are written when ``updates`` are run."""
+    """Return the variables that are written when ``updates`` are run."""
     return variables_of([op for op in ancestors(updates, ())[0] if writes(op)], others)
 
 
 def variables_of(operations, others=()):
-    """The variables that operations write."""
+    """Return the variables that operations write."""
     keys = v1_names().GraphKeys
     # An optimizer's operation (ResourceApplyAdam) writes its state, too.
     written = {source_of(handle) for op in operations for handle in handles(op)}

@@ -76,7 +76,7 @@ def recorded(tf, thread=None, **options):
 
 
 def keras_functions():
-    """The classes of the functions that Keras makes once, for many runs."""
+    """Return the classes of the functions that Keras makes once, for many runs."""
     modules = [sys.modules[k.backend.get_session.__module__] for k in imported_keras_packages()]
     names = ("Function", "GraphExecutionFunction")
     classes = {getattr(module, name, None) for module in modules for name in names}
@@ -145,7 +145,7 @@ BACKWARD_PRODUCT = "Conv2DBackprop"
 
 
 def partitions(metadata):
-    """The operations that ran, by device, constants left out."""
+    """Return the operations that ran, by device, constants left out."""
     graphs = [list(graph.node) for graph in metadata.partition_graphs if len(graph.node)]
     return {nodes[0].device[nodes[0].device.index("/device:") :]: nodes for nodes in graphs}
 

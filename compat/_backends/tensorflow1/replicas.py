@@ -71,11 +71,11 @@ class Replicas:
         )
 
     def read_in_shards(self):
-        """The tensors of whose rows each replica reads its own."""
+        """Return the tensors of whose rows each replica reads its own."""
         return self.inputs + self.states + self.part.constants
 
     def taken(self):
-        """The tensors of which others take the replicas' rows."""
+        """Return the tensors of which others take the replicas' rows."""
         return [tensor for tensor in self._whole.replaced if tensor not in self.part.averaged]
 
     def _checks_of_rows(self):
@@ -116,7 +116,7 @@ class Replicas:
     # Tensors of the whole batch -----------------------------------------------------------------
 
     def whole(self, fetch):
-        """The tensor or operation, computed from the replicas' batch parts.
+        """Return the tensor or operation, computed from the replicas' batch parts.
 
         What lies between rows of the batch part and ``fetch`` is copied; so it is computed once,
         of the whole batch.
@@ -143,7 +143,7 @@ class Replicas:
         return getattr(source, "op", source) in self.part.operations
 
     def _leaves_replicas(self, source):
-        """Whether what needs ``source``, a tensor or an operation, takes the replicas'.
+        """Return whether what needs ``source``, a tensor or an operation, takes the replicas'.
 
         A tensor without rows is computed again, of the whole batch.
         """
@@ -154,7 +154,7 @@ class Replicas:
         return source in self.part.averaged or self.part.propagation.come_first(source)
 
     def _control(self, op):
-        """Operations to wait for where the undivided graph waits for ``op``."""
+        """Return operations to wait for where the undivided graph waits for ``op``."""
         if op in self.part.operations:
             return [replica.operations[op] for replica in self.copies if op in replica.operations]
         return [self._whole.operations.get(op, op)]

@@ -130,7 +130,7 @@ class ReplicatedGraphFunctions:
                 self.model.optimizer.set_weights(state)
 
     def replicas_now(self):
-        """The replicas of the model as it is now: layers may have been added or frozen."""
+        """Return the replicas of the model as it is now: layers may have been added or frozen."""
         model = self.model
         updates = list(model.updates) + list(model.state_updates)
         loss = getattr(model, "total_loss", None)  # once compiled
@@ -275,7 +275,7 @@ class ReplicatedGraphFunction:
         work.count(devices, sizes, self.training)  # None: the model has tensors that are not fed
 
     def _checked_rows(self, inputs):
-        """The number of rows of each divided tensor that is fed, by name."""
+        """Return the number of rows of each divided tensor that is fed, by name."""
         divided = set(map(id, self.replicas.part.divided))
         rows = {
             getattr(tensor, "name", ""): _rows_of(value)
@@ -295,7 +295,7 @@ def _rows_of(value):
 
 
 def devices_of(model):
-    """The devices that a model runs on, by the names that were configured, or None."""
+    """Return the devices that a model runs on, by the names that were configured, or None."""
     functions = vars(model).get("_compat_functions")
     return functions and _as_configured(functions.devices)
 

@@ -7,13 +7,13 @@ from ..._rows import REPLICATED, Count, Sharded, Unknown
 
 
 def tensors_of(structure):
-    """All tensors that a structure consists of."""
+    """Return all tensors that a structure consists of."""
     values = tf.nest.flatten(structure, expand_composites=True)
     return [value for value in values if tf.is_tensor(value)]
 
 
 def with_tensors(structure, tensors):
-    """The structure with these tensors in place of its ``tensors_of``."""
+    """Return the structure with these tensors in place of its ``tensors_of``."""
     others = iter(tensors)
 
     def other(value):
@@ -31,7 +31,7 @@ def _is_array(value):
 
 
 def are_arrays(given):
-    """Whether arrays of numpy's are the only values with rows that a call was given."""
+    """Return whether arrays of numpy's are the only values with rows that a call was given."""
     leaves = tf.nest.flatten(given)
     return any(map(_is_array, leaves)) and not any(has_rows(leaf) for leaf in leaves)
 
@@ -43,7 +43,7 @@ def as_tensors(given):
 
 
 def rows_of(batch):
-    """The number of rows: an integer where it is known, else a scalar tensor (int32)."""
+    """Return the number of rows: an integer where it is known, else a scalar tensor (int32)."""
     if batch.shape.rank is not None and batch.shape[0] is not None:
         return batch.shape[0]
     if isinstance(batch, tf.RaggedTensor):
@@ -109,7 +109,7 @@ class ShardedArguments:
         return True
 
     def shard(self, bounds):
-        """What a replica is ``given`` that has the rows from ``bounds[0]`` to ``bounds[1]``."""
+        """Return what the replica is ``given`` that has the rows between two ``bounds``."""
         leaves = [
             rows_between(value, *bounds) if is_data and value is not None else value
             for value, is_data in zip(self.leaves, self.is_data)
@@ -191,7 +191,7 @@ def _made_up(tensor):
 
 
 def rows_between(value, start, stop):
-    """Some rows of a tensor of any kind."""
+    """Return some rows of a tensor of any kind."""
     if not isinstance(value, tf.SparseTensor):
         return value[start:stop]
     shape = tf.unstack(value.dense_shape, num=value.shape.rank)

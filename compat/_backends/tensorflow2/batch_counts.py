@@ -63,7 +63,7 @@ class Table:
         )
 
     def __call__(self):
-        """Pairs of what ``work.count()`` would be told, and how often."""
+        """Yield pairs of what ``work.count()`` would be told, and how often."""
         with tf.init_scope(), tf.device("/cpu:0"):
             keys, values = tf.raw_ops.LookupTableExportV2(
                 table_handle=self._resource(), Tkeys=tf.int64, Tvalues=tf.int64

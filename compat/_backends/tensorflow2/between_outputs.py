@@ -25,7 +25,7 @@ class InnerGradients:
         self.device, self.results, self.gradients_of = device, results, gradients_of
 
     def by(self, place, upstream):
-        """The gradient by one output of what has these gradients by the outputs; or None.
+        """Return the gradient by one output of what has these gradients by the outputs; or None.
 
         Arguments:
             place: that of the output among all, which are the last results.
@@ -61,7 +61,7 @@ class _Family:
                 output._compat_family = self, place
 
     def by(self, place, upstream):
-        """The gradient by an output of what has these gradients by the replicas' results."""
+        """Return the gradient by an output of what has these gradients by the replicas' results."""
         found, results = [], iter(upstream)
         for inner, tensors in self.replicas:
             given = [next(results) for _ in tensors]

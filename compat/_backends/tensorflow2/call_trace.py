@@ -87,7 +87,7 @@ class Trace:
         self.across = self._not_merged(results)
 
     def _not_merged(self, results):
-        """What ``across`` is."""
+        """Return what ``across`` is."""
         # What is neither of tensors nor the same for any batch may hold a device's rows.
         if not all(tf.is_tensor(each) or isinstance(each, _PLAIN) for each in results["outputs"]):
             return _rows.Across(None, why="opaque")
@@ -146,7 +146,7 @@ def _traced(call, arguments, placements, state, effects):
 
 
 def _placement(propagation, value):
-    """How a result depends on the rows, be it of one tensor or of several."""
+    """Return how a result depends on the rows, be it of one tensor or of several."""
     parts = tf.nest.flatten(value, expand_composites=True)
     placements = [propagation.placement_of(part) for part in parts if hasattr(part, "name")]
     if len(parts) > 1:
@@ -172,7 +172,7 @@ def _values(graph):
 
 
 def _copy(handle):
-    """The handle of a variable with the value of another one.
+    """Return the handle of a variable with the value of another one.
 
     It is no tf.Variable: the function that is being traced may make none.
     """

@@ -46,7 +46,7 @@ def placed_on(device):
 
 
 def _placing(make):
-    """The constructor of a node, which places it on the innermost context's device."""
+    """Return the constructor of a node, which places it on the innermost context's device."""
 
     def __init__(self, *args, **kwargs):
         make(self, *args, **kwargs)
@@ -98,7 +98,7 @@ class AnnouncingArguments(dict):
 
 
 def placed_parts(model):
-    """The devices that ``device()`` gave to parts of ``model``."""
+    """Return the devices that ``device()`` gave to parts of ``model``."""
     depths = getattr(model, "_nodes_by_depth", None) or {}
     nodes = [node for nodes in depths.values() for node in nodes]
     return sorted({n._compat_device for n in nodes if hasattr(n, "_compat_device")})

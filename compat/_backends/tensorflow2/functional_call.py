@@ -10,7 +10,7 @@ from .arguments import with_tensors
 
 
 def as_function(call, scope, given, effects):
-    """A call as a function of the tensors that its arguments and their masks consist of.
+    """Return a call as a function of the tensors that its arguments and their masks consist of.
 
     It returns what the call returns, and lists: "outputs" has that, flat; "logits" and "masks" are
     Keras' attributes of the outputs, or None; "losses" were added within the call; "noted" are the

@@ -144,7 +144,7 @@ class GradientExchange:
     # Optimizers -------------------------------------------------------------------------------
 
     def methods(self, optimizer):
-        """The methods of an optimizer that are replaced, by their names."""
+        """Return the methods of an optimizer that are replaced, by their names."""
         apply = optimizer.apply_gradients
 
         def apply_gradients(grads_and_vars, *args, **kwargs):
@@ -170,7 +170,7 @@ class GradientExchange:
         return gradients
 
     def mean(self, gradients, weight):
-        """The means of all ranks' gradients; None is one that nothing has."""
+        """Return the means of all ranks' gradients; None is one that nothing has."""
         mine = [gradient for gradient in gradients if gradient is not None]
         means = iter(self.engine.mean(mine, weight, "gradients_{}".format(self.exchanges)))
         self.exchanges += 1
@@ -205,7 +205,7 @@ def _handle(variable):
 
 
 def _weights(model):
-    """The variables of a model and its parts, as far as they are made."""
+    """Return the variables of a model and its parts, as far as they are made."""
     try:
         return model.weights
     except ValueError:  # Keras: the model is not built, but its parts may be

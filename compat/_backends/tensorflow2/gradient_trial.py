@@ -161,7 +161,7 @@ def _exchanged(step, model, data, places, share, whole=()):
 
 
 def _variables(owners):
-    """The variables that objects of Keras' have, also such as it does not track."""
+    """Return the variables that objects of Keras' have, also such as it does not track."""
     found = {}
     for owner in owners:
         variables = owner.variables() if callable(owner.variables) else owner.variables

@@ -38,7 +38,7 @@ _BODIES.update(dict.fromkeys(LOOPS, ["cond", "body"]))
 
 
 def bodies_of(op):
-    """The graphs of the functions that an operation calls; None: TensorFlow does not show it."""
+    """Return the graphs of the functions that an operation calls; None where they are hidden."""
     names = [op.get_attr(attribute).name for attribute in _BODIES.get(op.type, ())]
     return [getattr(op.graph._get_function(name), "graph", None) for name in names]
 
@@ -53,7 +53,7 @@ def is_resource(tensor):
 
 
 def captures(graph):
-    """Pairs of a tensor within the graph and the one outside that it stands for."""
+    """Return pairs of a tensor within the graph and the one outside that it stands for."""
     return [(internal, external) for external, internal in graph.captures]
 
 

@@ -33,7 +33,7 @@ class Merging:
         self.shares = [replica.size / total for replica in replicas]
 
     def results(self):
-        """Those of the call for the whole batch, as ``Replica.values``."""
+        """Return the results of the call for the whole batch, as ``Replica.values``."""
         if self.trace is None:
             return self.replicas[0].values
         found = {}
@@ -52,7 +52,7 @@ class Merging:
         return self.value(list(values), placement)
 
     def value(self, values, placement, before=None):
-        """One value for the whole batch.
+        """Return one value for the whole batch.
 
         Arguments:
             placement: how it depends on the rows.
@@ -76,7 +76,7 @@ class Merging:
         return tf.add_n([before] + parts if relative else parts)
 
     def _own(self, replica, value):
-        """The value; zero where the replica has no rows of its own."""
+        """Return the value; zero where the replica has no rows of its own."""
         if isinstance(replica.size, int):
             return value if replica.size else tf.zeros_like(value)
         return value * tf.cast(tf.minimum(replica.size, 1), value.dtype)

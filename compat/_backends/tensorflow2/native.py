@@ -35,7 +35,7 @@ def _replicated_class(plain, replicated_call):
         return watched_loops.called(self, type(self)._compat_call, (self,) + args, kwargs)
 
     def by_plain_class(name):
-        """The method of the plain class, while the object is one of it."""
+        """Return a method that calls the plain class's, while the object is one of it."""
 
         def method(self, *args, **kwargs):
             replicated, self.__class__ = type(self), plain

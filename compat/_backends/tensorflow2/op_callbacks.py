@@ -68,5 +68,5 @@ def _remove_callback(running):
 
 
 def is_function(kind):
-    """Whether what was executed is a function: a graph, not a single operation."""
+    """Return whether what was executed is a function: a graph, not a single operation."""
     return kind.startswith("__")

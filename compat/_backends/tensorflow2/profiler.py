@@ -73,7 +73,7 @@ def _planes(path):
 
 
 def operations(planes, devices):
-    """The operations on ``devices`` that the profiler's planes tell of."""
+    """Yield the operations on ``devices`` that the profiler's planes tell of."""
     # The profiler counts all GPUs that CUDA shows, devices those that TensorFlow is to use.
     visible = tf.config.experimental.get_visible_devices("GPU")
     numbers = [gpu.name.split(":")[-1] for gpu in visible]
@@ -92,7 +92,7 @@ _Event = collections.namedtuple("_Event", "name start duration statistics")
 
 
 def _events(plane, line):
-    """A line's events in the order of their start, enclosing ones first; in microseconds."""
+    """Yield a line's events in the order of their start, enclosing ones first; in microseconds."""
     names = plane.stat_metadata
     for event in sorted(line.events, key=lambda each: (each.offset_ps, -each.duration_ps)):
         statistics = {names[each.metadata_id].name: _value(plane, each) for each in event.stats}
@@ -108,7 +108,7 @@ def _value(plane, statistic):
 
 
 def kernels(plane):
-    """The kernels that the threads of the CPU executed.
+    """Return the kernels that the threads of the CPU executed.
 
     Returns:
         The event of each kernel, its node and its kind, and the run of a graph that it was in; and
@@ -136,7 +136,7 @@ def kernels(plane):
 
 
 def _operations_of_cpu(plane, devices):
-    """The kernels of the CPU's threads, with the device of it that executed each.
+    """Yield the kernels of the CPU's threads, with the device of it that executed each.
 
     Threads are common to all devices, and a kernel is recorded without its device. It is that
 
@@ -176,7 +176,7 @@ def _operations_of_cpu(plane, devices):
 
 
 def _nodes():
-    """The nodes of all functions that TensorFlow has."""
+    """Yield the nodes of all functions that TensorFlow has."""
     from tensorflow.python.framework.func_graph import FuncGraph
 
     running = context.context()

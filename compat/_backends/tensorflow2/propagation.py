@@ -116,7 +116,7 @@ class Propagation:
     # One operation --------------------------------------------------------------------------------
 
     def _results(self, op, given):
-        """How the results depend on the rows: a list, or one placement for all of them."""
+        """Return how the results depend on the rows: a list, or one placement for all of them."""
         graphs = bodies_of(op)  # of the functions that it calls
         if None in graphs or op.type in CALLS and len(graphs[0].inputs) != len(given):
             return _rows.without_rows(given) or Unknown()
@@ -237,13 +237,13 @@ class Propagation:
         return [_rows.chosen(given[0], list(pair)) for pair in zip(*branches)]
 
     def _either(self, condition, pair):
-        """A variable that one branch may leave alone: then nothing is added to it there."""
+        """Return the placement of a variable that one branch may leave alone, adding nothing."""
         known = {each for each in pair if each is not None}
         fits = len(known) == 1 and not (None in pair and Partial("sum") in known)
         return known.pop() if fits and isinstance(condition, Replicated) else Mixed()
 
     def _looped(self, op, given, condition, body):
-        """A loop, whose variables depend on rows after each turn as they did before."""
+        """Return the placements of a loop's variables: the same after each turn as before it."""
         before, known = dict(self.state), list(given)
         for _ in range(len(given) + 1):
             state = dict(before)

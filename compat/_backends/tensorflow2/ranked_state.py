@@ -122,7 +122,7 @@ def _name_of(dtype):
 
 
 def _peeked(iterator, count):
-    """The next batch of an iterator, and an iterator that begins with it.
+    """Return the next batch of an iterator, and an iterator that begins with it.
 
     Arguments:
         count: how many batches are taken from that, before the first one goes on.

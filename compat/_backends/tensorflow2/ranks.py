@@ -203,7 +203,7 @@ class RankedStep(keras_model.RankedMethod):
             yield
 
     def state(self, model):
-        """The variables a step may set besides those it trains, as far as they are made."""
+        """Return the variables a step may set besides those it trains, as far as they are made."""
         try:
             own = set(map(id, metrics.variables(model)))  # summed up when an epoch ends
             variables = [v for v in model.non_trainable_variables if id(v) not in own]
@@ -275,7 +275,7 @@ def _loss(model, arrays):
 
 
 def _rows(data):
-    """The number of rows of a batch."""
+    """Return the number of rows of a batch."""
     batch = next((value for value in tf.nest.flatten(data) if has_rows(value)), None)
     return 1 if batch is None else rows_of(batch)
 
@@ -340,7 +340,7 @@ def distribute(model, place):
 
 
 def join(place):
-    """The engine that the launcher is for.
+    """Return the engine that the launcher is for.
 
     Raises:
         NotInstalledError: it is Horovod, which is not installed.

@@ -209,7 +209,7 @@ class ReplicatedCall(patching.InstanceMethod):
             return self._divided(model, call, arguments)
 
     def _divided(self, model, call, arguments):
-        """The call on all devices, or on the first one where that is not possible."""
+        """Run the call on all devices, or on the first one where that is not possible."""
         state = ModelState(_keras.all_layers(model) if self.is_of_keras else [])
         trace = across = effects = watched = None
         why = "unknown"  # it cannot be traced with an unknown number of rows
@@ -257,7 +257,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return self._whole(model, call, arguments, across)
 
     def _merged(self, arguments, state, effects, trace, replicas):
-        """What the call returns, and leaves behind, for the whole batch."""
+        """Return what the call returns for the whole batch, and set what it leaves behind."""
         count(self.devices, arguments.rows, recording())
         whole = Merging(replicas, arguments.rows, trace)
         state.finish(whole)
@@ -276,7 +276,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return tf.nest.pack_sequence_as(replicas[0].structure, results["outputs"])
 
     def _effects(self, model):
-        """The ``PythonEffects`` of a model: deep copies of it share this call."""
+        """Return the ``PythonEffects`` of a model: deep copies of it share this call."""
         if self.effects is None or self.effects[0]() is not model:
             roots = [self.plain(model), getattr(model, "python_function", None)]
             roots += side_effects.roots_of(model) if self.is_of_keras else [model]
@@ -284,7 +284,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return self.effects[1]
 
     def _computed(self, call, arguments, state, trace, effects):
-        """The devices' shares of the call, each computed there."""
+        """Return the replicas, each of which has computed its shard on its device."""
         replicas, number, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
         join = joining_tables(trace.lookups if trace else {}, number)
@@ -298,7 +298,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return replicas
 
     def _whole(self, model, call, arguments, across):
-        """The call with the whole batch, on the first device."""
+        """Run the call with the whole batch, on the first device."""
         args, kwargs = arguments.structure
         with tf.device(self.devices[0]), split_rows.undivided():
             results = call(*args, **kwargs)
@@ -316,7 +316,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return as_tensors(given) if are_arrays(given) else given
 
     def _unreplicated(self, model, *args, **kwargs):
-        """The call this one hides, converted by autograph where Keras would do so."""
+        """Run the call this one hides, converted by autograph where Keras would do so."""
         plain = self.plain(model)
         is_users = hasattr(model, "_eager_losses") and _keras.is_users(type(model))
         if (is_users or not self.is_of_keras) and not tf.executing_eagerly():
@@ -329,7 +329,7 @@ class ReplicatedCall(patching.InstanceMethod):
 
 
 def of(model):
-    """What runs a model, of Keras or native, on several devices, or None."""
+    """Return what runs a model, of Keras or native, on several devices, or None."""
     return vars(type(model)).get("_compat_call") or ReplicatedCall.of(model)
 
 

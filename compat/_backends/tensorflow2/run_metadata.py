@@ -58,7 +58,7 @@ def collect():
 
 
 def script_records():
-    """Whether the runtime records for ``tf.summary.trace_on()``: taking it would lose that."""
+    """Return whether the runtime records for ``tf.summary.trace_on()``, which would lose that."""
     module = sys.modules.get("tensorflow.python.ops.summary_ops_v2")
     module = module or sys.modules.get("tensorflow_core.python.ops.summary_ops_v2")
     return getattr(module, "_current_trace_context", None) is not None
@@ -81,7 +81,7 @@ def functions_of(records):
 
 
 def nodes_of(records):
-    """The nodes of the partitions of functions, each as it was executed."""
+    """Return the nodes of the partitions of functions, each as it was executed."""
     return [node for parts in functions_of(records) for part in parts for node in part.node]
 
 

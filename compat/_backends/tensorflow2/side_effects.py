@@ -23,7 +23,7 @@ _TREES = (dict, list, tuple)
 
 
 def _leaves(value):
-    """What a value consists of: tensors and others."""
+    """Return what a value consists of: tensors and others."""
     if isinstance(value, _TREES) or hasattr(value, "_type_spec"):
         with contextlib.suppress(TypeError, ValueError):  # keys that have no order
             return tf.nest.flatten(value, expand_composites=True)
@@ -31,7 +31,7 @@ def _leaves(value):
 
 
 def tensors(changes):
-    """All tensors that changes set, in a fixed order."""
+    """Return all tensors that changes set, in a fixed order."""
     return [
         leaf
         for change in changes
@@ -64,7 +64,7 @@ def roots_of(model):
 
 
 def _is_effect(change):
-    """Whether a change is one of the user's: it is made once, as on one device."""
+    """Return whether a change is one of the user's: it is made once, as on one device."""
     leaves = _leaves(change.before if change.after is containers.MISSING else change.after)
     if any(map(_is_any_variable, leaves)):
         return False
@@ -107,7 +107,7 @@ class PythonEffects:
             put(state)
 
     def changes(self):
-        """The user's changes since ``begin()``."""
+        """Return the user's changes since ``begin()``."""
         # Of one owner in the order of their names: Keras sets attributes anew.
         found, owners = list(filter(_is_effect, self._effects.changes())), {}
         for change in found:
@@ -179,7 +179,7 @@ def _packed(value, leaves):
 
 
 def are_equal(changes):
-    """Whether replicas have made the same changes, but for the tensors in them.
+    """Return whether replicas have made the same changes, but for the tensors in them.
 
     Arguments:
         changes: a list for each replica.

@@ -22,12 +22,12 @@ def is_set(variable):
 
 
 def type_of(handle):
-    """The type of the variable that this is the handle of."""
+    """Return the type of the variable that this is the handle of."""
     return tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
 
 
 def read(handle):
-    """The variable's value in its own type, whatever mixed precision casts it to."""
+    """Return the variable's value in its own type, whatever mixed precision casts it to."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=type_of(handle))
 
 
@@ -44,7 +44,7 @@ def is_generator(variable):
 
 
 def normalizations(layers):
-    """The layers among these that normalize by statistics of the batch, as each device can.
+    """Return the layers among these that normalize by statistics of the batch, as each device can.
 
     Renormalization corrects them by averages over all batches, so that the parts matter.
     """
@@ -58,7 +58,7 @@ def normalizations(layers):
 
 
 def averages(layers):
-    """The handles of their moving averages."""
+    """Return the handles of their moving averages."""
     names = ("moving_mean", "moving_variance")
     found = [getattr(layer, name, None) for layer in normalizations(layers) for name in names]
     # A Keras 3 variable has one of TensorFlow's.

@@ -4,7 +4,7 @@ import tensorflow as tf
 
 
 def joining_tables(lookups, count):
-    """A function of the replicas' gradients of tables in which all look up the same rows.
+    """Return a function of the replicas' gradients of tables in which all look up the same rows.
 
     One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
     side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
@@ -39,7 +39,7 @@ def joining_tables(lookups, count):
 
 
 def dense(gradient):
-    """The gradient of a table's rows, each looked up once, as that of the whole table.
+    """Return the gradient of a table's rows, each looked up once, as that of the whole table.
 
     Other replicas have looked up some of the same rows. Keras 3 squares what there is of a row one
     by one, as it does where one device looks a row up several times.

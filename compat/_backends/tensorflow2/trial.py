@@ -44,7 +44,7 @@ class OpTrial:
         self._eagerly = functools.lru_cache(None)(_eagerly)
 
     def inside(self, graph, tensors):
-        """The trial of a function that is called with these tensors."""
+        """Return the trial of a function that is called with these tensors."""
         inside = copy.copy(self)
         inside.values = carried(self.values, tensors, graph.inputs)
         return inside
@@ -165,7 +165,7 @@ class OpTrial:
     # Operations are executed eagerly, one by one; those of functions within, too -----------------
 
     def _execute(self, op, inputs):
-        """The results of an operation."""
+        """Return the results of an operation."""
         if op.type in CALLS:
             return self._run(*bodies_of(op), inputs=inputs)
         if op.type in CONDITIONS:
@@ -186,7 +186,7 @@ class OpTrial:
         return self._eagerly(op)(list(inputs))
 
     def _run(self, graph, inputs):
-        """The results of a function."""
+        """Return the results of a function."""
         if graph is None:
             raise NotImplementedError("a function that TensorFlow does not show")
         values = dict(zip([tensor.name for tensor in graph.inputs], inputs))
@@ -219,7 +219,7 @@ def _told(parts, whole, given):
 
 
 def _eagerly(op):
-    """What executes an operation: a function of its inputs."""
+    """Return what executes an operation: a function of its inputs."""
     if op.type == "Const":  # whose value is no attribute of eager execution
         value = tf.constant(constant(op.outputs[0]), op.outputs[0].dtype)
         return lambda inputs: [value]
@@ -230,7 +230,7 @@ def _eagerly(op):
 
 
 def _attribute(value):
-    """An attribute as eager execution takes it."""
+    """Return an attribute as eager execution takes it."""
     if isinstance(value, list):
         return list(map(_attribute, value))
     if hasattr(value, "attr"):

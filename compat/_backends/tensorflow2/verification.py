@@ -63,7 +63,7 @@ def _is_built(optimizer):
 
 
 def _batches(model, iterator):
-    """Those that a call of the model's function consumes."""
+    """Return the batches that a call of the model's function consumes."""
     if isinstance(iterator, list):  # Keras 3 predicts lists of batches
         return iterator
     count = getattr(model, "_steps_per_execution", None)
@@ -185,7 +185,7 @@ class VerifiedCall(_verification.Step):
         return keras_steps.normalised(keras_steps.trained_layers(layers, training, moved))
 
     def _found(self):
-        """The model's variables, and all others that the call reads or sets, by label."""
+        """Return the model's variables, and all others that the call reads or sets, by label."""
         found = []  # type: list
         # Where it fails for being traced, what the model holds is all that is known.
         with contextlib.suppress(Exception):
@@ -239,7 +239,7 @@ class VerifiedCall(_verification.Step):
         return _verification.numbered(value.numpy() for value in tensors_of(result))
 
     def _differentiated(self, call):
-        """A call's results and, where the caller records a tape, its gradients, by label."""
+        """Return a call's results and, where the caller records a tape, its gradients, by label."""
         with self.attributes_kept():
             if not self.is_recording:
                 return self._outputs(call(*self.args, **self.kwargs))
@@ -269,7 +269,7 @@ class VerifiedCall(_verification.Step):
         return self._outputs(_in_a_thread(call, *args, **kwargs))
 
     def _in_inference(self):
-        """The arguments, with the one that switches training on set to False."""
+        """Return the arguments, with the one that switches training on set to False."""
         called = self.call.plain(self.model)
         for function in (called, self.model):  # the last of which may be one of tf.function
             called = getattr(function, "python_function", called)
