@@ -284,7 +284,7 @@ OF_ONE_BACKEND = {
     "tensorflow1.copying": "replicas of a static graph are copies of its operations",
     "tensorflow1.fetches": "callbacks add to what Keras' functions compute",
     "tensorflow1.optimizer_order": "nothing orders how Keras' Adam reads and counts its steps",
-    "tensorflow1.replicated_functions": "Keras runs a model by three functions, not by a call",
+    "tensorflow1.replicated_function": "Keras runs a model by three functions, not by a call",
     "tensorflow1.resource_variables": "TensorFlow 1 makes reference variables, which race",
     "tensorflow2.batch_counts": "a graph's steps do not pass through Python: they count themselves",
     "tensorflow2.between_outputs": "a replica is one function for a tape, which sees no way within",

@@ -109,7 +109,7 @@ class TensorFlow1(Backend):
         Functions of the user's own (``K.function``, a loss of their own training loop) run the
         undivided graph.
         """
-        from . import optimizer_order, replicated_functions  # here for start-up time
+        from . import optimizer_order, replicated_function  # here for start-up time
 
         inputs = getattr(model, "inputs", None) or ()
         kinds = {"nested_row_splits": "ragged", "assign": "a variable"}
@@ -128,7 +128,7 @@ class TensorFlow1(Backend):
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
         if len(devices) > 1 or optimizer_order.counts_without_order(model):
             with _keras.rebuilding_functions(_keras.inner_model(model)):
-                replicated_functions.ReplicatedGraphFunctions(model, devices)
+                replicated_function.ReplicatedGraphFunctions(model, devices)
         return model
 
     placed_parts = staticmethod(placed_parts)
@@ -140,9 +140,9 @@ class TensorFlow1(Backend):
 
     def executed(self, model):
         """Where the session places the operations that the first step runs: see ``executions``."""
-        from . import executions, replicated_functions  # here for start-up time
+        from . import executions, replicated_function  # here for start-up time
 
-        devices = replicated_functions.devices_of(model) or self.devices()
+        devices = replicated_function.devices_of(model) or self.devices()
         return executions.executed(model, devices)
 
     def profiled(self):
