@@ -283,6 +283,7 @@ OF_ONE_BACKEND = {
     "tensorflow1.colocation": "Keras does not ask that gradients run beside what they belong to",
     "tensorflow1.copying": "replicas of a static graph are copies of its operations",
     "tensorflow1.fetches": "callbacks add to what Keras' functions compute",
+    "tensorflow1.loss_gradients": "on ranks, scripts differentiate the loss of a graph",
     "tensorflow1.optimizer_order": "nothing orders how Keras' Adam reads and counts its steps",
     "tensorflow1.replicated_function": "Keras runs a model by three functions, not by a call",
     "tensorflow1.resource_variables": "TensorFlow 1 makes reference variables, which race",

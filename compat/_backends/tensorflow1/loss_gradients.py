@@ -101,9 +101,6 @@ def _zero(tf, parameter, gradient):
     return tf.custom_gradient(zero)(parameter)
 
 
-# What computes gradients ----------------------------------------------------------------------
-
-
 def watch(loss_of):
     """Have functions for gradients return those of all ranks from now on.
 
@@ -170,9 +167,6 @@ def _marked(variable, gradient, line):
     gradient = tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
     setattr(gradient.op, _OF_THIS_RANK, (_identity(variable), line))
     return gradient
-
-
-# What uses gradients --------------------------------------------------------------------------
 
 
 def lines_of_own(model, fetches):
