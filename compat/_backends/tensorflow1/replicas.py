@@ -3,7 +3,7 @@
 import contextlib
 
 from ... import _keras
-from ..._rows import split_rows
+from ..._rows import splitting
 from .._tensorflow.graph import v1_names
 from . import graph
 from .colocation import ColocateGradients
@@ -33,7 +33,7 @@ class Replicas:
         with self._apart():
             self._checks = self._checks_of_rows()
             rows = self.tf.shape((self.part.divided or self.inputs)[0])[0]
-            self.merging = Merging(devices, split_rows.sizes(rows, len(devices)))
+            self.merging = Merging(devices, splitting.sizes(rows, len(devices)))
             self.copies = [self._replica(index) for index in range(len(devices))]
         device_of = {
             copied: device
@@ -57,7 +57,7 @@ class Replicas:
             with where, tf.control_dependencies(self._checks):
                 # Of a fixed number, a replica could only compute as many rows as it always has.
                 count = tf.placeholder_with_default(tf.shape(tensor)[0], ())
-                first, end = split_rows.run_bounds(count, len(self.devices), index, tf.maximum)
+                first, end = splitting.run_bounds(count, len(self.devices), index, tf.maximum)
                 shard = self._shard(tensor, first, end)
                 replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
         return copy_operations(

@@ -5,7 +5,7 @@ import re
 import threading
 
 from ... import _keras, _rows, errors
-from ..._rows import split_rows
+from ..._rows import splitting
 from ..._runtime import patching, work
 from ..._runtime.process import process
 from .._tensorflow.graph import v1_names
@@ -269,7 +269,7 @@ class ReplicatedGraphFunction:
     def _count(self, inputs, rows):
         devices, sizes = _as_configured(self.replicas.devices), None
         if rows:
-            sizes = split_rows.sizes(next(iter(rows.values())), len(devices))
+            sizes = splitting.sizes(next(iter(rows.values())), len(devices))
         elif not self.replicas.part.divided and inputs and _rows_of(inputs[0]) is not None:
             sizes = work.undivided(devices, _rows_of(inputs[0]))
         work.count(devices, sizes, self.training)  # None: the model has tensors that are not fed

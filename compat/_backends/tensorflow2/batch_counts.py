@@ -9,7 +9,7 @@ import itertools
 
 import tensorflow as tf
 
-from ..._rows import split_rows
+from ..._rows import splitting
 from ..._runtime import work
 from ..._runtime.process import process
 
@@ -17,7 +17,7 @@ _numbers = itertools.count()
 
 
 def _sizes(devices, rows):
-    return split_rows.sizes(rows, len(devices))
+    return splitting.sizes(rows, len(devices))
 
 
 def count(devices, rows, training, sizes=_sizes):

@@ -4,7 +4,7 @@ import contextlib
 
 import tensorflow as tf
 
-from ..._rows import split_rows
+from ..._rows.splitting import unsplit
 from . import side_effects
 from .arguments import with_tensors
 
@@ -27,7 +27,7 @@ def as_function(call, scope, given, effects):
         for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
             if mask is not None:
                 value._keras_mask = mask
-        with split_rows.undivided(), contextlib.ExitStack() as around:
+        with unsplit, contextlib.ExitStack() as around:
             compute.changes = around.enter_context(effects.taken()) if effects else []
             losses = around.enter_context(scope())
             structure = call(*args, **kwargs)

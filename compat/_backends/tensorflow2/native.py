@@ -7,7 +7,7 @@ its own, made for it, of the same name.
 import tensorflow as tf
 
 from ... import errors
-from ..._rows import split_rows
+from ..._rows.splitting import unsplit
 from . import watched_loops
 from .arguments import are_arrays
 from .graph import recording
@@ -67,7 +67,7 @@ class NativeCall(ReplicatedCall):
     def invoke(self, model, *args, **kwargs):
         kind, verification = "train" if recording() else "predict", self.verification
         is_wanted = verification is not None and verification.wants(kind)
-        if is_wanted and not split_rows.runs_undivided():
+        if is_wanted and not unsplit.here():
             if tf.executing_eagerly() and verification.is_due(kind):
                 return verification.verify(kind, VerifiedCall(self, model, args, kwargs))
             if not (tf.executing_eagerly() or self._has_said):

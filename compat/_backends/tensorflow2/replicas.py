@@ -9,7 +9,8 @@ import weakref
 import tensorflow as tf
 
 from ... import _keras, _rows
-from ..._rows import Sharded, split_rows
+from ..._rows import Sharded, splitting
+from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from . import between_outputs, side_effects
 from .arguments import (
@@ -149,7 +150,7 @@ reached = [0]
 class ReplicatedCall(patching.InstanceMethod):
     """The ``call`` of a model on several devices.
 
-    Replica i computes the rows ``split_rows.run_bounds`` gives it, under its device. The
+    Replica i computes the rows ``splitting.run_bounds`` gives it, under its device. The
     operations of a gradient carry no device, and would all run on the first one; so each replica
     is a function with a gradient of its own (``tf.custom_gradient``), computed under the
     replica's device, too. TensorFlow sums the gradients of the replicas.
@@ -193,7 +194,7 @@ class ReplicatedCall(patching.InstanceMethod):
     def invoke(self, model, *args, **kwargs):
         reached[0] += 1
         call = functools.partial(self._unreplicated, model)
-        if split_rows.runs_undivided() or only_traced(model):
+        if unsplit.here() or only_traced(model):
             return call(*args, **kwargs)
         args, kwargs = self._given(model, (args, kwargs))
         arguments = ShardedArguments(args, kwargs, len(self.devices))
@@ -289,8 +290,8 @@ class ReplicatedCall(patching.InstanceMethod):
         maximum = max if isinstance(rows, int) else tf.maximum
         join = joining_tables(trace.lookups if trace else {}, number)
         for index, device in enumerate(self.devices):
-            first, last = split_rows.bounds(rows, number, index)
-            given = arguments.shard(split_rows.run_bounds(rows, number, index, maximum))
+            first, last = splitting.bounds(rows, number, index)
+            given = arguments.shard(splitting.run_bounds(rows, number, index, maximum))
             part = device, last - first, trace, call, state.replica, given, effects
             if effects is not None:
                 effects.restart()
@@ -300,7 +301,7 @@ class ReplicatedCall(patching.InstanceMethod):
     def _whole(self, model, call, arguments, across):
         """Run the call with the whole batch, on the first device."""
         args, kwargs = arguments.structure
-        with tf.device(self.devices[0]), split_rows.undivided():
+        with tf.device(self.devices[0]), unsplit:
             results = call(*args, **kwargs)
         count(self.devices, arguments.rows, recording(), work.undivided)
         name = getattr(model, "name", None) or type(model).__name__

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from ... import _keras, _verification
-from ..._rows import split_rows
+from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from ..._verification import keras_steps
 from .arguments import tensors_of
@@ -205,7 +205,7 @@ class VerifiedCall(_verification.Step):
         return labelled
 
     def _plain(self, *args, **kwargs):
-        with split_rows.undivided():
+        with unsplit:
             return self.call._unreplicated(self.model, *args, **kwargs)
 
     def read(self):

@@ -10,7 +10,7 @@ import weakref
 
 import tensorflow as tf
 
-from ..._rows import split_rows
+from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from . import between_outputs, op_callbacks, replicas
 from .graph import only_traced, recording
@@ -56,7 +56,7 @@ def watch(model, check):
 def called(model, call, args, kwargs):
     """Call a model, and check that if it is the first call of its kind."""
     found = _watches.get(id(model))
-    if found is None or split_rows.runs_undivided() or work.uncounted:
+    if found is None or unsplit.here() or work.uncounted:
         return call(*args, **kwargs)
     kind = "train" if recording() else "predict"
     if not found.check.is_due(kind):
@@ -90,7 +90,7 @@ def _check_function(step):
 
 def _note_gradient(sources):
     """Note that a tape is asked for gradients: of a model's weights, where none was called."""
-    if split_rows.runs_undivided() or work.uncounted or not _watches:
+    if unsplit.here() or work.uncounted or not _watches:
         return
     asked = {id(source) for source in sources}
     for found in list(_watches.values()):

@@ -12,7 +12,7 @@ import tensorflow as tf
 import compat
 from compat._backends.tensorflow2.profiler import products
 from compat._backends.tensorflow2.run_metadata import nodes_executed
-from compat._rows import split_rows
+from compat._rows import splitting
 from compat.testing import (
     DEVICES,
     in_span,
@@ -147,8 +147,8 @@ def test_report_says_what_each_device_did(keras, build, eagerly):
     model(rows[:2])
     found = [(each.rows, each.training_rows) for each in compat.report().devices]
     done = [(a - c, b - d) for (a, b), (c, d) in zip(found, before)]
-    sizes = split_rows.sizes(len(ROWS), 3)
-    assert done[:3] == [(3 * a + b, 3 * a) for a, b in zip(sizes, split_rows.sizes(2, 3))]
+    sizes = splitting.sizes(len(ROWS), 3)
+    assert done[:3] == [(3 * a + b, 3 * a) for a, b in zip(sizes, splitting.sizes(2, 3))]
     assert not any(map(any, done[3:]))  # devices of tests before this one
 
 

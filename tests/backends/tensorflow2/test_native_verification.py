@@ -9,7 +9,7 @@ import tensorflow as tf
 import compat
 from compat import _verification
 from compat._configuration import registry
-from compat._rows import split_rows
+from compat._rows import splitting
 from compat._runtime.process import process
 from compat.testing import DEVICES, slow
 
@@ -102,10 +102,10 @@ def test_wrong_rows_and_wrong_gradients_are_found(monkeypatch):
     rows, targets = tf.constant(ROWS[:12]), tf.constant(TARGETS[:12])
     model = compat.parallelize(Plain())
     verified(model)
-    bounds = split_rows.run_bounds
+    bounds = splitting.run_bounds
     with monkeypatch.context() as patch:
         patch.setattr(
-            split_rows, "run_bounds", lambda rows, n, i, *more: bounds(rows, n, min(i, 1), *more)
+            splitting, "run_bounds", lambda rows, n, i, *more: bounds(rows, n, min(i, 1), *more)
         )
         with pytest.raises(compat.ResultsDifferError, match="output 1"):
             step_of(model)(rows, targets)
