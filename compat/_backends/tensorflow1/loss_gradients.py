@@ -9,7 +9,6 @@ import contextlib
 import functools
 import importlib
 import itertools
-import sys
 
 from ... import errors
 from ..._runtime import patching
@@ -164,7 +163,11 @@ def _takes_rows(op):
 
 def _marked(variable, gradient, line):
     tf = graph.v1_names()
-    gradient = tf.nest.map_structure(tf.identity, gradient, expand_composites=True)
+    if isinstance(gradient, tf.IndexedSlices):
+        values, places = tf.identity(gradient.values), gradient.indices
+        gradient = tf.IndexedSlices(values, places, gradient.dense_shape)
+    else:
+        gradient = tf.identity(gradient)
     setattr(gradient.op, _OF_THIS_RANK, (_identity(variable), line))
     return gradient
 
@@ -195,6 +198,10 @@ def exchanging_engine(fetches):
 
 
 def _operations(fetches):
-    """The operations of tensors, operations and updates of Keras'."""
-    flat = sys.modules["tensorflow"].nest.flatten(fetches)
-    return [op for op in (getattr(each, "op", each) for each in flat) if hasattr(op, "inputs")]
+    """Return the operations of tensors, operations and updates of Keras', nested as they may be."""
+    if isinstance(fetches, dict):
+        fetches = list(fetches.values())
+    if isinstance(fetches, (list, tuple)):
+        return [op for each in fetches for op in _operations(each)]
+    op = getattr(fetches, "op", fetches)
+    return [op] if hasattr(op, "inputs") else []
