@@ -264,6 +264,7 @@ OF_ONE_BACKEND = {
     "jax.cut_steps": "a rank's step is traced, and cut where ranks exchange",
     "jax.gradient_exchange": "jax.grad() in a rank's step gives means over all ranks",
     "jax.gradient_marks": "jax.grad() marks gradients in a traced step",
+    "jax.gradient_trial": "Keras' step on ranks is tried on parts of a batch",
     "jax.inlined_calls": "a traced step has calls of compiled functions",
     "jax.loss_totals": "losses of a traced step divide by totals of all ranks",
     "jax.programs": "XLA's text of compiled programs",

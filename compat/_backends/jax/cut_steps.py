@@ -24,7 +24,7 @@ class CutStep:
         step: the function; ``totals`` are the same on all ranks.
         exchange: a function of a flat array of this rank's part, which gives the sum of all ranks.
         is_local: a function of the state: a structure like it, of whether a value is a rank's own.
-        check: a function of a ``Program``, the state and the data, called when one was made.
+        check: a function of a ``Program`` and these arguments, called when one was made.
     """
 
     def __init__(self, step, exchange, is_local, check):
@@ -36,7 +36,7 @@ class CutStep:
         key = tree, tuple(map(_type_of, leaves))
         if key not in self.programs:
             self.programs[key] = program = Program(self.step, self.is_local(args[0]), *args)
-            self.check(program, *args[:2])
+            self.check(program, *args)
         return self.programs[key](leaves, self.exchange)
 
 
@@ -111,7 +111,7 @@ class Program:
 
     def _is_exchanged(self, mark, level):
         """Return whether a mark is of this rank's part of a mean over all ranks' rows."""
-        kind, (by, values) = _kind(mark), map(variables_among, _parts(mark))
+        kind, (by, values) = kind_of(mark), map(variables_among, _parts(mark))
         if kind == gradient_marks.INNER or kind == gradient_marks.APPLIED and level:
             return False  # the latter was made of means, and of something else
         if kind == gradient_marks.GRADIENT and any(variable in self.origins for variable in by):
@@ -146,13 +146,13 @@ class Program:
     def applied(self):
         """Return the operation that made what an optimizer is given a rank's own, or None."""
         marks = [mark for marks in self.marks.values() for mark in marks]
-        applied = [mark for mark in marks if _kind(mark) == gradient_marks.APPLIED]
+        applied = [mark for mark in marks if kind_of(mark) == gradient_marks.APPLIED]
         return self.origin_of([variable for mark in applied for variable in mark.invars])
 
     def inner(self):
         """Return a gradient by what all ranks have, within a differentiated function, or None."""
         for each in self.jaxpr.eqns:
-            if each.primitive is gradient_marks.mark_p and _kind(each) == gradient_marks.INNER:
+            if each.primitive is gradient_marks.mark_p and kind_of(each) == gradient_marks.INNER:
                 by, values = map(variables_among, _parts(each))
                 own = [any(variable in self.origins for variable in some) for some in (by, values)]
                 if own == [False, True]:
@@ -247,7 +247,8 @@ class _Segment:
         return parts
 
 
-def _kind(mark):
+def kind_of(mark):
+    """Return what is marked: see ``gradient_marks``."""
     return mark.params["kind"]
 
 

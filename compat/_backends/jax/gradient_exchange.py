@@ -99,9 +99,7 @@ def check_applied(step, program, state, data):
         RankError: it is not a mean over rows.
     """
     line = line_of(program.applied())
-    is_random = any(map(str(program.jaxpr).__contains__, _RANDOM)) or keras3_state.averaged(
-        step.model
-    )
+    is_random = draws_numbers(program) or keras3_state.averaged(step.model)
     found = None if is_random else _is_mean(step.applied, state, data)
     answers = [answer for (answer,) in step.engine.gather([_ANSWERS.index(found)])]
     if _ANSWERS.index(False) in answers:
@@ -141,11 +139,16 @@ _UNCHECKED = (
     "checked. It is not if it clips or normalises gradients: take these by jax.grad() or "
     "jax.value_and_grad() outside of jax.lax.scan(), jax.vmap() or the like."
 )
-_RANDOM = "threefry", "random_bits", "rng_bit_generator"
+RANDOM = "threefry", "random_bits", "rng_bit_generator"
 
 
-def line_of(operation):
-    """Return the line of the script that made an operation."""
+def draws_numbers(program):
+    """Return whether a program draws random numbers."""
+    return any(map(str(program.jaxpr).__contains__, RANDOM))
+
+
+def line_of(operation, unknown="an operation"):
+    """Return the line of the script that made an operation, or what stands for one unknown."""
     frames = source_info_util.user_frames(operation.source_info.traceback)
     lines = [(frame.file_name, frame.start_line) for frame in frames]
-    return errors.innermost_line(lines[::-1]) or "an operation"
+    return errors.innermost_line(lines[::-1]) or unknown

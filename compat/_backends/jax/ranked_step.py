@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import _keras
-from ..._keras.steps import has_own_steps
+from ..._keras.steps import has_own_steps, has_own_training
 from ..._ranks import checksum, keras3_state, keras_model, losses, merging, step_functions
 from ..._ranks import state as rank_state
 from ..._runtime import patching
 from ..._runtime.within import Within
-from . import cut_steps, gradient_exchange, gradient_marks
+from . import cut_steps, gradient_exchange, gradient_marks, gradient_trial
 from .arguments import rows_of
 from .loss_totals import Reduced
 
@@ -141,14 +141,16 @@ class RankedJAXStep:
         own = [id(each) in weights_of_rank for each in self.model.non_trainable_variables]
         return [False] * len(trainable), own, [False] * len(optimizer), [True] * len(metrics)
 
-    def check(self, program, state, data):
-        """Check a step that was compiled: see ``gradient_exchange``."""
+    def check(self, program, state, data, share, totals):
+        """Check a step that was compiled: see ``gradient_exchange`` and ``gradient_trial``."""
         gradient_exchange.check(self.model, program)
         if self.count:
             return  # ranks may not compile the others at once
         gradient_exchange.warn_of_inner(self.model, program)
         if program.applied() is not None:
             gradient_exchange.check_applied(self, program, state, data)
+        elif has_own_training(self.model) and program.inner() is None:
+            gradient_trial.check(self, program, state, data, share, totals)
 
     def applied(self, state, data):
         """Return what a step of these rows alone gives the optimizer."""

@@ -220,9 +220,58 @@ class Compiled(Model):
         return compiled(weights), found
 
 
-for kind in (Decides, Within, Unchecked, Adapts):
+class Contrasts(Model):
+    "Compares the rows of a batch with one another."
+
+    def gradients(self, weights, others, metrics, x, y, optimizer):
+        _, found = super().gradients(weights, others, metrics, x, y, optimizer)
+
+        def loss(weights):
+            outputs = self.stateless_call(weights, others, x, training=True)[0]
+            return jnp.mean((outputs - outputs.T) ** 2)
+
+        return jax.jit(grad(loss))(weights), found
+
+
+class Sums(Model):
+    def squares(self, weights, others, x, y):
+        return len(x) * super().squares(weights, others, x, y)
+
+    def gradients(self, weights, others, metrics, x, y, optimizer):
+        _, found = super().gradients(weights, others, metrics, x, y, optimizer)
+        return grad(self.squares)(weights, others, x, y), found
+
+
+class OfOneSize(Sums):
+    "Can be tried with no other number of rows."
+
+    def squares(self, weights, others, x, y):
+        return Model.squares(self, weights, others, x.reshape(rows, 6), y)
+
+
+class Draws(Sums):
+    "What is random cannot be compared."
+
+    def squares(self, weights, others, x, y):
+        noise = jax.random.normal(jax.random.PRNGKey(0), x.shape)
+        return super().squares(weights, others, x + noise, y)
+
+
+class ComputesLoss(keras.Sequential):
+    "Keras' own step."
+
+    def __init__(self):
+        super().__init__([dense(4, activation="tanh", input_shape=(6,)), dense(1)])
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean((y_pred - keras.ops.transpose(y_pred)) ** 2)
+
+
+for kind in (Decides, Within, Unchecked, Adapts, Contrasts, Sums, Draws, ComputesLoss):
     trained(kind.__name__, kind)
 trained("Compiled", Compiled, run_eagerly=True)
+inputs, targets = inputs[:rows], targets[:rows]
+trained("OfOneSize", OfOneSize)
 """
 )
 
@@ -284,3 +333,27 @@ def test_steps_that_train_each_rank_by_its_own_rows_are_named(jobs):
             "'adapts' takes the gradient, is that of each rank's own rows. Where the loss is not "
             "linear in it, ranks train to other numbers than one process."
         ]
+        names = {"Contrasts": "contrasts", "Sums": "sums", "ComputesLoss": "computes_loss"}
+        for kind, name in names.items():
+            (text,) = map(of_program, found[kind])
+            rows, off = re.search(r"of (\d+) rows .* up to ([^ ]+) from", text).groups()
+            assert int(rows) > 1 and float(off) > 0.01
+            assert text == MIXING.format(name, "refused-3.py, line N", rows, off)
+        assert found["Draws"] == []
+        (text,) = map(of_program, found["OfOneSize"])
+        problem = re.search(r"tried: (.*)\. If its", text).group(1)
+        assert problem.startswith("TypeError: cannot reshape array of shape (1, 6)")
+        assert text == (
+            "Whether the training step of 'of_one_size' computes (refused-3.py, line N; "
+            "refused-3.py, line N) means over the rows of a batch could not be tried: "
+            f"{problem}. If its loss is a sum, or compares rows with one another, the ranks train "
+            "to other numbers than one process."
+        )
+
+
+MIXING = (
+    "The gradients that the training step of {!r} computes ({}) are no mean over the rows of a "
+    "batch: those of {} rows differ by up to {} from the mean over two parts of them. Its loss is "
+    "a sum, or compares rows with one another, as contrastive losses and mixup do. Each rank "
+    "computes it of its own rows, so that the ranks train to other numbers than one process."
+)

@@ -1,0 +1,100 @@
+"""A trial of a step: are the gradients that ranks exchange in it means over samples?
+
+A loss of the user's own may compare the rows of a batch with one another, or be their sum. So the
+step is done again with the first batch and with its halves: what it would exchange of it is the
+mean of what it would exchange of the halves.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ... import errors
+from ..._ranks import losses
+from ..._ranks import state as rank_state
+from . import cut_steps, gradient_marks
+from .gradient_exchange import draws_numbers, line_of
+
+
+def check(step, program, state, data, share, totals):
+    """Warn where a step of the user's computes gradients that are no mean over the rows of a batch.
+
+    Arguments:
+        step: a ``RankedJAXStep``.
+        program: the ``cut_steps.Program`` of the step, with these arguments: the state, the data,
+            this rank's share of the rows, and totals of all ranks.
+    """
+    rows = {leaf.shape[0] if jnp.ndim(leaf) else None for leaf in jax.tree.leaves(data)}
+    if draws_numbers(program) or len(rows) > 1 or None in rows or min(rows, default=0) < 2:
+        return
+    (rows,) = rows
+    half, name = rows // 2, step.model.name
+    here = errors.users_line()  # where Keras' own code takes the gradients
+    lines = [line or here for line, _ in _gradients(program, {})]
+    trial = _Trial(step, state, data, share, totals)
+    try:
+        whole, sums = trial.run(slice(None), 1)
+        parts = [
+            trial.run(slice(half), half / rows, sums)[0],
+            trial.run(slice(half, None), 1 - half / rows, sums)[0],
+        ]
+    except Exception as error:  # of the step, whatever is wrong with such a batch
+        problem = "{}: {}".format(type(error).__name__, str(error).split("\n")[0])
+        losses.warn_of_untried_step(name, errors.at_lines(dict.fromkeys(lines)), problem)
+        return
+    limit = losses.rounding(step.model.compute_dtype)
+    for (line, values), *others in zip(whole, *parts):
+        largest = np.abs(values).max(initial=0.0)
+        off = np.abs(values - sum(part for _, part in others)).max(initial=0.0)
+        if off > limit * largest:
+            losses.warn_of_step(name, errors.at_lines([line or here]), rows, off / share)
+            return
+
+
+class _Trial:
+    """The step of some rows, which exchanges nothing."""
+
+    def __init__(self, step, state, data, share, totals):
+        self.step, self.state, self.data = step, state, data
+        self.share, self.totals = share, totals
+
+    def run(self, places, part, sums=()):
+        """Do the step of some rows.
+
+        Arguments:
+            places: these rows.
+            part: of this rank's rows, a fraction.
+            sums: with which the step goes on, in place of what it would exchange.
+
+        Returns:
+            The gradients that it would exchange, with their lines; and all that it would exchange.
+        """
+        some = jax.tree.map(lambda leaf: leaf[places], self.data)
+        args = jax.tree.map(jnp.copy, self.state), some, self.share * part, self.totals
+        with rank_state.steady(self.step.model):
+            is_local = self.step.is_local(self.state)
+            program = cut_steps.Program(self.step.compute.reduced, is_local, *args)
+        exchanged, given = [], iter(sums)
+
+        def exchange(values):
+            exchanged.append(np.array(values))
+            return next(given, values)
+
+        program(jax.tree.leaves(args), exchange)
+        return list(_gradients(program, dict(enumerate(exchanged)))), exchanged
+
+
+def _gradients(program, exchanged):
+    """Yield the line of each gradient that a program exchanges, and its values.
+
+    Arguments:
+        exchanged: all that it exchanges, by level; values are None for levels that are not there.
+    """
+    for level in sorted(program.marks):
+        marks = program.marks[level]
+        sizes = [sum(each.aval.size for each in mark.outvars) for mark in marks]
+        values = exchanged.get(level)
+        parts = [None] * len(marks) if values is None else np.split(values, np.cumsum(sizes)[:-1])
+        for mark, part in zip(marks, parts):
+            if cut_steps.kind_of(mark) == gradient_marks.GRADIENT:
+                yield line_of(mark, ""), part
