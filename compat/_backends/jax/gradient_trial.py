@@ -1,4 +1,4 @@
-"""A trial of a step: are the gradients that ranks exchange in it means over samples?
+"""A trial of a step: whether the gradients that ranks exchange in it are means over samples.
 
 A loss of the user's own may compare the rows of a batch with one another, or be their sum. So the
 step is done again with the first batch and with its halves: what it would exchange of it is the
