@@ -29,6 +29,11 @@ UNREACHED = (
     "this version of the framework takes another way: call parallelize() after such libraries have "
     "changed the model, and report it with the output of `python -m compat env` if there is none."
 )
+# What metrics compute again keeps this attribute as it is meanwhile: no step calls it.
+KEPT_OF_METRICS = dict.fromkeys(
+    ["Mean._call_result", "MeanMetricWrapper._call_result"],
+    "nothing calls it: the attribute is kept while metrics are computed once more",
+)
 
 
 class RankedParts(RanksContract):

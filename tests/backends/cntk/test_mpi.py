@@ -13,25 +13,18 @@ from compat._ranks import Job
 from compat.testing import slow
 
 from .. import rank_decisions, rank_gradients, rank_state, ranks
-from ..exchanges import RankedParts
+from ..exchanges import KEPT_OF_METRICS, RankedParts
 
 
 @pytest.mark.row("ranks: MPI")
 class TestCNTKRanks(RankedParts):
     backend = "cntk"
-    exempt_hooks = dict.fromkeys(
-        ["Mean._call_result", "MeanMetricWrapper._call_result"],
-        "nothing calls it: the attribute is kept while metrics are computed once more",
-    )
+    exempt_hooks = KEPT_OF_METRICS
     exchanges = (12, 4)  # two of MPI's each; CNTK's own learner exchanges gradients besides
     # Keras 2.3 on CNTK tells metrics, such as the losses of several outputs, before it counts the
     # last batch, in one process, too. The loss itself is right.
     compared = 4
     compared_of_batches = 1
-    exempt_hooks = dict.fromkeys(
-        ("Mean._call_result", "MeanMetricWrapper._call_result"),
-        "it only keeps the attribute as it is while a result is computed",
-    )
 
 
 METRICS = """

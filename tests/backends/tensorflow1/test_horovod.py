@@ -9,7 +9,7 @@ from compat.testing import keras_under_test, slow, span
 from compat.testing.ranks.jobs import failing, name_of
 
 from .. import rank_decisions, rank_gradients, rank_state, ranks
-from ..exchanges import RankedParts
+from ..exchanges import KEPT_OF_METRICS, RankedParts
 
 # The plain Adam of these, in one process, does not repeat: see test_contract.py.
 KERAS = keras_under_test().__name__ == "keras"
@@ -21,6 +21,7 @@ STATELESS = not hasattr(keras_under_test().metrics, "AUC")
 class TestTensorFlow1Horovod(RankedParts):
     may_abort = True
     backend = "tensorflow1"
+    exempt_hooks = KEPT_OF_METRICS
     processes = True
     # To the losses of single outputs (Keras 2.3, tf.keras) each batch counts as much, of 61 rows
     # or of 13.
