@@ -240,6 +240,8 @@ if compat.size() > 1:
     for way in ways:  # they return the very tensors, which are exchanged once
         same = zip(*(f(model.total_loss, model.trainable_weights) for f in (way, K.gradients)))
         assert all(one is other for one, other in same)
+        once, again = way(model.total_loss, model.trainable_weights[:1] * 2)
+        assert once is again
     model = placed("function")
     norm = norm_of(K.mean(model.outputs[0]), model)
     said["function"] = told(lambda: K.function(model.inputs, [norm]))

@@ -46,7 +46,7 @@ class TensorFlow1Loss:
                 mine = [of_variables[variable] for variable in new]
                 means = self.engine.mean(mine, self.share, next(self.names))
                 self.means.update(zip(new, map(self._once, means)))
-        return [self.means[variable] for variable in of_variables]
+        return [self.means[_identity(variable)] for variable in variables]
 
     def mean(self, parameters):
         """Return the mean of the loss over all ranks' rows, whose gradients are those of it."""
