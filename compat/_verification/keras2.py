@@ -51,6 +51,20 @@ class VerifiedKeras2Step(keras_steps.Verified):
             return self.made_anew(model)
 
 
+def verify(kind, model, replicas, verification):
+    """Have the first steps of a model verified; None: no longer.
+
+    Arguments:
+        kind: the backend's ``VerifiedKeras2Step``.
+        replicas: what runs the model's functions on several devices, or None.
+    """
+    inner = _keras.inner_model(model)
+    if replicas is not None:
+        replicas.verification = verification
+    if inner is not None:
+        kind.install_on(inner, verification)
+
+
 @contextlib.contextmanager
 def _attributes_kept(optimizers):
     """Within, what an optimizer notes of the function that it makes is forgotten."""

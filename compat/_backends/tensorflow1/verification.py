@@ -2,7 +2,7 @@
 
 from _thread import get_ident
 
-from ... import _keras, errors
+from ... import errors
 from ..._verification import keras2
 from .._tensorflow.graph import v1_names
 from .._tensorflow.profiler import as_configured
@@ -70,8 +70,4 @@ class VerifiedStep(keras2.VerifiedKeras2Step):
 
 def verify(model, verification):
     """Have the first steps of ``model`` verified; None: no longer."""
-    functions, inner = vars(model).get("_compat_functions"), _keras.inner_model(model)
-    if functions is not None:
-        functions.verification = verification
-    if inner is not None:
-        VerifiedStep.install_on(inner, verification)
+    keras2.verify(VerifiedStep, model, vars(model).get("_compat_functions"), verification)

@@ -1,6 +1,5 @@
 """Verification of Keras models on Theano: a step done again on one device."""
 
-from ... import _keras
 from ..._verification import keras2
 from .executions import products
 from .graph import is_random
@@ -8,11 +7,7 @@ from .graph import is_random
 
 def verify(model, verification):
     """Have the first steps of ``model`` verified; None: no longer."""
-    replicas, inner = vars(model).get("_compat_replicas"), _keras.inner_model(model)
-    if replicas is not None:
-        replicas.verification = verification
-    if inner is not None:
-        VerifiedStep.install_on(inner, verification)
+    keras2.verify(VerifiedStep, model, vars(model).get("_compat_replicas"), verification)
 
 
 class _Step(keras2.Keras2Step):
