@@ -4,20 +4,3 @@ from .comparison import Comparison, largest_difference
 from .report import Record, is_good, report_at_exit, shown
 from .steps import NORMALISED, Attributes, Step, numbered
 from .verification import Verification, given_moved, random_numbers, suspended
-
-__all__ = [
-    "NORMALISED",
-    "Attributes",
-    "Comparison",
-    "Record",
-    "Step",
-    "Verification",
-    "given_moved",
-    "is_good",
-    "largest_difference",
-    "numbered",
-    "random_numbers",
-    "report_at_exit",
-    "shown",
-    "suspended",
-]
