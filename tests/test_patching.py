@@ -53,3 +53,25 @@ def test_one_that_fails_takes_back_those_before_it():
         pytest.fail("it was patched twice")
     assert owner.call() == "base" and owner.other == 1
     kept.take_back()
+
+
+def test_what_is_attached_to_an_instance_is_untracked_and_goes_with_it():
+    class Tracking:
+        def __setattr__(self, name, value):
+            pytest.fail("it was tracked")
+
+        def __call__(self):
+            return "plain"
+
+    class Replicated(Tracking):
+        def __call__(self):
+            return "replicated"
+
+    owner, listed = Tracking(), patching.patches()
+    patching.attach(owner, "_compat_replicas", "ours")
+    assert owner._compat_replicas == "ours" and patching.patches() == listed
+    assert patching.detach(owner, "_compat_replicas") == "ours" and not vars(owner)
+    with pytest.raises(KeyError):
+        patching.detach(owner, "_compat_replicas")
+    patching.change_class(owner, Replicated)
+    assert owner() == "replicated"

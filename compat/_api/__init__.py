@@ -165,9 +165,10 @@ def note_by_hand(model: "Any") -> "Any":
     if process.parallelizes_compiled:
         from .. import _keras  # for start-up time
         from .._keras import automatic_parallel  # for start-up time
+        from .._runtime import patching  # for start-up time
 
         if _keras.keras_of(model) is not None:
-            vars(model)[automatic_parallel.BY_HAND] = True  # by setattr Keras would track it
+            patching.attach(model, automatic_parallel.BY_HAND, True)
     return model
 
 

@@ -206,7 +206,8 @@ def forget_compiled_steps(model):
     for name in FUNCTIONS + ("train_tf_function",):
         if hasattr(model, name):
             setattr(model, name, None)
-    vars(model).pop("_distributed_function_cache", None)  # TensorFlow 2.0's
+    if "_distributed_function_cache" in vars(model):  # TensorFlow 2.0's
+        patching.detach(model, "_distributed_function_cache")
 
 
 def wrapped_optimizers(optimizer):

@@ -12,6 +12,7 @@ import functools
 import numpy as np
 
 from .. import _keras, errors
+from .._runtime import patching
 from . import keras2_state, keras_model, losses, own_functions, ranked_methods, step_functions
 from .keras_model import RankedFit, RankedMethod, count
 
@@ -62,7 +63,7 @@ class MakeFunction(RankedMethod):
         # makes another one each time, of which the first will do.
         if not isinstance(function, RankedKeras2Function) or function.feeds != _feeds(model):
             function = RankedKeras2Function(self, model, vars(model)[self.function])
-        vars(model)[self.function] = function
+        patching.attach(model, self.function, function)
 
     @staticmethod
     def written(made, updates, weights):

@@ -14,6 +14,7 @@ import sys
 import numpy as np
 
 from .. import errors
+from .._runtime import patching
 from . import arrays
 
 _SAMPLED = 64  # numbers of rows, or parts of a dataset
@@ -76,9 +77,10 @@ def shard(place, loader, batch_size=None):
         return _made(loader, part)
     # The same, with all its other attributes; torch lets none of these be set later.
     loader = copy.copy(loader)
-    vars(loader).update(batch_sampler=part, _iterator=None)
+    patching.attach(loader, "batch_sampler", part)
+    patching.attach(loader, "_iterator", None)
     if own is not None:
-        vars(loader)["batch_size"] = place.rows_of_batch(own)
+        patching.attach(loader, "batch_size", place.rows_of_batch(own))
     return loader
 
 

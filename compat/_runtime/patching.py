@@ -35,11 +35,13 @@ class Patch:
         self._set(value)
         _patches.append(self)
 
-    def _set(self, value):
+    def _set(self, value: "Any") -> None:
         if isinstance(self.owner, (type, types.ModuleType)):
             setattr(self.owner, self.name, value)
+        elif isinstance(self.owner, dict):
+            self.owner[self.name] = value
         else:
-            _names(self.owner)[self.name] = value
+            attach(self.owner, self.name, value)
 
     def take_back(self) -> None:
         """Give the owner back what it had."""
@@ -48,8 +50,10 @@ class Patch:
             self._set(self.before)
         elif isinstance(self.owner, (type, types.ModuleType)):
             delattr(self.owner, self.name)
+        elif isinstance(self.owner, dict):
+            del self.owner[self.name]
         else:
-            del _names(self.owner)[self.name]
+            detach(self.owner, self.name)
 
 
 class WatchingPatch(Patch):
@@ -66,6 +70,25 @@ class MendingPatch(Patch):
 
 def _names(owner):
     return owner if isinstance(owner, dict) else vars(owner)
+
+
+def attach(instance: "Any", name: str, value: "Any") -> None:
+    """Set an attribute of an instance, such as a model, without the instance noticing.
+
+    Keras and torch track what is set by ``setattr`` as a part of the model. The value lives as long
+    as the instance, and no list has it.
+    """
+    vars(instance)[name] = value
+
+
+def detach(instance: "Any", name: str) -> "Any":
+    """Delete an attribute that ``attach`` has set, and return its value."""
+    return vars(instance).pop(name)
+
+
+def change_class(instance: "Any", kind: type) -> None:
+    """Make an instance one of another class, for what Python looks up in the class alone."""
+    object.__setattr__(instance, "__class__", kind)
 
 
 def find(owner: "Any", name: "Any") -> "Optional[Patch]":
@@ -156,15 +179,15 @@ class InstanceMethod:
         Arguments:
             function: what stands for this method, where that must be a function.
         """
-        self.hidden = model.__dict__.get(self.method)
+        self.hidden = vars(model).get(self.method)
         if function is not None:
             function.made_by = self
-        model.__dict__[self.method] = types.MethodType(function or self, model)
+        attach(model, self.method, types.MethodType(function or self, model))
 
     def remove(self, model):
-        del model.__dict__[self.method]
+        detach(model, self.method)
         if self.hidden is not None:
-            model.__dict__[self.method] = self.plain(model)
+            attach(model, self.method, self.plain(model))
 
     @staticmethod
     def all_of(model):
