@@ -26,11 +26,12 @@ class Graph:
         self.auxiliary = set(symbol.list_auxiliary_states())
 
     def sparse_gradients(self):
-        """Return the weights of look-ups that give a gradient with the rows that they use only."""
+        """Return the names of weights of embeddings whose gradient is row-sparse."""
         return {
-            self.nodes[self.inputs[number][1][0]]["name"]
-            for number, node in enumerate(self.nodes)
-            if node["attrs"].get("sparse_grad") == "True"
+            self.nodes[entries[1][0]]["name"]
+            for node, entries in zip(self.nodes, self.inputs)
+            # A variable or a user-defined operation may have an attribute of that name, too.
+            if node["op"] == "Embedding" and node["attrs"].get("sparse_grad") == "True"
         }
 
     def symbol(self, heads, nodes=None):

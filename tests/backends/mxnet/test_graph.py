@@ -27,6 +27,20 @@ def test_a_graph_knows_its_states_gradients_and_ancestors(mx):
     assert before.isdisjoint(["other", "dense_weight", "dense"])
 
 
+def test_only_embeddings_have_sparse_gradients(mx):
+    """Variables, and operations that are user-defined, may have any attributes."""
+
+
+    @mx.operator.register("compat_with_sparse_grad")
+    class _Properties(mx.operator.CustomOpProp):
+        def __init__(self, sparse_grad):
+            super().__init__()
+
+    words = mx.sym.var("words", attr={"sparse_grad": "True"})
+    own = mx.sym.Custom(words, op_type="compat_with_sparse_grad", sparse_grad=True)
+    assert Graph([], own).sparse_gradients() == set()
+
+
 def test_a_part_of_a_graph_computes_what_it_did_there(mx):
     sym = mx.sym
     inner = sym.tanh(sym.var("x"), name="inner")
