@@ -76,8 +76,7 @@ class Propagation:
         if node["op"] not in rules.MEANS and not sources.isdisjoint(self.graph.auxiliary):
             return Mixed()  # a state, of which nobody knows how those of devices go together
         sizes, grows = self._sizes.get(first), self.grows.get(first)
-        operation = rules.SymbolNode(node["attrs"], values, sizes, grows)
-        return rules.placements(node["op"], operation)
+        return rules.placements(rules.SymbolNode(node["op"], node["attrs"], sizes, grows), values)
 
     def _find_sizes(self, entries, given, shapes):
         """Find what is known of the entries' shapes: sizes that do not grow, dimensions that do."""

@@ -30,7 +30,6 @@ def test_a_graph_knows_its_states_gradients_and_ancestors(mx):
 def test_only_embeddings_have_sparse_gradients(mx):
     """Variables, and operations that are user-defined, may have any attributes."""
 
-
     @mx.operator.register("compat_with_sparse_grad")
     class _Properties(mx.operator.CustomOpProp):
         def __init__(self, sparse_grad):

@@ -123,7 +123,7 @@ def test_operations_without_a_rule_are_tried(keras, kind, monkeypatch):
 
 def test_a_rule_that_is_wrong_is_found_by_the_trial(keras, monkeypatch):
     """As for a table that errs: what three rows of the first batch give has the last word."""
-    wrong = dict(rules.RULES, softmax=lambda op: _rows.pointwise(op.values))
+    wrong = dict(rules.RULES, softmax=lambda op, values: _rows.pointwise(values))
     monkeypatch.setattr(rules, "RULES", wrong)
     function = graph_cases.across_rows(keras.backend)["softmax"]
     texts = graph_cases.one_devices_numbers(keras, lambda: graph_cases.model_of(keras, function))
