@@ -92,8 +92,14 @@ def verdict(run, tolerance):
 
 
 def _shared():
-    """Whether several devices computed a batch; where nobody knows, that is believed."""
-    return any(sizes is None or sum(map(bool, sizes)) > 1 for _, sizes, _ in work.batches())
+    """Return whether several devices computed a batch that has rows for them.
+
+    One row cannot be shared. Where the sizes of shards are not known, it is taken for granted.
+    """
+    batches = [sizes for _, sizes, _ in work.batches()]
+    if batches and all(sizes is not None and sum(sizes) <= 1 for sizes in batches):
+        return True
+    return any(sizes is None or sum(map(bool, sizes)) > 1 for sizes in batches)
 
 
 def _text(error):
