@@ -400,6 +400,135 @@ def test_an_import_of_compat_within_a_function_says_why():
     assert not silent
 
 
+# State, and changes to others' objects ------------------------------------------------------------
+
+# Modules that write to an object's ``__dict__`` or ``__class__`` by hand, and why.
+BY_HAND = {
+    "compat._runtime.patching": "the functions that do it for all others",
+    "compat.backend": "the class of its own module",
+    "compat._backends.tensorflow1.copying": "a context of control flow, which it has made",
+    "compat._backends.torch.containers": "contents of a container, given back as they were",
+    "compat._commands.pytest_plugin.own_process": "options that its parent was given",
+    "compat._commands.reported_script": "the module that it runs a script as",
+    # To be moved to patching.
+    "compat._backends.mxnet.keras_replicas": "",
+    "compat._backends.mxnet.native": "",
+    "compat._backends.mxnet.replicas": "",
+    "compat._backends.mxnet.watched_calls": "",
+    "compat._backends.tensorflow1.replicated_function": "",
+    "compat._backends.tensorflow2.device_scope": "",
+    "compat._backends.tensorflow2.native": "",
+    "compat._backends.tensorflow2.replicas": "",
+    "compat._backends.theano.function_copies": "",
+    "compat._backends.theano.replicas": "",
+    "compat._backends.torch.side_effects": "",
+}
+
+
+def _attributes_of(node):
+    """The object whose ``__dict__`` an expression is: an expression, too, or None."""
+    if isinstance(node, ast.Attribute) and node.attr == "__dict__":
+        return node.value
+    is_vars = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "vars"
+    return node.args[0] if is_vars and node.args else None
+
+
+def _written_by_hand(node):
+    """The objects whose ``__dict__`` or ``__class__`` a node writes to."""
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
+        yield _attributes_of(node.value)
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        if node.attr == "__class__":
+            yield node
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        if node.func.attr in ("update", "pop", "setdefault", "clear"):
+            yield _attributes_of(node.func.value)
+        if node.func.attr == "__setattr__" and getattr(node.func.value, "id", "") == "object":
+            yield node
+
+
+def _globals(source):
+    """The variables of a module, and the expressions that they are bound to."""
+    for node in tree(source).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if isinstance(target, ast.Name):
+                    yield target.id, node.value
+
+
+def test_attributes_and_classes_of_other_objects_are_changed_by_patching_alone():
+    found = set()
+    for module, (_, source) in MODULES.items():
+        own = {"self"}.union(name for name, _ in _globals(source))
+        for node in nodes(tree(source)):
+            written = [each for each in _written_by_hand(node) if each is not None]
+            if any(getattr(each, "id", "") not in own for each in written):
+                found.add(module)
+    assert found <= set(BY_HAND)
+
+
+# What a module may keep: it belongs to a lock, a thread, a block or an object, or only counts on.
+PASSING = {
+    *("Lock", "RLock", "CallLock", "local", "_local", "Within", "count"),
+    *("WeakKeyDictionary", "WeakSet", "WeakIdKeyDictionary"),
+}
+CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "remove", "setdefault"}
+CHANGING |= {"update"}
+# Other variables of modules that functions change, and why they are not in ``process``.
+KEPT_BY_MODULES = {
+    "compat._backends.tensorflow1.configuration._defaults": "the sessions' patch stays as well",
+    "compat._backends.tensorflow1.executions._recordings": "empty but while something records",
+    "compat._backends.tensorflow1.profiler._around_calls": "empty but while something records",
+    "compat._backends.tensorflow2.between_outputs.listeners": "as the patch that calls them",
+    "compat._backends.tensorflow2.device_scope._devices": "empty but within device()",
+    "compat._backends.tensorflow2.op_callbacks._listening": "empty but while something records",
+    "compat._backends.tensorflow2.replicas.reached": "only counts on",
+    "compat._backends.tensorflow2.run_metadata._recordings": "empty but while something records",
+    "compat._backends.tensorflow2.watched_loops._watches": "goes with the model",
+    "compat._backends.theano.executions._patches": "empty but while something records",
+    "compat._backends.theano.executions._recorders": "empty but while something records",
+    "compat._backends.torch.loss_terms._losses": "empty but within a backward pass",
+    "compat._backends.torch.optimizer_steps._handles": "a hook for all optimizers, as a patch",
+    "compat._backends.torch.rules.RULES": "filled while the module is imported",
+    "compat._configuration.registry._registered": "as a module that is imported stays",
+    "compat._runtime.on_import._waiting": "as a patch, until the module is imported",
+    "compat._runtime.patching._patches": "patches outlast what a process was configured to",
+    "compat._runtime.progress._doing": "empty but while something takes long",
+    "compat._runtime.usage._running": "empty but while a step is checked",
+    "compat._runtime.usage._waiting": "empty but while a step is checked",
+}
+
+
+def _changed(node):
+    """What a node changes: a name, or "module.name", if it has one."""
+    if isinstance(node, ast.Global):
+        return node.names[0]
+    owner = None
+    if isinstance(node, (ast.Subscript, ast.Attribute)):
+        owner = node.value if isinstance(node.ctx, (ast.Store, ast.Del)) else None
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in CHANGING:
+        owner = node.func.value
+    if isinstance(owner, ast.Attribute):
+        return "{}.{}".format(getattr(owner.value, "id", ""), owner.attr)
+    return getattr(owner, "id", "")
+
+
+def test_what_lasts_from_call_to_call_is_kept_in_process_alone():
+    found, changed = set(), {}
+    for module, (_, source) in MODULES.items():
+        functions = [each for each in nodes(tree(source)) if isinstance(each, ast.FunctionDef)]
+        changed[module] = {_changed(node) for each in functions for node in ast.walk(each)}
+    anywhere = set().union(*changed.values())
+    for module, (_, source) in MODULES.items():
+        for name, value in _globals(source):
+            made = getattr(value, "func", None)
+            is_passing = getattr(made, "attr", getattr(made, "id", "")) in PASSING
+            by_others = "{}.{}".format(module.rpartition(".")[2], name) in anywhere
+            if not is_passing and (name in changed[module] or by_others):
+                found.add("{}.{}".format(module, name))
+    assert found <= set(KEPT_BY_MODULES)
+
+
 # How files are written --------------------------------------------------------------------------
 
 # What does not write with compat._runtime.safe_files.written(), and how it writes.
