@@ -16,9 +16,12 @@ import types
 import numpy as np
 
 from .. import _keras, errors
+from .._keras.steps import has_own_steps
 from .._runtime import patching
 from . import arrays, checksum
 
+# A result within this, relatively, of what its metric computes here is the metric's.
+_ROUNDING = 1e-4
 # Methods of a metric that see no rows, so that they may set its state as they like.
 _NOT_OF_ROWS = ("__init__", "build", "reset_state", "reset_states", "result", "get_config")
 _SETTERS = {"assign", "update"}  # variable.assign(), K.update()
@@ -78,7 +81,7 @@ class Results:
         for _, seen in moments.values():
             others.update(not_added(model, seen["rows"], seen["batches"]))
         names = [name for name, value in logs.items() if not getattr(value, "shape", ())]
-        told = [sorted(others.items()), names, list(logs)]
+        told = [sorted(others.items()), names, list(logs), self.untracked(model, moments, logs)]
         states = [state for state, _ in moments.values()]
         values = _numbers([state for state in states if state is not None])
 
@@ -100,7 +103,7 @@ class Results:
             states = [[0 * v for v in states[0]] if s is None else s for s in states]
             values = _numbers(states)
             sums = self.engine.sum(values + _weighted(told[1], logs, moments))
-        others, names, all_names = dict(told[0]), told[1], told[2]
+        others, names, all_names, untracked = dict(told[0]), *told[1:]
         self.warn_of(others)
         of_states, means = np.split(np.asarray(sums), [len(values)])
         results = {name: logs[name] for name in all_names if name in logs}
@@ -110,9 +113,27 @@ class Results:
         for prefix, found in zip(moments, self.of_sums(model, of_states)):
             for name, value in found.items():
                 adds_up = not any(name == each or name.endswith("_" + each) for each in others)
-                if adds_up and (prefix + name in all_names or prefix + name in logs):
-                    results[prefix + name] = value
+                name = prefix + name
+                if adds_up and name not in untracked and (name in all_names or name in logs):
+                    results[name] = value
         return [row[len(head) :] for row in rows], results
+
+    def untracked(self, model, moments, logs):
+        """Return the names of results that are not those of the metrics with the same names.
+
+        A custom step may return a number by the name of a metric that it does not update, as that
+        of the loss.
+        """
+        if not has_own_steps(model):
+            return []
+        states = {prefix: state for prefix, (state, _) in moments.items() if state is not None}
+        computed = self.of_sums(model, np.asarray(_numbers(states.values())))
+        return [
+            prefix + name
+            for prefix, of_metrics in zip(states, computed)
+            for name, value in of_metrics.items()
+            if prefix + name in logs and not _is_close(logs[prefix + name], value)
+        ]
 
     def warn_of(self, others):
         """Warn once of each metric that does not add up. ``others``: why, by name."""
@@ -174,6 +195,12 @@ def _weighted(names, logs, moments):
         prefix = [each for each in moments if str(name).startswith(each)][-1]
         rows.append(float(moments[prefix][1]["rows"]) if name in logs else 0.0)
     return rows + [count * float(logs.get(name, 0)) for count, name in zip(rows, names)]
+
+
+def _is_close(value, other):
+    value, other = np.asarray(value, "float64"), np.asarray(other, "float64")
+    is_same_shape = value.shape == other.shape
+    return is_same_shape and np.allclose(value, other, _ROUNDING, _ROUNDING**2, equal_nan=True)
 
 
 def _number(value):

@@ -1351,8 +1351,20 @@ class OneByOne(Own):
         return logs
 
 
+class Reporting(Own):
+    "Returns the loss of the batch by the name of Keras' metric, which averages over batches."
+
+    def train_step(self, data):
+        rows, targets = data
+        loss = keras.ops.mean((self(rows) - targets) ** 2)
+        self.update(loss, len(rows))
+        return {"loss": loss, "twice": 2 * loss}
+
+
 trained("parts", Parts())
 trained("one by one", OneByOne())
+inputs, targets = inputs[: 2 * rows], targets[: 2 * rows]
+trained("reporting", Reporting())
 """
 
 
@@ -1372,6 +1384,8 @@ def test_keras_trains_in_every_precision_and_by_any_step(jobs):
         assert each["near"] == alone["near"] == [2.0**15, 2]
         for name in ("parts", "one by one"):
             assert each[name]["loss"] == pytest.approx(alone[name]["loss"], abs=1e-5)
+        for name in ("loss", "twice"):
+            assert each["reporting"][name] == pytest.approx(alone["reporting"][name], abs=1e-5)
 
 
 KERAS_REFUSED = """
