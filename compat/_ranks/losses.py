@@ -252,9 +252,9 @@ def warn_of_step(name, where, rows, distance):
 def warn_of_untried_step(name, where, problem):
     """Warn that a step of the user's failed on parts of a batch. Arguments as ``warn_of_step``."""
     errors.warn(
-        f"Whether the training step of {name!r} computes{where} means over the rows of a batch "
-        f"could not be tried: {problem.rstrip('.')}. If its loss is a sum, or compares rows with "
-        "one another, the ranks train to other numbers than one process."
+        f"The gradients that the training step of {name!r} computes{where} could not be checked on "
+        f"parts of a batch: {problem.rstrip('.')}. If its loss is a sum, or compares rows with one "
+        "another, the ranks train to other numbers than one process."
     )
 
 

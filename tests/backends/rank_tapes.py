@@ -450,7 +450,7 @@ MIXING_WARNING = (
     "computes it of its own rows, so that the ranks train to other numbers than one process."
 )
 UNTRIED_WARNING = (
-    "Whether the training step of {!r} computes ({}) means over the rows of a batch could not be "
-    "tried: {}: {}. If its loss is a sum, or compares rows with one another, the ranks train to "
+    "The gradients that the training step of {!r} computes ({}) could not be checked on parts of a "
+    "batch: {}: {}. If its loss is a sum, or compares rows with one another, the ranks train to "
     "other numbers than one process."
 )

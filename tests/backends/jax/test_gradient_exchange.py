@@ -341,11 +341,11 @@ def test_steps_that_train_each_rank_by_its_own_rows_are_named(jobs):
             assert text == MIXING.format(name, "refused-3.py, line N", rows, off)
         assert found["Draws"] == []
         (text,) = map(of_program, found["OfOneSize"])
-        problem = re.search(r"tried: (.*)\. If its", text).group(1)
+        problem = re.search(r"of a batch: (.*)\. If its", text).group(1)
         assert problem.startswith("TypeError: cannot reshape array of shape (1, 6)")
         assert text == (
-            "Whether the training step of 'of_one_size' computes (refused-3.py, line N; "
-            "refused-3.py, line N) means over the rows of a batch could not be tried: "
+            "The gradients that the training step of 'of_one_size' computes (refused-3.py, line N; "
+            "refused-3.py, line N) could not be checked on parts of a batch: "
             f"{problem}. If its loss is a sum, or compares rows with one another, the ranks train "
             "to other numbers than one process."
         )
