@@ -21,8 +21,8 @@ from conftest import ROOT
 from test_main import refused
 
 from compat import errors
-from compat._ranks.launch import output, rank_process, watching
-from compat._ranks.launch.rank_process import Ended
+from compat._ranks.launch import messages, output, processes, rank_process, tracebacks, watching
+from compat._ranks.launch.messages import Ended
 from compat._ranks.place import Place
 from compat._runtime import by_path
 
@@ -113,22 +113,22 @@ def test_each_rank_has_its_place_and_each_line_its_rank_in_front(finished):
 
 def test_a_line_whose_end_comes_late_has_no_empty_line_behind_it(capsys):
     shown = output.Output()
-    shown.add(0, rank_process.OUT, "whole", True)
-    shown.add(1, rank_process.OUT, "between", False)
-    shown.add(0, rank_process.OUT, "", False)
-    shown.add(0, rank_process.OUT, "", False)
-    shown.add(0, rank_process.OUT, "next", False)
+    shown.add(0, messages.OUT, "whole", True)
+    shown.add(1, messages.OUT, "between", False)
+    shown.add(0, messages.OUT, "", False)
+    shown.add(0, messages.OUT, "", False)
+    shown.add(0, messages.OUT, "next", False)
     assert capsys.readouterr().out == "[0] whole\n[1] between\n[0] \n[0] next\n"
 
 
 def test_long_lines_of_two_ranks_are_not_mixed(capsys, monkeypatch):
     sent = {}
     for number in range(2):
-        rank, messages = rank_process._Rank(number), []
-        monkeypatch.setattr(os, "write", lambda _, data, to=messages: to.append(data))
-        rank.send(rank_process.OUT, str(number) * 2500)
-        rank.send(rank_process.END, json.dumps(Ended(number, 1, [str(number) * 2500])))
-        sent[number] = messages
+        rank, lines = rank_process._Rank(number), []
+        monkeypatch.setattr(os, "write", lambda _, data, to=lines: to.append(data))
+        rank.send(messages.OUT, str(number) * 2500)
+        rank.send(messages.END, json.dumps(Ended(number, 1, [str(number) * 2500])))
+        sent[number] = lines
     monkeypatch.undo()
     ranks = watching.WatchedRanks(2)
     for pair in zip(sent[0], sent[1]):
@@ -173,7 +173,7 @@ def test_a_traceback_that_comes_in_pieces_is_told_as_a_whole(monkeypatch):
     monkeypatch.setattr(rank_process, "_UNSHOWN", 0)
     rank = rank_process._Rank(1)
     rank.send = lambda *message: None
-    stream = rank_process._Stream(rank, rank_process.ERR)
+    stream = rank_process._Stream(rank, messages.ERR)
     for piece in b"Traceback (most recent call last)", b":\n  File x\nValueError", b": one":
         stream.take(piece)
         stream.show_unfinished()
@@ -200,8 +200,8 @@ def test_what_a_rank_prints_as_it_ends_is_sent():
     rank, sent = rank_process._Rank(0), []
     rank.send = lambda kind, text, mark: sent.append((kind, text))
     with os.fdopen(reading, "rb", 0) as stream:
-        rank.forward({stream: rank_process.OUT}, Ending())
-    assert sent == [(rank_process.OUT, "last words")]
+        rank.forward({stream: messages.OUT}, Ending())
+    assert sent == [(messages.OUT, "last words")]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own rule")
@@ -369,7 +369,7 @@ def test_what_a_rank_leaves_behind_is_ended_if_it_failed(finished, status, daemo
     done, out, _ = finished(program)
     assert done == status
     pid = int(re.search(r"left (\d+)", out).group(1))
-    assert rank_process.runs(pid) == stays
+    assert processes.runs(pid) == stays
     if stays:
         os.kill(pid, signal.SIGKILL)
 
@@ -431,7 +431,7 @@ def test_what_ranks_started_is_killed_with_them(job):
         process.send_signal(signal.SIGTERM)
         time.sleep(0.5)
     process.communicate(timeout=30)
-    assert not any(map(rank_process.runs, pids))
+    assert not any(map(processes.runs, pids))
 
 
 def test_a_rank_ends_when_nobody_listens_any_more(tmp_path):
@@ -492,16 +492,16 @@ def test_a_signal_right_after_the_start_of_a_script_ends_all_of_it(tmp_path, nam
                  LOCAL_WORLD_SIZE="2"),
         stdout=subprocess.PIPE,
     ) as process:  # fmt: skip
-        kinds = [rank_process.START, rank_process.END]
+        kinds = [messages.START, messages.END]
         for line in process.stdout:
-            if rank_process.decode(line.decode())[1] == kinds[0]:
+            if messages.decode(line.decode())[1] == kinds[0]:
                 del kinds[0]
                 if not kinds:
                     process.terminate()  # one that was interrupted waits for it
                     break
     assert not kinds
     with open(mark) as file:
-        assert not rank_process.runs(int(file.read()))
+        assert not processes.runs(int(file.read()))
 
 
 def _ended(text):
@@ -560,7 +560,7 @@ def test_a_rank_tells_which_others_it_lost(absent):
 
 
 def test_a_traceback_is_found_behind_a_prefix():
-    traceback = rank_process.Traceback()
+    traceback = tracebacks.Traceback()
     for line in [
         "[rank1]: Traceback (most recent call last):",
         "[rank1]: ValueError: old",
@@ -595,21 +595,19 @@ def test_a_log_behind_a_traceback_is_none_of_its_lines():
         "Additional GRPC error information from remote target:",
         ':{"created":"@1795383559.746755925","grpc_status":14}',
     ]
-    traceback = rank_process.Traceback()
+    traceback = tracebacks.Traceback()
     for line in lines[:3] + logged + lines[3:] + ["E1122 21:39:19.746755 1 x.cc:10] no"]:
         traceback.add(line)
     assert traceback.lines == lines
 
 
 def test_messages_survive_launchers_that_put_something_in_front():
-    line = "[1,0]<stdout>:{0}12{1}out{1}part{1}text\x1f".format(
-        rank_process.BEGIN, rank_process.BETWEEN
-    )
-    assert rank_process.decode(line) == ["12", "out", "part", "text\x1f"]
+    line = "[1,0]<stdout>:{0}12{1}out{1}part{1}text\x1f".format(messages.BEGIN, messages.BETWEEN)
+    assert messages.decode(line) == ["12", "out", "part", "text\x1f"]
     for text in ("1", "x\x1fout\x1f\x1ftext", "1\x1fout\x1ftext"):
-        assert rank_process.decode(rank_process.BEGIN + text) is None
+        assert messages.decode(messages.BEGIN + text) is None
     for line in ("", "text"):
-        assert rank_process.decode(line) is None
+        assert messages.decode(line) is None
 
 
 def test_command_line(process, tmp_path, monkeypatch):
@@ -658,11 +656,11 @@ def test_a_process_that_outlives_its_launcher_is_killed():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     running = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # a zombie until it is waited for
-    rank_process.await_end([ended.pid, running.pid], 0.2)
+    processes.await_end([ended.pid, running.pid], 0.2)
     assert running.wait(timeout=10) == -signal.SIGKILL
     assert ended.wait() == 0
     began = time.monotonic()
-    rank_process.await_end([ended.pid, running.pid], 30.0)
+    processes.await_end([ended.pid, running.pid], 30.0)
     assert time.monotonic() - began < 30.0  # nothing is left to wait for
 
 
@@ -797,8 +795,8 @@ def test_signals_at_random_moments(tmp_path, cases):
 
 ORPHAN = """\
 import os, time
-from compat._ranks.launch import rank_process
-before_exec = rank_process.dies_with_this_process()
+from compat._ranks.launch import processes
+before_exec = processes.dies_with_this_process()
 parent = os.getpid()
 if os.fork() == 0:
     while os.getppid() == parent:

@@ -9,8 +9,8 @@ import test_launch
 from conftest import refusal
 
 from compat import errors
-from compat._ranks.launch import output, rank_process, watching
-from compat._ranks.launch.rank_process import Ended
+from compat._ranks.launch import messages, output, watching
+from compat._ranks.launch.messages import Ended
 
 job, finished = test_launch.job, test_launch.finished  # fixtures
 
@@ -53,8 +53,8 @@ def test_quiet_shows_the_last_lines_of_ranks_whose_end_is_not_heard(capsys):
     """Their machine may have gone."""
     ranks = watching.WatchedRanks(3, output.Output(quiet=True))
     for rank in range(3):
-        ranks.output.add(rank, rank_process.OUT, "line", False)
-        ranks.output.add(rank, rank_process.OUT, "half", True)
+        ranks.output.add(rank, messages.OUT, "line", False)
+        ranks.output.add(rank, messages.OUT, "half", True)
     ranks.ended = [Ended(1, 0, [])]
     assert ranks.conclude(5) == 5
     assert capsys.readouterr() == (

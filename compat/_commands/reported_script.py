@@ -18,7 +18,7 @@ from typing import List
 from .. import _api, _ranks
 from .._api import device_use
 from .._configuration.settings import listed
-from .._ranks.launch.rank_process import REPORT_VARIABLE
+from .._ranks.launch.messages import REPORT_VARIABLE
 from .._runtime import operation_times, safe_files
 from .._runtime.process import process
 

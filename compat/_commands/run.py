@@ -21,7 +21,7 @@ from .. import _ranks, errors
 from .._configuration import detection, device_choice, gpu_selection
 from .._configuration.settings import Settings
 from .._ranks import nesting, waiting
-from .._ranks.launch import output, rank_process, watching
+from .._ranks.launch import messages, output, watching
 from .._ranks.place import Place
 from .._runtime import by_path, reporting, safe_files
 from ..backend import Backend
@@ -206,7 +206,7 @@ def execute(options: Any) -> int:
         lines.append("1 rank: the script alone")
     elif ranks:
         if report:
-            environ[rank_process.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
+            environ[messages.REPORT_VARIABLE] = "1"  # of each rank, on whichever machine
         launcher = chosen.launcher(_ranks.Job(ranks, interpreter, environ, hosts))
         # mpirun passes on the variables that are named to it.
         shown = textwrap.shorten(" ".join(launcher), 400, placeholder=" ...")

@@ -22,7 +22,7 @@ import compat
 
 from ... import errors
 from ..._ranks.launch import starter
-from ..._ranks.launch.rank_process import dies_with_this_process
+from ..._ranks.launch.processes import dies_with_this_process
 from ..._runtime import by_path
 from ..._runtime.process import process
 from . import VARIABLE

@@ -10,7 +10,7 @@ from typing import Any, Callable, List, Optional, Set, Tuple
 
 from ... import errors
 from ..._runtime import safe_files
-from . import rank_process
+from . import messages
 
 # How many lines of dropped output are kept for the report of a failure.
 TAIL = 20
@@ -80,13 +80,13 @@ class Output:
         """Show what a rank has printed, the rank in front of each line."""
         if self.logs is not None:
             self.logs.add(rank, kind, text, unfinished)
-        if self.quiet and rank and kind == rank_process.OUT:
+        if self.quiet and rank and kind == messages.OUT:
             tail = self.tails[rank]
             tail[-1] = _shown_last(tail[-1] + text)
             if not unfinished:
                 tail.append("")
             return
-        stream = sys.stdout if kind == rank_process.OUT else sys.stderr
+        stream = sys.stdout if kind == messages.OUT else sys.stderr
         write = functools.partial(print, end="", file=stream, flush=True)
         self.lines.add((rank, kind), write, text, unfinished, "[{}] ".format(rank))
 

@@ -26,7 +26,7 @@ from ... import _ranks
 from ..._runtime import by_path
 from .. import launchers
 from ..tf_config import environ_of_worker
-from .rank_process import dies_with_this_process
+from .processes import dies_with_this_process
 
 # How long the others may take to end, in seconds.
 _GRACE = 8.0

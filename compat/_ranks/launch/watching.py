@@ -17,8 +17,9 @@ from typing import Any, Dict, List, Optional, Tuple
 
 from ... import errors
 from ..._runtime import progress
-from . import output, rank_process
-from .rank_process import Ended, await_end, kill
+from . import messages, output, processes
+from .messages import Ended
+from .processes import await_end, kill
 
 # How long a launcher may take to end the other ranks, after one has failed, in seconds.
 GRACE = 15.0
@@ -74,23 +75,23 @@ class WatchedRanks:
     def hear(self, data: bytes) -> None:
         """Take a line of the launcher's output."""
         line = data.decode("utf-8", "replace")
-        message = rank_process.decode(line)
+        message = messages.decode(line)
         if message is None:
             self.launcher_said = self.launcher_said[-200:] + [line]
             return
         rank, (kind, mark, text) = int(message[0]), message[1:]
         parts = self.parts[rank, kind]
         parts.append(text)
-        if mark == rank_process.PART:
+        if mark == messages.PART:
             return
         text = "".join(parts)
         parts.clear()
-        if kind == rank_process.START:
+        if kind == messages.START:
             self.processes[rank], self.scripts[rank] = map(int, text.split())
-        elif kind in (rank_process.OUT, rank_process.ERR):
+        elif kind in (messages.OUT, messages.ERR):
             self.is_starting = False
-            self.output.add(rank, kind, text, mark == rank_process.UNFINISHED)
-        elif kind == rank_process.END:
+            self.output.add(rank, kind, text, mark == messages.UNFINISHED)
+        elif kind == messages.END:
             end = Ended(*json.loads(text))
             # An engine may end a rank by a signal when another has given up.
             if end.status > 128 and any(earlier.lost for earlier in self.ended):
@@ -173,7 +174,7 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
     """
     told: List[int] = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
-    numbers = [n for n in rank_process.PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]
+    numbers = [n for n in processes.PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]
     before = {n: signal.signal(n, lambda number, frame: told.append(number)) for n in numbers}
     try:
         for restart in range(max_restarts + 1):
@@ -207,7 +208,7 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
 
 def _run(command, environ, ranks, told, elsewhere):
     """Run the launcher once, and return its exit status."""
-    launcher = rank_process.started(command, environ, subprocess.STDOUT)
+    launcher = processes.started(command, environ, subprocess.STDOUT)
     with progress.shown(ranks.starting), launcher:
         try:
             _listen(launcher, ranks, told, elsewhere)
@@ -262,13 +263,13 @@ def _pass_on(told, launcher, ranks, elsewhere):
     if told == [signal.SIGINT] and (elsewhere or len(ranks.processes) == ranks.size):
         output.say(
             "compat run: interrupted. The ranks are, too, and have up to {:.0f} seconds to "
-            "end; Ctrl-C again ends them at once.".format(rank_process.INTERRUPT_GRACE)
+            "end; Ctrl-C again ends them at once.".format(processes.INTERRUPT_GRACE)
         )
         if elsewhere:
             launcher.send_signal(signal.SIGINT)
         for rank in [] if elsewhere else running:
             kill(ranks.processes[rank], signal.SIGINT)
-        return rank_process.INTERRUPT_GRACE
+        return processes.INTERRUPT_GRACE
     if len(told) < 3:
         name = signal.Signals(told[-1]).name
         output.say(f"compat run: told to end by {name}; the ranks are ended.")

@@ -12,7 +12,7 @@ from compat._backends.theano import backend
 from compat._configuration import device_choice, gpu_selection
 from compat._configuration.settings import Settings
 from compat._ranks import launchers
-from compat._ranks.launch import rank_process
+from compat._ranks.launch import processes
 from compat.testing import slow
 
 from .. import rank_decisions, rank_gradients, rank_state, ranks
@@ -268,9 +268,9 @@ def test_what_ranks_have_started_ends_if_compat_run_is_killed(tmp_path):
     process.kill()
     process.communicate(timeout=60)
     until = time.monotonic() + 15
-    while any(map(rank_process.runs, children)) and time.monotonic() < until:
+    while any(map(processes.runs, children)) and time.monotonic() < until:
         time.sleep(0.1)
-    assert not any(map(rank_process.runs, children))
+    assert not any(map(processes.runs, children))
 
 
 @pytest.mark.parametrize("faulty, said", [(None, ""), (1, "ValueError: bad")])

@@ -1,0 +1,60 @@
+"""Messages that the processes of ranks send to ``compat run``, through the launcher's output.
+
+A message is a line: ``BEGIN``, the rank, the message's kind, a mark, its text.
+"""
+
+import signal
+from typing import Any, Iterator, List, NamedTuple, Optional, Union
+
+# Characters that no program prints by chance: ASCII's record and unit separators.
+BEGIN, BETWEEN = "\x1e", "\x1f"
+# Kinds: the rank has started, with the numbers of its process and of the script's; a line of
+# standard output, of standard error; how the rank ended, the values of an ``Ended``.
+START, OUT, ERR, END = "start", "out", "err", "end"
+# Marks. A part of a text too long for one message: what follows ends it soon. And the beginning of
+# a line that is not printed to its end yet, such as a progress bar.
+PART, UNFINISHED = "part", "unfinished"
+# Characters of up to four bytes each: a write of 4096 bytes to a pipe is never torn apart (POSIX's
+# PIPE_BUF, on Linux).
+_PART = 1000
+#: Names the file in which a rank leaves its report for ``compat run --report``.
+REPORT_VARIABLE = "COMPAT_REPORT"
+
+
+def encoded(rank: int, kind: str, text: str, mark: str = "") -> Iterator[bytes]:
+    """Yield the lines that send a text, each of which is to be written at once."""
+    parts = [text[start : start + _PART] for start in range(0, len(text), _PART)] or [""]
+    for number, part in enumerate(parts, 1):
+        fields = str(rank), kind, mark if number == len(parts) else PART, part
+        yield (BEGIN + BETWEEN.join(fields) + "\n").encode("utf-8", "replace")
+
+
+def decode(line: str) -> Optional[List[str]]:
+    """Return the rank, kind, mark and text of a message; None for what the launcher prints."""
+    message = line.partition(BEGIN)[2].split(BETWEEN, 3)  # launchers may put something in front
+    return message if len(message) == 4 and message[0].isdecimal() else None
+
+
+class Ended(NamedTuple):
+    """How a rank ended.
+
+    Attributes:
+        status: its exit status; 128 + n for signal n.
+        traceback: the lines of the last traceback that it printed.
+        lost: whether it failed only because other ranks were missing, or which ones, where it knows
+            them: "ranks 4 and 5".
+        terminated: whether the launcher terminated it.
+        report: its part of ``compat run --report``, if any.
+    """
+
+    rank: int
+    status: int
+    traceback: List[str]
+    lost: Union[bool, str] = False
+    terminated: bool = False
+    report: Any = None
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a framework's native code aborted the process, without a traceback."""
+        return self.status == 128 + signal.SIGABRT and not self.traceback
