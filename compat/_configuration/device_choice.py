@@ -97,7 +97,8 @@ class Devices:
         if restricted:
             selection = Selection("count", len(self.wanted() or range(listed)))
         visible = [(str(position), GPU()) for position in range(listed)]
-        positions, short = choose_among(selection, visible, self.problems)
+        positions, short, problems = choose_among(selection, visible)
+        self.problems += problems
         if self.place is not None and positions and not restricted:
             is_bound = self.bound and len(positions) == 1
             if not short and not is_bound and len(positions) < self.place.local_size:
@@ -241,7 +242,7 @@ def _chosen(selection, visible, problems, environ, said, variable=CUDA):
 
     ``said``: the variable that says which are visible, or None.
     """
-    positions, shortage = choose_among(selection, visible, problems)
+    positions, shortage, of_claims = choose_among(selection, visible)
     if shortage:
         found = f" ({said}={environ[said]})" if said else ""
         shortage = str(selection), errors.shortened(shortage + found)
@@ -251,7 +252,7 @@ def _chosen(selection, visible, problems, environ, said, variable=CUDA):
         positions,
         [gpu.uuid for _, gpu in chosen],
         shortage=shortage,
-        problems=problems,
+        problems=[*problems, *of_claims],
         variable=variable,
         reason=shortage[1] if shortage else "",
     )

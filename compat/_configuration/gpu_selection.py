@@ -3,6 +3,7 @@
 import contextlib
 import os
 import types
+from typing import List, NamedTuple, Optional, Sequence
 
 from .. import errors
 from .._runtime.process import process
@@ -129,29 +130,41 @@ def _parse_id(item):
 # Choosing -------------------------------------------------------------------------------------
 
 
-def choose_among(selection, visible, problems):
-    """Positions in ``visible``, pairs of entry and GPU; and what is short, or None.
+class Choice(NamedTuple):
+    """Visible GPUs that a selection means.
 
-    Appends to ``problems``.
+    Attributes:
+        positions: among the visible ones.
+        shortage: what is missing of what was asked for, a clause; None: nothing.
+        problems: with the claims of idle GPUs, a sentence each.
     """
+
+    positions: "Sequence[int]"
+    shortage: "Optional[str]" = None
+    problems: "Sequence[str]" = ()
+
+
+def choose_among(selection, visible):
+    """Return the ``Choice`` among visible GPUs, pairs of entry and ``GPU``."""
     if selection.kind == "all":
-        return range(len(visible)), None
+        return Choice(range(len(visible)))
     if selection.kind == "count":
         short = are(len(visible), "visible") if selection.count > len(visible) else None
-        return range(min(selection.count, len(visible))), short
+        return Choice(range(min(selection.count, len(visible))), short)
     if selection.kind == "ids":
         positions, missing = _positions(selection.ids, visible)
         there = are(len(visible), "visible")
         short = "there is no {}: {}".format(" or ".join(missing), there) if missing else None
-        return positions, short
-    positions, unsure = claim_idle(visible, selection.count, problems)
-    found = []
-    if len(positions) < (selection.count or 1):
-        idle = are(len(positions) - len(unsure), "idle")
-        found.append(f"{idle} of {len(visible)} visible")
+        return Choice(positions, short)
+    idle, problems = claim_idle(visible, selection.count)
+    unsure = [(each.entry, each.unknown) for each in idle if each.unknown]
+    shortages = []
+    if len(idle) < (selection.count or 1):
+        known = are(len(idle) - len(unsure), "idle")
+        shortages.append(f"{known} of {len(visible)} visible")
     if unsure:
-        found.append(_unsure(unsure))
-    return positions, ", and ".join(found) or None
+        shortages.append(_unsure(unsure))
+    return Choice([each.position for each in idle], ", and ".join(shortages) or None, problems)
 
 
 def _unsure(unsure):
@@ -203,62 +216,95 @@ def invalid_gpus(gpus, problem):
 # Idle GPUs, ``gpus="free"`` ----------------------------------------------------------------------
 
 
-def claim_idle(visible, count, problems):
-    """Positions of idle GPUs, those with most free memory, each claimed for this process.
+class IdleGPU(NamedTuple):
+    """A visible GPU that is idle, as far as the driver reports that.
 
-    Where one cannot be claimed, which two jobs may then choose, ``problems`` gets a sentence.
+    Attributes:
+        position: among the visible GPUs.
+        entry: its id or its name there.
+        gpu: as the driver lists it.
+        unknown: what the driver does not report of how busy it is; empty: it is idle.
+        is_claimed: whether this process has claimed it already.
+    """
 
-    Idle: no process computes on it that the driver shows, less than a tenth of the memory is
-    used (a desktop uses some) and less than a tenth of the time, and no other process that
-    chose in this way has claimed it. Where the driver does not tell one of these, as under MIG,
-    a GPU is not known to be idle: such ones are taken where there are too few others, and only
-    one where no number was asked for.
+    position: int
+    entry: str
+    gpu: "GPU"
+    unknown: "Sequence[str]"
+    is_claimed: bool
+
+    @property
+    def order(self):
+        """Order in which GPUs are taken: known to be idle, claimed, with most free memory."""
+        free = (self.gpu.memory_total or 0) - (self.gpu.memory_used or 0)
+        return bool(self.unknown), not self.is_claimed, -free, self.position
+
+
+def claim_idle(visible, count):
+    """Claim idle GPUs for this process, those with most free memory first.
+
+    Where the driver does not report whether a GPU is idle, as under MIG, it is taken where there
+    are too few others, and only one where no number was asked for.
+
+    Arguments:
+        visible: pairs of entry and ``GPU``.
+        count: how many; None: all that are idle.
 
     Returns:
-        The positions; and for those not known to be idle, their entries and what is unknown.
+        The ``IdleGPU``s, by position; and a sentence for each of them that cannot be claimed, so
+        that two jobs may choose it.
+    """
+
+    def is_wanted(candidate):
+        return len(taken) < (count or (1 if candidate.unknown else len(visible)))
+
+    taken: "List[IdleGPU]" = []
+    unlockable, problems = [], []
+    for candidate in sorted(_idle_among(visible), key=lambda candidate: candidate.order):
+        if not is_wanted(candidate):
+            break
+        try:
+            if _claim(candidate.gpu):
+                taken.append(candidate)
+        except OSError as error:
+            unlockable.append((candidate, error.strerror or error))
+    # Those that cannot be locked come last, so that such a file cannot block a GPU for ever.
+    for candidate, problem in unlockable:
+        if is_wanted(candidate):
+            taken.append(candidate)
+            problems.append(
+                f"GPU {candidate.entry} is idle but cannot be claimed: "
+                f"{_lock_path(candidate.gpu)} cannot be locked ({problem}). Another job that asks "
+                "for idle GPUs may take it, too. Choose GPUs by their ids, or have that file "
+                "removed."
+            )
+    return sorted(taken, key=lambda candidate: candidate.position), problems
+
+
+def _idle_among(visible):
+    """Yield the visible GPUs that no other job uses, as ``IdleGPU``s.
+
+    Idle: no process computes on it that the driver shows, less than a tenth of the memory is
+    used (a desktop uses some) and less than a tenth of the time. One that this process has claimed
+    stays idle for it.
     """
     computing = busy()
-    candidates = []
     for position, (entry, gpu) in enumerate(visible):
         if not gpu.uuid:  # a MIG instance, or a GPU that only the framework lists
             gpu = GPU(uuid=entry.replace("/", "-"))
-        is_ours = _claimed(gpu)
-        missing = [] if is_ours else gpu.unknown()
-        if not is_ours and (computing is None or gpu.index is None):
-            missing.append("processes")
-        used, total = gpu.memory_used or 0, gpu.memory_total or 0
+        if _claimed(gpu):
+            yield IdleGPU(position, entry, gpu, [], True)
+            continue
+        unknown = gpu.unknown()
+        if computing is None or gpu.index is None:
+            unknown.append("processes")
         is_busy = (
             gpu.uuid in (computing or [])
-            or (gpu.memory_total is not None and used * 10 > total)
+            or (gpu.memory_total is not None and (gpu.memory_used or 0) * 10 > gpu.memory_total)
             or (gpu.utilization or 0) >= 10
         )
-        if is_ours or not is_busy:
-            order = bool(missing), not is_ours, used - total, position
-            candidates.append((order, gpu, (position, entry, missing)))
-    taken = []  # type: list
-    unclaimed = []
-    for _, gpu, choice in sorted(candidates):
-        _, entry, missing = choice
-        wanted = count or (1 if missing else len(visible))
-        if len(taken) >= wanted:
-            break
-        try:
-            if _claim(gpu):
-                taken.append(choice)
-        except OSError as error:
-            text = (
-                f"GPU {entry} is idle but cannot be claimed: {_lock_path(gpu)} cannot be locked "
-                f"({error.strerror or error}). Another job that asks for idle GPUs may take it, "
-                "too. Choose GPUs by their ids, or have that file removed."
-            )
-            unclaimed.append((wanted, choice, text))
-    # Those that cannot be locked come last, so that such a file cannot block a GPU for ever.
-    for wanted, choice, text in unclaimed:
-        if len(taken) < wanted:
-            taken.append(choice)
-            problems.append(text)
-    taken.sort()
-    return [choice[0] for choice in taken], [choice[1:] for choice in taken if choice[2]]
+        if not is_busy:
+            yield IdleGPU(position, entry, gpu, unknown, False)
 
 
 def _claimed(gpu):
