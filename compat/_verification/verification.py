@@ -8,7 +8,6 @@ compared. Here is what all backends have in common; a ``Step`` of each knows how
 
 import collections
 import contextlib
-import functools
 import random
 from typing import Any, ContextManager, Sequence, Union
 
@@ -91,66 +90,42 @@ class Verification:
         self.left[kind] -= 1
         if kind == "train":
             self._unverified = 0
-        start, numbers = step.read(), random_numbers()
-        step.noted = step.attributes()
-        try:
+        runs = _Runs(step)
+        with runs.undone_on_error():
             with suspended, self.shown(kind):
-                # First, so that what the first step makes and traces is what it would be.
-                step.write(start)  # what is kept twice, for one device and for all, is the same
-                given, results = step.on_all_devices()
-                found, after = {**results, **step.read()}, random_numbers()
-                step.write(start)
-                numbers.close()
-                with _aside(step):
-                    expected = {**step.on_one_device(), **step.read()}
-
-                again = functools.partial(self._again, step, start)
-                why = step.by_design(False, _changed(start, expected))
-                if why is None:
-                    comparison = _compared(step, start, expected, [again()], found, again)
-                    if comparison.differing:
-                        raise self._difference(kind, step, start, comparison)
-                    if comparison.compared_nothing():
-                        is_noise = is_random(step.dtype, expected, again(None))
-                        why = "it is random" if is_noise else "it amplifies rounding too far"
-                    else:
-                        self._note(comparison)
-                if why is not None:
-                    with _aside(step):
-                        self._compare_in_inference(kind, step, start, why)
+                runs.do()
+                self._compare(kind, runs)
                 if process.records_operations and kind == "train" and not self.record.operations:
-                    step.write(start)
+                    step.write(runs.start)
                     with _aside(step):
                         self.record.operations = step.operations()
-            step.write({label: value for label, value in found.items() if label not in results})
-            after.close()
-        except BaseException:
-            # What the step itself has raised is what its caller must see.
-            step.noted.put_back()
-            with contextlib.suppress(Exception):
-                step.give_up(start)
-            raise
+            runs.leave_that_on_all_devices()
         self.record.steps[kind] += 1
         if kind == "train":  # what evaluates and predicts next may have kept the weights of before
             self.left.update(evaluate=1, predict=1)
-        return step.finish(given, start)
+        return step.finish(runs.returned, runs.start)
 
-    def _again(self, step, start, seed=0, number=None):
-        """Return the step on one device once more, where its weights are off by rounding.
+    def _compare(self, kind, runs):
+        """Compare the step on all devices with that on one; or, failing that, in inference.
 
-        Arguments:
-            seed: of how they are off; None: they are as before.
-            number: as ``given_moved`` takes it.
+        Raises:
+            ResultsDifferError: they differ.
         """
-        moved = _moved(step, start, seed)
-        step.write(moved)
-        with _aside(step), given_moved(step, seed, number):
-            after = {**step.on_one_device(), **step.read()}
-        # Changes count from where this one began, unless the step gives another shape.
-        for label, value in moved.items():
-            if value is not start[label] and after[label].shape == value.shape:
-                after[label] = after[label] - (value - start[label])
-        return after
+        step = runs.step
+        why = step.by_design(False, _changed(runs.start, runs.on_one))
+        if why is None:
+            comparison = _compared(
+                step, runs.start, runs.on_one, [runs.again()], runs.on_all, runs.again
+            )
+            if comparison.differing:
+                raise self._difference(kind, step, runs.start, comparison)
+            if not comparison.compared_nothing():
+                self._note(comparison)
+                return
+            is_noise = is_random(step.dtype, runs.on_one, runs.again(None))
+            why = "it is random" if is_noise else "it amplifies rounding too far"
+        with _aside(step):
+            self._compare_in_inference(kind, step, runs.start, why)
 
     def _note(self, comparison):
         self.record.compared += comparison.compared
@@ -214,6 +189,73 @@ class Verification:
         )
         self.record.failure = str(error)
         return error
+
+
+class _Runs:
+    """Runs of one step from the same state: on all devices, on one, and on one again.
+
+    Made before the step: the state to begin from is that of now.
+
+    Attributes:
+        start: values before the step, by label.
+        on_all: values and results after it, by label, on all devices.
+        on_one: likewise on one device.
+        returned: what the step's caller is to get.
+    """
+
+    def __init__(self, step):
+        self.step = step
+        self.start = step.read()
+        self._random_start = random_numbers()
+        step.noted = step.attributes()
+
+    def do(self):
+        """Do the step on all devices, and then on one."""
+        step = self.step
+        # On all devices first, so that what the first step makes and traces is what it would be.
+        step.write(self.start)  # what is kept twice, for one device and for all, is the same
+        self.returned, self._results = step.on_all_devices()
+        self.on_all = {**self._results, **step.read()}
+        self._random_end = random_numbers()
+        step.write(self.start)
+        self._random_start.close()
+        with _aside(step):
+            self.on_one = {**step.on_one_device(), **step.read()}
+
+    def again(self, seed=0, number=None):
+        """Return the step on one device once more, where its weights are off by rounding.
+
+        Arguments:
+            seed: of how they are off; None: they are as before.
+            number: as ``given_moved`` takes it.
+        """
+        step, moved = self.step, _moved(self.step, self.start, seed)
+        step.write(moved)
+        with _aside(step), given_moved(step, seed, number):
+            after = {**step.on_one_device(), **step.read()}
+        # Changes count from where this one began, unless the step gives another shape.
+        for label, value in moved.items():
+            if value is not self.start[label] and after[label].shape == value.shape:
+                after[label] = after[label] - (value - self.start[label])
+        return after
+
+    def leave_that_on_all_devices(self):
+        """Leave the model, and random numbers, as the step on all devices has left them."""
+        state = {label: v for label, v in self.on_all.items() if label not in self._results}
+        self.step.write(state)
+        self._random_end.close()
+
+    @contextlib.contextmanager
+    def undone_on_error(self):
+        """Within, an error leaves the model as it was before the step."""
+        try:
+            yield
+        except BaseException:
+            # What the step itself has raised is what its caller must see.
+            self.step.noted.put_back()
+            with contextlib.suppress(Exception):
+                self.step.give_up(self.start)
+            raise
 
 
 def _compared(step, start, expected, others, found, again):
