@@ -421,7 +421,6 @@ BY_HAND = {
     "compat._backends.tensorflow2.replicas": "",
     "compat._backends.theano.function_copies": "",
     "compat._backends.theano.replicas": "",
-    "compat._backends.torch.side_effects": "",
 }
 
 
@@ -487,7 +486,6 @@ KEPT_BY_MODULES = {
     "compat._backends.tensorflow2.watched_loops._watches": "goes with the model",
     "compat._backends.theano.executions._patches": "empty but while something records",
     "compat._backends.theano.executions._recorders": "empty but while something records",
-    "compat._backends.torch.loss_terms._losses": "empty but within a backward pass",
     "compat._backends.torch.optimizer_steps._handles": "a hook for all optimizers, as a patch",
     "compat._backends.torch.rules.RULES": "filled while the module is imported",
     "compat._configuration.registry._registered": "as a module that is imported stays",

@@ -1,32 +1,168 @@
 """Backward passes of ranks: their end, and the rows of the forward passes behind them."""
 
+import contextlib
 import weakref
+from typing import Any, Dict, List, Set, Tuple
 
 import torch
 
+from ... import errors
 from ..._runtime import patching
-from . import parameter_hooks
+from . import loss_terms, parameter_hooks
 from .tensors import tensors_in
 
-#: What tells that a pass has ended.
+#: The function of torch that reports the end of a pass.
 PASS_HOOK = "Variable._execution_engine.queue_callback"
-# The one that goes on, if there is one.
-_passes = weakref.WeakSet()  # type: weakref.WeakSet
+#: The function of torch that reports the beginning of a pass, and the gradients of its loss.
+_NODE_HOOK = "Node.register_prehook"
+
+
+class BackwardCall:
+    """A call of ``torch.autograd.backward()``, which adds to the gradients of parameters.
+
+    Several threads may be in such calls at once, and a hook runs in the thread of a device. So a
+    call is known by the number of its graph task, which is the same for all of its hooks.
+
+    Attributes:
+        loss: the ``Loss`` that it differentiates.
+        outermost: the call that it is nested in, as those of ``torch.utils.checkpoint`` are; or
+            itself.
+        joined: a weak reference to the ``Pass`` that it is, once ranks exchange gradients in it.
+        model: the class of a model whose gradients are exchanged in it, or None.
+        beside: likewise, in a call of another thread that was under way at the same time.
+    """
+
+    _under_way: "List[BackwardCall]" = []
+
+    def __init__(self, loss):
+        self.loss, self.task, self.joined = loss, None, _nothing
+        self.model = self.beside = None
+        self.outermost = self
+
+    @classmethod
+    def current(cls):
+        """Return the call that the hook that is running belongs to, or ``UNSEEN``."""
+        task = torch._C._current_graph_task_id()
+        calls = [call for call in list(cls._under_way) if call.task == task]
+        return calls[0] if calls and task >= 0 else UNSEEN
+
+    @classmethod
+    def missed_hooks(cls):
+        """Return the names of what should have noted the loss of the pass that ends, and did not.
+
+        It is the end of the call that is current.
+        """
+        call = cls.current()
+        if call is UNSEEN:
+            return [_NODE_HOOK if cls._under_way else "torch.autograd.backward"]
+        terms = call.outermost.loss.terms
+        return [_NODE_HOOK] if terms and all(term.gradient is None for term in terms) else []
+
+    @contextlib.contextmanager
+    def followed(self, tensors):
+        """Return the context of the call, which begins with these tensors."""
+        outer = self.current()
+        self.outermost = self if outer is UNSEEN else outer.outermost
+        models = [call.model for call in self._others()]
+        self.beside = next(filter(None, models), None)
+        with contextlib.ExitStack() as afterwards:
+            self._under_way.append(self)
+            afterwards.callback(self._under_way.remove, self)
+            hooks = [(_node(tensor), self._begin) for tensor in tensors]
+            for node, hook in hooks + [(term.node, term.note) for term in self.loss.terms]:
+                if node is not None:
+                    handle = node.register_prehook(patching.Callback(_NODE_HOOK, hook))
+                    afterwards.callback(handle.remove)
+            yield
+
+    def _begin(self, gradients):
+        if self.task is None:  # else another call begins with the same tensor
+            self.task = torch._C._current_graph_task_id()
+
+    def _others(self):
+        """Return the calls of other threads."""
+        return [call for call in list(self._under_way) if call.outermost is not self.outermost]
+
+    def exchanges(self, model):
+        """Note that the gradients of a model of this class are exchanged in this call.
+
+        Raises:
+            UnsupportedError: so are gradients in another thread.
+        """
+        self.model = self.model or model
+        for call in self._others():
+            call.beside = self.model
+        if self.beside is not None:
+            raise errors.UnsupportedError(
+                f"Two threads run backward passes at once, of {self.beside} and of {model}, whose "
+                "gradients ranks exchange. Each rank may do that in another order. Run one "
+                "backward pass after the other: in one thread, or in an order that is the same on "
+                "all ranks."
+            )
+
+
+def _nothing():
+    """Return None, as a weak reference does to what is no more."""
+
+
+#: Stands for a call that is not known, such as where torch's own hooks do not report it.
+UNSEEN = BackwardCall(loss_terms.Loss([], True))
+
+
+def _node(tensor):
+    """Return the node of autograd's graph that a pass begins with at a tensor, or an edge."""
+    if isinstance(tensor, torch.autograd.graph.GradientEdge):
+        return tensor.node
+    node = getattr(tensor, "grad_fn", None)
+    if node is None and getattr(tensor, "requires_grad", False):  # a parameter itself
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
+    return node  # None: torch refuses it
+
+
+def follow():
+    """Have all backward passes record from now on what they begin with."""
+    if patching.find(torch.autograd, "backward") is not None:
+        return
+    plain = torch.autograd.backward
+
+    def backward(tensors, *args, **kwargs):
+        single = isinstance(tensors, (torch.Tensor, torch.autograd.graph.GradientEdge))
+        roots = [tensors] if single else list(tensors)
+        with BackwardCall(loss_terms.loss_of(roots)).followed(roots):
+            return plain(tensors if single else roots, *args, **kwargs)
+
+    patching.Patch(torch.autograd, "backward", backward)
+
+
+def is_under_way():
+    """Return whether the hook that is running belongs to a call of ``backward()``."""
+    return BackwardCall.current() is not UNSEEN
+
+
+def loss_under_way():
+    """Return the ``Loss`` of the backward pass to which the hook that is running belongs."""
+    return BackwardCall.current().outermost.loss
 
 
 class Pass:
     """A backward pass, which autograd calls when it has ended, and lets go of if it fails.
 
     A pass within another, such as those of ``torch.utils.checkpoint``, belongs to that one.
+
+    Arguments:
+        call: the outermost ``BackwardCall`` that it belongs to.
     """
 
-    def __init__(self):
-        self.exchanges = []
+    def __init__(self, call):
+        self.call = call
+        self.exchanges: "List[Any]" = []
         self.early = None  # the exchange whose buckets may leave before the end
         self.is_recorded = torch.is_grad_enabled()  # under create_graph=True
-        self.due = set()  # type: set  # ids of parameters and names of what was to call their hooks
-        self.before = {}  # type: dict  # by such an id: the gradient before the pass
-        self.hooks = {}  # type: dict  # likewise: the parameter, and what calls its hooks
+        # Ids of parameters, and names of what was to call their hooks.
+        self.due: "Set[Tuple[int, str]]" = set()
+        self.before: "Dict[int, torch.Tensor]" = {}  # by such an id: the gradient before the pass
+        # Likewise: the parameter, and what calls its hooks.
+        self.hooks: "Dict[int, Any]" = {}
 
     @classmethod
     def join(cls, exchange):
@@ -34,12 +170,14 @@ class Pass:
 
         No frame that an error goes through, and which the error keeps, may hold a pass.
         """
-        found = next(iter(_passes), None)
+        call = BackwardCall.current().outermost
+        call.exchanges(type(exchange.model()).__name__)
+        found = call.joined()
         if found is None:
-            found = cls()
+            found = cls(call)
             ended = patching.Callback(PASS_HOOK, found)
             torch.autograd.Variable._execution_engine.queue_callback(ended)
-            _passes.add(found)
+            call.joined = weakref.ref(found)
         if exchange not in found.exchanges:
             exchange.begin()
             found.exchanges.append(exchange)
@@ -78,7 +216,7 @@ class Pass:
 
     def __call__(self):
         """Run the exchanges: of several models all ranks run theirs in the same order."""
-        _passes.discard(self)
+        self.call.joined = _nothing
         for exchange in self.exchanges:  # before means are written, of what several may exchange
             exchange.warn_of_changes()
         for exchange in sorted(self.exchanges, key=lambda e: (e is not self.early, e.number)):
@@ -94,7 +232,7 @@ class ForwardRows:
     def __init__(self):
         # Of each forward pass since the last backward pass: its rows, and whether autograd has come
         # to its outputs; None: no tensor was found in these.
-        self.passes = []  # type: list
+        self.passes: "List[List[Any]]" = []
         self.used = False  # whether a backward pass has gone through them
         self.step = None  # the rows of a step of Keras', which may call the model in any way
 

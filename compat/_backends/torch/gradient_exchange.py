@@ -27,10 +27,9 @@ import torch
 from ... import errors
 from ..._ranks import checksum
 from ..._runtime import patching
-from . import loss_terms, parameter_hooks
-from .backward_passes import PASS_HOOK, ForwardRows, Pass
+from . import backward_passes, loss_terms, parameter_hooks
+from .backward_passes import PASS_HOOK, BackwardCall, ForwardRows, Pass, loss_under_way
 from .gradient_sums import Sums
-from .loss_terms import loss_under_way
 from .tensors import are_same
 
 # What tells that a gradient is there.
@@ -41,7 +40,7 @@ _arriving = threading.RLock()
 
 def is_under_way():
     """Return whether a backward pass is under way that a model of ranks may be in."""
-    exchanges = list(Exchange._all) if loss_terms.is_under_way() else []
+    exchanges = list(Exchange._all) if backward_passes.is_under_way() else []
     return any(each.rows.are_awaited() and not each.source.is_alone for each in exchanges)
 
 
@@ -141,7 +140,7 @@ class Exchange:
         Returns:
             The pass; None: gradients of this model are not exchanged now.
         """
-        if self.source.is_alone or not loss_terms.is_under_way():
+        if self.source.is_alone or not backward_passes.is_under_way():
             return None
         with _arriving:
             return Pass.join(self)
@@ -188,7 +187,9 @@ class Exchange:
                     self.sums.write_mean(parameter, parameter.grad)
             check = checksum.is_due(self.count)
             if check and not self.is_suspect:
-                self.is_suspect = loss_terms.check_loss(self.engine, name, weight, rows)
+                self.is_suspect = loss_terms.check_loss(
+                    self.engine, name, loss_under_way(), weight, rows
+                )
             if check and self.engine.place.rank == 0:
                 self.source.warn_of_means(model, self)
             if self.state:
@@ -202,7 +203,7 @@ class Exchange:
 
     def note_hooks(self, model, under_way):
         """Have the pass call the script's hooks on parameters when all means are there."""
-        missed = loss_terms.missed_hooks()
+        missed = BackwardCall.missed_hooks()
         for parameter, hooks in parameter_hooks.registered(self.hooked, self.sums.reached):
             missed += under_way.add_hooks(parameter, hooks, id(parameter) in self.reached)
         for name in missed:

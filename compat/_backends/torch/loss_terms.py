@@ -11,7 +11,6 @@ targets is that of the ranks' means, weighted by these numbers.
 """
 
 import collections
-import contextlib
 import zlib
 
 import numpy as np
@@ -19,7 +18,6 @@ import torch
 
 from ... import errors
 from ..._ranks import losses
-from ..._runtime import patching
 
 _MEAN, _SUM = 1, 2  # of torch's reductions
 _REDUCTIONS = {"MeanBackward0": _MEAN, "MeanBackward1": _MEAN,
@@ -31,11 +29,6 @@ _ARITHMETIC = frozenset(
 )
 # So many operations between a loss and what it is made of are looked at.
 _MOST = 100
-
-# What tells the gradient of a term.
-_TERM_HOOK = "Node.register_prehook"
-# Of the backward passes under way, the outermost first: their losses.
-_losses = []  # type: list
 
 
 class Term:
@@ -84,46 +77,8 @@ class Loss(collections.namedtuple("Loss", "terms others")):
         return None if self.others or len(totals) != 1 else totals.pop()
 
 
-def follow():
-    """Have all backward passes record from now on what they begin with."""
-    if patching.find(torch.autograd, "backward") is not None:
-        return
-    plain = torch.autograd.backward
-
-    def backward(tensors, *args, **kwargs):
-        loss = _loss(tensors)
-        _losses.append(loss)
-        with contextlib.ExitStack() as afterwards:
-            afterwards.callback(_losses.pop)
-            for term in loss.terms:
-                noting = patching.Callback(_TERM_HOOK, term.note)
-                afterwards.callback(term.node.register_prehook(noting).remove)
-            return plain(tensors, *args, **kwargs)
-
-    patching.Patch(torch.autograd, "backward", backward)
-
-
-def is_under_way():
-    """Return whether there is a backward pass that adds to the gradients of parameters."""
-    return bool(_losses)
-
-
-def missed_hooks():
-    """Return the names of what should have noted the loss of the pass that ends, and did not."""
-    if not _losses:
-        return ["torch.autograd.backward"]
-    terms = _losses[0].terms
-    return [_TERM_HOOK] if terms and all(term.gradient is None for term in terms) else []
-
-
-def loss_under_way():
-    """Return the loss of the backward pass under way."""
-    return _losses[0] if _losses else Loss([], True)
-
-
-def _loss(tensors):
-    """Return what a loss was reduced from."""
-    tensors = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+def loss_of(tensors):
+    """Return the ``Loss`` of a backward pass that begins with these tensors."""
     # Of an edge of the graph, which may stand in a tensor's place, nothing is known.
     nodes = list(dict.fromkeys(getattr(each, "grad_fn", None) for each in tensors))
     terms, others = [], False
@@ -161,20 +116,22 @@ def _is_of_scalars(node):
     return not _shape(node) or (together and not any(shape for _, shape in _inputs(node)))
 
 
-def check_loss(engine, name, weight, rows):
-    """Warn where the loss of the pass under way is not the one that one process would compute.
+def check_loss(engine, name, loss, weight, rows):
+    """Warn where the loss of a backward pass is not the one that one process would compute.
 
     All ranks call it at once.
 
     Arguments:
+        engine: the engine of the ranks.
         name: the model's class.
+        loss: the ``Loss`` of the pass under way.
         weight: by which this rank's gradients count in the mean over ranks.
         rows: of the pass, or None.
 
     Returns:
         Whether it is not, the same on all ranks.
     """
-    terms = loss_under_way().terms
+    terms = loss.terms
     kinds = [zlib.crc32(" ".join(term.kind for term in terms).encode()) & 0xFFFFFF, len(terms)]
     if any(each != kinds for each in engine.gather(kinds)) or not terms:
         return False  # such as where a rank leaves out a term: what that means is not known

@@ -9,7 +9,7 @@ weighted by those rows (``gradient_exchange``).
 from ... import _keras
 from ..._ranks import keras_model
 from ..._ranks.engines.torch_distributed import TorchDistributed
-from . import activation_hooks, gradient_exchange, loss_terms
+from . import activation_hooks, backward_passes, gradient_exchange
 from .keras_ranks import RankedKerasCall, RankedTorchTestStep, RankedTrainStep
 from .keras_replicas import refuse_torch_compile
 from .native_ranks import RankedForward
@@ -19,7 +19,7 @@ def distribute(model, place):
     """Make a model one of the ranks', in place. A second time changes nothing."""
     refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
-    loss_terms.follow()
+    backward_passes.follow()
     activation_hooks.follow(gradient_exchange.is_under_way)
     kind = RankedForward if _keras.keras_of(model) is None else RankedKerasCall
     if kind.of(model) is None:

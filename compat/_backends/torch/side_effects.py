@@ -13,6 +13,7 @@ import types
 import torch
 
 from ... import _keras, _rows
+from ..._runtime import patching
 from ..._runtime.containers import MISSING
 from ..._runtime.effects import Effects
 from . import kept_rows
@@ -59,7 +60,8 @@ class Reach:
         found, parts = vars(model).get(_CACHE), cls.parts_of(model, *inside)
         is_own = type(found) is cls and found.model is model
         if not is_own or not are_same(found.parts, parts):
-            found = vars(model)[_CACHE] = cls(model, parts)
+            found = cls(model, parts)
+            patching.attach(model, _CACHE, found)
         return found
 
     def switches(self):

@@ -684,6 +684,80 @@ def test_every_kind_of_backward_pass_gives_one_processs_gradients(jobs):
     assert said[0]["bfloat16"] == said[1]["bfloat16"]
 
 
+# Backward passes of other threads, which are under way at the same time.
+THREADS = """
+import contextlib, threading
+
+
+@contextlib.contextmanager
+def beside(loss_and_value):
+    "Within, another thread is in the backward pass of a loss, where it comes to a value."
+    reached, ends = threading.Event(), threading.Event()
+
+    def run():
+        loss, value = loss_and_value()
+
+        def hold(gradient):
+            reached.set()
+            ends.wait(60)
+
+        value.register_hook(hold)
+        loss.backward()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert reached.wait(60)
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def of_no_rank():
+    "A loss over three targets, of a model that belongs to this process alone."
+    value = nn.Linear(6, 4)(torch.ones(3, 6))
+    return nn.functional.cross_entropy(value, torch.tensor([0, 1, 2])), value
+
+
+def back(loss):
+    with beside(of_no_rank):
+        loss.backward()
+
+
+model = made(Module)
+train("beside", model, mse(model), back=back)
+
+if compat.size() > 1:
+    rows, targets = next(batches())
+    model, other = made(Module), made(stack)
+
+    def of_ranks():
+        "That of another model, whose last layer autograd has come to."
+        value = other[:2](rows)
+        return mse(other[2:])(value, targets), value
+
+    def at_once():
+        with beside(of_ranks):
+            mse(model)(rows, targets).backward()
+
+    said["at once"] = told(at_once)
+    train("afterwards", model, mse(model))
+    weights.pop("afterwards")
+"""
+
+
+def test_a_backward_pass_of_another_thread_is_another_pass(jobs):
+    """Each has its own loss; and what two of ranks would exchange in any order is refused."""
+    said = ranks.check_same(jobs, "threads")
+    error = (
+        "UnsupportedError: Two threads run backward passes at once, of Sequential and of Module, "
+        "whose gradients ranks exchange. Each rank may do that in another order. Run one backward "
+        "pass after the other: in one thread, or in an order that is the same on all ranks."
+    )
+    assert [each["at once"] for each in said] == [error] * 2
+
+
 # Losses that are divided by the targets that count, of which each rank has others.
 TARGETS = """
 F = nn.functional
@@ -1471,7 +1545,7 @@ def jobs(tmp_path_factory):
     """What one process and two ranks left of the programs above."""
     own = {"loaders": LOADERS, "buckets": BUCKETS, "calls": CALLS, "passes": PASSES}
     own.update(targets=TARGETS, reduced=REDUCED, state=STATE, drifting=DRIFTING, refused=REFUSED)
-    own.update(hooks=HOOKS)
+    own.update(hooks=HOOKS, threads=THREADS)
     programs = {name: BEGIN + program for name, program in own.items()}
     for_all = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
     for_all.update(own_losses=ranks.OWN_LOSSES, late_drift=ranks.LATE_DRIFT)
