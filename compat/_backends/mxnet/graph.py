@@ -2,14 +2,15 @@
 
 import json
 import warnings
+from typing import Tuple
 
 import mxnet as mx
 
+Entry = Tuple[int, int]  # one output of one node: (number of the node, number of the output)
+
 
 class Graph:
-    """A graph in the form that MXNet writes to JSON, where pieces can be cut out of it.
-
-    An *entry* is one output of one node: (number of the node, number of the output).
+    """A graph in the form that MXNet writes to JSON, of which parts can be cut out.
 
     Arguments:
         outputs: symbols whose batch dimension is followed; none for those of ``symbol``, which has

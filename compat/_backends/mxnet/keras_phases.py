@@ -38,7 +38,6 @@ class Phase:
             self.results = getattr(model, "_n" + name)
             labels = model.targets + model.sample_weights
         graph = Graph(outputs, symbol)
-        propagation = Propagation(graph)
         self.variables = [variable.name for variable, _ in updates]
         self.fed = [tensor.name for tensor in model.inputs + labels if tensor is not None]
         # Of stateful layers, one row for each row of the batch.
@@ -49,27 +48,34 @@ class Phase:
         trained = [n for n in self.parameters if n not in model._fixed_weights]
         self.trained = trained if self.is_train else []
         self.sparse = graph.sparse_gradients()
-        self.bodies, self.shapes, across = [], None, None
+        self.bodies, self.shapes = [], None
+        propagation, across = Propagation(graph), None
         self.is_tried = inputs[0].shape[0] > 1
         if not self._divides(inputs):
             across = _rows.Across(None)
         elif len(self.contexts) > 1:  # else one runs the whole batch
-            across = self._propagate(propagation, inputs)
+            propagation, across = self._propagate(graph, inputs)
         if across is not None:
             reach = _rows.FROM_THERE_ON if across.operation else "The model"
             _rows.runs_whole(model.name, across, self.contexts[0], reach, replicas)
         self.body, self.head_symbol, self.cuts, self.places = partition.cut(propagation)
 
-    def _propagate(self, propagation, inputs):
-        """Find where the outputs' rows are, and try it; return what mixes them, or None."""
+    def _propagate(self, graph, inputs):
+        """Find where the outputs' rows are, and try it.
+
+        Returns:
+            The ``Propagation``; and what mixes the rows, or None.
+        """
         batch = self._batch(inputs)
         given = dict.fromkeys(self.fed, _rows.Mixed())
         given.update(dict.fromkeys(self.sharded, _rows.Sharded(0)))
         # As NumPy has them: MXNet 1.5 refuses to slice past the end.
         batch.update((name, batch[name].asnumpy()) for name in self.states)
         fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
-        unknown = propagate_and_try(propagation, given, fed, self.contexts[0], {}, self.arrays[0])
-        return unknown or propagation.across(propagation.graph.outputs)
+        propagation, unknown = propagate_and_try(
+            graph, given, fed, self.contexts[0], {}, self.arrays[0]
+        )
+        return propagation, unknown or propagation.across(graph.outputs)
 
     def _batch(self, inputs):
         """Return all that has rows, by name: what is fed, and the states of layers."""

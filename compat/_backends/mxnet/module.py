@@ -17,7 +17,7 @@ from ..._runtime import work
 from ..._runtime.patching import InstanceMethod, replaced
 from .graph import Graph
 from .locks import making
-from .propagation import Propagation, grown
+from .propagation import grown
 from .state import unite
 from .trial import propagate_and_try
 
@@ -191,9 +191,8 @@ def _across(module, inputs, context):
     random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
     shapes = {d.name: grown(d.shape, given.get(d.name), count) for d in inputs}
     fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
-    graph = Graph([], module.symbol)
-    propagation, types = Propagation(graph), {d.name: d.dtype for d in inputs}
-    unknown = propagate_and_try(propagation, given, fed, context, types, {})
+    graph, types = Graph([], module.symbol), {d.name: d.dtype for d in inputs}
+    propagation, unknown = propagate_and_try(graph, given, fed, context, types, {})
     if unknown is not None:
         return unknown
     for head, output in zip(graph.heads, module.symbol):

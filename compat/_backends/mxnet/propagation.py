@@ -1,114 +1,126 @@
 """Placements of the values that a graph of MXNet computes, inferred by rules and shapes."""
 
+import itertools
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
 import mxnet as mx
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Sharded, Unknown, Value
+from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Sharded, Unknown, Value
 from . import rules
-from .graph import inferred
+from .graph import Entry, Graph, inferred
 
-# Two numbers of rows, far from any width and from one another, so that shapes tell what grows
-# with the batch.
+# Two batch sizes, far from any width and from one another, so that shapes tell what grows with the
+# batch.
 ROWS = (1009, 2003)
 
 
-class Propagation:
-    """The placements of a graph's entries, as far as its outputs follow from them.
+class EntryShape(NamedTuple):
+    """Shape of an entry, from those that MXNet infers for two batch sizes.
 
-    Before ``propagate()`` there are none.
+    Attributes:
+        sizes: of its dimensions, None for those that grow with the batch or are not known; or None
+            where not even their number is known.
+        grows: the dimensions that grow with the batch; None where that is not known.
+        has_one_each: whether it has one element for each row of the batch along these.
+    """
+
+    sizes: "Optional[Tuple[Optional[int], ...]]" = None
+    grows: "Optional[List[int]]" = None
+    has_one_each: bool = False
+
+    @classmethod
+    def compared(cls, shape, other):
+        """Return the shape of an entry that has these shapes for the batch sizes of ``ROWS``."""
+        if shape is None or other is None or len(shape) != len(other):
+            return cls()
+        pairs = list(zip(shape, other))
+        sizes = tuple(a if a == b and a > 0 else None for a, b in pairs)
+        if any(min(pair) <= 0 for pair in pairs):
+            return cls(sizes)
+        grows = [axis for axis, (a, b) in enumerate(pairs) if a != b]
+        return cls(sizes, grows, all(pairs[axis] == ROWS for axis in grows))
+
+
+class Propagation:
+    """Placements of a graph's entries, as far as its outputs follow from them.
+
+    What has no rule is taken for rows where its shape has them, and listed in ``without_rule``:
+    ``trial.propagate_and_try`` tries it.
 
     Arguments:
         graph: a ``Graph``.
+        inputs: placements of variables, by name; those of weights are left out. None: there are no
+            placements, and nothing has a batch dimension.
+        shapes: of variables, by name, with any number of rows.
+        mixing: by node of which a trial said that it mixes rows: why.
+
+    Attributes:
+        without_rule: entries whose placement is that of their shape.
     """
 
-    def __init__(self, graph):
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: "Optional[Dict[str, Placement]]" = None,
+        shapes: "Optional[Dict[str, Tuple[int, ...]]]" = None,
+        mixing: "Optional[Dict[int, str]]" = None,
+    ) -> None:
         self.graph = graph
-        self.forget()
+        self.without_rule: "List[Entry]" = []
+        self._placements: "Dict[Entry, Placement]" = {}
+        self._causes = dict(mixing or {})  # by node that mixes rows: why
+        self._shapes: "Dict[Entry, EntryShape]" = {}
+        if inputs is not None:
+            numbers = graph.ancestors(graph.outputs)
+            entries = set(graph.outputs).union(*[graph.inputs[number] for number in numbers])
+            self._shapes = entry_shapes(graph, entries, inputs, shapes)
+            self._propagate(inputs)
 
-    def forget(self):
-        """Drop all placements: then nothing has a batch dimension."""
-        self._placements = {}  # type: dict  # by entry
-        self.without_rule = []  # type: list  # entries whose placement is that of their shape
-
-    def placement_of(self, entry):
+    def placement_of(self, entry: "Entry") -> "Placement":
         """Return the placement of an entry that the outputs follow from."""
         return self._placements[entry]
 
-    def propagate(self, given, shapes, tried=None):
-        """Find the placement of each entry that the outputs follow from.
-
-        What has no rule is taken for rows where its shape has them, and listed in
-        ``without_rule``: ``trial.propagate_and_try`` tries it.
-
-        Arguments:
-            given: placements of variables, by name; those of weights are left out.
-            shapes: of variables, by name, with any number of rows.
-            tried: by node of which a trial said that it mixes rows: why.
-        """
-        numbers = sorted(self.graph.ancestors(self.graph.outputs))
-        inputs = [self.graph.inputs[number] for number in numbers]
-        self._find_sizes(set(self.graph.outputs).union(*inputs), given, shapes)
-        self.forget()
-        self._causes = dict(tried or {})  # by node that mixes rows: why
-        for number in numbers:
-            values = [Value(self._placements[e], self._sizes[e]) for e in self.graph.inputs[number]]
-            found = Mixed() if number in self._causes else self._by_rule(number, values, given)
-            mixed = any(isinstance(value.placement, Mixed) for value in values)
-            for entry in self._used[number]:
-                placement = found[entry[1]] if isinstance(found, list) else found
+    def _propagate(self, inputs):
+        """Find the placement of each entry, in the order in which nodes are computed."""
+        for number, entries in itertools.groupby(sorted(self._shapes), key=lambda entry: entry[0]):
+            sources = self.graph.inputs[number]
+            values = [Value(self._placements[e], self._shapes[e].sizes) for e in sources]
+            follows_mixed = any(isinstance(value.placement, Mixed) for value in values)
+            results = Mixed() if number in self._causes else self._by_rule(number, values, inputs)
+            for entry in entries:
+                placement = results[entry[1]] if isinstance(results, list) else results
                 placement = self._agreeing(placement, entry)
-                grows = self.grows.get(entry) or ()
+                grows = self._shapes[entry].grows or ()
                 if isinstance(placement, Unknown) and len(grows) == 1:
-                    placement = Sharded(grows[0], inner=1 if entry in self._one_each else None)
+                    inner = 1 if self._shapes[entry].has_one_each else None
+                    placement = Sharded(grows[0], inner=inner)
                     self.without_rule.append(entry)
                 elif isinstance(placement, Unknown):
                     placement, self._causes[number] = Mixed(), "unknown"
-                elif isinstance(placement, Mixed) and not mixed:
+                elif isinstance(placement, Mixed) and not follows_mixed:
                     self._causes.setdefault(number, "mixed")
                 self._placements[entry] = placement
 
-    def _by_rule(self, number, values, given):
+    def _by_rule(self, number, values, inputs):
         """Return the placement of a node's outputs, or a list of those of each."""
-        node, first = self.graph.nodes[number], (number, 0)
+        node, first = self.graph.nodes[number], self._shapes.get((number, 0), EntryShape())
         if node["op"] == "null":
-            return given.get(node["name"], Mixed() if self.grows.get(first) else REPLICATED)
+            return inputs.get(node["name"], Mixed() if first.grows else REPLICATED)
         sources = {self.graph.nodes[source]["name"] for source, _ in self.graph.inputs[number]}
         if node["op"] not in rules.MEANS and not sources.isdisjoint(self.graph.auxiliary):
             return Mixed()  # a state, of which nobody knows how those of devices go together
-        sizes, grows = self._sizes.get(first), self.grows.get(first)
-        return rules.placements(rules.SymbolNode(node["op"], node["attrs"], sizes, grows), values)
-
-    def _find_sizes(self, entries, given, shapes):
-        """Find what is known of the entries' shapes: sizes that do not grow, dimensions that do."""
-        entries = sorted(entries)
-        symbol, found = self.graph.symbol(entries), []
-        for rows in ROWS:
-            known = {name: grown(shape, given.get(name), rows) for name, shape in shapes.items()}
-            _, sizes, _ = inferred(symbol.infer_shape_partial, symbol, known)
-            sizes = sizes or [None] * len(entries)
-            # None: the number of dimensions is not known. ``()`` is a number's shape in MXNet's
-            # numpy mode only.
-            found.append([size if size or mx.util.is_np_shape() else None for size in sizes])
-        self._sizes, self.grows, self._used = dict.fromkeys(entries), {}, {}
-        self._one_each = set()  # entries with as many elements as rows along what grows
-        for entry, one, other in zip(entries, *found):
-            self._used.setdefault(entry[0], []).append(entry)
-            if one is not None and other is not None and len(one) == len(other):
-                pairs = list(zip(one, other))
-                self._sizes[entry] = tuple(a if a == b and a > 0 else None for a, b in pairs)
-                if all(min(pair) > 0 for pair in pairs):
-                    self.grows[entry] = [axis for axis, (a, b) in enumerate(pairs) if a != b]
-                    if all(pairs[axis] == ROWS for axis in self.grows[entry]):
-                        self._one_each.add(entry)
+        op = rules.SymbolNode(node["op"], node["attrs"], first.sizes, first.grows)
+        return rules.placements(op, values)
 
     def _agreeing(self, placement, entry):
         """Return a rule's placement, unless the shape has another: then nothing is known."""
-        grows = self.grows.get(entry)
+        grows = self._shapes[entry].grows
         if grows is None or isinstance(placement, (Mixed, Unknown, Count)):
             return placement
         if grows != ([placement.axis] if isinstance(placement, Sharded) else []):
             return Unknown("its shape grows in other dimensions")
-        if isinstance(placement, Sharded) and entry in self._one_each:
+        if isinstance(placement, Sharded) and self._shapes[entry].has_one_each:
             return placement.replace(inner=1)
         return placement
 
@@ -118,7 +130,7 @@ class Propagation:
         Or an output whose rows are not those of the first axis, one for each of the batch.
         """
         for entry in outputs:
-            has_rows = self.grows.get(entry) != []
+            has_rows = self._shapes[entry].grows != []
             if isinstance(self._placements[entry], Sharded) and not self.has_rows(entry):
                 return _rows.Across(self.graph.nodes[entry[0]]["name"])
             if isinstance(self._placements[entry], Mixed) and (has_rows or not with_rows):
@@ -137,6 +149,27 @@ class Propagation:
     def has_rows(self, entry):
         """Return whether an entry has a row for each of the batch, each computed by itself."""
         return self._placements.get(entry) == Sharded(0)
+
+
+def entry_shapes(graph, entries, placements, shapes):
+    """Infer the shapes of entries, by entry.
+
+    Arguments:
+        graph: a ``Graph``.
+        entries: of it.
+        placements: of variables, by name.
+        shapes: of variables, by name, with any number of rows.
+    """
+    entries = sorted(entries)
+    symbol, inferences = graph.symbol(entries), []
+    for rows in ROWS:
+        known = {name: grown(shape, placements.get(name), rows) for name, shape in shapes.items()}
+        _, sizes, _ = inferred(symbol.infer_shape_partial, symbol, known)
+        sizes = sizes or [None] * len(entries)
+        # None: the number of dimensions is not known. ``()`` is a number's shape in MXNet's
+        # numpy mode only.
+        inferences.append([size if size or mx.util.is_np_shape() else None for size in sizes])
+    return {e: EntryShape.compared(*pair) for e, *pair in zip(entries, *inferences)}
 
 
 def grown(shape, placement, rows):

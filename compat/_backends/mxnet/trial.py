@@ -19,11 +19,11 @@ from .state import blocks, parameters_of
 from .synchronization import clear_errors
 
 
-def propagate_and_try(propagation, given, fed, context, types, held):
+def propagate_and_try(graph, given, fed, context, types, held):
     """Propagate placements, and try what has no rule, and the outputs, or where they are cut.
 
     Arguments:
-        propagation: a ``Propagation``, which is left without placements where none can be tried.
+        graph: a ``Graph``.
         given: placements of what has a batch dimension, by name.
         fed: arrays of some rows, by name.
         context: the one on which it is tried.
@@ -31,25 +31,24 @@ def propagate_and_try(propagation, given, fed, context, types, held):
         held: as for ``bound``; what it lacks is drawn at random.
 
     Returns:
-        Why nothing at all can be divided, or None.
+        The ``Propagation``, which has no placements where none can be tried; and why nothing at all
+        can be divided, or None.
     """
-    graph = propagation.graph
     # A user-defined gradient may mix rows, and a trial of the forward pass does not see it.
     mixing = dict.fromkeys(graph.custom_gradients(), "gradient")
     shapes = {name: array.shape for name, array in fed.items()}
     try:
         while True:
-            propagation.propagate(given, shapes, mixing)
+            propagation = Propagation(graph, given, shapes, mixing)
             asked = propagation.without_rule + graph.outputs
             asked += partition.frontier(propagation, graph.outputs)
             wrong = _differing(propagation, asked, given, fed, context, types, held)
             if not wrong:
-                return None
+                return propagation, None
             mixing[min(wrong)[0]] = "tried"
     except Exception:  # whatever operations of the user's do, with other numbers of rows
         clear_errors()
-        propagation.forget()
-        return _rows.Across(None, why="unknown")
+        return Propagation(graph), _rows.Across(None, why="unknown")
 
 
 def _differing(propagation, entries, *inputs):
@@ -246,8 +245,7 @@ class BlockTrial:
             with self._without_side_effects(True), symbols_refused():
                 traced = self.replicas.plain(mapped(variable, args))
             graph = Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
-            propagation = Propagation(graph)
-            propagation.propagate(given, shapes)
+            propagation = Propagation(graph, given, shapes)
         except Exception:  # whatever a block of the user's cannot do with symbols
             return None
         self.replicas.operations.update(graph.states())

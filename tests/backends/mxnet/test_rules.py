@@ -254,7 +254,7 @@ class Node:
         graph["attrs"] = json.loads(mx.sym.var("x").tojson())["attrs"]  # MXNet's version
         self.symbol = mx.sym.load_json(json.dumps(graph))
         self.names = names
-        self.propagation = Propagation(Graph([], self.symbol))
+        self.graph = Graph([], self.symbol)
         self.executors = {}
 
     def compute(self, inputs):
@@ -284,13 +284,13 @@ class Node:
     def claim(self, placements):
         shapes = {name: x.shape for name, x in zip(self.names, self.inputs)}
         try:
-            self.propagation.propagate(dict(zip(self.names, placements)), shapes)
+            propagation = Propagation(self.graph, dict(zip(self.names, placements)), shapes)
         except self.mx.base.MXNetError:
             return []  # they do not fit each other
-        without_rule = set(self.propagation.without_rule)
+        without_rule = set(propagation.without_rule)
         return [
-            _rows.Unknown() if head in without_rule else self.propagation.placement_of(head)
-            for head in self.propagation.graph.heads
+            _rows.Unknown() if head in without_rule else propagation.placement_of(head)
+            for head in self.graph.heads
         ]
 
 
