@@ -14,7 +14,7 @@ from conftest import refusal
 from thread_ranks import Threads, together
 
 import compat
-from compat._ranks import arrays, keras_model, own_place
+from compat._ranks import batch_agreement, keras_model, own_place
 from compat._ranks.launchers import LAUNCHERS
 from compat._runtime.process import process as own_process
 
@@ -280,7 +280,7 @@ def test_threads_may_share_the_part_of_an_iterator(as_rank):
     assert sorted(found) == [row for row in range(500) if row % 5 < 2]
     alone = compat.shard(generate(500))
     list(alone)
-    assert arrays.part_in(alone).checksum_at(100) == part.checksum_at(100) != 0
+    assert batch_agreement.part_in(alone).checksum_at(100) == part.checksum_at(100) != 0
 
 
 OTHER_BATCHES = (
@@ -358,7 +358,7 @@ def parts(as_rank, *made):
 
 def begun(engine, *sources):
     """The agreement of a ``fit()`` on what it was given."""
-    agreed = arrays.Agreement(engine, sources)
+    agreed = batch_agreement.Agreement(engine, sources)
     agreed.compare(engine.gather(agreed.advance(engine.gather(agreed.positions()))))
     return agreed
 
@@ -406,11 +406,11 @@ def test_threads_of_an_earlier_fit_draw_no_more(as_rank):
     earlier, later = multiprocessing.pool.ThreadPool(1), multiprocessing.pool.ThreadPool(1)
     try:
         assert earlier.apply(draw)[0].tolist() == [0, 1]
-        arrays.part_in(part).begin()
+        batch_agreement.part_in(part).begin()
         assert earlier.apply(draw) is None
         assert later.apply(draw)[0].tolist() == [5, 6]
         assert draw()[0].tolist() == [10, 11]
-        arrays.part_in(part).begin()
+        batch_agreement.part_in(part).begin()
         assert draw()[0].tolist() == [15, 16]
     finally:
         earlier.terminate()

@@ -284,6 +284,6 @@ def barrier() -> None:
     """
     if own_place() is None:
         return
-    from . import arrays  # for start-up time
+    from . import joined_engine  # for start-up time
 
-    arrays.barrier()
+    joined_engine.barrier()

@@ -9,10 +9,10 @@ import functools
 import weakref
 
 from .. import errors
-from .._runtime import on_import, patching
+from .._runtime import nested, on_import, patching
 from .._runtime.process import process
 from .._runtime.within import Within
-from . import arrays, datasets, loaders
+from . import batch_agreement, datasets, loaders
 
 # Where each Keras defines layers that adapt.
 _PACKAGES = ("keras.src", "keras", "tf_keras.src", "tensorflow.python.keras")
@@ -43,7 +43,7 @@ class ArrayPart:
 
 def note(parts, whole):
     """Note the arrays that ``shard()`` has returned, and those that it was given."""
-    pairs = zip(arrays.parts_of(parts), arrays.parts_of(whole))
+    pairs = zip(nested.leaves(parts), nested.leaves(whole))
     made = [ArrayPart(*pair) for pair in pairs if all(getattr(e, "shape", None) for e in pair)]
     process.array_parts = (process.array_parts + made)[-_REMEMBERED:]
 
@@ -86,7 +86,7 @@ def _warning_before(adapt):
 
 def _found(data):
     """Return a phrase for data that are this rank's part, or None."""
-    if arrays.part_in(data) is not None or loaders.is_part(data) or datasets.is_part(data):
+    if batch_agreement.part_in(data) is not None or loaders.is_part(data) or datasets.is_part(data):
         return "what shard() has returned"
     given = datasets.arrays_in(data) if datasets.takes(data) else [data]
     given = [array for array in given if getattr(array, "shape", None)]

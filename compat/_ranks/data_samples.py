@@ -11,6 +11,7 @@ import json
 import numpy as np
 
 from .. import errors
+from .._runtime import nested
 from .._runtime.process import process
 from . import arrays, checksum
 
@@ -74,7 +75,7 @@ def sample(data):
     """Return the shape of each array in a structure, and some numbers of some of its rows."""
     return [
         (list(map(int, array.shape)), _numbers(array))
-        for array in arrays.parts_of(data)
+        for array in nested.leaves(data)
         if getattr(array, "shape", None)
     ]
 

@@ -5,7 +5,7 @@ import weakref
 import zlib
 
 from .. import errors
-from . import arrays
+from . import arrays, batch_agreement
 
 # Of what Dataset.cardinality() returns: it is infinite, and it is unknown.
 _INFINITE, _UNKNOWN = -1, -2
@@ -15,7 +15,7 @@ _shuffled = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary  # pa
 _parts_made = weakref.WeakSet()  # type: weakref.WeakSet
 
 
-class Seeds(arrays.Part):
+class Seeds(batch_agreement.Part):
     """By what a dataset was shuffled before ``shard()``. TensorFlow's global seed is among it."""
 
     name = "Dataset"

@@ -1,7 +1,7 @@
 """Data of a ``fit()`` whose script knows nothing of ranks: split over the ranks where it can be."""
 
 from .. import errors
-from . import arrays, checksum, datasets, loaders
+from . import arrays, batch_agreement, checksum, datasets, loaders
 from .sharding import of_batches, shard
 
 _DATA = ("x", "y", "sample_weight")
@@ -25,10 +25,10 @@ def split(engine, name, given):
     argument = "generator" if "generator" in given else "x"
     source = given.get(argument)
     data = tuple(given.get(each) for each in _DATA)
-    is_own_part = arrays.part_in(source) is not None or loaders.is_split(source)
+    is_own_part = batch_agreement.part_in(source) is not None or loaders.is_split(source)
     batched = datasets.batch_size_of(source) if datasets.takes(source) else None
     part = None if is_own_part else _part_of_batches(engine.place, source)
-    looked_at = arrays.part_in(part)
+    looked_at = batch_agreement.part_in(part)
     rows = _number_of_rows(data) if part is None and not given.get("steps_per_epoch") else 0
     if looked_at is not None:
         told = 1, looked_at.peek()

@@ -9,7 +9,7 @@ import threading
 import types
 import weakref
 
-from . import arrays
+from . import arrays, batch_agreement
 
 _REMEMBERED = 4096  # how many of a generator's last checksums are kept
 
@@ -20,7 +20,7 @@ def shard(place, iterator, batch_size=None):
     return part.as_given(part)
 
 
-class PartOfIterator(arrays.Part):
+class PartOfIterator(batch_agreement.Part):
     """This rank's rows of each batch. Threads may share it where they may share the iterator."""
 
     changes = True
@@ -67,7 +67,7 @@ class PartOfIterator(arrays.Part):
             return batches
         generator = (batch for batch in batches)
         if batches is self:
-            arrays.of_generators[generator] = self
+            batch_agreement.of_generators[generator] = self
         return generator
 
     def whole(self):

@@ -13,7 +13,7 @@ from typing import Any
 from .. import errors
 from .._runtime import work
 from . import (
-    arrays,
+    batch_agreement,
     callbacks,
     checksum,
     data_samples,
@@ -118,7 +118,7 @@ class RankedFit(RankedMethod):
         source = given.get("generator", given.get("x"))
         weights = Start(model, self.engine) if model.built else None
         sources = map(datasets.compared, [source, given.get("validation_data")])
-        self.agreement = arrays.Agreement(self.engine, sources)
+        self.agreement = batch_agreement.Agreement(self.engine, sources)
         options = [*self.validates(model, given), fit_data.batches(given, source)]
         start, positions, options, of_callbacks, samples = self.engine.gather_each(
             [

@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import errors
 from .._runtime import patching
-from . import arrays
+from . import arrays, batch_agreement, joined_engine
 
 _SAMPLED = 64  # numbers of rows, or parts of a dataset
 
@@ -123,7 +123,7 @@ def _made(loader, part):
     return type(loader)(loader._dataset, **given)
 
 
-class PartOfBatches(arrays.StandIn):
+class PartOfBatches(batch_agreement.StandIn):
     """This rank's part of each batch that a sampler draws, as numbers of rows.
 
     The order is rank 0's where the sampler has no generator of its own: each iteration has a seed
@@ -175,7 +175,7 @@ class PartOfBatches(arrays.StandIn):
         # Gluon's RandomSampler takes none.
         generator = getattr(sampler, "generator", None if kind == "RandomSampler" else self)
         is_in_order = kind == "SequentialSampler"
-        engine = None if is_in_order else arrays.ready(self.kind, generator is None)
+        engine = None if is_in_order else joined_engine.ready(self.kind, generator is None)
         if engine is None:
             return batches
         seeded = generator is None and hasattr(sampler, "generator")
@@ -186,7 +186,7 @@ class PartOfBatches(arrays.StandIn):
         finally:
             if seeded:
                 sampler.generator = None
-        arrays.compare(engine, self.kind, arrays.checksum(list(map(np.array, first))))
+        batch_agreement.compare(engine, self.kind, arrays.checksum(list(map(np.array, first))))
         return itertools.chain(first, batches)
 
 

@@ -2,7 +2,7 @@
 
 import copy
 
-from . import arrays
+from . import arrays, batch_agreement, joined_engine
 
 
 def takes(data):
@@ -25,7 +25,7 @@ def _getter(name):
     return lambda self: getattr(self._current, name)
 
 
-class PartOfDataIter(arrays.PartOfObject):
+class PartOfDataIter(batch_agreement.PartOfObject):
     """This rank's rows of each batch. Beside it, MXNet's own class is a base class."""
 
     def __init__(self, place, iterator):
@@ -61,9 +61,11 @@ class PartOfDataIter(arrays.PartOfObject):
         batch = self._whole.next()
         if self._begins:
             self._begins = False
-            engine = arrays.ready(self.name, getattr(self._whole, "shuffle", False))
+            engine = joined_engine.ready(self.name, getattr(self._whole, "shuffle", False))
             if engine is not None:
-                arrays.compare(engine, self.name, arrays.checksum([batch.data, batch.label]))
+                batch_agreement.compare(
+                    engine, self.name, arrays.checksum([batch.data, batch.label])
+                )
         return self._part(batch)
 
     def iter_next(self):

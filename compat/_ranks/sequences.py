@@ -10,7 +10,7 @@ import threading
 import numpy as np
 
 from .. import errors
-from . import arrays
+from . import arrays, batch_agreement
 
 
 def keras_class(kind):
@@ -44,7 +44,7 @@ def _made(place, sequence, batch_size, left_out):
     return PartOfSequence.make(base, place, sequence, batch_size, left_out)
 
 
-class PartOfSequence(arrays.PartOfObject):
+class PartOfSequence(batch_agreement.PartOfObject):
     """This rank's rows of each item. Beside it, Keras' own class is a base class.
 
     What it does not have itself is the whole sequence's: a class's own attributes, for example.

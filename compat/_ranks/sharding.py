@@ -4,6 +4,7 @@ from .. import errors
 from . import (
     adapting,
     arrays,
+    batch_agreement,
     data_samples,
     datasets,
     iterators,
@@ -17,7 +18,7 @@ def shard(place, data, batch_size=None):
     """As ``compat.shard()``, in a rank."""
     if batch_size is not None:
         place.rows_of_batch(batch_size)  # one row per rank, at least
-    if arrays.part_in(data) is not None or loaders.is_part(data):
+    if batch_agreement.part_in(data) is not None or loaders.is_part(data):
         raise errors.InvalidArgumentError(
             "shard() was given what it has returned before: this rank's part. Call it once."
         )

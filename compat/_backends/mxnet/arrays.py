@@ -2,12 +2,12 @@
 
 import mxnet as mx
 
-from ..._ranks.arrays import parts_of
+from ..._runtime import nested
 
 
 def leaves(value, kind=mx.nd.NDArray):
     """Return all arrays, or all of another kind, within lists, tuples and dictionaries."""
-    return (part for part in parts_of(value) if isinstance(part, kind))
+    return (part for part in nested.leaves(value) if isinstance(part, kind))
 
 
 def mapped(function, value, place=()):

@@ -7,7 +7,7 @@ import keras
 import mxnet as mx
 from keras.backend import mxnet_backend
 
-from ..._ranks.arrays import parts_of
+from ..._runtime import nested
 from ..._runtime.patching import Patch, find
 from .configuration import context_named
 from .device_scope import place_groups
@@ -127,7 +127,7 @@ def keep_state(optimizer_class):
 
     def arrays(self):
         states = getattr(self, "_compat_states", {})
-        flat = [a for index in sorted(states) for a in parts_of(states[index])]
+        flat = [a for index in sorted(states) for a in nested.leaves(states[index])]
         restored = [mx.nd.array(value) for value in getattr(self, "_compat_restored", ())]
         if not self.num_update:
             return []
@@ -142,13 +142,13 @@ def keep_state(optimizer_class):
             counts.clear()
         restored = list(weights[1:])
         for _, state in sorted(getattr(self, "_compat_states", {}).items()):
-            for array in parts_of(state):
+            for array in nested.leaves(state):
                 array[:] = restored.pop(0) if restored else 0
         self._compat_restored = restored  # for states not made yet, in their order
 
     def create_state_multi_precision(self, index, weight):
         state = super(optimizer_class, self).create_state_multi_precision(index, weight)
-        for array in parts_of(state):
+        for array in nested.leaves(state):
             if getattr(self, "_compat_restored", ()):
                 array[:] = self._compat_restored.pop(0)
         self.__dict__.setdefault("_compat_states", {})[index] = state
