@@ -262,6 +262,7 @@ class KerasReplicas(Replicas):
     def _update_weights(self, phase):
         if self._updater is None:
             self._updater = mx.optimizer.get_updater(self.model.optimizer)
+        self._take_written_weights(phase)
         gradients, updated = {}, {}  # by the number that a plain module gives a weight; by name
         executors = [body for body, _ in phase.filled] + [phase.head]
         for number, name in enumerate(phase.parameters):
@@ -273,6 +274,18 @@ class KerasReplicas(Replicas):
             self._updater(list(gradients), list(gradients.values()), list(updated.values()))
         for others in self.arrays[1:]:
             _copy(updated, others)
+
+    def _take_written_weights(self, phase):
+        """Take to the first replica the weights that operations write, where it had no rows.
+
+        MXNet sets the scale of a batch normalization with ``fix_gamma`` to one when it runs.
+        """
+        first = next(replica for replica, size in enumerate(phase.sizes) if size)
+        if first:
+            wait_for_updates()
+            held = self.arrays[0]
+            weights = {name: held[name] for name in phase.parameters if name in held}
+            _copy(self.arrays[first], weights)
 
     def _average_auxiliary_states(self, phase):
         """Give moving averages one update: to the mean of the replicas', weighted by shard size."""

@@ -86,3 +86,22 @@ def test_training_function_of_the_users_own(keras, kind):
 
 def test_prediction_in_the_learning_phase_of_training(keras):
     graph_cases.check_prediction_in_the_learning_phase_of_training(keras, registry.find("mxnet"))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_scales_that_batch_normalization_sets_to_one(keras, rows):
+    """A context without rows did not see it, and with fewer rows than contexts the first has none."""
+
+    def run(parallel):
+        layers = keras.layers
+        model = keras.models.Sequential(
+            [layers.BatchNormalization(input_shape=(4,)), layers.Dense(2)]
+        )
+        model.set_weights([np.full(w.shape, 0.5) for w in model.get_weights()])
+        model.compile(optimizer(keras, "sgd"), "mse")
+        if parallel:
+            compat.parallelize(model)
+        model.train_on_batch(np.ones((rows, 4)), np.zeros((rows, 2)))
+        return model.get_weights()[0]
+
+    assert run(False).tolist() == run(True).tolist() == [1] * 4
