@@ -90,7 +90,7 @@ def test_prediction_in_the_learning_phase_of_training(keras):
 
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_scales_that_batch_normalization_sets_to_one(keras, rows):
-    """A context without rows did not see it, and with fewer rows than contexts the first has none."""
+    """With fewer rows than contexts the first one has none, and does not see them."""
 
     def run(parallel):
         layers = keras.layers
