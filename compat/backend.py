@@ -60,10 +60,10 @@ _LAZY = {
 }
 
 
-class _Module(type(sys)):  # type: ignore  # the class of modules, which mypy does not see in it
+class _Module(type(sys)):  # type: ignore[misc]  # the class of modules, which mypy does not see in it
     """This module's class: modules have no ``__getattr__`` of their own before Python 3.7."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> "Any":
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         import importlib
@@ -73,7 +73,7 @@ class _Module(type(sys)):  # type: ignore  # the class of modules, which mypy do
         setattr(self, name, value)
         return value
 
-    def __dir__(self):
+    def __dir__(self) -> "List[str]":
         return sorted(set(super().__dir__()).union(_LAZY))
 
 
@@ -84,25 +84,25 @@ class Backend:
     """One framework that Keras runs on. Creating one imports nothing."""
 
     #: The name users pass as ``backend=``: that of the backend's package, or of its entry point.
-    name = ""  # type: str
+    name: str = ""
     #: The module to import, and what Keras calls the backend (``KERAS_BACKEND``).
-    framework = ""  # type: str
+    framework: str = ""
     #: Distributions that install the framework; the first one found tells its version.
-    distributions = ()  # type: Sequence[str]
+    distributions: "Sequence[str]" = ()
     #: The extra of ``keras-gpu-compat`` that installs it; empty for a backend of a third party.
-    extra = ""  # type: str
+    extra: str = ""
     #: Keyword options of ``configure_gpu()`` that this backend knows.
-    options = ()  # type: Sequence[str]
+    options: "Sequence[str]" = ()
     #: Whether ``verify()`` compares ranks with one process, too: ``verification.ranks``.
     verifies_ranks = False
     #: What ``build()`` knows: names of strategies of the framework's own, and what each one is.
-    strategies = {}  # type: Mapping[str, str]
+    strategies: "Mapping[str, str]" = {}
     #: The file that ``persist=True`` writes; empty where the framework reads none.
-    configuration_file = ""  # type: str
+    configuration_file: str = ""
     #: Environment variables worth showing in a report.
-    variables = ()  # type: Sequence[str]
+    variables: "Sequence[str]" = ()
     #: Environment variables with which the framework records each operation by itself.
-    recording = {}  # type: Mapping[str, str]
+    recording: "Mapping[str, str]" = {}
 
     @property
     def kept(self) -> "Dict[str, Any]":
@@ -112,7 +112,7 @@ class Backend:
         """
         return process.of_backends.setdefault(self, {})
 
-    def _cannot(self, what, remedy="Use another backend."):
+    def _cannot(self, what: str, remedy: str = "Use another backend.") -> "errors.UnsupportedError":
         return errors.unsupported(self.name, what, remedy)
 
     def accepts(self, version: str) -> bool:

@@ -7,6 +7,13 @@ the built-in exception that a caller would catch. A text with one caller stands 
 import os
 import sys
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Iterable, Optional, Sequence, Tuple
+
+    from ._ranks.place import Place
+
 _LONGEST = 1900  # characters of a message
 
 
@@ -24,9 +31,10 @@ class CompatError(Exception):
 
     # By this TensorFlow's autograph knows that it may raise this class again, with its own
     # lines in the text; others become a StagingError.
-    __init__ = Exception.__init__
+    if not TYPE_CHECKING:
+        __init__ = Exception.__init__
 
-    def __str__(self):
+    def __str__(self) -> str:
         return shortened(super().__str__())
 
 
@@ -108,7 +116,7 @@ class CompatWarning(UserWarning):
     """Work goes on, but not as it was asked."""
 
 
-def class_of(value):
+def class_of(value: object) -> str:
     """Return what a value is that is no model, as a phrase.
 
     A class may have been meant to be called.
@@ -132,7 +140,7 @@ GPUS_OPTIONS = """\
 # Choosing the backend -------------------------------------------------------------------------
 
 
-def broken_install(framework, problem):
+def broken_install(framework: str, problem: object) -> "BrokenInstallError":
     return BrokenInstallError(
         f"{framework} is installed, but importing it fails: {problem}. Run `python -c 'import "
         f"{framework}'` to see all of it."
@@ -142,13 +150,13 @@ def broken_install(framework, problem):
 # Configuring ----------------------------------------------------------------------------------
 
 
-def too_late(framework, problem, remedy):
+def too_late(framework: str, problem: str, remedy: str) -> "TooLateError":
     return TooLateError(
         f"configure_gpu() came too late for {framework}: {problem}.\n{remedy}" + in_notebook()
     )
 
 
-def in_notebook():
+def in_notebook() -> str:
     """Return what is to be done where code runs in a notebook's kernel, a sentence.
 
     Nothing elsewhere.
@@ -158,18 +166,18 @@ def in_notebook():
     return " In this notebook: restart the kernel, and run the cell with configure_gpu() first."
 
 
-def device_failed(framework, device, problem, remedy):
+def device_failed(framework: str, device: str, problem: object, remedy: str) -> "DeviceFailedError":
     return DeviceFailedError(f"{framework} did not bring up {device}: {problem}.\n{remedy}")
 
 
-def unsupported(backend, what, remedy):
+def unsupported(backend: str, what: str, remedy: str) -> "UnsupportedError":
     return UnsupportedError(f"{backend} cannot {what}. {remedy}")
 
 
 # Parallelizing --------------------------------------------------------------------------------
 
 
-def builds_no_model(function, value):
+def builds_no_model(function: str, value: object) -> "NotAModelError":
     return NotAModelError(
         f"parallelize() was given the function {function}, which returned {class_of(value)}, not "
         "a model."
@@ -179,13 +187,13 @@ def builds_no_model(function, value):
 # Ranks ----------------------------------------------------------------------------------------
 
 
-def too_few_rows(rows, size):
+def too_few_rows(rows: int, size: int) -> "InvalidArgumentError":
     return InvalidArgumentError(
         f"{rows} rows are too few for {size} ranks. Give shard() one row per rank or more."
     )
 
 
-def numbered_ranks(numbers):
+def numbered_ranks(numbers: "Iterable[int]") -> str:
     """Ranks by their numbers, as a phrase."""
     texts = [str(number) for number in numbers]
     if len(texts) < 2:
@@ -193,21 +201,21 @@ def numbered_ranks(numbers):
     return "ranks {} and {}".format(", ".join(texts[:-1]), texts[-1])
 
 
-def not_writable(asked, error):
+def not_writable(asked: str, error: "OSError") -> "InvalidArgumentError":
     return InvalidArgumentError(
         f"{asked} cannot be written: {error.strerror}. Name a file in a folder that is there and "
         "that you may write to; nothing was started."
     )
 
 
-def profiler_runs(framework):
+def profiler_runs(framework: str) -> "InvalidArgumentError":
     return InvalidArgumentError(
         f"timeline() records with the profiler of {framework}, which is recording already, for "
         "something else. End that before the block."
     )
 
 
-def no_ranks(backend):
+def no_ranks(backend: str) -> "UnsupportedError":
     return unsupported(
         backend,
         "train as one of several ranks yet",
@@ -216,7 +224,9 @@ def no_ranks(backend):
     )
 
 
-def rank_lost(place, waited, absent, problem):
+def rank_lost(
+    place: "Place", waited: str, absent: "Sequence[int]", problem: object
+) -> "RankLostError":
     lost = numbered_ranks(absent) if absent else "another rank"
     waited += users_line()
     return RankLostError(
@@ -226,14 +236,14 @@ def rank_lost(place, waited, absent, problem):
     )
 
 
-def user_of_host(hosts, launcher):
+def user_of_host(hosts: str, launcher: str) -> "InvalidArgumentError":
     return InvalidArgumentError(
         f"--hosts {hosts}: {launcher} takes no user@ in front of a machine. Name the user in "
         "~/.ssh/config, as User under the machine's Host."
     )
 
 
-def ranks_differ(place, model):
+def ranks_differ(place: "Place", model: str) -> "RankError":
     return RankError(
         f"Model {model!r} has other weights on rank {place.rank} than on rank 0: their number or "
         "their shapes differ. Build the same model, and compile it with the same optimizer, on "
@@ -244,7 +254,7 @@ def ranks_differ(place, model):
 # Names of old scripts -------------------------------------------------------------------------
 
 
-def shadowed(script, path):
+def shadowed(script: str, path: str) -> str:
     """Return the text of a warning.
 
     Arguments:
@@ -265,14 +275,14 @@ def shadowed(script, path):
 # Arguments ------------------------------------------------------------------------------------
 
 
-def invalid_number_option(option, value):
+def invalid_number_option(option: str, value: object) -> "InvalidArgumentError":
     return InvalidArgumentError(f"{option}={value!r} is not understood. Use a number, 1 or more.")
 
 
 # Devices --------------------------------------------------------------------------------------
 
 
-def fewer(shortage, going_on_with, strict):
+def fewer(shortage: "Tuple[str, str]", going_on_with: str, strict: bool) -> str:
     """Return the warning that there are fewer devices than asked for; under ``strict`` the error.
 
     Arguments:
@@ -289,7 +299,7 @@ def fewer(shortage, going_on_with, strict):
 # Warnings -------------------------------------------------------------------------------------
 
 
-def warn(text):
+def warn(text: str) -> None:
     """Issue a ``CompatWarning`` at the line of the user's that led to it.
 
     Where there is none (a thread of a framework's), at the innermost one outside of compat.
@@ -300,7 +310,7 @@ def warn(text):
     warnings.warn(shortened(text), CompatWarning, stacklevel=level + 1)
 
 
-def users_line():
+def users_line() -> str:
     """Return the line of the user's at which the main thread is: " (train.py, line 12)", or ""."""
     import threading  # for start-up time
 
@@ -310,13 +320,13 @@ def users_line():
     return f" ({os.path.basename(frame.f_code.co_filename)}, line {frame.f_lineno})"
 
 
-def at_lines(lines):
+def at_lines(lines: "Iterable[str]") -> str:
     """Return these results of ``users_line()`` as one phrase: " (a.py, line 1; a.py, line 9)"."""
     named = [line.strip(" ()") for line in lines if line]
     return " ({})".format("; ".join(named)) if named else ""
 
 
-def innermost_line(frames):
+def innermost_line(frames: "Sequence[Tuple[str, int]]") -> "Optional[str]":
     """Return the innermost of these lines that is the user's: "train.py, line 12"; or None.
 
     Arguments:
@@ -339,7 +349,7 @@ def is_users_file(path: str) -> bool:
     return not os.path.basename(path).startswith("__autograph_generated_file")
 
 
-def _users_frame(frame):
+def _users_frame(frame: "Optional[FrameType]") -> "Tuple[Optional[FrameType], int]":
     """Return the innermost frame which is the user's.
 
     Returns:

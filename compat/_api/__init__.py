@@ -8,7 +8,7 @@ from .._runtime.process import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, ContextManager, Optional, Union, overload
+    from typing import Any, Callable, ContextManager, Dict, Optional, Union, overload
 
     from typing_extensions import Unpack
 
@@ -85,7 +85,9 @@ def configure_gpu(
         text = f"COMPAT_SIMULATE={from_outside}: simulated devices stand in for gpus={gpus!r}"
         applied, selection, simulate = [text], gpu_selection.parse_gpus(None), from_outside
     switches = dict(persist=persist, strict=strict, parallelize=parallelize)
-    parsed = {name: settings.parse_switch(name, value) for name, value in switches.items()}
+    parsed: "Dict[str, Any]" = {
+        name: settings.parse_switch(name, value) for name, value in switches.items()
+    }
     parsed["verify"] = settings.parse_verify(verify, os.environ, simulate)
     parsed.update(memory=settings.parse_memory(memory), floatx=settings.parse_floatx(floatx))
     parsed["options"] = options
@@ -356,7 +358,12 @@ def _wanted(devices, selection):
         return range(selection.count)
     if selection.kind == "ids":
         active = process.configuration
-        index_of = active.settings.devices.index if active else {}.get
-        found = [each if isinstance(each, int) else index_of(each) for each in selection.ids]
-        return [len(devices) if index is None else index for index in found]
+
+        def index_of(wanted: "Union[int, str]") -> "Optional[int]":
+            if isinstance(wanted, int):
+                return wanted
+            return active.settings.devices.index(wanted) if active else None
+
+        indices = map(index_of, selection.ids)
+        return [len(devices) if index is None else index for index in indices]
     return range(len(devices))

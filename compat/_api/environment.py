@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import textwrap
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 from .. import _keras, _ranks, errors
 from .._configuration import detection, device_choice, discovery, gpu_selection, packages, registry
@@ -122,7 +122,8 @@ def _backend(problems):
         chosen, reason = detection.choose()
     except errors.CompatError as error:
         _add(problems, [error], _for_another_backend(installed))
-        backend, variables, shown = None, (), installed
+        backend, shown = None, installed
+        variables: "Sequence[str]" = ()
     else:
         backend = {"name": chosen.name, "framework": chosen.framework, "reason": reason}
         variables = chosen.variables

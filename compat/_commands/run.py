@@ -155,7 +155,7 @@ def _of_this_machine(chosen, selection, options, environ):
     notes = list(devices.problems) + chosen.overruled(settings, environ)
     if devices.shortage:
         asked = "every GPU" if gpus is None else "--gpus " + gpus
-        notes.append(errors.fewer((asked, devices.shortage[1]), devices, strict=False))
+        notes.append(errors.fewer((asked, devices.shortage[1]), str(devices), strict=False))
         if gpus and gpus.isdecimal():
             notes.append(
                 f"--gpus {gpus} means the GPU with id {gpus}; ids count from 0. Several are named "

@@ -2,16 +2,23 @@
 
 import os
 import sys
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 from .. import errors
 from .._runtime.safe_files import plain
 from . import packages, pip_extras, registry
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ..backend import Backend
+
 # What each Keras runs on by default.
 _DEFAULTS = {"keras-mxnet": "mxnet", "keras": "tensorflow"}
 
 
-def choose(asked=None, environ=os.environ, typed=False):
+def choose(
+    asked: "Optional[str]" = None, environ: "Mapping[str, str]" = os.environ, typed: bool = False
+) -> "Tuple[Backend, str]":
     """Choose the backend.
 
     In this order: what was asked; the Keras that is imported; what the installed Keras would
@@ -43,10 +50,11 @@ def choose(asked=None, environ=os.environ, typed=False):
                 "Several backends are installed and nothing says which one this script uses: "
                 f"{names}. {remedy}"
             )
+    assert keras is not None  # or one of the errors above was raised
     return _named(keras, reason, typed)
 
 
-def _no_backend(environ):
+def _no_backend(environ: "Mapping[str, str]") -> "errors.NotInstalledError":
     """Return the error where none is installed.
 
     Its example is what KERAS_BACKEND names, if it can be.
@@ -61,7 +69,7 @@ def _no_backend(environ):
             "Python {}.{}. Use another Python, or install a framework and a Keras that runs on it "
             "yourself.".format(*pip_extras.here())
         )
-    wanted = [extras.get(environ.get("KERAS_BACKEND")), extras.get("tensorflow")] + fitting
+    wanted = [extras.get(environ.get("KERAS_BACKEND", "")), extras.get("tensorflow")] + fitting
     example = next(extra for extra in wanted if extra in fitting)
     return errors.NotInstalledError(
         "No backend is installed in this Python. Install one of {} with its pins, for example: "
@@ -69,13 +77,13 @@ def _no_backend(environ):
     )
 
 
-def extra_of(backends):
+def extra_of(backends: "Sequence[Backend]") -> str:
     """Return the extra of one of these backends that suits the Keras installed."""
     _, version = installed_keras()
     return pip_extras.of(backends, packages.release(version) if version else (None, None))
 
 
-def installed(backends=None):
+def installed(backends: "Optional[Sequence[Backend]]" = None) -> "List[Backend]":
     """Return those of these backends whose framework is installed in a version that they accept.
 
     Arguments:
@@ -86,7 +94,7 @@ def installed(backends=None):
     return [backend for backend, version in found if version and backend.accepts(version)]
 
 
-def native_to(model):
+def native_to(model: "Any") -> "Optional[Backend]":
     """Return the installed backend to whose framework's own kind a model belongs, or None.
 
     Plug-ins are asked where no other backend knows the model.
@@ -98,27 +106,32 @@ def native_to(model):
     return None
 
 
-def foreseen(asked, environ, python):
+def foreseen(
+    asked: "Optional[str]", environ: "Mapping[str, str]", python: str
+) -> "Tuple[Backend, str]":
     """Return the backend of a script that another interpreter is to run. Nothing is looked up.
 
     Returns:
         The backend, and the reason for it as a phrase.
     """
+    if asked is not None:
+        reason = _asked(asked, True)
+        return _candidates(asked, reason)[0], reason
     named = environ.get("KERAS_BACKEND")
-    if asked is None and not named:
+    if not named:
         raise errors.AmbiguousBackendError(
             f"compat does not look into {python}, and nothing says which backend the script uses "
             "there. Pass --backend, such as --backend=theano, or set KERAS_BACKEND."
         )
-    reason = f"KERAS_BACKEND={named}" if asked is None else _asked(asked, True)
-    return _candidates(named if asked is None else asked, reason)[0], reason
+    reason = f"KERAS_BACKEND={named}"
+    return _candidates(named, reason)[0], reason
 
 
-def _asked(name, typed):
+def _asked(name: str, typed: bool) -> str:
     return f"--backend {name} was asked for" if typed else f"backend={name!r} was asked for"
 
 
-def _candidates(name, reason):
+def _candidates(name: str, reason: str) -> "List[Backend]":
     """Return the backends of that name, or of the framework of that name."""
     backends = registry.backends()
     candidates = (
@@ -142,7 +155,7 @@ def _candidates(name, reason):
     return candidates
 
 
-def _named(name, reason, typed):
+def _named(name: str, reason: str, typed: bool) -> "Tuple[Backend, str]":
     """Return the backend of that name, or the one for the installed version of that framework."""
     candidates = _candidates(name, reason)
     for backend in installed(candidates):
@@ -171,12 +184,12 @@ def _named(name, reason, typed):
     raise errors.NotInstalledError(told)
 
 
-def keras_backend(environ):
+def keras_backend(environ: "Mapping[str, str]") -> "Optional[str]":
     """Return what the standalone Keras runs on or will run on; None without a Keras."""
     return _keras_choice(environ)[0]
 
 
-def _keras_running():
+def _keras_running() -> "Optional[str]":
     """Return the backend of the standalone Keras that is imported whole, or None.
 
     ``sys.modules`` alone tells little: jax is loaded under every Keras 3 backend.
@@ -188,32 +201,34 @@ def _keras_running():
     return name() if callable(name) else None
 
 
-def installed_keras():
-    """Name and version of the standalone Keras that is installed, or (None, None)."""
+def installed_keras() -> "Tuple[Optional[str], str]":
+    """Return name and version of the standalone Keras that is installed, or (None, "")."""
     for name in _DEFAULTS:
         version = packages.version(name)
         if version:
             return name, version
-    return None, None
+    return None, ""
 
 
-def _tensorflow_only(keras, version):
+def _tensorflow_only(keras: "Optional[str]", version: str) -> bool:
     """Keras 2.4 to 2.15 runs on TensorFlow only, and reads neither variable nor file."""
     return keras == "keras" and (2, 4) <= packages.release(version) < (3,)
 
 
-def _keras_choice(environ):
+def _keras_choice(
+    environ: "Mapping[str, str]",
+) -> "Tuple[Optional[str], str, bool]":
     """Return the standalone Keras' backend, why it is that, and whether it was chosen.
 
     Nobody has where its file names the default: Keras writes that by itself, whatever it runs on.
-    (None, None, False) without a Keras.
+    (None, "", False) without a Keras.
     """
     running, named = _keras_running(), environ.get("KERAS_BACKEND")
     if running:
         return running, f"the imported keras runs on {running}", True
     keras, version = installed_keras()
     if keras is None:
-        return None, None, False
+        return None, "", False
     if _tensorflow_only(keras, version):
         return "tensorflow", f"{keras} {version} runs on TensorFlow only", True
     if named:
@@ -225,7 +240,7 @@ def _keras_choice(environ):
     return default, f"it is the default of {keras} {version}", False
 
 
-def keras_elsewhere(backend):
+def keras_elsewhere(backend: "Backend") -> "List[str]":
     """Return a warning, in a list, where the imported Keras runs on another framework."""
     running = _keras_running()
     if running in (None, backend.name, backend.framework):
@@ -237,7 +252,7 @@ def keras_elsewhere(backend):
     ]
 
 
-def keras_variable(backend, environ):
+def keras_variable(backend: "Backend", environ: "Mapping[str, str]") -> "Dict[str, str]":
     """``KERAS_BACKEND`` for this backend, as variables, where Keras would choose another one."""
     keras, version = installed_keras()
     if keras is None or _keras_running() or _tensorflow_only(keras, version):
@@ -251,7 +266,7 @@ def keras_variable(backend, environ):
     return {"KERAS_BACKEND": backend.framework}
 
 
-def problems(environ):
+def problems(environ: "Mapping[str, str]") -> "List[str]":
     """Problems of the installed Keras packages, whatever the backend, a sentence each."""
     keras, version = installed_keras()
     found = []
@@ -270,7 +285,7 @@ def problems(environ):
     return found
 
 
-def keras_json(environ):
+def keras_json(environ: "Mapping[str, str]") -> str:
     """Return where Keras looks for its configuration file (``keras/backend/__init__.py``)."""
     keras, version = installed_keras()
     home = environ.get("KERAS_HOME")
@@ -280,7 +295,7 @@ def keras_json(environ):
     return os.path.expanduser(os.path.join(home, "keras.json"))
 
 
-def read_keras_json(path):
+def read_keras_json(path: str) -> "Dict[str, Any]":
     """Return the settings in that file; none where there is no such file.
 
     Raises:
@@ -305,7 +320,7 @@ def read_keras_json(path):
     return content
 
 
-def installed_version(backend):
+def installed_version(backend: "Backend") -> "Optional[str]":
     """Return the version of a backend's framework, imported or installed, or None.
 
     Imports nothing.

@@ -1,12 +1,16 @@
 """Which of this machine's GPUs, or simulated devices, are chosen: no framework is asked."""
 
 import copy
-from typing import Optional, Tuple
+from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
 
 from .. import errors
-from .discovery import CUDA, GPU, HIP, discover, hip_entries, visible_entries
+from .discovery import CUDA, GPU, HIP, Listing, discover, hip_entries, visible_entries
 from .gpu_selection import Selection, any_mig, are, choose_among, invalid_gpus
 from .numeric import whole_number
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .._ranks.place import Place
 
 
 class Devices:
@@ -33,21 +37,21 @@ class Devices:
     listed: "Optional[int]" = None  # how many the framework lists, once it was asked
     # Of an undecided rank: its place, to take one GPU of the selection, and whether a scheduler has
     # given it one.
-    place = None
+    place: "Optional[Place]" = None
     bound = False
 
     def __init__(
         self,
-        gpus=(),
-        positions=(),
-        uuids=(),
-        simulated=0,
-        declined=False,
-        shortage=None,
-        problems=(),
-        variable=CUDA,
-        reason="",
-    ):
+        gpus: "Iterable[str]" = (),
+        positions: "Iterable[int]" = (),
+        uuids: "Iterable[str]" = (),
+        simulated: int = 0,
+        declined: bool = False,
+        shortage: "Optional[Tuple[str, str]]" = None,
+        problems: "Iterable[str]" = (),
+        variable: str = CUDA,
+        reason: str = "",
+    ) -> None:
         self.gpus = tuple(gpus)
         self.positions = tuple(positions)
         self.uuids = tuple(uuids) or ("",) * len(self.gpus)
@@ -58,13 +62,15 @@ class Devices:
         self.variable = variable
         self.reason = reason
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.simulated or len(self.gpus)
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Devices):
+            return NotImplemented
         return (self.gpus, self.simulated) == (other.gpus, other.simulated)
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.simulated:
             return f"{self.simulated} simulated on the CPU"
         if self.gpus:
@@ -73,7 +79,7 @@ class Devices:
             return "the GPUs that the framework lists"
         return "CPU"
 
-    def outcome(self):
+    def outcome(self) -> str:
         """Return what became of what was asked, for a report."""
         if self.declined:
             return "CPU, as asked"
@@ -83,7 +89,7 @@ class Devices:
             return str(self)
         return "CPU: " + self.reason
 
-    def settle(self, listed, restricted=False):
+    def settle(self, listed: int, restricted: bool = False) -> None:
         """Choose among the GPUs that the framework lists, if nothing else told which there are.
 
         Arguments:
@@ -108,11 +114,11 @@ class Devices:
         self.positions = tuple(positions)
         self.uuids = ("",) * len(self.gpus)
         if listed:
-            self.shortage = short and (str(self.undecided), short)
+            self.shortage = (str(self.undecided), short) if short else None
         else:
             self.reason += "; the framework lists none"
 
-    def wanted(self):
+    def wanted(self) -> "Optional[List[Union[int, str]]]":
         """Return the ids to ask a framework for that has to be told before it lists its GPUs.
 
         None: all of them.
@@ -125,7 +131,7 @@ class Devices:
             ids = [ids[self.place.local_rank % len(ids)] if ids else self.place.local_rank]
         return ids or None
 
-    def trusting(self, environ):
+    def trusting(self, environ: "Mapping[str, str]") -> "Dict[str, str]":
         """Return the variables that show the chosen GPUs to a framework not yet queried."""
         ids = self.wanted()
         if ids is None:
@@ -133,48 +139,52 @@ class Devices:
         value = ",".join(map(str, ids))
         return {variable: value for variable in (CUDA, HIP) if variable == CUDA or HIP in environ}
 
-    def only(self, index, shortage):
+    def only(self, index: int, shortage: "Optional[Tuple[str, str]]") -> "Devices":
         """Return one of these devices, for a rank that may have a shortage to tell of."""
         one = copy.copy(self)
-        of_all = self.gpus, self.positions, self.uuids
-        one.gpus, one.positions, one.uuids = [each[index : index + 1] for each in of_all]
+        chosen = slice(index, index + 1)
+        one.gpus, one.positions = self.gpus[chosen], self.positions[chosen]
+        one.uuids = self.uuids[chosen]
         one.shortage = shortage
         return one
 
-    def index(self, name):
+    def index(self, name: str) -> "Optional[int]":
         """Return which of these GPUs a name means, counted from 0, or None."""
         named = enumerate(zip(self.gpus, self.uuids))
         return next((i for i, (gpu, uuid) in named if name == gpu or uuid.startswith(name)), None)
 
-    def are_shown_by(self, environ):
+    def are_shown_by(self, environ: "Mapping[str, str]") -> bool:
         """Return whether a process with that environment sees exactly these GPUs, in this order."""
         in_framework = self.undecided is not None  # they are chosen there
         return not in_framework and environ.get(self.variable) == ",".join(self.gpus)
 
-    def ordinals(self, environ):
+    def ordinals(self, environ: "Mapping[str, str]") -> "Sequence[int]":
         """Return the numbers of these GPUs in a process with that environment."""
         return range(len(self.gpus)) if self.are_shown_by(environ) else self.positions
 
-    def memory_totals(self):
+    def memory_totals(self) -> "List[int]":
         """Return the memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
-        machine = discover() or [] if self.gpus else []
+        machine: "Sequence[GPU]" = (discover() or []) if self.gpus else []
         return [_gpu_of(entry, machine).memory_total or 0 for entry in self.gpus]
 
-    def environ(self, environ):
+    def environ(self, environ: "Mapping[str, str]") -> "Dict[str, Optional[str]]":
         """Return the variables that show a process these GPUs and no other.
 
         None where undecided.
         """
         if self.undecided is not None:
             return {}
+        variables: "Dict[str, Optional[str]]" = {}
         if not self.gpus:
-            variables = {} if environ.get(CUDA) in ("", "-1") else {CUDA: "-1"}
+            if environ.get(CUDA) not in ("", "-1"):
+                variables[CUDA] = "-1"
             # HIP reads its own variable first; torch prefers the one of the runtime below.
             amd = self.variable == HIP or {HIP, "ROCR_VISIBLE_DEVICES"} & set(environ)
             if amd and environ.get(HIP) != "-1":
                 variables[HIP] = "-1"
             return variables
-        variables = {} if self.are_shown_by(environ) else {self.variable: ",".join(self.gpus)}
+        if not self.are_shown_by(environ):
+            variables[self.variable] = ",".join(self.gpus)
         if self.variable == CUDA and "CUDA_DEVICE_ORDER" not in environ:
             # CUDA's own order is fastest first; ids then disagree with nvidia-smi's
             # (tensorflow#32881).
@@ -185,7 +195,12 @@ class Devices:
 # Choosing -------------------------------------------------------------------------------------
 
 
-def choose(selection, simulate, environ, discover=discover):
+def choose(
+    selection: "Selection",
+    simulate: "Optional[int]",
+    environ: "Mapping[str, str]",
+    discover: "Callable[[], Optional[Sequence[GPU]]]" = discover,
+) -> "Devices":
     """Choose this process's devices.
 
     Arguments:
@@ -206,8 +221,8 @@ def choose(selection, simulate, environ, discover=discover):
         return Devices(declined=True)
     machine = discover()
     if machine and machine[0].variable == HIP:
-        entries, said, problems = hip_entries(environ, machine)
-        visible = [(entry, GPU(variable=HIP)) for entry in entries]
+        shown, said, problems = hip_entries(environ, machine)
+        visible = [(entry, GPU(variable=HIP)) for entry in shown]
         return _chosen(selection, visible, problems, environ, said, HIP)
     entries, problems = visible_entries(environ, machine)
     said = None if entries is None else CUDA
@@ -215,14 +230,14 @@ def choose(selection, simulate, environ, discover=discover):
         devices = _chosen(selection, [], problems, environ, said)
         devices.undecided = selection
         devices.reason = "no GPU was found" + _why(machine, environ)
-        if getattr(machine, "failures", None) and not devices.shortage:
+        if isinstance(machine, Listing) and machine.failures and not devices.shortage:
             devices.shortage = str(selection), "no GPU is visible: " + "; ".join(machine.failures)
         return devices
     if entries is None and (machine is None or (machine and any_mig(selection.ids))):
         # Nothing tells what is there: trust the request, the framework will answer.
         return _trusting(selection)
     if entries is None:
-        entries = [str(gpu.index) for gpu in machine]
+        entries = [str(gpu.index) for gpu in machine or []]
     visible = [(entry, _gpu_of(entry, machine or [])) for entry in entries]
     devices = _chosen(selection, visible, problems, environ, said)
     if not visible:
@@ -231,21 +246,29 @@ def choose(selection, simulate, environ, discover=discover):
     return devices
 
 
-def _why(machine, environ):
-    why = [machine.why()] if getattr(machine, "why", None) and machine.why() else []
+def _why(machine: "Optional[Sequence[GPU]]", environ: "Mapping[str, str]") -> str:
+    why = [machine.why()] if isinstance(machine, Listing) and machine.why() else []
     why += [f"{CUDA}={environ[CUDA]}"] if CUDA in environ else []
     return errors.shortened(" ({})".format("; ".join(why))) if why else ""
 
 
-def _chosen(selection, visible, problems, environ, said, variable=CUDA):
+def _chosen(
+    selection: "Selection",
+    visible: "Sequence[Tuple[str, GPU]]",
+    problems: "Sequence[str]",
+    environ: "Mapping[str, str]",
+    said: "Optional[str]",
+    variable: str = CUDA,
+) -> "Devices":
     """Of the visible GPUs, pairs of entry and GPU, those that were asked for.
 
     ``said``: the variable that says which are visible, or None.
     """
-    positions, shortage, of_claims = choose_among(selection, visible)
-    if shortage:
+    positions, short, of_claims = choose_among(selection, visible)
+    shortage = None
+    if short:
         found = f" ({said}={environ[said]})" if said else ""
-        shortage = str(selection), errors.shortened(shortage + found)
+        shortage = str(selection), errors.shortened(short + found)
     chosen = [visible[position] for position in positions]
     return Devices(
         [entry for entry, _ in chosen],
@@ -258,7 +281,12 @@ def _chosen(selection, visible, problems, environ, said, variable=CUDA):
     )
 
 
-def choose_for_rank(selection, environ, place, discover=discover):
+def choose_for_rank(
+    selection: "Selection",
+    environ: "Mapping[str, str]",
+    place: "Place",
+    discover: "Callable[[], Optional[Sequence[GPU]]]" = discover,
+) -> "Devices":
     """Choose the one device of a rank: the local rank's, among those that ``selection`` names.
 
     How many GPUs there are to be is the launcher's to say, so that a count names all. Idle GPUs
@@ -283,7 +311,7 @@ def choose_for_rank(selection, environ, place, discover=discover):
     return pool.only(place.local_rank % len(pool), shortage)
 
 
-def _is_bound(environ, place):
+def _is_bound(environ: "Mapping[str, str]", place: "Place") -> bool:
     """Whether, if this rank sees one GPU, that was given to it alone: others see another one.
 
     So do SLURM (``--gpus-per-task``, ``--gpu-bind``), jsrun, and scripts that show each rank the
@@ -299,7 +327,7 @@ def _is_bound(environ, place):
     return str(place.local_rank) in shown
 
 
-def _choose_simulated(selection, simulate):
+def _choose_simulated(selection: "Selection", simulate: int) -> "Devices":
     if selection.kind == "none":
         return Devices(simulated=1)
     ids = selection.ids or range(selection.count or simulate)
@@ -311,7 +339,7 @@ def _choose_simulated(selection, simulate):
     return Devices(simulated=len(ids))
 
 
-def _trusting(selection):
+def _trusting(selection: "Selection") -> "Devices":
     ids = selection.ids or range(selection.count or 1)
     if len(set(map(type, ids))) > 1:
         mixed = "CUDA cannot mix ids and names, and nothing tells which GPUs there are"
@@ -321,7 +349,7 @@ def _trusting(selection):
     return Devices(map(str, ids), range(len(ids)), shortage=shortage)
 
 
-def _gpu_of(entry, machine):
+def _gpu_of(entry: str, machine: "Sequence[GPU]") -> "GPU":
     """Return the GPU that an entry names.
 
     One of which nothing is known where the driver lists none.

@@ -5,7 +5,7 @@ Asked without any framework.
 
 import contextlib
 import os
-from typing import NamedTuple, Optional
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from .numeric import whole_number
 
@@ -24,12 +24,12 @@ class GPU(NamedTuple):
     utilization: "Optional[int]" = None  # percent
     variable: str = CUDA  # what shows a process this GPU
 
-    def unknown(self):
+    def unknown(self) -> "List[str]":
         """Return what the driver does not tell of how busy this GPU is."""
         memory = self.memory_total is None or self.memory_used is None
         return ["memory"] * memory + ["utilization"] * (self.utilization is None)
 
-    def matches(self, entry):
+    def matches(self, entry: str) -> bool:
         """Return whether ``entry``, an id or the beginning of a UUID, names this GPU.
 
         Without nvidia-smi the UUID is not known: any name may be this GPU's.
@@ -47,16 +47,16 @@ _ROCM_VERSION = "/opt/rocm/.info/version"
 _WSL = "/dev/dxg"
 
 
-class Listing(list):
+class Listing(List[GPU]):
     """GPUs in PCI order; and what was asked for them, where that explains why there are none."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.missing = []  # type: list  # commands
-        self.answers = []  # type: list  # what others said, a phrase each
-        self.failures = []  # type: list  # a driver is installed, and does not work
+        self.missing: "List[str]" = []  # commands
+        self.answers: "List[str]" = []  # what others said, a phrase each
+        self.failures: "List[str]" = []  # a driver is installed, and does not work
 
-    def why(self):
+    def why(self) -> str:
         """Why there are none, in half a sentence."""
         names = self.missing
         missing = " and ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
@@ -64,7 +64,7 @@ class Listing(list):
         return "; ".join(said + self.failures + self.answers)
 
 
-def discover():
+def discover() -> "Optional[Listing]":
     """Return the machine's GPUs, in PCI order, or None where nothing tells how many there are.
 
     Asks nvidia-smi, else the driver's folder; then, where there is none of NVIDIA's, AMD's
@@ -73,7 +73,9 @@ def discover():
     listing = Listing()
     query = "--query-gpu=index,uuid,name,memory.total,memory.used,utilization.gpu"
     lines = _nvidia_smi(query, listing)
-    gpus = lines and [_parse_gpu(line) for line in lines if line.count(",") == 5]
+    gpus = None
+    if lines is not None:
+        gpus = [_parse_gpu(line) for line in lines if line.count(",") == 5]
     if gpus == []:
         listing.answers.append("nvidia-smi lists none")
     if gpus is None and os.access(_DRIVER, os.R_OK):
@@ -87,12 +89,12 @@ def discover():
     return listing
 
 
-def busy():
+def busy() -> "Optional[List[str]]":
     """Return the UUIDs of GPUs on which a process computes, or None where nothing tells."""
     return _nvidia_smi("--query-compute-apps=gpu_uuid", Listing())
 
 
-def _nvidia_smi(query, listing):
+def _nvidia_smi(query: "Optional[str]", listing: "Listing") -> "Optional[List[str]]":
     """Return the lines that nvidia-smi answers, or None where it is missing or fails.
 
     Arguments:
@@ -106,7 +108,7 @@ def _nvidia_smi(query, listing):
     return None
 
 
-def _answer(command, listing):
+def _answer(command: "List[str]", listing: "Listing") -> "Optional[str]":
     """Return what a command prints, or None where it is missing or fails.
 
     Why not, to ``listing``.
@@ -133,8 +135,10 @@ def _answer(command, listing):
     return None
 
 
-def _parse_gpu(line):
-    def number(text, unit=1):  # "[N/A]" under MIG, and where the driver has no counter
+def _parse_gpu(line: str) -> "GPU":
+    def number(
+        text: str, unit: int = 1
+    ) -> "Optional[int]":  # "[N/A]" under MIG, and where the driver has no counter
         return int(text) * unit if text.isdecimal() else None
 
     index, uuid, name, total, used, utilization = [field.strip() for field in line.split(",")]
@@ -142,7 +146,7 @@ def _parse_gpu(line):
     return GPU(int(index), uuid, name, number(total, mebi), number(used, mebi), number(utilization))
 
 
-def drivers():
+def drivers() -> "Dict[str, Optional[str]]":
     """Return the versions of the drivers that are loaded, and of what they say that they run.
 
     Returns:
@@ -161,21 +165,21 @@ def drivers():
     }
 
 
-def _match(pattern, text):
+def _match(pattern: str, text: str) -> "Optional[str]":
     import re
 
     found = re.search(pattern, text)
     return found.group(1) if found else None
 
 
-def content(path):
+def content(path: str) -> str:
     """Return a small file of the system's; empty where it is not there."""
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return file.read()
     return ""
 
 
-def _from_amd(listing):
+def _from_amd(listing: "Listing") -> "List[GPU]":
     """AMD's GPUs, as its newer command lists them, or its older one."""
     for command in (["amd-smi", "list", "--json"], ["rocm-smi", "--showid", "--json"]):
         answer = _answer(command, listing)
@@ -189,7 +193,7 @@ def _from_amd(listing):
     return []
 
 
-def _json(text):
+def _json(text: str) -> "Any":
     """Return what a command prints as JSON, also with warnings before and after it, or None."""
     import json
 
@@ -201,7 +205,7 @@ def _json(text):
     return None
 
 
-def usable_cores():
+def usable_cores() -> int:
     """Return how many of the machine's cores this process may use."""
     usable = getattr(os, "sched_getaffinity", None)  # on Linux alone
     return len(usable(0)) if usable else os.cpu_count() or 1
@@ -210,7 +214,9 @@ def usable_cores():
 # What CUDA and HIP read in their variables ------------------------------------------------------
 
 
-def visible_entries(environ, machine=None):
+def visible_entries(
+    environ: "Mapping[str, str]", machine: "Optional[Sequence[GPU]]" = None
+) -> "Tuple[Optional[List[str]], List[str]]":
     """Return the entries of ``CUDA_VISIBLE_DEVICES`` that CUDA uses, and the value's problems.
 
     CUDA ignores everything from the first invalid entry on (CUDA programming guide,
@@ -237,7 +243,7 @@ def visible_entries(environ, machine=None):
     if value is None:
         return None, problems
 
-    def wrong(entry, before):
+    def wrong(entry: str, before: "Sequence[str]") -> "Optional[str]":
         if not _valid_entry(entry, before):
             return "which is no id, no GPU name and no MIG name like those before it"
         exists = not machine or _exists(entry, machine)
@@ -260,14 +266,14 @@ def visible_entries(environ, machine=None):
     return entries, problems
 
 
-def _remedy(variable, entries):
+def _remedy(variable: str, entries: "Sequence[str]") -> str:
     """Return what to type for the entries that are right."""
     if not entries:
         return f"To use every GPU: unset {variable}"
     return "Corrected: export {}={}".format(variable, ",".join(entries))
 
 
-def _valid_entry(entry, before):
+def _valid_entry(entry: str, before: "Sequence[str]") -> bool:
     if entry.split() != [entry]:
         return False
     if before and not before[0].isdecimal():
@@ -275,7 +281,7 @@ def _valid_entry(entry, before):
     return whole_number(entry) is not None or (not before and entry.startswith(("GPU-", "MIG-")))
 
 
-def _exists(entry, machine):
+def _exists(entry: str, machine: "Sequence[GPU]") -> bool:
     if entry.startswith("MIG-GPU-"):  # MIG-<GPU UUID>/<GPU instance>/<compute instance>
         entry = entry[4:].split("/")[0]
     elif entry.startswith("MIG-"):  # a MIG UUID does not name its GPU
@@ -283,7 +289,9 @@ def _exists(entry, machine):
     return any(gpu.matches(entry) for gpu in machine)
 
 
-def hip_entries(environ, machine):
+def hip_entries(
+    environ: "Mapping[str, str]", machine: "Sequence[GPU]"
+) -> "Tuple[List[str], Optional[str], List[str]]":
     """Return the GPUs that HIP, AMD's CUDA, shows a process, which variable says so, and problems.
 
     HIP reads CUDA_VISIBLE_DEVICES, too, where its own variable is empty. Both count inside
@@ -295,7 +303,7 @@ def hip_entries(environ, machine):
     if variable is None:
         return [str(index) for index in range(there)], None, []
 
-    def wrong(entry, before):
+    def wrong(entry: str, before: "Sequence[str]") -> "Optional[str]":
         number = whole_number(entry)
         exists = entry.startswith("GPU-") or (number is not None and number < there)
         right = exists and entry not in before
@@ -305,14 +313,16 @@ def hip_entries(environ, machine):
     return entries, variable, problems
 
 
-def _up_to(reader, variable, value, wrong):
+def _up_to(
+    reader: str, variable: str, value: str, wrong: "Callable[[str, Sequence[str]], Optional[str]]"
+) -> "Tuple[List[str], List[str]]":
     """Return the entries of a value before the first wrong one, and a list of its problem.
 
     Arguments:
         reader: what reads the variable.
         wrong: tells of an entry, and those before it, what is wrong with it, or None.
     """
-    entries = []  # type: list
+    entries: "List[str]" = []
     for entry in [part.strip() for part in value.split(",")] if value.strip() else []:
         if entry == "-1":  # the documented way to end the list
             break

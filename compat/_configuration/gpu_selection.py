@@ -3,13 +3,16 @@
 import contextlib
 import os
 import types
-from typing import List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from .. import errors
 from .._runtime.process import process
 from .._runtime.safe_files import NOFOLLOW, plain
 from .discovery import GPU, busy
 from .numeric import whole_number
+
+# Pairs of an entry of CUDA_VISIBLE_DEVICES, or what stands for one, and the GPU that it names.
+Visible = Sequence[Tuple[str, GPU]]
 
 GPUS_FORMS = """\
     None            every visible GPU
@@ -34,17 +37,19 @@ class Selection(types.SimpleNamespace):
     "free" (None: all idle ones); ``ids`` holds integers and GPU or MIG names, as strings.
     """
 
-    def __init__(self, kind, count=None, ids=()):
+    def __init__(
+        self, kind: str, count: "Optional[int]" = None, ids: "Iterable[Union[int, str]]" = ()
+    ) -> None:
         super().__init__(kind=kind, count=count, ids=tuple(ids))
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.kind == "free":
             return 'gpus="free{}"'.format(f":{self.count}" if self.count else "")
         value = {"all": None, "count": self.count, "ids": list(self.ids), "none": 0}
         return f"gpus={value[self.kind]!r}"
 
 
-def parse_gpus(gpus):
+def parse_gpus(gpus: "Any") -> "Selection":
     """Normalise ``gpus=`` to a ``Selection``.
 
     Raises:
@@ -68,7 +73,7 @@ def parse_gpus(gpus):
     return Selection("count", count) if count else Selection("none")
 
 
-def _integer(value):
+def _integer(value: "Any") -> "Optional[int]":
     """Return the value of an integer of any type (numpy's, too), or None."""
     import operator
 
@@ -78,7 +83,7 @@ def _integer(value):
         return None
 
 
-def _parse_text(gpus):
+def _parse_text(gpus: str) -> "Selection":
     text = gpus.strip()
     if text.lower() in _KINDS:
         return Selection(_KINDS[text.lower()])
@@ -94,7 +99,7 @@ def _parse_text(gpus):
     return _parse_ids(gpus, text.split(","))
 
 
-def _parse_ids(gpus, items):
+def _parse_ids(gpus: "Any", items: "Iterable[Any]") -> "Selection":
     ids = []
     for item in items:
         wanted = _parse_id(item)
@@ -108,12 +113,12 @@ def _parse_ids(gpus, items):
     return Selection("ids", ids=ids) if ids else Selection("none")
 
 
-def any_mig(ids):
+def any_mig(ids: "Iterable[Union[int, str]]") -> bool:
     """Return whether one of these names a MIG instance."""
     return any(isinstance(wanted, str) and wanted.startswith("MIG-") for wanted in ids)
 
 
-def _parse_id(item):
+def _parse_id(item: "Any") -> "Union[None, int, str]":
     """Return an id as an integer, a name as a text; None for anything else."""
     if not isinstance(item, str):
         number = _integer(item)
@@ -144,7 +149,7 @@ class Choice(NamedTuple):
     problems: "Sequence[str]" = ()
 
 
-def choose_among(selection, visible):
+def choose_among(selection: "Selection", visible: "Visible") -> "Choice":
     """Return the ``Choice`` among visible GPUs, pairs of entry and ``GPU``."""
     if selection.kind == "all":
         return Choice(range(len(visible)))
@@ -167,7 +172,7 @@ def choose_among(selection, visible):
     return Choice([each.position for each in idle], ", and ".join(shortages) or None, problems)
 
 
-def _unsure(unsure):
+def _unsure(unsure: "Sequence[Tuple[str, Sequence[str]]]") -> str:
     """Return which GPUs were taken that may be busy: pairs of entry and what is unknown."""
     names = ["GPU " + entry if entry.isdecimal() else entry for entry, _ in unsure]
     unknown = sorted(set(name for _, names in unsure for name in names))
@@ -181,13 +186,15 @@ def _unsure(unsure):
     )
 
 
-def are(number, what):
+def are(number: int, what: str) -> str:
     if number < 2:
         return "{} GPU is {}".format(number or "no", what)
     return f"{number} GPUs are {what}"
 
 
-def _positions(ids, visible):
+def _positions(
+    ids: "Sequence[Union[int, str]]", visible: "Visible"
+) -> "Tuple[List[int], List[str]]":
     positions, missing = [], []
     for wanted in ids:
         found = [
@@ -205,7 +212,7 @@ def _positions(ids, visible):
     return positions, missing
 
 
-def invalid_gpus(gpus, problem):
+def invalid_gpus(gpus: "Any", problem: str) -> "errors.InvalidArgumentError":
     error = errors.InvalidArgumentError(
         f"gpus={gpus!r} is not understood: {problem}. Use one of:\n{GPUS_FORMS}"
     )
@@ -234,13 +241,13 @@ class IdleGPU(NamedTuple):
     is_claimed: bool
 
     @property
-    def order(self):
+    def order(self) -> "Tuple[bool, bool, int, int]":
         """Order in which GPUs are taken: known to be idle, claimed, with most free memory."""
         free = (self.gpu.memory_total or 0) - (self.gpu.memory_used or 0)
         return bool(self.unknown), not self.is_claimed, -free, self.position
 
 
-def claim_idle(visible, count):
+def claim_idle(visible: "Visible", count: "Optional[int]") -> "Tuple[List[IdleGPU], List[str]]":
     """Claim idle GPUs for this process, those with most free memory first.
 
     Where the driver does not report whether a GPU is idle, as under MIG, it is taken where there
@@ -255,7 +262,7 @@ def claim_idle(visible, count):
         that two jobs may choose it.
     """
 
-    def is_wanted(candidate):
+    def is_wanted(candidate: "IdleGPU") -> bool:
         return len(taken) < (count or (1 if candidate.unknown else len(visible)))
 
     taken: "List[IdleGPU]" = []
@@ -281,7 +288,7 @@ def claim_idle(visible, count):
     return sorted(taken, key=lambda candidate: candidate.position), problems
 
 
-def _idle_among(visible):
+def _idle_among(visible: "Visible") -> "Iterator[IdleGPU]":
     """Yield the visible GPUs that no other job uses, as ``IdleGPU``s.
 
     Idle: no process computes on it that the driver shows, less than a tenth of the memory is
@@ -307,23 +314,23 @@ def _idle_among(visible):
             yield IdleGPU(position, entry, gpu, unknown, False)
 
 
-def _claimed(gpu):
+def _claimed(gpu: "GPU") -> bool:
     return gpu.uuid in process.claims or gpu.uuid in os.environ.get("COMPAT_CLAIMS", "").split(",")
 
 
-def hand_over_claims():
+def hand_over_claims() -> "Dict[str, str]":
     """Keep the claims for the program that this process becomes, and return what tells it so."""
     for lock in process.claims.values():
         os.set_inheritable(lock, True)
     return {"COMPAT_CLAIMS": ",".join(sorted(process.claims))} if process.claims else {}
 
 
-def _lock_path(gpu):
+def _lock_path(gpu: "GPU") -> str:
     """Return where its lock file lies: not in ``TMPDIR``, which schedulers set for each job."""
     return f"/tmp/keras-gpu-compat-{gpu.uuid}.lock"
 
 
-def _claim(gpu):
+def _claim(gpu: "GPU") -> bool:
     """Take this GPU's lock, so that two jobs started together do not pick the same one.
 
     Returns:
@@ -350,7 +357,7 @@ def _claim(gpu):
     return True
 
 
-def _open(path):
+def _open(path: str) -> int:
     with contextlib.suppress(FileExistsError):  # another job makes it meanwhile
         if not os.path.lexists(path):  # Linux refuses to "create" another user's file in /tmp
             lock = plain(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | NOFOLLOW)

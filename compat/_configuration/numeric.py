@@ -1,10 +1,14 @@
 """Numbers that people write in arguments and environment variables."""
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Optional
+
 # No count or id has more; Python converts no text of more than 4300 (sys.set_int_max_str_digits).
 _MOST_DIGITS = 18
 
 
-def whole_number(text):
+def whole_number(text: str) -> "Optional[int]":
     """Return the number that a text of ASCII digits is, or None.
 
     CUDA reads no other digits, either.

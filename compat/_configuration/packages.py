@@ -2,11 +2,12 @@
 
 import os
 import sys
+from typing import Dict, Optional, Tuple
 
 from .discovery import content
 
 
-def version(*names):
+def version(*names: str) -> "Optional[str]":
     """Return the version of the first of these distributions that is installed, or None.
 
     Read from the names of the folders on ``sys.path``, which are gone through once.
@@ -18,7 +19,7 @@ def version(*names):
     return next(filter(None, (found.get(normalised(name)) for name in names)), None)
 
 
-def matching(pattern):
+def matching(pattern: str) -> "Dict[str, str]":
     """Return the versions of all whose names match, by name, sorted.
 
     Arguments:
@@ -30,12 +31,12 @@ def matching(pattern):
     return {name: number for name, number in found.items() if re.fullmatch(pattern, name)}
 
 
-def _found():
+def _found() -> "Dict[str, Optional[str]]":
     """Return the versions of all distributions, by their normalised names.
 
     None where nothing tells it.
     """
-    found = {}  # type: dict
+    found: "Dict[str, Optional[str]]" = {}
     for folder in sys.path:
         try:
             entries = os.listdir(folder or ".")
@@ -52,17 +53,17 @@ def _found():
     return found
 
 
-def _metadata_version(folder):
+def _metadata_version(folder: str) -> "Optional[str]":
     lines = content(os.path.join(folder, "PKG-INFO")).splitlines()
     found = [line.partition(":")[2].strip() for line in lines if line.startswith("Version:")]
     return found[0] if found else None
 
 
-def normalised(name):
+def normalised(name: str) -> str:
     return name.lower().replace("-", "_").replace(".", "_")
 
 
-def release(version):
+def release(version: str) -> "Tuple[int, ...]":
     """Return the first two numbers of a version, for comparison: (2, 4) for "2.4rc0"."""
     import re
 

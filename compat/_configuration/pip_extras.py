@@ -1,6 +1,11 @@
 """The extras of keras-gpu-compat: what each brings, on which Pythons, and what fits this one."""
 
 import sys
+from typing import Dict, List, Optional, Sequence, Tuple
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ..backend import Backend
 
 # By extra: the backend that it brings; the oldest and the newest Python on which it installs, as in
 # docs/install.md; and those on which it is tested, the rows of this project's tox.ini, which is not
@@ -26,40 +31,40 @@ TABLE = {
 BACKENDS = {extra: backend for extra, (backend, _, _) in TABLE.items()}
 PYTHONS = {extra: pythons for extra, (_, pythons, _) in TABLE.items()}
 TESTED = {extra: pythons for extra, (_, _, pythons) in TABLE.items()}
-EXTRAS = {}  # type: dict  # of each backend
+EXTRAS: "Dict[str, List[str]]" = {}  # of each backend
 for _extra, _backend in BACKENDS.items():
     EXTRAS.setdefault(_backend, []).append(_extra)
 
 
-def here():
+def here() -> "Tuple[int, int]":
     """Return this Python's version, (3, 11)."""
     return sys.version_info[:2]
 
 
-def installs(extra):
+def installs(extra: str) -> bool:
     """Return whether pip finds all that an extra names on this Python."""
     oldest, newest = PYTHONS.get(extra, (here(), here()))
     return oldest <= here() <= newest
 
 
-def pythons(extra):
+def pythons(extra: str) -> str:
     """On which Pythons an extra installs, as a phrase."""
     texts = list(map(spelled, PYTHONS[extra]))
     word = " to " if PYTHONS[extra][1][1] - PYTHONS[extra][0][1] > 1 else " or "
     return "Python " + word.join(sorted(set(texts), key=texts.index))
 
 
-def tested(extra):
+def tested(extra: str) -> str:
     """Return the Pythons on which an extra is tested, as a phrase: "Python 3.6, 3.7 and 3.8"."""
     *others, last = map(spelled, TESTED[extra])
     return "Python " + (", ".join(others) + " and " if others else "") + last
 
 
-def spelled(python):
+def spelled(python: "Tuple[int, ...]") -> str:
     return "{}.{}".format(*python)
 
 
-def of(backends, keras=(None, None)):
+def of(backends: "Sequence[Backend]", keras: "Tuple[Optional[int], ...]" = (None, None)) -> str:
     """Return the extra that brings one of these backends, all of one framework.
 
     With the generation of Keras that is installed, as far as an extra with it installs here. Where
@@ -74,7 +79,7 @@ def of(backends, keras=(None, None)):
     return next(filter(installs, extras), extras[0])
 
 
-def _of_tensorflow(one, two, keras):
+def _of_tensorflow(one: bool, two: bool, keras: "Tuple[Optional[int], ...]") -> "List[str]":
     """Return the extras of TensorFlow 1, 2 or either, the best for that Keras first."""
     old = keras[0] == 2 and keras < (2, 4)
     return (

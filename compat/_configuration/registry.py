@@ -13,12 +13,16 @@ import sys
 from .. import errors
 from ..backend import Backend
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, Iterable, Iterator, List, Optional, Tuple, Union
+
 ENTRY_POINTS = "keras_gpu_compat.backends"
 
-_registered = {}  # type: dict
+_registered: "Dict[str, Backend]" = {}
 
 
-def names():
+def names() -> "List[str]":
     """Return the names of the backends that compat brings along, sorted: those of their folders."""
     import pkgutil
 
@@ -28,19 +32,20 @@ def names():
     )
 
 
-def load(name):
+def load(name: str) -> "Backend":
     """Return the backend of that folder. Imports the folder's module, never its framework."""
     import importlib
 
-    return importlib.import_module("compat._backends." + name).backend
+    backend: Backend = importlib.import_module("compat._backends." + name).backend
+    return backend
 
 
-def backends():
+def backends() -> "List[Backend]":
     """Return all backends but plug-ins, by name, then those that were registered."""
     return [load(name) for name in names()] + list(_registered.values())
 
 
-def find(name):
+def find(name: str) -> "Optional[Backend]":
     """Return the backend of that name, whichever way it is known, or None.
 
     Raises:
@@ -49,7 +54,7 @@ def find(name):
     return next((each for each in backends() if each.name == name), None) or plugin(name)
 
 
-def options(wanted):
+def options(wanted: "Iterable[str]") -> "List[str]":
     """Return the keyword options of ``configure_gpu()`` that backends know, sorted.
 
     Arguments:
@@ -90,7 +95,7 @@ def register(backend: "Backend") -> "Backend":
     return backend
 
 
-def _problem(backend):
+def _problem(backend: "Any") -> "Optional[str]":
     """Why this object cannot be registered, or None."""
     if not isinstance(backend, Backend):
         return "it is no instance of a subclass of compat.Backend"
@@ -101,7 +106,7 @@ def _problem(backend):
     return "compat has a backend of that name" if backend.name in names() else None
 
 
-def plugin(name):
+def plugin(name: str) -> "Optional[Backend]":
     """Return the backend that an installed package names so in its entry points, or None.
 
     Raises:
@@ -110,12 +115,12 @@ def plugin(name):
     return next((_load_plugin(*each) for each in _entry_points() if each[0] == name), None)
 
 
-def plugins():
+def plugins() -> "List[Backend]":
     """Return the backends of all entry points, without those that are broken or registered.
 
     Of several of one name the first counts, as for ``plugin()``.
     """
-    found = {}  # type: dict
+    found: "Dict[str, Optional[Backend]]" = {}
     for name, reference in _entry_points():
         if name not in found and name not in _registered:
             try:
@@ -125,19 +130,19 @@ def plugins():
     return [backend for backend in found.values() if backend is not None]
 
 
-def plugin_names():
+def plugin_names() -> "List[str]":
     """Return the names in all entry points. Imports nothing."""
     return [name for name, _ in _entry_points()]
 
 
-def _load_plugin(name, reference):
+def _load_plugin(name: str, reference: str) -> "Backend":
     import importlib
 
     module, _, attribute = reference.partition(":")
     cause = None
     try:
-        backend = getattr(importlib.import_module(module.strip()), attribute.strip())
-        problem = _problem(backend)
+        backend: Backend = getattr(importlib.import_module(module.strip()), attribute.strip())
+        problem: "Union[None, str, Exception]" = _problem(backend)
         if problem is None and backend.name != name:
             problem = f"its name is {backend.name!r}"
     except Exception as error:  # whatever a package can do wrong
@@ -150,7 +155,7 @@ def _load_plugin(name, reference):
     return backend
 
 
-def _entry_points():
+def _entry_points() -> "Iterator[Tuple[str, str]]":
     """Name and ``module:attribute`` of each entry point, as installed packages list them.
 
     Python 3.6 and 3.7 have no importlib.metadata, and not always setuptools' pkg_resources.
@@ -163,7 +168,7 @@ def _entry_points():
         pattern = os.path.join(glob.escape(folder), "*.*-info", "entry_points.txt")
         for path in sorted(glob.glob(pattern)):
             listed = configparser.RawConfigParser(delimiters="=", strict=False)
-            listed.optionxform = str  # type: ignore  # names keep their case
+            listed.optionxform = str  # type: ignore[assignment,method-assign]  # names keep their case
             with contextlib.suppress(UnicodeDecodeError, configparser.Error):
                 if listed.read(path, "utf-8") and listed.has_section(ENTRY_POINTS):
                     yield from listed.items(ENTRY_POINTS)

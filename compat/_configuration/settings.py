@@ -5,9 +5,10 @@ from .numeric import whole_number
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, List, Optional, Union
+    from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
     from .._ranks.place import Place
+    from .device_choice import Devices
 
 FLOATX = ("float16", "bfloat16", "float32", "float64")
 _SWITCHES = {"yes": True, "true": True, "on": True, "1": True}
@@ -20,7 +21,7 @@ _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 1
 class _Value:
     """What is equal to another one by its attributes."""
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
 
@@ -33,12 +34,14 @@ class Memory(_Value):
         size: per GPU, in bytes.
     """
 
-    def __init__(self, grow=False, fraction=None, size=None):
+    def __init__(
+        self, grow: bool = False, fraction: "Optional[float]" = None, size: "Optional[int]" = None
+    ) -> None:
         self.grow = grow
         self.fraction = fraction
         self.size = size
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.grow:
             return "grow"
         if self.size:
@@ -46,7 +49,7 @@ class Memory(_Value):
         return f"{self.fraction:g} of each GPU"
 
 
-def parse_memory(memory):
+def parse_memory(memory: "Any") -> "Optional[Memory]":
     """Normalise ``memory=`` to a ``Memory``, or None.
 
     Raises:
@@ -76,7 +79,7 @@ def parse_memory(memory):
     return Memory(size=size)
 
 
-def parse_floatx(floatx):
+def parse_floatx(floatx: "Optional[str]") -> "Optional[str]":
     """Check ``floatx=``: one of ``FLOATX``, or None."""
     if floatx is not None and floatx not in FLOATX:
         raise errors.InvalidArgumentError(
@@ -86,7 +89,7 @@ def parse_floatx(floatx):
     return floatx
 
 
-def parse_switch(name, value):
+def parse_switch(name: str, value: "Any") -> bool:
     """Check an argument that is True or False; a command line's or a configuration file's text.
 
     Raises:
@@ -101,7 +104,7 @@ def parse_switch(name, value):
     return switch
 
 
-def parse_simulate(simulate):
+def parse_simulate(simulate: "Any") -> "Optional[int]":
     """Check ``simulate=``: a number of devices, 1 or more, or None."""
     if simulate is None:
         return None
@@ -110,10 +113,11 @@ def parse_simulate(simulate):
             f"simulate={simulate!r} is not understood. Use the number of CPU devices that shall "
             "stand in for GPUs, 1 or more, or None (no simulation)."
         )
-    return simulate.__index__()
+    number: int = simulate.__index__()
+    return number
 
 
-def simulated_from_outside(environ):
+def simulated_from_outside(environ: "Mapping[str, str]") -> "Optional[int]":
     """Return the number of simulated devices that ``COMPAT_SIMULATE`` asks for, or None."""
     text = environ.get("COMPAT_SIMULATE", "").strip()
     if not text:
@@ -134,17 +138,19 @@ class Every(_Value):
         interval: 1 or more.
     """
 
-    def __init__(self, interval):
+    def __init__(self, interval: int) -> None:
         self.interval = interval
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"every {self.interval}"
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return repr(str(self))
 
 
-def parse_verify(verify, environ, simulated):
+def parse_verify(
+    verify: "Any", environ: "Mapping[str, str]", simulated: "Optional[int]"
+) -> "Union[int, Every]":
     """Return how many steps to verify.
 
     As asked, else ``COMPAT_VERIFY``, else 1 where GPUs are simulated.
@@ -170,7 +176,8 @@ def parse_verify(verify, environ, simulated):
             'verify. Give 0 for none, or 1 or more, for example verify=1, or verify="every 100" '
             "for one training step in 100."
         )
-    return verify.__index__()
+    number_of_steps: int = verify.__index__()
+    return number_of_steps
 
 
 class Settings:
@@ -190,16 +197,16 @@ class Settings:
 
     def __init__(
         self,
-        devices,
-        memory=None,
-        floatx=None,
-        persist=False,
-        strict=False,
-        options=None,
-        verify=0,
-        parallelize=False,
-        gpus="",
-    ):
+        devices: "Devices",
+        memory: "Optional[Memory]" = None,
+        floatx: "Optional[str]" = None,
+        persist: bool = False,
+        strict: bool = False,
+        options: "Optional[Mapping[str, Any]]" = None,
+        verify: "Union[int, Every]" = 0,
+        parallelize: bool = False,
+        gpus: str = "",
+    ) -> None:
         self.devices = devices
         self.memory = memory
         self.floatx: "Optional[str]" = floatx
@@ -210,17 +217,17 @@ class Settings:
         self.parallelize = parallelize
         self.gpus = gpus
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         return dict(vars(self), gpus="") == dict(vars(other), gpus="")
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self._with(f"devices: {self.devices}")
 
-    def asked(self):
+    def asked(self) -> str:
         """Return what was asked, whatever became of it."""
         return self._with(self.gpus) if self.gpus else str(self)
 
-    def _with(self, devices):
+    def _with(self, devices: str) -> str:
         parts = [devices]
         parts += [f"memory: {self.memory}"] * (self.memory is not None)
         parts += [f"floatx: {self.floatx}"] * (self.floatx is not None)
@@ -248,11 +255,20 @@ class Configuration:
     """
 
     def __init__(
-        self, backend, reason, versions, devices, settings, environ, applied, warnings, place=None
-    ):
+        self,
+        backend: str,
+        reason: str,
+        versions: "Mapping[str, str]",
+        devices: "Sequence[str]",
+        settings: "Settings",
+        environ: "Mapping[str, Optional[str]]",
+        applied: "Sequence[str]",
+        warnings: "Sequence[str]",
+        place: "Optional[Place]" = None,
+    ) -> None:
         self.backend: str = backend
         self.reason: str = reason
-        self.versions: "Dict[str, str]" = versions
+        self.versions: "Dict[str, str]" = dict(versions)
         self.devices: "List[str]" = list(devices)
         self.settings: Settings = settings
         self.environ: "Dict[str, Optional[str]]" = dict(environ)
@@ -261,18 +277,18 @@ class Configuration:
         self.place: "Optional[Place]" = place
         self.parallelized: "Dict[str, str]" = {}
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<Configuration {self.backend} on {listed(self.devices)}>"
 
-    def __str__(self):
+    def __str__(self) -> str:
         return report(self._sections())
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         from .._runtime import markup  # for start-up time
 
         return markup.sections(self._sections(), ["warnings"] if self.warnings else [])
 
-    def _sections(self):
+    def _sections(self) -> "List[Tuple[str, List[str]]]":
         variables = [
             f"{name} removed" if value is None else f"{name}={value}"
             for name, value in sorted(self.environ.items())
@@ -294,7 +310,7 @@ class Configuration:
         ]
 
 
-def listed(devices):
+def listed(devices: "Sequence[str]") -> str:
     """Return names of devices in a line.
 
     Of very many, the first ones, the last one, and their number.
@@ -305,7 +321,7 @@ def listed(devices):
     return f"{first}, ..., {devices[-1]} ({len(devices)} devices)"
 
 
-def report(sections):
+def report(sections: "Sequence[Tuple[str, Sequence[str]]]") -> str:
     """Lay out (heading, lines) pairs in two columns; a heading without lines is left out."""
     width = max(len(heading) for heading, _ in sections) + 2
     return "\n".join(
@@ -315,7 +331,7 @@ def report(sections):
     )
 
 
-def _invalid_memory(memory, problem):
+def _invalid_memory(memory: "Any", problem: str) -> "errors.InvalidArgumentError":
     return errors.InvalidArgumentError(
         f'memory={memory!r} is not understood: {problem}. Use "grow" (take memory as it is '
         'needed), a fraction of each GPU such as 0.5, a size per GPU such as "4GiB" or "512MiB", '

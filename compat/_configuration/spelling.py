@@ -2,23 +2,24 @@
 
 import difflib
 import re
+from typing import Any, Iterable, Optional
 
 # Other libraries' names for gpus=, without underscores, which are no misspellings of it.
 _GPUS = "numgpus device devices deviceids numdevices visibledevices visibledevicelist".split()
 
 
-def plain(name):
+def plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def closest(name, known):
+def closest(name: str, known: "Iterable[str]") -> "Optional[str]":
     """Return the one of these names that this is a misspelling of, or None."""
     by_plain = {plain(each): each for each in known}
     found = difflib.get_close_matches(plain(name), list(by_plain), 1, 0.75)
     return by_plain[found[0]] if found else None
 
 
-def backend(name, known):
+def backend(name: str, known: "Iterable[str]") -> "Optional[str]":
     """Return the one of these backends that is meant by a short name or a misspelling, or None."""
     letters = re.compile(".*".join(map(re.escape, plain(name))))
     longer = sorted(filter(letters.match, known), key=len)
@@ -26,7 +27,7 @@ def backend(name, known):
     return longer[0] if is_one else closest(name, known)
 
 
-def meant(name, value, known):
+def meant(name: str, value: "Any", known: "Iterable[str]") -> "Optional[str]":
     """Return what to write in place of ``name=value`` in ``configure_gpu()``, or None.
 
     Arguments:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import os
 import sys
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 from .. import errors
 from .._configuration import detection, packages, settings
@@ -22,6 +23,10 @@ from .functions import (
     trains,
 )
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ..backend import Backend
+
 # How the names of the modules of each Keras begin.
 _KERASES = {
     "tensorflow.python.keras.": "tensorflow.keras",
@@ -31,7 +36,7 @@ _KERASES = {
 }
 
 
-def keras_of(model):
+def keras_of(model: "Any") -> "Any":
     """Return the Keras (its top module) whose class ``model`` is an instance of, or None.
 
     Only modules that are imported already are looked at: a model's Keras is.
@@ -44,23 +49,23 @@ def keras_of(model):
     return None
 
 
-def _module(name):
+def _module(name: str) -> "Any":
     top, *attributes = name.split(".")  # lazily loaded ones are not always in sys.modules
     return functools.reduce(getattr, attributes, sys.modules[top])
 
 
-def backend_name(keras):
+def backend_name(keras: "Any") -> str:
     """Return what this Keras calls the backend it runs on."""
     return keras.backend.backend() if hasattr(keras.backend, "backend") else "tensorflow"
 
 
-def output_names(model):
+def output_names(model: "Any") -> "List[str]":
     """Return the names that a functional or Sequential model's losses go by."""
     names = getattr(model, "output_names", None)
     return list(names or [model.layers[-1].name])  # Keras 3's Sequential has none
 
 
-def identity(keras, name):
+def identity(keras: "Any", name: str) -> "Any":
     """Return a layer that gives its input, unchanged, another name."""
     if backend_name(keras) == "mxnet":
         # There any layer that returns its input itself fails: K.identity() evaluates it.
@@ -68,7 +73,7 @@ def identity(keras, name):
     return keras.layers.Activation("linear", name=name)
 
 
-def wraps_a_model(model):
+def wraps_a_model(model: "Any") -> bool:
     """Return whether ``model`` is a Sequential of a Keras before 2.2.
 
     The model inside does the work.
@@ -76,7 +81,7 @@ def wraps_a_model(model):
     return "model" in vars(model) and any(c.__name__ == "Sequential" for c in type(model).__mro__)
 
 
-def inner_model(model):
+def inner_model(model: "Any") -> "Any":
     """Return the model that makes the functions of ``model``.
 
     Itself, or the one inside a ``Sequential``.
@@ -95,16 +100,16 @@ class InnerModel(patching.InstanceMethod):
 
     method = "build"
 
-    def __init__(self, prepare):
+    def __init__(self, prepare: "Callable[[Any], None]") -> None:
         super().__init__([])
         self.prepare = prepare
 
-    def invoke(self, model, *args, **kwargs):
+    def invoke(self, model: "Any", *args: "Any", **kwargs: "Any") -> None:
         self.plain(model)(*args, **kwargs)
         self.prepare(inner_model(model))
 
     @classmethod
-    def have_prepared(cls, model, prepare):
+    def have_prepared(cls, model: "Any", prepare: "Callable[[Any], None]") -> None:
         """Call ``prepare`` with the model that makes the functions of ``model``, and later ones."""
         if wraps_a_model(model):
             cls(prepare).install(model)
@@ -112,7 +117,7 @@ class InnerModel(patching.InstanceMethod):
             prepare(inner_model(model))
 
 
-def states(model, attribute):
+def states(model: "Any", attribute: str) -> "List[Any]":
     """Return the variables in which Keras 2's stateful RNNs keep a row for each row of the batch.
 
     Arguments:
@@ -128,7 +133,7 @@ def states(model, attribute):
     return list(found.values())
 
 
-def all_layers(model):
+def all_layers(model: "Any") -> "List[Any]":
     """Return a model of tf.keras or Keras 3, and the layers within it, at any depth."""
     if hasattr(model, "_flatten_layers"):
         return list(model._flatten_layers())
@@ -138,7 +143,7 @@ def all_layers(model):
     return [model] + [layer for part in parts for layer in all_layers(part)]
 
 
-def all_layers_of_keras2(model):
+def all_layers_of_keras2(model: "Any") -> "List[Any]":
     """Return the layers of a model of Keras 2, and those within them, at any depth."""
     found = list(model.layers)
     for layer in found:  # which grows meanwhile
@@ -148,7 +153,7 @@ def all_layers_of_keras2(model):
     return found
 
 
-def undivided(model):
+def undivided(model: "Any") -> "Optional[str]":
     """Why the batches of a model of tf.keras or Keras 3 cannot be split, as a phrase, or None."""
     recurrent = keras_of(model).layers.RNN
     for layer in all_layers(model):
@@ -161,7 +166,7 @@ def undivided(model):
     return None
 
 
-def warn_not_divided(model, reason, device):
+def warn_not_divided(model: "Any", reason: str, device: str) -> None:
     process.whole[model.name] = f"not divided: {reason}"
     errors.warn(
         f"parallelize() leaves model {model.name!r} on {device}: {reason}, so its batches cannot "
@@ -169,7 +174,7 @@ def warn_not_divided(model, reason, device):
     )
 
 
-def warn_of_placed_parts(model, parts, devices):
+def warn_of_placed_parts(model: "Any", parts: "Sequence[str]", devices: "Sequence[str]") -> None:
     """Warn that replicas on ``devices`` run the ``parts``, too, that ``device()`` placed."""
     if parts:
         errors.warn(
@@ -179,7 +184,7 @@ def warn_of_placed_parts(model, parts, devices):
         )
 
 
-def warn_of_distribution(model):
+def warn_of_distribution(model: "Any") -> None:
     """Say that Keras 3's own distribution does nothing; on JAX alone it does something."""
     keras = keras_of(model)
     distribution = getattr(getattr(keras, "distribution", None), "distribution", None)
@@ -191,12 +196,12 @@ def warn_of_distribution(model):
         )
 
 
-def compiled_with(model):
+def compiled_with(model: "Any") -> "Dict[str, Any]":
     """Return the arguments of Keras 3's ``compile``."""
     return getattr(getattr(model, "_compile_config", None), "config", None) or {}
 
 
-def forget_compiled_steps(model):
+def forget_compiled_steps(model: "Any") -> None:
     """Have tf.keras or Keras 3 trace its steps again: those that it has hold the call that was.
 
     The optimizer and its state stay.
@@ -210,7 +215,7 @@ def forget_compiled_steps(model):
         patching.detach(model, "_distributed_function_cache")
 
 
-def wrapped_optimizers(optimizer):
+def wrapped_optimizers(optimizer: "Any") -> "List[Any]":
     """Return an optimizer, and those that it wraps, each once: one may know what wraps it."""
     found = [] if optimizer is None else [optimizer]
     for each in found:
@@ -221,7 +226,7 @@ def wrapped_optimizers(optimizer):
     return found
 
 
-def in_stateless_scope(keras):
+def in_stateless_scope(keras: "Any") -> bool:
     """Return whether somebody calls a Keras 3 model as a pure function.
 
     Then they hold its state.
@@ -232,7 +237,7 @@ def in_stateless_scope(keras):
         return scope.original_scope is not None
 
 
-def reader_and_writer(model):
+def reader_and_writer(model: "Any") -> "Tuple[Callable[..., List[Any]], Callable[..., None]]":
     """Functions that read a list of variables as arrays, and write pairs of variable and array.
 
     What a framework computes eagerly is read, too.
@@ -241,10 +246,10 @@ def reader_and_writer(model):
     tensorflow = sys.modules.get("tensorflow") if backend_name(keras) == "tensorflow" else None
     is_eager = tensorflow is not None and getattr(tensorflow, "executing_eagerly", bool)()
 
-    def read(variables):
+    def read(variables: "Iterable[Any]") -> "List[Any]":
         return [keras.ops.convert_to_numpy(getattr(v, "value", v)) for v in variables]
 
-    def write(pairs):
+    def write(pairs: "Iterable[Tuple[Any, Any]]") -> None:
         for variable, value in pairs:
             variable.assign(value)
 
@@ -254,7 +259,7 @@ def reader_and_writer(model):
 
 
 @contextlib.contextmanager
-def kept(model, variables):
+def kept(model: "Any", variables: "Sequence[Any]") -> "Iterator[List[Any]]":
     """Within, these variables of a model may change; afterwards they are as they were.
 
     Yields their values.
@@ -267,7 +272,7 @@ def kept(model, variables):
         write(list(zip(variables, values)))
 
 
-def _read_eagerly(tensorflow, variables):
+def _read_eagerly(tensorflow: "Any", variables: "Iterable[Any]") -> "List[Any]":
     """Return the values of variables as arrays.
 
     To ask each of them takes up to four times as long.
@@ -284,7 +289,7 @@ def _read_eagerly(tensorflow, variables):
     return arrays
 
 
-def check_floatx(floatx, backend):
+def check_floatx(floatx: str, backend: "Backend") -> None:
     """Refuse a float type that a Keras on this backend does not know."""
     for name in keras_packages(backend) if floatx == "bfloat16" else ():
         version = packages.version("tf_keras" if name == "tf_keras" else "keras") or "2"
@@ -295,7 +300,7 @@ def check_floatx(floatx, backend):
             )
 
 
-def set_floatx(floatx, backend):
+def set_floatx(floatx: str, backend: "Backend") -> "List[str]":
     """Set the float type of every Keras on this backend, importing those that are installed.
 
     Keras reads its float type from its own file when it is imported, whatever the backend was
@@ -311,7 +316,7 @@ def set_floatx(floatx, backend):
     return lines
 
 
-def versions(backend):
+def versions(backend: "Backend") -> "Dict[str, str]":
     """Versions of the backend's framework and of the standalone Keras packages, as installed."""
     found = {backend.framework: detection.installed_version(backend)}
     for name in ("keras", "keras-mxnet", "tf_keras"):
@@ -319,7 +324,7 @@ def versions(backend):
     return {name: version for name, version in found.items() if version}
 
 
-def keras_packages(backend):
+def keras_packages(backend: "Backend") -> "List[str]":
     """Return the installed Keras packages for this backend, the one a program would use first."""
     running = detection.keras_backend(os.environ)
     names = ["keras"] if running in (backend.name, backend.framework) else []
@@ -334,7 +339,7 @@ def keras_packages(backend):
     return names
 
 
-def _v1_keras():
+def _v1_keras() -> "Any":
     """``tf.compat.v1.keras`` where TensorFlow 2 runs in sessions, else None.
 
     There tf.keras has no functions for sessions, and optimizers (2.11 to 2.15) that fail.
@@ -349,7 +354,7 @@ def _v1_keras():
     return keras if hasattr(keras.backend, "set_session") else None
 
 
-def _import(name):
+def _import(name: str) -> "Any":
     import importlib
 
     try:
@@ -360,7 +365,7 @@ def _import(name):
         raise errors.broken_install(name, error) from error
 
 
-def import_keras(backend):
+def import_keras(backend: "Backend") -> "Any":
     """Import the Keras that runs on this backend: the standalone one where it does.
 
     Raises:

@@ -3,12 +3,17 @@
 import contextlib
 import functools
 import os
+from typing import Any, Callable, Dict, Mapping, Optional
 
 from .. import _keras, errors
 from .._runtime import on_import, patching
 from .._runtime.process import process
 from .._runtime.within import Within
 from . import wrappers
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from ..backend import Backend
 
 # The modules whose classes define ``compile``, in all Kerases since 2.0.
 _MODULES = [
@@ -33,7 +38,7 @@ BY_HAND = "_compat_by_hand"
 _compiling = Within()
 
 
-def install(backend, parallelize):
+def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
     """Call ``parallelize`` with every Keras model that is compiled from now on, before it is.
 
     Arguments:
@@ -42,7 +47,7 @@ def install(backend, parallelize):
     process.parallelizes_compiled = True
     environ = {name: os.environ.get(name) for name in backend.variables}
 
-    def prepare(model, arguments):
+    def prepare(model: "Any", arguments: "Mapping[str, Any]") -> bool:
         process.uses_devices = True  # or a warning says why not
         _warn_of_changes(environ)
         if BY_HAND in vars(model):
@@ -54,7 +59,7 @@ def install(backend, parallelize):
             )
         return because is None
 
-    def patch(module):
+    def patch(module: "Any") -> None:
         for owner in [vars(module)[name] for name in _CLASSES if name in vars(module)]:
             # A module may have another one's class; keras-mxnet's has its backend's Model.
             if "compile" in vars(owner) and patching.find(owner, "compile") is None:
@@ -66,9 +71,11 @@ def install(backend, parallelize):
         on_import.call(patch, name)
 
 
-def _compiling_after(prepare, compile):
+def _compiling_after(
+    prepare: "Callable[[Any, Mapping[str, Any]], bool]", compile: "Callable[..., Any]"
+) -> "Callable[..., Any]":
     @functools.wraps(compile)  # with its attributes: Keras marks the method as its own
-    def compile_parallelized(model, *args, **kwargs):
+    def compile_parallelized(model: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         prepared = not _compiling.here() and prepare(model, kwargs)
         with _compiling:
             result = compile(model, *args, **kwargs)
@@ -79,11 +86,13 @@ def _compiling_after(prepare, compile):
     return compile_parallelized
 
 
-def _unpickling(prepare, set_state):
+def _unpickling(
+    prepare: "Callable[[Any, Mapping[str, Any]], bool]", set_state: "Callable[..., Any]"
+) -> "Callable[..., Any]":
     """Keras 2 unpickles and compiles another model, whose attributes it copies to this one."""
 
     @functools.wraps(set_state)
-    def set_state_parallelized(model, state):
+    def set_state_parallelized(model: "Any", state: "Any") -> None:
         with _compiling:
             set_state(model, state)
         if getattr(model, "optimizer", None) is not None:
@@ -92,7 +101,7 @@ def _unpickling(prepare, set_state):
     return set_state_parallelized
 
 
-def _obstacle(model, parallelize):
+def _obstacle(model: "Any", parallelize: "Callable[..., Any]") -> "Optional[str]":
     """Why a model cannot be parallelized, as a sentence's end; None: it was.
 
     Whatever is raised, the script would run without it: the model goes back to plain. Under
@@ -115,7 +124,9 @@ def _obstacle(model, parallelize):
         return f"preparing it failed: {type(error).__name__}: {error}"
 
 
-def _choice_of_script(model, arguments, backend):
+def _choice_of_script(
+    model: "Any", arguments: "Mapping[str, Any]", backend: "Backend"
+) -> "Optional[str]":
     """Return what the script has chosen for a model that it compiles so, as a sentence's end."""
     if arguments.get("context") is not None:  # keras-mxnet
         return "it is compiled with context={!r}.".format(arguments["context"])
@@ -137,7 +148,7 @@ def _choice_of_script(model, arguments, backend):
     return None
 
 
-def _warn_of_changes(environ):
+def _warn_of_changes(environ: "Dict[str, Optional[str]]") -> None:
     for name, before in sorted(environ.items()):
         now = os.environ.get(name)
         if now != before:

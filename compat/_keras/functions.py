@@ -2,6 +2,7 @@
 
 import contextlib
 import types
+from typing import Any, Iterator
 
 # What Keras 2 makes of a graph, each by a method of the model: ``maker_of(name)``.
 FUNCTIONS = ("train_function", "test_function", "predict_function")
@@ -10,42 +11,42 @@ OF_EPOCHS = {"train_function": "_fit_function", "test_function": "_eval_function
 ALL_FUNCTIONS = (*FUNCTIONS, *OF_EPOCHS.values())
 
 
-def maker_of(function):
+def maker_of(function: str) -> str:
     """Return the name of the method by which Keras 2 makes one of a model's functions."""
     return "_make_" + function.lstrip("_")
 
 
-def trains(function):
+def trains(function: str) -> bool:
     """Return whether the function of this name is one that trains."""
     return function in ("train_function", "_fit_function")
 
 
-def function_of_epochs(model, function):
+def function_of_epochs(model: "Any", function: str) -> str:
     """Return the name of the function that ``fit`` or ``evaluate`` calls instead."""
     name = OF_EPOCHS.get(function, function)
     return name if hasattr(model, maker_of(name)) else function
 
 
-def is_layer(thing):
+def is_layer(thing: "Any") -> bool:
     """Return whether something is a layer, or a model, of tf.keras or Keras 3."""
     kinds = type(thing).__mro__
     return any(kind.__name__ == "Layer" and not is_users(kind) for kind in kinds)
 
 
-def is_users(thing):
+def is_users(thing: "Any") -> bool:
     """Return whether a class or a function is the user's, not Keras' own."""
     package = (getattr(thing, "__module__", None) or "keras").split(".")[0]
     return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
 
 
-def is_users_function(function):
+def is_users_function(function: "Any") -> bool:
     """Return whether a function that a model's steps call was not made by Keras, nor here."""
     kind = function if isinstance(function, types.FunctionType) else type(function)
     return is_users(kind) and kind.__module__.split(".")[0] != __name__.split(".")[0]
 
 
 @contextlib.contextmanager
-def rebuilding_functions(model):
+def rebuilding_functions(model: "Any") -> "Iterator[None]":
     """Within, change how a model of Keras 2 makes its functions; afterwards it makes them anew.
 
     Keras makes new variables for the optimizer's state with every train function. Their values are

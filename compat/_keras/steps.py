@@ -5,23 +5,25 @@ of GANs and autoencoders do. So these parts run on several devices as well. ``Us
 steps that reach none of them.
 """
 
+from typing import Any, List, Optional, Sequence, Type
+
 from .. import _keras
 
 _STEPS_OF_TRAINING = ("train_step", "compute_loss")
 _STEPS = (*_STEPS_OF_TRAINING, "test_step", "predict_step")
 
 
-def has_own_steps(model):
+def has_own_steps(model: "Any") -> bool:
     """Return whether a step of this model is the user's."""
     return any(_keras.is_users(getattr(type(model), name, None)) for name in _STEPS)
 
 
-def has_own_training(model):
+def has_own_training(model: "Any") -> bool:
     """Return whether the user's code computes the loss of a training step, or does all of it."""
     return any(_keras.is_users(getattr(type(model), name, None)) for name in _STEPS_OF_TRAINING)
 
 
-def called_models(model):
+def called_models(model: "Any") -> "List[Any]":
     """Return the models within ``model`` that a step of the user's may call."""
     if not has_own_steps(model):
         return []
@@ -29,7 +31,7 @@ def called_models(model):
     return [part for part in parts if _keras.keras_of(part) is not None]
 
 
-def install(kind, model, devices, first):
+def install(kind: "Type[Any]", model: "Any", devices: "Sequence[str]", first: str) -> None:
     """Have a model run on several devices, and the models that steps of its own call.
 
     Arguments:
@@ -46,7 +48,7 @@ def install(kind, model, devices, first):
             kind(devices, belongs_to_step=True).install(part)
 
 
-def remove(kind, model):
+def remove(kind: "Type[Any]", model: "Any") -> bool:
     """Make a model plain, and the models within that became replicated with it.
 
     Returns:
@@ -61,7 +63,7 @@ def remove(kind, model):
     return changed
 
 
-def why_unsplit(model):
+def why_unsplit(model: "Any") -> "Optional[str]":
     """Why training steps of the user's own split no batch, a text for ``UsageCheck``, or None."""
     if not has_own_steps(model):
         return None

@@ -6,10 +6,14 @@ that stands here notices steps which never reach what compat replaces further in
 
 import functools
 import inspect
-from typing import List, Type
+from typing import Any, Dict, List, Optional, Type
 
 from .. import _keras
 from .._runtime import patching
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .._runtime.usage import UsageCheck
 
 _KINDS = {
     "fit": "train",
@@ -31,16 +35,16 @@ class WatchedMethod(patching.InstanceMethod):
 
     watches = True
 
-    def __init__(self, check):
+    def __init__(self, check: "UsageCheck") -> None:
         super().__init__([])
         self.check = check
 
-    def install(self, model, function=None):
+    def install(self, model: "Any", function: "Any" = None) -> None:
         super().install(model, function)
         # Wrappers look up its arguments.
         self.__signature__ = inspect.signature(getattr(type(model), self.method))
 
-    def invoke(self, model, *args, **kwargs):
+    def invoke(self, model: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         kind = _KINDS[self.method]
         function = functools.partial(function_of, model, kind, self.method)
         with self.check.step(kind, function, self.method):
@@ -52,7 +56,7 @@ _METHODS: "List[Type[WatchedMethod]]" = [
 ]
 
 
-def function_of(model, kind, method=""):
+def function_of(model: "Any", kind: str, method: str = "") -> "Any":
     """Return the function that Keras has made for the step which this method calls, or None."""
     inner, attribute = _keras.inner_model(model), _FUNCTIONS[kind]
     if not method.endswith("_on_batch"):
@@ -60,7 +64,7 @@ def function_of(model, kind, method=""):
     return getattr(inner, attribute, None)
 
 
-def install(model, check):
+def install(model: "Any", check: "Optional[UsageCheck]") -> None:
     """Have a check watch a model's methods; None: none does any more."""
     for method in _METHODS:
         watched = method.of(model)
@@ -70,13 +74,13 @@ def install(model, check):
             method(check).install(model)
 
 
-def check_of(model):
+def check_of(model: "Any") -> "Optional[UsageCheck]":
     """Return the check that watches a model's methods, or None."""
     found = (method.of(model) for method in _METHODS)
     return next((watched.check for watched in found if watched is not None), None)
 
 
-def hooks(model):
+def hooks(model: "Any") -> "Dict[str, patching.InstanceMethod]":
     """Return what compat replaced on a model and on the model inside it, without these methods."""
     found = {}
     for each in (model, _keras.inner_model(model)):

@@ -95,7 +95,7 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
                 "and '_' that does not begin with '-', or an IPv4 address; user@name logs in as "
                 "another user."
             )
-        hosts.append((name, whole_number(slots or "1")))
+        hosts.append((name, whole_number(slots or "1") or 0))
     from . import addresses  # for start-up time
 
     names = [host_address(name) for name, _ in hosts]

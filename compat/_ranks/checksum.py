@@ -133,9 +133,9 @@ def resolve(engine, names, arrays, write, when, causes=CAUSES):
     names = engine.broadcast(names)  # Keras numbers layers by what else a rank has made
     differ = {}  # index of a variable -> ranks
     for index, rows in enumerate(engine.gather_each(list(map(checksum, arrays)))):
-        ranks = [rank for rank, row in enumerate(rows) if row != rows[0]]
-        if ranks:
-            differ[index] = ranks
+        others = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        if others:
+            differ[index] = others
     chief = engine.broadcast([arrays[index] for index in differ])
     distances = [_distance(arrays[index], value) for index, value in zip(differ, chief)]
     # In parts per million: not all engines sum more digits, or carry infinities.

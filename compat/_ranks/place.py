@@ -2,6 +2,10 @@
 
 from .. import errors
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Mapping, Optional, Tuple
+
 
 class Place:
     """A process's place among the ranks of its job, and among those on its own machine.
@@ -16,7 +20,15 @@ class Place:
         on_one_machine: whether all ranks are known to be on one; None: where the sizes say so.
     """
 
-    def __init__(self, rank, size, local_rank, local_size, launcher, on_one_machine=None):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        local_rank: int,
+        local_size: int,
+        launcher: str,
+        on_one_machine: "Optional[bool]" = None,
+    ) -> None:
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
@@ -24,10 +36,10 @@ class Place:
         self.launcher = launcher
         self.on_one_machine = local_size == size if on_one_machine is None else on_one_machine
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
 
-    def part_of(self, rows, first=0):
+    def part_of(self, rows: int, first: int = 0) -> "Tuple[int, int]":
         """Return this rank's run of so many rows, (start, stop).
 
         The first ranks have one row more.
@@ -38,7 +50,7 @@ class Place:
         start = first + self.rank * each + min(self.rank, more)
         return start, start + each + (self.rank < more)
 
-    def rows_of_batch(self, batch_size):
+    def rows_of_batch(self, batch_size: int) -> int:
         """Return how many rows of a batch of all ranks are this rank's.
 
         Raises:
@@ -53,6 +65,6 @@ class Place:
         return stop - start
 
 
-def stays_alone(environ):
+def stays_alone(environ: "Mapping[str, str]") -> bool:
     """Return whether the user says so, whatever the environment has besides: ``COMPAT_ALONE=1``."""
     return environ.get("COMPAT_ALONE", "").strip() not in ("", "0")

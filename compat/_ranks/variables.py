@@ -1,5 +1,7 @@
 """Places made of the values of environment variables, as launchers set them."""
 
+from typing import Any, List
+
 from .. import errors
 from .._configuration.numeric import whole_number
 from .addresses import host_of, is_loopback
@@ -64,7 +66,7 @@ def from_values(launcher, names, values, on_one_machine=None):
     Raises:
         RankError: they are no numbers, or contradict each other.
     """
-    numbers = [whole_number(str(value)) for value in values]
+    numbers: "List[Any]" = [whole_number(str(value)) for value in values]
     rank, size, local_rank, local_size = numbers
     if None in numbers or not (rank < size and local_rank < local_size <= size):
         raise errors.RankError(

@@ -8,7 +8,7 @@ import collections
 import functools
 import sys
 import types
-from typing import Any, Callable, Dict, Iterator, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, cast
 
 from .. import errors
 
@@ -31,7 +31,7 @@ def reached(
     roots: "Sequence[Any]",
     is_value: "Callable[[Any], bool]",
     seen: "Optional[Dict[int, Any]]" = None,
-    owners: "Optional[Callable[[Any], Iterator[Any]]]" = None,
+    owners: "Optional[Callable[[Any], Iterator[Owner]]]" = None,
 ) -> "Iterator[Any]":
     """Iterate over the objects, and all that they lead to, in order, each once.
 
@@ -58,8 +58,8 @@ def is_same(value: "Any", other: "Any") -> bool:
     return value is other or type(value) is type(other) and type(value) in ATOMS and value == other
 
 
-class _Items:
-    """A dictionary, or the attributes of an object.
+class Owner:
+    """What holds values: a dictionary, or the attributes of an object; a subclass for all else.
 
     Attributes:
         held: what is held, of which there is one owner.
@@ -68,18 +68,18 @@ class _Items:
     """
 
     is_compared = False
-    hidden = ()  # type: Any
+    hidden: "Any" = ()
 
-    def __init__(self, held, of=None):
+    def __init__(self, held: "Any", of: "Any" = None) -> None:
         self.held, self.of = held, of
         self.identity: "Any" = (id(held), None)  # one owner of some values
 
-    def described(self, key):
+    def described(self, key: "Any") -> str:
         if self.of is not None:
             return f"attribute {key!r} of {type(self.of).__name__}"
         return f"item {key!r} of a dictionary"
 
-    def read(self):
+    def read(self) -> "Dict[Any, Any]":
         if len(self.held) > _LONGEST:
             return {MISSING: len(self.held)}
         values = dict(self.held)
@@ -87,7 +87,7 @@ class _Items:
             values.pop(key, None)
         return values
 
-    def write(self, key, value):
+    def write(self, key: "Any", value: "Any") -> None:
         if key is MISSING:
             return
         if value is MISSING:
@@ -95,7 +95,7 @@ class _Items:
         else:
             dict.__setitem__(self.held, key, value)
 
-    def restore(self, before):
+    def restore(self, before: "Dict[Any, Any]") -> None:
         if MISSING in before:
             return
         for key in [each for each in self.held if each not in before and each not in self.hidden]:
@@ -103,24 +103,24 @@ class _Items:
         dict.update(self.held, before)
 
 
-class _Names(_Items):
+class _Names(Owner):
     """Some names of a module, or of a class: of functions' globals those that they name."""
 
-    def __init__(self, held, names):
+    def __init__(self, held: "Any", names: "Sequence[str]") -> None:
         super().__init__(held)
         self.names = names
         self.identity = id(held), tuple(names)
 
-    def described(self, key):
+    def described(self, key: "Any") -> str:
         if isinstance(self.held, type):
             return f"attribute {key!r} of class {self.held.__name__}"
         return f"global variable {key!r}"
 
-    def read(self):
+    def read(self) -> "Dict[Any, Any]":
         values = vars(self.held) if isinstance(self.held, type) else self.held
         return {name: values[name] for name in self.names if name in values}
 
-    def write(self, key, value):
+    def write(self, key: "Any", value: "Any") -> None:
         if not isinstance(self.held, type):
             super().write(key, value)
         elif value is MISSING:
@@ -128,25 +128,25 @@ class _Names(_Items):
         else:
             setattr(self.held, key, value)
 
-    def restore(self, before):
+    def restore(self, before: "Dict[Any, Any]") -> None:
         now = self.read()
         for key in set(now).union(before):
             if not is_same(now.get(key, MISSING), before.get(key, MISSING)):
                 self.write(key, before.get(key, MISSING))
 
 
-class _Slots(_Items):
+class _Slots(Owner):
     """An object's attributes that have slots."""
 
-    def __init__(self, held, names):
+    def __init__(self, held: "Any", names: "Sequence[str]") -> None:
         super().__init__(held, of=held)
         self.names = names
 
-    def read(self):
+    def read(self) -> "Dict[Any, Any]":
         found = {name: getattr(self.held, name, MISSING) for name in self.names}
         return {name: value for name, value in found.items() if value is not MISSING}
 
-    def write(self, key, value):
+    def write(self, key: "Any", value: "Any") -> None:
         if value is MISSING:
             delattr(self.held, key)
         else:
@@ -155,18 +155,18 @@ class _Slots(_Items):
     restore = _Names.restore
 
 
-class _Elements(_Items):
+class _Elements(Owner):
     """A list or a deque."""
 
-    def described(self, key):
+    def described(self, key: "Any") -> str:
         return f"element {key} of a list"
 
-    def read(self):
+    def read(self) -> "Dict[Any, Any]":
         if len(self.held) > _LONGEST:
             return {MISSING: len(self.held)}
         return dict(enumerate(self.held))
 
-    def write(self, key, value):
+    def write(self, key: "Any", value: "Any") -> None:
         if key is MISSING:
             return
         if value is MISSING:
@@ -176,7 +176,7 @@ class _Elements(_Items):
         else:
             self.held.append(value)
 
-    def restore(self, before):
+    def restore(self, before: "Dict[Any, Any]") -> None:
         if MISSING in before:
             while len(self.held) > before[MISSING]:
                 self.held.pop()
@@ -187,38 +187,38 @@ class _Elements(_Items):
             self.held.extend(before.values())
 
 
-class _Members(_Items):
+class _Members(Owner):
     """A set."""
 
     is_compared = True
 
-    def described(self, key):
+    def described(self, key: "Any") -> str:
         return "a set"
 
-    def read(self):
+    def read(self) -> "Dict[Any, Any]":
         return {None: frozenset(self.held)}
 
-    def write(self, key, value):
+    def write(self, key: "Any", value: "Any") -> None:
         self.held.clear()
         self.held.update(value)
 
-    def restore(self, before):
+    def restore(self, before: "Dict[Any, Any]") -> None:
         self.write(None, before[None])
 
 
-class _Contents(_Items):
+class _Contents(Owner):
     """The value of a closure's variable."""
 
-    def described(self, key):
+    def described(self, key: "Any") -> str:
         return "a variable of a closure"
 
-    def read(self):
+    def read(self) -> "Dict[Any, Any]":
         try:
             return {None: self.held.cell_contents}
         except ValueError:  # of a function that is yet to be defined
             return {}
 
-    def write(self, key, value):
+    def write(self, key: "Any", value: "Any") -> None:
         if sys.version_info >= (3, 7):
             self.held.cell_contents = value
         else:  # read-only there
@@ -227,35 +227,35 @@ class _Contents(_Items):
             cell, content = ctypes.py_object(self.held), ctypes.py_object(value)
             ctypes.pythonapi.PyCell_Set(cell, content)
 
-    def restore(self, before):
+    def restore(self, before: "Dict[Any, Any]") -> None:
         if before:
             self.write(None, before[None])
 
 
-class _Array(_Items):
+class _Array(Owner):
     """The numbers of an array of numpy's."""
 
     is_compared = True
 
-    def described(self, key):
+    def described(self, key: "Any") -> str:
         return "an array of numpy's"
 
-    def read(self):
+    def read(self) -> "Dict[Any, Any]":
         return {None: (self.held.shape, self.held.tobytes())}
 
-    def write(self, key, value):
+    def write(self, key: "Any", value: "Any") -> None:
         import numpy as np
 
         if isinstance(value, tuple):  # as it was read
             value = np.frombuffer(value[1], self.held.dtype).reshape(value[0])
         self.held[...] = value
 
-    def restore(self, before):
+    def restore(self, before: "Dict[Any, Any]") -> None:
         if self.held.flags.writeable and self.read() != before:
             self.write(None, before[None])
 
 
-def _is_array(value):
+def _is_array(value: "Any") -> bool:
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, numpy.ndarray):
         return False
@@ -265,31 +265,31 @@ def _is_array(value):
 class _Wrapped:
     """The owner of what a wrapper of TensorFlow's keeps, which notices changes by others."""
 
-    def __init__(self, owner, wrapper):
+    def __init__(self, owner: "Owner", wrapper: "Any") -> None:
         self.owner, self.wrapper = owner, wrapper
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> "Any":
         return getattr(self.owner, name)
 
-    def write(self, key, value):
+    def write(self, key: "Any", value: "Any") -> None:
         self.owner.write(key, value)
         self.wrapper._update_snapshot()
 
-    def restore(self, before):
+    def restore(self, before: "Dict[Any, Any]") -> None:
         self.owner.restore(before)
         self.wrapper._update_snapshot()
 
 
-def owners_of(value: "Any") -> "Iterator[Any]":
+def owners_of(value: "Any") -> "Iterator[Owner]":
     """Iterate over what holds the values that a value has."""
     if hasattr(value, "_update_snapshot") and isinstance(value, (dict, list)):
-        wrapper = value  # type: Any  # TensorFlow's, around a container of the user's
+        wrapper: "Any" = value  # TensorFlow's, around a container of the user's
         held = (
-            _Items(wrapper.__wrapped__) if isinstance(value, dict) else _Elements(wrapper._storage)
+            Owner(wrapper.__wrapped__) if isinstance(value, dict) else _Elements(wrapper._storage)
         )
-        yield _Wrapped(held, value)
+        yield cast("Owner", _Wrapped(held, value))  # it has what ``held`` has
     elif isinstance(value, dict):
-        yield _Items(value)
+        yield Owner(value)
     elif isinstance(value, (list, collections.deque)):
         yield _Elements(value)
     elif isinstance(value, set):
@@ -305,25 +305,25 @@ def owners_of(value: "Any") -> "Iterator[Any]":
     elif _is_array(value):
         yield _Array(value)
     if has_attributes(value):
-        yield _Items(vars(value), of=value)
+        yield Owner(vars(value), of=value)
     if _is_users_class(type(value)):
         slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
         if slots:
             yield _Slots(value, slots)
 
 
-def _is_variable(name, value):
+def _is_variable(name: str, value: "Any") -> bool:
     """Return whether an attribute of a class is data that a call may change."""
     return not name.startswith("__") and not callable(value) and not hasattr(value, "__get__")
 
 
-def _slots_of(kind):
+def _slots_of(kind: type) -> "List[str]":
     slots = vars(kind).get("__slots__", ())
     names = [slots] if isinstance(slots, str) else slots
     return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
-def _led_to(value):
+def _led_to(value: "Any") -> "List[Any]":
     """Return what a value leads to besides what it holds."""
     if isinstance(value, (tuple, frozenset)):
         return list(value)
@@ -341,13 +341,13 @@ def _led_to(value):
     return [type(value)] if _is_users_class(type(value)) else []
 
 
-def _is_users_class(kind):
+def _is_users_class(kind: type) -> bool:
     """Return whether a class is defined in a script, and not in an installed package."""
     path = getattr(sys.modules.get(kind.__module__), "__file__", None) or ""
     return kind.__module__ != "builtins" and is_entered(kind) and errors.is_users_file(path)
 
 
-def _named(code):
+def _named(code: "types.CodeType") -> "Iterator[str]":
     """Iterate over the globals that a function's code, or a function within it, reads or sets."""
     import dis  # for start-up time
 

@@ -9,9 +9,9 @@ are values: they are not looked into.
 import functools
 import random
 import sys
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from .containers import ATOMS, MISSING, is_same, owners_of, reached
+from .containers import ATOMS, MISSING, Owner, is_same, owners_of, reached
 
 
 class Change(NamedTuple):
@@ -24,7 +24,7 @@ class Change(NamedTuple):
         before, after: the value, or ``MISSING``.
     """
 
-    owner: Any
+    owner: "Owner"
     key: Any
     before: Any
     after: Any
@@ -34,7 +34,7 @@ class Change(NamedTuple):
         """What identifies the place of the change, the same for each replica's call."""
         return self.owner.identity, self.key
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.owner.described(self.key)
 
 
@@ -58,12 +58,12 @@ class Effects:
         self._states: "List[Any]" = []
         self._begin()
 
-    def _begin(self):
-        self._owners: "Dict[Any, Any]" = {}  # by identity
+    def _begin(self) -> None:
+        self._owners: "Dict[Any, Owner]" = {}  # by identity
         self._randoms: "List[Any]" = []
         self._seen: "Dict[int, Any]" = {}
         # Of each owner: the ids of its values, those that were followed, and keys of the others.
-        self._looks: "Dict[Any, Any]" = {}
+        self._looks: "Dict[Any, Tuple[Any, Set[int], List[Any]]]" = {}
         self.follow(self.roots)
 
     def follow(self, values: "Sequence[Any]") -> None:
@@ -77,7 +77,7 @@ class Effects:
             for owner in self._owners_of(value):
                 self._owners.setdefault(owner.identity, owner)
 
-    def _owners_of(self, value):
+    def _owners_of(self, value: "Any") -> "Iterator[Owner]":
         for owner in owners_of(value):
             owner.hidden = self.hidden(value) if owner.of is value else ()
             yield owner
@@ -99,7 +99,7 @@ class Effects:
             pending = [each for place, each in self._owners.items() if place not in self._before]
         self._states = [get() for get, _ in self._randoms]
 
-    def _follow_new(self, owner, values):
+    def _follow_new(self, owner: "Owner", values: "Dict[Any, Any]") -> bool:
         """Follow the values that an owner did not have before; return whether all those remain."""
         look = list(map(id, values.values())), list(map(type, values.values()))
         known, inside, _ = self._looks.get(owner.identity, (None, set(), []))
@@ -138,7 +138,7 @@ class Effects:
         """Let go of the state at ``note()``."""
         self._before, self._states = {}, []
 
-    def _changed(self):
+    def _changed(self) -> "Iterator[Tuple[Owner, Dict[Any, Any], Dict[Any, Any]]]":
         """Yield each owner whose values have changed since ``note()``, with both values."""
         for place, before in self._before.items():
             owner = self._owners[place]
@@ -152,7 +152,7 @@ class Effects:
 
     def take(self) -> "List[Change]":
         """Return the ``changes()``, which are undone, but for generators of random numbers."""
-        found = []
+        found: "List[Change]" = []
         for owner, before, after in list(self._changed()):
             found += _changes(owner, before, after)
             owner.restore(before)
@@ -181,14 +181,14 @@ class Effects:
         self.follow([change.after for change in changes if change.after is not MISSING])
 
 
-def _changes(owner, before, after):
+def _changes(owner: "Any", before: "Dict[Any, Any]", after: "Dict[Any, Any]") -> "Iterator[Change]":
     for key in list(before) + [key for key in after if key not in before]:
         old, new = before.get(key, MISSING), after.get(key, MISSING)
         if not (old == new if owner.is_compared else is_same(old, new)):
             yield Change(owner, key, old, new)
 
 
-def _are_same(values, others):
+def _are_same(values: "Dict[Any, Any]", others: "Dict[Any, Any]") -> bool:
     if len(values) != len(others):
         return False
     if list(map(id, values.values())) == list(map(id, others.values())):
@@ -196,15 +196,15 @@ def _are_same(values, others):
     return all(is_same(value, others.get(key, MISSING)) for key, value in values.items())
 
 
-def _is_same_state(state, other):
+def _is_same_state(state: "Any", other: "Any") -> bool:
     if isinstance(state, dict):
         return all(_is_same_state(state[key], other[key]) for key in state)
     if isinstance(state, tuple):
         return all(map(_is_same_state, state, other))
-    return state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other
+    return bool(state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other)
 
 
-def _random_state(value):
+def _random_state(value: "Any") -> "Optional[Tuple[Callable[[], Any], Callable[[Any], None]]]":
     """Functions that get and put the state of a generator of random numbers, or None."""
     if isinstance(value, random.Random):
         return value.getstate, value.setstate

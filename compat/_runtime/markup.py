@@ -107,12 +107,12 @@ def picture(title: str, lanes: "Sequence[Lane]", ends: "Sequence[str]" = ()) -> 
     return _PICTURE.format(height + 10 * bool(ends), escape(title), "\n".join(parts))
 
 
-def _part(height):
+def _part(height: float) -> str:
     """To a height and on; two pixels at least, where there is anything."""
     return f"V{round(1 - max(height, 0.1 * (height > 0)), 2):g}h1"
 
 
-def _shortened(name):
+def _shortened(name: str) -> str:
     """With its beginning, which may be the number of a rank, and its end."""
     return name if len(name) <= _LONGEST else name[:9] + "…" + name[10 - _LONGEST :]
 

@@ -1,15 +1,16 @@
 """numpy, for what runs without it as long as there are no numbers to look at."""
 
 import importlib
+from typing import Any
 
 
 class OnDemand:
     """A module that is imported when something of it is first used."""
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         self._name = name
 
-    def __getattr__(self, attribute):
+    def __getattr__(self, attribute: str) -> "Any":
         return getattr(importlib.import_module(self._name), attribute)
 
 

@@ -2,7 +2,7 @@
 
 import importlib.util
 import sys
-from typing import Any, Callable, Dict
+from typing import Any, Callable, Dict, Optional
 
 _waiting: "Dict[str, Callable[[Any], None]]" = {}
 
@@ -28,7 +28,9 @@ def forget() -> None:
 class _Finder:
     """Finds what is waited for as Python would, and loads it by a ``_Loader``."""
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: "Any" = None, target: "Any" = None
+    ) -> "Optional[importlib.machinery.ModuleSpec]":
         function = _waiting.pop(name, None)
         if function is None:
             return None
@@ -40,14 +42,14 @@ class _Finder:
 
 
 class _Loader:
-    def __init__(self, loader, function):
+    def __init__(self, loader: "Any", function: "Callable[[Any], None]") -> None:
         self._loader = loader
         self._function = function
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> "Any":
         return getattr(self._loader, name)
 
-    def exec_module(self, module):
+    def exec_module(self, module: "Any") -> None:
         module.__spec__.loader = module.__loader__ = self._loader  # as if this had not been there
         self._loader.exec_module(module)
         self._function(module)

@@ -3,11 +3,25 @@
 import contextlib
 import json
 import os
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+)
 
 from .. import errors
 from . import markup, patching, safe_files
 from .process import process
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from .._ranks.place import Place
 
 #: How many equal parts a timeline is summed up in: a picture has no room for more.
 PARTS = 200
@@ -45,7 +59,9 @@ class Activity(NamedTuple):
 
 
 @contextlib.contextmanager
-def converted(recording, convert):
+def converted(
+    recording: "ContextManager[Any]", convert: "Callable[[Any], Iterable[Operation]]"
+) -> "Iterator[List[Operation]]":
     """What ``Backend.profiled()`` returns, where a framework first records in its own way.
 
     Arguments:
@@ -143,10 +159,10 @@ class Timeline:
         self.path = path
         self.activities: "Dict[str, Activity]" = {}
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<Timeline {self.path}>"
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> "Optional[str]":
         return picture(self.activities.items()) if self.activities else None
 
 
@@ -170,7 +186,7 @@ def recorded(path: str, backend: "Any", place: "Any") -> "Iterator[Timeline]":
             yield timeline
 
 
-def of_rank(path, place):
+def of_rank(path: str, place: "Optional[Place]") -> str:
     """Return the file of one rank, whose number comes before the ending."""
     if place is None:
         return path
@@ -178,7 +194,12 @@ def of_rank(path, place):
     return f"{stem}.rank{place.rank}{ending}"
 
 
-def _write(timeline, devices, operations, place):
+def _write(
+    timeline: "Timeline",
+    devices: "List[str]",
+    operations: "List[Operation]",
+    place: "Optional[Place]",
+) -> None:
     if place is not None:
         devices = devices[:1]
     operations = [each for each in operations if each.device in devices]

@@ -2,9 +2,9 @@
 
 import contextlib
 import types
-from typing import Any, Iterator, List, Optional
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
-_patches = []  # type: List[Patch]
+_patches: "List[Patch]" = []
 
 
 class Patch:
@@ -68,7 +68,7 @@ class MendingPatch(Patch):
     mends = True
 
 
-def _names(owner):
+def _names(owner: "Any") -> "Dict[Any, Any]":
     return owner if isinstance(owner, dict) else vars(owner)
 
 
@@ -140,24 +140,24 @@ class InstanceMethod:
     #: How often it was called: a hook that the framework never calls is reported.
     calls = 0
 
-    def __init__(self, devices):
+    def __init__(self, devices: "Sequence[Any]") -> None:
         self.devices = list(devices)
         self.hidden = None  # what the instance itself had before, as after an unpickling
 
     @property
-    def __name__(self):
+    def __name__(self) -> str:
         return self.method
 
-    def __call__(self, model, *args, **kwargs):
+    def __call__(self, model: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         self.calls += 1
         return self.invoke(model, *args, **kwargs)
 
-    def invoke(self, model, *args, **kwargs):
+    def invoke(self, model: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         """Do what the method does in place of the hidden one."""
         raise NotImplementedError
 
     @classmethod
-    def of(cls, model):
+    def of(cls, model: "Any") -> "Any":
         """Return the method of this kind that this very instance has, or None.
 
         Also one that another of these methods hides.
@@ -165,7 +165,7 @@ class InstanceMethod:
         return next((each for each in _stacked(model, cls.method) if isinstance(each, cls)), None)
 
     @classmethod
-    def install_on(cls, model, given):
+    def install_on(cls, model: "Any", given: "Any") -> None:
         """Take the present one away; unless ``given`` is None, install another, made with that."""
         present = cls.of(model)
         if present is not None:
@@ -173,7 +173,7 @@ class InstanceMethod:
         if given is not None:
             cls(given).install(model)
 
-    def install(self, model, function=None):
+    def install(self, model: "Any", function: "Any" = None) -> None:
         """Not by setattr: Keras would track the method as a part of the model.
 
         Arguments:
@@ -184,18 +184,18 @@ class InstanceMethod:
             function.made_by = self
         attach(model, self.method, types.MethodType(function or self, model))
 
-    def remove(self, model):
+    def remove(self, model: "Any") -> None:
         detach(model, self.method)
         if self.hidden is not None:
             attach(model, self.method, self.plain(model))
 
     @staticmethod
-    def all_of(model):
+    def all_of(model: "Any") -> "Dict[str, List[InstanceMethod]]":
         """Return the methods of these kinds that this instance has, by name, outermost first."""
         stacks = {name: list(_stacked(model, name)) for name in list(vars(model))}
         return {name: stack for name, stack in stacks.items() if stack}
 
-    def plain(self, model):
+    def plain(self, model: "Any") -> "Any":
         """Return the method that this one hides, of this model: deep copies share ``hidden``."""
         hidden = self.hidden or types.MethodType(getattr(type(model), self.method), model)
         if isinstance(getattr(hidden, "__self__", None), type(model)):
@@ -203,7 +203,7 @@ class InstanceMethod:
         return hidden
 
 
-def _stacked(model, name):
+def _stacked(model: "Any", name: str) -> "Iterator[InstanceMethod]":
     """Yield the methods of these kinds that a model has under a name, the outermost first."""
     bound = vars(model).get(name)
     while bound is not None:

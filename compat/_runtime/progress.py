@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import time
-from typing import Any, Callable, Iterator, Optional, Union
+from typing import Any, Callable, Iterator, List, Optional, Tuple, Union
 
 from . import patching
 
@@ -19,7 +19,7 @@ INTERVAL = 1.0
 VARIABLE = "COMPAT_PROGRESS"
 
 # What is being done, and since when; of what takes long already the innermost is shown.
-_doing = []  # type: list
+_doing: "List[Tuple[Union[str, Callable[[], str]], float]]" = []
 
 # As all terminals have it from DEC's: erase behind the cursor; make room for a line below it, write
 # there, and go back.
@@ -103,14 +103,14 @@ class _Line:
                     with contextlib.suppress(OSError):
                         os.write(self.descriptor, _ERASE.encode())
 
-    def _announced(self, write):
-        def announced_write(text):
+    def _announced(self, write: "Callable[[str], Any]") -> "Callable[[str], Any]":
+        def announced_write(text: str) -> "Any":
             self.erase()
             return write(text)
 
         return announced_write
 
-    def _draw_again(self):
+    def _draw_again(self) -> None:
         while not self.over.wait(INTERVAL):
             with self.lock, contextlib.suppress(OSError):  # the terminal is gone
                 now = time.monotonic()
@@ -118,7 +118,7 @@ class _Line:
                 if long and now - self.printed >= SILENCE:
                     self._draw(*long[-1])
 
-    def _draw(self, doing, since):
+    def _draw(self, doing: "Union[str, Callable[[], str]]", since: float) -> None:
         text = doing if isinstance(doing, str) else doing()
         if not text or not self._is_in_foreground():
             return
@@ -130,7 +130,7 @@ class _Line:
         # Not by the stream, whose lock a fork would take along.
         os.write(self.descriptor, line.encode(errors="replace"))
 
-    def _is_in_foreground(self):
+    def _is_in_foreground(self) -> bool:
         with contextlib.suppress(OSError):
             return os.tcgetpgrp(self.descriptor) == os.getpgrp()
         return True  # not the terminal that controls this process: one that a program reads

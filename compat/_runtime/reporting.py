@@ -1,7 +1,7 @@
 """Whether every device was used: what was counted, as an object that prints as a table."""
 
 import textwrap
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from .. import errors
 from .._configuration import settings
@@ -40,7 +40,7 @@ class DeviceUse(NamedTuple):
     timeline_seconds: "Optional[float]" = None
     busy_parts: "Optional[Sequence[float]]" = None
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.device if self.rank is None else f"rank {self.rank}"
 
     @property
@@ -86,7 +86,7 @@ class Report(NamedTuple):
         absent = f"No report came from {ranks}: ended by a signal, or by its machine."
         return self._said() + " " + absent if self.devices else absent
 
-    def _said(self):
+    def _said(self) -> str:
         uses, several = self.devices, len(self.devices) > 1
         if not any(each.rows for each in uses):
             return self._nothing_counted()
@@ -116,7 +116,7 @@ class Report(NamedTuple):
             said += f" {_not_told(self.not_told)}"
         return said
 
-    def _nothing_counted(self):
+    def _nothing_counted(self) -> str:
         if self.unused and any(each.rank is not None for each in self.devices):
             return f"No batch was counted. {_models(self.unused)} {_ALONE}: see below."
         if self.unused:
@@ -152,10 +152,10 @@ class Report(NamedTuple):
 
         return json.dumps(self.as_dict(), indent=2)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<Report {self.verdict}>"
 
-    def __str__(self):
+    def __str__(self) -> str:
         said = [self.verdict] + self._undivided() + list(self.unused.values())
         lines = [line for text in said for line in textwrap.wrap(text, WIDTH)]
         return "\n".join(_table(self.devices) + lines)
@@ -164,7 +164,7 @@ class Report(NamedTuple):
         """Return the same for a browser: a page with a picture that has a row for each device."""
         return markup.document("What each device did", self._repr_html_())
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         uses, most = self.devices, max([each.rows for each in self.devices] + [1])
         shares = [(use, use.rows / most) for use in uses]
         lanes = [markup.Lane(u.title, _rows(u.rows), share, wrong=not share) for u, share in shares]
@@ -188,7 +188,7 @@ class Report(NamedTuple):
             shown.append(markup.table(rows, idle, heading=True))
         return "\n".join(shown)
 
-    def _undivided(self):
+    def _undivided(self) -> "List[str]":
         return ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]
 
 
@@ -209,23 +209,23 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
     return Report(uses, models, whole, not_told, absent, comparisons, unused)
 
 
-def _models(names):
+def _models(names: "Mapping[str, str]") -> str:
     word = "Model " if len(names) == 1 else "Models "
     return word + settings.listed([repr(name) for name in names])
 
 
-def _rows(number):
+def _rows(number: int) -> str:
     return "1 row" if number == 1 else f"{number:,} rows"
 
 
-def _not_told(batches):
+def _not_told(batches: int) -> str:
     return (
         "The rows of {:,} {} are not known: the model reads tensors of its own, which nothing "
         "feeds.".format(batches, "batch" if batches == 1 else "batches")
     )
 
 
-def _columns(uses):
+def _columns(uses: "Sequence[DeviceUse]") -> "List[Tuple[str, List[str]]]":
     """Return the names of columns and their cells; what is not told of any device is left out."""
     columns = [
         ("rank", ["-" if each.rank is None else str(each.rank) for each in uses]),
@@ -239,7 +239,7 @@ def _columns(uses):
     return [column for column in columns if any(value != "-" for value in column[1])]
 
 
-def _table(uses):
+def _table(uses: "Sequence[DeviceUse]") -> "List[str]":
     """Aligned columns."""
     cells = []
     for name, values in _columns(uses):
@@ -249,14 +249,19 @@ def _table(uses):
     return ["  ".join(line).rstrip() for line in zip(*cells)]
 
 
-def _mebibytes(value):
+def _mebibytes(value: "Optional[int]") -> str:
     return "-" if value is None else f"{value / 2.0**20:,.0f} MiB"
 
 
 # What was counted -----------------------------------------------------------------------------
 
 
-def of_this_process(names, rank, models, memory_peaks) -> "Report":
+def of_this_process(
+    names: "Sequence[str]",
+    rank: "Optional[int]",
+    models: "Mapping[str, str]",
+    memory_peaks: "Mapping[str, int]",
+) -> "Report":
     """Return the report of what this process has done so far.
 
     Arguments:
@@ -293,7 +298,7 @@ def of_this_process(names, rank, models, memory_peaks) -> "Report":
     return Report(uses, models, whole, not_told, (), process.comparisons, unused)
 
 
-def _why_idle(name, batches):
+def _why_idle(name: str, batches: "Sequence[Sequence[int]]") -> str:
     """Why a device got no rows of these batches, by the sizes of all devices' parts."""
     if name in process.idle_devices:
         return "the framework executed no operation there"

@@ -108,11 +108,11 @@ def give(place: "Any", like: "os.stat_result") -> None:
     os.chmod(place, stat.S_IMODE(like.st_mode))
 
 
-def _os_error(number, path):
+def _os_error(number: int, path: str) -> "OSError":
     return OSError(number, os.strerror(number), path)  # of the class for that number
 
 
-def _there(path):
+def _there(path: str) -> "Optional[os.stat_result]":
     """Return what ``os.stat()`` says of a file that may be written to; None: there is none."""
     try:
         found = os.stat(path)
@@ -133,7 +133,7 @@ def is_replaced(path: str) -> bool:
     return not os.path.exists(path) or os.path.isfile(path) and _descriptor(path) is None
 
 
-def _descriptor(path):
+def _descriptor(path: str) -> "Optional[int]":
     """Return the file descriptor that /dev/stdout, /dev/fd/1 and the like name."""
     folder, name = os.path.split(os.path.abspath(path))
     if name.isdecimal() and os.path.realpath(folder) == os.path.realpath("/dev/fd"):
@@ -141,7 +141,7 @@ def _descriptor(path):
     return _descriptor(os.path.join(folder, os.readlink(path))) if os.path.islink(path) else None
 
 
-def _through(path, flags):
+def _through(path: str, flags: int) -> int:
     """Open what is no regular file. An open file goes on where it is: opened anew it would be cut.
 
     It is not created, which Linux refuses for another user's FIFO in /tmp.
@@ -151,7 +151,7 @@ def _through(path, flags):
     return os.open(path, os.O_WRONLY) if number is None else os.dup(number)
 
 
-def _beside(path, like):
+def _beside(path: str, like: "Optional[os.stat_result]") -> "IO[bytes]":
     """Return a new file in the same folder, whose name is unpredictable and never too long."""
     rights = 0o666 if like is None else 0o600  # less what the process withholds (umask)
     return open(

@@ -21,9 +21,9 @@ KINDS = {"train": "training step", "evaluate": "evaluation", "predict": "predict
 
 # The steps that are being checked: by check, kind and thread, whether another thread had one, too.
 # What graphs have counted meanwhile may then be the other one's, and is checked another time.
-_running = {}  # type: Dict[Any, bool]
+_running: "Dict[Any, bool]" = {}
 # Those of them that have yet to begin, as where a function has only been traced.
-_waiting = set()  # type: Set[Any]
+_waiting: "Set[Any]" = set()
 _COUNTS = work.batches_of_thread, work.batches
 
 
@@ -155,7 +155,12 @@ class UsageCheck:
         """Call a public method of the framework's whose steps are checked."""
         return method(*args, **kwargs)
 
-    def _problem(self, counted, executed, calls):
+    def _problem(
+        self,
+        counted: "Sequence[Any]",
+        executed: "Optional[Dict[str, int]]",
+        calls: "Dict[str, int]",
+    ) -> "Optional[str]":
         """Return what is wrong, a clause that follows the name of the step, or None."""
         if not counted:
             if self.model in process.whole or executed is not None and not any(executed.values()):
@@ -184,7 +189,7 @@ class UsageCheck:
             "device_count, visible_device_list and the like."
         )
 
-    def _report_unsplit(self, kind, name, calls):
+    def _report_unsplit(self, kind: str, name: str, calls: "Dict[str, int]") -> None:
         """Report that no batch was split."""
         why = self.why_unsplit() if kind == "train" else None
         if why:
@@ -193,16 +198,16 @@ class UsageCheck:
             split = f"no batch was split over {settings.listed(self.devices)}. "
             self._report(f"the first {KINDS[kind]}", name, split + self._unreached(calls))
 
-    def _unreached(self, calls):
+    def _unreached(self, calls: "Dict[str, int]") -> str:
         hooks = self.hooks().items()
         uncalled = [name for name, each in hooks if each.calls == calls.get(name, 0)]
         return unreached(f"model.{name}" for name in uncalled)
 
-    def _report(self, step, name, problem):
+    def _report(self, step: str, name: str, problem: str) -> None:
         report(self.model, step, name, problem)
 
 
-def _nothing():
+def _nothing() -> None:
     """In place of a reference to a function that the framework has not made."""
 
 
@@ -219,7 +224,7 @@ def reference_to(function: "Any") -> "Callable[[], Any]":
         return lambda: function
 
 
-def _is_of(reference, function):
+def _is_of(reference: "Optional[Callable[[], Any]]", function: "Any") -> bool:
     """Return whether a reference, or None, is one to this function."""
     if function is None:
         return reference is _nothing
@@ -268,6 +273,6 @@ def unreached(names: "Iterable[str]") -> str:
     )
 
 
-def _is_alone(sizes):
+def _is_alone(sizes: "Optional[Sequence[int]]") -> bool:
     """Return whether one device of several computed a batch that could have been split."""
     return sizes is not None and len(sizes) > 1 and max(sizes) == sum(sizes) > 1

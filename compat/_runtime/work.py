@@ -5,7 +5,7 @@ what is counted is what was computed, not what was configured. It costs an addit
 """
 
 from _thread import _local
-from typing import Any, Dict, Optional, Sequence
+from typing import Any, Dict, Mapping, Optional, Sequence
 
 from .process import process
 from .within import Within
@@ -50,7 +50,7 @@ def batches_of_thread() -> "Dict[Any, int]":
     return _with_graphs(vars(_here).get("batches", {}))
 
 
-def _with_graphs(counted):
+def _with_graphs(counted: "Mapping[Any, int]") -> "Dict[Any, int]":
     found = dict(counted)
     for read in process.graph_counters.values():
         for key, number in read():

@@ -1,5 +1,7 @@
 """What one device and several make of the same step: whether it differs, and why it may."""
 
+from typing import Dict, List, Optional, Tuple
+
 from .._runtime.on_demand import numpy as np
 
 # Sums in another order differ by some units in the last place (eps) for each factor of rows; 2^10
@@ -37,8 +39,8 @@ class Comparison:
         self.expected = expected
         self.others = others
         self.is_random = is_random
-        self.differing = []  # type: list  # of (label, difference, limit, ratio)
-        self.incomparable = {}  # type: dict  # label -> why
+        self.differing: "List[Tuple[str, float, float, Optional[float]]]" = []
+        self.incomparable: "Dict[str, str]" = {}  # label -> why
         self.compared = 0
         self.telling = 0  # those compared that would tell of a wrong gradient or output
         self.telling_weights = 0

@@ -6,6 +6,7 @@ the one to the other.
 """
 
 import contextlib
+from typing import Any, Dict
 
 from .. import _keras
 from . import keras_steps, steps
@@ -142,7 +143,7 @@ class Keras2Step(ArraysStep):
         weights = set(map(id, self.model.trainable_weights))
         slots = set(map(id, _state_of(getattr(self.model, "optimizer", None))))
         slots.update(map(id, self.slots))
-        found = {}  # type: dict
+        found: "Dict[str, Any]" = {}
         every = {id(variable): variable for variable in written + list(self.model.weights)}
         for place, variable in enumerate(sorted(every.values(), key=lambda v: str(v.name))):
             word = "weight" if id(variable) in weights else "state"

@@ -6,7 +6,7 @@ their place. How a step is done on one device, each backend says by a subclass o
 """
 
 import contextlib
-from typing import Any
+from typing import Any, Tuple
 
 from .. import _keras, errors
 from .._rows.splitting import unsplit
@@ -229,7 +229,7 @@ class KerasStep(FunctionStep):
     """A step of a model of tf.keras or Keras 3, whose variables are objects; of some batches."""
 
     #: The classes of variables, besides Keras' own.
-    variable_kinds = ()  # type: tuple
+    variable_kinds: "Tuple[type, ...]" = ()
 
     def __init__(self, method, function, data):
         super().__init__(method, function, data)

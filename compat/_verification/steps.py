@@ -24,9 +24,9 @@ class Step:
     #: The type in which the model computes.
     dtype = "float32"
     #: The attributes with what the step is given: nested lists, tuples and dictionaries of arrays.
-    given = ()  # type: Tuple[str, ...]
+    given: "Tuple[str, ...]" = ()
     #: ``attributes()`` before the step.
-    noted = None  # type: Optional[Attributes]
+    noted: "Optional[Attributes]" = None
 
     def read(self) -> "Dict[str, Any]":
         """Return all that the step may change, by label, as arrays."""

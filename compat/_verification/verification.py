@@ -9,7 +9,7 @@ compared. Here is what all backends have in common; a ``Step`` of each knows how
 import collections
 import contextlib
 import random
-from typing import Any, ContextManager, Sequence, Union
+from typing import Any, ContextManager, Counter, Sequence, Union
 
 from .. import errors
 from .._configuration.settings import Every
@@ -362,19 +362,19 @@ def _frequent_numbers(step):
     Of a column of ones nothing is moved otherwise, and normalising it divides what is left by
     rounding by a deviation of zero.
     """
-    found = collections.Counter()  # type: collections.Counter
+    frequencies: "Counter[float]" = collections.Counter()
 
     def count(value):
         if _unit(step, getattr(value, "dtype", None)):
             with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
                 array = np.asarray(value, "float64")
-                each, counts = np.unique(array[array * 1024 % 1 == 0], return_counts=True)
-                found.update(dict(zip(each.tolist(), counts.tolist())))
+                numbers, counts = np.unique(array[array * 1024 % 1 == 0], return_counts=True)
+                frequencies.update(dict(zip(numbers.tolist(), counts.tolist())))
 
     for name in step.given:
         _mapped(getattr(step, name), count)
-    found.pop(0.0, None)  # is not moved by a factor
-    return [number for number, _ in found.most_common(_MOST_NUMBERS)]
+    frequencies.pop(0.0, None)  # is not moved by a factor
+    return [number for number, _ in frequencies.most_common(_MOST_NUMBERS)]
 
 
 def _mapped(value, function):

@@ -34,7 +34,7 @@ _GLUON.update(
 _MOST_PLACES = 1000
 
 
-class _Attributes(containers._Items):
+class _Attributes(containers.Owner):
     """The attributes of a block that are its own, and not Gluon's."""
 
     def read(self):
