@@ -1,11 +1,11 @@
 """How a value depends on the rows of a batch: one theory for all backends. Imports no framework.
 
 ``placements`` has the words, ``rules`` the placements of results by kind of operation, ``trial``
-asks a computation that no rule knows, ``splitting`` splits a batch, and ``fallback`` is for what
-cannot be split.
+finds placements by computing, ``splitting`` splits a batch, ``merging`` merges the values of its
+shards, and ``fallback`` is for what cannot be split.
 """
 
-from . import trial
+from . import merging, trial
 from .fallback import (
     FROM_THERE_ON,
     REASONS,

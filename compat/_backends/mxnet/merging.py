@@ -3,6 +3,7 @@
 import mxnet as mx
 
 from ..._rows import REPLICATED, Partial, Sharded
+from ..._rows.merging import Operations, merge
 from .arrays import is_numpy, leaves, mapped, on_context, without_arrays
 
 
@@ -34,20 +35,19 @@ def merged(placements, results, sizes, context):
     """Return one result for the whole batch, from those of replicas with so many rows."""
     parts = zip(*map(leaves, results))
     values = (
-        _merged(placement, [on_context(context, each) for each in part], sizes)
-        for placement, part in zip(placements, parts)
+        merge(placement, [on_context(context, array) for array in arrays], sizes, ARRAYS)
+        for placement, arrays in zip(placements, parts)
     )
     return mapped(lambda place, array: next(values), results[0])
 
 
-def _merged(placement, parts, sizes):
-    if placement == REPLICATED or len(parts) == 1:
-        return parts[0]
-    if isinstance(placement, Partial):
-        is_mean = placement.how == "mean"
-        weights = [size / float(sum(sizes)) if is_mean else 1.0 for size in sizes]
-        return sum(part * weight for part, weight in zip(parts, weights))
-    return concatenated(parts, placement.axis)
+class _Arrays(Operations):
+    def concatenate(self, parts, axis):
+        return concatenated(parts, axis)
+
+
+#: Operations on arrays of either kind.
+ARRAYS = _Arrays()
 
 
 def concatenated(arrays, axis):

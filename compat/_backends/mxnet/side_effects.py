@@ -13,6 +13,7 @@ import numpy as np
 
 from ... import _rows
 from ..._rows import REPLICATED, Partial, Sharded, trial
+from ..._rows.merging import NUMBERS, merge
 from ..._runtime import containers
 from ..._runtime.effects import Effects
 from . import merging
@@ -277,10 +278,8 @@ def _merged(rule, parts, before, sizes, context):
             if not all(trial.close(_as_numpy(part), _as_numpy(parts[0])) for part in parts):
                 return None
             value = parts[0]
-        elif placement == Partial("sum"):
-            value = sum(parts)
-        elif placement == Partial("mean"):
-            value = sum(part * size for part, size in zip(parts, sizes)) / float(sum(sizes))
+        elif isinstance(placement, Partial):
+            value = merge(placement, parts, sizes, NUMBERS)
         else:
             return None
     return value if before is None else before + value

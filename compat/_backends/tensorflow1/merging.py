@@ -1,6 +1,9 @@
 """Tensors of replicas, merged into one of the whole batch."""
 
+from ..._rows.merging import merge
+from ..._rows.placements import REPLICATED, Partial, Sharded
 from .._tensorflow.graph import v1_names
+from .._tensorflow.merging import TensorOperations
 
 
 class Merging:
@@ -13,7 +16,7 @@ class Merging:
 
     def __init__(self, devices, sizes):
         self.devices, self.sizes = devices, sizes
-        self._weights = {}  # type: Dict[Any, Any]  # of the replicas' rows in a mean, by dtype
+        self._operations = TensorOperations(v1_names())
 
     def rows_in_order(self, parts):
         """Return the replicas' rows, one replica's after the other's."""
@@ -23,16 +26,13 @@ class Merging:
             with tf.device(device):
                 # A replica without rows of its own has computed one, to be dropped.
                 kept.append(part[: tf.shape(part)[0] * tf.minimum(size, 1)])
-        return tf.concat(kept, axis=0, name="rows_in_order")
+        return self._merged(Sharded(0), kept, "rows_in_order")
 
     def mean(self, parts):
-        """Return the replicas' mean, weighted by their rows."""
-        tf = v1_names()
-        if not parts[0].dtype.is_floating:
-            return parts[0]
-        dtype = parts[0].dtype
-        if dtype not in self._weights:
-            rows = tf.cast(sum(self.sizes), dtype)
-            self._weights[dtype] = [tf.cast(size, dtype) / rows for size in self.sizes]
-        weighted = [w * part for w, part in zip(self._weights[dtype], parts)]
-        return tf.add_n(weighted, name="mean_by_rows")
+        """Return the replicas' mean, weighted by their rows; of whole numbers the first one."""
+        placement = Partial("mean") if parts[0].dtype.is_floating else REPLICATED
+        return self._merged(placement, parts, "mean_by_rows")
+
+    def _merged(self, placement, parts, name):
+        with v1_names().name_scope(name):  # by which errors are recognized as those of replicas
+            return merge(placement, parts, self.sizes, self._operations)

@@ -3,6 +3,8 @@
 import tensorflow as tf
 
 from ..._rows import Count, Partial, Replicated, Sharded
+from ..._rows.merging import merge
+from .._tensorflow.merging import TensorOperations
 from .propagation import Added
 
 
@@ -15,22 +17,16 @@ def is_merged(placement, dtype):
     return isinstance(placement, (Added, Partial, Replicated)) or placement == Count()
 
 
-_EXTREME = {"max": (tf.reduce_max, tf.reduce_any), "min": (tf.reduce_min, tf.reduce_all)}
-
-
 class Merging:
     """The replicas' values become those of the whole batch.
 
     Arguments:
-        rows: how many the batch has.
         trace: the ``Trace`` of the plain call; None for a single replica.
     """
 
-    def __init__(self, replicas, rows, trace):
+    def __init__(self, replicas, trace):
         self.replicas, self.trace = replicas, trace
-        total = max(rows, 1) if isinstance(rows, int) else tf.maximum(rows, 1)
-        #: What the replicas' means count.
-        self.shares = [replica.size / total for replica in replicas]
+        self._operations = TensorOperations(tf)
 
     def results(self):
         """Return the results of the call for the whole batch, as ``Replica.values``."""
@@ -58,31 +54,22 @@ class Merging:
             placement: how it depends on the rows.
             before: the old value, where this is the new value of a variable.
         """
-        if isinstance(placement, Sharded):
-            return tf.concat(values, axis=0)
-        dtype, how = values[0].dtype, getattr(placement, "how", "sum")
-        if isinstance(placement, Replicated):
-            is_merged = before is None and (dtype.is_floating or dtype.is_complex)
-            return self._mean(values) if is_merged else values[0]
-        if how == "mean":
-            return self._mean(values)
-        if how in _EXTREME:
-            of_numbers, of_booleans = _EXTREME[how]
-            reduce = of_booleans if dtype == tf.bool else of_numbers
-            return reduce(tf.stack(values), axis=0)
-        relative = isinstance(placement, Added)
-        parts = [value - before for value in values] if relative else values
-        parts = [self._own(*each) for each in zip(self.replicas, parts)]
-        return tf.add_n([before] + parts if relative else parts)
+        if isinstance(placement, Added):
+            changes = [value - before for value in values]
+            return before + self._merged(Partial("sum"), changes)
+        is_number = values[0].dtype.is_floating or values[0].dtype.is_complex
+        if isinstance(placement, Replicated) and before is None and is_number:
+            placement = Partial("mean")  # each replica's value has a gradient
+        return self._merged(placement, values)
 
-    def _own(self, replica, value):
-        """Return the value; zero where the replica has no rows of its own."""
+    def _merged(self, placement, values):
+        if placement in (Partial("sum"), Count()):
+            values = [self._counted(*pair) for pair in zip(self.replicas, values)]
+        sizes = [replica.size for replica in self.replicas]
+        return merge(placement, values, sizes, self._operations)
+
+    def _counted(self, replica, value):
+        """Return a term of a sum: zero where the replica has no rows of its own."""
         if isinstance(replica.size, int):
-            return value if replica.size else tf.zeros_like(value)
+            return value  # which is not counted there
         return value * tf.cast(tf.minimum(replica.size, 1), value.dtype)
-
-    def _mean(self, values):
-        # A number of Python's would be one of 32 bits in between.
-        shares = [tf.convert_to_tensor(share, tf.float64) for share in self.shares]
-        shares = [tf.cast(share, values[0].dtype) for share in shares]
-        return tf.add_n([value * share for value, share in zip(values, shares)])

@@ -260,7 +260,7 @@ class ReplicatedCall(patching.InstanceMethod):
     def _merged(self, arguments, state, effects, trace, replicas):
         """Return what the call returns for the whole batch, and set what it leaves behind."""
         count(self.devices, arguments.rows, recording())
-        whole = Merging(replicas, arguments.rows, trace)
+        whole = Merging(replicas, trace)
         state.finish(whole)
         results = whole.results()
         for losses, loss in zip(state.added, results["losses"]):

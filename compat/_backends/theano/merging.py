@@ -2,10 +2,14 @@
 
 import numpy as np
 
+from ..._rows.merging import NUMPY, merge
+
 
 def merged(placement, parts, sizes):
     """Return what the devices have computed as one array, their rows in order."""
-    return np.concatenate([part for part, size in zip(parts, sizes) if size], placement.axis)
+    # Where a shard is empty, a row was computed that is none of its own.
+    counted = [pair for pair in zip(parts, sizes) if pair[1]]
+    return merge(placement, *zip(*counted), operations=NUMPY)
 
 
 def split_gradient(gradient, placement, parts, sizes):
