@@ -9,20 +9,23 @@ of all replicas.
 import torch
 from torch.utils import _pytree as tree
 
-from .graph import name_of
+from .graph import name_of, tag_of
 
 
 class Total:
-    """A tensor that ``merging`` can put together from those of the replicas.
+    """The tag of a tensor that is a total over the rows. It does not refer to the tensor.
 
-    ``weight`` is what a mean is weighted by: a number, or a tensor of one element. ``regular`` is
-    whether it is always in proportion to the rows.
+    Arguments:
+        placement: how the total of the whole batch follows from those of the replicas, ``Partial``.
+        weight: of a mean, its weight in the mean of the replicas' means: a number, or a tensor of
+            one element.
+        is_regular: whether a mean's weight is in proportion to the rows in any batch.
     """
 
     constant = False
 
-    def __init__(self, kind, value, weight=None, regular=False):
-        self.kind, self.value, self.weight, self.regular = kind, value, weight, regular
+    def __init__(self, placement, weight=None, is_regular=False):
+        self.placement, self.weight, self.is_regular = placement, weight, is_regular
 
 
 class State:
@@ -65,12 +68,37 @@ class ComputedTotal:
         return tuple(found)
 
 
-class Constant:
-    """A tensor that does not depend on the batch, as long as it is not changed in place."""
+class _Kept:
+    """A tensor as it is now, which may be changed in place later."""
 
     def __init__(self, value):
         self.value = value
         self.version = value._version
 
+    def is_changed(self):
+        """Return whether it was changed in place since."""
+        return self.value._version != self.version
 
+
+class Constant(_Kept):
+    """A tensor that does not depend on the batch."""
+
+
+class TotalValue(_Kept):
+    """A replica's total with its value, as an argument of a ``ComputedTotal`` or as a result."""
+
+    constant = False
+
+    def __init__(self, tag, value):
+        super().__init__(value)
+        self.tag = tag
+
+
+#: The tags of tensors that are computed again from the totals of all replicas.
 EXPRESSIONS = (Total, State, ComputedTotal)
+
+
+def expression_of(tensor):
+    """Return the tag of a tensor, with its value if that is a total; or None."""
+    found = tag_of(tensor)
+    return TotalValue(found, tensor) if isinstance(found, Total) else found

@@ -98,7 +98,7 @@ class KerasReplicas(Replicas):
                 self.variables[key], self.before[key] = variable, variable._value
                 state[key] = value
                 if id(variable) in averages:
-                    tag(value, Total("mean", value, propagation.rows, regular=True))
+                    tag(value, Total(_rows.Partial("mean"), propagation.rows, is_regular=True))
         state.update((("loss", index), loss) for index, loss in enumerate(scope.losses))
         self.before.update(self.outside.before)
         return result, state, {}

@@ -12,7 +12,7 @@ import weakref
 
 import torch
 
-from ... import errors
+from ... import _rows, errors
 from ..._runtime import patching
 
 _PARTS = "_compat_parts"
@@ -75,7 +75,8 @@ class Parts:
         """
         if all(each is None for each in gradients):
             return None
-        if self.rule.kind not in ("rows", "first") or self.rule.copies != 1:
+        is_replicated = self.rule.placement == _rows.REPLICATED
+        if not is_replicated and self.rule.axis is None:
             raise errors.UnsupportedError(
                 "A gradient is taken by a value that a parallelized model has returned, and from "
                 "which others of its values were computed. compat can do that for values that "
@@ -83,7 +84,7 @@ class Parts:
                 "inside the model, or run the model on one device: parallelize(model, gpus=1)."
             )
         example = next(each for each in gradients if each is not None)
-        if self.rule.kind == "first":
+        if is_replicated:
             return sum(each.to(self.home) for each in gradients if each is not None)
         shapes = [tensor.shape for tensor in self.tensors]
         shapes = [example.shape[:1] + shape if batched else shape for shape in shapes]
@@ -91,7 +92,7 @@ class Parts:
             example.new_zeros(shape) if each is None else each.to(self.home)
             for each, shape in zip(gradients, shapes)
         ]
-        return torch.cat(filled, self.rule.dim + batched)
+        return torch.cat(filled, self.rule.axis + batched)
 
     def register_hook(self, hook):
         """Register a hook, in place of the tensor's method."""

@@ -8,9 +8,9 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ... import _rows
-from .expressions import EXPRESSIONS, State, Total
+from .expressions import ComputedTotal, State, Total, expression_of
 from .graph import tag_of
-from .merging import MergeRule, NotMergeable, together
+from .merging import MergeRule, NotMergeable, Recomputed, UnchangedState, recompute
 from .row_counts import RowCount, differs
 from .tensors import close, is_number
 from .trial import fits
@@ -33,11 +33,14 @@ class CallPlan:
 
     def follow_numbers(self, numbers):
         """Watch a call that comes after a script has set a number, by which it may choose."""
-        counts = [key[1] for key, rule in self.rules.items() if rule.kind == "count"]
-        counts = [place[1] for place in counts if isinstance(place, tuple)]
+        counts = [key[1][1] for key in self.counts() if isinstance(key[1], tuple)]
         same = [each for each in self.numbers if each[1] not in counts]
         self.watch = self.watch or same != [each for each in numbers if each[1] not in counts]
         self.numbers = numbers
+
+    def counts(self):
+        """Return the keys of numbers of rows."""
+        return {k for k, rule in self.rules.items() if isinstance(rule.placement, _rows.Count)}
 
     def fit(self, outcomes, total):
         """Return whether the rules are those for calls that were not watched."""
@@ -47,8 +50,7 @@ class CallPlan:
 
     def fits(self, outcome):
         # A number of rows that is what an attribute was before does not show that it was set.
-        counts = {key for key, rule in self.rules.items() if rule.kind == "count"}
-        is_alike = outcome.described == self.described and counts <= outcome.values.keys()
+        is_alike = outcome.described == self.described and self.counts() <= outcome.values.keys()
         return is_alike and all(
             key in self.rules and self.rules[key].fits(value, outcome.rows, outcome.given.get(key))
             for key, value in outcome.values.items()
@@ -69,78 +71,94 @@ def decide(key, values, sizes, before, home, trial):
     Raises:
         NotMergeable: no rule fits.
     """
-    first = values[0]
-    if is_number(first):
-        return _of_numbers(key, values, before, trial)
-    if not isinstance(first, torch.Tensor):
-        is_packed = isinstance(first, PackedSequence)  # in an order of its own
-        if is_packed or any(value is not first and value != first for value in values):
-            raise NotMergeable(_rows.Across(f"that makes a {type(first).__name__}", why="unknown"))
-        return MergeRule("first")
+    decision = _Decision(key, values, before, home, trial)
+    if is_number(values[0]):
+        return decision.of_numbers()
+    if not isinstance(values[0], torch.Tensor):
+        return decision.of_objects()
     # Of the replica with most rows: one row cannot be told from none.
-    found = tag_of(values[sizes.index(max(sizes))])
-    if isinstance(found, _rows.Mixed):
-        raise NotMergeable(found.why)
-    if isinstance(found, _rows.Sharded):
-        if key[0] in ("state", "weight"):
-            raise NotMergeable(_rows.Across(f"that sets the state {key[-1]!r}"))
-        return MergeRule("rows", found.copies == 1, found.axis, found.copies)
-    if key[0] == "state" and isinstance(found, State):
-        if all(torch.equal(value.to(before), before) for value in values):
-            return MergeRule("unchanged")
-    if isinstance(found, EXPRESSIONS) and not isinstance(found, State):
-        rule = _expression(key, values, home, trial)
-        # State may be a mean of batch normalization's; a sum would be added to what was there.
-        kinds = ("sum", "mean") if key[0] in ("result", "loss") else ("mean",)
-        simple = isinstance(found, Total) and found.regular and found.kind in kinds
-        return MergeRule(found.kind) if simple else rule
-    if all(close(value, first) for value in values):
-        return MergeRule("first")
-    return _of_rows_that_were_lost(key, trial)
+    return decision.of_tensors(tag_of(values[sizes.index(max(sizes))]))
 
 
-def _of_rows_that_were_lost(key, trial):
-    """Return the rule for a tensor that was computed where no function is seen."""
-    found, (parts, whole) = [], trial.values(key) or ([], None)
-    values = [v.detach().cpu() for v in parts + [whole] if isinstance(v, torch.Tensor)]
-    if key[0] not in ("state", "weight") and len(values) > len(trial.sizes):
-        found = _rows.trial.placements(values[:-1], values[-1], trial.sizes)
-    if not found or not isinstance(found[0], _rows.Sharded) or found[0].copies != 1:
-        raise NotMergeable(_rows.Across(None, why="tried"))
-    return MergeRule("rows", dim=found[0].axis)
+class _Decision:
+    """The rule for one value, as its type and its tag determine it; arguments as of ``decide``."""
 
+    def __init__(self, key, values, before, home, trial):
+        self.key, self.kind, self.values = key, key[0], values
+        self.before, self.home, self.trial = before, home, trial
 
-def _of_numbers(key, values, before, trial):
-    """Return the rule for numbers of Python's, such as counters of calls and of rows.
+    def of_numbers(self):
+        """Return the rule for numbers of Python's, such as counters of calls and of rows.
 
-    What counts may do something else by its count: such calls are watched.
-    """
-    if all(isinstance(value, RowCount) for value in values):
-        return MergeRule("count")
-    if before is not None and all(value == before for value in values):
-        return MergeRule("unchanged")
-    found = trial.values(key)
-    for kind in ("first", "sum") if found is not None else ():
-        rule = MergeRule(kind, lasting=key[0] == "result")
-        if kind == "first" and key[0] == "effect" and any(value != values[0] for value in values):
-            continue  # such as a random number
-        if fits(rule, found, trial.sizes, None, before):
-            return rule
-    raise NotMergeable(_rows.Across("that computes a number in Python", why="unknown"))
+        What counts may do something else by its count: such calls are watched.
+        """
+        if all(isinstance(value, RowCount) for value in self.values):
+            return MergeRule(_rows.Count())
+        if self.before is not None and all(value == self.before for value in self.values):
+            return UnchangedState()
+        placements = [_rows.REPLICATED, _rows.Partial("sum")]
+        if self.kind == "effect" and any(value != self.values[0] for value in self.values):
+            del placements[0]  # such as a random number
+        tried = self.trial.values(self.key)
+        for placement in placements if tried is not None else ():
+            rule = MergeRule(placement, is_lasting=self.kind == "result")
+            if fits(rule, tried, self.trial.sizes, None, self.before):
+                return rule
+        raise NotMergeable(_rows.Across("that computes a number in Python", why="unknown"))
 
+    def of_objects(self):
+        """Return the rule for values that are neither numbers nor tensors: all are the same."""
+        first = self.values[0]
+        is_packed = isinstance(first, PackedSequence)  # in an order of its own
+        if is_packed or any(value is not first and value != first for value in self.values):
+            raise NotMergeable(_rows.Across(f"that makes a {type(first).__name__}", why="unknown"))
+        return MergeRule(_rows.REPLICATED)
 
-def _expression(key, values, home, trial):
-    """Return the rule for a value that was computed from totals over the rows.
+    def of_tensors(self, tag):
+        """Return the rule for tensors with this tag."""
+        if isinstance(tag, _rows.Mixed):
+            raise NotMergeable(tag.why)
+        if isinstance(tag, _rows.Sharded):
+            if self.kind in ("state", "weight"):
+                raise NotMergeable(_rows.Across(f"that sets the state {self.key[-1]!r}"))
+            return MergeRule(tag, is_lasting=tag.copies == 1)
+        if isinstance(tag, (Total, ComputedTotal)):
+            return self._of_expressions(tag)
+        if self.kind == "state" and isinstance(tag, State):
+            if all(torch.equal(value.to(self.before), self.before) for value in self.values):
+                return UnchangedState()
+        if all(close(value, self.values[0]) for value in self.values):
+            return MergeRule(_rows.REPLICATED)
+        return self._of_lost_rows()
 
-    What has another number in the trial is none of theirs; a ``Total`` itself has none.
-    """
-    tried = None if isinstance(tag_of(values[0]), Total) else trial.values(key)
-    with torch.no_grad():
-        together(list(map(tag_of, values)), home)
-        constant = all(tag_of(value).constant for value in values)
-        if tried is not None:
-            parts, whole = tried
-            if constant and isinstance(tag_of(whole), State):
-                return MergeRule("first")  # torch's own, which changes in training only
-            together([tag_of(value) for value in parts + [whole]], home)
-    return MergeRule("first") if constant else MergeRule("expression", lasting=False)
+    def _of_expressions(self, tag):
+        """Return the rule for values that were computed from totals over the rows.
+
+        What has another number in the trial is none of theirs; a ``Total`` itself has none.
+        """
+        tried = None if isinstance(tag_of(self.values[0]), Total) else self.trial.values(self.key)
+        with torch.no_grad():
+            recompute(list(map(expression_of, self.values)), self.home)
+            constant = all(tag_of(value).constant for value in self.values)
+            if tried is not None:
+                parts, whole = tried
+                if constant and isinstance(tag_of(whole), State):
+                    return MergeRule(_rows.REPLICATED)  # torch's own, which changes in training
+                recompute([expression_of(value) for value in parts + [whole]], self.home)
+        if isinstance(tag, Total) and tag.is_regular:
+            # State may be a mean of batch normalization's; a sum would be added to what was there.
+            is_value = self.kind in ("result", "loss")
+            if tag.placement.how == "mean" or is_value and tag.placement.how == "sum":
+                return MergeRule(tag.placement)
+        return MergeRule(_rows.REPLICATED) if constant else Recomputed()
+
+    def _of_lost_rows(self):
+        """Return the rule for tensors that were computed where no function is seen."""
+        placements, (parts, whole) = [], self.trial.values(self.key) or ([], None)
+        arrays = [v.detach().cpu() for v in parts + [whole] if isinstance(v, torch.Tensor)]
+        if self.kind not in ("state", "weight") and len(arrays) > len(self.trial.sizes):
+            placements = _rows.trial.placements(arrays[:-1], arrays[-1], self.trial.sizes)
+        found = placements[0] if placements else None
+        if not isinstance(found, _rows.Sharded) or found.copies != 1:
+            raise NotMergeable(_rows.Across(None, why="tried"))
+        return MergeRule(found)

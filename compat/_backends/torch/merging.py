@@ -4,8 +4,9 @@ import torch
 from torch.utils import _pytree as tree
 
 from ... import _rows
+from ..._rows.merging import Operations, merge
 from .arguments import size_along
-from .expressions import EXPRESSIONS, ComputedTotal, Constant, State, Total
+from .expressions import ComputedTotal, Constant, State, Total, TotalValue, expression_of
 from .graph import name_of, tag_of
 from .row_counts import RowCount
 from .tensors import is_number
@@ -23,78 +24,112 @@ class NotMergeable(Exception):
         super().__init__(self.across)
 
 
-#: What puts totals together, along the first dimension; means have weights.
-KINDS = {"sum": torch.sum, "max": torch.amax, "min": torch.amin,
-         "any": torch.any, "all": torch.all}  # fmt: skip
+class _Tensors(Operations):
+    def concatenate(self, parts, axis):
+        if len({part.shape[:axis] + part.shape[axis + 1 :] for part in parts}) > 1:
+            raise NotMergeable()
+        return torch.cat(parts, axis)
+
+    def split(self, part, count, axis):
+        return part.unflatten(axis, (count, -1)).unbind(axis)
+
+    def maximum(self, parts):
+        return torch.amax(torch.stack(parts), dim=0)
+
+    def minimum(self, parts):
+        return torch.amin(torch.stack(parts), dim=0)
+
+    def mean(self, parts, sizes):
+        if not isinstance(sizes[0], torch.Tensor):
+            return super().mean(parts, sizes)
+        sizes = [size.to(parts[0].device) for size in sizes]
+        # The mean over no targets is NaN, and counts for nothing.
+        terms = [torch.where(n == 0, 0.0, part) * n for n, part in zip(sizes, parts)]
+        return self.add(terms) / self.add(sizes)
+
+
+#: Operations on tensors of one device; sums and means of numbers, too.
+TENSORS = _Tensors()
 
 
 class MergeRule:
-    """The way in which the replicas' values are merged.
+    """The way in which the replicas' values are merged: by their placement.
 
     Arguments:
-        kind: "rows" (one after the other), "first" (all are the same), "unchanged" (state), "sum"
-            (of changes, where there was a value before), "count" (a number of rows, which is a sum
-            whatever was before), "mean" (weighted by rows) or "expression" (see ``together``).
-        lasting: whether it needs no tags, so that later calls need not be watched.
-        dim, copies: where the rows are.
+        placement: of the values. A sum of numbers is one of changes, where there was a value
+            before, and a ``Count`` is a sum whatever was before.
+        is_lasting: whether it needs no tags, so that later calls need not be watched.
 
     Attributes:
         form: that of the values that it was found for.
     """
 
-    def __init__(self, kind, lasting=True, dim=0, copies=1):
-        self.kind, self.lasting = kind, lasting
-        self.dim, self.copies = dim, copies
-        self.form = None
+    form = None
 
-    def fits(self, value, rows, given):
+    def __init__(self, placement, is_lasting=True):
+        self.placement, self.is_lasting = placement, is_lasting
+
+    @property
+    def axis(self):
+        """The dimension of the merged value in which its rows are, in order, or None."""
+        is_one_copy = isinstance(self.placement, _rows.Sharded) and self.placement.copies == 1
+        return self.placement.axis if is_one_copy else None
+
+    def fits(self, value, rows, before):
         """Return whether a value that was not watched looks as this rule expects.
 
         Arguments:
-            given: a replica's own copy of this buffer, or None: it is another value.
+            before: a replica's own copy of this buffer, or None: it is another value.
         """
         if self.form[:2] != form(value)[:2]:
             return False
-        if self.kind == "unchanged" and given is not None:
-            # BatchNorm's averages change without it, and have rules.
-            return value is given and not value._version
-        return self.kind != "rows" or size_along(value, self.dim) % rows == 0
+        is_sharded = isinstance(self.placement, _rows.Sharded)
+        return not is_sharded or size_along(value, self.placement.axis) % rows == 0
 
     def merged(self, values, sizes, home, before=None):
         """Return the value of all rows, from those of the replicas that have ``sizes`` rows."""
-        if self.kind == "expression":
-            return together(list(map(tag_of, values)), home)
-        if self.kind == "rows":
-            return _rows_of_all(values, self.dim, self.copies, home)
+        parts = values
         if isinstance(values[0], torch.Tensor):
-            values = [value.to(home) for value in values]
-        if self.kind == "sum":
-            return sum(values) - (len(values) - 1) * before if before else sum(values)
-        if self.kind == "count":
-            return sum(map(int, values))
-        return weighted_mean(values, sizes) if self.kind == "mean" else values[0]
+            parts = [value.to(home) for value in values]
+        elif isinstance(self.placement, _rows.Count):
+            parts = list(map(int, values))
+        merged = merge(self.placement, parts, sizes, TENSORS)
+        if self.placement == _rows.Partial("sum") and before:
+            return merged - (len(parts) - 1) * before
+        masks = [getattr(value, "_keras_mask", None) for value in values]
+        if isinstance(self.placement, _rows.Sharded) and masks[0] is not None:
+            merged._keras_mask = torch.cat([mask.to(home) for mask in masks])
+        return merged
 
 
-def _rows_of_all(values, dim, copies, home):
-    if len({value.shape[:dim] + value.shape[dim + 1 :] for value in values}) > 1:
-        raise NotMergeable()
-    parts = [value.to(home) for value in values]
-    if copies == 1:
-        merged = torch.cat(parts, dim)
-    else:
-        parts = [part.unflatten(dim, (copies, -1)) for part in parts]
-        merged = torch.cat(parts, dim + 1).flatten(dim, dim + 1)
-    masks = [getattr(value, "_keras_mask", None) for value in values]
-    if masks[0] is not None:
-        merged._keras_mask = torch.cat([mask.to(home) for mask in masks])
-    return merged
+class UnchangedState(MergeRule):
+    """The rule for state that a call leaves as it was before."""
+
+    def __init__(self):
+        super().__init__(_rows.REPLICATED)
+
+    def fits(self, value, rows, before):
+        if before is None:
+            return super().fits(value, rows, before)
+        # BatchNorm's averages change without it, and have rules.
+        return self.form[:2] == form(value)[:2] and value is before and not value._version
+
+
+class Recomputed(MergeRule):
+    """The rule for values that were computed from totals: by their tags, see ``recompute``."""
+
+    def __init__(self):
+        super().__init__(None, is_lasting=False)
+
+    def merged(self, values, sizes, home, before=None):
+        return recompute(list(map(expression_of, values)), home)
 
 
 def form(value):
     """Return what values have in common that were computed in one way: kind, dimensions, tag."""
     found, dims = tag_of(value), value.dim() if isinstance(value, torch.Tensor) else None
     if isinstance(found, Total):
-        return type(value), dims, Total, found.kind, found.regular
+        return type(value), dims, found.placement, found.is_regular
     # Numbers of rows are plain ones where nothing watches.
     kind = int if isinstance(value, RowCount) else type(value)
     if isinstance(found, ComputedTotal):
@@ -105,48 +140,48 @@ def form(value):
 def is_one_devices(escapes, home):
     """Return whether Python was given the number that one device would give it."""
     try:
-        number = together([escape.tag for escape in escapes], home).item()
+        number = recompute([escape.tag for escape in escapes], home).item()
     except (NotMergeable, RuntimeError, ValueError):
         return False
     return all(type(escape.value)(number) == escape.value for escape in escapes)
 
 
-def together(expressions, home):
+def recompute(expressions, home):
     """Return what one device would have computed from all rows.
 
     Arguments:
-        expressions: for each replica, the tag of its value.
+        expressions: those of each replica's value, by ``expression_of``.
         home: the device of the result.
 
     Raises:
-        NotMergeable: the replicas' expressions, or numbers in them, do not fit together.
+        NotMergeable: the replicas' expressions, or numbers in them, do not match.
     """
-    return _Merge(home).value(expressions)
+    return _Recomputation(home).value(expressions)
 
 
-class _Merge:
+class _Recomputation:
     def __init__(self, home):
         self.home = home
         self.known = {}
 
-    def value(self, values):
-        first = values[0]
+    def value(self, expressions):
+        first = expressions[0]
         if id(first) not in self.known:
-            self.known[id(first)] = (self.computed(values), values)
+            self.known[id(first)] = (self.computed(expressions), expressions)
         return self.known[id(first)][0]
 
-    def computed(self, values):
-        first = values[0]
+    def computed(self, expressions):
+        first = expressions[0]
         if isinstance(first, _rows.Mixed):
             raise NotMergeable(first.why)
-        paths = {(type(v), getattr(v, "function", getattr(v, "kind", None))) for v in values}
-        if len(paths) > 1 or not isinstance(first, EXPRESSIONS):
+        paths = {(type(each), getattr(each, "function", None)) for each in expressions}
+        if len(paths) > 1 or not isinstance(first, (TotalValue, State, ComputedTotal)):
             raise NotMergeable()  # the replicas took different paths through the model
         if isinstance(first, State):
             return first.value.to(self.home)
-        if isinstance(first, Total):
-            return self.total(values)
-        leaves, specs = zip(*[tree.tree_flatten((each.args, each.kwargs)) for each in values])
+        if isinstance(first, TotalValue):
+            return self.total(expressions)
+        leaves, specs = zip(*[tree.tree_flatten((each.args, each.kwargs)) for each in expressions])
         if any(spec != specs[0] for spec in specs):
             raise NotMergeable()
         args, kwargs = tree.tree_unflatten(list(map(self.argument, zip(*leaves))), specs[0])
@@ -158,22 +193,17 @@ class _Merge:
                 result = args[0]
             return (result if first.pick is None else result[first.pick]).to(first.dtype)
 
-    def total(self, values):
-        first = values[0]
-        tensors = [value.value.to(self.home) for value in values]
-        if first.kind != "mean":
-            return KINDS[first.kind](torch.stack(tensors), dim=0)
-        weights = [value.weight for value in values]
-        if not isinstance(weights[0], torch.Tensor):
-            return weighted_mean(tensors, weights)
-        weights = [weight.to(self.home) for weight in weights]
-        # The mean over no targets is NaN, and counts for nothing.
-        sums = [torch.where(w == 0, 0.0, t) * w for t, w in zip(tensors, weights)]
-        return sum(sums) / sum(weights)
+    def total(self, totals):
+        placement = totals[0].tag.placement
+        if any(total.tag.placement != placement or total.is_changed() for total in totals):
+            raise NotMergeable()
+        tensors = [total.value.to(self.home) for total in totals]
+        weights = [total.tag.weight for total in totals]
+        return merge(placement, tensors, weights, TENSORS)
 
     def argument(self, values):
         first = values[0]
-        if isinstance(first, EXPRESSIONS + (_rows.Placement,)):
+        if isinstance(first, (TotalValue, State, ComputedTotal, _rows.Placement)):
             return self.value(values)
         if isinstance(first, Constant):
             return self.constant(values)
@@ -185,8 +215,8 @@ class _Merge:
 
     def constant(self, values):
         first = values[0].value
-        if any(not isinstance(v, Constant) or v.value._version != v.version for v in values):
-            raise NotMergeable()  # it was changed in place
+        if any(not isinstance(v, Constant) or v.is_changed() for v in values):
+            raise NotMergeable()
         if not first.dim():
             _one_number([value.value.detach().item() for value in values])
         return first.to(self.home)
@@ -197,11 +227,3 @@ def _one_number(values):
     if any(value != values[0] for value in values):
         raise NotMergeable()
     return values[0]
-
-
-def weighted_mean(tensors, weights):
-    """Return the mean weighted by numbers; without weight a value is not even looked at."""
-    total = float(sum(weights)) or 1.0
-    home = tensors[0].device
-    parts = [t.to(home) * (w / total) for t, w in zip(tensors, weights) if w]
-    return sum(parts) if parts else tensors[0]

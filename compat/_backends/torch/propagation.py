@@ -8,7 +8,15 @@ import torch
 
 from ... import _rows
 from . import graph, rules
-from .expressions import EXPRESSIONS, ComputedTotal, Constant, Total
+from .expressions import (
+    EXPRESSIONS,
+    ComputedTotal,
+    Constant,
+    State,
+    Total,
+    TotalValue,
+    expression_of,
+)
 from .graph import Call, call_tensors, is_packing, is_sharded, tag, tag_of
 from .row_counts import AS_ANY, RowCount, differs, has_count
 from .trial import try_function
@@ -190,10 +198,11 @@ class Propagation(torch.overrides.TorchFunctionMode):
         def keep(value):
             if not isinstance(value, torch.Tensor):
                 return value
-            if tag_of(value) is not None:
+            if isinstance(tag_of(value), (State, ComputedTotal)):
                 return tag_of(value)
             is_changed = call.in_place and value is call.args[0]
-            return Constant(value.clone() if is_changed else value)
+            kept = value.clone() if is_changed else value
+            return Constant(kept) if tag_of(value) is None else TotalValue(tag_of(value), kept)
 
         args, kwargs = call.mapped(keep)
         kwargs.pop("out", None)  # it is the result
@@ -257,7 +266,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
             regular = all(t.even for t in call.tags if isinstance(t, _rows.Sharded))
             is_mean = placement.how == "mean"
             weight = call.first.numel() / float(max(1, value.numel())) if is_mean else None
-            return Total(placement.how, value, weight, regular)
+            return Total(placement, weight, regular)
         return None
 
     def of_loss(self, call, value, placement):
@@ -274,19 +283,20 @@ class Propagation(torch.overrides.TorchFunctionMode):
         if bound.get("size_average") is not None or bound.get("reduce") is not None:
             return self.mixed(call.name)
         if reduction == "sum":
-            return Total("sum", value, regular=placement.even)
+            return Total(_rows.Partial("sum"), is_regular=placement.even)
         if call.name in CLASS_LOSSES:
-            return Total("mean", value, targets_weight(**bound))
+            return Total(_rows.Partial("mean"), targets_weight(**bound))
         first = next(tensor for tensor in call.given if is_sharded(tensor))
         weight = bound["input"].shape[0] if reduction == "batchmean" else first.numel()
-        return Total("mean", value, weight, placement.even)
+        return Total(_rows.Partial("mean"), weight, placement.even)
 
     def statistics(self, bound):
         """Tag running averages of normalization as means over the rows."""
         if (bound.get("training") or bound.get("use_input_stats")) and not self.probing:
             for value in (bound.get("running_mean"), bound.get("running_var")):
                 if value is not None:
-                    tag(value, Total("mean", value, bound["input"].shape[0], regular=True))
+                    count = bound["input"].shape[0]
+                    tag(value, Total(_rows.Partial("mean"), count, is_regular=True))
 
     def tag(self, call, tags):
         for value, found in zip(call.results, tags):
@@ -324,7 +334,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
             return
         found = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
         if len(tags) == 1 and isinstance(tags[0], EXPRESSIONS):
-            found = tags[0]
+            found = expression_of(call.given[0])
         if name in ("item", "__float__") and isinstance(result, float):
             self.items[id(result)] = (result, call.given[0])
         self.escapes.append(Escape(self.across(name), found, result))

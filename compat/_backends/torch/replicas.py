@@ -31,7 +31,7 @@ from .containers import PLAIN, flatten
 from .custom_gradients import check_gradients, custom_gradient
 from .graph import tag
 from .merge_rules import CallPlan, decide
-from .merging import NotMergeable, form, is_one_devices
+from .merging import NotMergeable, UnchangedState, form, is_one_devices
 from .outcomes import Outcome, untagged
 from .propagation import Propagation
 from .side_effects import is_user_defined
@@ -327,13 +327,13 @@ class ReplicatedCall(patching.InstanceMethod):
         merged, known_parts = {}, {}
         for key in first.values:
             rule = plan.rules[key]
-            if rule.kind == "unchanged":
+            if isinstance(rule, UnchangedState):
                 continue
             values = [outcome.values[key] for outcome in counted]
-            if rule.kind == "rows" and rule.copies == 1:
+            if rule.axis is not None:
                 # Of a replica without rows of its own none: it gets gradients, 0, too.
                 pairs = [(outcome.values[key], n) for outcome, n in zip(outcomes, all_sizes)]
-                values = [v if n else shard_on(home, rule.dim, range(0), v) for v, n in pairs]
+                values = [v if n else shard_on(home, rule.axis, range(0), v) for v, n in pairs]
             same = tuple(id(outcome.values[key]) for outcome in outcomes)
             is_state = key[0] in ("state", "weight")
             if same in known_parts and not is_state:  # as a result that is kept besides
@@ -351,8 +351,7 @@ class ReplicatedCall(patching.InstanceMethod):
         cuts = {id(leaf): cut for leaf, cut in zip(arguments.leaves, layout.cuts)}
         for key, value in merged.items():
             rule, is_given = plan.rules[key], isinstance(value, Unchanged)
-            axis = rule.dim if rule.kind == "rows" and rule.copies == 1 else None
-            axis = cuts.get(id(value.value)) if is_given else axis
+            axis = cuts.get(id(value.value)) if is_given else rule.axis
             if key[0] == "effect" and axis is not None:
                 replicas.outside.axes[key] = axis
         merged = {key: untagged(value) for key, value in merged.items()}
@@ -372,7 +371,7 @@ class ReplicatedCall(patching.InstanceMethod):
                 rule = decide(key, values, sizes, replicas.before.get(key), home, trial)
                 rule.form = found
             # A number that was taken from a tensor does not show from where.
-            rule.lasting = rule.lasting and key not in first.numbers
+            rule.is_lasting = rule.is_lasting and key not in first.numbers
             plan.rules[key] = rule
         plan.described = first.described
         if plan.trial is not None or plan.rules != previous:
@@ -390,7 +389,7 @@ class ReplicatedCall(patching.InstanceMethod):
                     raise NotMergeable(across)
         plan.trial = None
         chosen = self.follow_choices(model, replicas, arguments, layout, plan, outcomes, home)
-        plan.watch = chosen or not all(rule.lasting for rule in plan.rules.values())
+        plan.watch = chosen or not all(rule.is_lasting for rule in plan.rules.values())
 
     def follow_choices(self, model, replicas, arguments, layout, plan, outcomes, home):
         """Return whether Python chose its way by the rows' values: later calls are watched then.

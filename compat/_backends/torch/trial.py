@@ -9,7 +9,7 @@ import torch
 
 from ... import _rows
 from .graph import call_tensors, is_sharded, tag_of
-from .merging import NotMergeable
+from .merging import NotMergeable, UnchangedState
 from .row_counts import RowCount
 from .tensors import close, to_numpy
 
@@ -112,9 +112,9 @@ def prove(trial, rules, before, home):
 def fits(rule, values, sizes, home, before):
     """Return whether the parts of a trial make up the whole by this rule."""
     parts, whole = values
-    if rule.kind == "unchanged":
+    if isinstance(rule, UnchangedState):
         return True
-    if rule.kind == "first" and not all(close(part, parts[0]) for part in parts):
+    if rule.placement == _rows.REPLICATED and not all(close(part, parts[0]) for part in parts):
         return False
     try:
         return close(rule.merged(parts, sizes, home, before), whole)

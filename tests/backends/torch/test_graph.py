@@ -33,7 +33,7 @@ def test_tensors_of_a_call():
 def test_a_tensor_without_a_placement_is_the_same_on_all_replicas():
     tensor = torch.zeros(3)
     assert graph.placement_of(tensor) == _rows.REPLICATED
-    graph.tag(tensor, expressions.Total("sum", tensor))
+    graph.tag(tensor, expressions.Total(_rows.Partial("sum")))
     assert graph.placement_of(tensor) == _rows.REPLICATED
     graph.tag(tensor, _rows.Sharded(0))
     assert graph.placement_of(tensor) == _rows.Sharded(0)

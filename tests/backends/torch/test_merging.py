@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import gc
 import os
 import types
 import warnings
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import compat
+from compat._backends.torch import expressions
 from compat.testing import DEVICES
 
 from .test_contract import devices  # noqa: F401  (a fixture)
@@ -157,6 +159,7 @@ LOSSES = {
     "selected": lambda m, y, t: y[t > 1].pow(2).mean(),
     "combined": lambda m, y, t: 0.5 * y.mean() + 2 * y.sum() + m.layer.weight.norm(),
     "in place": lambda m, y, t: torch.zeros((), dtype=y.dtype).add_(y.sum()).mul_(2),
+    "a total in place": lambda m, y, t: y.sum().mul_(2),
     "not linear": lambda m, y, t: y.mean().exp() * y.pow(2).mean().sqrt() + y.sum().tanh(),
     "vectors": lambda m, y, t: (y.mean(0), y.sum(0, keepdim=True), y.amax(0), y.max()),
     "sequences": lambda m, y, t: F.cross_entropy(
@@ -185,6 +188,18 @@ def test_item():
         return y, y.sum().item(), F.cross_entropy(y, t).item(), len(y) * 2.0
 
     agree(computing(forward), rows(ROWS, 4), targets(ignored=[5, 6, 7]))
+
+
+def test_totals_are_freed_without_the_garbage_collector():
+    """A tag that refers to its tensor would keep it, and autograd's graph, until that runs."""
+    module = compat.parallelize(computing(lambda m, y: (y, y.pow(2).sum().sqrt() + y.mean())))
+    gc.collect()
+    gc.disable()
+    try:
+        module(torch.randn(ROWS, 4))
+        assert [each for each in gc.get_objects() if isinstance(each, expressions.Total)] == []
+    finally:
+        gc.enable()
 
 
 def test_losses_beside_dropout_and_batch_normalization():

@@ -350,7 +350,7 @@ class Case:
             if isinstance(placement, _rows.Sharded):
                 graph.tag(given[place], placement)
             elif isinstance(placement, _rows.Partial):
-                graph.tag(given[place], expressions.Total(placement.how, given[place], count, True))
+                graph.tag(given[place], expressions.Total(placement, count, is_regular=True))
         with Propagation(torch.nn.Module(), count, row_proof.ROWS, self.tried):
             return self.called(given)
 
@@ -413,8 +413,8 @@ class Case:
             followed = [
                 self.followed(part, given, count) for part, count in zip(parts, _rows.trial.SIZES)
             ]
-            tags = [_tag(results[place]) for results in followed]
-            value = merging.together(tags, torch.device("cpu"))
+            found = [expressions.expression_of(results[place]) for results in followed]
+            value = merging.recompute(found, torch.device("cpu"))
         except (merging.NotMergeable, RuntimeError, ValueError):
             return None
         return value.detach().numpy()
