@@ -246,7 +246,7 @@ class Backend:
         """
         if verification is not None:
             errors.warn(
-                f"verify={verification.asked}: the backend {self.name} cannot compare several "
+                f"verify={verification.requested}: the backend {self.name} cannot compare several "
                 "devices with one, so nothing is verified."
             )
 

@@ -10,7 +10,7 @@ from conftest import refusal
 import compat
 from compat import _keras, _verification
 from compat._configuration.settings import Every, parse_verify, simulated_from_outside
-from compat._verification import given_moved, keras_steps
+from compat._verification import inputs_perturbed, keras_steps
 
 
 def test_layers_are_not_asked_for_variables_where_none_has_moved():
@@ -312,7 +312,7 @@ class Frozen(Chaotic):
 class Reservoir(Regression):
     """As the former, by constants: no weight comes before."""
 
-    given = ("inputs",)
+    input_attributes = ("inputs",)
 
     def outputs(self, undivided):
         value = np.abs(self.inputs) % 1 + np.float32(0.0 if undivided else 1e-7)
@@ -339,7 +339,7 @@ def test_constants_that_amplify_nothing_hide_no_difference():
 class Normalising(Regression):
     """Each input less the mean of its column, over how far the column is from that mean."""
 
-    given = ("rows",)
+    input_attributes = ("rows",)
 
     def __init__(self, *numbers, mask=None):
         super(Normalising, self).__init__(noise=0.1)
@@ -370,19 +370,19 @@ def test_a_number_that_decides_what_a_step_does_hides_no_difference():
 
 def test_of_what_a_step_is_given_whole_numbers_do_not_move():
     step = Regression()
-    step.given = ("args",)
+    step.input_attributes = ("args",)
     step.args = [(np.float32([0.3, -0.7, 2.0, 0.5, 0.0]), None), {"classes": np.arange(3)}, "text"]
     before = step.args
-    with given_moved(step, 2):
+    with inputs_perturbed(step, 2):
         assert step.args is before or step.args == before
-    with given_moved(step, 1):
+    with inputs_perturbed(step, 1):
         (floats, nothing), classes, text = step.args
     assert (nothing, text, type(step.args[0])) == (None, "text", tuple)
     np.testing.assert_array_equal(classes["classes"], before[1]["classes"])
     np.testing.assert_array_equal(floats[2:], before[0][0][2:])
     moved = abs(floats[:2] / before[0][0][:2] - 1)
     assert floats.dtype == "float32" and (0 < moved).all() and (moved < 1e-6).all()
-    with given_moved(step, 1, 2.0):
+    with inputs_perturbed(step, 1, 2.0):
         (floats, _), classes, _ = step.args
     np.testing.assert_array_equal(floats != before[0][0], [False, False, True, False, False])
     np.testing.assert_array_equal(classes["classes"], before[1]["classes"])

@@ -3,4 +3,4 @@
 from .comparison import Comparison, largest_difference
 from .report import Record, is_good, report_at_exit, shown
 from .steps import NORMALISED, Attributes, Step, numbered
-from .verification import Verification, given_moved, random_numbers, suspended
+from .verification import Verification, inputs_perturbed, random_numbers, suspended

@@ -57,7 +57,7 @@ class Verified(patching.InstanceMethod):
         if verification is not None and not kinds:
             keras = _keras.keras_of(model)
             errors.warn(
-                f"verify={verification.asked}: {keras.__name__} {keras.__version__} makes no "
+                f"verify={verification.requested}: {keras.__name__} {keras.__version__} makes no "
                 "functions of a model's steps that could be verified, so nothing is verified of "
                 f"model {model.name!r}. Verify it with TensorFlow 2.3 or later."
             )
@@ -195,7 +195,7 @@ class FunctionStep(steps.Step):
         data: what the step consumes: arrays, or batches.
     """
 
-    given = ("data",)
+    input_attributes = ("data",)
 
     def __init__(self, method, function, data):
         self.method = method

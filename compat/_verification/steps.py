@@ -24,9 +24,9 @@ class Step:
     #: The type in which the model computes.
     dtype = "float32"
     #: The attributes with what the step is given: nested lists, tuples and dictionaries of arrays.
-    given: "Tuple[str, ...]" = ()
+    input_attributes: "Tuple[str, ...]" = ()
     #: ``attributes()`` before the step.
-    noted: "Optional[Attributes]" = None
+    start_attributes: "Optional[Attributes]" = None
 
     def read(self) -> "Dict[str, Any]":
         """Return all that the step may change, by label, as arrays."""
@@ -68,8 +68,8 @@ class Step:
     def attributes_kept(self) -> "Iterator[None]":
         """Within, they begin with what they were before the step; afterwards they are as now."""
         after = self.attributes()
-        if self.noted is not None:
-            self.noted.put_back()
+        if self.start_attributes is not None:
+            self.start_attributes.put_back()
         try:
             yield
         finally:

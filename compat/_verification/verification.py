@@ -48,13 +48,13 @@ class Verification:
         ranks: whether the devices are those of ranks.
 
     Attributes:
-        asked: ``steps``, for messages.
+        requested: ``steps``, for messages.
     """
 
     def __init__(
         self, model: str, devices: "Sequence[str]", steps: "Union[int, Every]", ranks: bool = False
     ) -> None:
-        self.asked = steps
+        self.requested = steps
         self.ranks = ranks
         self._interval = getattr(steps, "interval", 0)
         count = steps if isinstance(steps, int) else 1  # ``Every`` begins with the first one
@@ -161,8 +161,8 @@ class Verification:
             return None
 
         def again(seed=0, number=None):
-            with given_moved(step, seed, number):
-                return outputs(_moved(step, start, seed), True)
+            with inputs_perturbed(step, seed, number):
+                return outputs(_perturbed(step, start, seed), True)
 
         return _compared(step, {}, expected, [again()], outputs(start, False), again)
 
@@ -207,7 +207,7 @@ class _Runs:
         self.step = step
         self.start = step.read()
         self._random_start = random_numbers()
-        step.noted = step.attributes()
+        step.start_attributes = step.attributes()
 
     def do(self):
         """Do the step on all devices, and then on one."""
@@ -227,14 +227,14 @@ class _Runs:
 
         Arguments:
             seed: of how they are off; None: they are as before.
-            number: as ``given_moved`` takes it.
+            number: as ``inputs_perturbed`` takes it.
         """
-        step, moved = self.step, _moved(self.step, self.start, seed)
-        step.write(moved)
-        with _aside(step), given_moved(step, seed, number):
+        step, perturbed = self.step, _perturbed(self.step, self.start, seed)
+        step.write(perturbed)
+        with _aside(step), inputs_perturbed(step, seed, number):
             after = {**step.on_one_device(), **step.read()}
         # Changes count from where this one began, unless the step gives another shape.
-        for label, value in moved.items():
+        for label, value in perturbed.items():
             if value is not self.start[label] and after[label].shape == value.shape:
                 after[label] = after[label] - (value - self.start[label])
         return after
@@ -252,7 +252,7 @@ class _Runs:
             yield
         except BaseException:
             # What the step itself has raised is what its caller must see.
-            self.step.noted.put_back()
+            self.step.start_attributes.put_back()
             with contextlib.suppress(Exception):
                 self.step.give_up(self.start)
             raise
@@ -262,15 +262,15 @@ def _compared(step, start, expected, others, found, again):
     """Return the ``Comparison``; where something differs, that of a closer look.
 
     Arguments:
-        again: gives the values on one device, once more, by a seed, and by a number that is moved.
+        again: gives the values on one device, once more, by a seed and a perturbed number.
     """
     comparison = Comparison(step, start, expected, others)
     comparison.compare(found)
     if comparison.differing:
         # Another look at how rounding is amplified: an alarm must never be false.
         others += map(again, _SEEDS)
-        moved = [again(1, number) for number in _frequent_numbers(step)]
-        others += [each for each in moved if are_near(expected, each)]
+        perturbed = [again(1, number) for number in _frequent_numbers(step)]
+        others += [each for each in perturbed if are_near(expected, each)]
         is_noise = is_random(step.dtype, expected, again(None))
         comparison = Comparison(step, start, expected, others, is_noise)
         comparison.compare(found)
@@ -289,7 +289,7 @@ def _changed(start, after):
     return {label for label in start if not np.array_equal(start[label], after.get(label))}
 
 
-def _moved(step, start, seed):
+def _perturbed(step, start, seed):
     """Return the values before a step, off by rounding, without the states of random generators.
 
     Frozen weights and other state amplify rounding as well as those that are trained; but a whole
@@ -299,20 +299,20 @@ def _moved(step, start, seed):
         seed: of how they are off; None: not at all.
     """
     generator = np.random.RandomState(seed)
-    moved = {}
+    perturbed = {}
     for label in sorted(start):
         value = start[label]
         if step.is_random(label):
             continue  # goes on from the step before
-        moved[label] = value
+        perturbed[label] = value
         is_weight = step.is_weight(label)
         if seed is None or value.dtype.kind != "f" or not (is_weight or label[:6] == "state "):
             continue
         unit = _unit(step, value.dtype) or EPS["bfloat16"]
         factor = 1.0 + generator.choice([-4.0, 4.0], size=value.shape) * unit
         changes = np.ones(value.shape, bool) if is_weight else value != np.round(value)
-        moved[label] = np.where(changes, value * factor, value).astype(value.dtype)
-    return moved
+        perturbed[label] = np.where(changes, value * factor, value).astype(value.dtype)
+    return perturbed
 
 
 def _unit(step, dtype):
@@ -326,7 +326,7 @@ def _unit(step, dtype):
     return max(known + [coarse]) if known else None
 
 
-def given_moved(step, seed, number=None):
+def inputs_perturbed(step, seed, number=None):
     """Return the context in which what the step is given is off by rounding, if ``seed`` is odd.
 
     A model may amplify rounding by constants, which no weight comes before. Whole numbers, halves
@@ -338,7 +338,7 @@ def given_moved(step, seed, number=None):
     """
     signs = np.random.RandomState(seed)
 
-    def moved(value):
+    def perturbed(value):
         unit = _unit(step, getattr(value, "dtype", None))
         if not unit:
             return value
@@ -352,14 +352,16 @@ def given_moved(step, seed, number=None):
             return value + value * (changes * (4 * seed * unit))
         return value
 
-    names = step.given if seed and seed % 2 else ()
-    return patching.replaced(step, **{name: _mapped(getattr(step, name), moved) for name in names})
+    names = step.input_attributes if seed and seed % 2 else ()
+    return patching.replaced(
+        step, **{name: _mapped(getattr(step, name), perturbed) for name in names}
+    )
 
 
 def _frequent_numbers(step):
     """Return the whole numbers, halves and the like that a step is given most often, but for zero.
 
-    Of a column of ones nothing is moved otherwise, and normalising it divides what is left by
+    Of a column of ones nothing is perturbed otherwise, and normalising it divides what is left by
     rounding by a deviation of zero.
     """
     frequencies: "Counter[float]" = collections.Counter()
@@ -371,9 +373,9 @@ def _frequent_numbers(step):
                 numbers, counts = np.unique(array[array * 1024 % 1 == 0], return_counts=True)
                 frequencies.update(dict(zip(numbers.tolist(), counts.tolist())))
 
-    for name in step.given:
+    for name in step.input_attributes:
         _mapped(getattr(step, name), count)
-    frequencies.pop(0.0, None)  # is not moved by a factor
+    frequencies.pop(0.0, None)  # is not perturbed by a factor
     return [number for number, _ in frequencies.most_common(_MOST_NUMBERS)]
 
 

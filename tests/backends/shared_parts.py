@@ -18,7 +18,7 @@ import compat
 from compat import _verification
 from compat._commands.pytest_plugin.twins import Twins
 from compat._configuration.settings import Every
-from compat._verification import given_moved
+from compat._verification import inputs_perturbed
 from compat.backend import Verification
 from compat.testing import (
     CASES,
@@ -44,7 +44,7 @@ class SharedParts(SeveralDevicesContract):
         verify, moves = Verification.verify, {}
 
         def results(step, seed):
-            with _verification.suspended, given_moved(step, seed):
+            with _verification.suspended, inputs_perturbed(step, seed):
                 found = step.on_one_device()
             found.update(step.read())
             labels = sorted(label for label in found if not step.is_random(label))

@@ -85,7 +85,7 @@ class VerifiedStep(keras_steps.Verified):
 class BlockCall(_verification.Step):
     """A call of a block that runs on several contexts, for ``native.BlockReplicas``."""
 
-    given = ("args",)
+    input_attributes = ("args",)
 
     def __init__(self, replicas, args):
         self.replicas = replicas

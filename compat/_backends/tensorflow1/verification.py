@@ -48,7 +48,7 @@ class VerifiedStep(keras2.VerifiedKeras2Step):
         if is_finalized and not self.is_told:
             name = self.verification.record.model
             errors.warn(
-                f"verify={self.verification.asked}: the graph of model {name!r} is "
+                f"verify={self.verification.requested}: the graph of model {name!r} is "
                 f"finalized, so that no operations can be added that do its {self.kind} step on "
                 "one device: it is not verified. Run a step before graph.finalize()."
             )

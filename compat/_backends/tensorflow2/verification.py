@@ -123,7 +123,7 @@ class _Step(keras_steps.KerasStep):
         def step(*args):
             if not tf.executing_eagerly():
                 traces.append(True)
-                self.noted = self.attributes()
+                self.start_attributes = self.attributes()
             return plain(*args)
 
         with patching.replaced(self.model, **{name: step}):
@@ -160,7 +160,7 @@ _TRAINING = ("training", "is_training")
 class VerifiedCall(_verification.Step):
     """A call of a ``NativeCall``."""
 
-    given = ("args", "kwargs")
+    input_attributes = ("args", "kwargs")
 
     def __init__(self, call, model, args, kwargs):
         self.call, self.model, self.args, self.kwargs = call, model, args, kwargs

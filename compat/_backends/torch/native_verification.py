@@ -63,7 +63,7 @@ class _StepOfModule(_verification.Step):
 
 
 class _ModuleCall(RandomStep, _StepOfModule):
-    given = ("leaves",)
+    input_attributes = ("leaves",)
 
     def __init__(self, module, forward, args, kwargs):
         super().__init__()

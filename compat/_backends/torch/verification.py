@@ -55,7 +55,9 @@ class RandomStep(_verification.Step):
                 generator.set_state(torch.from_numpy(values[_RANDOM + name]))
 
     def left_outside(self):
-        return self.noted.changed() if self.noted else {}  # None: the step is verified no more
+        return (
+            self.start_attributes.changed() if self.start_attributes else {}
+        )  # None: the step is verified no more
 
     def is_random(self, label):
         return label.startswith(_RANDOM) or super().is_random(label)

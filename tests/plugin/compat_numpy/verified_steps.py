@@ -33,7 +33,7 @@ def _verified(network, verification, method, kind, *args, **kwargs):
 class NetworkStep(Step):
     """A call of ``train_on_batch`` or ``predict``."""
 
-    given = ("args", "kwargs")
+    input_attributes = ("args", "kwargs")
 
     def __init__(self, network, plain, label, args, kwargs):
         self.network = network
