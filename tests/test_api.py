@@ -489,7 +489,7 @@ def keras(keras_installed):
     return keras
 
 
-def test_a_model_that_is_parallelized_again_is_divided_until_it_shows_otherwise(keras):
+def test_a_model_that_is_parallelized_again_is_split_until_it_shows_otherwise(keras):
     configure(simulate=3)
     model = compat.parallelize(keras.Model())
     with pytest.warns(compat.CompatWarning):

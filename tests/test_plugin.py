@@ -186,7 +186,7 @@ PARALLELIZED = CONFIGURED + (
 )
 WITH_PARALLELIZE = " With --parallelize, its Keras models run on the simulated devices."
 OVER_NONE = (
-    "no model was given to compat.parallelize(), so none was divided over cpu:0, cpu:1, cpu:2."
+    "no model was given to compat.parallelize(), so none was split over cpu:0, cpu:1, cpu:2."
 )
 
 

@@ -94,8 +94,8 @@ def test_a_table_has_memory_where_it_is_told_and_80_columns():
         ),
         (
             [(THREE, [16, 0, 0])],
-            "Only 1 of 3 devices worked. cpu:1 and cpu:2 got no rows: one device computed whole "
-            "batches, which could not be split.",
+            "Only 1 of 3 devices worked. cpu:1 and cpu:2 got no rows: the batches could not be "
+            "split and ran on one device.",
         ),
         (
             [(THREE, [2, 2, 0]), (THREE, [3, 3, 0])],

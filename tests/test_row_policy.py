@@ -1,4 +1,4 @@
-"""What cannot be split runs whole, with a warning, or is an error under ``strict=True``."""
+"""What cannot be split runs unsplit, with a warning, or is an error under ``strict=True``."""
 
 import pytest
 from conftest import refusal
@@ -11,21 +11,21 @@ pytestmark = pytest.mark.usefixtures("process")
 
 MEAN = _rows.Across("lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12")
 STRICT = (
-    " It would have to run on cpu:0 with the whole batch, which strict=True makes an error. "
-    "Compute it in the loss passed to compile(), which sees the whole batch; run the model on one "
-    "device, with parallelize(model, gpus=1); or drop strict=True."
+    " It would have to run unsplit on cpu:0, which strict=True makes an error. Compute it in the "
+    "loss passed to compile(), which sees the whole batch; run the model on one device, with "
+    "parallelize(model, gpus=1); or drop strict=True."
 )
 #: Sentences of an operation and of whole models; backends' tests compare those of other reasons.
 FOUND = {
-    MEAN: "The operation lambda/Mean (Mean) in layer 'lambda' (train.py, line 12) of 'net' "
-    "computes across the rows of a batch, of which each device has a part.",
-    _rows.Across(None, why="tried"): "Model 'net' gives other numbers for three rows of a batch "
-    "together than for two of them and the third, and each device has a part of the batch.",
-    _rows.Across(None, why="diverged"): "Model 'net' takes another path on a part of a batch, of "
-    "which each device has one.",
+    MEAN: "The operation lambda/Mean (Mean) in layer 'lambda' (train.py, line 12) of 'net' needs "
+    "the whole batch, but each device sees only its shard.",
+    _rows.Across(None, why="tried"): "Model 'net' gives different results for three samples at "
+    "once than for two of them and the third, but each device sees only its shard.",
+    _rows.Across(None, why="diverged"): "Model 'net' takes another code path on a shard of the "
+    "batch, which is all that each device sees.",
     _rows.Across(None, why="rows"): "Model 'net' has recurrent or attention layers whose batch is "
-    "neither the first nor the second dimension of its arguments, so that compat cannot tell the "
-    "rows.",
+    "neither the first nor the second dimension of its arguments, so that compat cannot identify "
+    "the batch dimension.",
 }
 
 
@@ -34,14 +34,14 @@ def test_it_is_a_warning_that_names_operation_layer_and_line_and_an_error_under_
     with pytest.warns(compat.CompatWarning) as caught:
         _rows.runs_whole("net", across, "cpu:0", "The model")
     assert [str(each.message) for each in caught] == [
-        FOUND[across] + " The model runs on cpu:0 with the whole batch."
+        FOUND[across] + " The model runs unsplit on cpu:0."
     ]
     compat.configure_gpu(simulate=2, strict=True)
     call = _rows.runs_whole, "net", across, "cpu:0"
     assert refusal(compat.UnsupportedError, *call) == FOUND[across] + STRICT
 
 
-def test_the_report_says_how_much_was_divided():
+def test_the_report_says_how_much_was_split():
     assert reporting.of_this_process(["cpu:0"], None, {}, {}).as_dict()["whole"] == {}
     with pytest.warns(compat.CompatWarning):
         _rows.runs_whole("net", MEAN, "cpu:0")
@@ -49,15 +49,15 @@ def test_the_report_says_how_much_was_divided():
         _rows.runs_whole("third", _rows.Across(None, why="tried"), "cpu:0", "The model")
     report = reporting.of_this_process(["cpu:0"], None, {}, {})
     assert str(report).endswith(
-        "Model 'net' was divided up to the operation lambda/Mean (Mean) in layer 'lambda'\n"
-        "(train.py, line 12), whole from there on.\n"
-        "Model 'other' was not divided, because of the operation qr.\n"
-        "Model 'third' was not divided."
+        "Model 'net' ran split up to the operation lambda/Mean (Mean) in layer 'lambda'\n"
+        "(train.py, line 12), unsplit from there on.\n"
+        "Model 'other' ran unsplit, because of the operation qr.\n"
+        "Model 'third' ran unsplit."
     )
     whole = {
-        "net": "divided up to the operation lambda/Mean (Mean) in layer 'lambda' (train.py, line "
-        "12), whole from there on",
-        "other": "not divided, because of the operation qr",
-        "third": "not divided",
+        "net": "split up to the operation lambda/Mean (Mean) in layer 'lambda' (train.py, line "
+        "12), unsplit from there on",
+        "other": "unsplit, because of the operation qr",
+        "third": "unsplit",
     }
     assert report.whole == reporting.joined([report.as_dict()]).whole == whole

@@ -112,13 +112,13 @@ def test_a_device_that_computed_every_batch_alone():
         "way: call parallelize() after such libraries have changed the model, and report it with "
         "the output of `python -m compat env` if there is none."
     )
-    process.whole["net"] = "not divided: its layer is stateful"
+    process.whole["net"] = "unsplit, because its layer is stateful"
     assert warned(check_of({"cpu:0": 9}), count((7, 0, 0))) == []
 
 
 def test_nothing_is_reported_of_what_was_not_computed_or_said_before():
     assert warned(check_of(dict.fromkeys(THREE, 0)), lambda: None) == []
-    process.whole["net"] = "not divided: its layer is stateful"
+    process.whole["net"] = "unsplit, because its layer is stateful"
     assert warned(check_of({"cpu:0": 9}), lambda: None) == []
 
 

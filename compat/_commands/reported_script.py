@@ -93,7 +93,7 @@ def _tell_if_unused(owner):
     else:
         compiled, remedy = ("compiled or ", "") if process.parallelizes_compiled else ("", remedy)
         said = (
-            f"no model was {compiled}given to compat.parallelize(), so none was divided over "
+            f"no model was {compiled}given to compat.parallelize(), so none was split over "
             f"{listed(process.configuration.devices)}."
         )
     _say("compat run: " + said + remedy)

@@ -167,10 +167,10 @@ def undivided(model: "Any") -> "Optional[str]":
 
 
 def warn_not_divided(model: "Any", reason: str, device: str) -> None:
-    process.whole[model.name] = f"not divided: {reason}"
+    process.whole[model.name] = f"unsplit, because {reason}"
     errors.warn(
         f"parallelize() leaves model {model.name!r} on {device}: {reason}, so its batches cannot "
-        "be split. The numbers are those of one device, and so is the speed."
+        "be split. The results are those of one device, and so is the speed."
     )
 
 

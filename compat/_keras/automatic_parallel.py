@@ -141,7 +141,7 @@ def _choice_of_script(
     if wrappers.splits_batches(model):
         return "it is a wrapper such as multi_gpu_model() makes, which splits batches itself."
     if any(hasattr(tensor, "assign") for tensor in getattr(model, "inputs", None) or ()):
-        return "one of its inputs is a variable, which has no rows to divide."
+        return "one of its inputs is a variable, which has no batch to split."
     placed = backend.placed_parts(model)
     if placed:
         return "parts of it were placed on {} by device().".format(", ".join(placed))

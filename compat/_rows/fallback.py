@@ -6,38 +6,38 @@ from .. import errors
 from .._runtime.process import process
 
 #: What runs whole where a graph can be cut: the subject of a sentence.
-FROM_THERE_ON = "It, and all that follows from it,"
+FROM_THERE_ON = "It, and everything computed from it,"
 
 #: What is wrong with the subject of a sentence, by ``Across.why``.
 REASONS = {
-    "mixed": "{} computes across the rows of a batch, of which each device has a part.",
-    "tried": "{} gives other numbers for three rows of a batch together than for two of them "
-    "and the third, and each device has a part of the batch.",
-    "unknown": "{} may compute across the rows of a batch, of which each device has a part: "
-    "compat has no rule for it, and cannot try it.",
-    "fails": "{} fails on a part of a batch, of which each device has one.",
-    "diverged": "{} takes another path on a part of a batch, of which each device has one.",
-    "gradient": "{} has a gradient of its own that computes, or may compute, across the rows "
-    "of a batch, of which each device has a part.",
-    "opaque": "{} returns an object that is no tensor, such as a distribution, which cannot be "
-    "put together from those of the devices.",
+    "mixed": "{} needs the whole batch, but each device sees only its shard.",
+    "tried": "{} gives different results for three samples at once than for two of them and the "
+    "third, but each device sees only its shard.",
+    "unknown": "{} may need the whole batch, but each device sees only its shard: compat has no "
+    "rule for it, and cannot try it.",
+    "fails": "{} fails on a shard of the batch, which is all that each device sees.",
+    "diverged": "{} takes another code path on a shard of the batch, which is all that each "
+    "device sees.",
+    "gradient": "{} has a custom gradient that needs, or may need, the whole batch, but each "
+    "device sees only its shard.",
+    "opaque": "{} returns an object that is not a tensor, such as a distribution, and those of "
+    "the devices cannot be merged.",
     "weight": "{} assigns to a trainable weight when it is called, and the devices share that "
     "weight.",
-    "effects": "{} changes what outlasts its call (a list, a counter, random numbers), which each "
-    "device would change.",
-    "table": "{} looks up rows that depend on the batch and rows that do not in one table, and "
-    "the gradients of the two cannot be told apart.",
-    "monitor": "{} has a Monitor, which would be shown each batch in parts, one for each device.",
-    "contexts": "{} has its parameters on several contexts: the script splits its batches by "
-    "itself.",
+    "effects": "{} has side effects (on a list, a counter, random numbers), which each device "
+    "would repeat.",
+    "table": "{} looks up indices that depend on the batch and indices that do not in the same "
+    "table, and the gradients of the two cannot be separated.",
+    "monitor": "{} has a Monitor, which would see each batch in shards, one from each device.",
+    "contexts": "{} has its parameters on several contexts: the script splits its batches itself.",
     "compiled": "{} is a function that XLA compiles (jit_compile=True) with variables in it, "
-    "which all have to be on its device; each device has a part of the batch.",
+    "which all have to be on the device that runs it.",
     "transformed": "{} is called in a function that vmap(), grad() or the like transforms, which "
-    "hides the rows of a batch.",
-    "eager": "{} runs eagerly, where a batch is split only if its rows divide by the number of "
-    "devices.",
-    "rows": "{} has recurrent or attention layers whose batch is neither the first nor the "
-    "second dimension of its arguments, so that compat cannot tell the rows.",
+    "hides the batch dimension.",
+    "eager": "{} runs eagerly, where a batch is split only if its size is a multiple of the "
+    "number of devices.",
+    "rows": "{} has recurrent or attention layers whose batch is neither the first nor the second "
+    "dimension of its arguments, so that compat cannot identify the batch dimension.",
 }
 
 
@@ -95,17 +95,16 @@ def runs_whole(model, across, device, reach=FROM_THERE_ON, owner=None):
     configuration = process.configuration
     if configuration is not None and configuration.settings.strict:
         raise errors.UnsupportedError(
-            f"{found} It would have to run on {device} with the whole batch, which strict=True "
-            "makes an error. Compute it in the loss passed to compile(), which sees the whole "
-            "batch; run the model on one device, with parallelize(model, gpus=1); or drop "
-            "strict=True."
+            f"{found} It would have to run unsplit on {device}, which strict=True makes an error. "
+            "Compute it in the loss passed to compile(), which sees the whole batch; run the model "
+            "on one device, with parallelize(model, gpus=1); or drop strict=True."
         )
-    divided = "not divided, because of the operation {}"
+    divided = "unsplit, because of the operation {}"
     if reach == FROM_THERE_ON:
-        divided = "divided up to the operation {}, whole from there on"
+        divided = "split up to the operation {}, unsplit from there on"
     elif across.operation is None:
-        divided = "not divided"
+        divided = "unsplit"
     process.whole[model] = divided.format(across)
-    errors.warn(f"{found} {reach} runs on {device} with the whole batch.")
+    errors.warn(f"{found} {reach} runs unsplit on {device}.")
     if owner is not None:
         owner.said_to_run_whole = True

@@ -189,7 +189,7 @@ class Report(NamedTuple):
         return "\n".join(shown)
 
     def _undivided(self) -> "List[str]":
-        return ["Model {!r} was {}.".format(*pair) for pair in sorted(self.whole.items())]
+        return ["Model {!r} ran {}.".format(*pair) for pair in sorted(self.whole.items())]
 
 
 def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ()) -> "Report":
@@ -309,5 +309,5 @@ def _why_idle(name: str, batches: "Sequence[Sequence[int]]") -> str:
     if largest < fewest:
         return f"no batch had more than {_rows(largest)}, too few for {fewest} devices"
     if all(sum(map(bool, sizes)) == 1 for sizes in batches):
-        return "one device computed whole batches, which could not be split"
+        return "the batches could not be split and ran on one device"
     return f"batches of up to {largest:,} rows left none for it"

@@ -90,7 +90,7 @@ class AutomaticContract(BackendContract):
         (line,) = re.findall("HISTORY (.*)", completed.stdout)
         assert on_one["numbers"] == pytest.approx([float(n) for n in line.split()], abs=1e-4)
         (devices,) = re.findall("compat run: .* runs on (.*)", completed.stderr)
-        assert "divided over" not in completed.stderr
+        assert "split over" not in completed.stderr
         assert len(devices.split(", ")) == DEVICES
 
     @any_backend

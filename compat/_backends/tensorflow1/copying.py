@@ -135,7 +135,7 @@ def _gradient_of_copy(op, copies):
         raise errors.unsupported(
             "tensorflow",
             f"run {op.name} on several devices: it is in a loop and has a gradient by "
-            "tf.custom_gradient, which is bound to the undivided batch",
+            "tf.custom_gradient, which is bound to the whole batch",
             "Use one device: gpus=1, or give the operation TensorFlow's own gradient.",
         )
 

@@ -171,7 +171,7 @@ class Replicas:
 
 def rows_differ(model, found=""):
     return (
-        f"parallelize() divides each input of model {model!r} by its rows, but they do not have as "
-        f"many{found}. Give each input a row for each row of the batch, or use one device: "
+        f"parallelize() splits each input of model {model!r} along its first dimension, but their "
+        f"sizes there differ{found}. Give each input one row for each sample, or use one device: "
         "parallelize(model, gpus=1)."
     )

@@ -20,9 +20,9 @@ from .verification import VerifiedStep
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
 
 _HINT = (
-    "\n\nparallelize() runs the operations named replica_... of a part of the batch. An operation "
-    "that needs all rows, or a size that is the whole batch's, fails there: use sizes of its "
-    "inputs, such as K.shape(x)[0], or one device: parallelize(model, gpus=1)."
+    "\n\nparallelize() runs the operations named replica_... on a shard of the batch. An operation "
+    "that needs the whole batch, or its size, fails there: use sizes of its inputs, such as "
+    "K.shape(x)[0], or one device: parallelize(model, gpus=1)."
 )
 
 # What is made of a graph, one thread at a time: the scopes in which it makes operations are those
@@ -192,11 +192,10 @@ class MakeGraphFunction(patching.InstanceMethod):
     def _warn_of_gradients(self):
         name = self.functions.owner.name  # of an old Sequential, not of the one inside
         text = (
-            f"The gradients of model {name!r} are computed on {self.devices[0]} with the "
-            "whole batch: its training function was made without a call of "
-            "model.optimizer.get_updates(), from which parallelize() has each device compute its "
-            "own. Another library has replaced it: call parallelize() after such libraries have "
-            "changed the model."
+            f"The gradients of model {name!r} are computed unsplit on {self.devices[0]}: its "
+            "training function was made without a call of model.optimizer.get_updates(), from "
+            "which parallelize() has each device compute its own. Another library has replaced it: "
+            "call parallelize() after such libraries have changed the model."
         )
         process.unused[name] = text
         if process.configuration is not None and process.configuration.settings.strict:

@@ -156,17 +156,17 @@ class ShardedArguments:
 
 
 _DIFFERENT_INPUTS = (
-    "parallelize() cuts each batch by rows, and this model's inputs have different numbers of "
-    "rows. Give inputs with one row for each sample, pass what all samples share as another "
-    "argument of the call or as the model's own attribute, or run this model on one device, with "
-    "parallelize(model, gpus=1)."
+    "parallelize() splits each batch along its first dimension, and this model's inputs have "
+    "different sizes there. Give inputs with one row for each sample, pass what all samples share "
+    "as another argument of the call or as the model's own attribute, or run this model on one "
+    "device, with parallelize(model, gpus=1)."
 )
 
 _DIFFERENT_ARGUMENTS = (
-    "parallelize() cuts each batch by rows, and another argument of this model's call has other "
-    "rows than the first, which TensorFlow did not know when it traced the call. Make it the "
-    "model's own attribute, have tf.function's input_signature say how many rows it has, or run "
-    "this model on one device, with parallelize(model, gpus=1)."
+    "parallelize() splits each batch along its first dimension, and another argument of this "
+    "model's call has a different size there than the first, which TensorFlow did not know when it "
+    "traced the call. Make it the model's own attribute, have tf.function's input_signature say "
+    "how many rows it has, or run this model on one device, with parallelize(model, gpus=1)."
 )
 
 

@@ -152,8 +152,8 @@ class ReplicatedFunction:
         except HasEffectsError as error:  # the step has begun to change weights
             raise errors.unsupported(
                 "theano",
-                "train {!r} on several devices: the gradient of an operation changes what outlasts "
-                "its call, which each device would change".format(self.owner.model.name),
+                "train {!r} on several devices: the gradient of an operation has side effects, "
+                "which each device would repeat".format(self.owner.model.name),
                 "Run the model on one device: parallelize(model, gpus=1).",
             ) from error
         return [np.asarray(functools.reduce(operator.add, map(np.asarray, e))) for e in zip(*found)]

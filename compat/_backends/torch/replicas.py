@@ -117,8 +117,8 @@ class ReplicatedCall(patching.InstanceMethod):
         if not layouts:
             if not all(isinstance(leaf, PLAIN) for leaf in arguments.leaves):
                 errors.warn(
-                    f"{type(model).__name__} was given no tensor, as far as torch.utils._pytree "
-                    "finds them, which cannot be divided: it runs on one device."
+                    f"{type(model).__name__} was given no tensor that torch.utils._pytree finds, "
+                    "so that there is nothing to split: it runs unsplit, on one device."
                 )
             work.count(self.devices, None, torch.is_grad_enabled())
             return self.plain(model)(*args, **kwargs)

@@ -102,8 +102,8 @@ def test_eager_batches_that_do_not_divide_run_unsplit(keras):
         model(ROWS)
         model(ROWS)
     assert texts == [
-        f"Model {model.name!r} runs eagerly, where a batch is split only if its rows divide by the "
-        "number of devices. The model runs on every device with the whole batch."
+        f"Model {model.name!r} runs eagerly, where a batch is split only if its size is a multiple "
+        "of the number of devices. The model runs unsplit on every device."
     ]
 
 

@@ -146,21 +146,19 @@ def array(mx, rows, columns=8):
     return mx.nd.array(np.random.RandomState(rows).normal(size=(rows, columns)))
 
 
-MIXED = (
-    "The operation {} of {!r} computes across the rows of a batch, of which each device has a part."
-)
+MIXED = "The operation {} of {!r} needs the whole batch, but each device sees only its shard."
 
 TRIED = (
-    "Model {!r} gives other numbers for three rows of a batch together than for two of them and "
-    "the third, and each device has a part of the batch."
+    "Model {!r} gives different results for three samples at once than for two of them and the "
+    "third, but each device sees only its shard."
 )
 
 UNKNOWN = (
-    "Model {!r} may compute across the rows of a batch, of which each device has a part: compat "
-    "has no rule for it, and cannot try it."
+    "Model {!r} may need the whole batch, but each device sees only its shard: compat has no rule "
+    "for it, and cannot try it."
 )
 
-WHOLE = " The block runs on cpu(0) with the whole batch."
+WHOLE = " The block runs unsplit on cpu(0)."
 
 
 class Around:

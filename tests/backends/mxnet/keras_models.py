@@ -33,10 +33,10 @@ def convolutional(keras):
 
 
 WHOLE = (
-    "Model {!r} {}compute{} across the rows of a batch, of which each device has a part{} The "
-    "model runs on cpu(0) with the whole batch."
+    "Model {!r} {} the whole batch, but each device sees only its shard{} The model runs unsplit "
+    "on cpu(0)."
 )
 
 
 def unknown(name):
-    return WHOLE.format(name, "may ", "", ": compat has no rule for it, and cannot try it.")
+    return WHOLE.format(name, "may need", ": compat has no rule for it, and cannot try it.")

@@ -73,6 +73,6 @@ def test_hidden_states_given_from_outside_run_whole(mx, layers):
     inputs, states = mx.nd.array(np.random.RandomState(0).normal(size=(4, 3, 6))), None
     states = lstm.begin_state(4)
     expected = lstm(inputs, states)[0].asnumpy()
-    with pytest.warns(compat.CompatWarning, match="with the whole batch"):
+    with pytest.warns(compat.CompatWarning, match="runs unsplit on"):
         found = compat.parallelize(lstm)(inputs, states)[0].asnumpy()
     assert difference([expected], [found]) < 1e-6

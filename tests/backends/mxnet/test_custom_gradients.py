@@ -12,8 +12,8 @@ from .gluon_models import mx as mx  # the fixture
 pytestmark = pytest.mark.row("Gluon Block")
 
 GRADIENT = (
-    "Model {!r} has a gradient of its own that computes, or may compute, across the rows of a "
-    "batch, of which each device has a part."
+    "Model {!r} has a custom gradient that needs, or may need, the whole batch, but each device "
+    "sees only its shard."
 )
 
 #: What becomes of what comes back, and whether it mixes rows.

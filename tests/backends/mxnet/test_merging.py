@@ -33,7 +33,7 @@ def test_time_first(mx):
     gru = mx.gluon.rnn.GRU(5, input_size=6)
     gru.initialize()
     texts = whole(mx, gru, (inputs,))
-    assert len(texts) == 1 and "computes across the rows of a batch" in texts[0]
+    assert len(texts) == 1 and "needs the whole batch" in texts[0]
     net = mx.gluon.nn.HybridSequential()
     swapped = mx.gluon.nn.HybridLambda(lambda F, x: F.swapaxes(x, 0, 1))
     net.add(swapped, mx.gluon.rnn.GRU(5, input_size=6))

@@ -264,8 +264,8 @@ def test_what_computes_across_rows_runs_whole(mx, name):
         results.append(found + weights(module))
     assert difference(*results) < 1e-5
     assert texts == [
-        "The operation {} of 'Module' computes across the rows of a batch, of which each device "
-        "has a part. The Module runs on cpu(0) with the whole batch.".format(name)
+        "The operation {} of 'Module' needs the whole batch, but each device sees only its shard. "
+        "The Module runs unsplit on cpu(0).".format(name)
     ]
     before = {each.device: each.rows for each in compat.report().devices}
     module.forward(fed)
@@ -332,7 +332,7 @@ def test_gradients_of_ones_own_run_whole(mx, of):
             optimised(module)
             outputs = [step(mx, module, 13) for _ in range(3)]
         assert len(texts) == parallel
-        assert all("has a gradient of its own that computes" in text for text in texts)
+        assert all("has a custom gradient that needs" in text for text in texts)
         return outputs + weights(module)
 
     check_same(run)

@@ -64,7 +64,7 @@ def test_a_monitor_is_shown_whole_batches(mx, kvstore):
     for one, several in zip(plain[:-1], parallel[:-1]):
         assert difference(one, several) < 1e-5
     said = (
-        "Model 'Module' has a Monitor, which would be shown each batch in parts, one for each "
-        "device. The Module runs on cpu(0) with the whole batch."
+        "Model 'Module' has a Monitor, which would see each batch in shards, one from each device. "
+        "The Module runs unsplit on cpu(0)."
     )
     assert (texts, of_fit) == ([said] * 2, [said])

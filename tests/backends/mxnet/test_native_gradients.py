@@ -217,8 +217,8 @@ def test_a_script_with_parameters_on_several_contexts_splits_by_itself(mx, toget
                 compat.parallelize(net)
             found.append(split_by_script(mx, net, several, together))
     assert texts == [
-        "Model {!r} has its parameters on several contexts: the script splits its batches by "
-        "itself. Each array runs on cpu(0), cpu(1) with the whole batch.".format(net.name)
+        "Model {!r} has its parameters on several contexts: the script splits its batches itself. "
+        "Each array runs unsplit on cpu(0), cpu(1).".format(net.name)
     ]
     for plain, parallel in zip(*found):
         np.testing.assert_array_equal(plain, parallel)

@@ -62,7 +62,7 @@ def test_operations_with_states_of_an_unknown_kind_run_whole(keras, monkeypatch)
         return keras.models.Sequential([normalization, layers.Dense(4)])
 
     (text,) = graph_cases.one_devices_numbers(keras, build, rows=(13, 11))
-    assert "computes across the rows of a batch" in text
+    assert "needs the whole batch" in text
 
 
 def test_shapes_for_one_number_of_rows_run_whole(keras):
@@ -84,8 +84,8 @@ def test_rows_along_another_axis_of_the_output_run_whole(keras):
     )
     (text,) = texts
     assert text.partition("' ")[2] == (
-        "computes across the rows of a batch, of which each device has a part. It, and all that "
-        "follows from it, runs on cpu(0) with the whole batch."
+        "needs the whole batch, but each device sees only its shard. It, and everything computed "
+        "from it, runs unsplit on cpu(0)."
     )
 
 

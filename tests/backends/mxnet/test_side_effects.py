@@ -14,11 +14,8 @@ pytestmark = pytest.mark.row("Gluon Block")
 
 ROWS = (7, 7, 2, 7)
 COUNTED = {"rows": 0, "last": None}  # a global, which a block changes
-WHOLE = " The block runs on cpu(0) with the whole batch."
-MIXED = (
-    "The operation that {} of {!r} computes across the rows of a batch, of which each device has "
-    "a part."
-)
+WHOLE = " The block runs unsplit on cpu(0)."
+MIXED = "The operation that {} of {!r} needs the whole batch, but each device sees only its shard."
 
 
 def block_of(mx, forward, **attributes):
@@ -309,8 +306,8 @@ def test_what_cannot_be_put_together_runs_whole(mx, kind):
     assert difference(plain, parallel) < 1e-4
     if kind.says is None:
         start = (
-            f"Model {net.name!r} gives other numbers for three rows of a batch together than for "
-            "two of them and the third, and each device has a part of the batch."
+            f"Model {net.name!r} gives different results for three samples at once than for two of "
+            "them and the third, but each device sees only its shard."
         )
     else:
         start = MIXED.format(kind.says.format(weight=net.momentum.weight.name), net.name)

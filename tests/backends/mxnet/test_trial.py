@@ -41,7 +41,7 @@ def test_strict_makes_it_an_error(mx, monkeypatch):
     monkeypatch.setattr(compat._runtime.process.process.configuration.settings, "strict", True)
     net = compat.parallelize(block_of(mx, centred))
     for _ in range(2):  # not the first time only
-        with pytest.raises(compat.UnsupportedError, match="computes across the rows of a batch"):
+        with pytest.raises(compat.UnsupportedError, match="needs the whole batch"):
             net(array(mx, 13))
 
 
@@ -109,16 +109,16 @@ def test_operations_without_a_rule_are_tried(keras, kind, monkeypatch):
         function = custom(mx, "compat_own", lambda gradient: 2 * gradient)
     build = functools.partial(lambda_model, keras, lambda x: function(x, name="it"), "own")
     reasons = {
-        "own": "has a gradient of its own that computes, or may compute, across the rows of a "
-        "batch, of which each device has a part.",
-        "mixed": "gives other numbers for three rows of a batch together than for two of them and "
-        "the third, and each device has a part of the batch.",
+        "own": "has a custom gradient that needs, or may need, the whole batch, but each device "
+        "sees only its shard.",
+        "mixed": "gives different results for three samples at once than for two of them and the "
+        "third, but each device sees only its shard.",
     }
-    assert graph_cases.one_devices_numbers(keras, build) == [
-        "The operation it of 'own' {} It, and all that follows from it, runs on cpu(0) with the "
-        "whole batch.".format(reasons[kind])
-        for _ in range(kind != "rows")
-    ]
+    text = (
+        "The operation it of 'own' {} It, and everything computed from it, runs unsplit on cpu(0)."
+    )
+    expected = [] if kind == "rows" else [text.format(reasons[kind])]
+    assert graph_cases.one_devices_numbers(keras, build) == expected
 
 
 def test_a_rule_that_is_wrong_is_found_by_the_trial(keras, monkeypatch):
@@ -127,4 +127,4 @@ def test_a_rule_that_is_wrong_is_found_by_the_trial(keras, monkeypatch):
     monkeypatch.setattr(rules, "RULES", wrong)
     function = graph_cases.across_rows(keras.backend)["softmax"]
     texts = graph_cases.one_devices_numbers(keras, lambda: graph_cases.model_of(keras, function))
-    assert len(texts) == 1 and "gives other numbers for three rows of a batch together" in texts[0]
+    assert len(texts) == 1 and "gives different results for three samples at once" in texts[0]

@@ -57,15 +57,15 @@ def trained(models, **options):
     return differences[0], texts
 
 
-MIXED = "computes across the rows of a batch, of which each device has a part."
+MIXED = "needs the whole batch, but each device sees only its shard."
 
 
 def assert_runs_whole(texts, model, operation, layer, why=MIXED):
     """There is one warning, which names the operation, the layer and the line of the test."""
     (text,) = texts
     assert re.fullmatch(
-        r"The operation {} \(\w+\) in {} \(test_\w+\.py, line \d+\) of '{}' {} It, "
-        r"and all that follows from it, runs on /device:CPU:0 with the whole batch\.".format(
+        r"The operation {} \(\w+\) in {} \(test_\w+\.py, line \d+\) of '{}' {} It, and everything "
+        r"computed from it, runs unsplit on /device:CPU:0\.".format(
             operation, layer, model.name, re.escape(why)
         ),
         text,

@@ -149,7 +149,7 @@ class TestTensorFlow1(KerasParts):
         if not hasattr(inputs, "assign"):
             return  # this Keras takes its value
         model = keras.models.Model(inputs, layers.Dense(3)(inputs))
-        because = "one of its inputs is a variable, which has no rows to divide."
+        because = "one of its inputs is a variable, which has no batch to split."
         self.check_left_alone(model, because)
         model.train_on_batch(None, np.ones((6, 3)))
 
@@ -428,7 +428,7 @@ class TestTensorFlow1(KerasParts):
                 model.train_on_batch(np.ones((5, 4, 3)), np.ones((5, 3)))
             assert re.fullmatch(
                 r"tensorflow cannot run \S+ on several devices: it is in a loop and has a gradient "
-                r"by tf.custom_gradient, which is bound to the undivided batch\. Use one device: "
+                r"by tf.custom_gradient, which is bound to the whole batch\. Use one device: "
                 r"gpus=1, or give the operation TensorFlow's own gradient\.",
                 str(raised.value),
             )

@@ -28,8 +28,8 @@ def test_gradients_that_replace_tensorflows(keras, mixes):
     difference, texts = trained(models)
     assert difference <= 1e-5
     why = (
-        "has a gradient of its own that computes, or may compute, across the rows of a batch, of "
-        "which each device has a part."
+        "has a custom gradient that needs, or may need, the whole batch, but each device sees only "
+        "its shard."
     )
     if mixes:
         assert_runs_whole(texts, models[1], r"replaced\S*", "replaced", why)

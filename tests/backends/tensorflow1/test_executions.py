@@ -153,10 +153,10 @@ def test_a_training_function_that_another_library_has_replaced(keras, make):
 def test_gradients_that_no_device_computes_by_itself_are_warned_of(keras):
     """As where a library has put another method in place of the optimizer's."""
     text = (
-        "The gradients of model 'dense_model' are computed on /device:CPU:0 with the whole batch: "
-        "its training function was made without a call of model.optimizer.get_updates(), from "
-        "which parallelize() has each device compute its own. Another library has replaced it: "
-        "call parallelize() after such libraries have changed the model."
+        "The gradients of model 'dense_model' are computed unsplit on /device:CPU:0: its training "
+        "function was made without a call of model.optimizer.get_updates(), from which "
+        "parallelize() has each device compute its own. Another library has replaced it: call "
+        "parallelize() after such libraries have changed the model."
     )
     model, inner = parallel(keras)
     kind = type(inner)

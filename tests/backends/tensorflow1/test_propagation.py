@@ -150,10 +150,11 @@ def test_what_runs_whole_is_an_error_under_strict(keras, monkeypatch):
     with pytest.raises(compat.UnsupportedError) as raised:
         parallel.train_on_batch(rows_of(13), rows_of(13, 2))
     assert re.fullmatch(
-        r"The operation similarity\S* \(MatMul\) in similarity \(test_propagation\.py, "
-        r"line \d+\) of '{}' {} It would have to run on /device:CPU:0 with the whole batch, which "
-        r"strict=True makes an error\. Compute it in the loss passed to compile\(\), which sees "
-        r"the whole batch; run the model on one device, with parallelize\(model, gpus=1\); or drop "
-        r"strict=True\.".format(parallel.name, re.escape(MIXED)),
+        r"The operation similarity\S* \(MatMul\) in similarity \(test_propagation\.py, line \d+\) "
+        "of '{}' {} It would have to run unsplit on /device:CPU:0, which strict=True makes an "
+        r"error\. Compute it in the loss passed to compile\(\), which sees the whole batch; run "
+        r"the model on one device, with parallelize\(model, gpus=1\); or drop strict=True\.".format(
+            parallel.name, re.escape(MIXED)
+        ),
         str(raised.value),
     )

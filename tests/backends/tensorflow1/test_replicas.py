@@ -39,8 +39,8 @@ def test_inputs_of_different_rows(keras):
         model.predict_on_batch([rows_of(6), rows_of(3)])
     names = [tensor.name for tensor in model.inputs]
     assert str(raised.value) == (
-        "parallelize() divides each input of model {!r} by its rows, but they do not have as many: "
-        "{}. Give each input a row for each row of the batch, or use one device: "
+        "parallelize() splits each input of model {!r} along its first dimension, but their sizes "
+        "there differ: {}. Give each input one row for each sample, or use one device: "
         "parallelize(model, gpus=1).".format(
             model.name,
             ", ".join(sorted(map("{} has {}".format, names, (6, 3)))),
@@ -70,9 +70,9 @@ def test_inputs_that_are_tensors_of_different_rows(keras):
     with pytest.raises(tf.errors.InvalidArgumentError) as raised:
         model.predict_on_batch(rows_of(6))
     text = (
-        "parallelize() divides each input of model {!r} by its rows, but they do not have as many. "
-        "Give each input a row for each row of the batch, or use one device: parallelize(model, "
-        "gpus=1). Rows:] [6] [3]".format(model.name)
+        "parallelize() splits each input of model {!r} along its first dimension, but their sizes "
+        "there differ. Give each input one row for each sample, or use one device: "
+        "parallelize(model, gpus=1). Rows:] [6] [3]".format(model.name)
     )
     assert text in str(raised.value).replace("\\'", "'")
 
@@ -88,7 +88,7 @@ def test_inputs_that_are_variables_stay_on_one_device(keras):
         return  # Keras has taken its value
     assert warned(lambda: compat.parallelize(model)) == [
         "parallelize() leaves model {!r} on /device:CPU:0: an input of it is a variable, so its "
-        "batches cannot be split. The numbers are those of one device, and so is the speed.".format(
+        "batches cannot be split. The results are those of one device, and so is the speed.".format(
             model.name
         )
     ]
@@ -116,9 +116,9 @@ def test_errors_of_tensorflow_tell_of_the_divided_batch(keras):
         str(raised.value)
         .rstrip()
         .endswith(
-            "\n\nparallelize() runs the operations named replica_... of a part of the batch. An "
-            "operation that needs all rows, or a size that is the whole batch's, fails there: use "
-            "sizes of its inputs, such as K.shape(x)[0], or one device: parallelize(model, gpus=1)."
+            "\n\nparallelize() runs the operations named replica_... on a shard of the batch. An "
+            "operation that needs the whole batch, or its size, fails there: use sizes of its "
+            "inputs, such as K.shape(x)[0], or one device: parallelize(model, gpus=1)."
         )
     )
     assert isinstance(raised.value.__cause__, tf.errors.InvalidArgumentError)

@@ -124,10 +124,10 @@ def test_python_function_that_changes_more_than_it_returns_runs_once(keras, name
     assert vars(notes[0]) == vars(notes[1])
     (text,) = texts
     assert re.fullmatch(
-        r"The operation calling(_\d)?/PyFunc \(PyFunc\) in calling \(test_side_effects\.py, "
-        r"line \d+\) of '\w+' changes what outlasts its call \(a list, a counter, random "
-        r"numbers\), which each device would change\. It, and all that follows from it, runs on "
-        r"/device:CPU:0 with the whole batch\.",
+        r"The operation calling(_\d)?/PyFunc \(PyFunc\) in calling \(test_side_effects\.py, line "
+        r"\d+\) of '\w+' has side effects \(on a list, a counter, random numbers\), which each "
+        r"device would repeat\. It, and everything computed from it, runs unsplit on "
+        r"/device:CPU:0\.",
         text,
     )
 

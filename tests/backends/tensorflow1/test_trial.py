@@ -35,7 +35,7 @@ def test_what_no_rule_knows_is_tried(keras, function):
     assert difference <= 1e-5
     (text,) = texts
     assert " in {} (test_trial.py, line ".format(name) in text
-    assert "runs on /device:CPU:0 with the whole batch" in text
+    assert "runs unsplit on /device:CPU:0" in text
 
 
 @pytest.mark.parametrize("mixes", [False, True])

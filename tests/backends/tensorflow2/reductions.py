@@ -94,26 +94,24 @@ def is_divided():
 
 @contextlib.contextmanager
 def runs_whole(why="mixed"):
-    """Within, one model says that it runs with the whole batch on one device."""
+    """Within, one model says that it runs unsplit."""
     with told() as texts:
         yield texts
     assert len(texts) == 1 and re.fullmatch(WHY[why] + ON_ONE, texts[0]), texts
 
 
-ON_ONE = r" The model runs on /cpu:0 with the whole batch\."
+ON_ONE = r" The model runs unsplit on /cpu:0\."
 PLACE = r"The operation \S+ \(\w+\)( in layer '\w+')? \(test_\w+\.py, line \d+\)"
 
 WHY = {
-    "mixed": PLACE + r" of '\w+' computes across the rows of a batch, of which each device has a "
-    r"part\.",
-    "fails": r"Model '\w+' fails on a part of a batch, of which each device has one\.",
-    "different": r"Model '\w+' computes across the rows of a batch, of which each device has a "
-    r"part\.",
+    "mixed": PLACE + r" of '\w+' needs the whole batch, but each device sees only its shard\.",
+    "fails": r"Model '\w+' fails on a shard of the batch, which is all that each device sees\.",
+    "different": r"Model '\w+' needs the whole batch, but each device sees only its shard\.",
     "gradient": PLACE
-    + r" of '\w+' has a gradient of its own that computes, or may compute, across "
-    r"the rows of a batch, of which each device has a part\.",
-    "table": r"Model '\w+' looks up rows that depend on the batch and rows that do not in one "
-    r"table, and the gradients of the two cannot be told apart\.",
-    "unknown": r"Model '\w+' may compute across the rows of a batch, of which each device has a "
-    r"part: compat has no rule for it, and cannot try it\.",
+    + r" of '\w+' has a custom gradient that needs, or may need, the whole batch, but each device "
+    r"sees only its shard\.",
+    "table": r"Model '\w+' looks up indices that depend on the batch and indices that do not in "
+    r"the same table, and the gradients of the two cannot be separated\.",
+    "unknown": r"Model '\w+' may need the whole batch, but each device sees only its shard: "
+    r"compat has no rule for it, and cannot try it\.",
 }

@@ -62,10 +62,11 @@ def test_an_argument_with_other_rows_is_refused_where_only_a_run_tells(keras):
     with pytest.raises(tf.errors.InvalidArgumentError) as error:
         call(tf.constant(ROWS[:6]), tf.constant(ROWS[10:21]))
     assert (
-        "parallelize() cuts each batch by rows, and another argument of this model's call has "
-        "other rows than the first, which TensorFlow did not know when it traced the call. Make "
-        "it the model's own attribute, have tf.function's input_signature say how many rows it "
-        "has, or run this model on one device, with parallelize(model, gpus=1)."
+        "parallelize() splits each batch along its first dimension, and another argument of this "
+        "model's call has a different size there than the first, which TensorFlow did not know "
+        "when it traced the call. Make it the model's own attribute, have tf.function's "
+        "input_signature say how many rows it has, or run this model on one device, with "
+        "parallelize(model, gpus=1)."
     ) in str(error.value).replace("\\'", "'")
 
 
@@ -119,10 +120,10 @@ def test_inputs_with_different_rows_are_refused_where_only_a_run_tells(keras):
     with pytest.raises(tf.errors.InvalidArgumentError) as error:
         call(tf.constant(ROWS[:6]), tf.constant(ROWS[:1]))
     assert (
-        "parallelize() cuts each batch by rows, and this model's inputs have different numbers of "
-        "rows. Give inputs with one row for each sample, pass what all samples share as another "
-        "argument of the call or as the model's own attribute, or run this model on one device, "
-        "with parallelize(model, gpus=1)."
+        "parallelize() splits each batch along its first dimension, and this model's inputs have "
+        "different sizes there. Give inputs with one row for each sample, pass what all samples "
+        "share as another argument of the call or as the model's own attribute, or run this model "
+        "on one device, with parallelize(model, gpus=1)."
     ) in str(error.value).replace("\\'", "'")
 
 

@@ -123,10 +123,9 @@ def test_threads_may_call_it_at_once():
 
 
 WHOLE = (
-    r"The operation \S+ \(StatefulPartitionedCall\)( in layer '\w+')? "
-    r"\(test_compiled\.py, line \d+\) of '\w+' is a function that XLA compiles "
-    r"\(jit_compile=True\) with variables in it, which all have to be on its device; each device "
-    r"has a part of the batch\. The model runs on /cpu:0 with the whole batch\."
+    r"The operation \S+ \(StatefulPartitionedCall\)( in layer '\w+')? \(test_compiled\.py, line "
+    r"\d+\) of '\w+' is a function that XLA compiles \(jit_compile=True\) with variables in it, "
+    r"which all have to be on the device that runs it\. The model runs unsplit on /cpu:0\."
 )
 
 

@@ -242,10 +242,8 @@ def test_model_that_returns_a_distribution_runs_whole_and_says_so(keras):
         found = model(ROWS).mean
     np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
     assert texts == [
-        "Model 'net' returns an object that is no tensor, such as a distribution, which cannot be "
-        "put together from those of the devices. The model runs on {} with the whole batch.".format(
-            backend.devices()[0]
-        )
+        "Model 'net' returns an object that is not a tensor, such as a distribution, and those of "
+        "the devices cannot be merged. The model runs unsplit on {}.".format(backend.devices()[0])
     ]
 
 
@@ -437,7 +435,7 @@ def test_stateful_model_stays_whole_and_says_so(keras):
         compat.parallelize(model)
     text = (
         "parallelize() leaves model 'remembering' on /cpu:0: its layer 'memory' is stateful, so "
-        "its batches cannot be split. The numbers are those of one device, and so is the speed."
+        "its batches cannot be split. The results are those of one device, and so is the speed."
     )
     assert [str(w.message) for w in record if w.category is compat.CompatWarning] == [text]
     assert record[-1].filename == __file__

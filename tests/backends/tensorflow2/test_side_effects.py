@@ -236,8 +236,8 @@ def test_what_cannot_be_merged_runs_on_one_device(keras):
     with told() as texts:
         model(tf.constant(ROWS))
     assert texts == [
-        "Model {!r} changes what outlasts its call (a list, a counter, random numbers), which each "
-        "device would change. The model runs on /cpu:0 with the whole batch.".format(model.name)
+        "Model {!r} has side effects (on a list, a counter, random numbers), which each device "
+        "would repeat. The model runs unsplit on /cpu:0.".format(model.name)
     ]
 
 

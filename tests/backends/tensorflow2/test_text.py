@@ -104,7 +104,7 @@ if HAVE_TEXT:
         with told() as texts:
             found = model.predict(batches(), verbose=0)
         np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
-        assert len(texts) == 1 and "runs on /cpu:0 with the whole batch" in texts[0]
+        assert len(texts) == 1 and "runs unsplit on /cpu:0" in texts[0]
 
 
 @pytest.fixture

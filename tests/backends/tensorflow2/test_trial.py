@@ -35,8 +35,8 @@ def test_sparse_strings_are_not_tried_and_sparse_results_are_given(keras):
     with told() as texts:
         found, shared = tf.function(lambda *given: model(*given))(words, rows)
         _, of_rows = compat.parallelize(tf.function(lambda rows: (rows, table)))(rows)
-    assert [text.split(" of a batch")[0] for text in texts] == [
-        "Model 'call' may compute across the rows"
+    assert [text.split(", but each")[0] for text in texts] == [
+        "Model 'call' may need the whole batch"
     ]
     np.testing.assert_allclose(found, call(words, rows)[0])
     assert shared.values.shape == of_rows.values.shape == (2,)

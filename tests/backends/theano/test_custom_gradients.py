@@ -39,9 +39,9 @@ def test_gradient_that_changes_something(keras):
         np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-5)
     line = line_of(with_operation, "between = ")
     assert said == [
-        f"The operation FromFunctionOp{{<lambda>}} ({line}) of {model.name!r} changes what "
-        "outlasts its call (a list, a counter, random numbers), which each device would change. "
-        "The model runs on cpu:0 with the whole batch."
+        f"The operation FromFunctionOp{{<lambda>}} ({line}) of {model.name!r} has side effects (on "
+        "a list, a counter, random numbers), which each device would repeat. The model runs "
+        "unsplit on cpu:0."
     ]
 
 
@@ -55,8 +55,8 @@ def test_gradient_that_changes_something_from_a_later_step_on(keras):
     with pytest.raises(compat.UnsupportedError) as caught:
         model.train_on_batch(INPUTS, TARGETS)
     assert str(caught.value).splitlines()[0] == (
-        f"theano cannot train {model.name!r} on several devices: the gradient of an operation "
-        "changes what outlasts its call, which each device would change. Run the model on one "
-        "device: parallelize(model, gpus=1)."
+        f"theano cannot train {model.name!r} on several devices: the gradient of an operation has "
+        "side effects, which each device would repeat. Run the model on one device: "
+        "parallelize(model, gpus=1)."
     )
     assert kept.log == {"calls": 0, "rows": 0}

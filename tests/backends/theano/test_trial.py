@@ -20,7 +20,7 @@ def whole(operation, name, layer=None, line=None, reach=_rows.FROM_THERE_ON, why
     """The text of the warning."""
     across = _rows.Across(operation, layer, line, why)
     found = across.sentence(name)
-    return "{} {} runs on cpu:0 with the whole batch.".format(found, reach)
+    return "{} {} runs unsplit on cpu:0.".format(found, reach)
 
 
 def own_softmax():
@@ -74,7 +74,7 @@ def test_batches_of_other_sizes_are_tried_again(keras):
     compat.parallelize(model)
     with told() as texts:
         found = [model.predict_on_batch(batch) for batch in batches]
-    assert len(texts) == 1 and texts[0].endswith("runs on cpu:0 with the whole batch.")
+    assert len(texts) == 1 and texts[0].endswith("runs unsplit on cpu:0.")
     for one, several in zip(expected, found):
         np.testing.assert_allclose(several, one, rtol=1e-5)
 
@@ -128,5 +128,7 @@ def test_strict_makes_it_an_error(keras, monkeypatch):
     model = named(keras, softmax_of(own_softmax(), across=True))[0]
     compat.parallelize(model)
     for _ in range(2):
-        with pytest.raises(compat.UnsupportedError, match="gives other numbers for three rows"):
+        with pytest.raises(
+            compat.UnsupportedError, match="gives different results for three samples"
+        ):
             model.predict_on_batch(np.random.RandomState(0).normal(size=(13, 8)))

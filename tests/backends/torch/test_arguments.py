@@ -78,11 +78,11 @@ def test_what_has_no_batch_dimension_runs_whole(module, shape, subject):
 
 def test_tables_with_sparse_gradients_run_whole():
     table = torch.nn.Embedding(10, 4, sparse=True)
-    told = "The operation that makes sparse gradients of 'Sequential' {} The model runs on cpu:0 "
+    told = "The operation that makes sparse gradients of 'Sequential' {} The model runs "
     agree(
         torch.nn.Sequential(table, torch.nn.Flatten()),
         torch.arange(39).view(13, 3) % 7,
-        whole=[told.format(UNKNOWN) + "with the whole batch."],
+        whole=[told.format(UNKNOWN) + "unsplit on cpu:0."],
     )
 
 
@@ -150,7 +150,7 @@ def test_what_holds_its_tensors_unseen_runs_on_one_device():
     with pytest.warns(compat.CompatWarning) as warned:
         found = module(Batch())
     assert [str(warning.message) for warning in warned] == [
-        "Outer was given no tensor, as far as torch.utils._pytree finds them, which cannot be "
-        "divided: it runs on one device."
+        "Outer was given no tensor that torch.utils._pytree finds, so that there is nothing to "
+        "split: it runs unsplit, on one device."
     ]
     same(expected, found, 0)

@@ -147,7 +147,7 @@ def test_a_cache_of_a_model_that_runs_whole():
     module = computing(forward).double()
     plain, parallel = copy.deepcopy(module), compat.parallelize(module)
     expected, found = Cache(), Cache()
-    with pytest.warns(compat.CompatWarning, match="with the whole batch"):
+    with pytest.warns(compat.CompatWarning, match="runs unsplit on"):
         result = parallel(rows(ROWS, 4), found)
     same(plain(rows(ROWS, 4), expected), result, 1e-12)
     assert found.length == expected.length == 1

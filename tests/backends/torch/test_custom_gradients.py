@@ -101,9 +101,8 @@ def test_gradients_that_mix_rows_run_whole(make, back):
     if make is with_function_of_a_weight:  # to which a sum over the rows comes back
         mixes = back in ("clipped", "of length 1")
     text = (
-        "The operation {} of 'Net' has a gradient of its own that computes, or may compute, across "
-        "the rows of a batch, of which each device has a part. The model runs on cpu:0 with the "
-        "whole batch.".format(NAMED[make])
+        "The operation {} of 'Net' has a custom gradient that needs, or may need, the whole batch, "
+        "but each device sees only its shard. The model runs unsplit on cpu:0.".format(NAMED[make])
     )
     agree(module(make, function), rows(13, 6), whole=[text] if mixes else [])
 
@@ -116,5 +115,5 @@ def test_a_gradient_is_tried_where_the_first_call_had_none():
     net = module(with_hook, BACK["of length 1"][0]).double()
     with torch.no_grad():
         compat.parallelize(net)(rows(13, 6))
-    with pytest.warns(compat.CompatWarning, match="a gradient of its own"):
+    with pytest.warns(compat.CompatWarning, match="a custom gradient"):
         net(rows(13, 6)).sum().backward()

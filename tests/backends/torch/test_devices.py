@@ -144,6 +144,6 @@ def test_a_tensor_that_is_left_on_another_device_is_found():
     with pytest.warns(compat.CompatWarning) as caught:
         trained(module, "lazy:0", (3,))
     assert [str(warning.message) for warning in caught] == [
-        "The operation mul (test_devices.py, line 140) of 'Misplaced' fails on a part of a "
-        "batch, of which each device has one. The model runs on lazy:0 with the whole batch."
+        "The operation mul (test_devices.py, line 140) of 'Misplaced' fails on a shard of the "
+        "batch, which is all that each device sees. The model runs unsplit on lazy:0."
     ]

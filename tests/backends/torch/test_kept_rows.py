@@ -186,7 +186,7 @@ def test_batches_of_other_numbers_of_rows(build, counts):
 def test_as_many_rows_as_a_replica_has_of_the_next_batch(build, counts):
     """That batch runs unsplit, for each replica would take them for its own."""
     (text,) = differ(build, counts, told=None)
-    assert text.endswith(" The model runs on cpu:0 with the whole batch.")
+    assert text.endswith(" The model runs unsplit on cpu:0.")
 
 
 @pytest.mark.parametrize("build", CHECKED)
@@ -221,9 +221,8 @@ def test_a_script_empties_a_list_and_replaces_it():
 
 def test_a_branch_that_computes_across_rows_is_told():
     text = (
-        "The operation sub (test_kept_rows.py, line {}) of 'OtherBranch' computes across the "
-        "rows of a batch, of which each device has a part. The model runs on cpu:0 with the whole "
-        "batch."
+        "The operation sub (test_kept_rows.py, line {}) of 'OtherBranch' needs the whole batch, "
+        "but each device sees only its shard. The model runs unsplit on cpu:0."
     ).format(OtherBranch.step.__code__.co_firstlineno + 3)
     differ(OtherBranch, [7] * 4, split=False, told=[text])
 
@@ -231,8 +230,8 @@ def test_a_branch_that_computes_across_rows_is_told():
 def test_arrays_are_told():
     """What of a tensor an array was made is not seen."""
     text = (
-        "The operation add (test_kept_rows.py, line {}) of 'Array' computes across the rows "
-        "of a batch, of which each device has a part. The model runs on cpu:0 with the whole batch."
+        "The operation add (test_kept_rows.py, line {}) of 'Array' needs the whole batch, but each "
+        "device sees only its shard. The model runs unsplit on cpu:0."
     ).format(Array.step.__code__.co_firstlineno + 3)
     differ(Array, [7] * 4, split=False, told=[text])
 

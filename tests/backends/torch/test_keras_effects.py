@@ -176,7 +176,7 @@ def test_what_a_layer_keeps_where_the_model_runs_unsplit(keras):
             self.last = y - y.mean(0)
 
     expected, one, _ = trained(keras, leave, False)
-    with pytest.warns(compat.CompatWarning, match="computes across the rows"):
+    with pytest.warns(compat.CompatWarning, match="needs the whole batch"):
         found, other, model = trained(keras, leave, True)
     for pair in zip(expected, found):
         np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6)
@@ -225,7 +225,7 @@ def test_a_trainable_weight_that_is_moved_runs_unsplit(keras):
         found, _, model = trained(keras, moved, True)
     assert [str(each.message) for each in caught if each.category is compat.CompatWarning] == [
         "Model {!r} assigns to a trainable weight when it is called, and the devices share that "
-        "weight. The model runs on cpu:0 with the whole batch.".format(model.name)
+        "weight. The model runs unsplit on cpu:0.".format(model.name)
     ]
     for pair in zip(expected, found):
         np.testing.assert_allclose(*pair, rtol=1e-5, atol=1e-6)

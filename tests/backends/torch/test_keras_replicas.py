@@ -56,8 +56,8 @@ def test_a_trainable_weight_that_a_call_sets_is_set_once(verify):
     expected, _, _ = trained(build, False)
     found, model, told = trained(build, True, verify=verify)
     assert told == [
-        "Model {!r} assigns to a trainable weight when it is called, and the devices share "
-        "that weight. The model runs on cpu:0 with the whole batch.".format(model.name)
+        "Model {!r} assigns to a trainable weight when it is called, and the devices share that "
+        "weight. The model runs unsplit on cpu:0.".format(model.name)
     ]
     for one, other in zip(expected, found):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
@@ -96,7 +96,7 @@ def test_float8_has_the_largest_values_of_the_whole_batch():
 
     expected, _, _ = trained(build, False)
     found, _, (told,) = trained(build, True)
-    assert "with the whole batch." in told
+    assert " runs unsplit on " in told
     for one, other in zip(expected, found):
         np.testing.assert_array_equal(one, other)
 

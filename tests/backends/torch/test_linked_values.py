@@ -182,7 +182,7 @@ def test_gradients_that_hooks_keep_are_those_of_the_whole_batch(register):
         register(model)
         if parallel:
             compat.parallelize(model)
-            with pytest.warns(compat.CompatWarning, match="has a gradient of its own"):
+            with pytest.warns(compat.CompatWarning, match="has a custom gradient"):
                 model(rows(ROWS, 4))
         for step in range(2):
             model(rows(ROWS, 4) + step)[0].square().sum().backward()

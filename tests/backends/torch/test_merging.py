@@ -26,7 +26,7 @@ def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
     """Run ``module`` plain and on three devices: results, gradients and buffers are the same.
 
     Arguments:
-        whole: the texts of warnings, where it runs with the whole batch on one device.
+        whole: the texts of warnings, where it runs unsplit.
     """
     module = module.double()
     plain, parallel = copy.deepcopy(module), compat.parallelize(module)
@@ -51,17 +51,17 @@ def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
 
 
 #: Why a model runs whole.
-MIXED = "computes across the rows of a batch, of which each device has a part."
+MIXED = "needs the whole batch, but each device sees only its shard."
 UNKNOWN = (
-    "may compute across the rows of a batch, of which each device has a part: compat has no rule "
-    "for it, and cannot try it."
+    "may need the whole batch, but each device sees only its shard: compat has no rule for it, and "
+    "cannot try it."
 )
 TRIED = (
-    "gives other numbers for three rows of a batch together than for two of them and the third, "
-    "and each device has a part of the batch."
+    "gives different results for three samples at once than for two of them and the third, but "
+    "each device sees only its shard."
 )
-FAILS = "fails on a part of a batch, of which each device has one."
-DIVERGED = "takes another path on a part of a batch, of which each device has one."
+FAILS = "fails on a shard of the batch, which is all that each device sees."
+DIVERGED = "takes another code path on a shard of the batch, which is all that each device sees."
 
 
 def whole(operation, function, why=MIXED, name="Mine"):
@@ -71,7 +71,7 @@ def whole(operation, function, why=MIXED, name="Mine"):
         code = function if isinstance(function, types.CodeType) else function.__code__
         line = "{}, line {}".format(os.path.basename(code.co_filename), code.co_firstlineno)
         found = "The operation {} ({}) of {!r}".format(operation, line, name)
-    return ["{} {} The model runs on cpu:0 with the whole batch.".format(found, why)]
+    return ["{} {} The model runs unsplit on cpu:0.".format(found, why)]
 
 
 def replicas(step):

@@ -57,6 +57,8 @@ def test_another_way_to_a_loss_later(first):
     module.loss = first
     module(x)
     module.loss = lambda y: y.sum() / len(y)
-    with pytest.warns(compat.CompatWarning, match="takes another path on a part of a batch"):
+    with pytest.warns(
+        compat.CompatWarning, match="takes another code path on a shard of the batch"
+    ):
         found = module(x)
     same(module.layer(x).sum() / 12, found, 1e-12)

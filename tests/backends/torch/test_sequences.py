@@ -47,9 +47,8 @@ def test_packed_sequences_run_on_one_device():
     with pytest.warns(compat.CompatWarning) as warned:
         found = compat.parallelize(module)(packed)
     assert [str(warning.message) for warning in warned] == [
-        "The operation PackedSequence of 'GRU' may compute across the rows of a batch, of which "
-        "each device has a part: compat has no rule for it, and cannot try it. The model runs on "
-        "cpu:0 with the whole batch."
+        "The operation PackedSequence of 'GRU' may need the whole batch, but each device sees only "
+        "its shard: compat has no rule for it, and cannot try it. The model runs unsplit on cpu:0."
     ]
     same(expected, found, 0)
 
@@ -146,7 +145,7 @@ def test_rows_that_cannot_be_found_run_whole():
 
     why = (
         "has recurrent or attention layers whose batch is neither the first nor the second "
-        "dimension of its arguments, so that compat cannot tell the rows."
+        "dimension of its arguments, so that compat cannot identify the batch dimension."
     )
     for count in (ROWS, 2):
         agree(Set(), rows(count, SIZE), whole=whole(None, None, why, "Set"))

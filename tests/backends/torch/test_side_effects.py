@@ -291,9 +291,9 @@ def differ_opaque(leave):
         for _ in range(2):
             model(rows(ROWS, 4))
     assert [str(each.message) for each in caught] == [
-        "The operation that makes a Opaque of 'Mine' may compute across the rows of a batch, of "
-        "which each device has a part: compat has no rule for it, and cannot try it. The model "
-        "runs on cpu:0 with the whole batch."
+        "The operation that makes a Opaque of 'Mine' may need the whole batch, but each device "
+        "sees only its shard: compat has no rule for it, and cannot try it. The model runs unsplit "
+        "on cpu:0."
     ]
     assert [len(each.value) for each in model.numbers] == [7, 7]
 
@@ -401,7 +401,7 @@ def by_batch_in_place(a, b, x):
     b.mul_(0.5).add_(x.mean())
 
 
-@pytest.mark.filterwarnings("ignore:.*with the whole batch")
+@pytest.mark.filterwarnings("ignore:.* runs unsplit on")
 @pytest.mark.parametrize("first", [0, 2])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("move", [by_data, by_copy, by_mul, by_lerp, by_batch, by_batch_in_place])
@@ -444,7 +444,7 @@ def test_a_weight_that_is_moved_by_rows_runs_unsplit():
 
     plain = Momentum(move).double()
     parallel = compat.parallelize(copy.deepcopy(plain))
-    with pytest.warns(compat.CompatWarning, match="std .* computes across the rows"):
+    with pytest.warns(compat.CompatWarning, match="std .* needs the whole batch"):
         for model in (plain, parallel):
             for _ in range(2):
                 model(rows(ROWS, 4))
@@ -470,7 +470,7 @@ def test_a_weight_that_is_replaced_runs_unsplit():
                 model(rows(ROWS, 4))
     assert [str(each.message) for each in caught] == [
         "Model 'Replaced' assigns to a trainable weight when it is called, and the devices share "
-        "that weight. The model runs on cpu:0 with the whole batch."
+        "that weight. The model runs unsplit on cpu:0."
     ]
     torch.testing.assert_close(plain.query.weight, parallel.query.weight, rtol=0, atol=0)
 
@@ -535,7 +535,7 @@ def test_what_a_script_switches_after_the_first_calls(switch):
         same_gradients(plain, parallel)
         same(plain.gradients, parallel.gradients, 1e-12)
     (text,) = messages
-    assert "the rows of a batch" in text and text.endswith("runs on cpu:0 with the whole batch.")
+    assert "the whole batch" in text and text.endswith("runs unsplit on cpu:0.")
 
 
 def test_a_hook_that_is_registered_for_each_call_has_it_tried_once():
@@ -579,8 +579,6 @@ def test_a_buffer_that_a_call_adds_runs_unsplit(build):
             same(plain(rows(ROWS, 4) + step), parallel(rows(ROWS, 4) + step), 1e-12)
             same(plain.before, parallel.before, 1e-12)
     assert [str(each.message) for each in caught] == [
-        "The operation that sets the state 'before' of {!r} computes across the rows of a batch, "
-        "of which each device has a part. The model runs on cpu:0 with the whole batch.".format(
-            build.__name__
-        )
+        "The operation that sets the state 'before' of {!r} needs the whole batch, but each device "
+        "sees only its shard. The model runs unsplit on cpu:0.".format(build.__name__)
     ]

@@ -93,8 +93,8 @@ class TestState:
             return y
 
         told = [
-            "The operation that sets the state 'memory' of 'Mine' {} The model runs on cpu:0 with "
-            "the whole batch.".format(MIXED)
+            "The operation that sets the state 'memory' of 'Mine' {} The model runs unsplit on "
+            "cpu:0.".format(MIXED)
         ]
         agree(computing(remember, memory=[0.0]), rows(12, 4), whole=told)
 

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devic
 ROWS = 7
 TRANSFORMED = (
     "Model 'Linear' is called in a function that vmap(), grad() or the like transforms, which "
-    "hides the rows of a batch. The model runs on cpu:0 with the whole batch."
+    "hides the batch dimension. The model runs unsplit on cpu:0."
 )
 
 

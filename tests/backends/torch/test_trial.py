@@ -24,7 +24,7 @@ PATHS = {
 @pytest.mark.parametrize("name", sorted(PATHS))
 def test_what_chooses_its_path_by_the_rows_runs_whole(name):
     plain, module = pair(PATHS[name])
-    with pytest.warns(compat.CompatWarning, match="The model runs on cpu:0 with the whole batch"):
+    with pytest.warns(compat.CompatWarning, match="The model runs unsplit on cpu:0"):
         found = module(rows(ROWS, 4))
     torch.manual_seed(0)
     same(plain(rows(ROWS, 4)), found, 1e-12)
