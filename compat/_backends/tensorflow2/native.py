@@ -73,10 +73,10 @@ class NativeCall(ReplicatedCall):
             if not (tf.executing_eagerly() or self._has_said):
                 self._has_said = True
                 errors.warn(
-                    f"verify={verification.requested}: model {verification.record.model!r} is called "
-                    "within a tf.function, where there are no numbers to compare yet, so those "
-                    "calls are not verified. Call it once outside, within a tf.GradientTape for "
-                    "its gradients: model(batch)."
+                    f"verify={verification.requested}: model {verification.record.model!r} is "
+                    "called within a tf.function, where there are no numbers to compare yet, so "
+                    "those calls are not verified. Call it once outside, within a tf.GradientTape "
+                    "for its gradients: model(batch)."
                 )
         return super().invoke(model, *args, **kwargs)
 
