@@ -13,6 +13,7 @@ from typing import (
     List,
     NamedTuple,
     Optional,
+    Tuple,
 )
 
 from .. import errors
@@ -72,6 +73,22 @@ def converted(
     with contextlib.ExitStack() as when_recorded, recording as records:
         when_recorded.callback(lambda: operations.extend(convert(records)))
         yield operations
+
+
+def count_products(products: "Iterable[Tuple[str, bool]]") -> "Dict[str, Tuple[int, int]]":
+    """Count the products of layers by device, as ``compat test`` and verification report them.
+
+    Arguments:
+        products: of each matrix product or convolution that was executed, the device, and whether
+            it is part of the backward pass.
+
+    Returns:
+        For each device that executed any, how many in the forward and in the backward pass.
+    """
+    counts: "Dict[str, List[int]]" = {}
+    for device, is_backward in products:
+        counts.setdefault(device, [0, 0])[is_backward] += 1
+    return {device: (forward, backward) for device, (forward, backward) in counts.items()}
 
 
 def activities(operations: "List[Operation]", devices: "List[str]") -> "Dict[str, Activity]":

@@ -8,10 +8,10 @@ import tempfile
 
 import mxnet as mx
 
-from ..._runtime.operation_times import Operation, converted
+from ..._runtime.operation_times import Operation, converted, count_products
 
 # What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
-OPERATIONS = ("dot", "Convolution", "FullyConnected", "Embedding")
+PRODUCTS = ("dot", "Convolution", "FullyConnected", "Embedding")
 
 
 @contextlib.contextmanager
@@ -41,20 +41,19 @@ def recorded():
 
 
 def operations(step):
-    """Count operations per device while ``step()`` is computed, as MXNet's engine recorded them."""
+    """Count the operations in ``step()`` by device and name, as MXNet's engine records them."""
     with recorded() as events:
         step()
     return collections.Counter((each.device, each.name) for each in _executed(events, "cpu"))
 
 
 def products(step):
-    """Count the layers' products that ``step()`` computed on each device, and their gradients."""
-    placed = {}  # type: dict
-    for (device, name), count in operations(step).items():
-        _, backward, operation = name.rpartition("_backward_")
-        if operation in OPERATIONS:
-            placed.setdefault(device, [0, 0])[bool(backward)] += count
-    return {device: tuple(counts) for device, counts in placed.items()}
+    """Count the products of layers in ``step()``; see ``count_products``."""
+    return count_products(
+        (device, "_backward_" in name)
+        for device, name in operations(step).elements()
+        if name.rpartition("_backward_")[2] in PRODUCTS
+    )
 
 
 def profiled(contexts):

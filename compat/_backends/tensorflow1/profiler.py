@@ -7,7 +7,7 @@ import threading
 from _thread import get_ident
 
 from ..._runtime import patching
-from ..._runtime.operation_times import converted
+from ..._runtime.operation_times import converted, count_products
 from .._tensorflow.graph import v1_names
 from .._tensorflow.profiler import operations_of
 from .configuration import imported_keras_packages
@@ -151,14 +151,13 @@ def partitions(metadata):
 
 
 def products(ran):
-    """Matrix products and convolutions by device, forward and backward."""
-    found = {}
-    for device, nodes in ran.items():
-        here = [n for n in nodes if is_product(n) or BACKWARD_PRODUCT in n.op]
-        backward = sum("gradients" in n.name or BACKWARD_PRODUCT in n.op for n in here)
-        if here:
-            found[device] = len(here) - backward, backward
-    return found
+    """Count the products among the operations that ran on each device; see ``count_products``."""
+    return count_products(
+        (device, "gradients" in node.name or BACKWARD_PRODUCT in node.op)
+        for device, nodes in ran.items()
+        for node in nodes
+        if is_product(node) or BACKWARD_PRODUCT in node.op
+    )
 
 
 def is_product(node):

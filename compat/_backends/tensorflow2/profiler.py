@@ -15,7 +15,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from ... import errors
-from ..._runtime.operation_times import Operation, converted
+from ..._runtime.operation_times import Operation, converted, count_products
 from .._tensorflow import profiler as run_statistics
 from ..tensorflow1 import profiler as tensorflow1_profiler
 from .configuration import runs_eagerly, short_name
@@ -197,8 +197,12 @@ BACKWARD = ("gradient_tape", "gradients", "_grad", "Backprop")
 
 
 def products(nodes):
-    """Matrix products and convolutions by device, forward and backward."""
-    counts = collections.defaultdict(lambda: [0, 0])  # type: dict
+    """Count the products among the nodes that were executed; see ``count_products``."""
+    return count_products(_products(nodes))
+
+
+def _products(nodes):
+    """Yield the device of each product, and whether it is a gradient's."""
     for node in nodes:
         # A recurrent layer of tf.keras runs as one function call on one device.
         computing = node.op.endswith(PRODUCTS) or node.op == "PartitionedCall"
@@ -207,5 +211,4 @@ def products(nodes):
             # The gradient of a product is a product with a transposed matrix.
             transposed = node.attr["transpose_a"].b or node.attr["transpose_b"].b
             backward = transposed or any(mark in name for mark in BACKWARD)
-            counts[short_name(node.device)][backward] += 1
-    return {device: tuple(count) for device, count in counts.items()}
+            yield short_name(node.device), backward

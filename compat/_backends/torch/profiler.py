@@ -1,11 +1,9 @@
 """What each device executes, and when: from torch's profiler."""
 
-import collections
-
 import torch
 
 from ... import errors
-from ..._runtime.operation_times import Operation, converted
+from ..._runtime.operation_times import Operation, converted, count_products
 
 #: How the ranges begin that replicas mark for the profiler; a device's name follows.
 REPLICA = "replica on "
@@ -45,23 +43,27 @@ def _executed(events, devices):
 
 
 def products(step):
-    """Count each replica's products of layers that ``step()`` computed, and gradients.
+    """Count the products of layers in ``step()`` by replica; see ``count_products``."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    return count_products(_products(profile.events()))
+
+
+def _products(events):
+    """Yield the device of each product of a replica, and whether it is a gradient's.
 
     A product is called by its replica's forward pass, and the gradient that autograd computes has
     its operation's sequence number.
     """
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step()
-    events = profile.events()
-    owners, placed = _owners(events), collections.defaultdict(lambda: [0, 0])
+    owners = _owners(events)
     for event in events:
         # A convolution calls its own implementation.
         if event.name in PRODUCTS and _within(event.cpu_parent, PRODUCTS) is None:
-            placed[replica(event)][0] += 1
+            if replica(event) is not None:
+                yield replica(event), False
         gradient = _within(event, _GRADIENT) if event.name in GRADIENTS else None
-        if gradient is not None:
-            placed[owners.get(gradient.sequence_nr)][1] += 1
-    return {device: tuple(counts) for device, counts in placed.items() if device is not None}
+        if gradient is not None and gradient.sequence_nr in owners:
+            yield owners[gradient.sequence_nr], True
 
 
 def _owners(events):
