@@ -213,8 +213,33 @@ _KINDS = [
 ]
 
 
+class RewiredFunction:
+    """A function that Keras has made, whose outputs and updates are taken from replicas.
+
+    Arguments:
+        replicas: the ``Replicas`` of the model.
+        made: what ``K.function`` returned.
+
+    Attributes:
+        results: its outputs and fetches, a ``ReplicatedResults``.
+        is_tried: whether all that it takes of the replicas was tried.
+    """
+
+    def __init__(self, replicas, made):
+        self.replicas, self.made, self.is_tried = replicas, made, False
+        self.results = ReplicatedResults(replicas, made)
+        made.updates_op = replicas.whole(made.updates_op)
+
+    def holder_of(self, name):
+        """Return the object that has an attribute of the function: callbacks add to ``results``."""
+        return self.results if name in ReplicatedResults.added else self.made
+
+
 class ReplicatedGraphFunction:
     """A function of a model that runs replicas: it checks and counts what it is fed.
+
+    The model and callbacks keep this object, while what it runs may be made anew. It has the
+    attributes of the function that Keras made, and passes on what is set.
 
     Arguments:
         owner: the ``ReplicatedGraphFunctions`` of the model.
@@ -222,26 +247,39 @@ class ReplicatedGraphFunction:
         training: whether it trains.
     """
 
+    _OF_ITSELF = ("owner", "training", "rewired")
+
     def __init__(self, owner, made, training):
-        vars(self).update(owner=owner, made=made, training=training)
-        vars(self).update(replicas=owner.replicas_now(), is_tried=False)
-        vars(self).update(results=ReplicatedResults(self.replicas, made))
-        made.updates_op = self.replicas.whole(made.updates_op)
+        self.owner, self.training = owner, training
+        self.rewired = RewiredFunction(owner.replicas_now(), made)
+
+    @property
+    def made(self):
+        """What ``K.function`` returned."""
+        return self.rewired.made
+
+    @property
+    def results(self):
+        """Outputs and fetches, taken from the replicas."""
+        return self.rewired.results
 
     def become(self, other):
         """Run what another function runs, which was made anew, with what was added to this one."""
         self.results.give_to(other)
         if hasattr(self, "fetch_callbacks"):
             other.fetch_callbacks = self.fetch_callbacks
-        vars(self).update(vars(other))
+        self.rewired = other.rewired
 
     def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
-        if name == "made":  # of a copy, before it has anything
+        if name in self._OF_ITSELF:  # of a copy, before it has anything
             raise AttributeError(name)
-        return getattr(self.results if name in ReplicatedResults.added else self.made, name)
+        return getattr(self.rewired.holder_of(name), name)
 
     def __setattr__(self, name, value):  # what a run is to record, for example
-        setattr(self.results if name in ReplicatedResults.added else self.made, name, value)
+        if name in self._OF_ITSELF:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.rewired.holder_of(name), name, value)
 
     def __call__(self, inputs):
         from tensorflow.python.framework.errors import InvalidArgumentError
@@ -258,24 +296,27 @@ class ReplicatedGraphFunction:
 
     def try_on(self, inputs):
         """Try what it takes of the replicas on the first rows; returns the rows it is fed."""
-        rows, replicas = self._checked_rows(inputs), self.replicas
+        rows, replicas = self._checked_rows(inputs), self.rewired.replicas
         with self.owner.trying:  # other threads wait for the first one
-            while self.results.wire() or not self.is_tried:
+            while self.results.wire() or not self.rewired.is_tried:
                 fed = dict(zip(self.made.inputs, inputs))
-                vars(self)["is_tried"] = not self.owner.try_on(self.replicas, fed)
-        return rows if self.replicas is replicas else self._checked_rows(inputs)
+                # A trial that fails has this function become another one, to be tried in turn.
+                is_tried = not self.owner.try_on(self.rewired.replicas, fed)
+                self.rewired.is_tried = is_tried
+        return rows if self.rewired.replicas is replicas else self._checked_rows(inputs)
 
     def _count(self, inputs, rows):
-        devices, sizes = _as_configured(self.replicas.devices), None
+        replicas = self.rewired.replicas
+        devices, sizes = _as_configured(replicas.devices), None
         if rows:
             sizes = splitting.sizes(next(iter(rows.values())), len(devices))
-        elif not self.replicas.part.divided and inputs and _rows_of(inputs[0]) is not None:
+        elif not replicas.part.divided and inputs and _rows_of(inputs[0]) is not None:
             sizes = work.undivided(devices, _rows_of(inputs[0]))
         work.count(devices, sizes, self.training)  # None: the model has tensors that are not fed
 
     def _checked_rows(self, inputs):
         """Return the number of rows of each divided tensor that is fed, by name."""
-        divided = set(map(id, self.replicas.part.divided))
+        divided = set(map(id, self.rewired.replicas.part.divided))
         rows = {
             getattr(tensor, "name", ""): _rows_of(value)
             for tensor, value in zip(self.made.inputs, inputs)
