@@ -309,6 +309,7 @@ OF_ONE_BACKEND = {
     "theano.function_copies": "simulated devices run copies of one compiled function",
     "theano.gpu_start": "Theano only logs that a GPU did not come up",
     "theano.loss_gradients": "on ranks, scripts differentiate the loss of a graph",
+    "theano.plan": "a function is compiled in parts, for devices and for the whole batch",
     "theano.replicated_function": "Keras calls functions that K.function makes",
     "theano.sizes": "sizes are inferred by infer_shape, without compiling",
     "theano.theanorc": "persist=True writes it",

@@ -1,6 +1,7 @@
 """Functions compiled for a device of the body of a model's graph, to go forward and back."""
 
 from collections import OrderedDict
+from typing import Any, List, NamedTuple, Tuple
 
 import theano
 from theano.tensor import tensor_copy
@@ -15,32 +16,46 @@ from .graph import (
 )
 
 
-def compiled(device, compile_function, inputs, sharded, wanted, used, places, weights):
-    """Compile the functions of the body, the graph from a device's shard to the values at the cut.
+class Body(NamedTuple):
+    """The graph from a device's shard to the values at the cuts, in Keras' variables.
 
-    Of variables of the device's own. Call it while the device is the current one.
+    Attributes:
+        inputs: the variables that a body is given.
+        sharded: those of them that have rows.
+        at_cuts: the variables at the cuts.
+        used: the shared variables that these depend on.
+        differentiated: the indices of the cuts that have a gradient.
+        weights: the weights whose gradients are wanted then.
+    """
+
+    inputs: "List[Any]"
+    sharded: "List[Any]"
+    at_cuts: "List[Any]"
+    used: "List[Any]"
+    differentiated: "List[int]"
+    weights: "List[Any]"
+
+
+def compiled(device: "Any", body: "Body", compile_function: "Any") -> "Tuple[List[Any], List[Any]]":
+    """Compile the functions of a body for a device, of the device's own variables.
 
     Arguments:
+        device: the ``Device``, which is the current one.
+        body: the ``Body``.
         compile_function: makes a function of inputs and outputs.
-        inputs: what a body is given, in the words of Keras' graph.
-        sharded: those of them that have rows.
-        wanted: the variables at the cut.
-        used: the shared variables that these depend on.
-        places: of the values at the cut whose gradients will be given.
-        weights: Keras' variables, whose gradients are wanted then.
 
     Returns:
-        The function that goes forward, of the shard, which returns the values at the cut, and
-        then what it keeps for the one that goes back. If there are ``places``, that one, too, of
-        the shard, what is kept and the gradients at the cut. And the weights that have a gradient.
+        The function of the forward pass, from the shard to the values at the cuts and what it
+        keeps; where a cut has a gradient also that of the backward pass, from the shard, what is
+        kept and the upstream gradients. And the weights that have a gradient.
     """
-    own, randoms = device.variables, list(filter(is_random, used))
-    shard = [placeholder_like(v, device.place if v in sharded else "cpu") for v in inputs]
-    replaced = {v: value_like(v, given) for v, given in zip(inputs, shard)}
-    replaced.update((v, value_like(v, own[v])) for v in used)
-    values = theano.clone(wanted + [v.default_update for v in randoms], replaced)
-    updates = [(own[v], new) for v, new in zip(randoms, values[len(wanted) :])]
-    values = values[: len(wanted)]
+    own, randoms, count = device.variables, list(filter(is_random, body.used)), len(body.at_cuts)
+    shard = [placeholder_like(v, device.place if v in body.sharded else "cpu") for v in body.inputs]
+    replaced = {v: value_like(v, placeholder) for v, placeholder in zip(body.inputs, shard)}
+    replaced.update((v, value_like(v, own[v])) for v in body.used)
+    values = theano.clone(body.at_cuts + [v.default_update for v in randoms], replaced)
+    updates = [(own[v], new) for v, new in zip(randoms, values[count:])]
+    values = values[:count]
 
     def place_of(variable):
         """Return where a value lies: what is not a float stays in the host's memory."""
@@ -50,20 +65,21 @@ def compiled(device, compile_function, inputs, sharded, wanted, used, places, we
         values = [value.transfer(place_of(value)) for value in values]
         return compile_function(inputs, values, updates=updates, no_default_updates=True)
 
-    if not places:
+    if not body.differentiated:
         return [function(shard, values, updates)], []
-    at_cut = [values[place] for place in places]
-    upstream = [placeholder_like(value, device.place) for value in at_cut]
-    # Copies, since one value at the cut may depend on another one.
-    known = [(tensor_copy(v), value_like(v, given)) for v, given in zip(at_cut, upstream)]
-    found = gradients_of(None, [own[weight] for weight in weights], OrderedDict(known))
-    gradients = list(found.values())
+    at_cuts = [values[index] for index in body.differentiated]
+    upstream = [placeholder_like(value, device.place) for value in at_cuts]
+    # Copies, since one value at the cuts may depend on another one.
+    upstream_of = [(tensor_copy(v), value_like(v, given)) for v, given in zip(at_cuts, upstream)]
+    weights = [own[weight] for weight in body.weights]
+    gradients_by_weight = gradients_of(None, weights, OrderedDict(upstream_of))
+    gradients = list(gradients_by_weight.values())
     kept = _kept(gradients, shard + [state for state, _ in updates], values)
-    given = [placeholder_like(variable, place_of(variable)) for variable in kept]
-    handed_over = {variable: value_like(variable, value) for variable, value in zip(kept, given)}
+    placeholders = [placeholder_like(variable, place_of(variable)) for variable in kept]
+    handed_over = {v: value_like(v, placeholder) for v, placeholder in zip(kept, placeholders)}
     forward = function(shard, values + kept, updates)
-    backward = function(shard + given + upstream, theano.clone(gradients, handed_over))
-    return [forward, backward], [weight for weight in weights if own[weight] in found]
+    backward = function(shard + placeholders + upstream, theano.clone(gradients, handed_over))
+    return [forward, backward], [w for w in body.weights if own[w] in gradients_by_weight]
 
 
 def _kept(gradients, leaves, values):

@@ -1,5 +1,7 @@
 """User-defined gradients: whether those of parts of a batch add up to those of the whole."""
 
+from typing import Any, Dict
+
 import numpy as np
 from theano.gof import graph
 
@@ -9,28 +11,26 @@ from .graph import is_custom, line_of
 from .side_effects import HasEffectsError
 
 
-def are_right(function, values, rows):
+def are_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
     """Return whether user-defined gradients are those of the whole batch, by a trial.
 
     Arguments:
-        function: a ``ReplicatedFunction``.
-        values: those of its inputs, and of states that have rows, by variable.
+        plan: the ``CompiledPlan``.
+        values: those of the function's inputs, and of states that have rows, by variable.
         rows: how many rows these have.
     """
-    across = _first_before([function.cuts[place] for place in function.back])
+    across = _first_before([plan.cuts[index] for index in plan.differentiated])
     if across is None:
         return True
 
     def compute(chosen):
-        at_cut, handed_over = trial.in_inference(function, values, rows, chosen)
-        upstream = [at_cut[place] + np.float32(0.5) for place in function.back]
-        return list(
-            map(np.asarray, function.run(function.backward[:1], [handed_over + upstream])[0])
-        )
+        at_cuts, kept = trial.in_inference(plan, values, rows, chosen)
+        upstream = [at_cuts[index] + np.float32(0.5) for index in plan.differentiated]
+        return list(map(np.asarray, plan.run(plan.backward[:1], [kept + upstream])[0]))
 
     # Whatever an operation of the user's does.
     try:
-        with function.owner.devices[0].randomness_kept():
+        with plan.owner.devices[0].randomness_kept():
             whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
         if all(map(_rows.trial.close, map(sum, zip(*parts)), whole)):
             return True
@@ -38,7 +38,7 @@ def are_right(function, values, rows):
         across = across._replace(why="effects")
     except Exception:
         pass
-    function.owner.across = across
+    plan.owner.across = across
     return False
 
 

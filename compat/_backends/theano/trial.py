@@ -1,5 +1,7 @@
 """Trials of cuts: what one device computes of samples of a batch."""
 
+from typing import Any, Dict, List, Tuple
+
 import numpy as np
 from theano.ifelse import IfElse
 
@@ -9,54 +11,57 @@ from .graph import nearest
 from .side_effects import HasEffectsError
 
 
-def is_right(function, values, rows):
+def is_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
     """Return whether a trial, in inference, finds at the cuts what was inferred.
 
     Otherwise what no rule knows is doubted from now on; where all is known, the model is.
 
     Arguments:
-        function: a ``ReplicatedFunction``.
-        values: those of its inputs, and of states that have rows, by variable.
+        plan: the ``CompiledPlan``.
+        values: those of the function's inputs, and of states that have rows, by variable.
         rows: how many rows these have.
     """
-    if not function.cuts:
+    if not plan.cuts:
         return True
-    owner, device = function.owner, function.owner.devices[0]
+    owner, device = plan.owner, plan.owner.devices[0]
     device.take_weights()
     with device.randomness_kept():
         try:
-            found = _rows.trial.tried(
-                lambda chosen: in_inference(function, values, rows, chosen)[0]
-            )
+            results = _rows.trial.tried(lambda chosen: in_inference(plan, values, rows, chosen)[0])
         except HasEffectsError:
             return False
         except Exception:
-            function.compute_on_one(values)
-            found = [None] * len(function.cuts)
-    wrong = [result for cut, result in zip(function.cuts, found) if not _confirms(result, cut)]
+            plan.compute_on_one(values)
+            results = [None] * len(plan.cuts)
+    wrong = [result for cut, result in zip(plan.cuts, results) if not _confirms(result, cut)]
     if not wrong:
         return True
-    untold = all(result is None or isinstance(result, Unknown) for result in wrong)
-    why = "unknown" if untold else "tried"
-    if any(isinstance(cut.placement, Unknown) for cut in function.cuts):
+    inconclusive = all(result is None or isinstance(result, Unknown) for result in wrong)
+    why = "unknown" if inconclusive else "tried"
+    if any(isinstance(cut.placement, Unknown) for cut in plan.cuts):
         owner.doubt = why
     else:
         owner.across = _rows.Across(None, why=why)
     return False
 
 
-def in_inference(function, values, rows, chosen):
-    """Return what the first device computes of some rows of the batch: the values at the cuts.
+def in_inference(plan, values, rows, chosen) -> "Tuple[List[Any], List[Any]]":
+    """Return what the first device computes of some rows of the batch.
 
-    And what it would go back from, besides gradients.
+    Arguments:
+        plan, values, rows: as ``is_right`` takes them.
+        chosen: the numbers of the rows, which may be more than there are.
+
+    Returns:
+        The values at the cuts, and what a backward function takes besides upstream gradients.
     """
     from keras import backend as K
 
-    phase, count = K.learning_phase(), len(function.cuts)
+    phase, count = K.learning_phase(), len(plan.cuts)
     values = {v: 0 if v is phase else value for v, value in values.items()}
-    part = function.given_to_body(values, [row % rows for row in chosen])
-    (computed,) = function.run(function.forward[:1], [part])
-    return list(map(np.asarray, computed[:count])), part + computed[count:]
+    shard = plan.given_to_body(values, [row % rows for row in chosen])
+    (computed,) = plan.run(plan.forward[:1], [shard])
+    return list(map(np.asarray, computed[:count])), shard + computed[count:]
 
 
 def _confirms(found, cut):

@@ -20,7 +20,7 @@ class _Step(keras2.Keras2Step):
         devices = [device.name for device in made.owner.devices]
         return {
             name: (len(products(forward)), len(products(backward)))
-            for name, forward, backward in zip(devices, made.forward, made.backward)
+            for name, forward, backward in zip(devices, made.plan.forward, made.plan.backward)
         }
 
 

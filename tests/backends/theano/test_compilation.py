@@ -46,7 +46,7 @@ def test_compiled_functions_do_the_same(theano_process):
     """Of few different operations, and no weights by Theano's generator: each takes a second."""
     program = """
     zeros = {"kernel_initializer": "zeros", "use_bias": False}
-    made = train(layers.Dense(5, input_shape=(4,), **zeros), layers.Dense(2, **zeros)).backward
+    made = train(layers.Dense(5, input_shape=(4,), **zeros), layers.Dense(2, **zeros)).plan.backward
     thunks = [list(zip(f.fn.nodes, f.fn.thunks)) for f in made]
     in_python = [n.op for each in thunks for n, thunk in each if not hasattr(thunk, "cthunk")]
     show(
@@ -114,9 +114,9 @@ def test_modes_run_on_all_devices(keras, name):
     for one, other in zip(*found):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
     for function in (model.train_function, model.test_function, model.predict_function):
-        assert len(function.forward) == DEVICES
-        kinds = {type(made.maker.mode) for made in function.forward + [function.head]}
-        assert kinds == {type(modes()[name].get("mode", function.head.maker.mode))}
+        assert len(function.plan.forward) == DEVICES
+        kinds = {type(made.maker.mode) for made in function.plan.forward + [function.plan.head]}
+        assert kinds == {type(modes()[name].get("mode", function.plan.head.maker.mode))}
 
 
 def test_a_monitor_sees_what_each_device_computes(keras):

@@ -92,7 +92,7 @@ def functions(model):
     """For each device of a parallel model, its compiled functions: forward and backward."""
     made = _keras.inner_model(model).train_function
     names = [device.name for device in vars(model)["_compat_replicas"].devices]
-    return dict(zip(names, zip(made.forward, made.backward)))
+    return dict(zip(names, zip(made.plan.forward, made.plan.backward)))
 
 
 def number_of_products(function):
@@ -109,7 +109,7 @@ def products(function):
 
 def ran(model):
     """For each device, how many products of layers ran there so far, and of their gradients."""
-    if not getattr(_keras.inner_model(model).train_function, "forward", None):  # not made yet
+    if getattr(_keras.inner_model(model).train_function, "plan", None) is None:  # not made yet
         return {}
 
     def runs(function):

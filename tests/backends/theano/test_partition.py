@@ -21,11 +21,11 @@ def test_layers_before_stay_on_their_devices(keras):
     with pytest.warns(compat.CompatWarning):
         model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
     first, last = [model.layers[i].kernel for i in (0, 2)]
-    made = model.train_function
-    assert len(made.forward) == 3
-    assert first in made.body_weights and last not in made.used
+    plan = model.train_function.plan
+    assert len(plan.forward) == 3
+    assert first in plan.body_weights and last not in plan.used
     # Forward, and the gradients of its weights and of what the devices have computed.
-    assert test_contract.number_of_products(made.head) == 3
+    assert test_contract.number_of_products(plan.head) == 3
 
 
 def test_outputs_that_are_sums(keras):

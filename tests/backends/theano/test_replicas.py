@@ -80,8 +80,8 @@ def test_a_model_parallelized_before_or_after_it_is_compiled(keras, build):
         if when == "after":
             compat.parallelize(model)
         found.append(steps(model))
-        forward = getattr(_keras.inner_model(model).train_function, "forward", ())
-        assert len(forward) == (0 if when == "never" else DEVICES)
+        plan = getattr(_keras.inner_model(model).train_function, "plan", None)
+        assert len(plan.forward if plan else ()) == (0 if when == "never" else DEVICES)
     for several in found[1:]:
         for one, other in zip(found[0], several):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
@@ -113,7 +113,7 @@ def test_a_plain_model_again(keras):
         model.compile("sgd", "mse")
         steps(model)
         compat.parallelize(model, gpus=1)
-        assert not hasattr(_keras.inner_model(model).train_function, "forward")
+        assert not hasattr(_keras.inner_model(model).train_function, "plan")
         assert "_compat_replicas" not in vars(model) and "build" not in vars(model)
         steps(model)
     assert plain <= set(vars(model))
@@ -226,4 +226,4 @@ def test_models_of_eight_threads_are_made_at_once(keras, traces_are_kept):
         for value, other in zip(one, several):
             np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
     for number, model in enumerate(models[1]):
-        assert hasattr(model.train_function, "forward") == bool(number % 2)
+        assert hasattr(model.train_function, "plan") == bool(number % 2)

@@ -18,19 +18,21 @@ from .test_trial import whole
 keras, profiles_not_printed = test_replicas.keras, test_contract.profiles_not_printed
 
 
-def test_no_batch_is_kept_after_an_error(keras):
+def test_no_step_is_kept_after_an_error(keras):
     model = initialise(keras.models.Sequential([keras.layers.Dense(2, input_shape=(3,))]))
     compat.parallelize(model).compile("sgd", "mse")
     model.train_on_batch(np.ones((6, 3)), np.ones((6, 2)))
 
+    plan = model.train_function.plan
+
     def head(*args):
-        assert model.train_function.batch is not None
+        assert plan.step is not None
         raise OSError("of the head")
 
-    model.train_function.head = head
+    plan.head = head
     with pytest.raises(OSError, match="of the head"):
         model.train_on_batch(np.ones((6, 3)), np.ones((6, 2)))
-    assert model.train_function.batch is None
+    assert plan.step is None
 
 
 def assert_runs_whole(model, inputs, text):

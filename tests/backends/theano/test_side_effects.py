@@ -133,7 +133,7 @@ def test_operation_that_changes_nothing_runs_on_all_devices(keras):
         return lambda: with_operation(keras, operation), parallel, kept
 
     model = check(keras, build)
-    (cut,) = _keras.inner_model(model).train_function.cuts
+    (cut,) = _keras.inner_model(model).train_function.plan.cuts
     assert cut.variable is model.output
 
 
@@ -235,4 +235,4 @@ def loss_of_kept(model):
 @pytest.mark.parametrize("build, loss", [(momentum_encoder, "mse"), (keeping, loss_of_kept)])
 def test_weights_that_a_call_moves_and_tensors_that_it_keeps(keras, build, loss):
     model = check(keras, lambda parallel: (lambda: build(keras), parallel, None, loss))
-    assert _keras.inner_model(model).train_function.cuts
+    assert _keras.inner_model(model).train_function.plan.cuts
