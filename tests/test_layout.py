@@ -311,6 +311,7 @@ OF_ONE_BACKEND = {
     "theano.loss_gradients": "on ranks, scripts differentiate the loss of a graph",
     "theano.plan": "a function is compiled in parts, for devices and for the whole batch",
     "theano.replicated_function": "Keras calls functions that K.function makes",
+    "theano.rules_loops": "the rule of scan, which follows the graph of a step",
     "theano.sizes": "sizes are inferred by infer_shape, without compiling",
     "theano.theanorc": "persist=True writes it",
     "torch.activation_hooks": "ranks: hooks on gradients that are not exchanged",

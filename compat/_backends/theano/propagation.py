@@ -4,7 +4,7 @@ from theano.gof import graph
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded
-from .rules import ARRANGING, OF_SIZES, RULES, Drawn, drawn, unknown
+from .rules import ARRANGING, OF_SIZES, RULES, AppliedOp, Drawn, drawn, unknown
 from .sizes import Sizes
 
 
@@ -66,7 +66,7 @@ class Propagation:
         values = [self.value(variable) for variable in node.inputs]
         found = _rows.without_rows([value.placement for value in values])
         if found is None or rule in OF_SIZES:
-            found = rule(node, values, self)
+            found = rule(AppliedOp(node, self), values)
         return found if isinstance(found, list) else [found] * len(node.outputs)
 
     def inside(self, pairs, wanted):

@@ -1,23 +1,62 @@
 """Rules for Theano's operations: how their results depend on the rows of a batch.
 
-A rule gets a node, a ``Value`` for each of its inputs, and the ``Propagation`` over the graph. It
-is called only where an input has rows, or is a part of a sum, unless it is one of ``OF_SIZES``.
+A rule takes an ``AppliedOp`` and a ``Value`` for each of its inputs, and returns the placement of
+its results, or a list of them. It is called only where an input has rows, or is a part of a sum,
+unless it is one of ``OF_SIZES``.
 """
 
 import os
+from typing import Any
 
-from theano.scan_module.scan_utils import scan_args
 from theano.tensor.subtensor import get_idx_list
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
 from .graph import frames_of
+from .rules_loops import looped
 
 
 class Drawn(_rows.Placement):
     """Random numbers, none of which depends on another one, or on a row."""
 
     __slots__ = ()
+
+
+class AppliedOp:
+    """An operation in a graph that is followed, and what is known of its variables.
+
+    Arguments:
+        node: Theano's ``Apply``.
+        propagation: the ``Propagation`` over the graph.
+
+    Attributes:
+        type: Theano's ``Op``, which has the operation's attributes, such as ``axis``.
+        inputs, outputs: the variables.
+    """
+
+    def __init__(self, node: "Any", propagation: "Any") -> None:
+        self.type, self.inputs, self.outputs = node.op, node.inputs, node.outputs
+        self.propagation = propagation
+
+    def constant(self, index: int) -> "Any":
+        """Return the value of an input that is the same for any number of rows, or None."""
+        return self.propagation.sizes.constant(self.inputs[index])
+
+    def result_shape(self) -> "Any":
+        """Return the sizes of the first result, as a ``Value`` has them."""
+        return self.propagation.sizes.shape(self.outputs[0])
+
+    def result_as_drawn(self) -> "_rows.Placement":
+        """Return the placement of the first result, were it random numbers."""
+        return self.propagation.as_drawn(self.outputs[0])
+
+    def takes_all(self, part: slice, variable: "Any", axis: int) -> bool:
+        """Return whether a slice in an index takes all of a dimension, in order."""
+        return self.propagation.sizes.takes_all(part, variable, axis)
+
+    def placement_of(self, variable: "Any") -> "_rows.Placement":
+        """Return the placement of an input; random numbers are ``Drawn``."""
+        return self.propagation.placement_of(variable)
 
 
 def _plain(values):
@@ -28,7 +67,7 @@ def _are_replicated(values):
     return all(isinstance(value.placement, Replicated) for value in values)
 
 
-def unknown(node, values, propagation):
+def unknown(op, values):
     """Return the placement of what no rule knows; what needs the whole batch cannot be tried."""
     united = any(isinstance(value.placement, Partial) for value in values)
     return Mixed() if united else Unknown("it is not known")
@@ -37,8 +76,8 @@ def unknown(node, values, propagation):
 # Element by element, and nothing at all:
 
 
-def _pointwise(node, values, propagation):
-    is_second = type(getattr(node.op, "scalar_op", None)).__name__ == "Second"
+def _pointwise(op, values):
+    is_second = type(getattr(op.type, "scalar_op", None)).__name__ == "Second"
     if is_second and isinstance(values[0].placement, Partial):  # whose shape alone it takes
         values = [Value(REPLICATED, values[0].shape), values[1]]
     return _rows.pointwise(values)
@@ -46,10 +85,10 @@ def _pointwise(node, values, propagation):
 
 def _all(rule):
     """Return a rule of the values alone."""
-    return lambda node, values, propagation: rule(values)
+    return lambda op, values: rule(values)
 
 
-def _checked(node, values, propagation):
+def _checked(op, values):
     """Follow ``Assert``: each device may check its own rows, but not how many it has."""
     own = all(value.placement in (REPLICATED, Partial("min")) for value in values[1:])
     return values[0].placement if own else Mixed()
@@ -60,21 +99,21 @@ def _checked(node, values, propagation):
 _HOW = {"add": "sum", "maximum": "max", "minimum": "min", "or": "any", "and": "all"}
 
 
-def _reduced(node, values, propagation):
-    how = _HOW.get(str(node.op.scalar_op).lower(), "other")
-    how = "mean" if type(node.op).__name__ == "Mean" else how
-    return _rows.reduced(values[0], node.op.axis, how)
+def _reduced(op, values):
+    how = _HOW.get(str(op.type.scalar_op).lower(), "other")
+    how = "mean" if type(op.type).__name__ == "Mean" else how
+    return _rows.reduced(values[0], op.type.axis, how)
 
 
-def _maximum(node, values, propagation):
-    hows = ["max", "position"][-len(node.outputs) :]  # Argmax has the last one only
-    return [_rows.reduced(values[0], node.op.axis, how) for how in hows]
+def _maximum(op, values):
+    hows = ["max", "position"][-len(op.outputs) :]  # Argmax has the last one only
+    return [_rows.reduced(values[0], op.type.axis, how) for how in hows]
 
 
-def _along(node, values, propagation):
+def _along(op, values):
     """Follow what goes along ``op.axis`` (None: all, as one), or along the second input's axis."""
-    has_axis = hasattr(node.op, "axis")
-    axis = node.op.axis if has_axis else propagation.sizes.constant(node.inputs[1])
+    has_axis = hasattr(op.type, "axis")
+    axis = op.type.axis if has_axis else op.constant(1)
     known = axis is not None and _are_replicated(values[1:])
     return _rows.along(values[0], axis) if known else Mixed()
 
@@ -87,7 +126,7 @@ def _along_last(values):
 # Products:
 
 
-def _batched_product(node, values, propagation):
+def _batched_product(op, values):
     letters = {2: "bj", 3: "bij"}[values[0].rank], {2: "bj", 3: "bjk"}[values[1].rank]
     return _rows.contracted(values, letters, [each for each in "bik" if each in "".join(letters)])
 
@@ -95,55 +134,53 @@ def _batched_product(node, values, propagation):
 # Views:
 
 
-def _dimshuffled(node, values, propagation):
-    placement, order = values[0].placement, list(node.op.new_order)
+def _dimshuffled(op, values):
+    placement, order = values[0].placement, list(op.type.new_order)
     if isinstance(placement, Partial):
         return placement
     dropped = placement.axis not in order  # of one row
     return Mixed() if dropped else placement.replace(axis=order.index(placement.axis))
 
 
-def _reshaped(node, values, propagation):
+def _reshaped(op, values):
     if any(not isinstance(value.placement, (Replicated, Count)) for value in values[1:]):
         return Mixed()
-    return _rows.reshaped(values[0], propagation.sizes.shape(node.outputs[0]))
+    return _rows.reshaped(values[0], op.result_shape())
 
 
-def _joined(node, values, propagation):
-    axis = propagation.sizes.constant(node.inputs[0])
+def _joined(op, values):
+    axis = op.constant(0)
     return Mixed() if axis is None else _rows.concatenated(values[1:], axis)
 
 
-def _parts(node, variables, propagation):
+def _parts(op, variables):
     """Return the parts of dimensions in an index, for ``_rows.sliced``; None where it varies.
 
     Arguments:
-        variables: what is indexed, and the variables in the index.
+        op: the ``AppliedOp``.
+        variables: the variable that is indexed, and those in the index.
     """
     parts = {}
-    for axis, index in enumerate(get_idx_list(variables, node.op.idx_list)):
+    for axis, index in enumerate(get_idx_list(variables, op.type.idx_list)):
         is_slice = isinstance(index, slice)
-        if is_slice and propagation.sizes.takes_all(index, variables[0], axis):
+        if is_slice and op.takes_all(index, variables[0], axis):
             continue
-        asked = [index.start, index.stop, index.step] if is_slice else [index]
-        if any(
-            not isinstance(propagation.placement_of(v), Replicated)
-            for v in asked
-            if hasattr(v, "owner")
-        ):
+        bounds = [index.start, index.stop, index.step] if is_slice else [index]
+        placements = [op.placement_of(bound) for bound in bounds if hasattr(bound, "owner")]
+        if not all(isinstance(placement, Replicated) for placement in placements):
             return None
         parts[axis] = "part" if is_slice else "one"
     return parts
 
 
-def _sliced(node, values, propagation):
-    parts = _parts(node, node.inputs, propagation)
+def _sliced(op, values):
+    parts = _parts(op, op.inputs)
     return Mixed() if parts is None else _rows.sliced(values[0], parts)
 
 
-def _assigned(node, values, propagation):
+def _assigned(op, values):
     """Follow ``set_subtensor`` and ``inc_subtensor``: a part, computed as that part is."""
-    parts = _parts(node, node.inputs[:1] + node.inputs[2:], propagation)
+    parts = _parts(op, op.inputs[:1] + op.inputs[2:])
     target = values[0].placement
     if parts is None or not isinstance(target, Sharded):
         return Mixed()
@@ -153,8 +190,8 @@ def _assigned(node, values, propagation):
     return target if isinstance(both, Sharded) and both.axis == part.axis else Mixed()
 
 
-def _repeated(node, values, propagation):
-    found = _rows.repeated(values[0], node.op.axis, propagation.sizes.constant(node.inputs[1]))
+def _repeated(op, values):
+    found = _rows.repeated(values[0], op.type.axis, op.constant(1))
     return found if _are_replicated(values[1:]) else Mixed()
 
 
@@ -162,115 +199,58 @@ def _repeated(node, values, propagation):
 
 
 def _by_row(axes):
-    return lambda node, values, propagation: _rows.by_row(values, axes)
+    return lambda op, values: _rows.by_row(values, axes)
 
 
-def _pooled(node, values, propagation):
+def _pooled(op, values):
     """Follow what pools along the last dimensions."""
     if not _are_replicated(values[1:]):
         return Mixed()
-    return _rows.resized(values[0], list(range(-node.op.ndim, 0)))
+    return _rows.resized(values[0], list(range(-op.type.ndim, 0)))
 
 
-def _normalized(node, values, propagation):
+def _normalized(op, values):
     """Follow batch normalization: by device in Keras' layer, elsewhere as on one device.
 
     Its statistics are those of the whole batch.
     """
-    frames = frames_of(node.outputs[0])
+    frames = frames_of(op.outputs[0])
     layer = os.path.join("keras", "layers", "normalization.py")
     found = _rows.pointwise(values[:3])
     of_layer = not frames or any(path.endswith(layer) for path, _ in frames)
-    alone = isinstance(found, Sharded) and (of_layer or found.axis not in node.op.axes)
-    return [found if alone else Mixed()] + [Mixed()] * (len(node.outputs) - 1)
+    alone = isinstance(found, Sharded) and (of_layer or found.axis not in op.type.axes)
+    return [found if alone else Mixed()] + [Mixed()] * (len(op.outputs) - 1)
 
 
-def drawn(node, values, propagation):
+def drawn(op, values):
     """Follow random numbers of a shape. The generator's state is each device's own."""
-    known = all(
-        isinstance(propagation.placement_of(v), (Replicated, Count, Drawn)) for v in node.inputs[1:]
-    )
+    known = all(isinstance(op.placement_of(v), (Replicated, Count, Drawn)) for v in op.inputs[1:])
     return [REPLICATED, Drawn() if known else _plain(values) or Unknown("a draw for each row")]
 
 
-def _filled(node, values, propagation):
+def _filled(op, values):
     """Follow ``Alloc``, a value of the sizes after it; ``AllocEmpty`` has none."""
-    result = node.outputs[0]
+    result = op.outputs[0]
     filling, others = values[: -result.ndim or None], values[len(values) - result.ndim :]
     found = _plain(others)
     if not isinstance(found, (Replicated, Count)):
         return found or Mixed()
-    return _rows.pointwise(
-        filling + [Value(propagation.as_drawn(result), propagation.sizes.shape(result))]
-    )
+    return _rows.pointwise(filling + [Value(op.result_as_drawn(), op.result_shape())])
 
 
-def _shape(node, values, propagation):
-    return (
-        Count()
-        if isinstance(propagation.placement_of(node.inputs[0]), Drawn)
-        else _rows.shape_of(values[0])
-    )
+def _shape(op, values):
+    is_drawn = isinstance(op.placement_of(op.inputs[0]), Drawn)
+    return Count() if is_drawn else _rows.shape_of(values[0])
 
 
-# Branches, and a graph of their own inside:
+# Branches:
 
 
-def _branched(node, values, propagation):
-    count = node.op.n_outs
+def _branched(op, values):
+    count = op.type.n_outs
     kinds = [value.placement for value in values]
     pairs = zip(kinds[1 : 1 + count], kinds[1 + count :])
     return [_rows.chosen(kinds[0], pair) for pair in pairs]
-
-
-def _looped(node, values, propagation):
-    """Follow ``scan``: rows along another dimension than the steps'. A step per row is tried."""
-    loop = scan_args(node.inputs, node.outputs, node.op.inputs, node.op.outputs, node.op.info)
-    of = dict(zip(node.inputs, values))
-    if loop.outer_in_mit_mot:
-        return Unknown("a loop's gradient")
-    states = loop.outer_in_mit_sot + loop.outer_in_sit_sot
-    if any(of[v].axis == 0 for v in loop.outer_in_seqs):
-        alone = not states + loop.cond and _are_replicated(of[v] for v in loop.outer_in_non_seqs)
-        return Unknown("a step for each row") if alone else Mixed()
-    if not _are_replicated([of[loop.n_steps]]) or any(of[v].axis == 0 for v in states):
-        return Mixed()
-    held, inside = _in_each_step(loop, of, states, propagation)
-    if not _are_replicated(map(inside.value, loop.cond)):
-        return Mixed()  # the rows tell where it ends
-    for outer, before in zip(loop.outer_out_mit_sot + loop.outer_out_sit_sot, states):
-        propagation.sizes.set(outer, propagation.sizes.dimensions(before))
-    for outer, v in zip(loop.outer_out_nit_sot, loop.inner_out_nit_sot):
-        steps = None if loop.cond else loop.n_steps
-        propagation.sizes.set(outer, [steps] + inside.sizes.dimensions(v))
-    found = held + [inside.value(v).placement for v in loop.inner_out_nit_sot]
-    return [_moved(each, 1) for each in found] + [REPLICATED] * len(loop.outer_out_shared)
-
-
-def _in_each_step(loop, of, states, propagation):
-    """Return the states' placements in each step, and a step's graph, followed until stable.
-
-    A step sees sequences and states without their first dimension.
-    """
-    same = zip(loop.inner_in_shared + loop.inner_in_non_seqs,
-               loop.outer_in_shared + loop.outer_in_non_seqs)  # fmt: skip
-    pairs = [(inner, outer, of[outer].placement, 0) for inner, outer in same]
-    steps = zip(loop.inner_in_seqs, loop.outer_in_seqs)
-    pairs += [(inner, outer, _moved(of[outer].placement, -1), 1) for inner, outer in steps]
-    taps = loop.inner_in_mit_sot + [[v] for v in loop.inner_in_sit_sot]
-    held, before = [_moved(of[v].placement, -1) for v in states], None
-    while held != before:
-        of_states = [(v, *state, 1) for each, *state in zip(taps, states, held) for v in each]
-        inside, before = propagation.inside(pairs + of_states, loop.inner_outputs), held
-        new = map(inside.value, loop.inner_out_mit_sot + loop.inner_out_sit_sot)
-        # What they are before a step, and after it.
-        held = [_rows.chosen(REPLICATED, [was, is_now.placement]) for was, is_now in zip(held, new)]
-    return held, inside
-
-
-def _moved(placement, by):
-    has_rows = isinstance(placement, Sharded)
-    return placement.replace(axis=placement.axis + by) if has_rows else placement
 
 
 _KINDS = [
@@ -303,7 +283,7 @@ _KINDS = [
     (_filled, "Alloc AllocEmpty"),
     (_shape, "Shape Shape_i"),
     (_branched, "IfElse"),
-    (_looped, "Scan"),
+    (looped, "Scan"),
 ]
 #: By the names of the classes of operations, or of their parents.
 RULES = {name: rule for rule, names in _KINDS for name in names.split()}
