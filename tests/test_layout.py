@@ -417,12 +417,9 @@ BY_HAND = {
     "compat._backends.mxnet.native": "",
     "compat._backends.mxnet.replicas": "",
     "compat._backends.mxnet.watched_calls": "",
-    "compat._backends.tensorflow1.replicated_function": "",
     "compat._backends.tensorflow2.device_scope": "",
     "compat._backends.tensorflow2.native": "",
     "compat._backends.tensorflow2.replicas": "",
-    "compat._backends.theano.function_copies": "",
-    "compat._backends.theano.replicas": "",
 }
 
 

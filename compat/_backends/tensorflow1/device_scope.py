@@ -10,24 +10,32 @@ from . import graph
 from .colocation import ColocateGradients
 
 
-@contextlib.contextmanager
-def placed_on(tf, device):
-    """Within, operations go to ``device``; later, their gradients' operations do.
+class ApplyDeviceFunctions(patching.InstanceMethod):
+    """The method by which a graph gives an operation its device, with those of gradients.
 
     tf.keras does not ask TensorFlow to place gradients at all, and loops' counters and stacks
     stay behind in every Keras: a loop on two devices waits at each step.
     """
+
+    method = "_apply_device_functions"
+
+    def __init__(self):
+        super().__init__(())
+        self.colocate = ColocateGradients({}, sums=False)
+
+    def invoke(self, within, op):
+        """Apply the device functions that are in force, then place what has no device."""
+        self.plain(within)(op)
+        if not op.device:
+            op._set_device(self.colocate(op))
+
+
+@contextlib.contextmanager
+def placed_on(tf, device):
+    """Within, operations go to ``device``; later, their gradients' operations do."""
     within = tf.get_default_graph()
-    if not _colocates_gradients(within):
-        apply, colocate = within._apply_device_functions, ColocateGradients({}, sums=False)
-
-        def apply_device_functions(op):
-            apply(op)
-            if not op.device:
-                op._set_device(colocate(op))
-
-        apply_device_functions.colocates_gradients = True
-        within._apply_device_functions = apply_device_functions
+    if ApplyDeviceFunctions.of(within) is None:
+        ApplyDeviceFunctions().install(within)
     with tf.device(device), _variables_read_before_loops():
         yield
 
@@ -35,15 +43,11 @@ def placed_on(tf, device):
 def placed_parts(model):
     """Return the devices that ``device()`` gave to parts of ``model``."""
     inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
-    if not inputs or not outputs or not _colocates_gradients(outputs[0].graph):
+    if not inputs or not outputs or ApplyDeviceFunctions.of(outputs[0].graph) is None:
         return []
     starts = {part.op for part in graph.dense_parts(*inputs)}
     _, consumers = graph.ancestors(outputs, starts)
     return sorted({op.device for op in graph.reached(starts, consumers) - starts if op.device})
-
-
-def _colocates_gradients(within):
-    return hasattr(getattr(within, "_apply_device_functions", None), "colocates_gradients")
 
 
 @contextlib.contextmanager

@@ -47,7 +47,7 @@ class ReplicatedGraphFunctions:
         self._tried = {}  # type: Dict[Any, Any]
         #: Held while a thread tries the replicas.
         self.trying = threading.RLock()
-        vars(model)["_compat_functions"] = self
+        patching.attach(model, "_compat_functions", self)
         _keras.InnerModel.have_prepared(model, self._prepare)
 
     def _prepare(self, model):
@@ -66,7 +66,7 @@ class ReplicatedGraphFunctions:
                 method = kind.of(model)
                 if method is not None:
                     method.remove(model)
-        del vars(self.owner)["_compat_functions"]
+        patching.detach(self.owner, "_compat_functions")
 
     def made(self, name, made):
         """Take over a function that Keras has just made for the model."""

@@ -2,6 +2,8 @@
 
 import theano
 
+from ..._runtime import patching
+
 
 def can_be_copied(function):
     """Return whether Theano's ``copy()`` gives functions like this one.
@@ -29,8 +31,8 @@ def copied(function, swap):
             options["fgraph"].attach_feature(theano.gof.DestroyHandler())
             super(Maker, self).__init__(*args, **options)
 
-    maker.__class__ = Maker  # of this one alone: other threads may be compiling
+    patching.change_class(maker, Maker)  # of this one alone: other threads may be compiling
     try:
         return function.copy(swap={old: new for old, new in swap.items() if old in held})
     finally:
-        maker.__class__ = of_theano
+        patching.change_class(maker, of_theano)

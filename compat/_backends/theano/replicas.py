@@ -81,7 +81,7 @@ class Replicas:
         self.verification = None
         self.heads = weakref.WeakSet()
         self.running = threading.RLock()
-        vars(model)["_compat_replicas"] = self
+        patching.attach(model, "_compat_replicas", self)
         _keras.InnerModel.have_prepared(model, self._prepare)
 
     def _prepare(self, model):
@@ -101,7 +101,7 @@ class Replicas:
             kind.of(self.model).remove(self.model)
         if _keras.InnerModel.of(self.owner) is not None:
             _keras.InnerModel.of(self.owner).remove(self.owner)
-        del vars(self.owner)["_compat_replicas"]
+        patching.detach(self.owner, "_compat_replicas")
 
 
 class MakeReplicatedFunction(patching.InstanceMethod):
