@@ -14,7 +14,7 @@ from ... import _keras, errors
 from ..._ranks import keras2, keras_model, own_functions, script_gradients
 from ..._ranks import state as rank_state
 from ..._ranks.engines import tensorflow_horovod
-from . import loss_gradients
+from . import gradient_marks, loss_gradients
 from .graph import variables_written
 from .optimizer_order import counting_in_order
 from .resource_variables import warn_of_reference_variables
@@ -56,7 +56,7 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
             with function.updates_op.graph.as_default(), self.engine.tf.name_scope("ranks"):
                 self.extend(model, function.made)
             outputs = function.made.outputs
-            lines_of = functools.partial(loss_gradients.lines_of_own, model)
+            lines_of = functools.partial(gradient_marks.lines_of_marked, model)
             script_gradients.warn_of_metrics(model, outputs, lines_of)
 
     def called(self, function, model):
@@ -79,11 +79,11 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
     def written(made, updates, weights):
         return variables_written([made.updates_op], weights)
 
-    lines_of_gradients = staticmethod(loss_gradients.lines_of_own)
+    lines_of_gradients = staticmethod(gradient_marks.lines_of_marked)
 
     @staticmethod
     def waiting_for_others(made, outputs):
-        engine = loss_gradients.exchanging_engine(outputs)
+        engine = gradient_marks.exchanging_engine(outputs)
         return made if engine is None else _WaitingFunction(made, engine)
 
 
@@ -155,7 +155,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
                 return self.loss_of_ranks(model, loss).mean(parameters)
 
         def check(updates):
-            script_gradients.refuse_updates(model, loss_gradients.lines_of_own(model, updates))
+            script_gradients.refuse_updates(model, gradient_marks.lines_of_marked(model, updates))
 
         with counting_in_order(model.optimizer, loss_of, check=check):
             yield

@@ -2,19 +2,20 @@
 
 ``theano.grad``, which Keras calls as well, returns the mean over all ranks where it is called with
 a model's loss, or within an optimizer. Gradients of other variables stay this rank's own, and are
-marked, so that what uses them can be found.
+marked: see ``gradient_marks``.
 """
 
 import functools
 
 import theano
-from theano import gradient, tensor
+from theano import tensor
 from theano.compile import SharedVariable
-from theano.gof import graph
+from theano.gradient import disconnected_grad
 
 from ... import errors
 from ..._ranks import arrays
 from ..._runtime import patching
+from . import gradient_marks
 from .graph import computed_by
 
 _HOOK = "theano.tensor.grad"
@@ -56,8 +57,8 @@ class TheanoLoss:
         self.engine.unexchanged[_HOOK] = None
         tensor.grad(self.loss, parameters)  # exchanges: see watch()
         self.exchange(())  # what is pending, if there was nothing new
-        here = self.loss - gradient.disconnected_grad(self.loss)  # is 0
-        self.mean_of_ranks = gradient.disconnected_grad(self.means[self.loss]) + here
+        here = self.loss - disconnected_grad(self.loss)  # is 0
+        self.mean_of_ranks = disconnected_grad(self.means[self.loss]) + here
         return self.mean_of_ranks
 
     def exchange(self, found):
@@ -106,68 +107,43 @@ def watch(loss_of, losses):
 def _of_all_ranks(plain, loss_of, losses):
     @functools.wraps(plain)
     def grad(cost, wrt, *args, **options):
-        variables = wrt if isinstance(wrt, (list, tuple)) else [wrt]
+        is_sequence = isinstance(wrt, (list, tuple))
+        variables = list(wrt) if is_sequence else [wrt]
         loss = None if cost is None else loss_of(cost)
+        is_loss = loss is not None and loss.is_loss(cost)
         if loss is not None:
             loss.engine.unexchanged.pop(_HOOK, None)
-        if loss is not None and loss.is_loss(cost) and loss.gradients.keys() >= set(variables):
-            results = [loss.gradients[variable] for variable in variables]
-            return type(wrt)(results) if isinstance(wrt, (list, tuple)) else results[0]
-        found = plain(cost, wrt, *args, **options)
-        results = list(found) if isinstance(wrt, (list, tuple)) else [found]
-        places = [place for place, x in enumerate(variables) if isinstance(x, SharedVariable)]
-        places = [place for place in places if isinstance(results[place], tensor.TensorVariable)]
-        if not places:
-            return found
-        of_variables = [variables[place] for place in places]
-        changed = [results[place] for place in places]
-        if loss is not None and loss.is_loss(cost):
-            changed = loss.means_of(of_variables, changed)
-        elif cost is not None and _takes_rows(graph.ancestors([cost], _exchanged(losses()))):
-            changed = list(map(_marked, of_variables, changed, [errors.users_line()] * len(places)))
+        if is_loss and loss.gradients.keys() >= set(variables):
+            gradients = [loss.gradients[variable] for variable in variables]
+            return type(wrt)(gradients) if is_sequence else gradients[0]
+        result = plain(cost, wrt, *args, **options)
+        gradients = list(result) if is_sequence else [result]
+        indices = [
+            index
+            for index, (variable, mine) in enumerate(zip(variables, gradients))
+            if isinstance(variable, SharedVariable) and isinstance(mine, tensor.TensorVariable)
+        ]
+        if not indices:
+            return result
+        weights, mine = [variables[i] for i in indices], [gradients[i] for i in indices]
+        if is_loss:
+            mine = loss.means_of(weights, mine)
+        elif cost is not None and gradient_marks.depends_on_rows(cost, exchanged_by(losses())):
+            line = errors.users_line()
+            mine = [gradient_marks.marked(*pair, line) for pair in zip(weights, mine)]
         elif loss is not None:  # of the mean of the loss, in an optimizer
-            changed = loss.exchange(changed)
-        for place, result in zip(places, changed):
-            results[place] = result
-        return type(wrt)(results) if isinstance(wrt, (list, tuple)) else results[0]
+            mine = loss.exchange(mine)
+        for index, gradient in zip(indices, mine):
+            gradients[index] = gradient
+        return type(wrt)(gradients) if is_sequence else gradients[0]
 
     return grad
 
 
-def _exchanged(losses):
-    return {mean for loss in losses for mean in [*loss.means.values(), loss.mean_of_ranks]}
-
-
-def _takes_rows(variables):
-    """Return whether any of these brings a batch, or a part of it, into the graph."""
-    return any(
-        variable.owner is None
-        and not isinstance(variable, (SharedVariable, graph.Constant))
-        and getattr(variable, "ndim", 0)
-        for variable in variables
-    )
-
-
-def _marked(variable, found, line):
-    found = tensor.tensor_copy(found)
-    found.tag.compat_of_this_rank = variable, line
-    return found
-
-
-def lines_of_own(model, outputs, losses):
-    """Return the lines at which gradients in outputs that are this rank's own were computed.
-
-    Those of the model's weights; its loss may contain any.
+def exchanged_by(losses):
+    """Return the variables whose values are those of all ranks, by the exchanges of these losses.
 
     Arguments:
-        losses: the ``TheanoLoss`` of all models.
+        losses: the ``TheanoLoss`` of each model.
     """
-    outputs = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    outputs = [each for each in outputs if isinstance(each, graph.Variable)]
-    blockers = _exchanged(losses) | {getattr(model, "total_loss", None)}
-    marks = [
-        getattr(variable.tag, "compat_of_this_rank", (None, ""))
-        for variable in graph.ancestors(outputs, blockers)
-    ]
-    weights = set(model.weights)
-    return list(dict.fromkeys(line for variable, line in marks if variable in weights))
+    return {mean for loss in losses for mean in [*loss.means.values(), loss.mean_of_ranks]}

@@ -11,7 +11,7 @@ import functools
 
 from ... import _keras
 from ..._ranks import keras2, own_functions, script_gradients, state
-from . import loss_gradients
+from . import gradient_marks, loss_gradients
 
 
 class MakeTheanoTrainFunction(keras2.MakeFunction):
@@ -27,7 +27,8 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
 
     @staticmethod
     def lines_of_gradients(model, outputs):
-        return loss_gradients.lines_of_own(model, outputs, _losses())
+        exchanged = loss_gradients.exchanged_by(_losses())
+        return gradient_marks.lines_of_marked(model, outputs, exchanged)
 
     def share_of(self, rows):
         """Return this rank's share of the rows of all ranks, which run the same function."""
