@@ -1,15 +1,15 @@
-"""Devices of gradients: those where the operations ran that they belong to."""
+"""Devices of gradients: those of the operations that they differentiate."""
 
 from . import graph
 
 
 class ColocateGradients:
-    """The device of a gradient's operation: where the operation ran that it belongs to.
+    """Device function that places a gradient's operation beside the one that it differentiates.
 
     Arguments:
-        device_of: devices of operations, and of loops by name, where operations have no device
-            of their own.
-        sums: whether all operations are gradients', so that those which belong to none sum up
+        device_of: devices of operations, and of loops by name, where the operations themselves
+            have no device.
+        sums: whether all operations are gradients', so that those which differentiate none sum up
             gradients, of one device or of several.
     """
 

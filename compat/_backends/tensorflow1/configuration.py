@@ -1,4 +1,4 @@
-"""Devices and memory of TensorFlow 1: the configuration that every session begins with."""
+"""Configuration of devices and memory that every session of TensorFlow 1 begins with."""
 
 import copy
 import ctypes
@@ -23,10 +23,10 @@ _defaults = None  # a function that returns the ConfigProto
 
 
 def set_session_defaults(defaults):
-    """Give every session made from now on ``defaults()``; fields of the session's own config win.
+    """Give every session made from now on ``defaults()``; a config that it is given wins.
 
     A session is made by Keras, again after ``clear_session``, and by users: all of them through
-    ``BaseSession``. None takes the defaults away again.
+    ``BaseSession``. None removes the defaults.
     """
     global _defaults
     from tensorflow.python.client.session import BaseSession
@@ -44,26 +44,26 @@ def set_session_defaults(defaults):
         patching.Patch(BaseSession, "__init__", __init__)
 
 
-def merged(config, own):
-    """``config``, overridden by a session's own config."""
+def merged(config, overrides):
+    """Return a ``ConfigProto`` overridden by the one that a session is given, if any."""
     result = copy.deepcopy(config)
-    if own is None:
+    if overrides is None:
         return result
-    if type(own) is not type(config):
-        return own  # TensorFlow's own error says what is wrong
-    own = _without_defaults(own)
-    limits = getattr(own.gpu_options, "experimental", None)
+    if type(overrides) is not type(config):
+        return overrides  # TensorFlow's own error says what is wrong
+    overrides = _without_defaults(overrides)
+    limits = getattr(overrides.gpu_options, "experimental", None)
     if limits is not None and len(limits.virtual_devices):  # merging would add them up
         result.gpu_options.experimental.ClearField("virtual_devices")
-    result.MergeFrom(own)
+    result.MergeFrom(overrides)
     return result
 
 
-def _without_defaults(own):
-    """Return a session's config without what Keras or TensorFlow put there by themselves."""
+def _without_defaults(config):
+    """Return a session's config without the defaults that Keras or TensorFlow have put there."""
     from tensorflow.python.eager import context
 
-    result = copy.deepcopy(own)
+    result = copy.deepcopy(config)
     context = context.context() if hasattr(context, "context") else None
     default = context.config.device_count if hasattr(context, "config") else {}  # 1.14, 1.15
     for device in default:  # tf.keras: one CPU, and every GPU there is
@@ -75,7 +75,7 @@ def _without_defaults(own):
 
 
 def _missing(config, other):
-    """Return the fields of ``config`` that ``other`` does not have, as a text."""
+    """Return the fields of a config that another one lacks, as text."""
     missing = []
     for field, value in config.ListFields():
         part, both = type(config)(**{field.name: value}), copy.deepcopy(other)
@@ -86,10 +86,10 @@ def _missing(config, other):
 
 
 def ensure_no_other_session(tf, config):
-    """Make sure that no session of another configuration is in use.
+    """Check that no session with another configuration is in use.
 
     Raises:
-        TooLateError: one is.
+        TooLateError: there is one.
     """
     for keras in imported_keras_packages():
         session = session_of(keras)
@@ -117,7 +117,7 @@ def ensure_no_other_session(tf, config):
 
 
 def sessions_made():
-    """Return whether any session was made in this process: with it, GPUs are initialised."""
+    """Return whether this process has made a session, which initializes GPUs."""
     from tensorflow.python.client import session
 
     counter = getattr(session, "_python_session_create_counter", None)
@@ -125,16 +125,16 @@ def sessions_made():
 
 
 def imported_keras_packages():
-    """Return the Keras packages that are imported: each may have a session."""
+    """Return the imported Keras packages, each of which may have a session."""
     keras = sys.modules.get("keras")
-    found = [keras] if keras and _keras.backend_name(keras) == "tensorflow" else []
+    packages = [keras] if keras and _keras.backend_name(keras) == "tensorflow" else []
     if {"tensorflow.python.keras.backend", "keras", "tf_keras"} & set(sys.modules):
-        found.append(v1_names(sys.modules["tensorflow"]).keras)
-    return [keras for keras in found if hasattr(keras.backend, "get_session")]
+        packages.append(v1_names(sys.modules["tensorflow"]).keras)
+    return [keras for keras in packages if hasattr(keras.backend, "get_session")]
 
 
 def session_of(keras):
-    """Return the session that this Keras made for itself, or None. Makes none."""
+    """Return the session that a Keras package has made for itself, or None."""
     module = sys.modules[keras.backend.get_session.__module__]
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
     is_local = isinstance(session, threading.local)  # from TensorFlow 1.15
@@ -142,7 +142,13 @@ def session_of(keras):
 
 
 def session_config(tf, settings, late):
-    """Return the settings as TensorFlow's ``ConfigProto``."""
+    """Return the settings as a ``ConfigProto``.
+
+    Arguments:
+        tf: TensorFlow, with the names of version 1.
+        settings: the ``Settings``.
+        late: a reason why TensorFlow may have read ``CUDA_VISIBLE_DEVICES`` already, or None.
+    """
     devices, memory, options = settings.devices, settings.memory, dict(settings.options)
     config = tf.ConfigProto()
     # Keras' own sessions have it: on a GPU, some of its operations have CPU kernels only.
@@ -173,7 +179,7 @@ def session_config(tf, settings, late):
 
 
 def _fraction(memory, devices):
-    """Return the fraction of each GPU that is ``memory.size``; TensorFlow 1 takes nothing else."""
+    """Return ``memory.size`` as a fraction of each GPU, the only form that TensorFlow 1 takes."""
     totals = devices.memory_totals()
     if not any(totals):
         raise memory_total_unknown(memory)
@@ -182,7 +188,7 @@ def _fraction(memory, devices):
 
 
 def memory_total_unknown(memory):
-    """Return an error: a size of memory is a fraction of a GPU's, which is not known."""
+    """Return the error for a size of memory on GPUs whose total memory is unknown."""
     return errors.unsupported(
         "tensorflow1",
         f"limit memory to {memory}: it takes a fraction of each GPU only, and nvidia-smi does "
@@ -196,14 +202,14 @@ def devices_to_train_on(session, simulated):
 
     # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
     def named(kind):
-        found = [device.name for device in session.list_devices() if device.device_type == kind]
-        return [name[name.index("/device:") :] for name in found]
+        names = [device.name for device in session.list_devices() if device.device_type == kind]
+        return [name[name.index("/device:") :] for name in names]
 
     return named("GPU") or named("CPU")[: max(1, simulated)]
 
 
 def may_list_gpus(tf):
-    """Return whether there may be GPUs: on Linux CUDA has none without the driver's library."""
+    """Return whether there may be GPUs: on Linux CUDA needs the driver's library for them."""
     if not tf.test.is_built_with_cuda():
         return getattr(tf.test, "is_built_with_rocm", lambda: True)()
     if not sys.platform.startswith("linux"):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from typing import Any, Dict
 
 from ... import errors
 from .._tensorflow.graph import v1_names
@@ -9,7 +10,7 @@ from . import graph
 
 
 def _only_lets_a_variable_in(op):
-    """Return whether ``op`` brings a variable into a loop, which only reads it there.
+    """Return whether an operation brings a variable into a loop, which only reads it there.
 
     The variable may as well be read before: else the loop runs on two devices, and sends the
     variable from one to the other at each of its steps.
@@ -22,14 +23,19 @@ def _only_lets_a_variable_in(op):
 
 
 class Copy:
-    """Copied operations by the operations they were copied from, and what replaces tensors."""
+    """Copies of operations in their graph.
 
-    def __init__(self, operations, replaced):
+    Arguments:
+        operations: the copies, by the operations that they were made of.
+        replaced: tensors, by those in whose place the copies take them.
+    """
+
+    def __init__(self, operations: "Dict[Any, Any]", replaced: "Dict[Any, Any]") -> None:
         self.operations = operations
         self.replaced = replaced
 
-    def tensor(self, tensor):
-        """What was put in the place of a tensor, or its copy, or itself."""
+    def tensor(self, tensor: "Any") -> "Any":
+        """Return a tensor's replacement, or else its copy, or else the tensor itself."""
         if tensor in self.replaced or tensor.op not in self.operations:
             return self.replaced.get(tensor, tensor)
         return self.operations[tensor.op].outputs[tensor.value_index]
@@ -38,14 +44,14 @@ class Copy:
 def copy_operations(
     operations, replaced, scope, device, seed=0, controls=lambda op: [], fixed_batch=None
 ):
-    """Copy operations into their own graph.
+    """Copy operations into their own graph, and return the ``Copy``.
 
     Arguments:
-        operations: what to copy; may hold loops and conditions, if whole.
+        operations: the operations; of loops and conditions all or none.
         replaced: tensors of other operations, and the ones to use in their place.
         scope: a name to put before those of the operations.
         device: a device function for the copies; None: as the originals.
-        seed: a number that sets apart the random numbers of several copies.
+        seed: a number by which the random numbers of several copies differ.
         controls: a function from an operation that is not copied to those to wait for instead.
         fixed_batch: the number of rows the originals were made for, where it is fixed; the
             copies compute other numbers.
@@ -83,8 +89,8 @@ def copy_operations(
             if other not in copied:
                 node.input.remove("^" + other.name)
                 waiting.append((op, other))
-        own_gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
-        if own_gradient.startswith(b"CustomGradient"):
+        gradient = node.attr["_gradient_op_type"].s if "_gradient_op_type" in node.attr else b""
+        if gradient.startswith(b"CustomGradient"):
             node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
         _set_apart(node, prefix, seed)
     with within.as_default(), tf.device(None), tf.device(device):
@@ -101,7 +107,7 @@ def copy_operations(
 
 
 def _set_apart(node, prefix, seed):
-    """Have a copy do nothing together with its original, and not be made for a fixed batch."""
+    """Separate a copy from its original: in loops, in fixed sizes and in random numbers."""
     if node.op in ("Enter", "RefEnter"):  # loops with one name would run as one
         node.attr["frame_name"].s = prefix.encode() + node.attr["frame_name"].s
     if "element_shape" in node.attr and node.attr["element_shape"].shape.dim:
@@ -111,7 +117,7 @@ def _set_apart(node, prefix, seed):
 
 
 def _set_shapes(originals, copies, fixed_batch):
-    """Keras sets shapes that TensorFlow does not infer, of RNNs for example."""
+    """Give copies the shapes that TensorFlow does not infer, such as those that Keras has set."""
     for tensor, copied in zip(originals, copies):
         if tensor.shape.ndims is not None:
             shape = [None if size == fixed_batch else size for size in tensor.shape.as_list()]
@@ -124,10 +130,10 @@ _numbers = itertools.count()
 
 
 def _gradient_of_copy(op, copies):
-    """Register a gradient for the copy of ``op``, and return its name.
+    """Register a gradient for the copy of an operation, and return its name.
 
-    The user's function holds tensors of the original. What it computes of them is copied, to be
-    computed of the copies.
+    The user-defined function holds tensors of the original. The operations that compute with them
+    are copied, to compute with the copies.
     """
     from tensorflow.python.framework import ops
 
@@ -147,13 +153,14 @@ def _gradient_of_copy(op, copies):
         results = gradient(op, *upstream)
         tensors = [result for result in results if result is not None]
         starts = set(copies.operations) | {tensor.op for tensor in copies.replaced}
-        given = {tensor.op for tensor in upstream if tensor is not None}  # whole numbers get none
-        _, consumers = graph.ancestors(tensors, starts | given)
+        # Whole numbers get no gradient.
+        sources = {tensor.op for tensor in upstream if tensor is not None}
+        _, consumers = graph.ancestors(tensors, starts | sources)
         moving = graph.reached(starts, consumers) - starts
         boundary = {
             tensor: copies.tensor(tensor)
-            for each in moving
-            for tensor in each.inputs
+            for source in moving
+            for tensor in source.inputs
             if tensor.op not in moving
         }
         with op.graph.name_scope(None), ops.control_dependencies(None):
@@ -164,10 +171,11 @@ def _gradient_of_copy(op, copies):
 
 
 def _copy_contexts(copies, prefix):
-    """Give copies of loops and conditions contexts of their own, which gradients need."""
+    """Copy the contexts of loops and conditions, which gradients need, for the copies."""
     from tensorflow.python.ops.control_flow_ops import ControlFlowContext
 
-    tf, contexts = v1_names(), {}  # type: Any, Dict[Any, Any]
+    tf = v1_names()
+    contexts: "Dict[Any, Any]" = {}
     new_names = {
         tensor.name: copies.tensor(tensor).name for op in copies.operations for tensor in op.outputs
     }
@@ -190,7 +198,7 @@ def _copy_contexts(copies, prefix):
     def context_of(context):
         if context not in contexts:
             contexts[context] = result = copy.copy(context)
-            vars(result).update((name, convert(each)) for name, each in vars(context).items())
+            vars(result).update((name, convert(value)) for name, value in vars(context).items())
             # Of a gradient's loop it keeps _grad_state, by which TensorFlow refuses second ones.
             result._name = prefix + context._name
         return contexts[context]

@@ -1,4 +1,4 @@
-"""Parts of a model on devices of their own: ``compat.device()``.
+"""Parts of a model on chosen devices: ``compat.device()``.
 
 Gradients go beside the operations that they belong to.
 """
@@ -32,7 +32,7 @@ class ApplyDeviceFunctions(patching.InstanceMethod):
 
 @contextlib.contextmanager
 def placed_on(tf, device):
-    """Within, operations go to ``device``; later, their gradients' operations do."""
+    """Place operations of a block, and later those of their gradients, on a device."""
     within = tf.get_default_graph()
     if ApplyDeviceFunctions.of(within) is None:
         ApplyDeviceFunctions().install(within)
@@ -41,7 +41,7 @@ def placed_on(tf, device):
 
 
 def placed_parts(model):
-    """Return the devices that ``device()`` gave to parts of ``model``."""
+    """Return the devices to which ``device()`` has assigned parts of a model."""
     inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
     if not inputs or not outputs or ApplyDeviceFunctions.of(outputs[0].graph) is None:
         return []
@@ -52,7 +52,7 @@ def placed_parts(model):
 
 @contextlib.contextmanager
 def _variables_read_before_loops():
-    """Within, loops take the value of a variable in, instead of reading it at each step.
+    """Have loops take the value of a variable in, instead of reading it at each step.
 
     It is read where the variable lies. Inside a loop that is elsewhere, the read would draw with
     it what the gradient keeps of it, and then the products (they share a stack).

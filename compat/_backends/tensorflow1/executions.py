@@ -1,10 +1,10 @@
 """Proof of use: which devices executed the first step of a model, as TensorFlow reports it.
 
-A session reports the partitions of the graph that it ran, device by device. But what Keras runs in
-it is compiled for many runs, and to have these report would compile all of it a second time, which
-takes longer than the step. So it is noted which functions and fetches ran. A session places each
-operation of its graph once, whatever is fetched. So afterwards one operation of theirs runs for
-each device that they were given, and its partition tells where that was.
+A session reports the partitions of the graph that it ran, device by device. But Keras' functions
+are compiled for many runs, and a report would compile all of them a second time, which takes longer
+than the step. So the functions and fetches that ran are recorded. A session places each operation
+of its graph once, whatever is fetched. So afterwards one operation of theirs runs for each device
+that they were assigned to, whose partition shows where that is.
 """
 
 import collections
@@ -12,6 +12,7 @@ import contextlib
 import sys
 import threading
 from _thread import get_ident
+from typing import Any, List
 
 from ... import _keras
 from ..._runtime import patching
@@ -22,21 +23,22 @@ from . import graph
 from .profiler import around_calls, partitions
 
 _lock = threading.RLock()
-_recordings = []  # type: list  # those of all threads
+_recordings: "List[_Recording]" = []  # of all threads
 _patches = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
 def executed(model, devices):
-    """Within, the first step of a model is recorded, on this thread; yields an ``Executed``.
+    """Record the first step of a model within a block, on this thread; yield an ``Executed``.
 
     Arguments:
-        devices: their names, as configured.
+        model: the model.
+        devices: the names of its devices, as configured.
     """
     recording = _Recording(model, devices)
     with _lock:
         if not _recordings:
-            _patches.enter_context(_noting())
+            _patches.enter_context(_recording_runs())
         _recordings.append(recording)
     try:
         yield recording.executed
@@ -45,20 +47,21 @@ def executed(model, devices):
 
 
 class _Recording:
-    """What one thread runs, until a function of the model has run."""
+    """Record of what one thread runs, until a function of the model has run."""
 
     def __init__(self, model, devices):
         self.thread, self.model, self.devices = get_ident(), model, devices
         self.executed = Executed()
         self.is_running = False  # a function, which may run a session
-        self.fetched = collections.defaultdict(set)  # type: Any  # by session
+        self.fetched: "Any" = collections.defaultdict(set)  # by session
 
     def run(self, run, fetched, function=None):
-        """Call ``run``.
+        """Call ``run``, and record what it has fetched.
 
         Arguments:
-            fetched: gives the session and what it has fetched, afterwards.
-            function: the function of Keras' that runs.
+            run: a function without arguments.
+            fetched: returns the session and its fetches, afterwards.
+            function: the Keras function that runs, if it is one.
         """
         if self.is_running:
             return run()
@@ -74,14 +77,15 @@ class _Recording:
 
     def _is_of_model(self, function):
         inner = _keras.inner_model(self.model)
-        for each in [getattr(inner, name, None) for name in _keras.ALL_FUNCTIONS]:
-            while hasattr(each, "made"):  # of replicas, or verified
-                each = each.made
-            if each is function:
+        for of_model in [getattr(inner, name, None) for name in _keras.ALL_FUNCTIONS]:
+            while hasattr(of_model, "made"):  # of replicas, or verified
+                of_model = of_model.made
+            if of_model is function:
                 return True
         return False
 
     def end(self):
+        """Stop recording, and count the operations that each device has executed."""
         with _lock:
             if self not in _recordings:
                 return
@@ -90,16 +94,16 @@ class _Recording:
                 _patches.close()
         try:
             for session, fetches in self.fetched.items():
-                found = _placed(session, fetches)
-                for name, number in zip(as_configured(found, self.devices), found.values()):
+                counts = _placed(session, fetches)
+                for name, number in zip(as_configured(counts, self.devices), counts.values()):
                     self.executed[name] = self.executed.get(name, 0) + number
         except Exception:  # the session may be closed by now
             self.executed.is_known = False
 
 
 @contextlib.contextmanager
-def _noting():
-    """Within, what sessions and Keras' functions run is noted by the recordings of the thread."""
+def _recording_runs():
+    """Have sessions and Keras' functions report to the recordings of their thread."""
     from tensorflow.python.client.session import BaseSession
 
     plain_run = BaseSession._do_run
@@ -108,7 +112,7 @@ def _noting():
         def run():
             return plain_run(session, handle, targets, fetches, *args, **kwargs)
 
-        return _noted(run, lambda: (session, [*targets, *fetches]))
+        return _recorded(run, lambda: (session, [*targets, *fetches]))
 
     def call_function(call, function):
         def fetched():
@@ -117,21 +121,21 @@ def _noting():
             with fetches[0].graph.as_default():
                 return sys.modules[type(function).__module__].get_session(), fetches
 
-        return _noted(call, fetched, function)
+        return _recorded(call, fetched, function)
 
     with patching.replaced(BaseSession, _do_run=run_session), around_calls(call_function):
         yield
 
 
-def _noted(run, *fetched):
-    ours = [each for each in list(_recordings) if each.thread == get_ident()]
+def _recorded(run, *fetched):
+    ours = [recording for recording in list(_recordings) if recording.thread == get_ident()]
     return ours[-1].run(run, *fetched) if ours else run()  # a callback may run another model
 
 
 def _placed(session, fetches):
-    """The number of operations that fetches consist of, by the device where the session runs them.
+    """Return the number of operations that fetches need, by the device that runs them.
 
-    Those to which no device was given run on the one that sessions prefer, the first GPU if any.
+    Those without a device run on the one that sessions prefer, the first GPU if any.
     """
     tf, numbers, constants = v1_names(), collections.Counter(), {}
     for op in graph.ancestors(fetches, ())[0]:
@@ -139,14 +143,14 @@ def _placed(session, fetches):
         if op.type == "Const" and graph.is_outermost(op) and not op.control_inputs:
             constants[op.device] = op.outputs[0]
     listed = getattr(session, "list_devices", list)()  # a MonitoredSession lists none
-    has_gpu = any(each.device_type == "GPU" for each in listed)
+    has_gpu = any(device.device_type == "GPU" for device in listed)
     preferred = "/device:{}:0".format("GPU" if has_gpu else "CPU")
-    found = collections.Counter({preferred: numbers.pop("", 0)})
+    counts = collections.Counter({preferred: numbers.pop("", 0)})
     constants = {device: constants[device] for device in numbers if device in constants}
     device_of = {constant.op.name: device for device, constant in constants.items()}
     metadata = tf.RunMetadata()
     options = tf.RunOptions(output_partition_graphs=True)
     session.run(list(constants.values()), options=options, run_metadata=metadata)
     for actual, nodes in partitions(metadata).items():
-        found[actual] += sum(numbers[device_of.get(node.name)] for node in nodes)
-    return found
+        counts[actual] += sum(numbers[device_of.get(node.name)] for node in nodes)
+    return counts

@@ -1,4 +1,6 @@
-"""Outputs and fetches of a Keras function, of replicas: for its caller and for callbacks."""
+"""Outputs and fetches of a Keras function, taken from replicas: for callers and callbacks."""
+
+from typing import Any, Dict
 
 
 class ReplicatedResults:
@@ -15,13 +17,14 @@ class ReplicatedResults:
         fetch_callbacks: tf.keras' functions that take their values.
     """
 
-    #: What callbacks add to by these names.
+    #: Attributes of a Keras function that callbacks add to.
     added = ("fetches", "fetch_callbacks")
 
     def __init__(self, replicas, made):
         self._replicas, self._made = replicas, made
-        self._whole = {}  # type: Dict[Any, Any]
-        self._given = {}  # type: Dict[Any, Any]  # by what is computed in its place
+        # Tensors of the whole batch by those of Keras' graph, and the reverse.
+        self._merged: "Dict[Any, Any]" = {}
+        self._originals: "Dict[Any, Any]" = {}
         for name in self.added:
             if hasattr(made, name):
                 setattr(self, name, getattr(made, name))
@@ -31,9 +34,9 @@ class ReplicatedResults:
         """Take from the replicas what was added since the last call.
 
         Returns:
-            Whether anything was.
+            Whether anything was added.
         """
-        made, before = self._made, len(self._whole)
+        made, before = self._made, len(self._merged)
         made.outputs = list(map(self._of_replicas, made.outputs))
         if hasattr(self, "fetches"):  # from Keras 2.1 on
             made.fetches = list(map(self._of_replicas, self.fetches))
@@ -41,18 +44,18 @@ class ReplicatedResults:
             made.fetch_callbacks = {
                 self._of_replicas(tensor): call for tensor, call in self.fetch_callbacks.items()
             }
-        return len(self._whole) > before
+        return len(self._merged) > before
 
     def _of_replicas(self, tensor):
-        if tensor in self._given:
+        if tensor in self._originals:
             return tensor
-        if tensor not in self._whole:
-            self._whole[tensor] = whole = self._replicas.whole(tensor)
-            self._given[whole] = tensor
-        return self._whole[tensor]
+        if tensor not in self._merged:
+            self._merged[tensor] = merged = self._replicas.whole(tensor)
+            self._originals[merged] = tensor
+        return self._merged[tensor]
 
     def give_to(self, function):
-        """Have another function compute what this one does, callbacks left out."""
-        function.outputs = [self._given.get(tensor, tensor) for tensor in self._made.outputs]
+        """Have another function compute the same outputs and fetches, without callbacks."""
+        function.outputs = [self._originals.get(tensor, tensor) for tensor in self._made.outputs]
         if hasattr(self, "fetches"):
             function.fetches = self.fetches

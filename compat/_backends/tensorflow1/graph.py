@@ -4,9 +4,13 @@ import collections
 
 from .._tensorflow.graph import v1_names
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict
+
 
 def _loops(op):
-    """Yield the contexts of the loops that ``op`` is in, the innermost first."""
+    """Yield the contexts of the loops around an operation, the innermost first."""
     context = op._get_control_flow_context()
     while context is not None:
         if is_loop(context):
@@ -15,16 +19,17 @@ def _loops(op):
 
 
 def loop_of(op):
-    """Return the context of the innermost loop that ``op`` is in, or None."""
+    """Return the context of the innermost loop around an operation, or None."""
     return next(_loops(op), None)
 
 
 def is_loop(context):
+    """Return whether a control flow context, or None, is that of a loop."""
     return hasattr(context, "loop_exits")
 
 
 def is_outermost(op):
-    """Return whether the results of ``op`` are there however loops and conditions go."""
+    """Return whether an operation runs unconditionally: outside of loops and conditions."""
     context = op._get_control_flow_context()
     if context is not None and op.type in ("Exit", "RefExit"):
         context = context.outer_context
@@ -32,7 +37,7 @@ def is_outermost(op):
 
 
 def whole_loops(operations, among):
-    """Those ``among`` operations that are in the same loops as some, and what enters these."""
+    """Return those ``among`` operations that are in the same loops as some, or enter these."""
     loops = {loop for op in operations for loop in list(_loops(op))[-1:]}  # the outermost
 
     def is_in(op):
@@ -51,7 +56,7 @@ _WRITES = ("Assign", "Scatter", "Apply", "SparseApply")  # maybe after "Resource
 
 
 def dense_parts(*tensors):
-    """The dense tensors that tensors consist of: a sparse one of indices, values and shape."""
+    """Return the dense tensors in tensors: a sparse one has indices, values and a shape."""
     parts = []
     for tensor in tensors:
         sparse = hasattr(tensor, "dense_shape")
@@ -60,45 +65,52 @@ def dense_parts(*tensors):
 
 
 def ancestors(fetches, stop, cut=lambda source: False):
-    """The operations that ``fetches`` need, those in ``stop`` left out, and who consumes what.
+    """Return the operations that fetches need, and their consumers.
 
     Arguments:
-        cut: whether not to follow an operation's input, a tensor or an operation to wait for; such
-            an input is itself a key of who consumes what, in place of its operation.
+        fetches: tensors and operations.
+        stop: operations that are left out, with what only they need.
+        cut: returns whether not to follow an operation's input, a tensor or an operation to wait
+            for.
+
+    Returns:
+        The operations; and by operation those that consume its results or wait for it. An input
+        that is cut is itself a key there, in place of its operation.
     """
     pending = [getattr(fetch, "op", fetch) for fetch in fetches]
-    found, consumers = {}, collections.defaultdict(list)  # type: Any, Any
+    needed: "Dict[Any, None]" = {}
+    consumers: "Any" = collections.defaultdict(list)
     while pending:
         op = pending.pop()
-        if op in found or op in stop:
+        if op in needed or op in stop:
             continue
-        found[op] = None
+        needed[op] = None
         for source in list(op.inputs) + op.control_inputs:
             is_cut = cut(source)
-            needed = source if is_cut else getattr(source, "op", source)
-            consumers[needed].append(op)
+            key = source if is_cut else getattr(source, "op", source)
+            consumers[key].append(op)
             if not is_cut:
-                pending.append(needed)
+                pending.append(key)
         context = op._get_control_flow_context()
         if is_loop(context):
             # A loop's gradient needs all its variables, also those whose result is not used.
             pending.extend(tensor.op for tensor in context.loop_exits)
-    return list(found), consumers
+    return list(needed), consumers
 
 
 def reached(starts, consumers):
-    """Return the operations that depend on ``starts``, themselves left in."""
-    found, pending = set(), list(starts)
+    """Return the operations that depend on ``starts``, and these."""
+    dependent, pending = set(), list(starts)
     while pending:
         op = pending.pop()
-        if op not in found:
-            found.add(op)
+        if op not in dependent:
+            dependent.add(op)
             pending.extend(consumers.get(op, ()))
-    return found
+    return dependent
 
 
 def is_shared(op):
-    """Return whether all replicas use this very operation: variables, their values, what is fed."""
+    """Return whether all replicas use an operation itself: a variable, its value, a placeholder."""
     if op.type.startswith(("Placeholder", "VarHandle", "Variable")):
         return True
     reads = op.type in ("ReadVariableOp", "Identity") and not op.control_inputs
@@ -106,12 +118,12 @@ def is_shared(op):
 
 
 def handles(op):
-    """The variables and arrays among the inputs of ``op``, on whose device TensorFlow wants it."""
+    """Return the variables and arrays among an operation's inputs, which fix its device."""
     return [t for t in op.inputs if t.dtype._is_ref_dtype or t.dtype.name == "resource"]
 
 
 def value_of(variable):
-    """Return the value of a variable's handle: one tensor, so that it goes to each device once."""
+    """Return the value of a variable's handle: one tensor, which goes to each device once."""
     from tensorflow.python.ops import gen_resource_variable_ops
 
     for op in variable.consumers():
@@ -123,12 +135,12 @@ def value_of(variable):
 
 
 def writes(op):
-    """Return whether ``op`` writes a variable."""
+    """Return whether an operation writes a variable."""
     return op.type.replace("Resource", "").startswith(_WRITES) and bool(handles(op))
 
 
 def source_of(handle):
-    """The operation that is the variable of a handle, which may be in a condition for example."""
+    """Return the variable's operation of a handle, which may be in a condition for example."""
     source = handle.op
     while source.type in ("Switch", "RefSwitch", "Enter", "RefEnter", "Identity"):
         source = source.inputs[0].op
@@ -136,17 +148,29 @@ def source_of(handle):
 
 
 def variables_written(updates, others=()):
-    """Return the variables that are written when ``updates`` are run."""
+    """Return the variables that are written when updates are run.
+
+    Arguments:
+        updates: tensors and operations.
+        others: variables that the graph does not list.
+    """
     return variables_of([op for op in ancestors(updates, ())[0] if writes(op)], others)
 
 
 def variables_of(operations, others=()):
-    """Return the variables that operations write."""
+    """Return the variables that operations write.
+
+    Arguments:
+        operations: the operations.
+        others: variables that the graph does not list.
+    """
     keys = v1_names().GraphKeys
     # An optimizer's operation (ResourceApplyAdam) writes its state, too.
     written = {source_of(handle) for op in operations for handle in handles(op)}
-    found = list(others)
+    variables = list(others)
     for graph in {op.graph for op in operations}:
-        found += graph.get_collection(keys.GLOBAL_VARIABLES)
-        found += graph.get_collection(keys.LOCAL_VARIABLES)
-    return {variable for variable in found if getattr(variable, "handle", variable).op in written}
+        variables += graph.get_collection(keys.GLOBAL_VARIABLES)
+        variables += graph.get_collection(keys.LOCAL_VARIABLES)
+    return {
+        variable for variable in variables if getattr(variable, "handle", variable).op in written
+    }

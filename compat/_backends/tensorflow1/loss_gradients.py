@@ -1,4 +1,4 @@
-"""Gradients of a model's loss in TensorFlow 1's graphs: those of all ranks, wherever computed.
+"""Gradients of a model's loss in TensorFlow 1's graphs, averaged over all ranks.
 
 All functions for gradients, TensorFlow's and Keras', call one of TensorFlow's. On ranks it returns
 the mean over all ranks where it is called with a model's loss and weights. Gradients of other
@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import itertools
+from typing import Any, Dict
 
 from ... import errors
 from ..._runtime import patching
@@ -18,21 +19,24 @@ _HOOK = "gradients_util._GradientsHelper"
 
 
 class TensorFlow1Loss:
-    """The loss of a model on this rank, whose gradients are exchanged where they are used.
+    """Loss of a model on this rank, whose gradients are exchanged where they are used.
 
     Arguments:
-        share: this rank's share of the rows, a float64 tensor.
-        number: of the model; the ranks' exchanges of models of one number belong together.
+        engine: the engine by which ranks communicate.
+        model: the model.
+        loss: a tensor.
+        share: this rank's fraction of the rows, a float64 tensor.
+        number: that of the model: exchanges of models with the same number belong together.
     """
 
     def __init__(self, engine, model, loss, share, number):
         self.engine, self.tf = engine, engine.tf
         self.name, self.loss, self.share = model.name, loss, share
         self.names = (f"gradients_{number}_{count}" for count in itertools.count())
-        self.means = {}  # by variable
+        self.means: "Dict[Any, Any]" = {}  # by variable
 
     def means_of(self, variables, gradients):
-        """Return the means over all ranks of gradients of the loss, each of which is sent once."""
+        """Return the means over all ranks of gradients of the loss, each exchanged once."""
         self.engine.unexchanged.pop(_HOOK, None)
         of_variables = dict(zip(map(identity, variables), gradients))
         new = [variable for variable in of_variables if variable not in self.means]
@@ -44,20 +48,20 @@ class TensorFlow1Loss:
         return [self.means[identity(variable)] for variable in variables]
 
     def mean(self, parameters):
-        """Return the mean of the loss over all ranks' rows, whose gradients are those of it."""
+        """Return the mean of the loss over all ranks' rows, with its gradients."""
         tf = self.tf
         self.engine.unexchanged[_HOOK] = None
         gradients = tf.gradients(self.loss, parameters)  # the means: see watch()
         pairs = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
         zeros = [_zero(tf, parameter, gradient) for parameter, gradient in pairs]
-        # Exchanged by steps alone that use the loss itself, such as one whose rate it is.
+        # Exchanged only in steps that use the value of the loss, such as for a learning rate.
         (mean,) = self.engine.mean([self.loss], self.share, "loss")
         mean = tf.add_n([tf.stop_gradient(mean)] + [tf.cast(zero, mean.dtype) for zero in zeros])
         mark_exchanged(mean, self.engine)
         return mean
 
     def _once(self, mean):
-        """Return the mean of a gradient, which cannot be differentiated once more."""
+        """Return the mean of a gradient, which cannot be differentiated again."""
         tf = self.tf
 
         @tf.custom_gradient
@@ -81,7 +85,7 @@ class TensorFlow1Loss:
 
 
 def _zero(tf, parameter, gradient):
-    """A scalar that is 0, and whose gradient with respect to a parameter is this one."""
+    """Return a scalar 0 whose gradient with respect to a parameter is the given one."""
 
     def zero(value):
         def times(upstream):
@@ -96,10 +100,11 @@ def _zero(tf, parameter, gradient):
 
 
 def watch(loss_of):
-    """Have functions for gradients return those of all ranks from now on.
+    """Have functions for gradients return the means over all ranks from now on.
 
     Arguments:
-        loss_of: a function of a tensor: the ``TensorFlow1Loss`` that it is on this rank, or None.
+        loss_of: a function from a tensor to its ``TensorFlow1Loss``, if it is a model's loss, or
+            None.
     """
     for name in ("gradients_util", "gradients_impl"):  # from TensorFlow 1.14 on, and before
         with contextlib.suppress(ImportError):

@@ -1,4 +1,4 @@
-"""The order in which an optimizer of Keras counts its steps, and reads how many there were."""
+"""Order in which an optimizer of Keras reads and increments its step counter."""
 
 import contextlib
 
@@ -8,7 +8,7 @@ from . import graph
 
 
 def counts_without_order(model):
-    """Return whether Adam of this model's Keras may read its step counter after it has grown."""
+    """Return whether Adam in a model's Keras may read its step counter after the increment."""
     get_updates = vars(_keras.keras_of(model).optimizers.Adam).get("get_updates")
     code = getattr(get_updates, "__code__", None)  # none: that of all later optimizers
     return code is not None and "control_dependencies" not in code.co_names  # as in 1.13's tf.keras
@@ -21,19 +21,20 @@ def counting_in_order(
     within=contextlib.ExitStack,
     check=lambda updates: None,
 ):
-    """Within, the training functions that Keras makes count as ``updates_in_order`` says.
+    """Have the training functions that Keras makes within a block count ``updates_in_order``.
 
-    Yields a list of the losses for which the optimizer was asked.
+    Yields a list of the losses whose updates were computed.
 
     Arguments:
-        loss_of: what the optimizer trains on, in place of Keras' loss of some parameters.
-        within: a function that gives the context in which it does.
-        check: a function that is called with the optimizer's updates.
+        optimizer: the model's.
+        loss_of: from Keras' loss and parameters to the loss that the optimizer trains on.
+        within: a function that returns the context in which updates are computed.
+        check: a function that is called with the updates.
     """
-    get_updates, asked = optimizer.get_updates, []
+    get_updates, losses = optimizer.get_updates, []
 
     def get_updates_in_order(loss, params):
-        asked.append(loss)
+        losses.append(loss)
         with within():
             updates = updates_in_order(optimizer, get_updates, loss_of(loss, params), params)
         check(updates)
@@ -41,22 +42,23 @@ def counting_in_order(
 
     # Not around all of it: a session that has run knows no new order (keras 2.3).
     with patching.replaced(optimizer, get_updates=get_updates_in_order):
-        yield asked
+        yield losses
 
 
 def updates_in_order(optimizer, get_updates, loss, params):
-    """Return what ``get_updates`` gives, where what the optimizer counts grows once it was read.
+    """Return the updates of an optimizer, in which counters grow once they were read.
 
     In keras 2.2 and 2.3 nothing orders the two. Adam adds 1 to the number of steps that it reads,
     so it means the number before: with reference variables it mostly gets that, with resource
     variables the other one. Nadam reads its schedule of momentum twice, before and after it is set.
-    tf.keras has an order of its own, which stays.
+    tf.keras orders them itself.
     """
-    held = [value for each in _keras.wrapped_optimizers(optimizer) for value in vars(each).values()]
-    counters = [value for value in held if hasattr(value, "handle")]
-    # What others made, such as what saves the counter, must not count.
+    optimizers = _keras.wrapped_optimizers(optimizer)
+    attributes = [value for each in optimizers for value in vars(each).values()]
+    counters = [value for value in attributes if hasattr(value, "handle")]
+    # Operations that were there before, such as those that save the counter, do not count.
     others = {op for counter in counters for op in counter.handle.consumers()}
-    # Of a variable and its new value Keras makes an assignment, but later than can be seen here.
+    # From a variable and its new value Keras makes an assignment, but later than can be seen here.
     updates = [
         update[0].assign(update[1]) if isinstance(update, tuple) else update
         for update in get_updates(loss=loss, params=params)

@@ -1,10 +1,11 @@
-"""Which operations TensorFlow 1 executed where, and when, as its sessions record each run."""
+"""Operations that TensorFlow 1 executed, where and when, as its sessions record each run."""
 
 import contextlib
 import functools
 import sys
 import threading
 from _thread import get_ident
+from typing import Any, List
 
 from ..._runtime import patching
 from ..._runtime.operation_times import converted, count_products
@@ -14,7 +15,7 @@ from .configuration import imported_keras_packages
 
 
 def profiled(devices):
-    """See ``Backend.profiled()``."""
+    """Profile the runs of sessions: see ``Backend.profiled()``."""
     return converted(
         recorded(v1_names()), lambda runs: operations_of([run.step_stats for run in runs], devices)
     )
@@ -22,27 +23,28 @@ def profiled(devices):
 
 @contextlib.contextmanager
 def recorded(tf, thread=None, **options):
-    """Within, every run of a session is recorded: gives a list of ``RunMetadata``.
+    """Record every run of a session within a block; yield a list of ``RunMetadata``.
 
-    Runs are those of ``Session.run()`` and of Keras' functions, also of such as exist already.
-    ``Session.make_callable()`` takes no part.
+    Runs are those of ``Session.run()`` and of Keras' functions, also of those that exist already.
+    ``Session.make_callable()`` is not recorded.
 
     Arguments:
-        thread: the one whose runs are given; None: all threads.
-        options: what ``RunOptions`` have to be recorded besides.
+        tf: TensorFlow, with the names of version 1.
+        thread: the thread whose runs are recorded; None: all threads.
+        options: further fields of ``RunOptions``.
     """
     from tensorflow.python.client.session import BaseSession
 
     runs, trace = [], tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE, **options)
 
-    def traced(own):
+    def traced(options):
         result = tf.RunOptions()
-        if own is not None:
-            result.CopyFrom(own)
+        if options is not None:
+            result.CopyFrom(options)
         result.MergeFrom(trace)
         return result
 
-    def noted(run, *args, run_metadata=None):
+    def record(run, *args, run_metadata=None):
         metadata = tf.RunMetadata() if run_metadata is None else run_metadata
         try:
             return run(*args, run_metadata=metadata)
@@ -54,7 +56,7 @@ def recorded(tf, thread=None, **options):
 
     def run(session, fetches, feed_dict=None, options=None, run_metadata=None):
         run = plain_run, session, fetches, feed_dict, traced(options)
-        return noted(*run, run_metadata=run_metadata)
+        return record(*run, run_metadata=run_metadata)
 
     with contextlib.ExitStack() as patches:
         patches.enter_context(patching.replaced(BaseSession, run=run))
@@ -67,7 +69,7 @@ def recorded(tf, thread=None, **options):
                 return plain_make(session, options)
 
             def call(function, *args, **kwargs):
-                return noted(plain_call, function, *args, **kwargs)
+                return record(plain_call, function, *args, **kwargs)
 
             patches.enter_context(patching.replaced(BaseSession, _make_callable_from_options=make))
             patches.enter_context(patching.replaced(BaseSession._Callable, __call__=call))
@@ -76,23 +78,26 @@ def recorded(tf, thread=None, **options):
 
 
 def keras_functions():
-    """Return the classes of the functions that Keras makes once, for many runs."""
+    """Return the classes of the functions that Keras compiles for many runs."""
     modules = [sys.modules[k.backend.get_session.__module__] for k in imported_keras_packages()]
     names = ("Function", "GraphExecutionFunction")
     classes = {getattr(module, name, None) for module in modules for name in names}
     return [each for each in classes if isinstance(each, type)]
 
 
-_around_calls = []  # type: list
+_around_calls: "List[Any]" = []
 _changing_calls = threading.RLock()
 _patches_of_calls = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
 def around_calls(wrapper):
-    """Within, each call of a Keras function is ``wrapper(call, function)``, which calls ``call()``.
+    """Have ``wrapper(call, function)`` run in place of each call of a Keras function.
 
     Several may be in force at once, of several threads.
+
+    Arguments:
+        wrapper: a function that calls ``call()``.
     """
     with _changing_calls:
         if not _around_calls:
@@ -121,12 +126,12 @@ def _wrapped(plain):
 
 @contextlib.contextmanager
 def _made_anew():
-    """Within, Keras' functions run as made within; afterwards, as made afterwards."""
-    met = []  # type: list
+    """Have Keras compile its functions again within a block, and once more after it."""
+    functions: "List[Any]" = []
 
     def make_anew(call, function):
-        if not any(each is function for each in met):
-            met.append(function)
+        if not any(known is function for known in functions):
+            functions.append(function)
             function._callable_fn = None
         return call()
 
@@ -134,7 +139,7 @@ def _made_anew():
         with around_calls(make_anew):
             yield
     finally:
-        for function in met:
+        for function in functions:
             function._callable_fn = None
 
 
@@ -145,7 +150,7 @@ BACKWARD_PRODUCT = "Conv2DBackprop"
 
 
 def partitions(metadata):
-    """Return the operations that ran, by device, constants left out."""
+    """Return the operations that ran, by device, without constants."""
     graphs = [list(graph.node) for graph in metadata.partition_graphs if len(graph.node)]
     return {nodes[0].device[nodes[0].device.index("/device:") :]: nodes for nodes in graphs}
 

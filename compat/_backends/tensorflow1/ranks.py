@@ -1,14 +1,15 @@
-"""TensorFlow 1's graphs of Keras, as one of several ranks: Horovod carries the gradients.
+"""TensorFlow 1's graphs of Keras, as one of several ranks: Horovod exchanges the gradients.
 
-Keras makes the function that trains by a method of the model, where it asks the optimizer for
-updates of a loss. The optimizer gets another loss there, which is the mean of all ranks' and has
-the mean of their gradients, so that whatever it does with them (it clips, scales, or is
-TensorFlow's own) it does with that mean, and stays the user's.
+Keras makes the training function by a method of the model, in which the optimizer computes the
+updates of a loss. There it gets another loss, which is the mean over all ranks and whose gradients
+are the mean of theirs. So whatever the optimizer does with gradients (it clips, scales, or is one
+of TensorFlow) it does with that mean, and it remains the user's object.
 """
 
 import contextlib
 import functools
 import itertools
+from typing import List
 
 from ... import _keras, errors
 from ..._ranks import keras2, keras_model, own_functions, script_gradients
@@ -23,7 +24,7 @@ _numbers = itertools.count()  # of models
 
 
 def distribute(model, place):
-    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
+    """Make a Keras model one of the ranks', in place. A second call changes nothing."""
     engine = tensorflow_horovod.TensorFlowHorovod.join(place)
     if engine.tf.executing_eagerly():
         raise errors.unsupported(
@@ -41,11 +42,11 @@ def distribute(model, place):
 
 
 class MakeTensorFlow1Function(keras2.MakeFunction):
-    """The method by which Keras makes one of a model's functions, whose graph gets some more.
+    """Method by which Keras makes one of a model's functions, whose graph is extended.
 
-    Subclasses have ``extend(model, made)``, which adds to what the function does, and
-    ``begin(function, inputs)``, which agrees on the step before the graph runs; that then asks for
-    no more.
+    Subclasses have ``extend(model, made)``, which adds operations to the function's graph, and
+    ``begin(function, inputs)``, which agrees on the step before the graph runs, so that the graph
+    need not.
     """
 
     def invoke(self, model):
@@ -60,11 +61,12 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
             script_gradients.warn_of_metrics(model, outputs, lines_of)
 
     def called(self, function, model):
-        """A tensor: what ``function`` returns for the number of rows of the batch."""
+        """Return a tensor: the result of ``function`` for the number of rows of the batch."""
         rows = self.rows(model)
         return self.engine.called(lambda rows: function(int(rows)), [rows], self.engine.tf.float64)
 
     def rows(self, model):
+        """Return the number of rows of the batch, a tensor."""
         tf, batch = self.engine.tf, model.inputs[0]
         sparse = isinstance(batch, tf.SparseTensor)
         return batch.dense_shape[0] if sparse else tf.shape(batch)[0]
@@ -77,18 +79,20 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
 
     @staticmethod
     def written(made, updates, weights):
+        """Return the variables that a function writes, those of ``weights`` among them."""
         return variables_written([made.updates_op], weights)
 
     lines_of_gradients = staticmethod(gradient_marks.lines_of_marked)
 
     @staticmethod
     def waiting_for_others(made, outputs):
+        """Return a function of a script that waits where ranks exchange what it returns."""
         engine = gradient_marks.exchanging_engine(outputs)
         return made if engine is None else _WaitingFunction(made, engine)
 
 
 class _WaitingFunction:
-    """A function of ``K.function`` in which ranks exchange gradients, which all of them call."""
+    """Function of ``K.function`` in which ranks exchange gradients, so that all must call it."""
 
     def __init__(self, made, engine):
         self.made, self.engine = made, engine
@@ -102,6 +106,8 @@ class _WaitingFunction:
 
 
 class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFunction):
+    """Method by which Keras makes the function that evaluates."""
+
     begun = False  # this step's rows are counted
 
     def begin(self, function, inputs):
@@ -121,13 +127,15 @@ class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFuncti
 
 
 class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
-    begun = None  # the share of the step, where it is known before the graph runs
+    """Method by which Keras makes the function that trains."""
+
+    begun = None  # this rank's weight in the step, where it is known before the graph runs
     is_running = False  # a step is
 
     def __init__(self, engine):
         super().__init__(engine)
         self.number = next(_numbers)
-        self.losses = []  # type: list  # each TensorFlow1Loss that is in use
+        self.losses: "List[loss_gradients.TensorFlow1Loss]" = []  # those in use
 
     def begin(self, function, inputs):
         if keras2.knows_divisors(function.made_for):
@@ -145,7 +153,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
 
     @contextlib.contextmanager
     def making(self, model):
-        """Within, the optimizer takes the gradients of all ranks."""
+        """Have the optimizer take the gradients of all ranks within a block."""
         name, before = f"{type(model.optimizer).__name__}.get_updates", vars(model)[self.function]
         self.engine.unexchanged[name] = None
 
@@ -163,17 +171,17 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             self.engine.unreached[name] = None  # gradients are exchanged, but not the loss
 
     def loss_of_ranks(self, model, loss):
-        """Return the ``TensorFlow1Loss`` of a loss of the model's; it is made once."""
-        for known in self.losses:
-            if known.loss is loss:
-                return known
+        """Return the ``TensorFlow1Loss`` of a loss of the model, which is made once."""
+        for of_ranks in self.losses:
+            if of_ranks.loss is loss:
+                return of_ranks
         share = self.share_of_step(model)
         made = loss_gradients.TensorFlow1Loss(self.engine, model, loss, share, self.number)
         self.losses = [each for each in self.losses if each.loss is model.total_loss] + [made]
         return made
 
     def share_of_step(self, model):
-        """This rank's share of the rows of whatever the graph computes."""
+        """Return this rank's fraction of the rows of whatever the graph computes, a tensor."""
         tf = self.engine.tf
 
         def count(rows):
@@ -209,12 +217,12 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
 
 
 def watch_gradients():
-    """Have gradients of a model's loss be those of all ranks; others are marked from now on."""
+    """Make gradients of a model's loss those of all ranks, and mark others, from now on."""
     loss_gradients.watch(_loss_of_ranks)
 
 
 def _loss_of_ranks(tensor):
-    """The loss of a model on this rank that a tensor is, or None."""
+    """Return the ``TensorFlow1Loss`` of the model whose loss a tensor is, or None."""
     for model in own_functions.models():
         maker = MakeTensorFlow1TrainFunction.of(model)
         losses = [each.loss for each in maker.losses] + [getattr(model, "total_loss", None)]
@@ -224,7 +232,7 @@ def _loss_of_ranks(tensor):
 
 
 def _kinds():
-    """The methods that make functions, with those for epochs of TensorFlow 1.13's tf.keras."""
+    """Yield the methods that make functions, also those for epochs of 1.13's tf.keras."""
     for kind in (MakeTensorFlow1TrainFunction, MakeTensorFlow1TestFunction):
         yield kind
         name = _keras.OF_EPOCHS[kind.function]

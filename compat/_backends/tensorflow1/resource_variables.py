@@ -8,6 +8,7 @@ from .._tensorflow.graph import v1_names
 
 
 def warn_of_reference_variables(model):
+    """Warn where a model's weights are reference variables."""
     weights = model.weights if model.built else ()  # a Sequential of unknown input
     if any(weight.dtype._is_ref_dtype for weight in weights):
         errors.warn(
@@ -18,9 +19,12 @@ def warn_of_reference_variables(model):
 
 
 def switch_resource_variables_on(tf):
-    """Switch them on: keras 2.2's reference variables race, and train wrongly.
+    """Switch resource variables on: keras 2.2's reference variables race, and train wrongly.
 
     An update may overwrite a weight that the gradient, or another replica, has yet to read.
+
+    Returns:
+        A line for the report.
     """
     _let_resource_variables_add_in_place()
     if hasattr(tf, "enable_resource_variables"):  # from 1.11
@@ -34,7 +38,7 @@ def switch_resource_variables_on(tf):
 
 
 def _leave_changing_shapes_to_references():
-    """Make reference variables of those whose shape may change, unless the script says otherwise.
+    """Keep reference variables where shapes may change, unless the script chooses otherwise.
 
     A resource variable keeps the shape of its initial value also under ``validate_shape=False``,
     by which a metric keeps a row for each row that it has seen.
@@ -63,9 +67,9 @@ def _with_changing_shapes(make, variable_scope):
 
 
 def settable(variables):
-    """The variables, such that Keras' ``batch_set_value`` sets those whose shape may change, too.
+    """Return variables, such that Keras' ``batch_set_value`` can set those whose shape may change.
 
-    The operation by which it does is made once, for values of the first one's shape.
+    Keras makes an operation for that once, for values of the shape of the first one.
     """
     tf = v1_names()
     for variable in variables:
@@ -76,7 +80,7 @@ def settable(variables):
 
 
 def _let_resource_variables_add_in_place():
-    """Give ``loss += tensor`` its old meaning, a tensor, which resource variables refuse (1.12 on).
+    """Have ``loss += tensor`` give a tensor, as before 1.12: resource variables refuse it.
 
     Losses of Keras' own examples begin as ``K.variable(0.)``: deep_dream, neural_style_transfer.
     """
@@ -91,11 +95,11 @@ def _let_resource_variables_add_in_place():
 
 
 def _make_resource_variables(variable):
-    """Have ``tf.Variable()`` give an instance of its subclass for resource variables."""
+    """Have ``tf.Variable()`` return an instance of its subclass for resource variables."""
     from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
     def __new__(cls, *args, **options):
-        # What a resource variable cannot be: read from a file, or of a shape not known yet.
+        # A resource variable can neither be read from a file nor have an unknown shape.
         others = {"variable_def", "expected_shape"} & set(options)
         keeps_shape = args[3] if len(args) > 3 else options.get("validate_shape", True)
         if cls is variable and len(args) < 7 and not others and keeps_shape:

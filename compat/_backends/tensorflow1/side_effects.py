@@ -1,7 +1,7 @@
-"""Side effects of a graph's operations: what Python functions (``py_func``) change besides.
+"""Side effects of the Python functions (``py_func``) that a graph's operations call.
 
-A list that grows, a counter, random numbers of numpy's: each replica's call would change it again,
-and so would a trial and a verified step.
+A list that grows, a counter, NumPy's random numbers: each replica's call would change it again, and
+so would a trial and a verified step.
 """
 
 import contextlib
@@ -12,18 +12,18 @@ from ..._runtime.on_demand import numpy as np
 
 
 def is_call(op):
-    """Return whether ``op`` calls a Python function."""
+    """Return whether an operation calls a Python function."""
     return op.type in ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
 
 class PythonFunctions:
-    """The Python functions that some operations call, and what they can change as it is now.
+    """Python functions that operations call, and a snapshot of the state that they can change.
 
     Arguments:
         operations: operations of a graph, of any kind.
 
     Attributes:
-        changing: operations that have changed more than they return.
+        changing: the operations that have had side effects.
     """
 
     def __init__(self, operations):
@@ -42,7 +42,7 @@ class PythonFunctions:
 
     @contextlib.contextmanager
     def unchanged(self):
-        """A block after which all that they can change is as it was before."""
+        """Restore all that they can change after a block, and record which have changed it."""
         self._note()
         try:
             yield
@@ -53,7 +53,7 @@ class PythonFunctions:
             self.put_back()
 
     def put_back(self):
-        """Restore what was there when this was made, or when the last such block began."""
+        """Restore the state of when this was made, or of when the last such block began."""
         for effects in self._effects.values():
             effects.restore(randoms=True)
 
@@ -66,6 +66,6 @@ def _function_of(op):
 
 
 def _is_value(value):
-    """Return whether it is the framework's, which no call changes."""
+    """Return whether a value is the framework's, which no call changes."""
     package = type(value).__module__.partition(".")[0]
     return package in ("tensorflow", "tensorflow_core", "keras", "google")

@@ -1,4 +1,4 @@
-"""A step of a Keras model on several devices, compared with the same step on one."""
+"""Verification of Keras models on TensorFlow 1: a step compared with that of one device."""
 
 from _thread import get_ident
 
@@ -13,6 +13,8 @@ from .side_effects import PythonFunctions
 
 
 class _Step(keras2.Keras2Step):
+    """A step of a Keras function, computed on several devices and on one."""
+
     def __init__(self, method, function, data):
         # A trial that fails makes the function anew, with other variables for the optimizer.
         if hasattr(function.made, "try_on"):  # it is of replicas
@@ -20,8 +22,8 @@ class _Step(keras2.Keras2Step):
             function.made.results.give_to(function.undivided)
         super().__init__(method, function, data)
         computed = []
-        for each in function.made, function.undivided:
-            computed += [each.updates_op, *each.outputs, *getattr(each, "fetches", ())]
+        for made in function.made, function.undivided:
+            computed += [made.updates_op, *made.outputs, *getattr(made, "fetches", ())]
         self._computed = graph.ancestors(computed, ())[0]
 
     def attributes(self):
@@ -37,37 +39,38 @@ class _Step(keras2.Keras2Step):
 
 
 class VerifiedStep(keras2.VerifiedKeras2Step):
-    """The method by which Keras 2 makes the function of a step."""
+    """Method by which Keras 2 makes the function of a step."""
 
     step = _Step
 
-    is_told = False  # of a graph that is finalized
+    has_warned = False  # of a graph that is finalized
 
     def is_ready(self, model):
         is_finalized = model.outputs[0].graph.finalized
-        if is_finalized and not self.is_told:
+        if is_finalized and not self.has_warned:
             name = self.verification.record.model
             errors.warn(
                 f"verify={self.verification.requested}: the graph of model {name!r} is "
                 f"finalized, so that no operations can be added that do its {self.kind} step on "
                 "one device: it is not verified. Run a step before graph.finalize()."
             )
-        self.is_told = is_finalized
+        self.has_warned = is_finalized
         return not is_finalized
 
     def written(self, function, model):
         metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
         metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
-        held = [v for metric in metrics for v in getattr(metric, "variables", ())]
+        of_metrics = [v for metric in metrics for v in getattr(metric, "variables", ())]
         ran = [function.updates_op] + list(function.outputs) + getattr(function, "fetches", [])
-        written = graph.variables_written(ran, held)  # TensorFlow does not list those
-        written = settable(written)
-        return sorted(written, key=lambda variable: getattr(variable, "handle", variable).op._id)
+        written = graph.variables_written(ran, of_metrics)  # TensorFlow does not list those
+        return sorted(
+            settable(written), key=lambda variable: getattr(variable, "handle", variable).op._id
+        )
 
     # Nothing else orders the two where Keras makes a function for itself.
     ordering = staticmethod(counting_in_order)
 
 
 def verify(model, verification):
-    """Have the first steps of ``model`` verified; None: no longer."""
+    """Verify the first steps of a model from now on; with None, no longer."""
     keras2.verify(VerifiedStep, model, vars(model).get("_compat_functions"), verification)

@@ -47,8 +47,8 @@ class ReplicatedFunction:
             its gradient in ``updates``.
 
     Attributes:
-        plan: the ``CompiledPlan`` by which it runs; None before the first batch, and where the plan before
-            has turned out to be wrong.
+        plan: the ``CompiledPlan`` by which it runs; None before the first batch, and where the last
+            plan has turned out to be wrong.
         tried: with how many rows plans were tried, for each shape of them.
     """
 
