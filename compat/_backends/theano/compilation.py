@@ -1,4 +1,4 @@
-"""Functions compiled for a device of the body of a model's graph, to go forward and back."""
+"""Functions of a graph's body, compiled for a device: the forward pass and the backward pass."""
 
 from collections import OrderedDict
 from typing import Any, List, NamedTuple, Tuple
@@ -70,7 +70,7 @@ def compiled(device: "Any", body: "Body", compile_function: "Any") -> "Tuple[Lis
     at_cuts = [values[index] for index in body.differentiated]
     upstream = [placeholder_like(value, device.place) for value in at_cuts]
     # Copies, since one value at the cuts may depend on another one.
-    upstream_of = [(tensor_copy(v), value_like(v, given)) for v, given in zip(at_cuts, upstream)]
+    upstream_of = [(tensor_copy(v), value_like(v, u)) for v, u in zip(at_cuts, upstream)]
     weights = [own[weight] for weight in body.weights]
     gradients_by_weight = gradients_of(None, weights, OrderedDict(upstream_of))
     gradients = list(gradients_by_weight.values())
@@ -83,11 +83,11 @@ def compiled(device: "Any", body: "Body", compile_function: "Any") -> "Tuple[Lis
 
 
 def _kept(gradients, leaves, values):
-    """Return what the forward pass from leaves to values computes that gradients need."""
+    """Return the variables of the forward pass, from leaves to values, that gradients need."""
     forward = depending_on(leaves, values).difference(leaves)
 
     def is_kept(variable):
-        # To hand over a view of another variable would copy it.
+        # A view of another variable would be copied.
         is_view = bool(getattr(variable.owner.op, "view_map", None))
         return variable in forward and hasattr(variable, "broadcastable") and not is_view
 
@@ -95,8 +95,8 @@ def _kept(gradients, leaves, values):
 
 
 def takes_values_away(mode):
-    """Return whether a function of this mode holds its shared variables' values while it runs.
+    """Return whether a function of this mode takes its shared variables' values while it runs.
 
-    Functions that are called meanwhile, as the bodies are to go back, do not find them there.
+    Functions that are called meanwhile, such as those of the backward pass, do not find them there.
     """
     return isinstance(theano.compile.mode.get_mode(mode), theano.compile.debugmode.DebugMode)

@@ -1,4 +1,4 @@
-"""The flags that say what was asked, with Theano's numbers of the GPUs."""
+"""Theano's flags for the arguments of ``configure_gpu()``."""
 
 import re
 import sys
@@ -10,18 +10,24 @@ from .flags import Flags
 
 
 def requested_flags(settings, environ, ids):
-    """Return the flags that configure what was requested, with Theano's numbers of the GPUs."""
+    """Return the flags for the settings.
+
+    Arguments:
+        settings: the ``Settings``.
+        environ: the environment, whose flags may name other devices.
+        ids: Theano's numbers of the GPUs.
+    """
     options = _checked(settings.options.get("theano_flags", {}))
-    said = Flags(environ)
+    flags_before = Flags(environ)
     names = list(map("cuda{}".format, ids))
-    # OpenCL's GPUs, of which no command of a driver tells, are kept where the flags name them.
-    named = [said.get(name) or "" for name in ("device", "contexts", "init_gpu_device")]
-    keeps = settings.devices.undecided is not None and "opencl" in " ".join(named)
+    # OpenCL's GPUs, which no driver's command lists, are kept where the flags name them.
+    devices = [flags_before.get(name) or "" for name in ("device", "contexts", "init_gpu_device")]
+    keeps = settings.devices.undecided is not None and "opencl" in " ".join(devices)
     flags = {} if keeps else {"device": names[0] if names else "cpu"}
     if len(names) > 1:
         flags["contexts"] = ";".join(map("dev{}->{}".format, range(len(names)), names))
     for other in ("contexts", "init_gpu_device"):  # both would bring up further GPUs
-        if other not in flags and said.get(other) and not keeps:
+        if other not in flags and flags_before.get(other) and not keeps:
             flags[other] = ""
     if settings.memory and (names or keeps):
         # Up to 1 it is a fraction, at most .95; above 1 megabytes.
@@ -31,16 +37,20 @@ def requested_flags(settings, environ, ids):
     if settings.floatx:
         flags["floatX"] = settings.floatx
     if launchers.launched(environ):
-        # Ranks compile the same at the same time, and by itself Theano waits 5 to 10 seconds
-        # before it looks for its lock again; so long it stays another's, as ever.
+        # Ranks compile the same functions at the same time, and by default Theano waits 5 to 10
+        # seconds before it looks for its lock again. The timeout is Theano's default.
         seconds = {"compile.wait": "1", "compile.timeout": "120"}
-        flags.update((name, value) for name, value in seconds.items() if not said.get(name))
+        flags.update((name, value) for name, value in seconds.items() if not flags_before.get(name))
     flags.update(options)
     return flags
 
 
 def _checked(flags):
-    """Return ``theano_flags=`` with all values as texts."""
+    """Return ``theano_flags=`` with all values as text.
+
+    Raises:
+        InvalidArgumentError: it is no dictionary of flags.
+    """
     if not isinstance(flags, dict):
         raise invalid(flags, f"it is a {type(flags).__name__}")
     for name, value in flags.items():
@@ -57,6 +67,7 @@ def _checked(flags):
 
 
 def invalid(flags, problem):
+    """Return the error for ``theano_flags=``."""
     return errors.InvalidArgumentError(
         f"theano_flags={flags!r} is not understood: {problem}. Use a dictionary of Theano's flags, "
         'such as {"optimizer": "fast_compile", "openmp": True}.'
@@ -64,18 +75,19 @@ def invalid(flags, problem):
 
 
 def importer():
-    """Return the module that imported Theano, or None: the last begun before that refers to it.
+    """Return the name of the module that imported Theano, or None.
 
-    From Python 3.8 on, modules stand in the order in which they were done, which does not tell.
+    It is the last one that was begun before Theano and refers to it. From Python 3.8 on the order
+    of modules is that in which their imports ended, so it remains unknown.
     """
     importer = None
     for name, module in list(sys.modules.items()):  # in the order in which they were begun
         if name.partition(".")[0] == "theano":
             return importer if name == "theano" else None
         values = list(getattr(module, "__dict__", {}).values())
-        made = [v for v in values if isinstance(v, (type, types.FunctionType))]
-        found = [getattr(v, "__name__", "") for v in values if isinstance(v, types.ModuleType)]
-        found += [getattr(v, "__module__", "") for v in made]
-        if any(str(each).partition(".")[0] == "theano" for each in found):
+        defined = [v for v in values if isinstance(v, (type, types.FunctionType))]
+        modules = [getattr(v, "__name__", "") for v in values if isinstance(v, types.ModuleType)]
+        modules += [getattr(v, "__module__", "") for v in defined]
+        if any(str(module).partition(".")[0] == "theano" for module in modules):
             importer = name
     return None

@@ -1,7 +1,8 @@
-"""A device of Theano's, with weights of its own."""
+"""A device of Theano, with its own copies of the weights."""
 
 import contextlib
 import weakref
+from typing import Any, Dict
 
 import numpy as np
 import theano
@@ -10,7 +11,12 @@ from .graph import context_of, is_random
 
 
 def independent_state(value, number):
-    """Return a generator's state whose numbers are independent of those of ``value``."""
+    """Return a random generator's state that is independent of another one.
+
+    Arguments:
+        value: the other state.
+        number: that of the new state: other numbers give other states.
+    """
     from theano.sandbox import rng_mrg
 
     if isinstance(value, np.random.RandomState):
@@ -22,27 +28,34 @@ def independent_state(value, number):
 
 
 class Device:
-    """A device: its ``name``, and Theano's ``target`` for it, a context's name or "cpu".
+    """A device, with its own variables.
 
-    ``place`` is the target in its own graphs: "cpu", or the default context, None.
+    Arguments:
+        name: the name that was configured, such as "cuda0".
+        target: Theano's name of its context, or "cpu".
+
+    Attributes:
+        place: the target in the device's graphs: "cpu", or the default context, None.
+        variables: the device's shared variables, by those of Keras.
+        functions: the functions of bodies that run here.
     """
 
     def __init__(self, name, target):
         self.name = name
         self.target = target
         self.place = "cpu" if target == "cpu" else None
-        self.variables = {}  # type: Any  # Keras' shared variables, and those used here
-        self.functions = weakref.WeakSet()  # type: Any  # those of bodies that run here
+        self.variables: "Dict[Any, Any]" = {}
+        self.functions: "Any" = weakref.WeakSet()
 
     @contextlib.contextmanager
     def current(self):
-        """Make Theano's default context this device's for the duration of a block."""
+        """Make this device's context Theano's default one within a block."""
         if self.target == self.place:
             yield
             return
         from theano.gpuarray import type as contexts
 
-        registered = contexts._context_reg  # what reg_context() fills refuses a second one
+        registered = contexts._context_reg  # reg_context() refuses to replace a context
         default = {None: registered[None]} if None in registered else {}
         registered[None] = contexts.get_context(self.target)
         try:
@@ -52,15 +65,16 @@ class Device:
             registered.update(default)
 
     def adopt(self, variable, number, is_apart=False):
-        """Make this device's variable for one of Keras', unless it has one.
+        """Make this device's copy of a variable, unless there is one.
 
         Arguments:
-            number: the device's among those of its model. The first uses Keras' variables
-                themselves, if they lie there.
-            is_apart: whether the first has variables of its own as well.
+            variable: Keras' variable.
+            number: the device's index among those of its model. The first device uses Keras'
+                variables themselves, if they lie there.
+            is_apart: whether the first device has copies as well.
         """
-        known = self.variables.get(variable)
-        if known is not None and not (is_apart and known is variable):
+        present = self.variables.get(variable)
+        if present is not None and not (is_apart and present is variable):
             return
         if number == 0 and context_of(variable) == self.target and not is_apart:
             self.variables[variable] = variable
@@ -71,8 +85,8 @@ class Device:
         if hasattr(variable, "broadcastable"):
             options = {"target": self.place, "broadcastable": variable.broadcastable}
         with self.current():
-            own = self.variables[variable] = theano.shared(value, variable.name, **options)
-        own.is_state = is_random(variable)
+            copy = self.variables[variable] = theano.shared(value, variable.name, **options)
+        copy.is_state = is_random(variable)
 
     @contextlib.contextmanager
     def randomness_kept(self):
@@ -88,8 +102,8 @@ class Device:
 
     def take_weights(self):
         """Bring this device's weights up to date."""
-        for keras, own in self.variables.items():
-            if own is not keras and not is_random(keras):
-                value = np.asarray(keras.get_value(borrow=True))
+        for variable, copy in self.variables.items():
+            if copy is not variable and not is_random(variable):
+                value = np.asarray(variable.get_value(borrow=True))
                 with self.current():
-                    own.set_value(value)
+                    copy.set_value(value)

@@ -1,24 +1,25 @@
-"""Proof of use: which devices execute operations, as the functions that Theano calls tell.
+"""Proof of use: which devices executed operations, by the functions that Theano has called.
 
-All of Theano's functions are called through one method. While a step is recorded it notes which
-they are. On GPUs the values that a function holds and returns tell where it ran; simulated devices
-are all the CPU, and have functions of their own.
+All of Theano's functions are called through one method, which records them while a step is
+recorded. On GPUs the values that a function holds and returns show where it ran; simulated devices
+are all the CPU, and are distinguished by their functions.
 """
 
 import contextlib
 import threading
 from _thread import get_ident
+from typing import Any, List, Set
 
 from theano.compile.function_module import Function
 
 from ..._runtime import patching
 
 _lock = threading.Lock()
-_recorders = []  # type: list  # those of all threads
-_patches = []  # type: list  # one, while there are any
+_recorders: "List[CallRecorder]" = []  # of all threads
+_patches: "List[patching.Patch]" = []  # one, while there are any
 
-# Which of a compiled function's operations are the products of layers; a loop has its own. On GPUs
-# their names begin with Gpu.
+# Operations of a compiled function that are products of layers, or loops, which contain products.
+# On GPUs their names begin with Gpu.
 PRODUCTS = (
     "Dot", "Dot22", "Dot22Scalar", "Gemm", "Gemv", "CGemv", "Ger", "CGer", "Scan",
     "CorrMM", "CorrMM_gradWeights", "CorrMM_gradInputs", "AbstractConv2d",
@@ -28,7 +29,7 @@ PRODUCTS = (
 
 
 class CallRecorder:
-    """Counts of the operations that each device executes in this thread, in the first step.
+    """Counter of the operations that each device executes in this thread, in the first step.
 
     Arguments:
         replicas: the model's ``Replicas``.
@@ -37,13 +38,13 @@ class CallRecorder:
     def __init__(self, replicas):
         self.replicas, self.thread = replicas, get_ident()
         self.counts = dict.fromkeys([device.name for device in replicas.devices], 0)
-        self._called = set()  # type: set  # what a step calls once
+        self._called: "Set[Any]" = set()  # functions that a step calls once
 
     def note(self, function, results):
-        """Note a call, of whatever function of Theano's."""
+        """Count the operations of a call, of whichever function of Theano."""
         home, *others = self.replicas.devices
-        device = next((each for each in others if function in each.functions), home)
-        # Trials call what goes forward on the first device.
+        device = next((other for other in others if function in other.functions), home)
+        # Trials call the first device's functions of the forward pass.
         if device is not home or function in self.replicas.heads:
             if function in self._called:
                 return self.end()  # the second step
@@ -53,12 +54,14 @@ class CallRecorder:
                 self.counts[name] += len(function.maker.fgraph.apply_nodes)
 
     def begin(self):
+        """Start to record."""
         with _lock:
             if not _recorders:
                 _patches.append(patching.Patch(Function, "__call__", _recording(Function.__call__)))
             _recorders.append(self)
 
     def end(self):
+        """Stop recording, if it has not stopped."""
         with _lock:
             if self in _recorders:
                 _recorders.remove(self)
@@ -71,7 +74,7 @@ def _recording(call):
 
     def calling(function, *args, **kwargs):
         results = call(function, *args, **kwargs)
-        for recorder in [each for each in _recorders if each.thread == get_ident()]:
+        for recorder in [r for r in _recorders if r.thread == get_ident()]:
             recorder.note(function, results)
         return results
 
@@ -79,7 +82,7 @@ def _recording(call):
 
 
 def _gpus(function, results):
-    """Return the GPUs on which a function's own values lie, and what it has returned."""
+    """Return the GPUs on which the values lie that a function holds and has returned."""
     values = [container.storage[0] for container in function.input_storage]
     values += results if isinstance(results, list) else [results]
     return {value.context.dev for value in values if hasattr(value, "context")}
@@ -87,7 +90,7 @@ def _gpus(function, results):
 
 @contextlib.contextmanager
 def executed(replicas):
-    """Record the first step within a block; give the numbers of operations, by device."""
+    """Record the first step within a block; yield the numbers of operations by device."""
     recorder = CallRecorder(replicas)
     recorder.begin()
     try:

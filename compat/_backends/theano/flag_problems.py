@@ -1,4 +1,4 @@
-"""Flags that Theano, or Keras, ignores."""
+"""Flags that Theano or Keras ignores."""
 
 import importlib.util
 import os
@@ -12,10 +12,11 @@ _FLOATX = "float16", "float32", "float64", "16", "32", "64"
 
 
 def problems(environ, version):
-    """Yield a sentence for each flag that Theano, or Keras, ignores.
+    """Yield a sentence for each flag that Theano or Keras ignores.
 
     Arguments:
-        version: Theano's, or None.
+        environ: the environment.
+        version: Theano's version, or None.
     """
     try:
         for name, value in split_flags(environ.get("THEANO_FLAGS", "")):
@@ -27,10 +28,10 @@ def problems(environ, version):
                     f"THEANO_FLAGS: {entry!r} has a space beside its '=', Theano does not take it "
                     f"for {name}. Write {name}={value}."
                 )
-        said, known = Flags(environ), defined()
-        if known:
-            yield from unknown(said, known, version)
-        path, floatx = detection.keras_json(environ), (said.get("floatX") or "").strip()
+        flags, names = Flags(environ), defined()
+        if names:
+            yield from unknown(flags, names, version)
+        path, floatx = detection.keras_json(environ), (flags.get("floatX") or "").strip()
         keras = detection.read_keras_json(path).get("floatx", "float32")
         if floatx in _FLOATX and floatx[-2:] != keras[-2:]:  # Theano knows "32", too
             yield (
@@ -41,28 +42,29 @@ def problems(environ, version):
         yield str(error)
 
 
-def unknown(said, known, version, only_misspelled=False):
+def unknown(flags, names, version, only_misspelled=False):
     """Yield a sentence for each flag that is not one of Theano's.
 
     Arguments:
-        said: the flags, a ``Flags``.
-        known: the names of Theano's.
-        only_misspelled: leave out those that are like none of Theano's.
+        flags: the ``Flags``.
+        names: the names of Theano's flags.
+        version: Theano's version.
+        only_misspelled: whether to leave out those that are like none of Theano's.
     """
     from ..._configuration import spelling  # here for start-up time
 
-    for name, value in said.spelled_as(known):
-        meant = None if name in known else spelling.closest(name, known)
-        if meant or name not in known and not only_misspelled:
+    for name, value in flags.spelled_as(names):
+        meant = None if name in names else spelling.closest(name, names)
+        if meant or name not in names and not only_misspelled:
             hint = f" Did you mean {meant}?" if meant else ""
             yield f"{name}={value}: Theano {version} has no flag {name}, and ignores it.{hint}"
 
 
 def defined():
-    """Return the names of the installed Theano's flags; none where they are not known.
+    """Return the names of the installed Theano's flags; an empty set where they are unknown.
 
-    Read from its ``configdefaults.py``, since importing that configures Theano and may bring up a
-    GPU.
+    They are read from the text of its ``configdefaults.py``, since importing that configures
+    Theano and may initialize a GPU.
     """
     spec = importlib.util.find_spec("theano")
     if spec is None or not spec.origin:

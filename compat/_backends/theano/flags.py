@@ -1,8 +1,8 @@
 """Theano's flags, in ``THEANO_FLAGS`` and in ``.theanorc`` files, as Theano itself reads them.
 
 Source: theano/configparser.py of Theano 1.0.5. A flag's full name is ``[section.]option``.
-``THEANO_FLAGS`` goes before the files; of several files named in ``THEANORC`` the last goes
-first. Values are plain texts here: what they mean is Theano's business.
+``THEANO_FLAGS`` overrides the files; of several files named in ``THEANORC`` the last overrides
+the others. Values are plain text here, which only Theano interprets.
 """
 
 import configparser
@@ -16,9 +16,13 @@ import sys
 from ... import errors
 from ..._runtime.safe_files import plain
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, Optional
+
 
 def split_flags(text):
-    """Return name and value of each entry of ``THEANO_FLAGS``; value None where there is no ``=``.
+    """Return name and value of each entry of ``THEANO_FLAGS``, with None for a value without ``=``.
 
     Commas separate; a backslash or quotes take them, and each other, literally; ``#`` begins a
     comment. Spaces around ``=`` belong to name and value.
@@ -43,9 +47,9 @@ def split_flags(text):
 def merge_flags(text, flags):
     """Return a ``THEANO_FLAGS`` text with the settings of ``text``, overridden by ``flags``.
 
-    What has no value stays: Theano warns that it ignores it.
+    Entries without a value stay: Theano warns that it ignores them.
     """
-    merged = {}  # type: dict
+    merged: "Dict[str, Optional[str]]" = {}
     for name, value in split_flags(text) + list(flags.items()):
         if value is not None or name not in merged:
             merged[name] = value
@@ -68,6 +72,12 @@ def _expanduser(path, environ):
 
 class Flags:
     """Flags set by an environment and the files it names, as Theano would read them.
+
+    Arguments:
+        environ: the environment.
+
+    Attributes:
+        files: the files that are there.
 
     Raises:
         InvalidArgumentError: ``THEANO_FLAGS`` cannot be read.
@@ -94,10 +104,13 @@ class Flags:
             return self._parser.get(section, option, raw=True)
 
     def spelled_as(self, defined):
-        """Yield the flags' names, which in files ignore case, as Theano spells them, and values.
+        """Yield names and values of the flags, those in files first.
 
-        The files' first. Without what a file has under [DEFAULT], which stands in each of its
-        sections.
+        Names in files ignore case, and are yielded as Theano spells them. Options of [DEFAULT],
+        which a parser repeats in each section, are left out.
+
+        Arguments:
+            defined: the names of Theano's flags.
         """
         names = {name.lower(): name for name in defined}
         for section in self._parser.sections():
@@ -118,10 +131,10 @@ def section_and_option(name):
 
 
 def read_into(path, parser):
-    """Have a parser read a file, as its ``read()``; return whether it is there and readable.
+    """Have a parser read a file, as its ``read()``; return whether there is a readable one.
 
     Raises:
-        ConfigurationFileError: it cannot, or nothing but a file could be read to its end.
+        ConfigurationFileError: the file is no regular file, or cannot be parsed.
     """
     if os.path.realpath(path) == os.devnull:  # THEANORC=/dev/null: no file
         return True
@@ -138,6 +151,7 @@ def read_into(path, parser):
 
 @contextlib.contextmanager
 def readable(path):
+    """Convert errors of reading a file, within a block, to ``ConfigurationFileError``."""
     try:
         yield
     except (configparser.Error, UnicodeError, OSError) as error:
@@ -155,7 +169,3 @@ def readable(path):
         raise errors.ConfigurationFileError(
             f"{path} cannot be read: {problem}. {remedy}"
         ) from error
-
-
-# What Theano will not take as it was meant. A value that it refuses is its own error when it is
-# imported, which names those that it takes.

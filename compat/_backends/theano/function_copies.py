@@ -1,4 +1,4 @@
-"""Copies of a compiled function, of other shared variables."""
+"""Copies of a compiled function, with other shared variables."""
 
 import theano
 
@@ -6,10 +6,10 @@ from ..._runtime import patching
 
 
 def can_be_copied(function):
-    """Return whether Theano's ``copy()`` gives functions like this one.
+    """Return whether Theano's ``copy()`` supports a function.
 
-    That of ``DebugMode``, which has a maker of its own, would be without its shared variables;
-    linkers that wrap others, as ``MonitorMode`` has, do not keep what it needs.
+    A copy in ``DebugMode``, which has another class of makers, would lose its shared variables;
+    linkers that wrap others, such as that of ``MonitorMode``, do not keep what ``copy()`` needs.
     """
     return type(function.maker) is theano.compile.FunctionMaker and hasattr(
         function.fn, "storage_map"
@@ -17,14 +17,18 @@ def can_be_copied(function):
 
 
 def copied(function, swap):
-    """Return a function like this one, of other shared variables, for those in ``swap``.
+    """Return a copy of a function with other shared variables.
 
     Theano's copy() alone loses the order in which operations may overwrite what others read: it
-    gives the copied graph no DestroyHandler. Gradients of recurrent layers read what had been
-    overwritten.
+    gives the copied graph no DestroyHandler. Gradients of recurrent layers would read values that
+    have been overwritten.
+
+    Arguments:
+        function: the function.
+        swap: the variables of the copy, by those that they replace.
     """
     maker = function.maker
-    of_theano, held = type(maker), [given.variable for given in maker.inputs]
+    of_theano, inputs = type(maker), [given.variable for given in maker.inputs]
 
     class Maker(of_theano):
         def __init__(self, *args, **options):
@@ -33,6 +37,6 @@ def copied(function, swap):
 
     patching.change_class(maker, Maker)  # of this one alone: other threads may be compiling
     try:
-        return function.copy(swap={old: new for old, new in swap.items() if old in held})
+        return function.copy(swap={old: new for old, new in swap.items() if old in inputs})
     finally:
         patching.change_class(maker, of_theano)

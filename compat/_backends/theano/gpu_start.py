@@ -1,8 +1,12 @@
-"""Whether the GPUs that Theano's flags name came up when it was imported."""
+"""Diagnosis of GPUs that Theano's flags name and that did not come up when it was imported."""
 
 import logging
 
 from ... import errors
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, Optional
 
 
 class Failure(logging.Handler):
@@ -11,43 +15,49 @@ class Failure(logging.Handler):
     error = None
 
     def emit(self, record):
+        """Keep the error of a record, if it has one."""
         if record.exc_info:
             self.error = record.exc_info[1] or self.error
 
 
 def _contexts(theano):
-    """Return contexts and GPUs that the flags name (None: the default), and which are active."""
+    """Return contexts and GPUs that the flags name (None: the default), and the active ones."""
     config, gpuarray = theano.config, getattr(theano, "gpuarray", None)
-    asked = [(None, config.device)] if config.device != "cpu" else []
+    requested = [(None, config.device)] if config.device != "cpu" else []
     named = [entry.partition("->") for entry in config.contexts.split(";") if entry]
-    asked += [(name.strip(), gpu.strip()) for name, _, gpu in named]
+    requested += [(name.strip(), gpu.strip()) for name, _, gpu in named]
     active = gpuarray.type.list_contexts() if gpuarray and gpuarray.pygpu_activated else ()
-    return asked, active
+    return requested, active
 
 
 def active_gpus(theano):
     """Return the GPUs that came up, each with the first of its contexts."""
-    asked, active = _contexts(theano)
-    found = {}  # type: dict
-    for context, gpu in asked:
+    requested, active = _contexts(theano)
+    contexts: "Dict[str, Optional[str]]" = {}
+    for context, gpu in requested:
         if context in active:
-            found.setdefault(gpu, context)
-    return found
+            contexts.setdefault(gpu, context)
+    return contexts
 
 
 def check(theano, failure, settings):
     """Report a GPU that did not come up: Theano logs it, and goes on with the CPU.
 
+    Arguments:
+        theano: the module.
+        failure: the error that Theano has logged, or None.
+        settings: the ``Settings``.
+
     Returns:
         Lines for the report, and warnings.
     """
-    asked, active = _contexts(theano)
-    for name, gpu in asked if active else ():
+    requested, active = _contexts(theano)
+    for name, gpu in requested if active else ():
         # Theano 1.0.5 says "Mapped name dev0", but registers no second name for one GPU.
         up = theano.gpuarray.init_dev.devmap
         if name not in active and gpu in up:
             theano.gpuarray.type.reg_context(name, up[gpu])  # which makes it active
-    gpus = ", ".join(dict.fromkeys(gpu for context, gpu in asked if context not in active))
+    gpus = ", ".join(dict.fromkeys(gpu for context, gpu in requested if context not in active))
     if not gpus:
         return [], []
     problem, remedy = reason(theano, failure)

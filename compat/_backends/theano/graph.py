@@ -1,4 +1,4 @@
-"""Queries on Theano's graphs, and variables that are built into them."""
+"""Queries on Theano's graphs, and variables that are added to them."""
 
 import types
 
@@ -10,7 +10,7 @@ from ... import _rows, errors
 
 
 def is_random(variable):
-    """Return whether this is the state of a random generator, Keras' or a device's own."""
+    """Return whether a variable is the state of a random generator, Keras' or a device's copy."""
     of_device = getattr(variable, "is_state", False)
     return of_device or getattr(variable, "default_update", None) is not None
 
@@ -30,12 +30,14 @@ def depending_on(starts, wanted):
 
 
 def nearest(wanted, is_found, inputs_of=lambda node: node.inputs):
-    """Return the variables nearest to ``wanted`` of which a function is true, each once, in order.
+    """Return the nearest ancestors that satisfy a predicate, each once, in order.
 
-    Leaves are none of them.
+    Leaves do not count.
 
     Arguments:
-        inputs_of: the inputs of a node that are looked at.
+        wanted: the variables where the search begins, which may themselves be found.
+        is_found: the predicate.
+        inputs_of: returns the inputs of a node that the search follows.
     """
 
     def is_one(variable):
@@ -48,35 +50,38 @@ def nearest(wanted, is_found, inputs_of=lambda node: node.inputs):
 
 
 def gradients_of(total, variables, known=None):
-    """Return the gradients with respect to the variables that ``total`` depends on.
+    """Return the gradients of a total with respect to variables, as far as it depends on them.
 
     Arguments:
-        known: the gradients of some variables, in place of a total.
+        total: a scalar; or None.
+        variables: the variables.
+        known: the gradients with respect to some variables, in place of a total.
     """
-    found = tensor.grad(
+    gradients = tensor.grad(
         total, variables, disconnected_inputs="ignore", return_disconnected="None",
         known_grads=known,
     )  # fmt: skip
-    return {v: gradient for v, gradient in zip(variables, found) if gradient is not None}
+    return {v: gradient for v, gradient in zip(variables, gradients) if gradient is not None}
 
 
-def computed_by(function, given, like, shapes_of=None):
+def computed_by(function, inputs, like, shapes_of=None):
     """Return variables that a function of arrays computes whenever the graph is run.
 
     Arguments:
-        given: the variables whose values the function takes.
+        function: the function.
+        inputs: the variables whose values it takes.
         like: for each array that it returns, a variable of the same type.
         shapes_of: as ``infer_shape`` of ``as_op``.
     """
-    given = [variable.transfer("cpu") for variable in given]
-    types = [[variable.type for variable in variables] for variables in (given, like)]
+    inputs = [variable.transfer("cpu") for variable in inputs]
+    types = [[variable.type for variable in variables] for variables in (inputs, like)]
     operation = as_op(*types, shapes_of)(function)
     operation.do_constant_folding = lambda node: False
-    return operation.make_node(*given).outputs
+    return operation.make_node(*inputs).outputs
 
 
 def placeholder_like(variable, place):
-    """Return a variable to be given a value, like ``variable``, that lies at ``place``."""
+    """Return a placeholder on a device for values like those of a variable."""
     if not hasattr(variable, "broadcastable"):
         return variable.type()
     if place == "cpu":
@@ -86,25 +91,25 @@ def placeholder_like(variable, place):
     return GpuArrayType(variable.dtype, variable.broadcastable, context_name=place)()
 
 
-def value_like(variable, own):
-    """Return the value of ``own`` where ``variable`` has its own."""
-    return own if variable.type == own.type else own.transfer(context_of(variable))
+def value_like(variable, value):
+    """Return a value on the device of a variable."""
+    return value if variable.type == value.type else value.transfer(context_of(variable))
 
 
 def frames_of(variable):
-    """Return where a variable was made: pairs of a file and a line, the innermost last."""
+    """Return the stack where a variable was made: pairs of a file and a line, innermost last."""
     traces = getattr(variable.tag, "trace", None) or [[]]
     return [(frame[0], frame[1]) for frame in traces[0]]
 
 
 def line_of(variable):
-    """Return the user's line that a variable was made at: "train.py, line 12", or None."""
+    """Return the user's line where a variable was made, such as "train.py, line 12", or None."""
     return errors.innermost_line(frames_of(variable))
 
 
 def is_custom(op):
     """Return whether an operation is not Theano's, or calls a user-defined function."""
-    functions = [each for each in vars(op).values() if isinstance(each, types.FunctionType)]
+    functions = [value for value in vars(op).values() if isinstance(value, types.FunctionType)]
     return type(op).__module__.partition(".")[0] != "theano" or any(
         errors.is_users_file(function.__code__.co_filename) for function in functions
     )

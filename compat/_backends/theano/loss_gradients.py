@@ -1,4 +1,4 @@
-"""Gradients of a model's loss in Theano's graphs: those of all ranks, wherever they are computed.
+"""Gradients of a model's loss in Theano's graphs, averaged over all ranks.
 
 ``theano.grad``, which Keras calls as well, returns the mean over all ranks where it is called with
 a model's loss, or within an optimizer. Gradients of other variables stay this rank's own, and are
@@ -6,6 +6,7 @@ marked: see ``gradient_marks``.
 """
 
 import functools
+from typing import Any, Dict, List
 
 import theano
 from theano import tensor
@@ -22,36 +23,49 @@ _HOOK = "theano.tensor.grad"
 
 
 class TheanoLoss:
-    """The loss of a model on this rank: one operation for each exchange computes means of it.
+    """Loss of a model on this rank: an operation for each exchange computes means over ranks.
 
     Arguments:
-        share_of: a function of a number of rows, which returns this rank's share of all ranks'.
+        engine: the engine by which ranks communicate.
+        model: the model.
+        loss: its loss, a variable.
+        share_of: a function from a number of rows to this rank's fraction of all ranks' rows.
+
+    Attributes:
+        is_used: whether an optimizer is computing its updates.
+        pending: variables whose means the next exchange is to compute as well.
+        means: means by variable.
+        gradients: means of gradients of the loss, by weight.
+        mean_of_ranks: the mean of the loss.
+        last: a result of the last exchange.
     """
 
     def __init__(self, engine, model, loss, share_of):
         self.engine, self.loss, self.share_of = engine, loss, share_of
         self.rows = model.inputs[0].shape[0]
-        self.is_used = False  # an optimizer computes its updates
-        self.pending = []  # type: list  # what the next exchange is to compute means of besides
-        self.means = {}  # type: dict  # by what they are means of
-        self.gradients = {}  # type: dict  # the means, by variable, of gradients of the loss
-        self.mean_of_ranks = None  # the mean of the loss
-        self.last = tensor.constant(0.0, dtype="float32")  # of the exchange before
+        self.is_used = False
+        self.pending: "List[Any]" = []
+        self.means: "Dict[Any, Any]" = {}
+        self.gradients: "Dict[Any, Any]" = {}
+        self.mean_of_ranks: "Any" = None
+        self.last = tensor.constant(0.0, dtype="float32")
 
-    def means_of(self, variables, found):
-        """Return the means over all ranks of gradients of the loss, each of which is sent once."""
-        new = {v: mine for v, mine in zip(variables, found) if v not in self.gradients}
+    def means_of(self, weights, gradients):
+        """Return the means over all ranks of gradients of the loss, each exchanged once."""
+        new = {w: mine for w, mine in zip(weights, gradients) if w not in self.gradients}
         self.gradients.update(zip(new, self.exchange(new.values())))
-        return [self.gradients[variable] for variable in variables]
+        return [self.gradients[weight] for weight in weights]
 
     def is_loss(self, cost):
+        """Return whether a variable is the loss, or its mean over all ranks."""
         return cost is self.loss or cost is self.mean_of_ranks
 
     def mean(self, parameters, averages):
-        """Return the mean of the loss over all ranks' rows, whose gradients are those of it.
+        """Return the mean of the loss over all ranks' rows, with its gradients.
 
         Arguments:
-            averages: what else the step computes whose means are wanted, such as moving averages.
+            parameters: the weights.
+            averages: further results of the step whose means are wanted, such as moving averages.
         """
         self.pending = [self.loss] + averages
         self.engine.unexchanged[_HOOK] = None
@@ -61,22 +75,22 @@ class TheanoLoss:
         self.mean_of_ranks = disconnected_grad(self.means[self.loss]) + here
         return self.mean_of_ranks
 
-    def exchange(self, found):
-        """Return the means of these over all ranks, and have those of what is pending computed.
+    def exchange(self, gradients):
+        """Return the means of gradients over all ranks, and have those of ``pending`` computed.
 
-        One operation computes those that none does yet. It waits for the exchange before, so that
-        all ranks have one order.
+        One operation computes the means that no other does yet. It waits for the last exchange, so
+        that the order is the same on all ranks.
         """
-        found, pending = list(found), self.pending
+        gradients, pending = list(gradients), self.pending
         self.pending = []
-        new = [each for each in dict.fromkeys(found + pending) if each not in self.means]
+        new = [v for v in dict.fromkeys(gradients + pending) if v not in self.means]
 
         def mean(_, rows, *values):
             kind = "float64" if any(value.dtype == "float64" for value in values) else "float32"
             flat = arrays.flat(values, kind)
             flat *= self.share_of(int(rows))
             means = arrays.like(values, self.engine.sum_array(flat))
-            if found:
+            if gradients:
                 self.engine.count("gradients")
             return means
 
@@ -85,7 +99,7 @@ class TheanoLoss:
             made = computed_by(mean, [self.last, self.rows, *values], values, _shapes_of_values)
             self.means.update(zip(new, made))
             self.last = made[0]
-        return [self.means[each] for each in found]
+        return [self.means[gradient] for gradient in gradients]
 
 
 def _shapes_of_values(node, shapes):
@@ -93,11 +107,11 @@ def _shapes_of_values(node, shapes):
 
 
 def watch(loss_of, losses):
-    """Have Theano's functions for gradients return those of all ranks from now on.
+    """Have Theano's functions for gradients return the means over all ranks from now on.
 
     Arguments:
-        loss_of: a function of a cost: the ``TheanoLoss`` that exchanges its gradients, or None.
-        losses: a function that returns those of all models.
+        loss_of: a function from a cost to the ``TheanoLoss`` that exchanges its gradients, or None.
+        losses: a function that returns the ``TheanoLoss`` of each model.
     """
     for owner in (tensor, theano):
         if patching.find(owner, "grad") is None:

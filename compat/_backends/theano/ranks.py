@@ -1,9 +1,9 @@
-"""Theano as one of several ranks: an operation in the graph of a step makes means, over MPI.
+"""Theano as one of several ranks: an operation in the graph of a step computes means, over MPI.
 
-Keras makes the function that trains by a method of the model. Within, the gradients that its
-optimizer is given are those of all ranks: one operation takes all of them, and state such as
-moving averages as the step would set it, and returns their means. So whatever the optimizer does
-with gradients (it clips them, for example) it does with the means, and it is the user's own.
+Keras makes the training function by a method of the model. Within, the gradients that its optimizer
+gets are the means over all ranks: one operation takes all of them, and state such as moving
+averages as the step would set it, and returns their means. So whatever the optimizer does with
+gradients (it clips them, for example) it does with the means, and it remains the user's object.
 """
 
 import contextlib
@@ -15,7 +15,9 @@ from . import gradient_marks, loss_gradients
 
 
 class MakeTheanoTrainFunction(keras2.MakeFunction):
-    step_share = None  # of the step that runs
+    """Method by which Keras makes the function that trains."""
+
+    step_share = None  # this rank's fraction of the rows, in the step that runs
     loss = None  # of the model, a TheanoLoss
 
     def run(self, function, inputs):
@@ -27,11 +29,12 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
 
     @staticmethod
     def lines_of_gradients(model, outputs):
+        """Return the script's lines that computed gradients in outputs that are not exchanged."""
         exchanged = loss_gradients.exchanged_by(_losses())
         return gradient_marks.lines_of_marked(model, outputs, exchanged)
 
     def share_of(self, rows):
-        """Return this rank's share of the rows of all ranks, which run the same function."""
+        """Return this rank's fraction of the rows of all ranks, which run the same function."""
         if self.step_share is not None:
             return self.step_share
         return rows / float(self.engine.sum([rows])[0])
@@ -44,24 +47,24 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
 
     @contextlib.contextmanager
     def making(self, model):
-        """Within, gradients, and the model's state after a step, are means over all ranks."""
+        """Make gradients and the model's new state means over all ranks within a block."""
         from keras import backend as K
 
         make, update = K.function, model.optimizer.get_updates
-        of_rows = _keras.states(model, "get_value") + state.tried(model)  # see keras2_state
-        updates = [(v, new) for v, new in model.updates if v not in of_rows and "float" in v.dtype]
+        others = _keras.states(model, "get_value") + state.tried(model)  # see keras2_state
+        updates = [(v, new) for v, new in model.updates if v not in others and "float" in v.dtype]
         # The values that a step gives to moving averages and the like.
         averages = [new for _, new in updates if "float" in new.dtype]
 
         def get_updates(loss, params):
-            """Give the optimizer the mean of the loss, too, whose gradients are the means."""
+            """Give the optimizer the mean of the loss, with its gradients."""
             loss = self.loss_of_ranks(model, loss)
             loss.is_used = True
             try:
                 updates = update(loss=loss.mean(params, averages), params=params)
             finally:
                 loss.is_used = False
-            new = [each[1] if isinstance(each, tuple) else each for each in updates]
+            new = [update[1] if isinstance(update, tuple) else update for update in updates]
             script_gradients.refuse_updates(model, self.lines_of_gradients(model, new))
             return updates
 
@@ -79,9 +82,11 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
 
 
 class MakeTheanoTestFunction(keras2.MakeTestFunction):
+    """Method by which Keras makes the function that evaluates."""
+
     @contextlib.contextmanager
     def making(self, model):
-        """Within, metrics are looked at."""
+        """Check the metrics of the function that is made within a block."""
         from keras import backend as K
 
         make = K.function
@@ -96,14 +101,14 @@ class MakeTheanoTestFunction(keras2.MakeTestFunction):
 
 
 def distribute(model, engine):
-    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
+    """Make a Keras model one of the ranks', in place. A second call changes nothing."""
     watch_gradients()
     keras2.install(model, engine, (MakeTheanoTrainFunction, MakeTheanoTestFunction))
     return model
 
 
 def watch_gradients():
-    """Have gradients of a model's loss be those of all ranks; others are marked from now on."""
+    """Make gradients of a model's loss those of all ranks, and mark others, from now on."""
     loss_gradients.watch(_loss_of, _losses)
 
 

@@ -1,12 +1,13 @@
-"""Operations that run the user's Python code, and may change more than they return.
+"""Side effects of operations that run user-defined Python code.
 
-A list that grows, a counter, random numbers of numpy's: each device's call would change it again,
-and so would a trial. So each call is looked at. What it has changed is put back, and from then on
-the operation runs once, with the whole batch.
+A list that grows, a counter, NumPy's random numbers: each device's call would change it again, and
+so would a trial. So each call is checked. What it has changed is restored, and from then on the
+operation runs once, with the whole batch.
 """
 
 import contextlib
 import random
+from typing import Any, Dict, Set
 
 import numpy as np
 from theano.gof import Op, graph
@@ -16,22 +17,22 @@ from .graph import is_custom
 
 
 class HasEffectsError(Exception):
-    """An operation has changed what it can reach; that was put back."""
+    """An operation has had side effects, which were undone."""
 
 
 class PythonOperations:
     """User-defined operations in graphs of a model.
 
     Attributes:
-        changing: those that have changed something.
+        changing: those that have had side effects.
     """
 
     def __init__(self):
-        self.changing = set()  # type: set
-        self._effects = {}  # type: dict
+        self.changing: "Set[Any]" = set()
+        self._effects: "Dict[Any, Any]" = {}
 
     def follow(self, outputs):
-        """Find them in the graph of some variables."""
+        """Add those in the graph of some variables."""
         generators = [np.random.mtrand._rand, random._inst]
         for outer, op in _operations(graph.io_toposort([], list(outputs))):
             if is_custom(op) and op not in self._effects:
@@ -39,12 +40,12 @@ class PythonOperations:
 
     @contextlib.contextmanager
     def unchanged(self):
-        """Watch a block in which they must not change what they can reach.
+        """Check that they have no side effects in a block, and undo those that they have.
 
         Raises:
-            HasEffectsError: one did.
+            HasEffectsError: there were some.
         """
-        watched = [each for each in self._effects.values() if each[0] not in self.changing]
+        watched = [pair for pair in self._effects.values() if pair[0] not in self.changing]
         for _, effects in watched:
             effects.note()
         changing = set()
@@ -60,7 +61,7 @@ class PythonOperations:
 
 
 def _operations(nodes):
-    """Yield the operations of nodes, and those within their loops with the outer one."""
+    """Yield pairs of an operation and one within it, for loops, or itself."""
     for node in nodes:
         yield node.op, node.op
         inner = getattr(node.op, "outputs", None) or ()  # of a loop
@@ -69,7 +70,7 @@ def _operations(nodes):
 
 
 def _is_value(value):
-    """Return whether it is Theano's, a part of the graph or of a type, which no call changes."""
+    """Return whether a value is a part of Theano's graph or types, which no call changes."""
     if isinstance(value, Op):
         return False
     return any(kind.__module__.partition(".")[0] == "theano" for kind in type(value).__mro__)

@@ -1,4 +1,4 @@
-"""Writing Theano's flags into ``.theanorc``, whose other lines stay as they are."""
+"""Writer of ``.theanorc``, which sets flags and keeps all other lines."""
 
 import configparser
 import contextlib
@@ -17,7 +17,7 @@ def file_to_write(environ):
     """Return the file that takes precedence: the last of those that Theano reads.
 
     Raises:
-        ConfigurationFileError: ``THEANORC`` names no file at all.
+        ConfigurationFileError: ``THEANORC`` is set and empty.
     """
     paths = files(environ)
     if not paths:
@@ -31,21 +31,23 @@ def file_to_write(environ):
 
 
 def write(path, flags, before=()):
-    """Set these flags in a file, and keep all else in it, its rights and links to it.
+    """Set flags in a file, and keep its other contents, its permissions and links to it.
 
-    A crash at any point leaves the old file or the new one, complete; two processes that write
-    at once wait for each other. Others may write to its folder, too: new files have unpredictable
-    names, and nothing that stands in the way is followed or waited for.
+    A crash at any point leaves either the old file or the new one; of two processes that write at
+    once one waits for the other. Others may have write access to the folder: new files have
+    unpredictable names, and links or special files in their place are neither followed nor opened.
 
     Arguments:
+        path: the file.
+        flags: values by the full names of flags.
         before: the files that Theano reads before this one.
 
     Returns:
-        The path of a copy of the file as it was, or None where there was no file. Where the
-        file says all this already nothing is written, and the path is ``path`` itself.
+        The path of a backup of the file, or None where there was no file. Where the file has these
+        flags already, nothing is written, and the result is ``path`` itself.
 
     Raises:
-        ConfigurationFileError: the file cannot be read, or not be written; it is as it was.
+        ConfigurationFileError: the file cannot be read or written; it is unchanged.
     """
     encoding = locale.getpreferredencoding(False)  # in which Theano reads it
     try:
@@ -62,7 +64,7 @@ def write(path, flags, before=()):
             content, backup = changed.encode(encoding), None
             if old is not None:
                 backup = path + ".before-compat"
-                _read(backup)  # an error: something is there that is no file
+                _read(backup)  # raises if it is not a regular file
                 with replacement(backup, model) as file:
                     file.write(old)
             with replacement(path, model) as file:
@@ -77,10 +79,10 @@ def write(path, flags, before=()):
 
 
 def set_options(text, flags):
-    """Return the text of a ``.theanorc`` with these flags set and all else as it was.
+    """Return the text of a ``.theanorc`` with flags set and all else unchanged.
 
     Raises:
-        configparser.Error: the text has no place for them.
+        configparser.Error: the layout of the text leaves no place for them.
     """
     for name, value in flags.items():
         section, option = section_and_option(name)
@@ -88,11 +90,11 @@ def set_options(text, flags):
         value = value.replace("%", "%%")  # Theano reads %(name)s as a reference
         if wanted.setdefault(section, {}).get(option.lower()) != value:
             wanted[section][option.lower()] = value
-            texts = _with_option(text, section, option, value)
-            found = next((each for each in texts if _options(each) == wanted), None)
-            if found is None:
+            candidates = _with_option(text, section, option, value)
+            changed = next((t for t in candidates if _options(t) == wanted), None)
+            if changed is None:
                 raise configparser.Error(f"its layout leaves no place for {name}")
-            text = found
+            text = changed
     return text
 
 
@@ -107,16 +109,17 @@ _NO_DEFAULTS = "\n"  # no section has such a name, so [DEFAULT] is a section lik
 
 
 def _with_option(text, section, option, value):
-    """Yield texts with this option, one of which has it and nothing else besides."""
-    lines = list(io.StringIO(text, newline=""))  # with their ends, as they are
+    """Yield candidates for the text with an option: in some it changes others, or has no effect."""
+    lines = list(io.StringIO(text, newline=""))  # with their line ends
     end = "\r\n" if "\r\n" in text else "\n"
     if lines and not lines[-1].endswith(("\n", "\r")):
         lines[-1] += end
-    said = [_options("".join(lines[:count])).get(section) for count in range(len(lines) + 1)]
-    # The numbers of the lines up to which it says otherwise than up to the one before.
-    of_section = [number for number in range(len(lines)) if said[number] != said[number + 1]]
+    # The section's options by the first lines of the file, and the numbers of the lines that
+    # change them.
+    options = [_options("".join(lines[:count])).get(section) for count in range(len(lines) + 1)]
+    of_section = [number for number in range(len(lines)) if options[number] != options[number + 1]]
     key = option.lower()
-    same = [n for n in of_section if (said[n] or {}).get(key) != said[n + 1].get(key)]
+    same = [n for n in of_section if (options[n] or {}).get(key) != options[n + 1].get(key)]
     if not of_section:
         lines += [end] * bool(lines) + [f"[{section}]{end}", f"{option} = {value}{end}"]
         yield "".join(lines)
@@ -124,21 +127,22 @@ def _with_option(text, section, option, value):
     near = same[0] if same else of_section[-1]
     before = lines[:near] if same else lines[: near + 1]
     after = [line for number, line in enumerate(lines) if number > near and number not in same]
-    # Indented like another line, so that it continues no value and nothing continues its.
+    # Indented like another line, so that it neither continues a value nor is continued.
     for line in filter(str.strip, lines[near::-1] + lines[near:]):
         margin = line[: len(line) - len(line.lstrip())]
         yield "".join(before + [f"{margin}{option} = {value}{end}"] + after)
 
 
 def _check_defaults(before, text, flags):
-    """Refuse a new section, for which [DEFAULT] would set what the user has not.
+    """Refuse a new section where [DEFAULT] would set further options in it.
 
     Arguments:
         before: the files that Theano reads before this one.
-        text: the file's, as it was.
+        text: the file's text before the change.
+        flags: values by the full names of flags.
 
     Raises:
-        ConfigurationFileError: there is such a section.
+        ConfigurationFileError: a section is missing, and there are such options.
     """
     parser = configparser.RawConfigParser(strict=False)
     for path in before:
@@ -160,7 +164,7 @@ def _no_link(path, flags):
 
 
 def _read(path):
-    """Return a file's content and its ``os.stat()``; None and None where there is none."""
+    """Return a file's content and its ``os.stat()``; None for both where there is no file."""
     try:
         with open(path, "rb", opener=_no_link) as file:
             return file.read(), os.fstat(file.fileno())
@@ -169,18 +173,18 @@ def _read(path):
 
 
 # How long another process may hold the lock, in seconds.
-_PATIENCE = 60.0
+_LOCK_TIMEOUT = 60.0
 
 
 @contextlib.contextmanager
 def _alone(path):
-    """Hold this lock file, waiting for it. The system drops the lock of a process that dies."""
+    """Hold a lock file within a block. The system drops the lock of a process that dies."""
     try:
         import fcntl
     except ImportError:  # Windows: of two writers at once the later wins
         yield
         return
-    until, is_held = time.monotonic() + _PATIENCE, False
+    until, is_held = time.monotonic() + _LOCK_TIMEOUT, False
     while not is_held:
         with open(path, "ab", opener=_no_link) as lock:
             # Its holder has it, or has removed the file meanwhile.
@@ -194,7 +198,7 @@ def _alone(path):
                     with contextlib.suppress(OSError):
                         os.unlink(path)
             elif time.monotonic() > until:
-                text = f"Another process has held it for {_PATIENCE:g} seconds"
+                text = f"Another process has held it for {_LOCK_TIMEOUT:g} seconds"
                 raise OSError(errno.EBUSY, text, path)
             else:
                 time.sleep(0.01)

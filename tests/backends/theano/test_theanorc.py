@@ -176,7 +176,7 @@ def test_a_backup_or_a_lock_that_is_no_file_is_an_error(rc, tmp_path, trap, endi
 
 
 def test_a_lock_that_another_process_keeps_is_not_waited_for_for_ever(rc, monkeypatch):
-    monkeypatch.setattr(theanorc, "_PATIENCE", 0.1)
+    monkeypatch.setattr(theanorc, "_LOCK_TIMEOUT", 0.1)
     lock = str(rc) + ".lock"
     with open(lock, "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
