@@ -1,8 +1,8 @@
 """CNTK 2, under Keras 2.
 
-A process of CNTK computes on one device, its default device, which is fixed when it is used first;
-importing Keras uses it. So it is chosen before that. Several devices need several processes: see
-``ranks.py``; without them ``parallelize()`` is an error that says so.
+A process of CNTK computes on one device, its default device, which is fixed by its first use, such
+as the import of Keras. So it is chosen before that. Several devices need several processes: see
+``ranks``; without them ``parallelize()`` raises an error.
 """
 
 import contextlib
@@ -14,9 +14,13 @@ from ..._configuration.settings import listed
 from ...backend import Backend
 from . import configuration, openmpi
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List
+
 
 class CNTK(Backend):
-    """CNTK 2."""
+    """The backend of CNTK 2."""
 
     name = "cntk"
     framework = "cntk"
@@ -25,9 +29,11 @@ class CNTK(Backend):
     variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "LD_LIBRARY_PATH")
 
     def accepts(self, version):
+        """Return whether a version is of CNTK 2."""
         return version.startswith("2.")
 
     def import_framework(self):
+        """Import CNTK; name OpenMPI where its libraries are missing."""
         try:
             return super().import_framework()
         except errors.BrokenInstallError as error:
@@ -37,13 +43,14 @@ class CNTK(Backend):
             raise diagnosis from error
 
     def initialised(self):
-        """Return whether it is too late: CNTK looks for GPUs when it is imported."""
+        """Return why it is too late, or None: CNTK looks for GPUs when it is imported."""
         return "cntk was imported" if self.framework in sys.modules else None
 
     def configure(self, settings):
+        """Fix the default device; return lines for the report, and warnings."""
         imported = [name for name in ("keras", "cntk") if name in sys.modules]
         cntk = self.import_framework()
-        warnings = []  # type: list
+        warnings: "List[str]" = []
         device = configuration.wanted_device(cntk, settings, warnings)
         applied = [] if device is None else [configuration.set_default(cntk, device, imported)]
         self.kept["simulated"] = [f"cpu:{i}" for i in range(settings.devices.simulated)]
@@ -60,15 +67,15 @@ class CNTK(Backend):
         return applied, warnings
 
     def devices(self):
-        """Return the default device, or a name for each simulated one, which all are the CPU."""
+        """Return the default device; or the simulated ones, which are all the CPU."""
         default = self.import_framework().device.use_default_device
         return list(self.kept.get("simulated", ())) or [configuration.name_of(default())]
 
     def parallelize(self, model, devices):
-        """Return ``model`` as it is: it runs on the default device.
+        """Return a model as it is: it runs on the default device.
 
         Raises:
-            UnsupportedError: several devices, or another one than the first, were asked for.
+            UnsupportedError: other devices than that were requested.
         """
         first = self.devices()[0]
         if list(devices) != [first]:
@@ -80,12 +87,17 @@ class CNTK(Backend):
         return model
 
     def launcher(self, job):
+        """Return the command that starts ranks by MPI."""
         from ..._ranks.engines import mpi  # here for start-up time
 
         return mpi.launcher(job)
 
     def distribute(self, model, place):
-        """Install a rank's methods, see ``ranks``; NotInstalledError where mpi4py is missing."""
+        """Install a rank's methods on a model; see ``ranks``.
+
+        Raises:
+            NotInstalledError: mpi4py is missing.
+        """
         from ..._ranks import keras2
         from ..._ranks.engines import mpi  # these import numpy
         from . import ranks
@@ -95,6 +107,7 @@ class CNTK(Backend):
         return model
 
     def problems(self, environ):
+        """Return a line for libraries of OpenMPI that are missing."""
         return [str(error) for error in [openmpi.without_openmpi(environ)] if error is not None]
 
 

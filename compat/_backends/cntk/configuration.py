@@ -1,4 +1,4 @@
-"""The default device of CNTK, which is fixed when it is used first."""
+"""Default device of CNTK, which is fixed by its first use."""
 
 import os
 
@@ -11,7 +11,13 @@ def name_of(device):
 
 
 def wanted_device(cntk, settings, warnings):
-    """Return the device to make the default; None where CNTK shall choose by itself."""
+    """Return the device to make the default one; None where CNTK is to choose.
+
+    Arguments:
+        cntk: the module.
+        settings: the ``Settings``.
+        warnings: a list to which warnings are added.
+    """
     devices = settings.devices
     gpus = sum(device.type() != 0 for device in cntk.device.all_devices())
     devices.settle(gpus)
@@ -28,10 +34,18 @@ def wanted_device(cntk, settings, warnings):
 
 
 def set_default(cntk, device, imported):
-    """Fix the default device, and see that it is this one.
+    """Fix the default device, and check that it is the requested one.
 
     ``try_set_default_device`` may return False for a device that it does not take, and True for
     one that it does not use.
+
+    Arguments:
+        cntk: the module.
+        device: the device.
+        imported: the modules that were imported before and may have fixed another device.
+
+    Returns:
+        A line for the report.
     """
     fixed = errors.too_late(
         "cntk",

@@ -1,4 +1,4 @@
-"""OpenMPI's libraries, which CNTK's own are linked with, and which may be missing."""
+"""Diagnosis of missing libraries of OpenMPI, with which CNTK's are linked."""
 
 import contextlib
 import os
@@ -6,35 +6,36 @@ import sys
 
 from ... import errors
 
-# OpenMPI 1.10's names of the libraries that CNTK's own are linked with, and today's files.
+# Names in OpenMPI 1.10 of the libraries with which CNTK's are linked, and those of today.
 _LIBRARIES = {"libmpi.so.12": "libmpi.so.40", "libmpi_cxx.so.1": "libmpi_cxx.so.40"}
 
 
 def without_openmpi(environ):
-    """Return the error for CNTK's libraries without OpenMPI's that they are linked with, or None.
+    """Return an error if libraries of OpenMPI are missing with which CNTK's are linked, or None.
 
-    In CNTK's own folder OpenMPI 4's files do for them.
+    Links to OpenMPI 4's files in CNTK's folder serve as well.
     """
     import importlib.util  # here for start-up time
 
     spec = importlib.util.find_spec("cntk")
     if not sys.platform.startswith("linux") or spec is None:
         return None
-    own = os.path.join(list(spec.submodule_search_locations)[0], "libs")
-    folders = [own] + environ.get("LD_LIBRARY_PATH", "").split(":")
-    known = b""
+    of_cntk = os.path.join(list(spec.submodule_search_locations)[0], "libs")
+    folders = [of_cntk] + environ.get("LD_LIBRARY_PATH", "").split(":")
+    cache = b""
     with contextlib.suppress(OSError), open("/etc/ld.so.cache", "rb") as file:
-        known = file.read()  # with the names of what the loader finds in the system's folders
+        cache = file.read()  # with the names of libraries in the system's folders
     missing = [
         name
         for name in sorted(_LIBRARIES)
-        if name.encode() + b"\0" not in known
+        if name.encode() + b"\0" not in cache
         and not any(os.path.exists(os.path.join(folder, name)) for folder in folders)
     ]
     if not missing:
         return None
     links = [
-        f"ln -s $(ldconfig -p | grep -o '/.*/{_LIBRARIES[name]}') {own}/{name}" for name in missing
+        f"ln -s $(ldconfig -p | grep -o '/.*/{_LIBRARIES[name]}') {of_cntk}/{name}"
+        for name in missing
     ]
     return errors.BrokenInstallError(
         "cntk is installed, but importing it fails without OpenMPI's {}. On Debian and Ubuntu: "

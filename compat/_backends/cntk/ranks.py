@@ -1,9 +1,9 @@
-"""CNTK as one of several ranks: its own distributed learner sums gradients, over MPI.
+"""CNTK as one of several ranks: its distributed learner sums gradients, over MPI.
 
-Keras makes the function that trains by a method of the model, with a trainer of CNTK's in it. That
-gets another one here, whose loss is the rank's share of the batch times Keras' and whose learner
-is CNTK's data-parallel one around the user's: the sum that it makes of all ranks' gradients is
-their mean. Before each step, and besides, ranks speak through compat's own MPI.
+Keras makes the training function by a method of the model, with a trainer of CNTK in it. Here that
+is replaced by a trainer whose loss is Keras' times the rank's fraction of the batch, and whose
+learner is CNTK's data-parallel one around the user's: its sum of all ranks' gradients is their
+mean. For all else, such as an agreement before each step, ranks communicate by compat's MPI engine.
 """
 
 import contextlib
@@ -14,17 +14,19 @@ from ..._ranks import arrays, keras2, state
 
 
 class MakeCNTKTrainFunction(keras2.MakeFunction):
-    factor = None  # CNTK's constant in the loss
+    """Method by which Keras makes the function that trains."""
+
+    factor = None  # CNTK's constant in the loss: this rank's fraction of the batch
 
     def run(self, function, inputs):
         share, inputs = self.share(function, inputs)
         self.factor.value = np.asarray(share, "float32")
-        seen = _samples(function)
-        # Ranks that wait here, too, answer each other when their time is over.
+        samples_before = _samples(function)
+        # Ranks that wait here respond to each other when they time out.
         with self.engine.watched("for the others' gradients", absent=self.engine.absent):
             result = function.made(inputs)
-        # By what CNTK counts: of a learner that exchanges gradients the rows of all ranks.
-        if _samples(function) - seen > keras2.rows_of(inputs):
+        # With a learner that exchanges gradients, CNTK counts the samples of all ranks.
+        if _samples(function) - samples_before > keras2.rows_of(inputs):
             self.engine.count("gradients")
         averages = _averages(function.model)
         if averages:  # which become their mean over all ranks
@@ -37,12 +39,13 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
 
     @staticmethod
     def written(made, updates, weights):
+        """Return the weights that a function trains."""
         trained = set() if made.trainer is None else {p.uid for p in made.trainer.model.parameters}
         return [weight for weight in weights if weight.uid in trained]
 
     @contextlib.contextmanager
     def making(self, model):
-        """Within, the function gets a trainer of all ranks."""
+        """Give the function that is made within a block a trainer of all ranks."""
         import cntk
         from keras import backend as K
 
@@ -55,7 +58,7 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
                 return made
             learners = made.trainer.parameter_learners
             made.trainer = cntk.Trainer(
-                cntk.combine(made.trainer_output),  # what is not the loss it does not sum up
+                cntk.combine(made.trainer_output),  # it sums up the loss alone
                 (made.loss * self.factor,),
                 [cntk.train.distributed.data_parallel_distributed_learner(*learners)],
             )
@@ -66,13 +69,13 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
 
 
 def _samples(function):
-    """Return how many rows the function's trainer has trained on."""
+    """Return the number of samples that a function's trainer has trained on."""
     trainer = function.made.trainer
     return 0 if trainer is None else trainer.total_number_of_samples_seen
 
 
 def _averages(model):
-    """Moving averages and the like: the weights that the model's own updates set."""
+    """Return the weights that the model's updates set, such as moving averages."""
     tried = {variable.uid for variable in state.tried(model)}  # see keras2_state
     weights = {w.uid: w for w in model.non_trainable_weights if w.uid not in tried}
     updated = [

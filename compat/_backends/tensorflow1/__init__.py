@@ -3,19 +3,20 @@
 Configuring: TensorFlow 1 takes its devices and its memory from each session's ``ConfigProto``,
 and a script makes sessions in many places. So every session begins with one configuration.
 
-Parallelizing: Keras 2 builds a static graph, so replicas are made in the graph, where every
-Keras looks alike. Keras builds the model, its loss and its metrics as ever, for one device. When
-it then turns tensors into a function to run (``_make_train_function`` and its two siblings), the
-*batch part* of the graph (the operations between the model's inputs and outputs) is replaced:
+Parallelizing: Keras 2 builds a static graph, so replicas are made in the graph, which is alike in
+every Keras. Keras builds the model, its loss and its metrics for one device. When it then makes a
+function of tensors (by ``_make_train_function`` and its two siblings), the *batch part* of the
+graph (the operations between the model's inputs and outputs) is replaced:
 
 - it is copied once per device, and each copy reads its shard of the batch;
-- a tensor that leaves the batch part, towards outputs, loss, metrics or updates, becomes the
-  copies' rows in order, so that all of these see the whole batch and state is written once a step;
-- what computes across rows is no part of it, as far as the graph shows, BatchNorm excepted;
-- gradients are computed where the operations they belong to ran.
+- a tensor that leaves the batch part, towards outputs, loss, metrics or updates, is replaced by the
+  concatenated rows of the copies, so that all of these see the whole batch, and state is written
+  once a step;
+- cross-batch operations are not a part of it, as far as the graph shows, except BatchNorm;
+- gradients are computed on the devices of the operations that they differentiate.
 
-The undivided batch part stays in the graph, is never run, and is what the model's layers,
-``summary``, ``get_config`` and ``save`` go on to see.
+The original batch part stays in the graph, never runs, and is the one that the model's layers,
+``summary``, ``get_config`` and ``save`` refer to.
 """
 
 import os
@@ -30,6 +31,8 @@ from .device_scope import placed_on, placed_parts
 
 
 class TensorFlow1(Backend):
+    """The backend of TensorFlow 1."""
+
     name = "tensorflow1"
     framework = "tensorflow"
     distributions = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu")
@@ -38,9 +41,11 @@ class TensorFlow1(Backend):
     variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
 
     def accepts(self, version):
+        """Return whether a version is of TensorFlow 1."""
         return version.startswith("1.")
 
     def initialised(self):
+        """Return why GPUs may be initialized already, or None."""
         if "tensorflow" in sys.modules:
             return "tensorflow is imported, and may have asked CUDA for its GPUs"
         return None
@@ -48,6 +53,7 @@ class TensorFlow1(Backend):
     # Configuring ------------------------------------------------------------------------------
 
     def configure(self, settings):
+        """Give all sessions one configuration; return lines for the report, and warnings."""
         late = self.initialised()
         tf = v1_names(self.import_framework())
         config = configuration.session_config(tf, settings, late)
@@ -69,22 +75,23 @@ class TensorFlow1(Backend):
         return lines, []
 
     def devices(self):
+        """Return the names of the GPUs that sessions use, or of CPUs."""
         tf = v1_names(self.import_framework())
         settings = self.kept.get("settings")
         simulated = settings.devices.simulated if settings else 0
         if settings is not None:
             on_cpu = not settings.devices.gpus and "device_count" not in settings.options
-            # Without a session: a process that has made one hangs once it is forked.
+            # Without a session: a process that has made one hangs after a fork.
             if on_cpu and (simulated or not configuration.may_list_gpus(tf)):
                 return [f"/device:CPU:{i}" for i in range(max(1, simulated))]
-            # An own session on an empty graph: it initialises GPUs just as the user's will.
+            # A session on an empty graph initializes GPUs exactly as the user's will.
             with tf.Session(graph=tf.Graph()) as session:
                 return configuration.devices_to_train_on(session, simulated)
         for session in map(configuration.session_of, configuration.imported_keras_packages()):
             if session is not None:
                 return configuration.devices_to_train_on(session, simulated)
-        # Making a session would initialise every GPU, with memory settings that are not the
-        # user's (keras#8353): ask the driver instead.
+        # A session would initialize every GPU, with other memory settings than the user's
+        # (keras#8353). So the driver is queried.
         chosen = device_choice.choose(gpu_selection.parse_gpus(None), None, os.environ)
         gpus = len(chosen) if tf.test.is_built_with_cuda() else 0
         return [f"/device:GPU:{i}" for i in range(gpus)] or ["/device:CPU:0"]
@@ -113,9 +120,9 @@ class TensorFlow1(Backend):
 
         inputs = getattr(model, "inputs", None) or ()
         kinds = {"nested_row_splits": "ragged", "assign": "a variable"}
-        found = [kinds[name] for name in kinds if any(hasattr(each, name) for each in inputs)]
-        if len(devices) > 1 and found:
-            _keras.warn_not_divided(model, f"an input of it is {found[0]}", devices[0])
+        refused = [kinds[name] for name in kinds if any(hasattr(x, name) for x in inputs)]
+        if len(devices) > 1 and refused:
+            _keras.warn_not_divided(model, f"an input of it is {refused[0]}", devices[0])
             devices = devices[:1]
         current = vars(model).get("_compat_functions")
         if current is not None:
@@ -134,19 +141,20 @@ class TensorFlow1(Backend):
     placed_parts = staticmethod(placed_parts)
 
     def verify(self, model, verification):
+        """Verify the first steps of a model from now on; with None, no longer."""
         from . import verification as verifying  # here for start-up time
 
         verifying.verify(model, verification)
 
     def executed(self, model):
-        """Where the session places the operations that the first step runs: see ``executions``."""
+        """Record where a session executes the operations of the first step; see ``executions``."""
         from . import executions, replicated_function  # here for start-up time
 
         devices = replicated_function.devices_of(model) or self.devices()
         return executions.executed(model, devices)
 
     def profiled(self):
-        """From the statistics that sessions record of each run: see ``profiler``."""
+        """Record operations from the statistics of each run of a session; see ``profiler``."""
         from . import profiler  # here for start-up time
 
         return profiler.profiled(self.devices())
@@ -154,18 +162,19 @@ class TensorFlow1(Backend):
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, job):
+        """Return the command that starts ranks by Horovod."""
         from ..._ranks.engines import horovod  # here for start-up time
 
         return horovod.launcher(job, self.framework)
 
     def join(self, place):
-        """Have gradients be marked that a script computes before ``parallelize()``."""
+        """Mark gradients from now on that a script computes before ``parallelize()``."""
         from . import ranks  # here for start-up time
 
         ranks.watch_gradients()
 
     def distribute(self, model, place):
-        """See ``ranks``."""
+        """Make a model one of the ranks'; see ``ranks``."""
         from . import ranks  # here for start-up time
 
         return ranks.distribute(model, place)
@@ -173,7 +182,7 @@ class TensorFlow1(Backend):
     # Devices of parts of a model --------------------------------------------------------------
 
     def device(self, device):
-        """Place on ``device`` what is built inside, and its gradients; variables where first used.
+        """Place operations that are built in a block, and their gradients, on a device.
 
         A layer that is called on several devices keeps its weights where it was called first.
         Within, a loop (an RNN) takes the values that weights have before it.

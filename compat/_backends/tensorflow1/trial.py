@@ -131,8 +131,10 @@ class ReplicasTrial:
         """Return the arrays that the replica computes of some rows.
 
         Arguments:
-            values: of the tensors that it reads a shard of.
-            drawn: of random ones, for all rows.
+            tensors: the tensors, of Keras' graph.
+            values: by tensors of which the replica reads a shard, their values.
+            drawn: by random tensors, their values for all rows.
+            rows: the numbers of the rows.
         """
         feed = dict(self._fed)
         for tensor, value in values.items():

@@ -13,7 +13,9 @@ from . import configuration, flag_problems, flags, gpu_start, theanorc
 
 
 class Theano(Backend):
-    """GPUs as ``device=cuda0`` and, for several, ``contexts=dev0->cuda0;dev1->cuda1``, too.
+    """The backend of Theano.
+
+    GPUs are configured by ``device=cuda0`` and, if several, ``contexts=dev0->cuda0;dev1->cuda1``.
 
     A Keras model runs on the first GPU, unless ``parallelize`` puts it on all of them; the
     contexts are for other code, too (``theano.shared(..., target="dev1")``).
@@ -24,9 +26,9 @@ class Theano(Backend):
 
     ``theano_flags={"optimizer": "fast_compile"}`` sets any other of Theano's flags.
 
-    ``persist=True`` writes what was chosen to ``~/.theanorc``, or to the last file that
-    ``THEANORC`` names, which goes before the others. GPUs are numbered there as without compat:
-    inside ``CUDA_VISIBLE_DEVICES``, if that is set. The file as it was stays beside it as
+    ``persist=True`` writes the flags to ``~/.theanorc``, or to the last file that ``THEANORC``
+    names, which takes precedence. GPUs are numbered there as without compat: inside
+    ``CUDA_VISIBLE_DEVICES``, if that is set. A backup of the file stays beside it as
     ``.before-compat``.
     """
 
@@ -49,6 +51,7 @@ class Theano(Backend):
     # Configuring ------------------------------------------------------------------------------
 
     def environ(self, settings, environ):
+        """Return the variables to set before Theano is imported."""
         requested = configuration.requested_flags(
             settings, environ, range(len(settings.devices.gpus))
         )
@@ -58,13 +61,13 @@ class Theano(Backend):
         return dict(settings.devices.environ(environ), **changed)
 
     def overruled(self, settings, environ):
-        """Return a warning where a flag or a file names a GPU that is neither used nor declined."""
+        """Return a warning if flags or files name a GPU that is neither used nor declined."""
         device = flags.Flags(environ).get("device") or "cpu"
         requested = configuration.requested_flags(
             settings, environ, range(len(settings.devices.gpus))
         )
-        asked = settings.devices.declined or settings.devices.simulated
-        if asked or requested.get("device") != "cpu" or device.startswith("cpu"):
+        is_intended = settings.devices.declined or settings.devices.simulated
+        if is_intended or requested.get("device") != "cpu" or device.startswith("cpu"):
             return []
         remedy = "`compat env` tells which GPUs are visible."
         if not device.startswith(("cuda", "gpu")):
@@ -76,6 +79,7 @@ class Theano(Backend):
         ]
 
     def initialised(self):
+        """Return why it is too late for flags, or None."""
         # Theano reads its flags in this module, first of all.
         if "theano.configparser" not in sys.modules:
             return None
@@ -83,6 +87,7 @@ class Theano(Backend):
         return "theano was imported" + (f" (by {importer})" if importer else "")
 
     def import_framework(self):
+        """Import Theano; in a rank, leave MPI to the engine."""
         if _ranks.own_place():
             from ..._ranks.engines import mpi  # here for start-up time
 
@@ -90,6 +95,7 @@ class Theano(Backend):
         return super().import_framework()
 
     def configure(self, settings):
+        """Import Theano and apply the flags; return lines for the report, and warnings."""
         failure = gpu_start.Failure()
         logger = logging.getLogger("theano.gpuarray")
         logger.addHandler(failure)
@@ -101,24 +107,24 @@ class Theano(Backend):
         requested = configuration.requested_flags(
             settings, os.environ, devices.ordinals(os.environ)
         )
-        known = {p.fullname: p for p in theano.configparser._config_var_list}
-        lines = self._apply(theano, requested, known, settings)
+        parameters = {p.fullname: p for p in theano.configparser._config_var_list}
+        lines = self._apply(theano, requested, parameters, settings)
         self.kept["simulated"] = [f"cpu:{number}" for number in range(devices.simulated)]
         if settings.memory and not devices.gpus and "gpuarray.preallocate" not in requested:
             lines.append(f"memory={settings.memory}: there is no GPU to reserve it on")
         started, warnings = gpu_start.check(theano, failure.error, settings)
         lines += started
-        said = flags.Flags(os.environ)
-        # Others may be those of another version, in a file for several: `compat env` tells them.
+        in_force = flags.Flags(os.environ)
+        # Others may be those of another version, in a file for several: `compat env` lists them.
         version = detection.installed_version(self)
-        warnings += flag_problems.unknown(said, known, version, only_misspelled=True)
-        lines += [f"{p} is read, too" for p in said.files]
+        warnings += flag_problems.unknown(in_force, parameters, version, only_misspelled=True)
+        lines += [f"{path} is read, too" for path in in_force.files]
         if settings.persist:
             lines.append(self._written(settings))
         return lines, warnings
 
     def _written(self, settings):
-        """Write the file, read without what this process has set; return a line for the report."""
+        """Write ``.theanorc``, without this process' flags; return a line for the report."""
         environ = dict(os.environ, THEANO_FLAGS="")
         requested = configuration.requested_flags(settings, environ, settings.devices.positions)
         path = theanorc.file_to_write(environ)
@@ -128,25 +134,31 @@ class Theano(Backend):
             return f"{path} says so already"
         return f"{path} written" + (f", as it was: {backup}" if backup else "")
 
-    def _apply(self, theano, requested, known, settings):
-        """Apply the flags to ``theano.config``.
+    def _apply(self, theano, requested, parameters, settings):
+        """Apply the flags to ``theano.config``, and return lines for the report.
 
         Before the import all of them were set; after it some can still be changed.
 
         Arguments:
-            known: Theano's parameters, by their names.
+            theano: the module.
+            requested: the flags, by name.
+            parameters: Theano's parameters, by name.
+            settings: the ``Settings``.
+
+        Raises:
+            TooLateError: some can no longer be changed.
         """
         changes = {}
         for name, text in requested.items():
             try:
-                if name not in known:
+                if name not in parameters:
                     raise ValueError(f"Theano {theano.__version__} has no flag {name}")
-                value = known[name].filter(text) if known[name].filter else text
+                value = parameters[name].filter(text) if parameters[name].filter else text
             except ValueError as error:
                 raise configuration.invalid(settings.options.get("theano_flags"), error) from error
-            if known[name].__get__(True, None) != value:
+            if parameters[name].__get__(True, None) != value:
                 changes[name] = value
-        late = [name for name in changes if not known[name].allow_override]
+        late = [name for name in changes if not parameters[name].allow_override]
         if late:
             were = "was" if len(late) == 1 else "were"
             raise errors.too_late(
@@ -155,14 +167,14 @@ class Theano(Backend):
                 "Call it before the first `import theano` or `import keras`.",
             )
         for name, value in changes.items():
-            known[name].__set__(None, value)
+            parameters[name].__set__(None, value)
         if settings.floatx and "keras" not in sys.modules:
-            # Keras gives theano.config.floatX its own value when it is imported (keras#3772).
+            # Keras sets theano.config.floatX when it is imported (keras#3772).
             _keras.set_floatx(settings.floatx, self)
-            known["floatX"].__set__(None, settings.floatx)
+            parameters["floatX"].__set__(None, settings.floatx)
         if changes:
-            # Theano keeps the mode that it made of mode, optimizer and linker for its first
-            # function, and would not look at them again.
+            # Theano caches the mode that it makes of mode, optimizer and linker for its first
+            # function.
             theano.compile.mode.instantiated_default_mode = None
         return [
             f"theano.config.{name} = {text}" + " (set at run time)" * (name in changes)
@@ -172,7 +184,7 @@ class Theano(Backend):
     def devices(self):
         """Return ``["cuda0", ...]`` for the GPUs that came up, ``["cpu"]``, or simulated devices.
 
-        A simulated one (``"cpu:0"``) has functions and weights of its own, on the one CPU.
+        A simulated one (``"cpu:0"``) has its own functions and weights, on the one CPU.
         """
         gpus = list(gpu_start.active_gpus(self.import_framework()))
         return gpus or list(self.kept.get("simulated", ())) or ["cpu"]
@@ -205,6 +217,7 @@ class Theano(Backend):
         return model
 
     def verify(self, model, verification):
+        """Verify the first steps of a model from now on; with None, no longer."""
         from .verification import verify  # imports theano
 
         verify(model, verification)
@@ -216,18 +229,23 @@ class Theano(Backend):
         return executions.executed(vars(model)["_compat_replicas"])
 
     def launcher(self, job):
+        """Return the command that starts ranks by MPI."""
         from ..._ranks.engines import mpi  # here for start-up time
 
         return mpi.launcher(job)
 
     def join(self, place):
-        """Have gradients be marked that a script computes before ``parallelize()``."""
+        """Mark gradients from now on that a script computes before ``parallelize()``."""
         from . import ranks  # here for start-up time
 
         ranks.watch_gradients()
 
     def distribute(self, model, place):
-        """Install a rank's methods, see ``ranks``; NotInstalledError where mpi4py is missing."""
+        """Install a rank's methods on a model; see ``ranks``.
+
+        Raises:
+            NotInstalledError: mpi4py is missing.
+        """
         from ..._ranks.engines import mpi  # these import numpy
         from . import ranks
 
@@ -236,22 +254,23 @@ class Theano(Backend):
     # Reporting --------------------------------------------------------------------------------
 
     def problems(self, environ):
-        found = [
+        """Return lines for what is wrong in the environment, each with a remedy."""
+        lines = [
             f"THEANORC names {path}, which does not exist. For Theano's own files: unset THEANORC"
             for path in (flags.files(environ) if "THEANORC" in environ else [])
             if not os.path.exists(path)
         ]
         if environ.get("THEANO_GPU_IS_ALREADY_ACTIVE"):
-            found.append(
+            lines.append(
                 "THEANO_GPU_IS_ALREADY_ACTIVE is set: a process that uses a GPU started this one, "
                 "and Theano will use none here. If it may: unset THEANO_GPU_IS_ALREADY_ACTIVE"
             )
         if not shutil.which("g++", path=environ.get("PATH")):
-            found.append(
+            lines.append(
                 "g++ is not on PATH: Theano runs everything in Python, slowly. On Debian and "
                 "Ubuntu: apt-get install g++"
             )
-        return found + list(flag_problems.problems(environ, detection.installed_version(self)))
+        return lines + list(flag_problems.problems(environ, detection.installed_version(self)))
 
 
 backend = Theano()

@@ -1,14 +1,13 @@
 """Replicas of a Keras model on several of Theano's contexts, or on simulated devices.
 
-A ``transfer`` inside a graph is optimised away, and in a graph on a context that is not the default
-one Theano 1.0.5 still does much on the default one: whatever does not say where (allocations, a
-loop's states, a convolution's filters turned around), and what follows from that. So there are
-functions of every device's own, with weights of its own, made and run while its context is the
-default one.
+A ``transfer`` inside a graph is optimized away, and in a graph on another context than the default
+one Theano 1.0.5 still does much on the default one: operations without a context (allocations, a
+loop's states, a convolution's flipped filters), and those that depend on them. So every device has
+its own functions and weights, which are made and run while its context is the default one.
 
-Keras builds the model, its loss and its metrics as ever. It makes a function when it is first
-needed, by a method of the model (``_make_train_function`` and its two siblings). The instance gets
-methods of its own for that, which hand Keras another ``K.function``: one that makes a
+Keras builds the model, its loss and its metrics for one device. It makes a function when it is
+first needed, by a method of the model (``_make_train_function`` and its two siblings). These are
+replaced by methods of the instance, which give Keras another ``K.function``: one that makes a
 ``ReplicatedFunction``.
 """
 
@@ -16,6 +15,7 @@ import contextlib
 import threading
 import weakref
 from _thread import get_ident
+from typing import Any, Dict, List
 
 from theano.gof import graph
 
@@ -29,11 +29,11 @@ from .verification import VerifiedStep
 
 
 def parallelize(model, devices):
-    """Run ``model`` on several devices, or give the plain behaviour back.
+    """Run a model on several devices, or restore its plain behaviour.
 
     Arguments:
-        devices: their names and Theano's targets, as ``Device`` takes them; none for the plain
-            behaviour.
+        model: the model.
+        devices: names and Theano's targets, as ``Device`` takes them; none for the plain behaviour.
     """
     current = vars(model).get("_compat_replicas")
     running = [] if current is None else [device.name for device in current.devices]
@@ -46,7 +46,7 @@ def parallelize(model, devices):
         if current is not None:
             current.uninstall()
         if devices:
-            Replicas(model, [Device(*each) for each in devices])
+            Replicas(model, [Device(*pair) for pair in devices])
 
 
 def _refuse_own_inputs(model):
@@ -67,16 +67,16 @@ class Replicas:
         across: why the model runs whole, an ``Across``, or None.
         doubt: why what no rule knows is not split, after a trial; or None.
         python: the operations of the model's graph that run the user's code.
-        forward: the devices' functions that compute variables at cuts, which functions share.
-        heads: the functions that compute the rest, of the whole batch.
-        running: held while one thread makes or runs them.
+        forward: the devices' functions of bodies without gradients, which functions share.
+        heads: the compiled functions of heads.
+        running: held while one thread makes or runs functions.
     """
 
     def __init__(self, model, devices):
         self.owner, self.model = model, None
         self.devices = devices
         self.across = self.doubt = None
-        self.forward = {}  # type: dict
+        self.forward: "Dict[Any, Any]" = {}
         self.python = PythonOperations()
         self.verification = None
         self.heads = weakref.WeakSet()
@@ -85,7 +85,7 @@ class Replicas:
         _keras.InnerModel.have_prepared(model, self._prepare)
 
     def _prepare(self, model):
-        """Install the methods on a model; an old ``Sequential`` has several of them in turn."""
+        """Install the methods on a model; an old ``Sequential`` has several models in turn."""
         _refuse_own_inputs(model)
         self.model = model
         for kind in _KINDS:
@@ -97,6 +97,7 @@ class Replicas:
         return type(None), ()  # a copy of the model is plain
 
     def uninstall(self):
+        """Remove the methods from the model."""
         for kind in _KINDS if self.model is not None else ():
             kind.of(self.model).remove(self.model)
         if _keras.InnerModel.of(self.owner) is not None:
@@ -116,7 +117,7 @@ class MakeReplicatedFunction(patching.InstanceMethod):
         self.replicas = replicas
 
     def invoke(self, model):
-        """Call Keras' method while ``K.function`` makes a replicated one, of gradients to come."""
+        """Call Keras' method while ``K.function`` makes a ``ReplicatedFunction``."""
         from keras import backend as K
 
         with contextlib.ExitStack() as within:
@@ -126,24 +127,32 @@ class MakeReplicatedFunction(patching.InstanceMethod):
             self.plain(model)()
 
     def _replacements(self, K):
-        """Return replacements for functions of Keras' backend in this thread, by name."""
-        thread, asked = get_ident(), []  # the loss, and (weight, variable for its gradient)
+        """Return replacements for functions of Keras' backend in this thread, by name.
+
+        ``K.gradients`` returns placeholders: the gradients are computed once the graph is cut.
+        """
+        thread = get_ident()
+        differentiated: "List[Any]" = []  # the loss, and pairs of a weight and its placeholder
         differentiate, make = K.gradients, K.function
 
         def gradients(loss, variables):
             if get_ident() != thread:
                 return differentiate(loss, variables)
             ancestors = set(graph.ancestors([loss]))
-            if (asked and asked[0] is not loss) or any(v not in ancestors for v in variables):
+            is_other = differentiated and differentiated[0] is not loss
+            if is_other or any(variable not in ancestors for variable in variables):
                 return differentiate(loss, variables)  # which fails for a weight of no influence
             placeholders = [placeholder_like(variable, "cpu") for variable in variables]
-            asked[:] = [loss, (asked[1] if asked else []) + list(zip(variables, placeholders))]
+            pairs = differentiated[1] if differentiated else []
+            differentiated[:] = [loss, pairs + list(zip(variables, placeholders))]
             return placeholders
 
         def function(inputs, outputs, updates=(), **options):
             if get_ident() != thread:
                 return make(inputs, outputs, updates, **options)
-            return ReplicatedFunction(self.replicas, inputs, outputs, updates, asked, options)
+            return ReplicatedFunction(
+                self.replicas, inputs, outputs, updates, differentiated, options
+            )
 
         return {"gradients": gradients, "function": function}
 

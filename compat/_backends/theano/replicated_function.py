@@ -1,18 +1,18 @@
 """A function of a Keras model, as ``K.function`` makes it, that runs its body on several devices.
 
-When Keras turns tensors into a function to run, its graph is cut in two:
+When Keras makes a function of tensors, its graph is cut in two:
 
-- The *body*, all that the model's outputs depend on, is compiled for each device and computes its
-  shard of the batch. What leaves it, towards loss, metrics or updates, has rows, which are merged
-  on the host.
+- The *body*, on which the model's outputs depend, is compiled for each device and computes its
+  shard of the batch. Values at the cuts, towards loss, metrics or updates, have rows, which are
+  merged on the host.
 - The *head*, the rest, runs once, with the whole batch: losses, metrics, penalties, statistics of
-  the batch, and what computes across its rows (``partition.py``) with all that follows. Its
-  gradient at the cut goes back to the devices' bodies, the sum of whose gradients the optimizer
-  sees.
+  the batch, and cross-batch operations (see ``partition``) with all that depends on them. Its
+  gradients at the cuts are split for the devices' backward passes, and the optimizer gets the sum
+  of the devices' gradients.
 
 So any loss, also one that compares rows with one another, and every metric is that of one device,
-however uneven the shards. A compiled function keeps nothing for the next one, so the one that goes
-forward returns, besides, whatever the one that goes back needs of what it has computed.
+however uneven the shards. A compiled function keeps nothing for the next one, so that of the
+forward pass also returns the values that the backward pass needs.
 """
 
 import threading
@@ -27,18 +27,18 @@ from . import custom_gradients, trial
 from .plan import CompiledPlan
 from .side_effects import HasEffectsError
 
-#: Held while one thread makes functions: K.function is replaced for that, and Theano's own state
-#: is not made for several.
+#: Held while one thread makes functions: K.function is replaced for that, and Theano's state is not
+#: safe for threads.
 making = threading.RLock()
 
-#: What Theano raises where the sizes of a part of a batch do not fit each other.
+#: Errors of Theano where sizes do not fit a shard.
 _ERRORS = (ValueError, IndexError, AssertionError)
-#: Rows that a trial takes; of fewer it is repeated when there are more.
+#: The rows of a trial. One with fewer rows is repeated when a batch has more.
 _ENOUGH = len(_rows.trial.WHOLE)
 
 
 class ReplicatedFunction:
-    """Replacement of a ``K.function``, made in full for its first batch.
+    """Replacement of a ``K.function``, compiled when its first batch is known.
 
     Arguments:
         owner: the model's ``Replicas``.
@@ -55,9 +55,10 @@ class ReplicatedFunction:
     def __init__(self, owner, inputs, outputs, updates, gradients, options):
         self.owner = owner
         self.inputs = list(inputs)
-        self.updates = dict(reversed(list(updates)))  # of a variable's the first, as K.function
+        # Of several updates of a variable the first counts, as with K.function.
+        self.updates = dict(reversed(list(updates)))
         self.outputs = [
-            # Keras 2.3 wants its metrics' results as they are after the updates.
+            # Keras 2.3 takes metrics' results after the updates.
             theano.clone(output, self.updates) if hasattr(output, "_is_metric") else output
             for output in outputs
         ]
@@ -79,7 +80,7 @@ class ReplicatedFunction:
         return type(None), ()
 
     def __call__(self, inputs):
-        with self.owner.running:  # a function of Theano's has places for one call's values
+        with self.owner.running:  # a compiled function holds the values of one call
             while True:
                 try:
                     return self._call(inputs)
@@ -88,7 +89,7 @@ class ReplicatedFunction:
 
     def _call(self, inputs):
         rows, states = inputs[0].shape[0], _keras.states(self.owner.model, "get_value")
-        values = {state: state.get_value(borrow=True) for state in states}  # for each row one
+        values = {state: state.get_value(borrow=True) for state in states}  # one for each row
         values.update(zip(self.inputs, inputs))
         plan = self._tried_plan(values, rows)
         plan.take_weights()
@@ -105,7 +106,7 @@ class ReplicatedFunction:
         return list(map(np.asarray, results))
 
     def _tried_plan(self, values, rows):
-        """Return a plan that was tried on rows like these; one that is made now, if need be."""
+        """Return a plan that was tried with rows like these; make one where there is none."""
         fed = [values[v].shape for v in self.owner.model.inputs]
         if len({shape[0] for shape in fed}) > 1 and (self.plan is None or self.plan.cuts):
             self._run_whole()

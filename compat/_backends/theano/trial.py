@@ -1,4 +1,4 @@
-"""Trials of cuts: what one device computes of samples of a batch."""
+"""Trials of cuts: the placements there, checked with what one device computes of some rows."""
 
 from typing import Any, Dict, List, Tuple
 
@@ -49,7 +49,9 @@ def in_inference(plan, values, rows, chosen) -> "Tuple[List[Any], List[Any]]":
     """Return what the first device computes of some rows of the batch.
 
     Arguments:
-        plan, values, rows: as ``is_right`` takes them.
+        plan: the ``CompiledPlan``.
+        values: those of the function's inputs, and of states that have rows, by variable.
+        rows: how many rows these have.
         chosen: the numbers of the rows, which may be more than there are.
 
     Returns:
@@ -67,8 +69,11 @@ def in_inference(plan, values, rows, chosen) -> "Tuple[List[Any], List[Any]]":
 def _confirms(found, cut):
     """Return whether a trial found what was inferred at a cut.
 
+    Where nothing was inferred, the cut gets the placement that was found.
+
     Arguments:
-        found: a placement; None where the trial failed. That of what no rule knows is kept.
+        found: the placement that the trial found; None where it failed.
+        cut: the ``Cut``.
     """
     rows = isinstance(found, Sharded) and found.copies == 1
     if isinstance(cut.placement, Sharded):
@@ -80,7 +85,7 @@ def _confirms(found, cut):
 
 
 def _is_normalized(variable):
-    """Return whether a layer before it normalizes by the batch in inference, per device."""
+    """Return whether a layer before a variable normalizes by the batch in inference, per device."""
     from keras import backend as K
 
     def in_inference(node):

@@ -1,4 +1,4 @@
-"""Verification of Keras models on Theano: a step done again on one device."""
+"""Verification of Keras models on Theano: a step compared with that of one device."""
 
 from ..._verification import keras2
 from .executions import products
@@ -6,11 +6,13 @@ from .graph import is_random
 
 
 def verify(model, verification):
-    """Have the first steps of ``model`` verified; None: no longer."""
+    """Verify the first steps of a model from now on; with None, no longer."""
     keras2.verify(VerifiedStep, model, vars(model).get("_compat_replicas"), verification)
 
 
 class _Step(keras2.Keras2Step):
+    """A step of a Keras function, computed on several devices and on one."""
+
     def operations(self):
         """Return numbers of products in each device's functions that this step calls."""
         made = self.function.made
@@ -31,9 +33,10 @@ class VerifiedStep(keras2.VerifiedKeras2Step):
     is_random = staticmethod(is_random)
 
     def written(self, function, model):
+        """Return the variables that a function writes, in the order of their making."""
         if hasattr(function, "updates"):  # of replicas, whose generators go on by themselves
-            own = [device.variables.values() for device in function.owner.devices]
-            written = list(function.updates) + [v for each in own for v in filter(is_random, each)]
+            copies = [v for device in function.owner.devices for v in device.variables.values()]
+            written = list(function.updates) + list(filter(is_random, copies))
         else:
             inputs = function.function.maker.expanded_inputs
             written = [i.variable for i in inputs if i.update is not None]
