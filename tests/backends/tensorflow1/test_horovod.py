@@ -21,7 +21,7 @@ STATELESS = not hasattr(keras_under_test().metrics, "AUC")
 class TestTensorFlow1Horovod(RankedParts):
     may_abort = True
     backend = "tensorflow1"
-    exempt_hooks = KEPT_OF_METRICS
+    exempt_hooks = {} if STATELESS else KEPT_OF_METRICS
     processes = True
     # To the losses of single outputs (Keras 2.3, tf.keras) each batch counts as much, of 61 rows
     # or of 13.
