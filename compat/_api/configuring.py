@@ -26,7 +26,7 @@ def configure_once(call, chosen, reason, asked, applied):
     if active is not None and process.configured_by is not None:
         errors.warn(
             f"configure_gpu() of the script changes nothing: {process.configured_by} has "
-            f"configured this process ({active.settings.asked()}). Start the script without it "
+            f"configured this process ({active.settings.request()}). Start the script without it "
             f"for the script's own settings ({asked})."
         )
         return active

@@ -12,29 +12,33 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ..backend import Backend
 
-# What each Keras runs on by default.
+# Default backend of each Keras.
 _DEFAULTS = {"keras-mxnet": "mxnet", "keras": "tensorflow"}
 
 
 def choose(
-    asked: "Optional[str]" = None, environ: "Mapping[str, str]" = os.environ, typed: bool = False
+    requested: "Optional[str]" = None,
+    environ: "Mapping[str, str]" = os.environ,
+    typed: bool = False,
 ) -> "Tuple[Backend, str]":
     """Choose the backend.
 
-    In this order: what was asked; the Keras that is imported; what the installed Keras would
-    choose (``KERAS_BACKEND``, then keras.json, where that Keras reads them, then its default);
+    In this order: the one requested; that of the imported Keras; the one that the installed Keras
+    would choose (by ``KERAS_BACKEND``, keras.json, where that Keras reads them, or its default);
     the one framework that is installed, also where that Keras' default is another one.
 
     Arguments:
-        typed: errors are for a command's ``--backend``, not for ``configure_gpu(backend=)``.
+        requested: a backend's or a framework's name; None: choose one.
+        environ: the environment variables of the script.
+        typed: whether errors are for a command's ``--backend``, not for ``backend=``.
 
     Returns:
         The backend, and the reason for it as a phrase.
     """
-    if asked is not None:
-        return _named(asked, _asked(asked, typed), typed)
-    keras, reason, is_told = _keras_choice(environ)
-    if not is_told:
+    if requested is not None:
+        return _named(requested, _request(requested, typed), typed)
+    keras, reason, is_chosen = _keras_choice(environ)
+    if not is_chosen:
         fitting = installed() or installed(registry.plugins())
         if len(fitting) == 1 and keras not in (fitting[0].name, fitting[0].framework):
             return fitting[0], "the only backend installed"
@@ -55,13 +59,16 @@ def choose(
 
 
 def _no_backend(environ: "Mapping[str, str]") -> "errors.NotInstalledError":
-    """Return the error where none is installed.
+    """Return the error where no backend is installed.
 
-    Its example is what KERAS_BACKEND names, if it can be.
+    Its example is the extra of the framework that KERAS_BACKEND names, where one installs here.
     """
     backends = registry.backends()
     frameworks = {backend.framework for backend in backends}
-    extras = {each: extra_of([b for b in backends if b.framework == each]) for each in frameworks}
+    extras = {
+        framework: extra_of([b for b in backends if b.framework == framework])
+        for framework in frameworks
+    }
     fitting = sorted(filter(pip_extras.installs, extras.values()))
     if not fitting:
         return errors.NotInstalledError(
@@ -84,20 +91,20 @@ def extra_of(backends: "Sequence[Backend]") -> str:
 
 
 def installed(backends: "Optional[Sequence[Backend]]" = None) -> "List[Backend]":
-    """Return those of these backends whose framework is installed in a version that they accept.
+    """Return the backends whose framework is installed, in a version that they accept.
 
     Arguments:
-        backends: None: all but plug-ins.
+        backends: to choose from; None: all but plug-ins.
     """
     backends = registry.backends() if backends is None else backends
-    found = [(backend, installed_version(backend)) for backend in backends]
-    return [backend for backend, version in found if version and backend.accepts(version)]
+    versions = [(backend, installed_version(backend)) for backend in backends]
+    return [backend for backend, version in versions if version and backend.accepts(version)]
 
 
 def native_to(model: "Any") -> "Optional[Backend]":
-    """Return the installed backend to whose framework's own kind a model belongs, or None.
+    """Return the installed backend whose framework has made a model without Keras, or None.
 
-    Plug-ins are asked where no other backend knows the model.
+    Plug-ins are queried where no other backend recognises the model.
     """
     for backends in (registry.backends, registry.plugins):
         for backend in installed(backends()):
@@ -107,16 +114,16 @@ def native_to(model: "Any") -> "Optional[Backend]":
 
 
 def foreseen(
-    asked: "Optional[str]", environ: "Mapping[str, str]", python: str
+    requested: "Optional[str]", environ: "Mapping[str, str]", python: str
 ) -> "Tuple[Backend, str]":
-    """Return the backend of a script that another interpreter is to run. Nothing is looked up.
+    """Return the backend of a script that another interpreter is to run, from its name alone.
 
     Returns:
         The backend, and the reason for it as a phrase.
     """
-    if asked is not None:
-        reason = _asked(asked, True)
-        return _candidates(asked, reason)[0], reason
+    if requested is not None:
+        reason = _request(requested, True)
+        return _candidates(requested, reason)[0], reason
     named = environ.get("KERAS_BACKEND")
     if not named:
         raise errors.AmbiguousBackendError(
@@ -127,7 +134,7 @@ def foreseen(
     return _candidates(named, reason)[0], reason
 
 
-def _asked(name: str, typed: bool) -> str:
+def _request(name: str, typed: bool) -> str:
     return f"--backend {name} was asked for" if typed else f"backend={name!r} was asked for"
 
 
@@ -144,13 +151,13 @@ def _candidates(name: str, reason: str) -> "List[Backend]":
     if not candidates:
         from . import spelling  # for start-up time: it loads difflib
 
-        known = {b.name for b in backends} | {b.framework for b in backends}
-        known.update(registry.plugin_names())
-        meant = spelling.backend(name, known) if isinstance(name, str) else None
+        known_names = {b.name for b in backends} | {b.framework for b in backends}
+        known_names.update(registry.plugin_names())
+        meant = spelling.backend(name, known_names) if isinstance(name, str) else None
         meant = f" Did you mean {meant!r}?" if meant else ""
         raise errors.InvalidArgumentError(
             f"{reason}, but compat does not know that backend.{meant} Known backends: "
-            f"{', '.join(sorted(known))}."
+            f"{', '.join(sorted(known_names))}."
         )
     return candidates
 
@@ -163,36 +170,36 @@ def _named(name: str, reason: str, typed: bool) -> "Tuple[Backend, str]":
     backend = candidates[0]  # all of one framework
     version = installed_version(backend)
     if version is not None:
-        known = ", ".join(b.name for b in registry.backends())
+        known_names = ", ".join(b.name for b in registry.backends())
         raise errors.UnsupportedError(
             f"{backend.framework} {version} is installed, which no backend of compat accepts. "
-            f"Known backends: {known}."
+            f"Known backends: {known_names}."
         )
     extra, use = extra_of(candidates), "Use --backend {}" if typed else "Use backend={!r}"
     others = [use.format(b.name) for b in installed() if extra] or ["Choose another backend"]
-    told = f"{backend.framework} is not installed, but {reason}. {others[0]}, or "
+    message = f"{backend.framework} is not installed, but {reason}. {others[0]}, or "
     if not extra:  # a third party's
-        told += f"install it: pip install {backend.distributions[0]}."
+        message += f"install it: pip install {backend.distributions[0]}."
     elif pip_extras.installs(extra):
-        told += f'install it: pip install "keras-gpu-compat[{extra}]".'
+        message += f'install it: pip install "keras-gpu-compat[{extra}]".'
     else:
         here = pip_extras.spelled(pip_extras.here())
-        told += (
+        message += (
             f"run the script on {pip_extras.pythons(extra)}, where pip install "
             f'"keras-gpu-compat[{extra}]" brings it: this is Python {here}.'
         )
-    raise errors.NotInstalledError(told)
+    raise errors.NotInstalledError(message)
 
 
 def keras_backend(environ: "Mapping[str, str]") -> "Optional[str]":
-    """Return what the standalone Keras runs on or will run on; None without a Keras."""
+    """Return the backend that the standalone Keras runs on or will run on; None without Keras."""
     return _keras_choice(environ)[0]
 
 
 def _keras_running() -> "Optional[str]":
-    """Return the backend of the standalone Keras that is imported whole, or None.
+    """Return the backend of the standalone Keras, if that is imported completely, or None.
 
-    ``sys.modules`` alone tells little: jax is loaded under every Keras 3 backend.
+    ``sys.modules`` does not show it: jax is loaded under every Keras 3 backend.
     """
     keras = sys.modules.get("keras")
     if getattr(getattr(keras, "__spec__", None), "_initializing", False):
@@ -211,17 +218,17 @@ def installed_keras() -> "Tuple[Optional[str], str]":
 
 
 def _tensorflow_only(keras: "Optional[str]", version: str) -> bool:
-    """Keras 2.4 to 2.15 runs on TensorFlow only, and reads neither variable nor file."""
+    """Return whether this Keras runs on TensorFlow only: 2.4 to 2.15, without file or variable."""
     return keras == "keras" and (2, 4) <= packages.release(version) < (3,)
 
 
 def _keras_choice(
     environ: "Mapping[str, str]",
 ) -> "Tuple[Optional[str], str, bool]":
-    """Return the standalone Keras' backend, why it is that, and whether it was chosen.
+    """Return the standalone Keras' backend, the reason for it, and whether a user has chosen it.
 
-    Nobody has where its file names the default: Keras writes that by itself, whatever it runs on.
-    (None, "", False) without a Keras.
+    A file that names the default is no choice: Keras writes it by itself, whatever it runs on.
+    (None, "", False) without Keras.
     """
     running, named = _keras_running(), environ.get("KERAS_BACKEND")
     if running:
@@ -253,7 +260,7 @@ def keras_elsewhere(backend: "Backend") -> "List[str]":
 
 
 def keras_variable(backend: "Backend", environ: "Mapping[str, str]") -> "Dict[str, str]":
-    """``KERAS_BACKEND`` for this backend, as variables, where Keras would choose another one."""
+    """Return ``KERAS_BACKEND`` for this backend, where Keras would choose another one; else {}."""
     keras, version = installed_keras()
     if keras is None or _keras_running() or _tensorflow_only(keras, version):
         return {}
@@ -267,22 +274,22 @@ def keras_variable(backend: "Backend", environ: "Mapping[str, str]") -> "Dict[st
 
 
 def problems(environ: "Mapping[str, str]") -> "List[str]":
-    """Problems of the installed Keras packages, whatever the backend, a sentence each."""
+    """Return problems of the installed Keras packages, whatever the backend, a sentence each."""
     keras, version = installed_keras()
-    found = []
+    problems = []
     if keras == "keras-mxnet" and packages.version("keras"):
-        found.append(
+        problems.append(
             "keras and keras-mxnet are both installed; they overwrite each other's files. "
             "Uninstall both, then install one: pip uninstall -y keras keras-mxnet && pip install "
             f"keras-mxnet=={version}"
         )
-    asked = environ.get("KERAS_BACKEND")
-    if asked not in (None, "", "tensorflow") and keras and _tensorflow_only(keras, version):
-        found.append(
-            f"KERAS_BACKEND={asked} is ignored: {keras} {version} runs on TensorFlow only. "
+    requested = environ.get("KERAS_BACKEND")
+    if requested not in (None, "", "tensorflow") and keras and _tensorflow_only(keras, version):
+        problems.append(
+            f"KERAS_BACKEND={requested} is ignored: {keras} {version} runs on TensorFlow only. "
             "Install another Keras, or drop the variable: unset KERAS_BACKEND"
         )
-    return found
+    return problems
 
 
 def keras_json(environ: "Mapping[str, str]") -> str:
@@ -296,10 +303,10 @@ def keras_json(environ: "Mapping[str, str]") -> str:
 
 
 def read_keras_json(path: str) -> "Dict[str, Any]":
-    """Return the settings in that file; none where there is no such file.
+    """Return the settings in Keras' configuration file; none where there is no such file.
 
     Raises:
-        ConfigurationFileError: the file is there, but it is not what Keras writes.
+        ConfigurationFileError: the file exists, but Keras cannot read it.
     """
     import json
     import shlex

@@ -1,4 +1,4 @@
-"""Which of this machine's GPUs, or simulated devices, are chosen: no framework is asked."""
+"""Choice of GPUs of this machine, or of simulated devices, without querying a framework."""
 
 import copy
 from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union
@@ -21,20 +21,19 @@ class Devices:
         positions: where those stand among the GPUs visible before, from 0.
         uuids: their UUIDs, "" where unknown.
         simulated: how many CPU devices stand in for GPUs.
-        declined: whether no GPU was asked for.
-        shortage: what was asked for and what was found, where that is less; else None.
-        problems: what is wrong with CUDA_VISIBLE_DEVICES, or with the claims of idle GPUs, a
-            sentence each.
+        declined: whether the CPU was requested.
+        shortage: the request and the devices found, where these are fewer; else None.
+        problems: with CUDA_VISIBLE_DEVICES, or with the claims of idle GPUs, a sentence each.
         variable: the environment variable that shows a process these GPUs.
-        reason: why there is none of them, a phrase.
+        reason: why there are no GPUs, a phrase.
 
     Where neither driver nor command lists a GPU, the framework may still list some: Apple's, and
     AMD's where amd-smi and rocm-smi are missing. ``undecided`` then holds the selection, and
-    ``settle()`` chooses once the framework has said how many there are.
+    ``settle()`` chooses once the framework has reported how many there are.
     """
 
     undecided: "Optional[Selection]" = None  # see above
-    listed: "Optional[int]" = None  # how many the framework lists, once it was asked
+    listed: "Optional[int]" = None  # how many the framework lists, once queried
     # Of an undecided rank: its place, to take one GPU of the selection, and whether a scheduler has
     # given it one.
     place: "Optional[Place]" = None
@@ -80,7 +79,7 @@ class Devices:
         return "CPU"
 
     def outcome(self) -> str:
-        """Return what became of what was asked, for a report."""
+        """Return the outcome of the request, for a report."""
         if self.declined:
             return "CPU, as asked"
         if self.gpus and self.listed:
@@ -90,11 +89,11 @@ class Devices:
         return "CPU: " + self.reason
 
     def settle(self, listed: int, restricted: bool = False) -> None:
-        """Choose among the GPUs that the framework lists, if nothing else told which there are.
+        """Choose among the GPUs that the framework lists, if the choice was left to that.
 
         Arguments:
             listed: how many it lists.
-            restricted: whether it was told which to list, by ``wanted()``.
+            restricted: whether it was configured to list those of ``wanted()`` alone.
         """
         if self.undecided is None or self.listed is not None:
             return
@@ -119,7 +118,7 @@ class Devices:
             self.reason += "; the framework lists none"
 
     def wanted(self) -> "Optional[List[Union[int, str]]]":
-        """Return the ids to ask a framework for that has to be told before it lists its GPUs.
+        """Return the ids to request of a framework that is configured before it lists its GPUs.
 
         None: all of them.
         """
@@ -132,7 +131,7 @@ class Devices:
         return ids or None
 
     def trusting(self, environ: "Mapping[str, str]") -> "Dict[str, str]":
-        """Return the variables that show the chosen GPUs to a framework not yet queried."""
+        """Return variables that make the chosen GPUs visible to a framework not queried yet."""
         ids = self.wanted()
         if ids is None:
             return {}
@@ -140,7 +139,7 @@ class Devices:
         return {variable: value for variable in (CUDA, HIP) if variable == CUDA or HIP in environ}
 
     def only(self, index: int, shortage: "Optional[Tuple[str, str]]") -> "Devices":
-        """Return one of these devices, for a rank that may have a shortage to tell of."""
+        """Return one of these devices, for a rank, with the shortage that it is to report."""
         one = copy.copy(self)
         chosen = slice(index, index + 1)
         one.gpus, one.positions = self.gpus[chosen], self.positions[chosen]
@@ -149,28 +148,28 @@ class Devices:
         return one
 
     def index(self, name: str) -> "Optional[int]":
-        """Return which of these GPUs a name means, counted from 0, or None."""
+        """Return the index of the GPU that a name means, from 0, or None."""
         named = enumerate(zip(self.gpus, self.uuids))
         return next((i for i, (gpu, uuid) in named if name == gpu or uuid.startswith(name)), None)
 
     def are_shown_by(self, environ: "Mapping[str, str]") -> bool:
-        """Return whether a process with that environment sees exactly these GPUs, in this order."""
+        """Return whether exactly these GPUs are visible in that environment, in this order."""
         in_framework = self.undecided is not None  # they are chosen there
         return not in_framework and environ.get(self.variable) == ",".join(self.gpus)
 
     def ordinals(self, environ: "Mapping[str, str]") -> "Sequence[int]":
-        """Return the numbers of these GPUs in a process with that environment."""
+        """Return the device numbers of these GPUs in a process with that environment."""
         return range(len(self.gpus)) if self.are_shown_by(environ) else self.positions
 
     def memory_totals(self) -> "List[int]":
-        """Return the memory of each of these GPUs, in bytes; 0 where the driver does not tell."""
+        """Return the memory of each of these GPUs, in bytes; 0 where it is unknown."""
         machine: "Sequence[GPU]" = (discover() or []) if self.gpus else []
         return [_gpu_of(entry, machine).memory_total or 0 for entry in self.gpus]
 
     def environ(self, environ: "Mapping[str, str]") -> "Dict[str, Optional[str]]":
-        """Return the variables that show a process these GPUs and no other.
+        """Return the variables that make these GPUs, and no others, visible to a process.
 
-        None where undecided.
+        Empty where undecided.
         """
         if self.undecided is not None:
             return {}
@@ -207,13 +206,13 @@ def choose(
         selection: from ``parse_gpus``.
         simulate: the number of CPU devices that stand in for GPUs, or None.
         environ: where ``CUDA_VISIBLE_DEVICES`` is read.
-        discover: tells the machine's GPUs (None: unknown).
+        discover: returns the machine's GPUs (None: unknown).
 
     Returns:
-        ``Devices``; its ``shortage`` says where fewer were found than asked for.
+        ``Devices``, with a ``shortage`` where fewer were found than requested.
 
     Raises:
-        InvalidArgumentError: ids or names that cannot be meant, seen from the GPUs there are.
+        InvalidArgumentError: ids or names that no GPU of this machine can have.
     """
     if simulate:
         return _choose_simulated(selection, simulate)
@@ -221,25 +220,25 @@ def choose(
         return Devices(declined=True)
     machine = discover()
     if machine and machine[0].variable == HIP:
-        shown, said, problems = hip_entries(environ, machine)
+        shown, visibility_variable, problems = hip_entries(environ, machine)
         visible = [(entry, GPU(variable=HIP)) for entry in shown]
-        return _chosen(selection, visible, problems, environ, said, HIP)
+        return _chosen(selection, visible, problems, environ, visibility_variable, HIP)
     entries, problems = visible_entries(environ, machine)
-    said = None if entries is None else CUDA
+    visibility_variable = None if entries is None else CUDA
     if machine == [] or (machine is None and entries is None and selection.kind == "all"):
-        devices = _chosen(selection, [], problems, environ, said)
+        devices = _chosen(selection, [], problems, environ, visibility_variable)
         devices.undecided = selection
         devices.reason = "no GPU was found" + _why(machine, environ)
         if isinstance(machine, Listing) and machine.failures and not devices.shortage:
             devices.shortage = str(selection), "no GPU is visible: " + "; ".join(machine.failures)
         return devices
     if entries is None and (machine is None or (machine and any_mig(selection.ids))):
-        # Nothing tells what is there: trust the request, the framework will answer.
+        # The GPUs are unknown: trust the request, which the framework will check.
         return _trusting(selection)
     if entries is None:
         entries = [str(gpu.index) for gpu in machine or []]
     visible = [(entry, _gpu_of(entry, machine or [])) for entry in entries]
-    devices = _chosen(selection, visible, problems, environ, said)
+    devices = _chosen(selection, visible, problems, environ, visibility_variable)
     if not visible:
         number = "GPU" if len(machine or ()) == 1 else "GPUs"
         devices.reason = f"{CUDA}={environ[CUDA]} hides the {number} of this machine"
@@ -257,18 +256,28 @@ def _chosen(
     visible: "Sequence[Tuple[str, GPU]]",
     problems: "Sequence[str]",
     environ: "Mapping[str, str]",
-    said: "Optional[str]",
+    visibility_variable: "Optional[str]",
     variable: str = CUDA,
 ) -> "Devices":
-    """Of the visible GPUs, pairs of entry and GPU, those that were asked for.
+    """Return the requested ones of the visible GPUs.
 
-    ``said``: the variable that says which are visible, or None.
+    Arguments:
+        selection: the request.
+        visible: pairs of entry and GPU.
+        problems: found so far.
+        environ: the environment variables.
+        visibility_variable: the one that restricts which are visible, or None.
+        variable: the one that makes the chosen ones visible.
     """
     positions, short, of_claims = choose_among(selection, visible)
     shortage = None
     if short:
-        found = f" ({said}={environ[said]})" if said else ""
-        shortage = str(selection), errors.shortened(short + found)
+        restriction = (
+            f" ({visibility_variable}={environ[visibility_variable]})"
+            if visibility_variable
+            else ""
+        )
+        shortage = str(selection), errors.shortened(short + restriction)
     chosen = [visible[position] for position in positions]
     return Devices(
         [entry for entry, _ in chosen],
@@ -289,8 +298,8 @@ def choose_for_rank(
 ) -> "Devices":
     """Choose the one device of a rank: the local rank's, among those that ``selection`` names.
 
-    How many GPUs there are to be is the launcher's to say, so that a count names all. Idle GPUs
-    are claimed by each rank for itself, unless the launcher has claimed some for all.
+    The launcher decides how many GPUs there are, so a count means all of them. Each rank claims
+    idle GPUs for itself, unless the launcher has claimed some for all.
     """
     if selection.kind == "free" and "COMPAT_CLAIMS" not in environ:
         return choose(Selection("free", 1), None, environ, discover)
@@ -306,16 +315,16 @@ def choose_for_rank(
     if len(pool) == 1 and is_bound:
         return pool.only(0, None)
     if not shortage and len(pool) < place.local_size:
-        asked = f"a GPU for each of {place.local_size} ranks"
-        shortage = asked, "{}: {}".format(are(len(pool), "there"), pool)
+        request = f"a GPU for each of {place.local_size} ranks"
+        shortage = request, "{}: {}".format(are(len(pool), "there"), pool)
     return pool.only(place.local_rank % len(pool), shortage)
 
 
 def _is_bound(environ: "Mapping[str, str]", place: "Place") -> bool:
-    """Whether, if this rank sees one GPU, that was given to it alone: others see another one.
+    """Return whether a single visible GPU is this rank's alone, so that other ranks see others.
 
-    So do SLURM (``--gpus-per-task``, ``--gpu-bind``), jsrun, and scripts that show each rank the
-    GPU of its local rank.
+    It is under SLURM (``--gpus-per-task``, ``--gpu-bind``), jsrun, and in scripts that make the
+    GPU of its local rank visible to each rank.
     """
     if place.launcher == "srun":
         on_node = environ.get("SLURM_STEP_GPUS", "") or environ.get("SLURM_JOB_GPUS", "")
@@ -350,9 +359,6 @@ def _trusting(selection: "Selection") -> "Devices":
 
 
 def _gpu_of(entry: str, machine: "Sequence[GPU]") -> "GPU":
-    """Return the GPU that an entry names.
-
-    One of which nothing is known where the driver lists none.
-    """
+    """Return the GPU that an entry names; where the driver lists none, one without attributes."""
     named = (g for g in machine if g.uuid and g.matches(entry) or entry == str(g.index))
     return next(named, GPU())

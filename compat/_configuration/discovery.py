@@ -1,7 +1,4 @@
-"""Which GPUs this machine has, and which of them the environment leaves visible.
-
-Asked without any framework.
-"""
+"""The GPUs of this machine, and those that the environment leaves visible, without a framework."""
 
 import contextlib
 import os
@@ -14,7 +11,7 @@ HIP = "HIP_VISIBLE_DEVICES"  # of AMD's GPUs
 
 
 class GPU(NamedTuple):
-    """One GPU as the driver lists it; numbers are None where the driver does not tell them."""
+    """One GPU as the driver lists it; numbers that it does not report are None."""
 
     index: "Optional[int]" = None  # type: ignore[assignment]  # tuples have such a method
     uuid: str = ""
@@ -22,17 +19,17 @@ class GPU(NamedTuple):
     memory_total: "Optional[int]" = None  # bytes
     memory_used: "Optional[int]" = None  # bytes
     utilization: "Optional[int]" = None  # percent
-    variable: str = CUDA  # what shows a process this GPU
+    variable: str = CUDA  # that makes this GPU visible to a process
 
     def unknown(self) -> "List[str]":
-        """Return what the driver does not tell of how busy this GPU is."""
+        """Return which signs of activity the driver does not report of this GPU."""
         memory = self.memory_total is None or self.memory_used is None
         return ["memory"] * memory + ["utilization"] * (self.utilization is None)
 
     def matches(self, entry: str) -> bool:
         """Return whether ``entry``, an id or the beginning of a UUID, names this GPU.
 
-        Without nvidia-smi the UUID is not known: any name may be this GPU's.
+        Without nvidia-smi the UUID is unknown, so any name may be this GPU's.
         """
         number = whole_number(entry)
         if number is not None:
@@ -48,26 +45,28 @@ _WSL = "/dev/dxg"
 
 
 class Listing(List[GPU]):
-    """GPUs in PCI order; and what was asked for them, where that explains why there are none."""
+    """GPUs in PCI order, and failed attempts to list them, which explain why there are none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.missing: "List[str]" = []  # commands
-        self.answers: "List[str]" = []  # what others said, a phrase each
-        self.failures: "List[str]" = []  # a driver is installed, and does not work
+        self.missing: "List[str]" = []  # commands that are not installed
+        self.answers: "List[str]" = []  # of those that list no GPU, a phrase each
+        self.failures: "List[str]" = []  # of commands that are installed and do not work
 
     def why(self) -> str:
-        """Why there are none, in half a sentence."""
+        """Return why there are no GPUs, in half a sentence."""
         names = self.missing
         missing = " and ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
-        said = [missing + (" are" if len(names) > 1 else " is") + " not installed"] if names else []
-        return "; ".join(said + self.failures + self.answers)
+        reasons = (
+            [missing + (" are" if len(names) > 1 else " is") + " not installed"] if names else []
+        )
+        return "; ".join(reasons + self.failures + self.answers)
 
 
 def discover() -> "Optional[Listing]":
-    """Return the machine's GPUs, in PCI order, or None where nothing tells how many there are.
+    """Return the machine's GPUs, in PCI order, or None where their number is unknown.
 
-    Asks nvidia-smi, else the driver's folder; then, where there is none of NVIDIA's, AMD's
+    Queries nvidia-smi, else the driver's folder; then, where there is none of NVIDIA's, AMD's
     commands. Initialises no GPU and no framework.
     """
     listing = Listing()
@@ -90,7 +89,7 @@ def discover() -> "Optional[Listing]":
 
 
 def busy() -> "Optional[List[str]]":
-    """Return the UUIDs of GPUs on which a process computes, or None where nothing tells."""
+    """Return the UUIDs of GPUs on which a process computes, or None where that is unknown."""
     return _nvidia_smi("--query-compute-apps=gpu_uuid", Listing())
 
 
@@ -99,6 +98,7 @@ def _nvidia_smi(query: "Optional[str]", listing: "Listing") -> "Optional[List[st
 
     Arguments:
         query: an option; None: the table that it prints without any.
+        listing: gets the reason where there is no answer.
     """
     arguments = [query, "--format=csv,noheader,nounits"] if query else []
     for name in ("nvidia-smi", "/usr/lib/wsl/lib/nvidia-smi"):
@@ -111,7 +111,7 @@ def _nvidia_smi(query: "Optional[str]", listing: "Listing") -> "Optional[List[st
 def _answer(command: "List[str]", listing: "Listing") -> "Optional[str]":
     """Return what a command prints, or None where it is missing or fails.
 
-    Why not, to ``listing``.
+    The reason for that is added to ``listing``.
     """
     import subprocess
 
@@ -127,10 +127,12 @@ def _answer(command: "List[str]", listing: "Listing") -> "Optional[str]":
     answer = ended.stdout.decode("utf-8", "replace")
     if not ended.returncode:
         return answer
-    said = (answer + ended.stderr.decode("utf-8", "replace")).strip().split("\n")[0].rstrip(". ")
-    if said == "No devices were found":
+    first_line = (
+        (answer + ended.stderr.decode("utf-8", "replace")).strip().split("\n")[0].rstrip(". ")
+    )
+    if first_line == "No devices were found":
         return ""
-    status = "exit status {}{}".format(ended.returncode, said and ": " + said)
+    status = "exit status {}{}".format(ended.returncode, first_line and ": " + first_line)
     listing.failures.append(f"{command[0]} fails ({status})")
     return None
 
@@ -147,18 +149,18 @@ def _parse_gpu(line: str) -> "GPU":
 
 
 def drivers() -> "Dict[str, Optional[str]]":
-    """Return the versions of the drivers that are loaded, and of what they say that they run.
+    """Return the versions of the loaded drivers, and of the platforms that they support.
 
     Returns:
         A dictionary: "nvidia", the driver; "cuda", the newest CUDA that it runs; "amdgpu", AMD's
-        driver; "rocm", the installed ROCm. None each where nothing tells.
+        driver; "rocm", the installed ROCm. None each where it is unknown.
     """
     table = "\n".join(_nvidia_smi(None, Listing()) or [])
     # Newer ones call it the KMD's (kernel mode driver's), and CUDA's the UMD's.
-    told = _match(r"(?:Driver|KMD) Version\s*: *([0-9.]+)", table)
+    queried = _match(r"(?:Driver|KMD) Version\s*: *([0-9.]+)", table)
     loaded = _match(r"Kernel Module.*?\s([0-9]+\.[0-9.]+)\s", content(_DRIVER_VERSION))
     return {
-        "nvidia": told or loaded,
+        "nvidia": queried or loaded,
         "cuda": _match(r"CUDA (?:UMD )?Version\s*: *([0-9.]+)", table),
         "amdgpu": content(_AMDGPU_VERSION).strip() or None,
         "rocm": content(_ROCM_VERSION).strip() or None,
@@ -168,33 +170,33 @@ def drivers() -> "Dict[str, Optional[str]]":
 def _match(pattern: str, text: str) -> "Optional[str]":
     import re
 
-    found = re.search(pattern, text)
-    return found.group(1) if found else None
+    match = re.search(pattern, text)
+    return match.group(1) if match else None
 
 
 def content(path: str) -> str:
-    """Return a small file of the system's; empty where it is not there."""
+    """Return the content of a small system file; empty where there is no such file."""
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as file:
         return file.read()
     return ""
 
 
 def _from_amd(listing: "Listing") -> "List[GPU]":
-    """AMD's GPUs, as its newer command lists them, or its older one."""
+    """Return AMD's GPUs, as its newer command lists them, or its older one."""
     for command in (["amd-smi", "list", "--json"], ["rocm-smi", "--showid", "--json"]):
         answer = _answer(command, listing)
-        found = None if answer is None else _json(answer)
-        if answer is not None and found is None:
+        cards = None if answer is None else _json(answer)
+        if answer is not None and cards is None:
             listing.failures.append(f"{command[0]} answers no JSON")
-        if isinstance(found, dict):  # of rocm-smi {"card0": {...}}, of later versions of amd-smi
-            found = found.get("gpu_data", [key for key in found if key.startswith("card")])
-        if found:
-            return [GPU(index, variable=HIP) for index, _ in enumerate(found)]
+        if isinstance(cards, dict):  # of rocm-smi {"card0": {...}}, of later versions of amd-smi
+            cards = cards.get("gpu_data", [key for key in cards if key.startswith("card")])
+        if cards:
+            return [GPU(index, variable=HIP) for index, _ in enumerate(cards)]
     return []
 
 
 def _json(text: str) -> "Any":
-    """Return what a command prints as JSON, also with warnings before and after it, or None."""
+    """Return the JSON value in a command's output, which may have warnings around it, or None."""
     import json
 
     lines = text.splitlines()
@@ -211,7 +213,7 @@ def usable_cores() -> int:
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
-# What CUDA and HIP read in their variables ------------------------------------------------------
+# Variables of CUDA and HIP ------------------------------------------------------
 
 
 def visible_entries(
@@ -267,7 +269,7 @@ def visible_entries(
 
 
 def _remedy(variable: str, entries: "Sequence[str]") -> str:
-    """Return what to type for the entries that are right."""
+    """Return the command that sets the valid entries alone, a sentence."""
     if not entries:
         return f"To use every GPU: unset {variable}"
     return "Corrected: export {}={}".format(variable, ",".join(entries))
@@ -292,14 +294,14 @@ def _exists(entry: str, machine: "Sequence[GPU]") -> bool:
 def hip_entries(
     environ: "Mapping[str, str]", machine: "Sequence[GPU]"
 ) -> "Tuple[List[str], Optional[str], List[str]]":
-    """Return the GPUs that HIP, AMD's CUDA, shows a process, which variable says so, and problems.
+    """Return the GPUs that are visible under HIP, the variable that restricts them, and problems.
 
     HIP reads CUDA_VISIBLE_DEVICES, too, where its own variable is empty. Both count inside
     ROCR_VISIBLE_DEVICES, which the runtime below reads ("GPU isolation techniques", ROCm's docs).
     """
     below = environ.get("ROCR_VISIBLE_DEVICES")
     there = len(machine) if below is None else min(len(machine), len(below.split(",")))
-    variable = next((each for each in (HIP, CUDA) if environ.get(each, "").strip()), None)
+    variable = next((name for name in (HIP, CUDA) if environ.get(name, "").strip()), None)
     if variable is None:
         return [str(index) for index in range(there)], None, []
 
@@ -319,8 +321,10 @@ def _up_to(
     """Return the entries of a value before the first wrong one, and a list of its problem.
 
     Arguments:
-        reader: what reads the variable.
-        wrong: tells of an entry, and those before it, what is wrong with it, or None.
+        reader: the library that reads the variable.
+        variable: its name.
+        value: its value.
+        wrong: returns the problem with an entry, by those before it, or None.
     """
     entries: "List[str]" = []
     for entry in [part.strip() for part in value.split(",")] if value.strip() else []:

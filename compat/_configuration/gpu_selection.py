@@ -1,4 +1,4 @@
-"""The grammar of ``gpus=``: what it asks for, and which of the visible GPUs that means."""
+"""The grammar of ``gpus=``, and the visible GPUs that it selects."""
 
 import contextlib
 import os
@@ -31,7 +31,7 @@ _KINDS = {"cpu": "none", "none": "none", "all": "all", "auto": "all", "-1": "all
 
 
 class Selection(types.SimpleNamespace):
-    """What ``gpus=`` asks for: a kind, and a count or ids.
+    """A request of ``gpus=``: a kind, and a count or ids.
 
     ``kind`` is "all", "count", "ids", "free" or "none"; ``count`` counts for "count" and
     "free" (None: all idle ones); ``ids`` holds integers and GPU or MIG names, as strings.
@@ -74,7 +74,7 @@ def parse_gpus(gpus: "Any") -> "Selection":
 
 
 def _integer(value: "Any") -> "Optional[int]":
-    """Return the value of an integer of any type (numpy's, too), or None."""
+    """Return the value of an integer of any type, such as numpy's, or None."""
     import operator
 
     try:
@@ -114,7 +114,7 @@ def _parse_ids(gpus: "Any", items: "Iterable[Any]") -> "Selection":
 
 
 def any_mig(ids: "Iterable[Union[int, str]]") -> bool:
-    """Return whether one of these names a MIG instance."""
+    """Return whether one of the ids names a MIG instance."""
     return any(isinstance(wanted, str) and wanted.startswith("MIG-") for wanted in ids)
 
 
@@ -136,11 +136,11 @@ def _parse_id(item: "Any") -> "Union[None, int, str]":
 
 
 class Choice(NamedTuple):
-    """Visible GPUs that a selection means.
+    """Visible GPUs that match a selection.
 
     Attributes:
         positions: among the visible ones.
-        shortage: what is missing of what was asked for, a clause; None: nothing.
+        shortage: requested GPUs that are missing, a clause; None: none is.
         problems: with the claims of idle GPUs, a sentence each.
     """
 
@@ -162,21 +162,21 @@ def choose_among(selection: "Selection", visible: "Visible") -> "Choice":
         short = "there is no {}: {}".format(" or ".join(missing), there) if missing else None
         return Choice(positions, short)
     idle, problems = claim_idle(visible, selection.count)
-    unsure = [(each.entry, each.unknown) for each in idle if each.unknown]
+    unsure = [(gpu.entry, gpu.unknown) for gpu in idle if gpu.unknown]
     shortages = []
     if len(idle) < (selection.count or 1):
         known = are(len(idle) - len(unsure), "idle")
         shortages.append(f"{known} of {len(visible)} visible")
     if unsure:
         shortages.append(_unsure(unsure))
-    return Choice([each.position for each in idle], ", and ".join(shortages) or None, problems)
+    return Choice([gpu.position for gpu in idle], ", and ".join(shortages) or None, problems)
 
 
 def _unsure(unsure: "Sequence[Tuple[str, Sequence[str]]]") -> str:
-    """Return which GPUs were taken that may be busy: pairs of entry and what is unknown."""
+    """Return the warning that GPUs were taken that may be busy: pairs of entry and unknowns."""
     names = ["GPU " + entry if entry.isdecimal() else entry for entry, _ in unsure]
     unknown = sorted(set(name for _, names in unsure for name in names))
-    # The driver tells of a GPU as a whole, and not how busy it is.
+    # The driver lists a GPU as a whole, and not how busy it is.
     mig = "processes" not in unknown and not any(entry.startswith("MIG-") for entry, _ in unsure)
     return "nothing tells whether {} {} idle (unknown: {}{})".format(
         " and ".join(names),
@@ -197,18 +197,18 @@ def _positions(
 ) -> "Tuple[List[int], List[str]]":
     positions, missing = [], []
     for wanted in ids:
-        found = [
+        matches = [
             position
             for position, (entry, gpu) in enumerate(visible)
             if wanted in (position, entry) or gpu.uuid.startswith(str(wanted))
         ]
-        if len(found) > 1:
+        if len(matches) > 1:
             raise invalid_gpus(list(ids), f"{wanted!r} begins several names")
-        if not found:
+        if not matches:
             missing.append(f"GPU {wanted}" if isinstance(wanted, int) else wanted)
-        elif found[0] in positions:
+        elif matches[0] in positions:
             raise invalid_gpus(list(ids), f"{wanted!r} is named twice")
-        positions += found
+        positions += matches
     return positions, missing
 
 
@@ -224,7 +224,7 @@ def invalid_gpus(gpus: "Any", problem: str) -> "errors.InvalidArgumentError":
 
 
 class IdleGPU(NamedTuple):
-    """A visible GPU that is idle, as far as the driver reports that.
+    """A visible GPU that is idle, as far as the driver reports it.
 
     Attributes:
         position: among the visible GPUs.
@@ -319,14 +319,14 @@ def _claimed(gpu: "GPU") -> bool:
 
 
 def hand_over_claims() -> "Dict[str, str]":
-    """Keep the claims for the program that this process becomes, and return what tells it so."""
+    """Keep the claims for the program that this process executes; return a variable for it."""
     for lock in process.claims.values():
         os.set_inheritable(lock, True)
     return {"COMPAT_CLAIMS": ",".join(sorted(process.claims))} if process.claims else {}
 
 
 def _lock_path(gpu: "GPU") -> str:
-    """Return where its lock file lies: not in ``TMPDIR``, which schedulers set for each job."""
+    """Return the path of a GPU's lock file: not in ``TMPDIR``, which is set for each job."""
     return f"/tmp/keras-gpu-compat-{gpu.uuid}.lock"
 
 
@@ -337,7 +337,7 @@ def _claim(gpu: "GPU") -> bool:
         Whether no other job has it.
 
     Raises:
-        OSError: nothing can be locked there: what anybody may have put into /tmp is no lock.
+        OSError: it cannot be locked, or another user has put something else in its place.
     """
     if _claimed(gpu):
         return True

@@ -4,12 +4,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Optional
 
-# No count or id has more; Python converts no text of more than 4300 (sys.set_int_max_str_digits).
+# No count or id has more digits; Python converts at most 4300 (sys.set_int_max_str_digits).
 _MOST_DIGITS = 18
 
 
 def whole_number(text: str) -> "Optional[int]":
-    """Return the number that a text of ASCII digits is, or None.
+    """Return the value of a text of ASCII digits, or None.
 
     CUDA reads no other digits, either.
     """

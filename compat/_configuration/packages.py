@@ -1,4 +1,4 @@
-"""Which distributions are installed, and in which version, without importing them."""
+"""Versions of installed distributions, found without importing them."""
 
 import os
 import sys
@@ -10,33 +10,34 @@ from .discovery import content
 def version(*names: str) -> "Optional[str]":
     """Return the version of the first of these distributions that is installed, or None.
 
-    Read from the names of the folders on ``sys.path``, which are gone through once.
+    Read from the names of the folders on ``sys.path``.
 
     Python 3.6 and 3.7 have no importlib.metadata, and pkg_resources takes longer than Keras'
     own choice of a backend.
     """
-    found = _found()
-    return next(filter(None, (found.get(normalised(name)) for name in names)), None)
+    versions = _installed_versions()
+    return next(filter(None, (versions.get(normalised(name)) for name in names)), None)
 
 
 def matching(pattern: str) -> "Dict[str, str]":
-    """Return the versions of all whose names match, by name, sorted.
+    """Return the versions of all distributions whose names match, by name, sorted.
 
     Arguments:
         pattern: a regular expression for whole names, in lower case with ``-``.
     """
     import re
 
-    found = {name.replace("_", "-"): number for name, number in sorted(_found().items()) if number}
-    return {name: number for name, number in found.items() if re.fullmatch(pattern, name)}
+    versions = {
+        name.replace("_", "-"): number
+        for name, number in sorted(_installed_versions().items())
+        if number
+    }
+    return {name: number for name, number in versions.items() if re.fullmatch(pattern, name)}
 
 
-def _found() -> "Dict[str, Optional[str]]":
-    """Return the versions of all distributions, by their normalised names.
-
-    None where nothing tells it.
-    """
-    found: "Dict[str, Optional[str]]" = {}
+def _installed_versions() -> "Dict[str, Optional[str]]":
+    """Return the versions of all distributions, by their normalised names; None where unknown."""
+    versions: "Dict[str, Optional[str]]" = {}
     for folder in sys.path:
         try:
             entries = os.listdir(folder or ".")
@@ -46,20 +47,22 @@ def _found() -> "Dict[str, Optional[str]]":
             stem, extension = os.path.splitext(entry)
             project, _, rest = stem.partition("-")
             project = normalised(project)
-            if extension in (".dist-info", ".egg-info") and project not in found:
+            if extension in (".dist-info", ".egg-info") and project not in versions:
                 # A development install has no version in the name of its folder.
                 number = rest.partition("-")[0] or _metadata_version(os.path.join(folder, entry))
-                found[project] = number
-    return found
+                versions[project] = number
+    return versions
 
 
 def _metadata_version(folder: str) -> "Optional[str]":
+    """Return the version in a distribution's metadata."""
     lines = content(os.path.join(folder, "PKG-INFO")).splitlines()
-    found = [line.partition(":")[2].strip() for line in lines if line.startswith("Version:")]
-    return found[0] if found else None
+    versions = [line.partition(":")[2].strip() for line in lines if line.startswith("Version:")]
+    return versions[0] if versions else None
 
 
 def normalised(name: str) -> str:
+    """Return a distribution's name as in its folder's name, in lower case."""
     return name.lower().replace("-", "_").replace(".", "_")
 
 

@@ -1,4 +1,4 @@
-"""The extras of keras-gpu-compat: what each brings, on which Pythons, and what fits this one."""
+"""The extras of keras-gpu-compat: their backends, their Pythons, and those that install here."""
 
 import sys
 from typing import Dict, List, Optional, Sequence, Tuple
@@ -48,7 +48,7 @@ def installs(extra: str) -> bool:
 
 
 def pythons(extra: str) -> str:
-    """On which Pythons an extra installs, as a phrase."""
+    """Return the Pythons on which an extra installs, as a phrase."""
     texts = list(map(spelled, PYTHONS[extra]))
     word = " to " if PYTHONS[extra][1][1] - PYTHONS[extra][0][1] > 1 else " or "
     return "Python " + word.join(sorted(set(texts), key=texts.index))
@@ -61,16 +61,18 @@ def tested(extra: str) -> str:
 
 
 def spelled(python: "Tuple[int, ...]") -> str:
+    """Return a version of Python as a text: "3.11"."""
     return "{}.{}".format(*python)
 
 
 def of(backends: "Sequence[Backend]", keras: "Tuple[Optional[int], ...]" = (None, None)) -> str:
-    """Return the extra that brings one of these backends, all of one framework.
+    """Return the extra that brings one of several backends of one framework.
 
-    With the generation of Keras that is installed, as far as an extra with it installs here. Where
-    none does, the extra to install on another Python.
+    It is one with the installed generation of Keras, if such an extra installs here; where none
+    does, the extra to install on another Python.
 
     Arguments:
+        backends: the backends.
         keras: the first two numbers of the version of Keras that is installed.
     """
     extras = [backend.extra for backend in backends]

@@ -1,10 +1,10 @@
-"""Which backends there are: the folders in ``_backends``, and those of third parties.
+"""Registry of backends: the folders in ``_backends``, and backends of third parties.
 
-The directory is the registry of what compat brings along: no second list anywhere. A third
-party hands an instance to ``register()``, or names one in its package's entry points, in the
-group ``keras_gpu_compat.backends``: a plug-in. Entry points are looked at only where no other
-backend has the name, the option or the model that is asked about: they cost nothing otherwise,
-and a broken one matters only to whoever asks for it.
+The directory lists compat's own backends: there is no second list. A third party passes an
+instance to ``register()``, or names one in its package's entry points, in the group
+``keras_gpu_compat.backends``: a plug-in. Entry points are read only where no other backend has the
+name, the option or the model in question: they cost nothing otherwise, and a broken one matters
+only to those who use it.
 """
 
 import os
@@ -23,7 +23,7 @@ _registered: "Dict[str, Backend]" = {}
 
 
 def names() -> "List[str]":
-    """Return the names of the backends that compat brings along, sorted: those of their folders."""
+    """Return the names of compat's own backends, sorted: those of their folders."""
     import pkgutil
 
     folder = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "_backends")
@@ -33,7 +33,7 @@ def names() -> "List[str]":
 
 
 def load(name: str) -> "Backend":
-    """Return the backend of that folder. Imports the folder's module, never its framework."""
+    """Return the backend of a folder, importing its module, but not its framework."""
     import importlib
 
     backend: Backend = importlib.import_module("compat._backends." + name).backend
@@ -46,24 +46,24 @@ def backends() -> "List[Backend]":
 
 
 def find(name: str) -> "Optional[Backend]":
-    """Return the backend of that name, whichever way it is known, or None.
+    """Return the backend of a name, whether compat's own, registered or a plug-in, or None.
 
     Raises:
         BrokenInstallError: as ``plugin()``.
     """
-    return next((each for each in backends() if each.name == name), None) or plugin(name)
+    return next((backend for backend in backends() if backend.name == name), None) or plugin(name)
 
 
 def options(wanted: "Iterable[str]") -> "List[str]":
     """Return the keyword options of ``configure_gpu()`` that backends know, sorted.
 
     Arguments:
-        wanted: those that were given. Plug-ins are looked at where other backends lack one.
+        wanted: those that were passed. Plug-ins are loaded where other backends lack one.
     """
-    known = {option for backend in backends() for option in backend.options}
-    if not known.issuperset(wanted):
-        known.update(option for backend in plugins() for option in backend.options)
-    return sorted(known)
+    options = {option for backend in backends() for option in backend.options}
+    if not options.issuperset(wanted):
+        options.update(option for backend in plugins() for option in backend.options)
+    return sorted(options)
 
 
 def register(backend: "Backend") -> "Backend":
@@ -81,14 +81,14 @@ def register(backend: "Backend") -> "Backend":
 
     Raises:
         InvalidArgumentError: it is no instance of ``Backend``, lacks one of these, or has the
-            name of a backend that compat brings along (a ``ValueError``).
+            name of one of compat's own backends (a ``ValueError``).
     """
     problem = _problem(backend)
     if problem:
         named = isinstance(backend, Backend) and backend.name
-        given = repr(named) if named else errors.class_of(backend)
+        name = repr(named) if named else errors.class_of(backend)
         raise errors.InvalidArgumentError(
-            f"register() cannot take {given}: {problem}. Pass an instance of a subclass of "
+            f"register() cannot take {name}: {problem}. Pass an instance of a subclass of "
             "compat.Backend that has a name of its own."
         )
     _registered[backend.name] = backend
@@ -96,7 +96,7 @@ def register(backend: "Backend") -> "Backend":
 
 
 def _problem(backend: "Any") -> "Optional[str]":
-    """Why this object cannot be registered, or None."""
+    """Return why an object cannot be registered, a clause, or None."""
     if not isinstance(backend, Backend):
         return "it is no instance of a subclass of compat.Backend"
     required = "name", "framework", "distributions"
@@ -107,12 +107,12 @@ def _problem(backend: "Any") -> "Optional[str]":
 
 
 def plugin(name: str) -> "Optional[Backend]":
-    """Return the backend that an installed package names so in its entry points, or None.
+    """Return the backend that an installed package has by that name in its entry points, or None.
 
     Raises:
         BrokenInstallError: importing it fails, or it is no backend (an ``ImportError``).
     """
-    return next((_load_plugin(*each) for each in _entry_points() if each[0] == name), None)
+    return next((_load_plugin(*entry) for entry in _entry_points() if entry[0] == name), None)
 
 
 def plugins() -> "List[Backend]":
@@ -120,18 +120,18 @@ def plugins() -> "List[Backend]":
 
     Of several of one name the first counts, as for ``plugin()``.
     """
-    found: "Dict[str, Optional[Backend]]" = {}
+    backends_by_name: "Dict[str, Optional[Backend]]" = {}
     for name, reference in _entry_points():
-        if name not in found and name not in _registered:
+        if name not in backends_by_name and name not in _registered:
             try:
-                found[name] = _load_plugin(name, reference)
+                backends_by_name[name] = _load_plugin(name, reference)
             except errors.BrokenInstallError:
-                found[name] = None
-    return [backend for backend in found.values() if backend is not None]
+                backends_by_name[name] = None
+    return [backend for backend in backends_by_name.values() if backend is not None]
 
 
 def plugin_names() -> "List[str]":
-    """Return the names in all entry points. Imports nothing."""
+    """Return the names in all entry points, importing nothing."""
     return [name for name, _ in _entry_points()]
 
 
@@ -156,7 +156,7 @@ def _load_plugin(name: str, reference: str) -> "Backend":
 
 
 def _entry_points() -> "Iterator[Tuple[str, str]]":
-    """Name and ``module:attribute`` of each entry point, as installed packages list them.
+    """Yield name and ``module:attribute`` of each entry point of installed packages.
 
     Python 3.6 and 3.7 have no importlib.metadata, and not always setuptools' pkg_resources.
     """

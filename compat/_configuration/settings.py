@@ -1,4 +1,4 @@
-"""What ``configure_gpu()`` was asked, normalised once, and the report of what it did."""
+"""The arguments of ``configure_gpu()``, normalised, and the report of what it did."""
 
 from .. import errors
 from .numeric import whole_number
@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 FLOATX = ("float16", "bfloat16", "float32", "float64")
 _SWITCHES = {"yes": True, "true": True, "on": True, "1": True}
 _SWITCHES.update({"no": False, "false": False, "off": False, "0": False, "none": False})
-#: So many devices are listed in a report, at most.
+#: The most devices that a report lists.
 LISTED = 16
 _UNITS = {"b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 class _Value:
-    """What is equal to another one by its attributes."""
+    """A value that equals others of its class with the same attributes."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and vars(self) == vars(other)
 
 
 class Memory(_Value):
-    """How much of each GPU's memory to take; exactly one of the three is set.
+    """The amount of each GPU's memory to take; exactly one of the three is set.
 
     Arguments:
         grow: take memory as it is needed.
@@ -90,10 +90,10 @@ def parse_floatx(floatx: "Optional[str]") -> "Optional[str]":
 
 
 def parse_switch(name: str, value: "Any") -> bool:
-    """Check an argument that is True or False; a command line's or a configuration file's text.
+    """Parse an argument that is True or False, or a text from a command line or a file.
 
     Raises:
-        InvalidArgumentError: a ``ValueError``: "no" is no, whatever Python makes of a text.
+        InvalidArgumentError: a ``ValueError``: it is neither, nor one of the texts for them.
     """
     switch = _SWITCHES.get(str(value).strip().lower())
     if switch is None:
@@ -132,7 +132,7 @@ def simulated_from_outside(environ: "Mapping[str, str]") -> "Optional[int]":
 
 
 class Every(_Value):
-    """Verify one training step in so many, from the first one on, for as long as training goes on.
+    """A schedule that verifies one training step of each ``interval``, from the first one on.
 
     Arguments:
         interval: 1 or more.
@@ -153,13 +153,13 @@ def parse_verify(
 ) -> "Union[int, Every]":
     """Return how many steps to verify.
 
-    As asked, else ``COMPAT_VERIFY``, else 1 where GPUs are simulated.
+    By default those of ``COMPAT_VERIFY``, else 1 where GPUs are simulated.
 
     Returns:
         A number, or ``Every``.
 
     Raises:
-        InvalidArgumentError: that is neither a number of steps, from 0, nor "every" with one.
+        InvalidArgumentError: it is neither a number of steps, from 0, nor "every" with one.
     """
     if verify is None:
         verify = environ.get("COMPAT_VERIFY", "").strip() or int(bool(simulated))
@@ -181,18 +181,18 @@ def parse_verify(
 
 
 class Settings:
-    """What a backend is to apply: the devices chosen, and the rest as it was asked.
+    """Settings that a backend is to apply: the chosen devices, and the other arguments.
 
     Arguments:
         devices: the ``Devices`` chosen for this process.
-        memory: a ``Memory``; None: nothing was asked.
-        floatx: "float16", "float32" or "float64"; None: nothing was asked.
+        memory: a ``Memory``; None: the backend's default.
+        floatx: "float16", "bfloat16", "float32" or "float64"; None: what Keras is set to.
         persist: whether to write the settings to the backend's configuration file, too.
-        strict: whether fewer devices than asked for are an error.
+        strict: whether fewer devices than requested are an error.
         options: keyword options of ``configure_gpu()``, by name, also those of other backends.
         verify: how many training steps of each model are compared with one device; or ``Every``.
         parallelize: whether every Keras model is parallelized when it is compiled.
-        gpus: how the devices were asked for, for reports: "gpus=2".
+        gpus: the request for devices, for reports: "gpus=2".
     """
 
     def __init__(
@@ -223,8 +223,8 @@ class Settings:
     def __str__(self) -> str:
         return self._with(f"devices: {self.devices}")
 
-    def asked(self) -> str:
-        """Return what was asked, whatever became of it."""
+    def request(self) -> str:
+        """Return the request, whatever its outcome."""
         return self._with(self.gpus) if self.gpus else str(self)
 
     def _with(self, devices: str) -> str:
@@ -238,18 +238,18 @@ class Settings:
 
 
 class Configuration:
-    """What ``configure_gpu()`` chose and set; printing it gives a report.
+    """The choices and settings of ``configure_gpu()``; printing it gives a report.
 
     Attributes:
         backend: the backend's name, e.g. "tensorflow2".
         reason: why that backend was chosen.
         versions: framework and Keras versions, by name.
         devices: the devices to train on, as the framework names them.
-        settings: what was asked, normalised.
+        settings: the arguments, normalised, and the chosen devices.
         environ: the environment variables that were set, and their values (None: removed).
         applied: what was set in the framework or in files, a line each.
-        warnings: what is not as it was asked, a sentence each.
-        place: this process's place among those that train together; None where it is alone.
+        warnings: deviations from the request, a sentence each.
+        place: this process's place among the ranks; None where it is alone.
         parallelized: where each parallelized model runs, by its name, whether the script called
             ``parallelize()`` or ``parallelize=True`` did.
     """
@@ -299,7 +299,7 @@ class Configuration:
         return [
             ("backend", [f"{self.backend} ({self.reason})"]),
             ("versions", [", ".join("%s %s" % pair for pair in self.versions.items())]),
-            ("asked", [self.settings.asked()]),
+            ("asked", [self.settings.request()]),
             ("chosen", [self.settings.devices.outcome()]),
             ("devices", [listed(self.devices)]),
             ("ranks", [str(self.place)] if self.place else []),
@@ -311,10 +311,7 @@ class Configuration:
 
 
 def listed(devices: "Sequence[str]") -> str:
-    """Return names of devices in a line.
-
-    Of very many, the first ones, the last one, and their number.
-    """
+    """Return names of devices in a line; of many, the first ones, the last, and their number."""
     if len(devices) <= LISTED:
         return ", ".join(devices)
     first = ", ".join(devices[:3])

@@ -1,4 +1,4 @@
-"""What was meant by a name that compat does not know. Loaded only where one is refused."""
+"""Suggestions for misspelled names. Loaded only where a name is refused."""
 
 import difflib
 import re
@@ -9,29 +9,32 @@ _GPUS = "numgpus device devices deviceids numdevices visibledevices visibledevic
 
 
 def plain(name: str) -> str:
+    """Return a name in lower case, without underscores and hyphens."""
     return name.lower().replace("_", "").replace("-", "")
 
 
-def closest(name: str, known: "Iterable[str]") -> "Optional[str]":
-    """Return the one of these names that this is a misspelling of, or None."""
-    by_plain = {plain(each): each for each in known}
-    found = difflib.get_close_matches(plain(name), list(by_plain), 1, 0.75)
-    return by_plain[found[0]] if found else None
+def closest(name: str, names: "Iterable[str]") -> "Optional[str]":
+    """Return the name that another one is a misspelling of, or None."""
+    by_plain = {plain(candidate): candidate for candidate in names}
+    matches = difflib.get_close_matches(plain(name), list(by_plain), 1, 0.75)
+    return by_plain[matches[0]] if matches else None
 
 
-def backend(name: str, known: "Iterable[str]") -> "Optional[str]":
-    """Return the one of these backends that is meant by a short name or a misspelling, or None."""
+def backend(name: str, names: "Iterable[str]") -> "Optional[str]":
+    """Return the backend that a short name or a misspelling means, or None."""
     letters = re.compile(".*".join(map(re.escape, plain(name))))
-    longer = sorted(filter(letters.match, known), key=len)
-    is_one = longer and all(each.startswith(longer[0]) for each in longer)
-    return longer[0] if is_one else closest(name, known)
+    longer = sorted(filter(letters.match, names), key=len)
+    is_one = longer and all(candidate.startswith(longer[0]) for candidate in longer)
+    return longer[0] if is_one else closest(name, names)
 
 
-def meant(name: str, value: "Any", known: "Iterable[str]") -> "Optional[str]":
-    """Return what to write in place of ``name=value`` in ``configure_gpu()``, or None.
+def meant(name: str, value: "Any", names: "Iterable[str]") -> "Optional[str]":
+    """Return the argument to write in place of ``name=value`` in ``configure_gpu()``, or None.
 
     Arguments:
-        known: its arguments, and the options of backends.
+        name: an argument that it does not have.
+        value: its value.
+        names: its arguments, and the options of backends.
     """
     short = plain(name)
     if "grow" in short:
@@ -41,7 +44,7 @@ def meant(name: str, value: "Any", known: "Iterable[str]") -> "Optional[str]":
         return f"memory={value if right else 0.5}"
     if "memory" in short and type(value) is int:
         return f'memory="{value}MiB"'  # in which others count it
-    right_name = "gpus" if short in _GPUS else closest(name, known)
+    right_name = "gpus" if short in _GPUS else closest(name, names)
     if right_name is None:
         return None
     text = repr(value)
