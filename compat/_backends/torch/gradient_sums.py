@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from ..._ranks import engines
+from ..._ranks.engines import buckets
 
 #: What is held of a tensor that has no value, and its weight.
 ABSENT = None, 0
@@ -27,7 +27,7 @@ class Sums:
 
     def __init__(self, engine, tensors, count):
         self.engine, self.tensors, self.count = engine, tensors, count
-        *groups, last = engines.buckets(map(_item, tensors)) or [((torch.float32, "cpu"), [])]
+        *groups, last = buckets.filled(map(_item, tensors)) or [((torch.float32, "cpu"), [])]
         self.buckets = [_Bucket(*group) for group in groups]
         header = 5 + engine.place.size + count + len(groups) + 1
         self.buckets.append(_Bucket(*last, front=header))
@@ -141,7 +141,7 @@ class _Bucket:
 
 
 def _item(tensor):
-    """Return a tensor as ``engines.buckets`` takes it: a bucket has one type and device."""
+    """Return a tensor as ``buckets.filled`` takes it: a bucket has one type and device."""
     is_double = tensor.dtype in (torch.float64, torch.complex128)
     dtype = torch.float64 if is_double else torch.float32
     size = _real(tensor.detach()).numel() * (8 if is_double else 4)

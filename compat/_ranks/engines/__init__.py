@@ -7,21 +7,15 @@ import collections
 import contextlib
 import os
 import pickle
-import sys
 import threading
 import time
-import traceback
 from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple
 
 from ... import errors
 from ..._runtime.on_demand import numpy
 from ..._runtime.process import process
-from .. import left_threads, rendezvous
+from .. import left_threads, rendezvous, waiting
 from ..place import Place
-from ..waiting import timeout
-
-#: Bytes of the first bucket of what is summed up together, and of the others.
-BUCKET_SIZES = [2**20, 25 * 2**20]
 
 
 class Engine:
@@ -51,7 +45,7 @@ class Engine:
     def __init__(self, place: Place) -> None:
         self.place = place
         self.others = [rank for rank in range(place.size) if rank != place.rank]
-        self.timeout = timeout(os.environ)
+        self.timeout = waiting.timeout(os.environ)
         self.steps = 0
         self.totals = []  # type: Any
         self._exchanged = collections.Counter()  # type: Any  # by what was exchanged
@@ -253,7 +247,7 @@ class Engine:
 
         def end():
             problem = "{:g} seconds are over".format(limit)
-            end_process(errors.rank_lost(self.place, what, absent(), problem))
+            waiting.end_process(errors.rank_lost(self.place, what, absent(), problem))
 
         timer = threading.Timer(limit, end)
         timer.daemon = True
@@ -331,58 +325,6 @@ class Engine:
     def flags(self, flag: float) -> List[float]:
         """Return this rank's flag in its place, which sums up to all ranks' flags."""
         return [float(flag) * (rank == self.place.rank) for rank in range(self.place.size)]
-
-
-def answer(question: Callable[[], Any], seconds: float, otherwise: Any) -> Any:
-    """Return what ``question()`` returns, or ``otherwise`` if that takes longer.
-
-    For questions to another process without a limit of their own: one that is stopped (by SIGSTOP,
-    or by a batch system) keeps its connections, and never answers.
-    """
-    found = []  # type: List[Any]
-    asking = threading.Thread(target=lambda: found.append(question()), daemon=True)
-    asking.start()
-    asking.join(seconds)
-    return found[0] if found else otherwise
-
-
-def buckets(items):
-    """Return what ranks sum up together, as torch's DistributedDataParallel.
-
-    Buckets of values.
-
-    Arguments:
-        items: of each value what it has in common with others, its bytes, and itself.
-
-    Returns:
-        Of each bucket what its values have in common, and the values. Full ones come first.
-    """
-    full = []  # type: list
-    being_filled = {}  # type: dict
-    for kind, size, value in items:
-        values, before = being_filled.pop(kind, ([], 0))
-        values.append(value)
-        if before + size < BUCKET_SIZES[min(len(full), 1)]:
-            being_filled[kind] = values, before + size
-        else:
-            full.append((kind, values))
-    return full + [(kind, values) for kind, (values, _) in being_filled.items()]
-
-
-def end_process(error, last=None):
-    """End with what the main thread, which waits in a framework's hands, would raise and die of.
-
-    Arguments:
-        last: what is called when that is printed.
-    """
-    frame = sys._current_frames()[threading.main_thread().ident]  # type: ignore  # it runs
-    lines = ["Traceback (most recent call last):\n"] + traceback.format_stack(frame)
-    lines += traceback.format_exception_only(type(error), error)
-    print(end="", flush=True)  # works, too, where a stream is closed
-    print("".join(lines), end="", file=sys.stderr, flush=True)
-    if last is not None:
-        last()
-    os._exit(1)
 
 
 def _batches(steps):

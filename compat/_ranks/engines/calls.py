@@ -10,7 +10,7 @@ import contextlib
 from typing import Any
 
 from ... import errors
-from .. import engines
+from .. import waiting
 
 # How often a rank that waits in a step looks where the next rank is, in seconds.
 _LOOK = 1.0
@@ -69,7 +69,7 @@ class Calls:
                 self.post(self.name(self.count + 1, self.engine.place.rank), "0 ")
 
         with contextlib.suppress(RuntimeError):  # Python 3.12.0 starts no thread at the end
-            engines.answer(post, _PATIENCE, None)
+            waiting.answer(post, _PATIENCE, None)
 
     def name(self, count, rank):
         return "compat/call/{}/{}".format(count, rank)
@@ -90,5 +90,5 @@ class Calls:
             if theirs and int(exchanges) <= inside[1] and self.seen is inside:
                 mine = self.tell(count, inside[0])
                 error = different_calls([(engine.place.rank, mine), (self.next, theirs)])
-                engines.end_process(error, engine.absent)
+                waiting.end_process(error, engine.absent)
             self.seen = inside if theirs else None

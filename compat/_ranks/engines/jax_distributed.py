@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 from ... import errors
-from .. import engines, rendezvous
+from .. import engines, rendezvous, waiting
 from ..addresses import with_port
 from . import calls
 
@@ -137,14 +137,14 @@ class JaxDistributed(engines.Engine):
             problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
             lost = self.absent()
             error = errors.rank_lost(self.place, what, ended or lost, problem)
-            engines.end_process(error, self.end)
+            waiting.end_process(error, self.end)
 
     def mark(self, what):
         def tell():
             with contextlib.suppress(self.jax.errors.JaxRuntimeError):
                 self.store.key_value_set("compat/{}/{}".format(what, self.place.rank), "-")
 
-        engines.answer(tell, _ANSWER, None)
+        waiting.answer(tell, _ANSWER, None)
 
     def marked(self, what):
         """Return the other ranks that have left this mark.
@@ -162,7 +162,7 @@ class JaxDistributed(engines.Engine):
             marked = {int(key.rsplit("/", 1)[1]) for key, _ in found}
             return [rank for rank in self.others if rank in marked]
 
-        return engines.answer(ask, _ANSWER, None)
+        return waiting.answer(ask, _ANSWER, None)
 
     def end(self):
         """At the end of the program. Rank 0 is the last to go.
@@ -179,7 +179,7 @@ class JaxDistributed(engines.Engine):
             ended, gave_up = self.marked("ended") or [], self.marked("gave up") or []
             if len(ended) == self.place.size - 1 and not gave_up:
                 # The others leave JAX's service: it answers when all have, and not before.
-                engines.answer(lambda: self.store.get_live_nodes(everyone), self.timeout, None)
+                waiting.answer(lambda: self.store.get_live_nodes(everyone), self.timeout, None)
             if len(set(ended) | set(gave_up)) == self.place.size - 1:
                 return
             time.sleep(_LOOK)

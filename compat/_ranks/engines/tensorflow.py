@@ -5,6 +5,7 @@ import math
 import re
 
 from .. import engines
+from . import buckets
 
 #: A tensor of so many bytes is sent alone: to put it together with others would copy it.
 LARGE = 2**20
@@ -17,7 +18,7 @@ def _buckets(tf, tensors):
         if not isinstance(tensor, tf.IndexedSlices):
             size = tensor.dtype.size * (tensor.shape.num_elements() or 0)
             items.append((place, math.inf, place) if size >= LARGE else (tensor.dtype, size, place))
-    return [places for _, places in engines.buckets(items)]
+    return [places for _, places in buckets.filled(items)]
 
 
 def _is_alike(tensor):

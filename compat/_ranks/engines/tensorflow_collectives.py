@@ -23,7 +23,7 @@ import numpy as np
 
 from ... import errors
 from ..._runtime import patching
-from .. import engines, rendezvous
+from .. import rendezvous, waiting
 from ..place import Place
 from ..tf_config import addresses_of, cluster_in
 from . import calls
@@ -282,7 +282,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
 
         if not self.lost:
             failed = hasattr(sys, "last_type")
-            engines.answer(announce, _EXIT_TIMEOUT if failed else self.timeout, None)
+            waiting.answer(announce, _EXIT_TIMEOUT if failed else self.timeout, None)
 
     def absent(self):
         self.lost = True

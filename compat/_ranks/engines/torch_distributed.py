@@ -7,7 +7,7 @@ import os
 import re
 import sys
 
-from .. import engines, rendezvous
+from .. import engines, rendezvous, waiting
 from . import calls
 
 
@@ -138,7 +138,7 @@ class TorchDistributed(engines.Engine):
             except RuntimeError:  # the store has gone, too
                 return self._keeper()
 
-        return engines.answer(who_waits_not, 4.0, self._keeper())
+        return waiting.answer(who_waits_not, 4.0, self._keeper())
 
     def _keeper(self):
         """Return the rank that keeps the store, if it is another one."""

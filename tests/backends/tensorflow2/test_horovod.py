@@ -125,11 +125,11 @@ except compat.RankError as error:
 # A bucket for each gradient.
 OVERLAP = """
 import tensorflow as tf
-from compat._ranks import engines
+from compat._ranks.engines import buckets
 from compat._runtime import process
 
-sizes = list(engines.BUCKET_SIZES)
-engines.BUCKET_SIZES[:] = [4, 4]
+sizes = list(buckets.SIZES)
+buckets.SIZES[:] = [4, 4]
 parts = [dense(5, input_shape=(6,)), dense(4), dense(1)]
 model = compat.parallelize(keras.Sequential(parts))
 model.compile("sgd", "mse")
@@ -175,7 +175,7 @@ said["numbers"] = [
     [op.inputs[0].dtype.name, op.inputs[0].shape[0], len(exchanges[op] & set(products))]
     for op in exchanges if op not in computing
 ]
-engines.BUCKET_SIZES[:] = sizes
+buckets.SIZES[:] = sizes
 """
 
 

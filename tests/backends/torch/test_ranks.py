@@ -170,9 +170,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from compat._ranks import engines
+from compat._ranks.engines import buckets
 
-engines.BUCKET_SIZES[:] = 16, 64  # bytes: even small models have several buckets
+buckets.SIZES[:] = 16, 64  # bytes: even small models have several buckets
 
 
 def made(build):
