@@ -51,7 +51,16 @@ UPPER_FLOORS = {
     "compat._ranks." + name: "compat._ranks (Keras models)"
     for name in (
         "callbacks",
-        *("horovod_optimizers", "keras2", "keras2_state", "keras_model", "losses", "metrics"),
+        *(
+            "horovod_optimizers",
+            "keras2",
+            "keras2_divisors",
+            "keras2_losses",
+            "keras2_state",
+            "keras_model",
+            "losses",
+            "metrics",
+        ),
         *("rank_usage", "own_functions", "state", "tables", "weights", "weight_comparison"),
         *("keras3_state", "script_gradients"),
     )

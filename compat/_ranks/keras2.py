@@ -1,23 +1,26 @@
 """The functions of Keras 2, which train and evaluate a model, as those of one of several ranks.
 
-Before Keras 2.3 the loss of an output is divided by the share of its rows that a mask leaves, and
-by that of the sample weights that are not zero. A rank knows both of its own rows before it runs
-the function. So all ranks' are summed up where they agree on a step, and what Keras divided by too
-little is in the sample weights that it is handed (``RankedKeras2Function``).
+Before Keras 2.3 losses are divided by masks and sample weights, too. These divisors are summed up
+over all ranks where they agree on a step, and the sample weights that Keras is handed correct what
+it divides by too little (``keras2_divisors``).
 """
 
 import contextlib
 import functools
 
-import numpy as np
-
-from .. import _keras, errors
+from .. import _keras
 from .._runtime import patching
-from . import keras2_state, keras_model, losses, own_functions, ranked_methods, step_functions
+from . import (
+    keras2_divisors,
+    keras2_losses,
+    keras2_state,
+    keras_model,
+    own_functions,
+    ranked_methods,
+    step_functions,
+)
+from .keras2_divisors import Divisors
 from .keras_model import RankedFit, RankedMethod, count
-
-# In place of weights that are all zero, by whose number Keras would divide: adds nothing.
-_NEXT_TO_NOTHING = 1e-30
 
 
 def install(model, engine, kinds):
@@ -38,7 +41,7 @@ def install(model, engine, kinds):
         )
         own_functions.watch(model, kinds[0])
     keras_model.install(model, engine)
-    RankedFit.of(model).divides = _divides
+    RankedFit.of(model).divides = keras2_divisors.divides
 
 
 class MakeFunction(RankedMethod):
@@ -56,7 +59,7 @@ class MakeFunction(RankedMethod):
 
     def invoke(self, model):
         make, function = self.plain(model), vars(model).get(self.function)
-        _refuse_sums(model)
+        keras2_losses.refuse_sums(model)
         with own_functions.by_keras(), self.making(model):
             make()  # which may only warn
         # tf.keras makes another one where there are sample weights for the first time; keras-mxnet
@@ -109,15 +112,15 @@ class MakeFunction(RankedMethod):
         rows = rows_of(inputs)
         count(function.model, rows, self.training)
         self.check_loss(function, inputs)
-        mine = function.divisors(inputs)
+        mine = function.divisors.of_inputs(inputs)
         share = self.engine.share(rows, [rows * value for value in mine])
         total = rows / share
-        return share, function.divided(inputs, mine, self.engine.totals / total)
+        return share, function.divisors.corrected(inputs, mine, self.engine.totals / total)
 
     def check_loss(self, function, inputs):
         """Try a loss that is not Keras' own before the first step."""
         if self.training and not function.started:
-            _check_loss(function.made_for, inputs)
+            keras2_losses.check_loss(function.made_for, inputs, rows_of(inputs))
 
 
 def _feeds(model):
@@ -140,17 +143,9 @@ class RankedKeras2Function:
         self.feeds = _feeds(model)
         self.made = made
         self.started = False
-        self.means = None  # the function of ``_left``
-        self.factors = None  # by which each output's unweighted metrics are too large
         compute = functools.partial(maker.update, self) if maker.updates_by_itself else None
         self.state = keras2_state.UpdatedState(maker.engine, model, compute)
-        # What it is called with has the sample weights at these places.
-        self.places = range(0)
-        self.masks = {}  # place among the weights -> the mask
-        if knows_divisors(model):
-            before = len(model._feed_inputs) + len(model._feed_targets)
-            self.places = range(before, before + len(model._feed_sample_weights))
-            self.masks = masks_of(model)
+        self.divisors = Divisors(model)
 
     def __getattr__(self, name):  # its outputs, for example, and callbacks may add to them
         return getattr(self.made, name)
@@ -166,66 +161,7 @@ class RankedKeras2Function:
         self.started = True
         if self.maker.training:
             RankedFit.of(self.model).comparison.stepped(self.model)
-        return self.of_all_ranks(result)
-
-    # What Keras before 2.3 divides the loss of each output by, as a share of the rows -----------
-
-    def divisors(self, inputs):
-        """Return the share that masks leave, and that of nonzero weights, for each output."""
-        left = [1.0] * len(self.places)
-        for output, mean in zip(sorted(self.masks), self._left(inputs) if self.masks else ()):
-            left[output] = float(mean)
-            if not left[output]:
-                raise errors.UnsupportedError(
-                    "All rows of a batch on one rank are masked in output {!r} of {!r}: this "
-                    "Keras divides by the number of those left. Shuffle the rows, or use "
-                    "larger batches.".format(self.made_for.output_names[output], self.made_for.name)
-                )
-        return left + [float(np.mean(inputs[place] != 0)) for place in self.places]
-
-    def _left(self, inputs):
-        model = self.made_for
-        K = _keras.keras_of(model).backend
-        rest = list(inputs[self.places[-1] + 1 :])
-        if self.means is None:
-            masks = [self.masks[output] for output in sorted(self.masks)]
-            means = [K.mean(K.cast(mask, K.floatx())) for mask in masks]
-            phase = [K.learning_phase()] * bool(rest)
-            self.means = K.function(model._feed_inputs + phase, means)
-        return self.means(list(inputs[: len(model._feed_inputs)]) + rest)
-
-    def divided(self, inputs, mine, all_ranks):
-        """Return the function's inputs, weighted so that each loss is a part of all ranks'."""
-        outputs = len(self.places)
-        ratios = [m / a if a else 1.0 for m, a in zip(mine, all_ranks)]
-        self.factors = ratios[:outputs]
-        if all(ratio == 1.0 for ratio in ratios):
-            return inputs
-        inputs = list(inputs)
-        for place, left, given in zip(self.places, ratios[:outputs], ratios[outputs:]):
-            weights = np.asarray(inputs[place])
-            if given:
-                inputs[place] = (weights * (left * given)).astype(weights.dtype)
-            else:
-                inputs[place] = np.full_like(weights, _NEXT_TO_NOTHING)
-        return inputs
-
-    def of_all_ranks(self, result):
-        """Return the function's result.
-
-        Metrics without weights are divided by masks, too.
-        """
-        if not self.masks or self.factors is None or not isinstance(result, (list, tuple)):
-            return result
-        result = list(result)
-        names = getattr(self.made_for, "output_names", [])
-        place = 1 + (len(names) if len(names) > 1 else 0)  # after the losses
-        for output, (plain, weighted) in enumerate(_numbers_of_metrics(self.made_for)):
-            for metric in range(place, place + plain):
-                result[metric] = result[metric] * self.factors[output]
-            place += plain + weighted
-        self.factors = None
-        return result
+        return self.divisors.corrected_results(result)
 
 
 class MakeTestFunction(MakeFunction):
@@ -241,86 +177,3 @@ class MakeTestFunction(MakeFunction):
         else:
             count(function.model, rows_of(inputs), False)
         return function.made(inputs)
-
-
-# What Keras divides by ------------------------------------------------------------------------
-
-
-def knows_divisors(model):
-    """Return whether this Keras divides by more than the number of rows, as before 2.3."""
-    return hasattr(model, "_feed_sample_weights") and not hasattr(model, "_prepare_total_loss")
-
-
-def _divides(model, weighted):
-    """Return whether evaluating divides by what other ranks know.
-
-    ``weighted``: by sample weights.
-    """
-    maker = _keras.inner_model(model)
-    if maker is None or not knows_divisors(maker) or not maker._feed_sample_weights:
-        return False
-    return weighted or bool(masks_of(maker))
-
-
-def masks_of(model):
-    """Return the masks of the outputs that have a loss, by their places among those."""
-    masks = model.compute_mask(model.inputs, mask=None) if model.inputs else None
-    masks = masks if isinstance(masks, list) else [masks]
-    trained = [place for place, weight in enumerate(model.sample_weights) if weight is not None]
-    return {
-        number: masks[place]
-        for number, place in enumerate(trained)
-        if place < len(masks) and masks[place] is not None
-    }
-
-
-def _numbers_of_metrics(model):
-    """Return how many plain and weighted metrics each output has."""
-
-    def of(metrics, name):
-        if isinstance(metrics, dict):
-            metrics = metrics.get(name, [])
-        return len(metrics) if isinstance(metrics, (list, tuple)) else int(bool(metrics))
-
-    return [
-        (of(model.metrics, name), of(getattr(model, "weighted_metrics", None), name))
-        for name in model.output_names
-    ]
-
-
-# Losses that are no means ---------------------------------------------------------------------
-
-
-def _refuse_sums(model):
-    """Keras 2.3 and tf.keras have losses that are objects, which know how they reduce."""
-    for loss in getattr(model, "loss_functions", None) or ():
-        reduction = getattr(loss, "reduction", None)
-        if reduction in ("sum", "none"):
-            raise errors.UnsupportedError(
-                "{!r} cannot train on several ranks with a loss of reduction={!r}: ranks average "
-                "means over rows. Use reduction='sum_over_batch_size', and a learning rate times "
-                "the batch size for the steps of a sum.".format(model.name, reduction)
-            )
-
-
-def _check_loss(model, inputs):
-    """Try a loss that may be no mean over rows, on this rank's first batch."""
-    K = _keras.keras_of(model).backend
-    functions = [loss for loss in getattr(model, "loss_functions", None) or () if loss is not None]
-    own = [loss for loss in functions if losses.may_mix_rows(loss)]
-    of_weights = set(map(id, model.get_losses_for(None)))
-    added = [loss for loss in model.losses if id(loss) not in of_weights]
-    if not own and not added or any(mask is not None for mask in masks_of(model).values()):
-        return
-    phase = [K.learning_phase()] if isinstance(inputs[-1], (int, float)) else []
-    feeds_of_weights = model._feed_sample_weights
-    feeds = model._feed_inputs + model._feed_targets + feeds_of_weights
-    function = K.function(feeds + phase, [model.total_loss])
-    arrays = inputs[: len(feeds)]
-    if any(np.any(weights != 1) for weights in arrays[len(feeds) - len(feeds_of_weights) :]):
-        return
-
-    def loss_of(places):
-        return float(function([array[places] for array in arrays] + [0] * len(phase))[0])
-
-    losses.check(model.name, None, rows_of(inputs), loss_of)

@@ -12,7 +12,7 @@ import itertools
 from typing import List
 
 from ... import _keras, errors
-from ..._ranks import keras2, keras_model, own_functions, script_gradients
+from ..._ranks import keras2, keras2_divisors, keras_model, own_functions, script_gradients
 from ..._ranks import state as rank_state
 from ..._ranks.engines import tensorflow_horovod
 from . import gradient_marks, loss_gradients
@@ -138,7 +138,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
         self.losses: "List[loss_gradients.TensorFlow1Loss]" = []  # those in use
 
     def begin(self, function, inputs):
-        if keras2.knows_divisors(function.made_for):
+        if keras2_divisors.knows_divisors(function.made_for):
             self.begun, inputs = self.share(function, inputs)
         else:
             self.check_loss(function, inputs)
@@ -196,7 +196,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
             return begun
 
         with tf.name_scope("ranks"), tf.control_dependencies(None):
-            if keras2.knows_divisors(model):
+            if keras2_divisors.knows_divisors(model):
                 return self.called(share, model)
             return self.engine.share_in_graph(self.rows(model), count)
 
