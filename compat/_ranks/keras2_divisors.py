@@ -107,9 +107,11 @@ def knows_divisors(model):
 
 
 def divides(model, weighted):
-    """Return whether evaluating divides by what other ranks know.
+    """Return whether losses are divided by numbers of which each rank knows its own part.
 
-    ``weighted``: by sample weights.
+    Arguments:
+        model: the one that is evaluated.
+        weighted: whether that is done with sample weights.
     """
     maker = _keras.inner_model(model)
     if maker is None or not knows_divisors(maker) or not maker._feed_sample_weights:

@@ -23,6 +23,7 @@ from . import (
     ranked_methods,
     saving,
 )
+from .metrics import Moment
 from .ranked_methods import RankedMethod, named
 from .weight_comparison import WeightComparison
 from .weights import Start
@@ -194,10 +195,10 @@ class RankedFit(RankedMethod):
             engine.unreached["model.reset_metrics"] = None
         trained = self.trained if validated and self.trained is not None else now
         ended = now if validated else None
-        moments = {"": (trained, self.seen[True]), "val_": (ended, self.seen[False])}
-        rows, results = self.results.over_ranks(model, moments, logs, more)
+        moments = [Moment("", trained, self.seen[True]), Moment("val_", ended, self.seen[False])]
+        gathered, results = self.results.over_ranks(model, moments, logs, more)
         logs.update(results)
-        positions, wishes, *rows = zip(*rows)
+        positions, wishes, *rows = zip(*gathered)
         self.agreement.epoch_ended(positions)
         if due:
             when = _LAST if last else "after epoch {}".format(epoch)
@@ -289,7 +290,7 @@ class RankedEvaluate(RankedMethod):
             held: the checksum of the weights with which they were computed; empty: not known.
         """
         state = metrics.state(model) if fit.evaluated is None else fit.evaluated
-        moments = {"": (state, fit.seen[self.training])}
+        moments = [Moment("", state, fit.seen[self.training])]
         more = (held or fit.comparison.held(model)) if self.compares else []
         count, is_due = len(more), self.compares or checksum.is_due(self.calls)
         more = more + (data_samples.numbers(self.engine.place) if is_due else [])

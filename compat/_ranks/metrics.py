@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import textwrap
 import types
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import numpy as np
 
@@ -53,22 +54,73 @@ def _variables_of(metric):
     return getattr(metric, "variables", None) or getattr(metric, "weights", ())
 
 
+class Moment(NamedTuple):
+    """What a rank had seen when results were computed.
+
+    Attributes:
+        prefix: what the names of these results begin with: "" or "val_".
+        state: that of the metrics, as ``state()`` returns it; None: this rank has seen no rows.
+        seen: how many "rows" and "batches".
+    """
+
+    prefix: str
+    state: Optional[List[Any]]
+    seen: Mapping[str, int]
+
+
+class Recipe(NamedTuple):
+    """How the results of all ranks are combined. Where the ranks' differ, rank 0's counts.
+
+    Attributes:
+        names: of all results.
+        scalars: the names of those that are single numbers, of which there is a mean.
+        unsummed: pairs of a metric whose state is no sum over rows, and why; its mean is taken.
+        untracked: the names of results that are not those of the metrics with the same names.
+    """
+
+    names: List[str]
+    scalars: List[str]
+    unsummed: List[Tuple[str, str]]
+    untracked: List[str]
+
+    def is_of_metric(self, moment: Moment, metric: str) -> bool:
+        """Return whether a result is computed from the sums of a metric's state."""
+        return moment.prefix + metric not in self.untracked and not any(
+            metric == name or metric.endswith("_" + name) for name, _ in self.unsummed
+        )
+
+    def weighted(self, moments: Sequence[Moment], logs: Mapping[str, Any]) -> List[float]:
+        """Return the rows that count for each scalar, and then each scalar times its rows."""
+        rows = []
+        for name in self.scalars:
+            moment = [each for each in moments if str(name).startswith(each.prefix)][-1]
+            rows.append(float(moment.seen["rows"]) if name in logs else 0.0)
+        return rows + [count * float(logs.get(name, 0)) for count, name in zip(rows, self.scalars)]
+
+
 class Results:
-    """The results of one model. All ranks ask for them at once."""
+    """The results of one model, which all ranks combine at once."""
 
-    def __init__(self, engine):
+    def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.made = None  # in a graph: the metrics, and the function that computes their results
-        self.warned = set()  # type: set  # of metrics
-        self.expected = 0  # numbers at most that all ranks have summed up for one
+        self.made: Any = None  # in a graph: the metrics, and the function of their results
+        self.warned: Set[str] = set()  # of metrics
+        self.expected = 0  # the most numbers that all ranks have summed up at once
 
-    def over_ranks(self, model, moments, logs, more=()):
-        """In one exchange, where the ranks have results of the same names, as most have.
+    def over_ranks(
+        self,
+        model: Any,
+        moments: Sequence[Moment],
+        logs: Mapping[str, Any],
+        more: Sequence[int] = (),
+    ) -> Tuple[List[List[int]], Dict[str, Any]]:
+        """Combine the results of all ranks.
+
+        This takes one exchange where the ranks have results of the same names, as they mostly do.
 
         Arguments:
-            moments: by what the names of results of a moment begin with, "" first: what ``state()``
-                gave then, or None where this rank has seen no rows; and how many rows and batches
-                it has seen.
+            model: the one that has computed them.
+            moments: at which they were computed; that with the prefix "" comes first.
             logs: this rank's results by name.
             more: whole numbers to gather on the way.
 
@@ -77,48 +129,64 @@ class Results:
             up, which this rank may name otherwise, and the means of those others that are numbers.
         """
         self.engine.count("results")
-        others = {}  # type: dict
-        for _, seen in moments.values():
-            others.update(not_added(model, seen["rows"], seen["batches"]))
-        names = [name for name, value in logs.items() if not getattr(value, "shape", ())]
-        told = [sorted(others.items()), names, list(logs), self.untracked(model, moments, logs)]
-        states = [state for state, _ in moments.values()]
-        values = _numbers([state for state in states if state is not None])
+        recipe = self.recipe(model, moments, logs)
+        recipe, states, means, rows = self._exchange(recipe, moments, logs, list(more))
+        self.warn_of(dict(recipe.unsummed))
+        results = {name: logs[name] for name in recipe.names if name in logs}
+        for name, weight, total in zip(recipe.scalars, *np.split(means, 2)):
+            if weight:
+                results[name] = float(total / weight)
+        for moment, of_metrics in zip(moments, self.of_sums(model, states)):
+            for metric, value in of_metrics.items():
+                name = moment.prefix + metric
+                if recipe.is_of_metric(moment, metric) and (name in recipe.names or name in logs):
+                    results[name] = value
+        return rows, results
 
-        head = [len(_numbers(states[:1])) % checksum.LARGEST, *checksum.of_text(repr(told))]
-        rows, sums = self.engine.gather_and_sum(
-            head + list(more), values + _weighted(names, logs, moments), self.expected
+    def _exchange(self, recipe, moments, logs, more):
+        """Exchange the numbers of this rank's results, and agree on one recipe.
+
+        Returns:
+            The recipe; the sums of the metrics' states at each moment, one after the other; those
+            of ``Recipe.weighted``; and all ranks' ``more``.
+        """
+        engine = self.engine
+        states = [moment.state for moment in moments]
+        values = _numbers([state for state in states if state is not None])
+        head = [len(_numbers(states[:1])) % checksum.LARGEST, *checksum.of_text(repr(recipe))]
+        rows, sums = engine.gather_and_sum(
+            head + more, values + recipe.weighted(moments, logs), self.expected
         )
+        heads, more = zip(*[(row[: len(head)], row[len(head) :]) for row in rows])
         if sums is not None:
             self.expected = max(self.expected, len(sums))
-        if sums is None or not checksum.same([row[: len(head)] for row in rows]):
-            counts = [count for count, *_ in rows]
+        if sums is None or not checksum.same(heads):
+            counts = [count for count, *_ in heads]
             if not checksum.same(counts):
                 raise errors.RankError(
                     "The ranks' metrics have different numbers of values: {}, by rank. Compile the "
                     "model with the same metrics on every rank, and call evaluate() on all of "
                     "them.".format(", ".join(map(str, counts)))
                 )
-            told = self.engine.broadcast(told)
+            recipe = Recipe(*engine.broadcast(list(recipe)))
+            # A rank that has seen no rows adds nothing.
             states = [[0 * v for v in states[0]] if s is None else s for s in states]
             values = _numbers(states)
-            sums = self.engine.sum(values + _weighted(told[1], logs, moments))
-        others, names, all_names, untracked = dict(told[0]), *told[1:]
-        self.warn_of(others)
-        of_states, means = np.split(np.asarray(sums), [len(values)])
-        results = {name: logs[name] for name in all_names if name in logs}
-        for name, weight, total in zip(names, *np.split(means, 2)):
-            if weight:
-                results[name] = float(total / weight)
-        for prefix, found in zip(moments, self.of_sums(model, of_states)):
-            for name, value in found.items():
-                adds_up = not any(name == each or name.endswith("_" + each) for each in others)
-                name = prefix + name
-                if adds_up and name not in untracked and (name in all_names or name in logs):
-                    results[name] = value
-        return [row[len(head) :] for row in rows], results
+            sums = engine.sum(values + recipe.weighted(moments, logs))
+        return (recipe, *np.split(np.asarray(sums), [len(values)]), list(more))
 
-    def untracked(self, model, moments, logs):
+    def recipe(self, model: Any, moments: Sequence[Moment], logs: Mapping[str, Any]) -> Recipe:
+        """Return the recipe by which this rank would combine the results."""
+        unsummed: Dict[str, str] = {}
+        for moment in moments:
+            unsummed.update(not_added(model, moment.seen["rows"], moment.seen["batches"]))
+        scalars = [name for name, value in logs.items() if not getattr(value, "shape", ())]
+        untracked = self.untracked(model, moments, logs)
+        return Recipe(list(logs), scalars, sorted(unsummed.items()), untracked)
+
+    def untracked(
+        self, model: Any, moments: Sequence[Moment], logs: Mapping[str, Any]
+    ) -> List[str]:
         """Return the names of results that are not those of the metrics with the same names.
 
         A custom step may return a number by the name of a metric that it does not update, as that
@@ -126,42 +194,49 @@ class Results:
         """
         if not has_own_steps(model):
             return []
-        states = {prefix: state for prefix, (state, _) in moments.items() if state is not None}
-        computed = self.of_sums(model, np.asarray(_numbers(states.values())))
+        moments = [moment for moment in moments if moment.state is not None]
+        numbers = np.asarray(_numbers(moment.state for moment in moments))
         return [
-            prefix + name
-            for prefix, of_metrics in zip(states, computed)
-            for name, value in of_metrics.items()
-            if prefix + name in logs and not _is_close(logs[prefix + name], value)
+            moment.prefix + name
+            for moment, computed in zip(moments, self.of_sums(model, numbers))
+            for name, value in computed.items()
+            if moment.prefix + name in logs and not _is_close(logs[moment.prefix + name], value)
         ]
 
-    def warn_of(self, others):
-        """Warn once of each metric that does not add up. ``others``: why, by name."""
-        for name in sorted(set(others) - self.warned):
+    def warn_of(self, unsummed: Mapping[str, str]) -> None:
+        """Warn once of each metric that does not add up.
+
+        Arguments:
+            unsummed: the reasons, by the names of metrics.
+        """
+        for name in sorted(set(unsummed) - self.warned):
             self.warned.add(name)
             errors.warn(
                 f"Metric {name!r} is the mean of the ranks' values, weighted by their rows, and "
-                f"not what one process computes: {others[name]}. For that have update_state() add "
-                "to its variables with assign_add(), or a function return one value for each row."
+                f"not what one process computes: {unsummed[name]}. For that have update_state() "
+                "add to its variables with assign_add(), or a function return one value for each "
+                "row."
             )
 
-    def of_sums(self, model, sums):
-        """Return what the metrics make of the sums of all ranks' state, at each moment, by name."""
+    def of_sums(self, model: Any, sums: Any) -> List[Dict[str, Any]]:
+        """Return the results of the metrics at each moment, by name.
+
+        Arguments:
+            sums: of all ranks' states of the metrics, an array that has one moment's numbers
+                after the other's.
+        """
         _, write = _keras.reader_and_writer(model)
-        of_metrics, found = variables(model), []
+        of_metrics, results = variables(model), []
         with _keras.kept(model, of_metrics) as mine:  # what is seen from now on counts once
             count = sum(value.size for value in mine)
             for start in range(0, len(sums), max(count, 1)):
                 write(list(zip(of_metrics, arrays.like(mine, sums[start : start + count]))))
-                found.append(self.computed(model))
-        return found
+                results.append(self.computed(model))
+        return results
 
-    def computed(self, model):
-        """Return what the metrics make of their state, by name.
-
-        In a graph, that is made once.
-        """
-        metrics, found = of(model), {}
+    def computed(self, model: Any) -> Dict[str, Any]:
+        """Return the results of the metrics, by name, from the state that they have now."""
+        metrics, results = of(model), {}
         if hasattr(model, "_get_training_eval_metrics"):
             if self.made is None or self.made[0] != metrics:
                 # What functions that Keras makes later put out; result() replaces it by a tensor
@@ -174,27 +249,14 @@ class Results:
             return {m.name: _number(v) for m, v in zip(metrics, self.made[1]([]))}
         for metric in metrics:
             result = metric.result()
-            found.update(result if isinstance(result, dict) else {metric.name: result})
+            results.update(result if isinstance(result, dict) else {metric.name: result})
         read, _ = _keras.reader_and_writer(model)
-        return dict(zip(found, map(_number, read(list(found.values())))))
+        return dict(zip(results, map(_number, read(list(results.values())))))
 
 
 def _numbers(states):
     """Return several results of ``state()`` as one list of numbers that ranks sum up."""
     return arrays.flat([value for state in states for value in state], "float64").tolist()
-
-
-def _weighted(names, logs, moments):
-    """Return the rows that count for results of these names, then each result times its rows.
-
-    Arguments:
-        logs, moments: as ``Results.over_ranks()`` has them.
-    """
-    rows = []
-    for name in names:
-        prefix = [each for each in moments if str(name).startswith(each)][-1]
-        rows.append(float(moments[prefix][1]["rows"]) if name in logs else 0.0)
-    return rows + [count * float(logs.get(name, 0)) for count, name in zip(rows, names)]
 
 
 def _is_close(value, other):
