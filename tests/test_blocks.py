@@ -194,7 +194,7 @@ def _is_verdict(text):
     record.operations = dict.fromkeys(record.devices, (2, 3))
     lines = _verification.shown(record.as_dict())
     assert text.splitlines()[2 : 2 + len(lines)] == lines
-    source = inspect.getsource(__import__("compat._commands.test", fromlist=["run"]))
+    source = inspect.getsource(__import__("compat._commands.script_test", fromlist=["run"]))
     for line in ["The same on several devices.", "all ended well, with the same weights."]:
         assert line in text and line in source
 

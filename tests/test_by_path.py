@@ -8,7 +8,7 @@ from conftest import ROOT
 from outcomes import ended
 
 from compat import errors
-from compat._commands import test as test_command
+from compat._commands import script_test
 from compat._runtime import by_path
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -127,7 +127,7 @@ def test_script_behind_a_link_is_at_home_where_the_link_leads(folder, tmp_path):
 def test_test_names_it(folder, toy, capfd, monkeypatch):
     script = str(folder / "script.py")
     monkeypatch.setenv("PYTHONPATH", "")
-    assert not test_command.verify_script([script], None, None, 0, {})
+    assert not script_test.verify_script([script], None, None, 0, {})
     out, err = capfd.readouterr()
     assert out == "my own\n[]\n\n" + "-" * 72 + (
         "\n"

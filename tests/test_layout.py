@@ -549,7 +549,7 @@ OTHERS = {
 }
 TEMPORARY = {
     "compat._backends.jax.profiler", "compat._backends.mxnet.profiler",
-    "compat._backends.tensorflow2.profiler", "compat._commands.test",
+    "compat._backends.tensorflow2.profiler", "compat._commands.script_test",
     "compat._ranks.launch.rank_process", "compat._commands.pytest_plugin.own_process",
     "compat._commands.machines",
 }  # fmt: skip  # into temporary folders of their own

@@ -21,8 +21,7 @@ from terminals import terminal
 
 import compat
 from compat import __main__, _verification
-from compat._commands import name_of
-from compat._commands import test as test_command
+from compat._commands import device_comparison, name_of, script_test
 from compat._ranks.engines import horovod
 from compat._runtime.process import process
 
@@ -112,7 +111,7 @@ def test_test_of_a_module(monkeypatch):
         asked.append(arguments)
         return True
 
-    monkeypatch.setattr(test_command, "verify_script", run)
+    monkeypatch.setattr(script_test, "verify_script", run)
     assert __main__.main(["test", "-n", "0", "-m", "package.train", "--epochs", "3"]) == 0
     assert asked == [(["-m", "package.train", "--epochs", "3"], None, None, 0, mock.ANY)]
     assert name_of(asked[0][0]) == "package.train"
@@ -127,7 +126,7 @@ def test_test_says_which_engine_of_ranks_is_to_be_installed(toy, tmp_path, monke
     monkeypatch.setattr(type(toy), "launcher", launcher)
     for asked, ranks in ((None, None), (2, {"size": 2, "status": None, "same": None})):
         outcome = {}  # type: dict
-        test_command.verify_script([str(script)], None, None, asked, outcome)
+        script_test.verify_script([str(script)], None, None, asked, outcome)
         assert outcome["ranks"] == ranks
         assert capfd.readouterr().out.splitlines()[-1] == (
             "Not run as 2 ranks. Ranks of mxnet train together through Horovod, which is not "
@@ -142,7 +141,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch):
     def run(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(test_command, "compare_devices", run)
+    monkeypatch.setattr(device_comparison, "compare_devices", run)
     assert __main__.main(["test"]) == 130
 
 
@@ -198,8 +197,8 @@ def verified_toy(toy, site, register, monkeypatch):
 
 def test_test_says_what_each_device_did(verified_toy, capsys, monkeypatch):
     """Where one does nothing, or weights differ: the contract."""
-    monkeypatch.setattr(test_command, "BATCHES", (64, 1))
-    assert test_command.compare_devices(2, None, True, {})
+    monkeypatch.setattr(device_comparison, "BATCHES", (64, 1))
+    assert device_comparison.compare_devices(2, None, True, {})
     assert capsys.readouterr().out.partition("warnings   none\n")[2] == (
         "\n"
         "One dense model on cpu:0, the same on 2 devices, SGD with momentum:\n"
@@ -217,19 +216,21 @@ def test_test_says_what_each_device_did(verified_toy, capsys, monkeypatch):
 
 
 def test_test_shows_that_it_goes_on(verified_toy, monkeypatch):
-    trained = test_command._train
-    monkeypatch.setattr(test_command, "_train", lambda *given: time.sleep(0.05) or trained(*given))
+    trained = device_comparison._train
+    monkeypatch.setattr(
+        device_comparison, "_train", lambda *given: time.sleep(0.05) or trained(*given)
+    )
     with terminal(monkeypatch) as printed:
-        assert test_command.compare_devices(2, None, True, {})
+        assert device_comparison.compare_devices(2, None, True, {})
     line, report = printed
     assert line == "comparing one device with several"
     assert report.endswith("\n  cpu:0: 1 + 2\n  cpu:1: 1 + 2\n") and "\x1b" not in report
 
 
 def test_test_as_json(verified_toy, capfd, monkeypatch):
-    monkeypatch.setattr(test_command, "BATCHES", (64, 1))
+    monkeypatch.setattr(device_comparison, "BATCHES", (64, 1))
     monkeypatch.setattr(
-        test_command, "_train", lambda *arguments: os.write(1, b"a library\n") and float("nan")
+        device_comparison, "_train", lambda *arguments: os.write(1, b"a library\n") and float("nan")
     )
     assert __main__.main(["test", "--json", "--devices", "2", "--simulate"]) == 0
     out, err = capfd.readouterr()
@@ -258,7 +259,9 @@ def test_test_as_json_where_nothing_can_be_compared():
 
 
 def test_test_prints_no_json_where_it_is_interrupted(verified_toy, capfd, monkeypatch):
-    monkeypatch.setattr(test_command, "compare_devices", mock.Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(
+        device_comparison, "compare_devices", mock.Mock(side_effect=KeyboardInterrupt)
+    )
     status = __main__.main(["test", "--json", "--devices", "2", "--simulate"])
     assert (status, capfd.readouterr().out) == (130, "")
 
@@ -288,7 +291,7 @@ def test_test_of_a_script_as_json(toy, capfd, monkeypatch, tmp_path):
 def test_test_needs_as_many_devices_as_were_asked_for(verified_toy, monkeypatch):
     monkeypatch.setattr(verified_toy, "devices", lambda: ["cpu:0"])
     assert refusal(
-        compat.DevicesNotFoundError, test_command.compare_devices, 3, None, True, {}
+        compat.DevicesNotFoundError, device_comparison.compare_devices, 3, None, True, {}
     ) == ("3 devices are needed for the comparison, but the framework shows cpu:0.")
 
 

@@ -14,7 +14,7 @@ from test_pins import NAMES
 
 import compat
 from compat import errors
-from compat._commands import pins
+from compat._commands import pins, python_requires
 from compat._commands import tox as tox_command
 from compat._configuration import pip_extras
 
@@ -394,7 +394,7 @@ def test_python_requires(tmp_path, files, source, text):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     expected = None if text is None else SpecifierSet(text)
-    assert tox_command.python_requires(str(tmp_path)) == (source, text, expected)
+    assert python_requires.python_requires(str(tmp_path)) == (source, text, expected)
 
 
 NO_PYTHON = (
@@ -410,7 +410,7 @@ def test_python_requires_that_no_row_has(project):
 
 def test_python_requires_beside_text_in_another_encoding(tmp_path):
     (tmp_path / "setup.py").write_bytes(b"setup(author='Ren\xe9', python_requires='>=3.6')")
-    assert tox_command.python_requires(str(tmp_path)).text == ">=3.6"
+    assert python_requires.python_requires(str(tmp_path)).text == ">=3.6"
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,13 @@ import os
 import pathlib
 import re
 import sys
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Tuple
 
 from .. import __version__, errors
 from .._configuration import pip_extras
 from .._runtime import safe_files
 from . import pins
+from .python_requires import PROJECT_FILES, PythonRequires, python_requires, text_of
 
 COMPAT = pins.DISTRIBUTION
 LEFT_OUT = ("cntk",)  # needs libraries of OpenMPI, which no package of Python's has
@@ -95,7 +96,7 @@ def _own_configuration(folder):
     """Return the file with a configuration of tox that is not written by this command, or None."""
     for name in _CONFIGURATIONS:
         if os.path.lexists(os.path.join(folder, name)):
-            text = _text_of(folder, name)
+            text = text_of(folder, name)
             is_for_tox = re.search(_SECTIONS.get(name, ""), text, re.MULTILINE)
             if is_for_tox and not _is_ours(text):
                 return name
@@ -105,87 +106,6 @@ def _own_configuration(folder):
 def _is_ours(text):
     """Return whether this command wrote a file, which says so in its first lines."""
     return "`compat tox` of keras-gpu-compat" in text[:500]
-
-
-# Which Pythons a project allows: its python_requires, wherever it is written ---------------------
-
-# A specifier is held against the last release of a Python, as that is what is installed.
-_LAST = 99
-
-
-class PythonRequires(NamedTuple):
-    """The ``python_requires`` of a project.
-
-    Attributes:
-        source: the name of the file that has it; None where the project sets no limit.
-        text: as written there; None where it is computed.
-        specifiers: what it says, a ``SpecifierSet``; None where it could not be read.
-    """
-
-    source: Optional[str] = None
-    text: Optional[str] = None
-    specifiers: Any = None
-
-    def __str__(self):
-        return f"python_requires = {self.text} in {self.source}"
-
-    def allows(self, python: Tuple[int, int]) -> bool:
-        """Return whether the project runs on a Python; every one where no limit is known."""
-        return self.specifiers is None or "{}.{}.{}".format(*python, _LAST) in self.specifiers
-
-
-# In a file of TOML, of which Python 3.6 has no parser, and of Python: a text in quotes. What stands
-# there otherwise is computed.
-_QUOTED = r"\s*=\s*(?:(['\"])(?P<specifier>.*?)\1)?"
-_WITHIN = r"^\[(?:{})\][^\n]*\n(?:(?!\[).*\n)*?"
-# The files in which it is looked for, in this order, as setuptools does.
-PROJECT_FILES = {
-    "pyproject.toml": _WITHIN.format(r"project|tool\.poetry\.dependencies")
-    + r"(?:requires-python|python)" + _QUOTED,
-    "setup.cfg": _WITHIN.format("options")
-    + r"python_requires[ \t]*[=:][ \t]*(?:\n[ \t]+)?(?P<specifier>.+(?:\n[ \t]+[^\s#].*)*)",
-    "setup.py": r"^[^#\n]*\bpython_requires" + _QUOTED,
-}  # fmt: skip
-
-
-def python_requires(folder: str) -> PythonRequires:
-    """Return the ``python_requires`` of the project in a folder.
-
-    Raises:
-        NotInstalledError: it is there, and ``packaging`` is not installed.
-    """
-    for name, pattern in PROJECT_FILES.items():
-        found = re.search(pattern, _text_of(folder, name), re.MULTILINE)
-        if found is not None:
-            text = found.group("specifier")
-            return PythonRequires(name, text, _specifiers(text))
-    return PythonRequires()
-
-
-def _text_of(folder: str, name: str) -> str:
-    """Return the text of a file of a project; "" where there is none, or no regular one.
-
-    Names of authors may be in another encoding; what is looked for is in ASCII.
-    """
-    path = os.path.join(folder, name)
-    if not os.path.isfile(path):
-        return ""
-    with open(path, encoding="utf-8", errors="replace") as file:
-        return file.read()
-
-
-def _specifiers(text):
-    try:
-        from packaging import specifiers
-    except ImportError as error:
-        raise errors.NotInstalledError(
-            "python_requires is read with the library packaging, which cannot be imported here "
-            f"({error}). Install it: pip install packaging"
-        ) from error
-    try:
-        return None if text is None else specifiers.SpecifierSet(text)
-    except specifiers.InvalidSpecifier:
-        return None
 
 
 # Rows -----------------------------------------------------------------------------------------
@@ -371,7 +291,7 @@ def write(folder: str, files: Dict[str, str]) -> None:
         ConfigurationFileError: one is there that this command did not write, or cannot be written.
     """
     there = [path for path in files if os.path.lexists(os.path.join(folder, path))]
-    others = [path for path in there if not _is_ours(_text_of(folder, path))]
+    others = [path for path in there if not _is_ours(text_of(folder, path))]
     if others:
         raise errors.ConfigurationFileError(
             f"{' and '.join(others)} in {os.path.abspath(folder)}: there already, so nothing was "

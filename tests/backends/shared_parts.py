@@ -208,7 +208,7 @@ class KerasParts(SharedParts, ParallelContract):
         program = (
             self.prelude + "import sys\n"
             "from compat._configuration import registry; from compat import __main__\n"
-            "from compat._commands import test\n"
+            "from compat._commands import device_comparison as test\n"
             f"command = ['test', '--devices', '{DEVICES}', '--simulate']\n"
             f"kind = type(registry.find({self.instance().name!r}))\n"
             "parallelize, tolerance = kind.parallelize, test.TOLERANCE\n"

@@ -20,12 +20,12 @@ TRAIN = """\
 import json, subprocess, sys
 import compat
 from compat._configuration import detection; from compat import _keras
-from compat._commands import test as test_command
+from compat._commands import device_comparison
 
 arguments = json.loads(sys.argv[1])
 configuration = compat.configure_gpu(strict=True, **arguments)
 keras = _keras.import_keras(detection.choose(configuration.backend)[0])
-model = compat.parallelize(test_command._dense(keras))
+model = compat.parallelize(device_comparison._dense(keras))
 model.compile(optimizer="sgd", loss="mse")
 import numpy as np
 loss = model.train_on_batch(np.zeros((64, 8), "float32"), np.zeros((64, 4), "float32"))

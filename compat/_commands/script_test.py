@@ -1,0 +1,178 @@
+"""A test of a script as it is: on simulated devices, then as ranks, with a verdict on both."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import tempfile
+from typing import Any, List, Optional
+
+from .. import _ranks, _verification, errors
+from .._configuration import detection
+from .._ranks import nesting
+from .._ranks.launch import output
+from .._runtime import by_path
+from ..backend import Backend
+from . import check_script, name_of, reported_script
+
+RANKS = 2
+#: How many training steps of each model are verified.
+STEPS = 3
+# Seconds that an interrupted script has to save something, say, before it is killed.
+GRACE = 5.0
+#: By whether they are the same; None: nothing was compared.
+VERDICTS = {
+    True: "The same on several devices.",
+    False: "NOT the same on several devices.",
+    None: "Nothing was compared on several devices.",
+}
+
+
+def verify_script(script, devices, backend, ranks, outcome) -> bool:
+    """Run a script as it is, twice, and print a verdict on what was verified.
+
+    Arguments:
+        script: its path, or "-m" and a module, and its arguments.
+        devices: how many simulated ones; None: 3.
+        backend: its name; None: the one that Keras would use.
+        ranks: as how many ranks the second time; None: 2; 0: not at all.
+        outcome: a dictionary that gets what is printed.
+
+    Returns:
+        Whether several devices did what one does, and ranks stayed the same, wherever that could
+        be compared; False, too, where nothing was, where the script failed, or where ``ranks`` were
+        asked for and their engine is not installed.
+
+    Raises:
+        InvalidArgumentError: there is no such script, or it is a notebook.
+        NotInstalledError, AmbiguousBackendError: as ``configure_gpu()``.
+    """
+    check_script(script, os.path.isfile(script[0]))
+    devices = devices or 3
+    chosen, _ = detection.choose(backend, os.environ, typed=True)
+    has_ranks = type(chosen).distribute is not Backend.distribute
+    paths = [os.path.dirname(by_path.PACKAGE), os.environ.get("PYTHONPATH")]  # "" is this folder
+    path = os.pathsep.join(filter(None, paths))  # the script finds this compat
+    environ = nesting.set_aside(os.environ)[0]  # the simulated devices are those of one process
+    environ.update(COMPAT_VERIFY=str(STEPS), PYTHONPATH=path, **chosen.recording)
+    environ.update(detection.keras_variable(chosen, os.environ))
+    name = name_of(script)
+    other = by_path.shadow(os.path.dirname(os.path.realpath(script[0])), {})
+    if other:
+        output.say("compat test: " + errors.shadowed(name, other))
+    outcome.update(backend=chosen.name, script=name, ranks=None)
+    with tempfile.TemporaryDirectory(prefix="compat-test-") as path:
+        folder = pathlib.Path(path)
+        lines = _on_replicas(script, environ, chosen, devices, outcome, folder)
+        size = RANKS if ranks is None else ranks
+        missing = _missing_engine(chosen, size, environ) if size and has_ranks else None
+        if missing:
+            lines += ["", f"Not run as {size} ranks. {missing}"]
+            outcome["ranks"] = ranks and {"size": size, "status": None, "same": None}
+        elif size and has_ranks:
+            lines += [""] + _as_ranks(script, environ, chosen, size, outcome, folder)
+    runs = [each for each in (outcome["simulated"], outcome["ranks"]) if each]
+    found = [each["same"] for each in runs]
+    outcome["same"] = next((same for same in (False, None) if same in found), True)
+    print("\n".join(["", "-" * 72] + lines), flush=True)
+    return bool(outcome["same"]) and not any(each["status"] for each in runs)
+
+
+def _on_replicas(script, environ, chosen, devices, outcome, folder):
+    """Return the lines of the verdict on simulated devices."""
+    output.say(f"compat test: {outcome['script']} on {devices} simulated devices ({chosen.name})")
+    environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=str(folder))
+    status = _status([sys.executable] + script, environ)
+    reports = [json.loads(each.read_text("utf-8")) for each in sorted(folder.iterdir())]
+    records: List[Any] = sum(reports, [])
+    script_name = os.path.basename(outcome["script"])
+    lines = [f"compat test: {script_name} on {devices} simulated devices of {chosen.name}", ""]
+    lines += sum(map(_verification.shown, records), [])
+    same: Optional[bool] = all(map(_verification.is_good, records))
+    failed = any(record["failure"] for record in records)
+    if not failed and not any(sum(record["steps"].values()) for record in records):
+        same = None
+        lines.append(
+            "Nothing was verified: the script ran no step of a model that compat.parallelize() "
+            "was given after compat.configure_gpu()."
+        )
+    if status and not failed:
+        lines.append(f"The script ended with exit status {status}.")
+    outcome["simulated"] = {"devices": devices, "status": status, "models": records, "same": same}
+    lines.append(VERDICTS[same])
+    return lines
+
+
+def _missing_engine(chosen, ranks, environ):
+    """Return which engine of the backend's ranks is to be installed, and how.
+
+    None: there is one.
+    """
+    try:
+        chosen.launcher(_ranks.Job(ranks, sys.executable, environ))
+    except errors.NotInstalledError as error:
+        return str(error)
+    return None
+
+
+def _as_ranks(script, environ, chosen, ranks, outcome, folder):
+    """Return the verdict on ranks, as lines.
+
+    What they print as errors is shown where all ended well.
+    """
+    output.say(f"compat test: {outcome['script']} as {ranks} ranks")
+    options = ["run", "-n", str(ranks), "--gpus", "cpu", "--backend", chosen.framework]
+    report = folder / "ranks.json"
+    command = by_path.command("__main__") + options + ["--report-json", str(report)] + script
+    with open(folder / "errors", "w+", encoding="utf-8", errors="replace") as file:
+        status = _status(command, environ, stderr=file)
+        file.seek(0)
+        said = file.read()
+    compared = report.exists() and json.loads(report.read_text("utf-8"))["comparisons"]
+    # A script that ends like this on simulated devices, too, does so for a reason of its own.
+    is_own = status == outcome["simulated"]["status"] != 0
+    same = not status if compared and not is_own else None
+    outcome["ranks"] = {"size": ranks, "status": status, "same": same}
+    if status:
+        shown = " ".join(map(shlex.quote, ["python", "-m", "compat"] + options + script))
+        verdict = f"NOT well, exit status {status}: {_last_error(said.splitlines())}"
+        return [f"As {ranks} ranks: {verdict}", f"This shows more: {shown}"]
+    print(said, end="", file=sys.stderr, flush=True)
+    if not compared:
+        verdict = "all ended well, but nothing was compared: they trained no model together."
+    else:
+        verdict = "all ended well, with the same weights."
+    return [f"As {ranks} ranks: {verdict}"]
+
+
+def _last_error(lines):
+    """Return in a line what ``compat run`` reports of the rank that failed, or its error."""
+    if reported_script.REPORT in lines:
+        lines = lines[: lines.index(reported_script.REPORT)]
+    begins = [line.startswith("compat run: ") for line in lines]
+    last = len(lines) - 1 - begins[::-1].index(True)  # it says with what it begins, at least
+    frames = [place for place in range(last, len(lines)) if lines[place].startswith("  File ")]
+    behind = lines[frames[-1] :] if frames else []
+    said = lines[last].partition(": ")[2]
+    return next((line for line in behind if line.strip() and not line.startswith(" ")), said)
+
+
+def _status(command, environ, stderr=None):
+    """Return the exit status of a command, which a Ctrl-C reaches, too.
+
+    It ends by itself, in ``GRACE``.
+
+    ``subprocess.call()`` would kill it a quarter of a second later, and at once on Python 3.6.
+    """
+    with subprocess.Popen(command, env=environ, stderr=stderr) as started:
+        try:
+            return started.wait()
+        except KeyboardInterrupt:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                started.wait(GRACE)
+            raise
+        finally:
+            started.kill()
