@@ -503,7 +503,6 @@ KEPT_BY_MODULES = {
     "compat._runtime.patching._patches": "patches outlast what a process was configured to",
     "compat._runtime.progress._doing": "empty but while something takes long",
     "compat._runtime.usage._running": "empty but while a step is checked",
-    "compat._runtime.usage._waiting": "empty but while a step is checked",
 }
 
 

@@ -8,7 +8,18 @@ import contextlib
 import sys
 import weakref
 from _thread import get_ident
-from typing import Any, Callable, ContextManager, Dict, Iterable, Iterator, Optional, Sequence, Set
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Set,
+)
 
 from .. import errors
 from .._configuration import settings
@@ -18,12 +29,7 @@ from .process import process
 #: Kinds of steps, as a message names them.
 KINDS = {"train": "training step", "evaluate": "evaluation", "predict": "prediction"}
 
-
-# The steps that are being checked: by check, kind and thread, whether another thread had one, too.
-# What graphs have counted meanwhile may then be the other one's, and is checked another time.
-_running: "Dict[Any, bool]" = {}
-# Those of them that have yet to begin, as where a function has only been traced.
-_waiting: "Set[Any]" = set()
+# The batches of this thread; those of all, where it has others compute for it.
 _COUNTS = work.batches_of_thread, work.batches
 
 
@@ -35,6 +41,70 @@ class Executed(Dict[str, int]):
     """
 
     is_known = True
+
+
+class _RunningSteps:
+    """The steps that are being checked, each by its check, kind and thread.
+
+    Graphs count batches for all threads together. A step is disturbed where another thread had one
+    meanwhile, since what graphs have counted may be the other one's.
+    """
+
+    def __init__(self) -> None:
+        self._disturbed: "Dict[Any, bool]" = {}
+        # Those that have yet to begin, as where a function has only been traced.
+        self._waiting: "Set[Any]" = set()
+
+    def __contains__(self, step: "Any") -> bool:
+        return step in self._disturbed
+
+    def has_any(self, check: "Any") -> bool:
+        """Return whether this thread has a step of a check, of any kind."""
+        steps = list(self._disturbed)
+        return any((owner, thread) == (check, get_ident()) for owner, _, thread in steps)
+
+    def begin(self, step: "Any", waits: bool) -> None:
+        """Note that a step begins, or that it may begin any time."""
+        self._disturbed[step] = False
+        if waits:
+            self._waiting.add(step)
+        threads = sys._current_frames()  # others have ended, within a loop of the script's, say
+        steps = [each for each in list(self._disturbed) if each not in self._waiting]
+        steps = [each for each in steps if each[-1] in threads]
+        if len({thread for _, _, thread in steps}) > 1:
+            self._disturbed.update(dict.fromkeys(steps, True))
+
+    def end(self, step: "Any") -> bool:
+        """Note that a step has ended, and return whether it was disturbed."""
+        self._waiting.discard(step)
+        return self._disturbed.pop(step, False)
+
+
+_running = _RunningSteps()
+
+
+class _Baseline:
+    """What was counted before a step.
+
+    Attributes:
+        calls: how often each hook was called.
+    """
+
+    def __init__(self, hooks: "Dict[str, Any]") -> None:
+        self._counts = [read() for read in _COUNTS]
+        self.calls = {name: hook.calls for name, hook in hooks.items()}
+
+    def batches_since(self, kind: str) -> "List[Any]":
+        """Return the batches of a kind of step that were counted since then."""
+        for read, counted in zip(_COUNTS, self._counts):
+            batches = [
+                batch
+                for batch, number in read().items()
+                if number > counted.get(batch, 0) and (batch[2] or kind != "train")
+            ]
+            if batches:
+                return batches
+        return []
 
 
 class UsageCheck:
@@ -74,9 +144,7 @@ class UsageCheck:
         Arguments:
             running: whether also within one that is being checked.
         """
-        is_running = not running and any(
-            (check, thread) == (self._own, get_ident()) for check, _, thread in list(_running)
-        )
+        is_running = not running and _running.has_any(self._own)
         return not (kind in self._confirmed or kind in self._told or is_running or work.uncounted)
 
     def missed(self, kind: str) -> None:
@@ -109,45 +177,29 @@ class UsageCheck:
         if is_checked or key in _running or work.uncounted:
             yield
             return
-        before = [read() for read in _COUNTS]
-        calls = {hook: each.calls for hook, each in self.hooks().items()}
+        before = _Baseline(self.hooks())
         executed: "Optional[Dict[str, int]]" = None
-        _running[key] = False
-        _waiting.update([key] if waits else [])
-        threads = sys._current_frames()  # others have ended, within a loop of the script's, say
-        together = [each for each in list(_running) if each[-1] in threads and each not in _waiting]
-        if len({thread for _, _, thread in together}) > 1:
-            _running.update(dict.fromkeys(together, True))
+        _running.begin(key, waits)
         try:
             with contextlib.ExitStack() as recording:
                 with contextlib.suppress(errors.UnsupportedError):
                     executed = recording.enter_context(self.record()) if self.record else None
                 yield
         finally:
-            _waiting.discard(key)
-            is_disturbed = _running.pop(key, False) and bool(process.graph_counters)
+            is_disturbed = _running.end(key) and bool(process.graph_counters)
         is_known = getattr(executed, "is_known", True) and not is_disturbed
-        if not is_known:
-            executed = None
-        # Of this thread; of all, where it has others compute for it.
-        here, anywhere = (
-            [
-                batch
-                for batch, number in read().items()
-                if number > earlier.get(batch, 0) and (batch[2] or kind != "train")
-            ]
-            for read, earlier in zip(_COUNTS, before)
-        )
-        counted = here or anywhere
+        batches = before.batches_since(kind)
         if kind in self._told:  # within, already
             self._told.discard(kind)
             self._confirmed[kind] = reference_to(function())
             return
-        problem = None if is_disturbed else self._problem(counted, executed, calls)
+        problem = None
+        if not is_disturbed:
+            problem = self._problem(batches, executed if is_known else None, before.calls)
         if is_known or problem:
             self._confirmed[kind] = reference_to(function())
-        if problem and not counted:
-            self._report_unsplit(kind, name, calls)
+        if problem and not batches:
+            self._report_unsplit(kind, name, before.calls)
         elif problem:
             self._report(f"the first {KINDS[kind]}", name, problem)
 
