@@ -1,4 +1,4 @@
-"""One process per device: this process's place among the ranks, and what ranks say to each other.
+"""One process per device: this process's place among the ranks, and the calls of their scripts.
 
 A launcher (torchrun, mpirun, horovodrun, ...) starts the same script several times and tells each
 process its rank in the environment. ``configure_gpu()`` then takes the device of the local rank,
@@ -21,7 +21,7 @@ _ALONE = Place(0, 1, 0, 1, "")
 
 
 class Job:
-    """Which ranks a launcher is to start.
+    """The ranks that a launcher is to start.
 
     Arguments:
         size: the number of ranks, 2 or more.
@@ -71,36 +71,37 @@ def _place_in_group():
 
 
 def parse_hosts(text: str) -> "List[Tuple[str, int]]":
-    """Machines and how many ranks each runs: ``"first:4,second:4"``; without a number one. Pure.
+    """Return machines and how many ranks each runs, of a text such as ``"first:4,second:4"``. Pure.
 
     A machine is a name or an IPv4 address, ``user@`` in front where ssh is to log in as another
-    user. Launchers hand it to ssh, some through a shell: whatever else it may hold is refused.
+    user. It runs one rank where there is no number. Launchers hand it to ssh, some through a shell:
+    whatever else it may hold is refused.
 
     Raises:
-        InvalidArgumentError: that is not understood, or a machine comes twice.
+        InvalidArgumentError: the text is not understood, or a machine comes twice.
     """
     import re  # for start-up time
 
     hosts = []
     for part in text.split(","):
         name, _, slots = part.strip().partition(":")
-        kind = ""
+        problem = ""
         if part.count(":") > 1:
-            kind = " looks like an IPv6 address, and launchers take none"
+            problem = " looks like an IPv6 address, and launchers take none"
         elif name and not re.fullmatch(r"(\w[\w.-]*@)?\w[\w.-]*", name):
-            kind = " is not the name of a machine"
-        if kind:
+            problem = " is not the name of a machine"
+        if problem:
             raise errors.InvalidArgumentError(
-                f"--hosts {text}: {part.strip()!r}{kind}. Use a name of letters, digits, '.', '-' "
-                "and '_' that does not begin with '-', or an IPv4 address; user@name logs in as "
-                "another user."
+                f"--hosts {text}: {part.strip()!r}{problem}. Use a name of letters, digits, '.', "
+                "'-' and '_' that does not begin with '-', or an IPv4 address; user@name logs in "
+                "as another user."
             )
         hosts.append((name, whole_number(slots or "1") or 0))
     from . import addresses  # for start-up time
 
     names = [host_address(name) for name, _ in hosts]
-    told = all(name and number for name, number in hosts) and len(set(names)) == len(names)
-    if not told or (len(names) > 1 and any(map(addresses.is_loopback, names))):
+    is_valid = all(name and number for name, number in hosts) and len(set(names)) == len(names)
+    if not is_valid or (len(names) > 1 and any(map(addresses.is_loopback, names))):
         raise errors.InvalidArgumentError(
             "--hosts {} is not understood. Use machines, by the names that all of them know, and "
             "how many ranks each is to run: --hosts first:4,second:4.".format(text)
@@ -109,19 +110,16 @@ def parse_hosts(text: str) -> "List[Tuple[str, int]]":
 
 
 def host_address(host: str) -> str:
-    """Return what other machines know a host of ``parse_hosts`` by.
-
-    Without the user who logs in.
-    """
+    """Return the name or address of a host of ``parse_hosts``, without the user who logs in."""
     return host.rpartition("@")[2]
 
 
 def fill_hosts(text: str, size: "Optional[int]") -> "Tuple[int, str]":
-    """Return the number of ranks, and the machines that ``size`` ranks fill in turn. Pure.
+    """Return the number of ranks, and the machines that they fill in turn. Pure.
 
     Arguments:
         text: as for ``parse_hosts``.
-        size: None: as many as the machines have room for.
+        size: the number of ranks; None: as many as the machines have room for.
 
     Raises:
         InvalidArgumentError: as ``parse_hosts``, or they have no room for so many.
@@ -148,9 +146,8 @@ def fill_hosts(text: str, size: "Optional[int]") -> "Tuple[int, str]":
 def rank() -> int:
     """Return the number of this process among all that train together, from 0.
 
-    0 where it is alone.
-
-    -1 in the evaluator of ``TF_CONFIG``, which is none of them.
+    It is 0 where the process is alone, and -1 in the evaluator of ``TF_CONFIG``, which does not
+    train.
 
     Like all calls here it reads the launcher's environment and imports no framework.
 
@@ -161,9 +158,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """Return how many processes train together.
-
-    1 where this one is alone.
+    """Return how many processes train together: 1 where this one is alone.
 
     Raises:
         RankError: as ``rank()``.
@@ -174,7 +169,7 @@ def size() -> int:
 def local_rank() -> int:
     """Return the number of this process among those on its machine, from 0.
 
-    That of its device.
+    It is the number of its device, too.
 
     Raises:
         RankError: as ``rank()``.
@@ -194,11 +189,9 @@ def is_chief() -> bool:
 
 
 def local_batch_size(batch_size: int) -> int:
-    """Return this rank's part of a batch of all ranks.
+    """Return the ``batch_size`` for ``fit()`` on this rank: its share of a batch of all ranks.
 
-    The ``batch_size`` to fit with.
-
-    This gives the numbers of one process with that batch size, and keeps its learning rate::
+    This gives the results of one process with that batch size, and keeps its learning rate::
 
         x, y = compat.shard((x, y), batch_size=256)
         model.fit(x, y, batch_size=compat.local_batch_size(256), shuffle=False)
@@ -215,9 +208,7 @@ def local_batch_size(batch_size: int) -> int:
 
 
 def scaled_learning_rate(learning_rate: float) -> float:
-    """Return the learning rate times the number of ranks.
-
-    For ranks that each keep the old batch size.
+    """Return the learning rate times the number of ranks, if each rank keeps the old batch size.
 
     N ranks with batches of 64 rows make batches of N * 64; the "linear scaling rule" (Goyal et
     al., "Accurate, Large Minibatch SGD", 2017) then uses N times the learning rate, after some
@@ -230,9 +221,7 @@ def scaled_learning_rate(learning_rate: float) -> float:
 
 
 def shard(data: "Any", batch_size: "Optional[int]" = None) -> "Any":
-    """Return this rank's part of the data.
-
-    The very same data where the process is alone.
+    """Return this rank's shard of the data, and the data themselves where the process is alone.
 
     Every rank gets the same number of batches, since ranks with more than others would wait for
     them. A remainder of fewer rows than there are ranks is left out on all ranks, with a warning.

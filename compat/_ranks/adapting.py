@@ -1,7 +1,7 @@
-"""A warning where a layer is adapted to this rank's part of the data.
+"""A warning where a layer is adapted to this rank's shard of the data.
 
-``adapt()`` computes statistics or a vocabulary of the rows that it is given, mostly before the
-ranks have joined, so that they cannot be those of all ranks' rows.
+``adapt()`` computes statistics or a vocabulary of the rows that it gets, mostly before the ranks
+have joined, so that they cannot be those of all ranks' rows.
 """
 
 import contextlib
@@ -42,7 +42,12 @@ class ArrayPart:
 
 
 def note(parts, whole):
-    """Note the arrays that ``shard()`` has returned, and those that it was given."""
+    """Remember arrays that ``shard()`` has returned.
+
+    Arguments:
+        parts: a structure of these.
+        whole: the same structure of the arrays that they are parts of.
+    """
     pairs = zip(nested.leaves(parts), nested.leaves(whole))
     made = [ArrayPart(*pair) for pair in pairs if all(getattr(e, "shape", None) for e in pair)]
     process.array_parts = (process.array_parts + made)[-_REMEMBERED:]
@@ -69,12 +74,12 @@ def _patch(module):
 def _warning_before(adapt):
     @functools.wraps(adapt)
     def adapt_with_warning(layer, *args, **kwargs):
-        given = list(args) + list(kwargs.values())
-        found = None if _adapting.here() or not given else _found(given[0])
-        if found:
+        arguments = list(args) + list(kwargs.values())
+        part = None if _adapting.here() or not arguments else _part_in(arguments[0])
+        if part:
             kind, name = type(layer).__name__, getattr(layer, "name", None)
             errors.warn(
-                f"adapt() of {kind} {name!r} was given {found}, so that its "
+                f"adapt() of {kind} {name!r} was given {part}, so that its "
                 "statistics or its vocabulary are those of one rank's rows. Call adapt() with the "
                 "data of all ranks, those that shard() was given."
             )
@@ -84,17 +89,17 @@ def _warning_before(adapt):
     return adapt_with_warning
 
 
-def _found(data):
-    """Return a phrase for data that are this rank's part, or None."""
+def _part_in(data):
+    """Return a phrase for data that are this rank's shard, or None."""
     if batch_agreement.part_in(data) is not None or loaders.is_part(data) or datasets.is_part(data):
         return "what shard() has returned"
-    given = datasets.arrays_in(data) if datasets.takes(data) else [data]
-    given = [array for array in given if getattr(array, "shape", None)]
+    candidates = datasets.arrays_in(data) if datasets.takes(data) else [data]
+    candidates = [array for array in candidates if getattr(array, "shape", None)]
     parts = process.array_parts
-    if any(part.holds(array) for part in parts for array in given):
+    if any(part.holds(array) for part in parts for array in candidates):
         return "what shard() has returned"
     whole = {part.rows: part.whole_rows for part in parts}
-    for array in given:
+    for array in candidates:
         rows = int(array.shape[0])
         if rows in whole and rows not in whole.values():
             return f"{rows} rows, as many as shard() has returned of {whole[rows]}"

@@ -10,7 +10,7 @@ from .._runtime.nested import leaves
 
 
 def shard(place, data, batch_size=None):
-    """Return this rank's rows of arrays, as ``compat.shard()`` has it."""
+    """Return this rank's rows of arrays, as ``compat.shard()`` does."""
     rows = number_of_rows(data)
     rows -= left_out(place, rows, batch_size or place.size)
     size = batch_size or rows
@@ -19,12 +19,10 @@ def shard(place, data, batch_size=None):
 
 
 def left_out(place, count, batch_size, what="rows"):
-    """Return how many rows at the end no rank gets, with a warning.
-
-    They are too few for one on each.
+    """Return how many rows at the end no rank gets, being too few for one on each, with a warning.
 
     Raises:
-        InvalidArgumentError: there are no more than that.
+        InvalidArgumentError: there are no other rows.
     """
     if count < place.size:
         raise errors.too_few_rows(count, place.size)
@@ -39,7 +37,7 @@ def left_out(place, count, batch_size, what="rows"):
 
 
 def number_of_rows(data):
-    """Return the rows of all arrays in a structure.
+    """Return the number of rows, which all arrays in a structure have.
 
     Raises:
         InvalidArgumentError: they have different numbers of rows, or there is none.
@@ -67,7 +65,7 @@ def number_of_rows(data):
 
 
 def rows_of(data, ranges):
-    """Return the same structure, with these runs of rows, (start, stop), of each array."""
+    """Return the same structure, with runs of rows, (start, stop), of each array."""
     if isinstance(data, dict):
         return type(data)((key, rows_of(part, ranges)) for key, part in data.items())
     if isinstance(data, (tuple, list)):
@@ -87,9 +85,11 @@ def flat(arrays, dtype):
 
 
 def like(arrays, numbers):
-    """Return the opposite: arrays of the shapes and types of these.
+    """Return arrays of the shapes and types of others, made of numbers that ``flat`` returned.
 
-    Also of JAX's.
+    Arguments:
+        arrays: those others, numpy's or JAX's.
+        numbers: an array of one axis.
     """
     ends = itertools.accumulate(array.size for array in arrays)
     return [
@@ -102,7 +102,9 @@ def part_of_batch(place, batch, batch_size=None):
     """Return this rank's rows of a batch of all ranks, or None where it has fewer rows than ranks.
 
     Arguments:
-        batch_size: what ``shard()`` was given, or None.
+        place: this process's ``Place``.
+        batch: a structure of arrays.
+        batch_size: that of ``shard()``, or None.
     """
     rows = number_of_rows(batch)
     if batch_size is not None and rows > batch_size:
@@ -111,6 +113,7 @@ def part_of_batch(place, batch, batch_size=None):
 
 
 def other_batch_size(batch_size, rows):
+    """Return the error for batches that have another size than ``shard()`` was given."""
     return errors.InvalidArgumentError(
         "shard(batch_size={}) was given batches of {} rows. Leave batch_size out: what comes "
         "in batches has its own.".format(batch_size, rows)
@@ -118,6 +121,7 @@ def other_batch_size(batch_size, rows):
 
 
 def warn_of_few(rows, place):
+    """Warn that a batch is left out, since it has fewer rows than there are ranks."""
     errors.warn(
         f"A batch of {rows} rows is left out: they are too few for one on each of {place.size} "
         "ranks."
@@ -125,11 +129,11 @@ def warn_of_few(rows, place):
 
 
 def checksum(data, sampled=16, value=0):
-    """Return a checksum of about so many rows of each array, spread evenly.
-
-    Of all where they are fewer.
+    """Return a checksum of some rows of each array, which are spread evenly.
 
     Arguments:
+        data: a structure of arrays.
+        sampled: about how many rows; an array with fewer of them takes part as a whole.
         value: the checksum of what came before.
     """
     for array in leaves(data):
@@ -140,10 +144,7 @@ def checksum(data, sampled=16, value=0):
 
 
 def to_numpy(array):
-    """Return an array of any framework's as numpy's.
-
-    None where numpy has no such type of number.
-    """
+    """Return an array of any framework as numpy's, or None where numpy has no such type."""
     if hasattr(array, "detach"):
         array = array.detach()
         array = array.cpu() if hasattr(array, "cpu") else array  # of torch, not of MXNet

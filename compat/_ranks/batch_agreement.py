@@ -9,21 +9,22 @@ checksums behind, and the main thread compares them when ``fit()`` begins and wh
 
 import types
 import weakref
+from typing import Any
 
 from .. import errors
 from .checksum import LARGEST
 
-# Keras 3 takes generators of Python's own type only, which have no attributes.
-of_generators = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary
+#: The parts that generators yield, which have no attributes: Keras 3 takes no other iterators.
+of_generators: "weakref.WeakKeyDictionary[Any, Part]" = weakref.WeakKeyDictionary()
 
 
 class Part:
-    """What ``shard()`` returns for a source of batches, as far as ranks compare it.
+    """A shard of a source of batches, as far as ranks compare it.
 
-    An instance of this very class stands for what is no part.
+    An instance of this very class stands for data that are not a shard.
 
     Attributes:
-        name: of what it is a part, for errors.
+        name: that of the whole source, for errors.
         changes: whether the ranks compare it at the end of each epoch, too.
     """
 
@@ -31,18 +32,18 @@ class Part:
     changes = False
 
     def position(self):
-        """Return how far this rank has come, in numbers of which each has a checksum."""
+        """Return how far this rank has come, a number for which there is a checksum."""
         return 0
 
     def checksum_at(self, position):
-        """0: it is not known."""
+        """Return the checksum of the batches up to a position, or 0 where it is not known."""
         return 0
 
     def begin(self):
         """Note that a ``fit()`` begins."""
 
     def advance(self, position):
-        """Come as far as the rank that has come farthest."""
+        """Advance to the position of the rank that has come farthest."""
 
     def peek(self):
         """Return the checksum of the next batch, or 0 where there is none."""
@@ -50,7 +51,7 @@ class Part:
 
 
 class StandIn:
-    """What has all attributes that it lacks from ``_whole``, in whose place it stands."""
+    """An object in place of another, ``_whole``, whose attributes it has."""
 
     def __getattr__(self, name):
         if name.startswith("__") or "_whole" not in vars(self):
@@ -59,7 +60,7 @@ class StandIn:
 
 
 class PartOfObject(StandIn, Part):
-    """A ``Part``. ``make`` has frameworks take it for an object of their own class."""
+    """A ``Part`` that a framework takes for an object of its own class, if ``make`` made it."""
 
     def __init__(self, place, whole):
         self.name = type(whole).__name__
@@ -68,28 +69,26 @@ class PartOfObject(StandIn, Part):
 
     @classmethod
     def make(cls, base, *arguments):
-        """Return an instance that is one of a framework's class, too.
-
-        ``base``.
-        """
+        """Return an instance that is one of a framework's class ``base``, too."""
         return type("RankPart", (cls, base), {})(*arguments)
 
     def whole(self):
-        """Return what it is a part of, from where ``peek()`` has looked."""
+        """Return the whole source, from where ``peek()`` has looked."""
         return self._whole
 
 
 def part_in(data):
-    """Return what ``shard()`` has returned, or None for anything else."""
+    """Return the ``Part`` that data are, or None."""
     if isinstance(data, types.GeneratorType):
         return of_generators.get(data)
     return data if isinstance(data, Part) else None
 
 
 class Agreement:
-    """What one ``fit()`` was given on all ranks.
+    """Whether the data of one ``fit()`` are the same on all ranks.
 
     Arguments:
+        engine: that of the ranks.
         sources: the training data, and the validation data.
     """
 
@@ -98,19 +97,19 @@ class Agreement:
         self.parts = [Part() if part is None else part for part in map(part_in, sources)]
 
     def positions(self):
-        """Return how far this rank has come in each source, from 1 on.
-
-        0: there is no part of it.
-        """
+        """Return how far this rank has come in each source, from 1 on; 0: it is not a shard."""
         for part in self.parts:
             part.begin()
         return [part.position() + 1 if part.name else 0 for part in self.parts]
 
     def advance(self, positions):
-        """Come as far as the farthest rank, by the positions of all.
+        """Advance each source to the position of the farthest rank.
 
-        Keras may have taken some batches ahead in an earlier ``fit()``, and other ranks' Keras
-        more.
+        Keras may have taken some batches ahead in an earlier ``fit()``, and more of them on other
+        ranks.
+
+        Arguments:
+            positions: those of all ranks.
 
         Returns:
             The checksums of the next batches, which ranks have to ``compare``.

@@ -1,4 +1,4 @@
-"""Callbacks of ``fit()`` on ranks: what they decide is decided alike on all ranks.
+"""Callbacks of ``fit()`` on ranks, which decide the same on all ranks.
 
 compat's own stand around the script's. The first ends each epoch on all ranks at once, so that the
 script's callbacks see the results of all ranks. One behind each callback that may change the logs
@@ -9,6 +9,7 @@ import collections
 import itertools
 import json
 import zlib
+from typing import Any, Dict, Set
 
 from .. import _keras, errors
 from . import checksum, saving
@@ -23,7 +24,7 @@ class FitCallbacks:
 
     Arguments:
         fit: the model's ``RankedFit``.
-        given: what the script gave as ``callbacks``.
+        callbacks: what the script gave as ``callbacks``, or None.
 
     Attributes:
         callbacks: those that ``fit()`` gets.
@@ -32,22 +33,22 @@ class FitCallbacks:
             all ranks have in the same order.
     """
 
-    def __init__(self, fit, model, given):
-        given = [] if given is None else given
-        given = list(given) if isinstance(given, (list, tuple)) else [given]
-        given = [each for each in given if not _broadcasts(each)]
+    def __init__(self, fit, model, callbacks):
+        callbacks = [] if callbacks is None else callbacks
+        callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+        callbacks = [callback for callback in callbacks if not _broadcasts(callback)]
         self.fit, self.model, self.engine = fit, model, fit.engine
         keras = _keras.keras_of(model)
-        scripts = [each for each in given if not hasattr(each, "watches")]
-        self.names = [type(each).__name__ for each in scripts]
-        changing = [each for each in given if _may_change_logs(each)]
-        self.changing = [type(each).__name__ for each in changing]
+        scripts = [callback for callback in callbacks if not hasattr(callback, "watches")]
+        self.names = [type(callback).__name__ for callback in scripts]
+        changing = [callback for callback in callbacks if _may_change_logs(callback)]
+        self.changing = [type(callback).__name__ for callback in changing]
         # Whether a callback comes behind the last of these, and sees what it has put into the logs.
         self.is_followed = bool(changing) and scripts[-1] is not changing[-1]
         self.callbacks = [_epochs(keras, fit, model)]
-        for callback in given:
+        for callback in callbacks:
             self.callbacks += saving.written_by_rank_0(keras, self.engine.place, [callback])
-            if any(callback is each for each in changing):
+            if any(callback is other for other in changing):
                 self.callbacks.append(_shares(keras, self, len(changing)))
                 changing.pop(0)
         self.callbacks.append(_stops(keras, self))
@@ -74,7 +75,7 @@ class FitCallbacks:
         shared.agree(logs, self.engine.gather(shared.numbers(logs)))
 
     def stop(self, logs):
-        """Stop all ranks if one wishes to."""
+        """Stop all ranks if one of them wants to stop."""
         fit = self.fit
         wished = bool(fit.wished or fit.trainee.stop_training)
         wishes, rows = self.engine.gather_each([[wished], fit.logs.numbers(logs)])
@@ -85,14 +86,18 @@ class FitCallbacks:
         """Return the likely causes of different weights after callbacks, as sentences."""
         names = list(map(json.loads, self.engine.gather_texts(json.dumps(self.names))))
         shared = collections.Counter(names[0])
-        for each in names[1:]:
-            shared &= collections.Counter(each)
-        own = [list((collections.Counter(each) - shared).elements()) for each in names]
-        if any(own):
-            found = [f"rank {rank} has {', '.join(each)}" for rank, each in enumerate(own) if each]
+        for names_of_rank in names[1:]:
+            shared &= collections.Counter(names_of_rank)
+        others = [list((collections.Counter(each) - shared).elements()) for each in names]
+        if any(others):
+            clauses = [
+                f"rank {rank} has {', '.join(names_of_rank)}"
+                for rank, names_of_rank in enumerate(others)
+                if names_of_rank
+            ]
             return (
-                f"Not all ranks have the same callbacks: {'; '.join(found)}. Give a callback that "
-                "sets weights, as EarlyStopping(restore_best_weights=True) does, to all ranks."
+                f"Not all ranks have the same callbacks: {'; '.join(clauses)}. Give a callback "
+                "that sets weights, as EarlyStopping(restore_best_weights=True) does, to all ranks."
             )
         if self.names:
             return (
@@ -103,16 +108,16 @@ class FitCallbacks:
 
 
 def _broadcasts(callback):
-    """Return whether it is Horovod's that sets all variables to rank 0's after the first batch.
+    """Return whether a callback is Horovod's that broadcasts all variables after the first batch.
 
-    Weights are rank 0's from the start; in Keras 2.3 it would set a rank's sums of metrics, too.
+    Weights are rank 0's from the start. In Keras 2.3 it would set the state of metrics, too.
     """
     kind = type(callback)
     return kind.__module__.startswith("horovod.") and kind.__name__.startswith("Broadcast")
 
 
 def _may_change_logs(callback):
-    """Return whether a function of a script's or a library's gets the logs of an epoch."""
+    """Return whether a callback of a script or a library gets the logs of an epoch."""
     function = getattr(callback, "on_epoch_end", None)
     is_users = _keras.is_users(getattr(function, "__func__", function))
     return is_users and not hasattr(callback, "watches")
@@ -139,9 +144,12 @@ def _epochs(keras, fit, model):
 
 
 def _shares(keras, callbacks, number):
-    """Return the callback behind one that may change logs.
+    """Return the callback that stands behind one that may change logs.
 
-    With as many such ones from there on.
+    Arguments:
+        keras: the Keras of the model.
+        callbacks: the ``FitCallbacks``.
+        number: how many of those that may change logs follow, that one included.
     """
     place = len(callbacks.changing) - number
 
@@ -156,7 +164,7 @@ def _shares(keras, callbacks, number):
 
 
 def _stops(keras, callbacks):
-    """Return the callback, after all others, by which one rank's wish to stop is everybody's.
+    """Return the last callback, which stops all ranks together if one of them wants to stop.
 
     A rank that left its epoch at once would leave the others waiting for its next step.
     """
@@ -186,20 +194,21 @@ def _stops(keras, callbacks):
 
 
 class SharedLogs:
-    """The logs of an epoch, which are the same on all ranks, and what callbacks change in them."""
+    """The logs of an epoch, which stay the same on all ranks though callbacks change them."""
 
     def __init__(self, engine):
         self.engine = engine
-        self.known = {}  # type: dict
-        self.warned = set()  # type: set  # of which names
+        self.shared: Dict[str, Any] = {}
+        self.warned: Set[str] = set()
 
     def begin(self, logs):
         """Note logs that are the same on all ranks."""
-        self.known = dict(logs)
+        self.shared = dict(logs)
 
     def changed(self, logs):
-        """Return the numbers that are not those of all ranks, by name."""
-        changed = [(k, v) for k, v in logs.items() if k not in self.known or self.known[k] is not v]
+        """Return the numbers that callbacks have set since, by name."""
+        missing = object()
+        changed = [(k, v) for k, v in logs.items() if self.shared.get(k, missing) is not v]
         numbers = [(str(name), _number(value)) for name, value in changed]
         return {name: number for name, number in numbers if number is not None}
 
@@ -214,7 +223,7 @@ class SharedLogs:
         self.begin(logs)
 
     def _combine(self, logs):
-        """Each number is its mean over the ranks that have it."""
+        """Set each number to its mean over the ranks that have it."""
         mine, ranks = self.changed(logs), range(self.engine.place.size)
         texts = self.engine.gather_texts(json.dumps(sorted(mine)))
         names = sorted({name for text in texts for name in json.loads(text)})

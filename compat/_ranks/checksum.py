@@ -1,8 +1,8 @@
-"""Whether all ranks hold the same weights: a checksum of each variable's bytes, compared.
+"""Comparison of the ranks' weights, by a checksum of each variable's bytes.
 
 All ranks begin with rank 0's weights, and every update is computed from the same gradients by the
-same operations, so that equal means equal to the last bit. What is a rank's own by design (seeds,
-metrics, the states of stateful RNNs, which belong to its rows) is no variable to compare.
+same operations, so that equal means equal to the last bit. Variables that differ by design (seeds,
+metrics, the states of stateful RNNs, which belong to a rank's rows) are not compared.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ LARGEST = 2**24
 # A prime, so that the words which are added up come from places without a pattern.
 _COLUMNS = 1021
 _WORD = 8  # bytes
-# Arrays of fewer bytes are put together: to begin with each takes longer than to add it up.
+# Arrays of fewer bytes are concatenated: to begin with each takes longer than to add it up.
 _SMALL = 2**18
 # Ranks whose processors differ may round differently. More than this, relative to the largest
 # number of a variable, is no rounding.
@@ -37,15 +37,12 @@ CAUSES = (
 
 
 def is_due(steps):
-    """Return whether ranks compare what they hold after so many steps.
-
-    Soon, and then rarely.
-    """
+    """Return whether ranks compare their weights after so many steps: soon, and then rarely."""
     return steps in (1, 4, 16, 64, 256) or steps % 1024 == 0
 
 
 def checksum(array):
-    """Return a checksum of the type, the shape and the bytes of an array, as such numbers.
+    """Return a checksum of the type, the shape and the bytes of an array, as a list of numbers.
 
     Most of it is a sum of words, as fast as memory is read; which word stands where counts but
     for words a multiple of 1021 places apart.
@@ -64,7 +61,7 @@ def checksum(array):
 
 
 def numbers(arrays):
-    """Return the checksum of all arrays, as numbers that every engine gathers exactly."""
+    """Return one checksum of several arrays, as numbers that every engine gathers exactly."""
     import numpy as np
 
     arrays = [np.asarray(array, order="C") for array in arrays]
@@ -76,17 +73,17 @@ def numbers(arrays):
 
 
 def of_text(text):
-    """Return the same of a text."""
+    """Return the checksum of a text, as such numbers."""
     return _digest(text.encode())
 
 
 def of_arrays_and_text(arrays, text):
-    """Return the same of arrays and a text."""
+    """Return the checksum of arrays and a text, as such numbers."""
     return of_text(repr([text, *map(checksum, arrays)]))
 
 
 def _digest(content):
-    """64 bits, as numbers of 16: these are exact in float32, in which some engines sum."""
+    """Return a hash of 64 bits as numbers of 16 bits, which float32 holds: some engines sum it."""
     return list(struct.unpack(">4H", hashlib.blake2b(content, digest_size=8).digest()))
 
 
@@ -100,14 +97,15 @@ def verify(
 ) -> None:
     """Compare variables that have to be the same on all ranks. All ranks call it at once.
 
-    Where they are, this is one exchange of a few numbers. Where they differ by rounding alone, as
-    between machines with different processors, every rank gets rank 0's, with a warning.
+    Where they are the same, this is one exchange of a few numbers. Where they differ by rounding
+    alone, as between machines with different processors, every rank gets rank 0's, with a warning.
 
     Arguments:
+        engine: that of the ranks.
         names: of the variables, in the order in which the model has them. Ranks may number them
             differently: Keras counts what each has made before.
         arrays: their values.
-        write: is called with a variable's place in the lists and the value to set.
+        write: a function of a variable's place in the lists and the value to set.
         when: after how many steps, or a phrase: "after epoch 3".
         causes: why such variables may differ, and what to do: sentences for the error, or a
             function that all ranks call for them.
@@ -121,7 +119,7 @@ def verify(
 
 
 def resolve(engine, names, arrays, write, when, causes=CAUSES):
-    """As ``verify``, where the ranks know already that their checksums differ."""
+    """Resolve a difference of checksums, which all ranks know. Arguments as ``verify``."""
     if isinstance(when, int):
         when = "after 1 step" if when == 1 else "after {} steps".format(when)
     if not same(engine.gather([len(names)])):
@@ -163,12 +161,12 @@ def resolve(engine, names, arrays, write, when, causes=CAUSES):
 
 
 def same(rows):
-    """Return whether all ranks have told the same."""
+    """Return whether all ranks have gathered the same."""
     return all(row == rows[0] for row in rows)
 
 
 def _distance(mine, chief):
-    """Return the largest difference, relative to the largest number."""
+    """Return the largest difference of two arrays, relative to rank 0's largest number."""
     import numpy as np
 
     mine, chief = np.asarray(mine), np.asarray(chief)

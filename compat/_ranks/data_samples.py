@@ -1,12 +1,13 @@
-"""Samples of the data that ``shard()`` was given, by which ranks notice that they differ.
+"""Samples of the data that ``shard()`` splits, by which ranks detect that their data differ.
 
 ``shard()`` exchanges nothing: it may be called before the ranks have joined, or on one of them
-alone. It keeps a few rows of its data, and their checksum goes along with what the next ``fit()``,
-``evaluate()`` or step of a torch loop exchanges anyway. Ranks that have called it more often than
-others since then are not compared, and data that no ``shard()`` has seen may be each rank's own.
+alone. It keeps a few rows of its data, and their checksum is exchanged with the next ``fit()``,
+``evaluate()`` or step of a torch loop. Ranks that have called it more often than others since then
+are not compared, and data that no ``shard()`` has split may differ between ranks.
 """
 
 import json
+from typing import Any, List
 
 import numpy as np
 
@@ -21,13 +22,14 @@ _KEPT = 32  # samples, until ranks compare them
 
 
 class Samples:
-    """Samples of what this rank has given to ``shard()`` since the ranks last compared them."""
+    """Samples of the data that this rank has split since the ranks last compared them."""
 
     def __init__(self):
         self.calls = 0
-        self.kept = []  # type: list
+        self.kept: List[Any] = []
 
     def add(self, data):
+        """Count a call of ``shard()``, and keep a sample of its data."""
         self.calls += 1
         if len(self.kept) < _KEPT:  # a loop may call shard() in each step
             self.kept.append(sample(data))
@@ -36,13 +38,13 @@ class Samples:
         """Return the number of calls, and a checksum, as numbers that engines gather exactly."""
         if not self.calls:
             return [0] * 5
-        shapes = json.dumps([[shape for shape, _ in each] for each in self.kept])
-        values = [value for each in self.kept for _, value in each]
+        shapes = json.dumps([[shape for shape, _ in pairs] for pairs in self.kept])
+        values = [value for pairs in self.kept for _, value in pairs]
         return [self.calls % checksum.LARGEST, *checksum.of_arrays_and_text(values, shapes)]
 
 
 def note(place, data):
-    """Keep a sample of the arrays that a call of ``shard()`` was given."""
+    """Keep a sample of the arrays of a call of ``shard()``."""
     process.samples.setdefault(place.rank, Samples()).add(data)
 
 
@@ -52,7 +54,7 @@ def numbers(place):
 
 
 def compare(engine, rows):
-    """Compare the data that all ranks have given to ``shard()``, by their gathered ``numbers()``.
+    """Compare the data that all ranks have split, by their gathered ``numbers()``.
 
     Raises:
         RankError: the data differ by more than rounding.
@@ -81,7 +83,7 @@ def sample(data):
 
 
 def _numbers(array):
-    """As a numpy array; an empty one where they cannot be read."""
+    """Return some numbers of an array as a numpy array, an empty one where they are unreadable."""
     try:
         rows = getattr(array, "iloc", array)[:: max(1, int(array.shape[0]) // _ROWS)]
         rows = arrays.to_numpy(rows)

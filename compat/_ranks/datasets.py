@@ -1,22 +1,23 @@
-"""``shard()`` of a ``tf.data.Dataset``: this rank's part of each batch of one process."""
+"""``shard()`` of a ``tf.data.Dataset``: this rank's rows of each batch of one process."""
 
 import sys
 import weakref
 import zlib
+from typing import Any
 
 from .. import errors
 from . import arrays, batch_agreement
 
-# Of what Dataset.cardinality() returns: it is infinite, and it is unknown.
+# Values of Dataset.cardinality() for an infinite and for an unknown one.
 _INFINITE, _UNKNOWN = -1, -2
 
 
-_shuffled = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary  # part -> its seeds
-_parts_made = weakref.WeakSet()  # type: weakref.WeakSet
+_shuffled: "weakref.WeakKeyDictionary[Any, Seeds]" = weakref.WeakKeyDictionary()  # of parts
+_parts_made: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
 class Seeds(batch_agreement.Part):
-    """By what a dataset was shuffled before ``shard()``. TensorFlow's global seed is among it."""
+    """The seeds, TensorFlow's global one included, of a dataset shuffled before ``shard()``."""
 
     name = "Dataset"
 
@@ -24,24 +25,23 @@ class Seeds(batch_agreement.Part):
         self.seeds = seeds
 
     def peek(self):
+        """Return the checksum of the seeds, in place of that of a batch."""
         return zlib.crc32(repr(self.seeds).encode())
 
 
 def compared(data):
-    """Return what ranks compare of data.
-
-    The seeds of a dataset that is made of what was shuffled.
-    """
+    """Return what ranks compare of data: of a shuffled dataset its seeds, else the data."""
     chain = _chain(data) if takes(data) else ()
     return next((_shuffled[each] for each in chain if each in _shuffled), data)
 
 
 def takes(data):
+    """Return whether data are a ``tf.data.Dataset``."""
     return hasattr(data, "element_spec") and hasattr(data, "shard")
 
 
 def shard(place, dataset, batch_size):
-    """Return this rank's part of a dataset.
+    """Return this rank's shard of a dataset.
 
     Ranks compare how it is shuffled when ``fit()`` begins.
     """
@@ -60,15 +60,16 @@ def shard(place, dataset, batch_size):
 
 
 def is_part(data):
-    """Return whether a dataset is made of what ``shard()`` has returned."""
+    """Return whether a dataset is made from one that ``shard()`` has returned."""
     return takes(data) and any(each in _parts_made for each in _chain(data))
 
 
 def _part(place, dataset, batch_size):
-    """Return this rank's part of a dataset.
+    """Return this rank's shard of a dataset.
 
     Arguments:
         place: this process's ``Place``.
+        dataset: one of rows or of batches.
         batch_size: rows of a batch of all ranks, or None: that of a dataset of batches; elements
             that are rows, or that may be, are dealt out then.
     """
@@ -125,10 +126,7 @@ def _elements(place, dataset):
 
 
 def _rows(place, dataset, batch_size):
-    """Return this rank's rows of a dataset of rows.
-
-    Its part of each ``batch_size`` of them.
-    """
+    """Return this rank's rows of each ``batch_size`` rows of a dataset of rows."""
     tf = sys.modules["tensorflow"]
     count = _cardinality(dataset)
     if count == _UNKNOWN:
@@ -158,10 +156,7 @@ def _rows(place, dataset, batch_size):
 
 
 def _parts(place, dataset):
-    """Return this rank's part of each batch.
-
-    A batch with fewer rows than ranks is left out.
-    """
+    """Return this rank's rows of each batch. A batch with fewer rows than ranks is left out."""
     tf = sys.modules["tensorflow"]
 
     def rows_of(batch):

@@ -1,4 +1,4 @@
-"""Data of a ``fit()`` whose script knows nothing of ranks: split over the ranks where it can be."""
+"""The data of ``fit()`` in a script without ``shard()``, split over the ranks where possible."""
 
 from .. import errors
 from . import arrays, batch_agreement, checksum, datasets, loaders
@@ -8,42 +8,43 @@ _DATA = ("x", "y", "sample_weight")
 
 _BATCH_SIZE = 32  # Keras' own, where none is given
 
-_SAMPLED = 1000  # rows, by which ranks compare what they were given
+_SAMPLED = 1000  # rows, by which ranks compare their data
 
 
-def split(engine, name, given):
-    """Make the arguments of ``fit()`` those for this rank, of those that one process would take.
+def split(engine, name, arguments):
+    """Replace the arguments of ``fit()``, which are those of one process, by those of this rank.
 
-    Data are split where all ranks were given the same, as far as the ranks can compare them: by a
-    sample of the rows. Others are taken for each rank's own part. ``validation_split`` takes the
-    rows that it would in one process. Every rank validates with all validation data.
+    Data are split where they are the same on all ranks, which compare a sample of the rows. Other
+    data are taken for each rank's shard. ``validation_split`` takes the rows that it would in one
+    process. Every rank validates with all validation data.
 
     Arguments:
+        engine: that of the ranks.
         name: the model's, for warnings.
-        given: the arguments, by name.
+        arguments: those of ``fit()``, by name.
     """
-    argument = "generator" if "generator" in given else "x"
-    source = given.get(argument)
-    data = tuple(given.get(each) for each in _DATA)
-    is_own_part = batch_agreement.part_in(source) is not None or loaders.is_split(source)
+    argument = "generator" if "generator" in arguments else "x"
+    source = arguments.get(argument)
+    data = tuple(map(arguments.get, _DATA))
+    is_split = batch_agreement.part_in(source) is not None or loaders.is_split(source)
     batched = datasets.batch_size_of(source) if datasets.takes(source) else None
-    part = None if is_own_part else _part_of_batches(engine.place, source)
-    looked_at = batch_agreement.part_in(part)
-    rows = _number_of_rows(data) if part is None and not given.get("steps_per_epoch") else 0
-    if looked_at is not None:
-        told = 1, looked_at.peek()
+    part = None if is_split else _part_of_batches(engine.place, source)
+    comparable = batch_agreement.part_in(part)
+    rows = _number_of_rows(data) if part is None and not arguments.get("steps_per_epoch") else 0
+    if comparable is not None:
+        numbers = 1, comparable.peek()
     elif part is not None:
-        told = 1, len(part)
+        numbers = 1, len(part)
     else:
-        told = rows, arrays.checksum(data, _SAMPLED) if rows else 0
-    same = checksum.same(engine.gather([number % checksum.LARGEST for number in told]))
+        numbers = rows, arrays.checksum(data, _SAMPLED) if rows else 0
+    same = checksum.same(engine.gather([number % checksum.LARGEST for number in numbers]))
     if rows and same:
-        _split_arrays(engine.place, given, data, rows)
+        _split_arrays(engine.place, arguments, data, rows)
     elif batched and same:
-        given["x"] = shard(engine.place, source)
+        arguments["x"] = shard(engine.place, source)
     elif part is not None and same:
-        given[argument] = part
-    elif is_own_part:
+        arguments[argument] = part
+    elif is_split:
         pass
     elif not rows and part is None:
         errors.warn(
@@ -52,8 +53,8 @@ def split(engine, name, given):
             "arrays.".format(name, type(source).__name__)
         )
     else:
-        if looked_at is not None:
-            given[argument] = looked_at.whole()
+        if comparable is not None:
+            arguments[argument] = comparable.whole()
         errors.warn(
             "fit() of {!r} was given other data on other ranks, so each rank's data is taken for "
             "its own part, and batch_size for that of one rank. Data that are the same on all "
@@ -61,22 +62,21 @@ def split(engine, name, given):
         )
 
 
-def batches(given, source):
-    """Return how many batches an epoch has, from what ``fit()`` was given.
+def batches(arguments, source):
+    """Return how many batches an epoch has, or 0 where that is not known.
 
-    0: that is not known.
+    Arguments:
+        arguments: those of ``fit()``, by name.
+        source: the training data among them.
     """
-    count = given.get("steps_per_epoch")
+    count = arguments.get("steps_per_epoch")
     if count is None:
-        count = -(-_number_of_rows(source) // (given.get("batch_size") or _BATCH_SIZE))
+        count = -(-_number_of_rows(source) // (arguments.get("batch_size") or _BATCH_SIZE))
     return int(count) % checksum.LARGEST
 
 
 def _part_of_batches(place, source):
-    """Return this rank's part of each batch of a generator, for example.
-
-    None: that cannot be had.
-    """
+    """Return this rank's shard of a source of batches, such as a generator, or None."""
     take = of_batches(source)
     try:
         return take and take(place, source, None)
@@ -85,21 +85,21 @@ def _part_of_batches(place, source):
 
 
 def _number_of_rows(data):
-    """Return the rows of these arrays, or 0 where they are others' business."""
+    """Return the number of rows of arrays, or 0 where data are no arrays of one number of rows."""
     try:
         return arrays.number_of_rows(data)
-    except errors.InvalidArgumentError:  # Keras tells of numbers that differ
+    except errors.InvalidArgumentError:  # Keras reports numbers that differ
         return 0
 
 
-def _split_arrays(place, given, data, rows):
-    fraction = given.pop("validation_split", None)
-    if fraction and given.get("validation_data") is None:
+def _split_arrays(place, arguments, data, rows):
+    fraction = arguments.pop("validation_split", None)
+    if fraction and arguments.get("validation_data") is None:
         trained = int(rows * (1 - fraction))  # as Keras has it
         validation = arrays.rows_of(data, [(trained, rows)])
-        given["validation_data"] = validation if validation[2] is not None else validation[:2]
+        arguments["validation_data"] = validation if validation[2] is not None else validation[:2]
         data = arrays.rows_of(data, [(0, trained)])
-    batch_size = given.get("batch_size") or _BATCH_SIZE
-    given["batch_size"] = place.rows_of_batch(batch_size)
+    batch_size = arguments.get("batch_size") or _BATCH_SIZE
+    arguments["batch_size"] = place.rows_of_batch(batch_size)
     data = arrays.shard(place, data, batch_size)
-    given.update((name, part) for name, part in zip(_DATA, data) if part is not None)
+    arguments.update((name, part) for name, part in zip(_DATA, data) if part is not None)

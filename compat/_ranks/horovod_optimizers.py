@@ -1,4 +1,4 @@
-"""Horovod's own optimizers, left in a script: they would exchange gradients a second time."""
+"""Horovod's optimizers in a script, which would exchange gradients a second time."""
 
 from .. import _keras, errors
 

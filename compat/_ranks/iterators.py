@@ -8,6 +8,7 @@ import itertools
 import threading
 import types
 import weakref
+from typing import Any
 
 from . import arrays, batch_agreement
 
@@ -15,7 +16,7 @@ _REMEMBERED = 4096  # how many of a generator's last checksums are kept
 
 
 def shard(place, iterator, batch_size=None):
-    """As ``compat.shard()``. A generator remains one: Keras 3 takes nothing else."""
+    """Return this rank's shard. That of a generator is one, too: Keras 3 takes nothing else."""
     part = PartOfIterator(place, iterator, batch_size)
     return part.as_given(part)
 
@@ -31,9 +32,9 @@ class PartOfIterator(batch_agreement.Part):
         self.iterator = iterator
         self.batch_size = batch_size
         self.lock = threading.Lock()
-        self.ahead = []  # the next batch, where it has been looked at
-        self.threads = weakref.WeakSet()  # type: weakref.WeakSet  # that have drawn in this fit()
-        self.ended = weakref.WeakSet()  # type: weakref.WeakSet  # and in those before
+        self.ahead = []  # the next batch, if ``peek()`` has drawn it
+        self.threads: "weakref.WeakSet[Any]" = weakref.WeakSet()  # that have drawn in this fit()
+        self.ended: "weakref.WeakSet[Any]" = weakref.WeakSet()  # and in those before
         self.checksums = {0: 0}  # of the first so many batches
         self.drawn = 0
 
@@ -62,7 +63,7 @@ class PartOfIterator(batch_agreement.Part):
         return batch
 
     def as_given(self, batches):
-        """Batches of this part as an object of the kind that ``shard()`` was given."""
+        """Return batches as an object of the kind that ``shard()`` has split."""
         if not isinstance(self.iterator, types.GeneratorType):
             return batches
         generator = (batch for batch in batches)
@@ -71,32 +72,36 @@ class PartOfIterator(batch_agreement.Part):
         return generator
 
     def whole(self):
-        """Return what it was made of, with the batch that has been looked at."""
+        """Return the whole source, with the batch that ``peek()`` has drawn."""
         return self.as_given(itertools.chain(self.ahead, self.iterator))
 
     def position(self):
+        """Return how many batches were drawn."""
         return self.drawn
 
     def checksum_at(self, position):
+        """Return the checksum of the first so many batches, or 0 where it is not known."""
         return self.checksums.get(position, 0)
 
     def begin(self):
-        """Threads of an earlier ``fit()`` draw no more.
+        """Have threads of an earlier ``fit()`` draw no more batches.
 
         Keras 2 does not wait for those of its pool, which go on for as many batches as it has
-        asked for ahead (data_utils.GeneratorEnqueuer), and takes what they return no more.
+        requested ahead (data_utils.GeneratorEnqueuer), and discards what they return.
         """
         with self.lock:
-            pool = [each for each in self.threads if type(each).__name__ == "DummyProcess"]
+            pool = [thread for thread in self.threads if type(thread).__name__ == "DummyProcess"]
             self.ended.update(pool)
             self.threads.clear()
 
     def advance(self, position):
+        """Draw batches up to a position."""
         with self.lock:
             while self.drawn < position:
                 self._draw()
 
     def peek(self):
+        """Return the checksum of the next batch, or 0 where there is none."""
         with self.lock:
             if not self.ahead:
                 self.ahead.extend(itertools.islice(self.iterator, 1))

@@ -1,4 +1,4 @@
-"""The functions of Keras 2, which train and evaluate a model, as those of one of several ranks.
+"""Functions that Keras 2 makes to train and evaluate a model, as those of one of several ranks.
 
 Before Keras 2.3 losses are divided by masks and sample weights, too. These divisors are summed up
 over all ranks where they agree on a step, and the sample weights that Keras is handed correct what
@@ -24,13 +24,15 @@ from .keras_model import RankedFit, RankedMethod, count
 
 
 def install(model, engine, kinds):
-    """As ``keras_model.install``, and the model makes functions of a rank from now on.
+    """Make the methods of a model those of a rank, and the functions that Keras makes for it.
 
     Training goes on. A second time changes nothing. BatchNorm normalises each rank's rows by
     their own statistics, and its moving averages take one step to the mean of theirs.
 
     Arguments:
-        kinds: subclasses of ``MakeFunction``.
+        model: one of Keras 2.
+        engine: that of the ranks.
+        kinds: the backend's subclasses of ``MakeFunction``.
     """
     if RankedFit.of(model) is not None:
         return
@@ -45,9 +47,9 @@ def install(model, engine, kinds):
 
 
 class MakeFunction(RankedMethod):
-    """The method by which Keras 2 makes one of a model's functions, which becomes a rank's.
+    """The method by which Keras 2 makes a model's function, here the one that trains.
 
-    That of the function that trains; ``MakeTestFunction`` has the other one's names.
+    ``MakeTestFunction`` has the names of the other one.
     """
 
     method = "_make_train_function"
@@ -58,6 +60,7 @@ class MakeFunction(RankedMethod):
     updates_by_itself = False  # whether there is ``update()``, which does a step's updates alone
 
     def invoke(self, model):
+        """Have Keras make the function, and make a rank's of it."""
         make, function = self.plain(model), vars(model).get(self.function)
         keras2_losses.refuse_sums(model)
         with own_functions.by_keras(), self.making(model):
@@ -70,29 +73,29 @@ class MakeFunction(RankedMethod):
 
     @staticmethod
     def written(made, updates, weights):
-        """Return those of some weights that a function of ``K.function`` with updates sets."""
+        """Return those weights that a function of ``K.function`` sets by its updates."""
         return [update[0] for update in updates if isinstance(update, tuple)]
 
     @staticmethod
     def lines_of_gradients(model, outputs):
-        """Return the lines at which gradients of this rank's rows alone in outputs were computed.
+        """Return the lines that compute outputs from gradients of this rank's rows alone.
 
-        Gradients of the model's weights. None where Keras has no gradients to compute with.
+        There are none where Keras computes no gradients.
         """
         return ()
 
     @staticmethod
     def waiting_for_others(made, outputs):
-        """Return a function of a script's; one that exchanges gradients waits for the others."""
+        """Return a user-defined function so that it waits for other ranks if it has gradients."""
         return made
 
     @contextlib.contextmanager
     def making(self, model):
-        """The context in which Keras makes the function."""
+        """Return the context in which Keras makes the function."""
         yield
 
     def replaced(self, model, owner, **functions):
-        """As ``step_functions.replaced``, while Keras makes a function, which it does by these."""
+        """Replace functions that Keras calls to make this one, as ``step_functions.replaced``."""
         before = vars(model).get(self.function)
 
         def is_due(called):
@@ -101,24 +104,25 @@ class MakeFunction(RankedMethod):
         return step_functions.replaced(self.engine, owner, is_due, **functions)
 
     def run(self, function, inputs):
-        """Call a ``RankedKeras2Function``'s, ``function.made``."""
+        """Run one step of a ``RankedKeras2Function``, which calls ``function.made``."""
 
     def share(self, function, inputs):
         """Return this rank's share of the step that all ranks begin, and the function's inputs.
 
         Arguments:
-            inputs: what Keras calls it with: arrays of rows, and whether it is training.
+            function: a ``RankedKeras2Function``.
+            inputs: those that Keras passes: arrays of rows, and whether it is training.
         """
         rows = rows_of(inputs)
         count(function.model, rows, self.training)
         self.check_loss(function, inputs)
-        mine = function.divisors.of_inputs(inputs)
-        share = self.engine.share(rows, [rows * value for value in mine])
+        divisors = function.divisors.of_inputs(inputs)
+        share = self.engine.share(rows, [rows * value for value in divisors])
         total = rows / share
-        return share, function.divisors.corrected(inputs, mine, self.engine.totals / total)
+        return share, function.divisors.corrected(inputs, divisors, self.engine.totals / total)
 
     def check_loss(self, function, inputs):
-        """Try a loss that is not Keras' own before the first step."""
+        """Try custom losses before the first step."""
         if self.training and not function.started:
             keras2_losses.check_loss(function.made_for, inputs, rows_of(inputs))
 
@@ -129,6 +133,7 @@ def _feeds(model):
 
 
 def rows_of(inputs):
+    """Return the number of rows of a function's inputs."""
     return int(inputs[0].shape[0])
 
 
@@ -165,6 +170,8 @@ class RankedKeras2Function:
 
 
 class MakeTestFunction(MakeFunction):
+    """The method by which Keras 2 makes the function that evaluates."""
+
     method = "_make_test_function"
     steps = ("evaluate",)
     one_of = "what makes test functions"
@@ -172,6 +179,7 @@ class MakeTestFunction(MakeFunction):
     training = False
 
     def run(self, function, inputs):
+        """Run one batch of an evaluation."""
         if RankedFit.of(function.model).in_step:
             _, inputs = self.share(function, inputs)
         else:

@@ -1,7 +1,7 @@
-"""Variables that the updates of a Keras 2 model set, as those of all ranks' rows.
+"""Variables that the updates of a Keras 2 model set, merged over all ranks.
 
 Moving averages of Keras' own layers are merged by each backend; here are those of other layers.
-How they are merged is found by a trial (see ``state``) in front of the first step, which computes
+How they are merged is decided by a trial (see ``state``) in front of the first step, which computes
 the model's updates for some rows of the batch and trains nothing.
 """
 
@@ -17,8 +17,10 @@ class UpdatedState:
     """The variables of one model that are neither trained nor of Keras' own layers.
 
     Arguments:
-        compute: does a step's updates, and no others, for what Keras calls its function with;
-            None: Keras makes such a function.
+        engine: that of the ranks.
+        model: the one that Keras has made a function for.
+        compute: a function of the inputs of Keras' function that does a step's updates, and
+            nothing else; None: Keras makes such a function.
     """
 
     def __init__(self, engine, model, compute=None):
@@ -28,10 +30,10 @@ class UpdatedState:
 
     @contextlib.contextmanager
     def merged(self, inputs):
-        """The context of a step, after which the variables have one process's values.
+        """Merge the variables after a step, which runs within, into one process's values.
 
         Arguments:
-            inputs: what Keras calls the function of the step with.
+            inputs: those that Keras passes to the function of the step.
         """
         if self.variables and self.merges is None:
             self.merges = self._decided(inputs)
@@ -58,7 +60,8 @@ class UpdatedState:
         def run(numbers, values):
             self.compute = self.compute or self._made(inputs)
             some = [
-                each[list(numbers)] if np.shape(each)[:1] == (rows,) else each for each in inputs
+                array[list(numbers)] if np.shape(array)[:1] == (rows,) else array
+                for array in inputs
             ]
             with _keras.kept(model, model.weights + self.engine.state_besides(model)):
                 write(list(zip(variables, values)))
@@ -67,9 +70,9 @@ class UpdatedState:
 
         values = _copied(read(variables))
         names, dtypes = [v.name for v in variables], [value.dtype for value in values]
-        found = state.StepState(self.engine, names, dtypes, range(len(names)))
-        found.decide(rows, values, run)
-        return found.merges
+        step_state = state.StepState(self.engine, names, dtypes, range(len(names)))
+        step_state.decide(rows, values, run)
+        return step_state.merges
 
     def _made(self, inputs):
         """Return the function ``compute`` that Keras makes of the model's updates."""

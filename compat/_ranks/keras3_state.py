@@ -1,43 +1,38 @@
 """The state of a Keras 3 model: which variables ranks average, and which are the same on all."""
 
+from typing import Any, List
+
 from .. import _keras, errors
 
 
 def averaged(model, by_users=False):
-    """Return the moving averages and their like.
+    """Return moving averages and similar variables: floats that layers set as they compute.
 
-    Floats that layers set as they compute.
-
-    Not weights that are frozen, nor what is a rank's own.
+    Frozen weights are not among them, nor the states of stateful RNNs.
 
     Arguments:
-        by_users: whether it is to be those alone that belong to layers of the user's own.
+        model: the one whose layers have them.
+        by_users: whether to return those of user-defined layers only.
     """
-    found = {
+    variables = {
         id(variable): variable
         for layer in _keras.all_layers(model)
         if not (by_users and type(layer).__module__.startswith("keras."))
         for variable in layer._non_trainable_variables
         if "float" in str(variable.dtype)
     }
-    own = _states(model) if found else ()
-    return [variable for key, variable in found.items() if key not in own]
+    states = _states(model) if variables else ()
+    return [variable for key, variable in variables.items() if key not in states]
 
 
 def same(model):
-    """Return the variables that are the same on all ranks.
-
-    Seeds and metrics are no weights.
-    """
-    own = _states(model)
-    return [variable for variable in model.weights if id(variable) not in own]
+    """Return the weights that are the same on all ranks. Seeds and metrics are not weights."""
+    states = _states(model)
+    return [variable for variable in model.weights if id(variable) not in states]
 
 
 def _states(model):
-    """Return the ids of those that have a row for each row of the batch.
-
-    The states of stateful RNNs.
-    """
+    """Return the ids of the states of stateful RNNs, which have a row for each sample."""
     keras = _keras.keras_of(model)
     return {
         id(state)
@@ -49,7 +44,7 @@ def _states(model):
 
 
 def warn_of_mean(variable):
-    """Say what becomes of a variable that each rank has set to another value."""
+    """Warn that ranks have set a variable to different values, of which they take the mean."""
     errors.warn(
         "Each rank sets {!r} from its own rows. All ranks get the mean, weighted by rows, which is "
         "one process's value for a moving average; it is not for a sum over rows. Divide such a "
@@ -58,17 +53,18 @@ def warn_of_mean(variable):
 
 
 def scaling(optimizer, share):
-    """Return what has a ``LossScaleOptimizer`` scale the loss of this rank's share of the rows.
+    """Return a method for a ``LossScaleOptimizer`` that scales losses by this rank's share, too.
 
     So gradients overflow where those of one process would.
 
     Arguments:
-        share: a function that gives the share in a loss's type of number.
+        optimizer: that of the model.
+        share: a function of a loss's type of number, which returns this rank's share of the rows.
 
     Returns:
         The method to replace, by its name; and a list, empty until a loss was scaled.
     """
-    scaled = []  # type: list
+    scaled: List[Any] = []
     if not hasattr(optimizer, "inner_optimizer"):
         return {}, scaled
     scale_loss = optimizer.scale_loss

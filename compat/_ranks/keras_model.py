@@ -1,14 +1,14 @@
-"""A Keras model as one of several ranks: what is the same on every engine.
+"""The methods of a Keras model that is one of several ranks, as far as all backends share them.
 
-The model gets methods of its own that hide its class's: ``fit`` begins with rank 0's weights on
-all ranks, ends every epoch on all at once and averages its metrics; ``evaluate`` averages; what
-saves does so on rank 0 alone. How gradients are averaged is each backend's.
+They hide those of the model's class: ``fit`` begins with rank 0's weights on all ranks, ends every
+epoch on all at once and combines its metrics; so does ``evaluate``; the methods that save do so on
+rank 0 alone. How gradients are averaged is each backend's.
 """
 
 import collections
 import inspect
 import itertools
-from typing import Any
+from typing import Any, Dict
 
 from .. import errors
 from .._runtime import work
@@ -34,7 +34,9 @@ def install(model, engine, kinds=()):
     """Make the methods of this model those of a rank. A second time changes nothing.
 
     Arguments:
-        kinds: the backend's own.
+        model: one of Keras.
+        engine: that of the ranks.
+        kinds: further subclasses of ``RankedMethod``, those of the backend.
     """
     ranked_methods.install(model, engine, tuple(kinds) + _KINDS + saving.KINDS)
 
@@ -53,59 +55,62 @@ def count(model: Any, rows: int, training: bool) -> None:
 
 
 def arguments_by_name(function, args, kwargs):
-    """Return the arguments of a call by name.
-
-    By position as they are, where some have no name.
+    """Return the arguments of a call as ``args`` and ``kwargs``, by name where all have names.
 
     By name Keras 2 takes all of them, by position no more than its old versions did.
     """
     parameters = inspect.signature(function).parameters.values()
-    named = itertools.takewhile(lambda each: each.kind is each.POSITIONAL_OR_KEYWORD, parameters)
-    names = [each.name for each in named]
+    named = itertools.takewhile(lambda one: one.kind is one.POSITIONAL_OR_KEYWORD, parameters)
+    names = [parameter.name for parameter in named]
     return (args, kwargs) if len(args) > len(names) else ((), dict(zip(names, args), **kwargs))
 
 
 class RankedFit(RankedMethod):
-    """``fit`` from rank 0's weights, with metrics over all ranks' rows."""
+    """``fit``, from rank 0's weights, with metrics over all ranks' rows."""
 
     method = "fit"
 
     def __init__(self, engine):
         super().__init__(engine)
         # How many rows and batches of this epoch, or evaluation, by whether it was in training.
-        self.seen = {True: collections.Counter(), False: collections.Counter()}  # type: dict
-        self.splits = False  # whether fit() itself gives each rank its part of the data
+        self.seen: Dict[bool, Any] = {True: collections.Counter(), False: collections.Counter()}
+        self.splits = False  # whether fit() itself splits the data over the ranks
         self.running = self.in_epoch = self.evaluating = self.in_step = False
-        self.wished = self.trained = self.evaluated = self.trainee = None  # type: Any
+        self.wished: Any = None
+        self.trained: Any = None
+        self.evaluated: Any = None
+        self.trainee: Any = None
         self.comparison = WeightComparison(engine)
-        # Of Keras 2: whether a model's losses are divided by what other ranks know.
-        self.divides = None  # type: Any
+        # On Keras 2, whether a model's losses are divided by numbers that other ranks know.
+        self.divides: Any = None
         self.results = metrics.Results(engine)
         self.logs = callbacks.SharedLogs(engine)
-        self.callbacks = None  # type: Any  # of the last call
+        self.callbacks: Any = None  # of the last call
 
     def invoke(self, model, *args, **kwargs):
+        """Train the model."""
         return self.run(model, self.plain(model), args, kwargs)
 
     def run(self, model, fit, args, kwargs):
+        """Train the model by its own ``fit``, or by ``fit_generator``."""
         if self.running:  # fit() itself calls fit_generator(), in Keras 2.3
             return fit(*args, **kwargs)
         self.engine.agree("fit()")
-        args, given = arguments_by_name(fit, args, kwargs)
+        args, arguments = arguments_by_name(fit, args, kwargs)
         if self.splits:
-            fit_data.split(self.engine, model.name, given)
-        self.callbacks = callbacks.FitCallbacks(self, model, given.get("callbacks"))
-        given["callbacks"] = self.callbacks.callbacks
-        self.begin(model, given)
-        if given.get("validation_split"):
+            fit_data.split(self.engine, model.name, arguments)
+        self.callbacks = callbacks.FitCallbacks(self, model, arguments.get("callbacks"))
+        arguments["callbacks"] = self.callbacks.callbacks
+        self.begin(model, arguments)
+        if arguments.get("validation_split"):
             errors.warn(
                 "validation_split={} takes the last rows of each rank's part of the data, and not "
                 "those that one process would take. Split the data first, then shard() both parts, "
-                "and give validation_data.".format(given["validation_split"])
+                "and give validation_data.".format(arguments["validation_split"])
             )
         self.running = True
         try:
-            result = fit(*args, **given)
+            result = fit(*args, **arguments)
             # Callbacks may have set weights after the last epoch, too.
             if model.built and (not self.callbacks.alone or self.comparison.is_due(True)):
                 self.comparison.compare(model, _LAST, self.callbacks.causes)
@@ -114,13 +119,13 @@ class RankedFit(RankedMethod):
             self.running = self.in_epoch = False
             self.callbacks = None
 
-    def begin(self, model, given):
-        """Begin with rank 0's weights, and agree with all ranks on what they were given."""
-        source = given.get("generator", given.get("x"))
+    def begin(self, model, arguments):
+        """Begin with rank 0's weights, and agree with all ranks on the arguments of ``fit``."""
+        source = arguments.get("generator", arguments.get("x"))
         weights = Start(model, self.engine) if model.built else None
-        sources = map(datasets.compared, [source, given.get("validation_data")])
+        sources = map(datasets.compared, [source, arguments.get("validation_data")])
         self.agreement = batch_agreement.Agreement(self.engine, sources)
-        options = [*self.validates(model, given), fit_data.batches(given, source)]
+        options = [*self.validates(model, arguments), fit_data.batches(arguments, source)]
         start, positions, options, of_callbacks, samples = self.engine.gather_each(
             [
                 weights.numbers if weights else [],
@@ -150,13 +155,13 @@ class RankedFit(RankedMethod):
                 "every rank its part of the validation data: compat.shard().".format(model.name)
             )
 
-    def validates(self, model, given):
+    def validates(self, model, arguments):
         """Return whether this rank validates, and, on Keras 2, divides losses by others' sums."""
-        data = given.get("validation_data")
-        validates = data is not None or bool(given.get("validation_split"))
+        data = arguments.get("validation_data")
+        validates = data is not None or bool(arguments.get("validation_split"))
         weighted = isinstance(data, (list, tuple)) and len(data) > 2 and data[2] is not None
         if data is None and validates:
-            weighted = given.get("sample_weight") is not None
+            weighted = arguments.get("sample_weight") is not None
         return validates, self.divides is not None and self.divides(model, weighted)
 
     def begun(self, params):
@@ -168,6 +173,7 @@ class RankedFit(RankedMethod):
             self.batches = self.batches or (steps[0][0] if checksum.same(steps) else 0)
 
     def epoch_begun(self):
+        """Count rows, batches and steps from 0."""
         for seen in self.seen.values():
             seen.clear()
         self.engine.steps = 0
@@ -176,7 +182,7 @@ class RankedFit(RankedMethod):
         self.trained, self.in_epoch, self.wished = None, True, False
 
     def epoch_ended(self, model, epoch, params, logs):
-        """End an epoch on all ranks at once: its logs, in one exchange with all that is due."""
+        """End an epoch on all ranks at once, and combine its logs in one exchange with all else."""
         engine, alone = self.engine, self.callbacks.alone
         self.in_epoch = False
         steps, seen = engine.steps, self.seen[True]["batches"]
@@ -208,15 +214,16 @@ class RankedFit(RankedMethod):
 
 
 class RankedResetMetrics(RankedMethod):
-    """``reset_metrics``, with which Keras begins to validate: what was trained is kept.
+    """``reset_metrics``, with which Keras begins to validate: keeps the state of training.
 
-    So is what was seen of a batch, with which the ``train_on_batch`` of Keras 2.3 ends.
+    It keeps that of a batch, too, where ``train_on_batch`` of Keras 2.3 resets metrics at its end.
     """
 
     method = "reset_metrics"
     is_optional = True  # before Keras 2.3
 
     def invoke(self, model, *args, **kwargs):
+        """Reset the model's metrics."""
         fit = RankedFit.of(model)
         if fit.in_epoch and fit.trained is None:
             fit.trained = metrics.state(model)
@@ -232,14 +239,15 @@ class RankedFitGenerator(RankedMethod):
     is_optional = True  # in Keras 3
 
     def invoke(self, model, *args, **kwargs):
+        """Train the model as ``fit`` does."""
         return RankedFit.of(model).run(model, self.plain(model), args, kwargs)
 
 
 class RankedEvaluate(RankedMethod):
-    """``evaluate`` with metrics over all ranks' rows. Within an epoch the epoch's end does that.
+    """``evaluate``, with metrics over all ranks' rows; within an epoch, its end combines them.
 
-    So is ``evaluate_generator`` of Keras 2; ``train_on_batch`` and ``test_on_batch`` give the loss
-    and the metrics of all ranks' rows of the batch.
+    The same class is ``evaluate_generator`` of Keras 2, and ``train_on_batch`` and
+    ``test_on_batch``, which return the loss and the metrics of all ranks' rows of the batch.
     """
 
     def __init__(self, engine):
@@ -249,6 +257,7 @@ class RankedEvaluate(RankedMethod):
         self.compares = not self.method.endswith("_on_batch")
 
     def invoke(self, model, *args, **kwargs):
+        """Evaluate the model, or train it on a batch."""
         evaluate = self.plain(model)
         fit = RankedFit.of(model)
         if fit.in_epoch or fit.evaluating:  # evaluate() calls evaluate_generator() in Keras 2.3
@@ -261,8 +270,8 @@ class RankedEvaluate(RankedMethod):
         if as_list:  # in Keras 3, whose names for these are not the model's metrics_names
             kwargs["return_dict"] = True
         if fit.divides is not None and not self.training:
-            _, given = arguments_by_name(evaluate, args, kwargs)
-            weighted = given.get("sample_weight") is not None
+            _, arguments = arguments_by_name(evaluate, args, kwargs)
+            weighted = arguments.get("sample_weight") is not None
             fit.in_step = self.engine.sum([float(fit.divides(model, weighted))])[0] > 0
         held = fit.comparison.held(model) if self.compares and model.built else []
         # ``evaluated``: the metrics' state of a batch, where Keras has reset it since.
@@ -279,7 +288,7 @@ class RankedEvaluate(RankedMethod):
         results = result if isinstance(result, (list, tuple)) else [result]
         names = list(model.metrics_names)
         if len(names) != len(results) or len(set(names)) < len(names):
-            names = list(range(len(results)))  # what is no name takes no metric's value
+            names = list(range(len(results)))  # these are not names of metrics
         values = list(self.completed(fit, model, dict(zip(names, results)), held).values())
         return values if isinstance(result, (list, tuple)) else values[0]
 
@@ -287,6 +296,9 @@ class RankedEvaluate(RankedMethod):
         """Return the results over all ranks, in the same order.
 
         Arguments:
+            fit: the ``RankedFit`` of the model.
+            model: the one that was evaluated.
+            result: this rank's results, by name.
             held: the checksum of the weights with which they were computed; empty: not known.
         """
         state = metrics.state(model) if fit.evaluated is None else fit.evaluated
@@ -302,6 +314,8 @@ class RankedEvaluate(RankedMethod):
 
 
 class RankedEvaluateGenerator(RankedEvaluate):
+    """The method of Keras 2 that is ``evaluate`` for batches that come from a generator."""
+
     method = "evaluate_generator"
     is_optional = True  # in Keras 3
 

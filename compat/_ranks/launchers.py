@@ -11,12 +11,16 @@ tests/test_launchers.py has the environment that each launcher documents.
 from .. import errors
 from .._configuration.numeric import whole_number
 from . import sagemaker, tf_config, variables
-from .place import stays_alone
+from .place import Place, stays_alone
 from .variables import not_a_rank, number
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import List, Mapping, Optional
 
 _FOUR = "{0}_RANK {0}_SIZE {0}_LOCAL_RANK {0}_LOCAL_SIZE"
 #: Launchers, and their variables for the rank, the number of ranks, and the same two among the
-#: processes of one machine. The first whose four are set tells.
+#: processes of one machine. The first whose four are set counts.
 LAUNCHERS = (
     ("compat run", _FOUR.format("COMPAT")),
     ("horovodrun", _FOUR.format("HOROVOD")),
@@ -43,14 +47,12 @@ _RANKS = [names.split()[0] for _, names in LAUNCHERS] + [
 NAMES = {name for _, names in LAUNCHERS for name in names.split()}.union(_SIZES, _RANKS)
 
 
-def launched(environ):
-    """Return the place that a launcher gave this process, or None where it is alone.
-
-    Pure.
+def launched(environ: "Mapping[str, str]") -> "Optional[Place]":
+    """Return the place that a launcher gave this process, or None where it is alone. Pure.
 
     Raises:
-        RankError: the launcher's variables contradict each other, or tell of several processes
-            and not which of them this is.
+        RankError: the launcher's variables contradict each other, or report several processes and
+            not which of them this is.
     """
     if stays_alone(environ):
         return None
@@ -74,13 +76,13 @@ def launched(environ):
 
 
 def _jax(environ):
-    """Return the variables of ``jax.distributed.initialize()``."""
+    """Return the place by the variables of ``jax.distributed.initialize()``."""
     names = "JAX_PROCESS_ID", "JAX_NUM_PROCESSES", "JAX_COORDINATOR_ADDRESS"
     return variables.from_rank_and_size("JAX's variables", names, environ)
 
 
 def _keras(environ):
-    """Return the variables of ``keras.distribution.initialize()``."""
+    """Return the place by the variables of ``keras.distribution.initialize()``."""
     names = map("KERAS_DISTRIBUTION_{}".format, ("PROCESS_ID", "NUM_PROCESSES", "JOB_ADDRESSES"))
     place = variables.from_rank_and_size("Keras' variables", names, environ)
     addresses = keras_addresses(environ)
@@ -89,22 +91,25 @@ def _keras(environ):
     return variables.from_addresses(place.launcher, addresses, place.rank)
 
 
-def keras_addresses(environ):
+def keras_addresses(environ: "Mapping[str, str]") -> "List[str]":
     """Return the addresses of Keras' variables, in the order of ranks."""
     text = environ.get("KERAS_DISTRIBUTION_JOB_ADDRESSES", "")
     return [address.strip() for address in text.split(",") if address.strip()]
 
 
 def _jaxjob(environ):
-    """Kubeflow's JAXJob: one process in each pod. Others use these names for other purposes."""
+    """Return the place in Kubeflow's JAXJob, which has one process in each pod.
+
+    Others use these names for other purposes.
+    """
     names = "PROCESS_ID", "NUM_PROCESSES", "COORDINATOR_ADDRESS"
     return variables.from_rank_and_size("JAXJob", names, environ) if names[2] in environ else None
 
 
-def srun(environ):
-    """Return a task of SLURM's srun.
+def srun(environ: "Mapping[str, str]") -> "Optional[Place]":
+    """Return the place of a task of SLURM's srun.
 
-    A bare sbatch shell has no SLURM_STEP_NUM_TASKS.
+    The shell of sbatch, which is not such a task, has no SLURM_STEP_NUM_TASKS.
     """
     names = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"]
     rank, size = (number(name, environ) for name in names[:2])
@@ -117,10 +122,7 @@ def srun(environ):
 
 
 def _tasks_on_node(text, node):
-    """Return how many tasks a node has, such as the last one in ``2(x3),1``.
-
-    None: nothing tells.
-    """
+    """Return how many tasks a node has, by a text such as ``2(x3),1``, or None if unknown."""
     for part in text.split(",") if text else []:
         tasks, _, times = part.partition("(x")
         numbers = whole_number(tasks), whole_number(times[:-1]) if times[-1:] == ")" else 1
@@ -133,9 +135,10 @@ def _tasks_on_node(text, node):
 
 
 def _torch_alike(environ):
-    """RANK and WORLD_SIZE without all of torchrun's: PyTorchJob, DLC, Lightning, older launchers.
+    """Return the place by RANK and WORLD_SIZE, where not all of torchrun's variables are set.
 
-    Without LOCAL_RANK there is one process a machine.
+    PyTorchJob, DLC, Lightning and older launchers set them. Without LOCAL_RANK there is one process
+    on each machine.
     """
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK"
     rank, size, local_rank = (number(name, environ) for name in names)

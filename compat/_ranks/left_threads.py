@@ -1,4 +1,4 @@
-"""A rank whose main thread has failed ends, whatever threads it has left.
+"""The end of a rank whose main thread has failed, whatever threads it has left.
 
 At its end Python waits for all threads that are no daemons, such as one that writes checkpoints or
 serves numbers. In a rank that has failed, the others would wait for it meanwhile, and whoever has

@@ -10,6 +10,7 @@ import inspect
 import itertools
 import numbers
 import sys
+from typing import Any, List
 
 import numpy as np
 
@@ -17,40 +18,41 @@ from .. import errors
 from .._runtime import patching
 from . import arrays, batch_agreement, joined_engine
 
-_SAMPLED = 64  # numbers of rows, or parts of a dataset
+_SAMPLED = 64  # numbers of rows, or components of a dataset
 
 
 def takes(data):
+    """Return whether data are a DataLoader of torch or Gluon."""
     is_torchs = hasattr(data, "batch_sampler") and hasattr(data, "collate_fn")
     return is_torchs or (hasattr(data, "_batch_sampler") and hasattr(data, "_batchify_fn"))
 
 
-def _own(owner, name):
-    """Return what a loader or sampler of torch has by this name, and Gluon's with an underscore."""
+def _attribute(owner, name):
+    """Return an attribute of torch's loader or sampler; Gluon's has an underscore in front."""
     return getattr(owner, name, getattr(owner, "_" + name, None))
 
 
 def _is_distributed(loader):
     """Return whether its sampler already gives each rank its rows, as DistributedSampler does."""
-    batches = _own(loader, "batch_sampler")
-    samplers = batches, _own(batches, "sampler"), _own(loader, "sampler")
+    batches = _attribute(loader, "batch_sampler")
+    samplers = batches, _attribute(batches, "sampler"), _attribute(loader, "sampler")
     return any(hasattr(sampler, "num_replicas") for sampler in samplers)
 
 
 def is_part(data):
-    """Return whether this is a loader of ``shard()``'s."""
-    return isinstance(_own(data, "batch_sampler"), PartOfBatches)
+    """Return whether this is a loader that ``shard()`` has returned."""
+    return isinstance(_attribute(data, "batch_sampler"), PartOfBatches)
 
 
 def is_split(data):
-    """Return whether this is a loader whose batches are this rank's alone."""
-    is_loader = _own(data, "batch_sampler") is not None
+    """Return whether this is a loader of this rank's rows alone."""
+    is_loader = _attribute(data, "batch_sampler") is not None
     return is_part(data) or (is_loader and _is_distributed(data))
 
 
 def shard(place, loader, batch_size=None):
-    """As ``compat.shard()``."""
-    batches = _own(loader, "batch_sampler")
+    """Return a loader of this rank's rows of each batch."""
+    batches = _attribute(loader, "batch_sampler")
     kind = type(loader).__name__
     if _is_distributed(loader):
         raise errors.InvalidArgumentError(
@@ -65,11 +67,11 @@ def shard(place, loader, batch_size=None):
             "numbers (its dataset is an IterableDataset, or batch_size is None). Have the dataset "
             "give each rank its part, with compat.rank() and compat.size().".format(kind)
         )
-    own = _own(batches, "batch_size")
-    if own is not None:
-        place.rows_of_batch(own)
-    if None not in (own, batch_size) and own != batch_size:
-        raise arrays.other_batch_size(batch_size, own)
+    size = _attribute(batches, "batch_size")
+    if size is not None:
+        place.rows_of_batch(size)
+    if None not in (size, batch_size) and size != batch_size:
+        raise arrays.other_batch_size(batch_size, size)
     part = PartOfBatches(place, batches, kind)
     if part.left_out():
         arrays.warn_of_few(part.left_out(), place)
@@ -79,8 +81,8 @@ def shard(place, loader, batch_size=None):
     loader = copy.copy(loader)
     patching.attach(loader, "batch_sampler", part)
     patching.attach(loader, "_iterator", None)
-    if own is not None:
-        patching.attach(loader, "batch_size", place.rows_of_batch(own))
+    if size is not None:
+        patching.attach(loader, "batch_size", place.rows_of_batch(size))
     return loader
 
 
@@ -91,43 +93,44 @@ _CONTENTS = ("dataset", "datasets", "tensors", "indices", "weights", "_data", "_
 def arrays_in(loader):
     """Return the arrays by which a loader chooses its rows, and those that its dataset holds.
 
-    Of other sources of batches none.
+    There are none for other sources of batches.
     """
     if not takes(loader):
         return []
-    batches = _own(loader, "batch_sampler")
-    found, seen = [], []  # type: list, list
-    waiting = [_own(loader, "dataset"), batches, _own(batches, "sampler")]
+    batches = _attribute(loader, "batch_sampler")
+    contents: List[Any] = []
+    seen: List[Any] = []
+    waiting = [_attribute(loader, "dataset"), batches, _attribute(batches, "sampler")]
     while waiting:
         value = waiting.pop()
-        if value is None or any(value is each for each in seen):
+        if value is None or any(value is other for other in seen):
             continue
         seen.append(value)
         if getattr(value, "shape", None):
-            found.append(value)
+            contents.append(value)
         elif isinstance(value, (list, tuple, range)):
             if value and isinstance(value[0], numbers.Integral):
-                found.append(np.array([len(value), *value[:: 1 + len(value) // _SAMPLED]]))
+                contents.append(np.array([len(value), *value[:: 1 + len(value) // _SAMPLED]]))
             else:
                 waiting += value[:_SAMPLED]
         else:
             waiting += [getattr(value, name, None) for name in _CONTENTS]
-    return found
+    return contents
 
 
 def _made(loader, part):
-    """Return a loader of Gluon's, whose processes are its own."""
+    """Return a loader of Gluon's made anew, with processes of its own."""
     names = list(inspect.signature(type(loader).__init__).parameters)[2:]
-    given = {name: getattr(loader, "_" + name) for name in names if hasattr(loader, "_" + name)}
-    given["batch_sampler"] = part
-    return type(loader)(loader._dataset, **given)
+    options = {name: getattr(loader, "_" + name) for name in names if hasattr(loader, "_" + name)}
+    options["batch_sampler"] = part
+    return type(loader)(loader._dataset, **options)
 
 
 class PartOfBatches(batch_agreement.StandIn):
-    """This rank's part of each batch that a sampler draws, as numbers of rows.
+    """This rank's numbers of rows in each batch that a sampler draws.
 
-    The order is rank 0's where the sampler has no generator of its own: each iteration has a seed
-    that rank 0 draws, exactly as it would in one process.
+    The order is rank 0's where the sampler has no generator: each iteration has a seed that rank 0
+    draws, exactly as it would in one process.
     """
 
     def __init__(self, place, batches, kind):
@@ -136,20 +139,20 @@ class PartOfBatches(batch_agreement.StandIn):
         self.kind = kind
 
     def set_epoch(self, epoch):
-        """Tell the sampler, as scripts tell a DistributedSampler; one that needs none has none."""
+        """Set the epoch of the samplers that have one, as scripts do with a DistributedSampler."""
         for sampler in (self._whole, self.rows):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
 
     @property
     def rows(self):
-        """What draws the rows, or None."""
-        return _own(self._whole, "sampler")
+        """The sampler that draws the rows, or None."""
+        return _attribute(self._whole, "sampler")
 
     def left_out(self):
-        """Return the rows of a last batch that is too small, as far as that is known, or 0."""
+        """Return the rows of a last batch that is too small, or 0 if there is none or unknown."""
         drops = getattr(self._whole, "drop_last", getattr(self._whole, "_last_batch", True))
-        size = _own(self._whole, "batch_size")
+        size = _attribute(self._whole, "batch_size")
         if drops not in (False, "keep") or not size:
             return 0
         rows = len(self.rows) % size
@@ -169,7 +172,7 @@ class PartOfBatches(batch_agreement.StandIn):
                 arrays.warn_of_few(len(batch), self.place)
 
     def _agreed(self):
-        """Return the batches of all ranks, of which the ranks have compared the first."""
+        """Return the batches of all ranks, the first of which the ranks have compared."""
         batches, sampler = iter(self._whole), self.rows
         kind = type(sampler).__name__
         # Gluon's RandomSampler takes none.
@@ -191,7 +194,7 @@ class PartOfBatches(batch_agreement.StandIn):
 
 
 def _generator(engine):
-    """Return a generator of torch's, of the seed that its RandomSampler would draw on rank 0."""
+    """Return a generator of torch's with the seed that its RandomSampler would draw on rank 0."""
     torch = sys.modules["torch"]
     seed = int(torch.empty((), dtype=torch.int64).random_().item())
     generator = torch.Generator()

@@ -1,15 +1,16 @@
-"""Losses over all ranks' rows: what they are divided by, where that is not the number of rows.
+"""Losses over all ranks' rows, and their divisors where these are not the number of rows.
 
 The ranks' gradients become their mean, weighted by rows. That is the gradient of one process as
 long as the loss is a mean over rows. Where Keras itself divides by something else (the rows that a
 mask leaves) or by nothing (``reduction="sum"``), ``Reductions`` has it divide by what one process
-would, so that the mean over ranks is right again; penalties on weights are the same on all ranks,
-and count once. What a loss of the user's own does is only seen by trying: ``check()``.
+would, so that the mean over ranks is right again. Penalties on weights are the same on all ranks,
+and count once. Custom losses are tried: ``check()``.
 """
 
 import contextlib
 import functools
 import sys
+from typing import Any, List
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from .. import _keras, errors
 from .._keras.steps import has_own_steps
 from . import metrics, step_functions
 
-# Of the functions that ``Reductions`` replaces, those that Keras' metrics call, too.
+# Those of the functions that ``Reductions`` replaces that Keras' metrics call as well.
 _MASKING = ("apply_mask", "apply_valid_mask")
 
 # How far the mean over two parts of a batch may be from the whole, relative to the loss.
@@ -25,19 +26,20 @@ _ROUNDING = {"float16": 2e-2, "bfloat16": 5e-2}  # others: 1e-3
 
 
 def rounding(dtype):
-    """Return the relative rounding error of what is computed in this type."""
+    """Return the relative rounding error of results that are computed in a type of number."""
     return _ROUNDING.get(dtype, 1e-3)
 
 
 class Reductions:
-    """How a tf.keras 2 or Keras 3 reduces the losses of a batch's rows to a number, over all ranks.
+    """Reductions of losses over all ranks' rows, in place of those of tf.keras 2 or Keras 3.
 
-    Both functions are called only where a loss is no mean over rows, then on all ranks.
+    ``share`` and ``total`` are called only where a loss is no mean over rows, then on all ranks.
 
     Arguments:
-        share: a function without arguments, which gives this rank's share of the step's rows.
-        total: a function of a list of scalars, which gives their sums over all ranks.
-        model, engine: whose step computes the losses; None: only parts of it are tried.
+        share: a function without arguments, which returns this rank's share of the step's rows.
+        total: a function of a list of scalars, which returns their sums over all ranks.
+        model: the one whose step computes the losses; None: only parts of it are tried.
+        engine: that of the ranks, or None likewise.
     """
 
     def __init__(self, share, total, model=None, engine=None):
@@ -48,14 +50,14 @@ class Reductions:
 
     @contextlib.contextmanager
     def within(self, keras):
-        """The context in which Keras computes losses."""
-        if keras is None:  # one whose losses are functions of the user's, and of a graph
+        """Replace the functions by which Keras reduces losses, which it computes within."""
+        if keras is None:  # one whose losses are custom functions, and in a graph
             yield
             return
         module = sys.modules[keras.losses.Loss.__module__]
         if hasattr(module, "reduce_values"):
             self.ops = module.ops
-            ours = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce}  # type: dict
+            ours: Any = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce}
         else:
             module, self.ops = module.losses_utils, sys.modules["tensorflow"]
             ours = {"compute_weighted_loss": self.reduce}
@@ -66,9 +68,10 @@ class Reductions:
             yield
 
     def is_due(self, called):
-        """Return whether Keras has to reduce losses by these functions.
+        """Return whether Keras has to call these functions, as where it computes losses.
 
-        Where it computes any.
+        Arguments:
+            called: the names of those that it has called.
         """
         reduces = any(name not in _MASKING for name in called)
         return reduces or self.model is not None and computes_losses(self.model)
@@ -77,6 +80,7 @@ class Reductions:
     # mask for a weight, and divides by nothing.
 
     def mask_of_keras_3(self, plain, sample_weight, mask, dtype, reduction):
+        """Apply a mask in Keras 3, with the divisor of all ranks."""
         if mask is None or reduction not in ("mean", "sum_over_batch_size"):
             return plain(sample_weight, mask, dtype, reduction)
         ops = self.ops
@@ -86,6 +90,7 @@ class Reductions:
         return plain(sample_weight, mask * scale, dtype, "sum")
 
     def mask_of_tf_keras(self, plain, losses, sw, mask, reduction):
+        """Apply a mask in tf.keras, with the divisor of all ranks."""
         if mask is None or reduction not in ("auto", "sum_over_batch_size"):
             return plain(losses, sw, mask, reduction)
         tf = self.ops
@@ -94,6 +99,7 @@ class Reductions:
         return plain(losses, sw, mask * tf.cast(size / valid, losses.dtype), "sum")
 
     def reduce(self, plain, values, sample_weight=None, reduction="sum_over_batch_size", **options):
+        """Reduce the losses of samples to a number, with the divisor of all ranks."""
         if reduction in (None, "none") and len(values.shape):
             raise errors.UnsupportedError(
                 "A loss with reduction='none' cannot train on several ranks: what becomes of its "
@@ -111,7 +117,7 @@ class Reductions:
 
 
 def computes_losses(model):
-    """Return whether Keras' own step computes the losses, Keras' or such as it wraps."""
+    """Return whether Keras' own step computes losses that Keras reduces."""
     if has_own_steps(model):
         return False
     kind = _keras.keras_of(model).losses.Loss
@@ -125,10 +131,10 @@ def computes_losses(model):
 def _compiled_losses(model):
     """Return the losses that ``compile()`` was given."""
     if hasattr(model, "_compile_loss"):  # Keras 3
-        given = getattr(model._compile_loss, "_user_loss", None)
+        losses = getattr(model._compile_loss, "_user_loss", None)
     else:
-        given = model.compiled_loss._user_losses
-    return tree_of(_keras.keras_of(model)).flatten(given)
+        losses = model.compiled_loss._user_losses
+    return tree_of(_keras.keras_of(model)).flatten(losses)
 
 
 # Losses that may be no means ------------------------------------------------------------------
@@ -140,17 +146,14 @@ _ACROSS_ROWS = ("circle", "dice", "tversky")
 
 
 def tree_of(keras):
-    """Return what takes structures of tensors apart.
-
-    Keras 3 has a module for that.
-    """
+    """Return the module of functions on nested structures: Keras 3's, or TensorFlow's."""
     return getattr(keras, "tree", None) or sys.modules["tensorflow"].nest
 
 
 def may_mix_rows(loss):
-    """Return whether a loss, as given to ``compile()``, is to be tried.
+    """Return whether a loss, as given to ``compile()``, may be no mean over rows.
 
-    It may be no mean over rows.
+    Such a loss is to be tried.
     """
     function = getattr(loss, "fn", loss)
     name = loss if isinstance(loss, str) else getattr(function, "__name__", type(loss).__name__)
@@ -162,17 +165,17 @@ def may_mix_rows(loss):
 
 
 def _replaying(totals):
-    """Return a function that gives these totals, one after the other.
+    """Return a function of values that returns these totals, one after the other.
 
-    Then it adds what it is asked.
+    Further values it appends to the totals, and returns them.
     """
-    given = iter(list(totals))
+    recorded = iter(list(totals))
 
     def total(values):
-        answer = next(given, None)
-        if answer is None:
+        value = next(recorded, None)
+        if value is None:
             totals.append(values)
-        return values if answer is None else answer
+        return values if value is None else value
 
     return total
 
@@ -184,6 +187,7 @@ def check(name, keras, rows, loss_of, dtype="float32"):
 
     Arguments:
         name: the model's.
+        keras: its Keras; None: one whose losses are custom functions in a graph.
         rows: of the batch.
         loss_of: a function of an array of places of rows: their loss as a float, in inference.
         dtype: in which the model computes.
@@ -194,25 +198,25 @@ def check(name, keras, rows, loss_of, dtype="float32"):
     if rows < 2:
         return
     first = max(1, rows // 3)
-    totals = []  # type: list  # of the whole batch, for its parts
+    totals: List[Any] = []  # of the whole batch, for its parts
     parts = [np.arange(rows), np.arange(first), np.arange(first, rows)]
 
     def losses(times):
-        found = []
+        values = []
         for part in parts:
-            # What Keras itself reduces counts as it does in ranks of these rows.
+            # The losses that Keras itself reduces count as they do in ranks of these rows.
             share = times * len(part) / rows
             with Reductions(lambda: share, _replaying(totals)).within(keras):  # noqa: B023
-                found.append(loss_of(np.tile(part, times)))
-        return np.array(found)
+                values.append(loss_of(np.tile(part, times)))
+        return np.array(values)
 
     once = losses(1)
     whole, one, other = once
     limit = rounding(dtype) * np.abs(once).max()
     distance = whole - (first * one + (rows - first) * other) / rows
     if not abs(distance) > limit or not np.abs(losses(1) - once).max() <= limit / 10:
-        return  # it is as it must be, or random
-    found = "{:.6g} of {} rows, {:.6g} of the first {} and {:.6g} of the others".format(
+        return  # it is right, or random
+    comparison = "{:.6g} of {} rows, {:.6g} of the first {} and {:.6g} of the others".format(
         whole, rows, one, first, other
     )
     # The parts of the loss that are sums: they double where all rows come twice.
@@ -222,23 +226,23 @@ def check(name, keras, rows, loss_of, dtype="float32"):
             "The loss of {!r} is, or contains, a sum over the rows of a batch: {}. Only means over "
             "rows can be averaged over ranks; the gradient of a sum would be too small by the "
             "number of ranks. Divide by the number of rows: reduce_mean() in place of "
-            "reduce_sum(), in add_loss() for example.".format(name, found)
+            "reduce_sum(), in add_loss() for example.".format(name, comparison)
         )
     errors.warn(
         "The loss of {!r} is no mean over the rows of a batch: {}. Each rank computes it of its "
         "own rows, so that the ranks train to other numbers than one process. A loss that "
-        "returns one value for each row trains to the same.".format(name, found)
+        "returns one value for each row trains to the same.".format(name, comparison)
     )
 
 
 def warn_of_step(name, where, rows, distance):
-    """Warn that a step of the user's computes gradients that are no mean over the rows of a batch.
+    """Warn that a custom step computes gradients that are no mean over the rows of a batch.
 
     Arguments:
         name: the model's.
-        where: the script computes them: " (train.py, line 12)"; empty: not known.
+        where: the place of the script that computes them, " (train.py, line 12)"; empty: unknown.
         rows: of the batch.
-        distance: of the gradients from the mean over parts of the batch, the largest one.
+        distance: the largest one of a gradient from its mean over parts of the batch.
     """
     errors.warn(
         f"The gradients that the training step of {name!r} computes{where} are no mean over the "
@@ -250,7 +254,13 @@ def warn_of_step(name, where, rows, distance):
 
 
 def warn_of_untried_step(name, where, problem):
-    """Warn that a step of the user's failed on parts of a batch. Arguments as ``warn_of_step``."""
+    """Warn that a custom step failed on parts of a batch.
+
+    Arguments:
+        name: the model's.
+        where: as ``warn_of_step`` takes it.
+        problem: the error, in a line.
+    """
     errors.warn(
         f"The gradients that the training step of {name!r} computes{where} could not be checked on "
         f"parts of a batch: {problem.rstrip('.')}. If its loss is a sum, or compares rows with one "
@@ -265,7 +275,8 @@ def check_loss(model, data, loss_of):
     """Check the loss of the first batch by ``check``, where ``loss_may_mix_rows``.
 
     Arguments:
-        data: what Keras hands to a step.
+        model: the one that is about to train.
+        data: those that Keras passes to a step.
         loss_of: a function of the model and of such data, of fewer rows: their loss in inference.
 
     Raises:
@@ -287,10 +298,7 @@ def check_loss(model, data, loss_of):
 
 
 def loss_in_inference(model, data):
-    """Return the loss of a model that computes eagerly.
-
-    The state of its metrics stays.
-    """
+    """Return the loss of a model that computes eagerly, and leave its metrics as they are."""
     x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
     with _keras.kept(model, metrics.variables(model)):
         outputs = model(x, training=False)
@@ -302,7 +310,7 @@ def loss_in_inference(model, data):
 def loss_may_mix_rows(model):
     """Return whether the loss, by Keras' own training step, may be no mean over rows."""
     if not getattr(type(model).train_step, "__module__", "").startswith(KERAS):
-        return False  # what it computes is not known
+        return False  # a custom one, whose loss is unknown
     layers = _keras.all_layers(model)
     if hasattr(model, "_compile_loss"):  # Keras 3
         adds = any(map(_adds_losses, {type(layer) for layer in layers}))
@@ -312,7 +320,7 @@ def loss_may_mix_rows(model):
 
 
 def _adds_losses(kind):
-    """Return whether methods of a class, Keras' own excepted, may add any loss."""
+    """Return whether user-defined methods of a class may add a loss."""
     return any(
         "add_loss" in getattr(getattr(function, "__code__", None), "co_names", ())
         for parent in kind.__mro__

@@ -1,4 +1,4 @@
-"""How the values that ranks give to one variable make up that of one process."""
+"""Merging of the values that ranks give to a variable into that of one process."""
 
 import collections
 import functools
@@ -30,10 +30,10 @@ NUMPY = operations_of(np)
 
 
 class Merge:
-    """How one process's value of a variable follows from those that a step gives it on each rank.
+    """The way in which the values of a variable on all ranks are merged after a step.
 
     Arguments:
-        placement: of the value over rows; ``Mixed`` counts as a mean.
+        placement: that of the value over rows; ``Mixed`` counts as a mean.
         is_float: whether the variable is one of floats.
         decay: the multiple of the old value to which a step adds a sum.
     """
@@ -52,8 +52,11 @@ class Merge:
         """Return arrays of floats of this rank, whose sums over all ranks ``merged()`` takes.
 
         Arguments:
-            before, after: the variable's values before and after the step.
+            operations: those of the arrays' framework.
+            before: the variable's value before the step.
+            after: its value after the step.
             share: this rank's share of the step's rows.
+            place: this rank's ``Place``.
         """
         value = after if self.is_extreme else after - self.base(before)
         value = value if self.is_float else operations.cast(value, "float32")
@@ -71,7 +74,7 @@ class Merge:
         return size if self.is_extreme else 1
 
     def merged(self, operations, before, sums):
-        """Return one process's value."""
+        """Return one process's value, from that before the step and the sums of ``parts()``."""
         if self.is_extreme:
             choose = operations.maximum if self.placement == MAX else operations.minimum
             value = functools.reduce(choose, sums)
@@ -83,7 +86,7 @@ class Merge:
 
 
 def parts(merges, operations, before, after, share, place):
-    """Return what is to be summed up over all ranks, a list of arrays of floats."""
+    """Return the arrays of floats of several variables that are to be summed up over all ranks."""
     return [
         part
         for merge, old, new in zip(merges, before, after)
@@ -93,17 +96,23 @@ def parts(merges, operations, before, after, share, place):
 
 
 def merged(merges, operations, before, after, sums, size, factor=1):
-    """Return the values of one process, from the sums over so many ranks of ``parts()``.
+    """Return the values of one process, from the sums of ``parts()`` over all ranks.
 
     Arguments:
-        factor: what shares are multiplied by, if ``parts()`` was given multiples of them.
+        merges: those of the variables.
+        operations: those of the arrays' framework.
+        before: the variables' values before the step.
+        after: their values after the step, on this rank.
+        sums: those of ``parts()``.
+        size: the number of ranks.
+        factor: a factor of all shares, if ``parts()`` got multiples of them.
     """
     sums, values = iter(sums), []
     for merge, old, new in zip(merges, before, after):
         if merge.is_exchanged:
             of_variable = [next(sums) for _ in range(merge.count(size))]
             if factor != 1 and merge.is_weighted:
-                of_variable = [operations.scale(each, factor) for each in of_variable]
+                of_variable = [operations.scale(value, factor) for value in of_variable]
             new = merge.merged(operations, old, of_variable)
         values.append(new)
     return values

@@ -1,10 +1,8 @@
-"""What fit() and evaluate() of a Keras model give, of all ranks' rows.
+"""Results of fit() and evaluate() of a Keras model, over all ranks' rows.
 
-Metrics are computed from the sums of the ranks' state, not from their values.
-
-A mean of the ranks' areas under a curve is not the area under the curve of all rows. But what
-Keras' metrics keep of the batches that they have seen (totals, counts, histograms, confusion
-matrices) adds up.
+Metrics are computed from the sums of the ranks' states, not from their values: the mean of the
+ranks' areas under a curve is not the area under the curve of all rows. But the states that Keras'
+metrics keep of batches (totals, counts, histograms, confusion matrices) add up.
 """
 
 import ast
@@ -29,10 +27,7 @@ _SETTERS = {"assign", "update"}  # variable.assign(), K.update()
 
 
 def of(model):
-    """Return the metrics of a model that keep state.
-
-    Before Keras 2.3 they are plain functions.
-    """
+    """Return the metrics of a model that keep state; before Keras 2.3 metrics are functions."""
     find = getattr(model, "_get_training_eval_metrics", None)  # in graphs: those of losses, too
     metrics = find() if find is not None else getattr(model, "metrics", None) or ()
     return [metric for metric in metrics if hasattr(metric, "update_state")]
@@ -50,7 +45,7 @@ def variables(model):
 
 
 def _variables_of(metric):
-    """Keras 2.3's metrics have weights alone, Keras 3's variables alone."""
+    """Return the variables of a metric: Keras 2.3 calls them weights."""
     return getattr(metric, "variables", None) or getattr(metric, "weights", ())
 
 
@@ -222,12 +217,13 @@ class Results:
         """Return the results of the metrics at each moment, by name.
 
         Arguments:
+            model: the one that has the metrics, which keep their own state.
             sums: of all ranks' states of the metrics, an array that has one moment's numbers
                 after the other's.
         """
         _, write = _keras.reader_and_writer(model)
         of_metrics, results = variables(model), []
-        with _keras.kept(model, of_metrics) as mine:  # what is seen from now on counts once
+        with _keras.kept(model, of_metrics) as mine:  # later rows are added to this rank's
             count = sum(value.size for value in mine)
             for start in range(0, len(sums), max(count, 1)):
                 write(list(zip(of_metrics, arrays.like(mine, sums[start : start + count]))))
@@ -239,8 +235,8 @@ class Results:
         metrics, results = of(model), {}
         if hasattr(model, "_get_training_eval_metrics"):
             if self.made is None or self.made[0] != metrics:
-                # What functions that Keras makes later put out; result() replaces it by a tensor
-                # that waits for no update.
+                # result() would replace what later functions of Keras return by a tensor that
+                # waits for no update.
                 with contextlib.ExitStack() as kept:
                     for metric in metrics:
                         kept.enter_context(patching.replaced(metric, _call_result=None))
@@ -255,7 +251,7 @@ class Results:
 
 
 def _numbers(states):
-    """Return several results of ``state()`` as one list of numbers that ranks sum up."""
+    """Return several states of metrics as one list of numbers that ranks sum up."""
     return arrays.flat([value for state in states for value in state], "float64").tolist()
 
 
@@ -273,12 +269,12 @@ def _number(value):
 
 
 def not_added(model, rows, batches):
-    """Return the metrics whose sums over ranks are not those of all rows.
-
-    Their names, and why.
+    """Return the metrics whose states do not add up over ranks: their names, and why.
 
     Arguments:
-        rows, batches: how many they have seen.
+        model: the one that has the metrics.
+        rows: how many they have seen.
+        batches: how many they have seen.
     """
     metrics = of(model)
     if not metrics:  # before Keras 2.3; these are layers, whose variables only they know
@@ -295,7 +291,7 @@ def not_added(model, rows, batches):
 
 
 def _leaves(metric):
-    """Keras 3 has all metrics of ``compile()`` in one."""
+    """Return the metrics within a metric: Keras 3 has all those of ``compile()`` in one."""
     parts = getattr(metric, "metrics", None)
     if not isinstance(parts, list) or not parts:
         return [metric]
@@ -303,11 +299,11 @@ def _leaves(metric):
 
 
 def _sets_state(metric):
-    """Return whether the state of a metric of the user's own may be something else than a sum."""
+    """Return why the state of a user-defined metric may not be a sum, or None."""
     hidden = set(_NOT_OF_ROWS)
     for kind in type(metric).__mro__:
         if not _keras.is_users(kind):
-            break  # all of Keras' own add up
+            break  # Keras' own add up
         for name, function in vars(kind).items():
             function = getattr(function, "python_function", function)  # under tf.function
             if name in hidden or not isinstance(function, types.FunctionType):
@@ -330,7 +326,7 @@ def _sets_state(metric):
 def _only_adds(function):
     """Return whether all that a method does with its metric is ``self.x.assign(self.x + ...)``.
 
-    So Keras 3's documentation writes metrics. What is added may not depend on the metric: the
+    Keras 3's documentation writes metrics like that. The term may not depend on the metric: the
     method uses nothing else of it but its ``dtype``.
     """
     try:
@@ -371,7 +367,7 @@ def _names_in(code):
 
 
 def _is_of_batches(metric, read, rows, batches):
-    """Return whether a function of the user's own gives one number for a whole batch."""
+    """Return the reason, if a user-defined function returns one number for a whole batch."""
     function, count = getattr(metric, "_fn", None), getattr(metric, "count", None)
     if function is None or count is None or rows <= batches or not _keras.is_users(function):
         return None

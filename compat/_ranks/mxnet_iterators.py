@@ -11,7 +11,7 @@ def takes(data):
 
 
 def shard(place, iterator, batch_size=None):
-    """As ``compat.shard()``."""
+    """Return an iterator of this rank's rows of each batch."""
     if batch_size is not None and iterator.batch_size not in (0, batch_size):
         raise arrays.other_batch_size(batch_size, iterator.batch_size)
     if iterator.batch_size:
@@ -21,12 +21,12 @@ def shard(place, iterator, batch_size=None):
 
 
 def _getter(name):
-    """Return a method of a ``DataIter`` that gives this of the current batch."""
+    """Return a method of a ``DataIter`` that returns an attribute of the current batch."""
     return lambda self: getattr(self._current, name)
 
 
 class PartOfDataIter(batch_agreement.PartOfObject):
-    """This rank's rows of each batch. Beside it, MXNet's own class is a base class."""
+    """This rank's rows of each batch. MXNet's own class is the other base class of instances."""
 
     def __init__(self, place, iterator):
         super().__init__(place, iterator)
@@ -35,14 +35,16 @@ class PartOfDataIter(batch_agreement.PartOfObject):
 
     @property
     def provide_data(self):
+        """The names and shapes of this rank's inputs."""
         return self._described(self._whole.provide_data)
 
     @property
     def provide_label(self):
+        """The names and shapes of this rank's labels."""
         return self._described(self._whole.provide_label)
 
     def _described(self, descriptions):
-        return descriptions and [self._description(each) for each in descriptions]
+        return descriptions and [self._description(one) for one in descriptions]
 
     def _description(self, whole):
         axis = _axis(whole)
@@ -54,10 +56,12 @@ class PartOfDataIter(batch_agreement.PartOfObject):
         return type(whole)(name, shape, whole.dtype, whole.layout)
 
     def reset(self):
+        """Begin from the first batch."""
         self._whole.reset()
         self._begins = True
 
     def next(self):
+        """Return this rank's rows of the next batch."""
         batch = self._whole.next()
         if self._begins:
             self._begins = False
@@ -69,6 +73,7 @@ class PartOfDataIter(batch_agreement.PartOfObject):
         return self._part(batch)
 
     def iter_next(self):
+        """Move to the next batch, and return whether there is one."""
         try:
             self._current = self.next()
         except StopIteration:
@@ -101,9 +106,6 @@ class PartOfDataIter(batch_agreement.PartOfObject):
 
 
 def _axis(description):
-    """Return the axis of rows.
-
-    The first, but for layouts such as "TNC".
-    """
+    """Return the batch axis: the first, but for layouts such as "TNC"."""
     layout = getattr(description, "layout", None)
     return max(0, layout.find("N")) if layout else 0

@@ -1,8 +1,8 @@
-"""One launcher within another, and no launcher within what another one has left.
+"""Launchers within launchers, and variables that an earlier launcher has left.
 
 ``compat run`` starts processes that are ranks of one job. Where a launcher has started several of
-``compat run``, each would start a job of its own. Variables alone are no launcher: those of a
-cluster or of an earlier job, which a shell may still export, are set aside.
+``compat run``, each would start a job of its own. Variables alone do not prove a launcher: those of
+a cluster or of an earlier job, which a shell may still export, are set aside.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from .. import errors
 from . import launchers, tf_config, variables
 from . import place as places
 
-#: What else than ``launchers.LAUNCHERS`` have tells a place, or where ranks find each other.
+#: Variables for a place or a rendezvous besides those of ``launchers.LAUNCHERS``.
 _OTHERS = """
     SLURM_PROCID SLURM_STEP_NUM_TASKS SLURM_LOCALID SLURM_STEP_TASKS_PER_NODE SLURM_NTASKS
     JAX_PROCESS_ID JAX_NUM_PROCESSES JAX_COORDINATOR_ADDRESS KERAS_DISTRIBUTION_JOB_ADDRESSES
@@ -37,24 +37,25 @@ def started_by(environ: "Mapping[str, str]") -> "Optional[places.Place]":
     """
     if places.stays_alone(environ):
         return None
-    found = []
+    candidates = []
     for launcher, names in launchers.LAUNCHERS:
         four = names.split()
         by_hand = launcher == "torchrun" and not any(map(_is_of_torchrun, environ))
         if not by_hand and all(name in environ for name in four):
             with contextlib.suppress(errors.RankError):
                 values = [environ[name].strip() for name in four]
-                found.append(variables.from_values(launcher, four, values))
+                candidates.append(variables.from_values(launcher, four, values))
     with contextlib.suppress(errors.RankError):
-        found.append(launchers.srun(environ))
-    return next((place for place in found if place is not None and place.size > 1), None)
+        candidates.append(launchers.srun(environ))
+    return next((place for place in candidates if place is not None and place.size > 1), None)
 
 
 def refuse(environ: "Mapping[str, str]", asked: str) -> None:
     """Refuse to start ranks from one of several processes.
 
     Arguments:
-        asked: how they were asked for: "-n 2".
+        environ: that of this process.
+        asked: the option that requests ranks: "-n 2".
 
     Raises:
         RankError: a launcher has started several such processes.

@@ -1,4 +1,4 @@
-"""Functions that a script of Keras 2 makes itself: on ranks those that train a model are refused.
+"""Functions that a script of Keras 2 makes by K.function(): on ranks they may not train a model.
 
 ``K.function(inputs, outputs, updates)`` with an optimizer's updates makes a step of which Keras'
 models know nothing, so that no gradients would be exchanged. One that computes gradients exchanges
@@ -8,17 +8,18 @@ those of a model's loss, and a warning names others.
 import contextlib
 import functools
 import weakref
+from typing import Any
 
 from .. import _keras, errors
 from .._runtime import patching
 from . import script_gradients
 
-_trained = weakref.WeakSet()  # type: weakref.WeakSet  # the models that are ranks'
+_trained: "weakref.WeakSet[Any]" = weakref.WeakSet()  # the models of the ranks
 
 
 @contextlib.contextmanager
 def by_keras():
-    """Within, Keras makes a function for a model, which all ranks run together."""
+    """Allow functions that Keras makes within for a model, which all ranks run together."""
     watching = [patch for patch in patching.patches() if isinstance(patch, _Refusal)]
     for patch in watching:
         patch.take_back()
@@ -39,6 +40,7 @@ def watch(model, kind):
     """Refuse, from now on, functions that a script makes to train this model.
 
     Arguments:
+        model: one of the ranks'.
         kind: a subclass of ``keras2.MakeFunction``, which knows what functions compute.
     """
     _trained.add(model)
@@ -48,15 +50,15 @@ def watch(model, kind):
 
 
 def models():
-    """Return the models of the ranks, as those that make their functions."""
+    """Return the models of the ranks, each as the one that makes its functions."""
     return [model for model in map(_keras.inner_model, list(_trained)) if model is not None]
 
 
 def watch_optimizers(kinds):
-    """Refuse steps that a script makes by optimizers that apply gradients, TensorFlow's own.
+    """Refuse steps in which a script applies gradients by an optimizer, such as TensorFlow's.
 
     Arguments:
-        kinds: classes that have ``apply_gradients``, or do not.
+        kinds: classes of optimizers; those without ``apply_gradients`` are left out.
     """
     for kind in kinds:
         plain = getattr(kind, "apply_gradients", None)
@@ -75,21 +77,22 @@ def _refusing_to_apply(plain):
     return apply_gradients
 
 
-def refuse(what, variables):
-    """Check that no model of the ranks has a variable that something of the script's trains.
+def refuse(call, variables):
+    """Check that no variable that a call in the script trains belongs to a model of the ranks.
 
     Arguments:
-        what: the call that does.
+        call: the name of the call.
+        variables: those that it trains.
 
     Raises:
-        UnsupportedError: one has.
+        UnsupportedError: one of them does.
     """
     ids = set(map(id, variables))
     for model in list(_trained):
         if not ids.isdisjoint(map(id, model.trainable_weights)):
             raise errors.UnsupportedError(
                 f"{model.name!r} cannot train as one of several ranks in a loop of your own around "
-                f"{what}: nothing exchanges its gradients. Give compile() the loss, and call fit() "
+                f"{call}: nothing exchanges its gradients. Give compile() the loss, and call fit() "
                 "or train_on_batch()."
             )
 
@@ -103,7 +106,7 @@ def _refusing(plain, kind):
             made = plain(inputs, outputs, *args, **kwargs)
         else:
             made = plain(inputs, outputs, updates, *args, **kwargs)
-        # Weights that are set from others, or to values that they are given, are no training.
+        # To set weights from others, or to values that are fed, is not training.
         if updates and any(map(_has_rows, inputs)):
             weights = [weight for model in _trained for weight in model.trainable_weights]
             refuse("K.function()", kind.written(made, updates, weights))
@@ -113,7 +116,7 @@ def _refusing(plain, kind):
 
 
 def _has_rows(placeholder):
-    """Return whether a placeholder takes as many rows as a batch has."""
+    """Return whether a placeholder has a batch dimension."""
     shape = getattr(placeholder, "_keras_shape", None) or getattr(placeholder, "shape", ()) or ()
     try:
         first = list(shape)[0]

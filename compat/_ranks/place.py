@@ -14,9 +14,8 @@ class Place:
         rank: its number among all ranks, from 0.
         size: how many ranks there are, 2 or more.
         local_rank: its number among the ranks on its machine, from 0: that of its device.
-        local_size: how many ranks its machine has; where the launcher does not tell, how many
-            there must be at least.
-        launcher: what told the place, for reports: "torchrun".
+        local_size: how many ranks its machine has, or at least has where that is not known.
+        launcher: the source of the place, for reports: "torchrun".
         on_one_machine: whether all ranks are known to be on one; None: where the sizes say so.
     """
 
@@ -40,15 +39,17 @@ class Place:
         return "rank {0.rank} of {0.size} ({0.launcher})".format(self)
 
     def part_of(self, rows: int, first: int = 0) -> "Tuple[int, int]":
-        """Return this rank's run of so many rows, (start, stop).
+        """Return this rank's run of rows, (start, stop). The first ranks may have one row more.
 
-        The first ranks have one row more.
+        Replicas split otherwise: here no rank has more rows of a smaller batch.
 
-        Not as replicas are dealt theirs: here no rank has more rows of a smaller batch.
+        Arguments:
+            rows: how many all ranks have.
+            first: the place of the first of them.
         """
-        each, more = divmod(rows, self.size)
-        start = first + self.rank * each + min(self.rank, more)
-        return start, start + each + (self.rank < more)
+        least, more = divmod(rows, self.size)
+        start = first + self.rank * least + min(self.rank, more)
+        return start, start + least + (self.rank < more)
 
     def rows_of_batch(self, batch_size: int) -> int:
         """Return how many rows of a batch of all ranks are this rank's.
@@ -66,5 +67,5 @@ class Place:
 
 
 def stays_alone(environ: "Mapping[str, str]") -> bool:
-    """Return whether the user says so, whatever the environment has besides: ``COMPAT_ALONE=1``."""
+    """Return whether ``COMPAT_ALONE=1`` is set, which overrides all other variables."""
     return environ.get("COMPAT_ALONE", "").strip() not in ("", "0")

@@ -1,9 +1,9 @@
 """Check that a Keras model of a rank trains and evaluates together with the other ranks.
 
-Steps are what Keras reports: its public methods and its callbacks, which do not depend on what
-``parallelize()`` replaces. They are compared with how often the engine exchanged gradients and
-results, and with the batches that were counted. Each rank finds by itself what is wrong, since
-ranks that exchange nothing cannot agree on it.
+Steps are those that Keras reports by its public methods and its callbacks, which do not depend on
+the methods that ``parallelize()`` replaces. Their number is compared with how often the engine
+exchanged gradients and results, and with the batches that were counted. Each rank checks its steps
+by itself, since ranks that exchange nothing cannot agree on a problem.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class RanksCheck(usage.UsageCheck):
     Arguments:
         model: one that ``Backend.distribute`` has returned.
         place: this process's place among the ranks.
-        engine: what it communicates through; None: nothing is known of exchanges.
+        engine: that of the ranks; None: exchanges are not counted.
         hooks: as ``UsageCheck`` has them.
     """
 
@@ -35,6 +35,14 @@ class RanksCheck(usage.UsageCheck):
 
     @contextlib.contextmanager
     def step(self, kind, function=None, name="", waits=False):
+        """Check the steps of a call of one of Keras' methods, which runs within.
+
+        Arguments:
+            kind: one of ``usage.KINDS``.
+            function: not used: see ``is_confirmed``.
+            name: that of the method.
+            waits: not used: the steps begin with the call.
+        """
         if self._running is not None or kind == "predict" or work.uncounted:
             yield  # a rank predicts its own rows alone
             return
@@ -62,10 +70,11 @@ class RanksCheck(usage.UsageCheck):
         return method(*args, **kwargs)
 
     def model_now(self):
+        """Return the model, which no check keeps alive."""
         return self._model()
 
     def all_hooks(self):
-        """Return what compat replaced on the model, by name, whether it is still there or not."""
+        """Return the methods that compat has put on the model, also those replaced since."""
         return dict(self._installed, **self.hooks())
 
     def is_confirmed(self, kind, name):
@@ -74,29 +83,32 @@ class RanksCheck(usage.UsageCheck):
         return kind in self._confirmed and self._confirmed[kind] is function
 
     def confirm(self, kind, name):
+        """Note that the function by which a method does a kind of step was checked."""
         self._confirmed[kind] = watched_methods.function_of(self._model(), kind, name)
 
-    def report(self, step, name, found, hooks):
-        """Report what was found, once.
+    def report(self, step, name, problem, hooks):
+        """Report a problem, once.
 
         Arguments:
-            found: what this rank did, a predicate.
-            hooks: the names of what was not called.
+            step: the step in which it occurred, in a phrase.
+            name: Keras' method that did it.
+            problem: the predicate of a sentence on this rank.
+            hooks: the names of functions and methods that were not called.
         """
-        if (found, *hooks) not in self._reported:
-            self._reported.add((found, *hooks))
-            self._report(step, name, f"{self.place} {found}. {usage.unreached(hooks)}")
+        if (problem, *hooks) not in self._reported:
+            self._reported.add((problem, *hooks))
+            self._report(step, name, f"{self.place} {problem}. {usage.unreached(hooks)}")
 
 
 class _Call:
-    """One call of ``fit()``, ``evaluate()`` or their like, and what there was before it."""
+    """One call of ``fit()``, ``evaluate()`` or a similar method, and the counts before it."""
 
     def __init__(self, check, kind, name):
         self.check, self.kind, self.name = check, kind, name
         self.is_reported = False  # whether Keras reports steps to ``callback()``
         self.steps = self.epochs = 0
         self.before = self._state()
-        self.calls = {hook: each.calls for hook, each in check.all_hooks().items()}
+        self.calls = {name: hook.calls for name, hook in check.all_hooks().items()}
         self.weights = None
         if kind == "train" and not check.is_confirmed(kind, name):
             self.weights = self._weights()
@@ -105,15 +117,12 @@ class _Call:
         engine, counted = self.check.engine, {True: 0, False: 0}
         for (_, _, training), number in work.batches().items():
             counted[training] += number
-        exchanged = engine.exchanged if engine is not None else lambda what: None
-        state = {what: exchanged(what) for what in ("gradients", "results")}
+        exchanged = engine.exchanged if engine is not None else lambda kind: None
+        state = {kind: exchanged(kind) for kind in ("gradients", "results")}
         return dict(state, train=counted[True], evaluate=counted[False])
 
     def _weights(self):
-        """Return a checksum of what is trained.
-
-        None where that cannot be read.
-        """
+        """Return a checksum of the trainable weights, or None where they cannot be read."""
         model = self.check.model_now()
         keras = _keras.keras_of(model)
         # On JAX a fit() holds them elsewhere.
@@ -122,15 +131,12 @@ class _Call:
         read, _ = _keras.reader_and_writer(model)
         return checksum.numbers(read(model.trainable_weights))
 
-    def _since(self, what):
-        """Return how often that has happened in this call.
+    def _since(self, event):
+        """Return how often an event has happened in this call, or None where it is not counted."""
+        before = self.before[event]
+        return None if before is None else self._state()[event] - before
 
-        None where that is not known.
-        """
-        before = self.before[what]
-        return None if before is None else self._state()[what] - before
-
-    # What Keras reports -----------------------------------------------------------------------
+    # Steps that Keras reports -----------------------------------------------------------------
 
     def callback(self, others):
         """Return the callback by which ``fit`` reports its steps, after all others."""
@@ -161,12 +167,13 @@ class _Call:
         """Check an epoch, at whose end ranks combine losses and metrics.
 
         Arguments:
-            saving: the methods that have saved the model at its end.
+            validated: whether this rank has validated.
+            saving: the methods that have saved the model at the end.
         """
         step = "the first epoch" if self.epochs == 1 else f"epoch {self.epochs}"
         model = self.check.model_now()
         step_of_model = getattr(type(model), "train_step", None)
-        # One of the script's own may leave out an update.
+        # A custom one may leave out an update.
         if getattr(step_of_model, "__module__", losses.KERAS[0]).startswith(losses.KERAS):
             self.trained(step, self.steps)
         if validated:
@@ -177,6 +184,7 @@ class _Call:
         self.combined(step, self.epochs)
 
     def end(self):
+        """Check the call, whose steps Keras may have reported already."""
         if self.is_reported:
             if not self.steps and self.weights is not None and self._trains():
                 self.trained("the first training step", 1)  # in a fit() that knows no callbacks
@@ -188,20 +196,20 @@ class _Call:
             self.evaluated(step)
         self.combined(step, 1)
 
-    # What has to have happened ----------------------------------------------------------------
+    # Checks -----------------------------------------------------------------------------------
 
     def trained(self, step, number):
-        """Check that so many steps exchanged gradients and were counted."""
-        exchanged, counted, found = self._since("gradients"), self._since("train"), ""
+        """Check that a number of steps exchanged gradients and were counted."""
+        exchanged, counted, problem = self._since("gradients"), self._since("train"), ""
         if exchanged is not None and exchanged < number and self._trains():
             self.check.engine.unreached.update(self.check.engine.unexchanged)
-            found = "exchanged no gradients with the other ranks"
+            problem = "exchanged no gradients with the other ranks"
             if exchanged:
-                found = "exchanged gradients with the other ranks in {} of {}"
-                found = found.format(_steps(exchanged), number)
+                problem = "exchanged gradients with the other ranks in {} of {}"
+                problem = problem.format(_steps(exchanged), number)
         elif counted < number:
-            found = f"counted {counted} of {number} batches" if counted else "counted no batch"
-        self._check(step, "train", found)
+            problem = f"counted {counted} of {number} batches" if counted else "counted no batch"
+        self._check(step, "train", problem)
 
     def evaluated(self, step):
         """Check that a batch was counted, by whose rows results are combined."""
@@ -209,33 +217,30 @@ class _Call:
 
     def combined(self, step, times):
         """Check that losses and metrics became those of all ranks' rows."""
-        combined, found = self._since("results"), ""
+        combined, problem = self._since("results"), ""
         if combined is not None and combined < times:
-            found = "did not combine losses and metrics with those of the other ranks"
-        self._check(step, "", found)
+            problem = "did not combine losses and metrics with those of the other ranks"
+        self._check(step, "", problem)
 
     def _trains(self):
-        """Return whether weights were trained in this call.
-
-        What is not known counts as trained.
-        """
+        """Return whether weights were, or may have been, trained in this call."""
         model = self.check.model_now()
         if not model.trainable_weights:
             return False
         return self.weights is None or self._weights() != self.weights
 
-    def _check(self, step, kind, found):
-        """Report what was found, and what Keras did not call where it comes for the first time."""
+    def _check(self, step, kind, problem):
+        """Report a problem, and of a first step the methods that Keras did not call."""
         is_first = bool(kind) and not self.check.is_confirmed(kind, self.name)
         if kind:
             self.check.confirm(kind, self.name)
-        hooks, engine = self._unreached(kind if is_first or found else ""), self.check.engine
+        hooks, engine = self._unreached(kind if is_first or problem else ""), self.check.engine
         if engine is not None:
             hooks += engine.unreached
             engine.unreached.clear()
-        if found or hooks:
-            found = found or "did not do all that ranks depend on"
-            self.check.report(step, self.name, found, hooks)
+        if problem or hooks:
+            problem = problem or "did not do all that ranks depend on"
+            self.check.report(step, self.name, problem, hooks)
 
     def _unreached(self, kind):
         """Return the names of methods that this call's steps have to call, and did not."""
@@ -261,10 +266,11 @@ class _Call:
 def _saving(kind, callbacks):
     """Return the methods by which a ``ModelCheckpoint`` of Keras' saves a model in each epoch."""
     return {
-        "save_weights" if each.save_weights_only else "save"
-        for each in callbacks
-        if type(each) is kind and not each.save_best_only
-        if getattr(each, "save_freq", "epoch") == "epoch" and getattr(each, "period", 1) == 1
+        "save_weights" if callback.save_weights_only else "save"
+        for callback in callbacks
+        if type(callback) is kind and not callback.save_best_only
+        if getattr(callback, "save_freq", "epoch") == "epoch"
+        if getattr(callback, "period", 1) == 1
     }
 
 

@@ -1,5 +1,7 @@
 """Methods of a Keras model that is one of several ranks."""
 
+from typing import Tuple
+
 from .. import errors
 from .._runtime import patching
 
@@ -8,13 +10,13 @@ class RankedMethod(patching.InstanceMethod):
     """A method of a model that is one of several ranks.
 
     Attributes:
-        steps: the kinds of steps that have to call it, as ``RanksCheck`` has them.
-        is_of_keras_steps: whether a step of the script's own may do without it.
+        steps: the kinds of steps that have to call it, of ``usage.KINDS``.
+        is_of_keras_steps: whether a custom step may leave it out.
         one_of: the name of a group of methods of which such a step calls one; empty for none.
         is_optional: whether the classes of some versions of Keras have no such method.
     """
 
-    steps = ()  # type: tuple
+    steps: Tuple[str, ...] = ()
     is_of_keras_steps = False
     one_of = ""
     is_optional = False
@@ -25,7 +27,7 @@ class RankedMethod(patching.InstanceMethod):
 
 
 def named(kind, *names):
-    """Subclasses of a kind of method that does the same under each of these names."""
+    """Return subclasses of a ``RankedMethod`` that do the same under several names."""
     return tuple(type(kind.__name__, (kind,), {"method": name}) for name in names)
 
 

@@ -1,7 +1,4 @@
-"""The rendezvous: where ranks find each other, and rank 0's socket that listens there.
-
-Read from the environment alone.
-"""
+"""The rendezvous, where ranks find each other, as the environment has it; rank 0's socket there."""
 
 import errno
 import os
@@ -16,13 +13,13 @@ from .addresses import host_of, is_loopback, with_port
 from .launchers import LAUNCHERS, keras_addresses
 from .place import Place
 
-# Where nothing tells a port, one of these is used: they lie above Linux's ephemeral ports.
+# Where no variable has a port, one of these is used: they lie above Linux's ephemeral ports.
 _FIRST_PORT, _PORTS = 61440, 4096
 
-# SageMaker's containers leave it to their processes.
+# SageMaker's containers leave the choice to their processes.
 _SAGEMAKER_PORT = 7777
 
-# What names a job on its machines, and no other, of the launchers that tell.
+# Variables that identify a job on its machines, of the launchers that have such.
 _JOBS = {
     "srun": ["SLURM_JOB_ID", "SLURM_STEP_ID"],
     "mpirun": ["PMIX_NAMESPACE"],
@@ -32,12 +29,10 @@ _JOBS = {
 
 
 def find_rendezvous(place: Place, environ: Mapping[str, str]) -> Optional[Tuple[str, int]]:
-    """Return the host and the port of rank 0, where nothing else is the rendezvous.
+    """Return the host and the port of rank 0's rendezvous, or None where they are unknown. Pure.
 
-    None: unknown. Pure.
-
-    What the user sets comes before what a launcher tells. Ranks that are all on this machine need
-    to be told no more than a name of their job that no other job has: its port follows from it.
+    Variables that the user sets take precedence over a launcher's. For ranks that are all on this
+    machine an identifier of their job is enough, from which the port is derived.
 
     Raises:
         RankError: an address is not understood.
@@ -59,35 +54,33 @@ def require_rendezvous(place: Place, engine: str) -> Tuple[str, int]:
     """Return the host and the port of rank 0, which is the rendezvous.
 
     Arguments:
-        engine: what they talk through, for the error.
+        place: that of this process.
+        engine: the name of the ranks' engine, for the error.
 
     Raises:
         RankError: nothing tells where.
     """
-    found = find_rendezvous(place, os.environ)
-    if found is None:
+    address = find_rendezvous(place, os.environ)
+    if address is None:
         raise errors.RankError(
             f"This process is {place}, but nothing tells {engine} where the rendezvous is. Set "
             "MASTER_ADDR to the host name or address of rank 0's machine and MASTER_PORT to a free "
             "port there, the same for all ranks; or start the script with compat run -n "
             f"{place.size}."
         )
-    return found
+    return address
 
 
 def torchrun_keeps_store(environ: Mapping[str, str]) -> bool:
     """Return whether torchrun, not rank 0, keeps the store of torch's rendezvous.
 
-    As torch.distributed's ``rendezvous("env://")`` tells.
+    torch.distributed's ``rendezvous("env://")`` decides by the same variable.
     """
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _candidates(place: Place, environ: Mapping[str, str]) -> Iterator[Tuple[str, str]]:
-    """Yield what may be the rendezvous.
-
-    (what tells it, address or ""), in the order of precedence.
-    """
+    """Yield candidates for the rendezvous, by precedence: (name of a variable, address or "")."""
     if place.launcher == LAUNCHERS[0][0]:
         yield "COMPAT_RENDEZVOUS", environ.get("COMPAT_RENDEZVOUS", "")
     if "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
@@ -117,27 +110,23 @@ def _first_host(place, environ):
     if place.launcher == "srun":
         return _first_of_hostlist(environ.get("SLURM_STEP_NODELIST", ""))
     # Open MPI's runtime, which is where mpirun was called: there rank 0 is, by default.
-    found = re.search(r";tcp://([0-9.]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
-    return found.group(1) if found and place.launcher == "mpirun" else ""
+    match = re.search(r";tcp://([0-9.]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    return match.group(1) if match and place.launcher == "mpirun" else ""
 
 
 def _first_of_hostlist(text):
-    """Return the first of SLURM's list of hosts.
-
-    ``node01`` of ``node[01-04,07],gpu1``.
-    """
-    found = re.match(r"([^\[,]*)(?:\[([0-9]+)[^\]]*\]([^,]*))?", text.strip())
-    return "".join(part or "" for part in found.groups()) if found else ""
+    """Return the first host of SLURM's list: ``node01`` of ``node[01-04,07],gpu1``."""
+    match = re.match(r"([^\[,]*)(?:\[([0-9]+)[^\]]*\]([^,]*))?", text.strip())
+    return "".join(part or "" for part in match.groups()) if match else ""
 
 
 def listen(place: Place, host: str, port: int) -> Any:
-    """Return a socket that listens at the rendezvous.
+    """Return a socket that listens at the rendezvous, on no more interfaces than it must.
 
-    For this machine alone if all ranks are on it.
-
-    For several machines it listens at the address of ``host``. It listens at all addresses of
-    this machine where that name stands for another one (a cluster's own proxy), or for the
-    loopback interface, as Debian's /etc/hosts and PyTorchJob have rank 0's.
+    If all ranks are on this machine, it listens for this machine alone. For several machines it
+    listens at the address of ``host``, or at all addresses of this machine where that name stands
+    for another one (a cluster's own proxy), or for the loopback interface, as Debian's /etc/hosts
+    and PyTorchJob have rank 0's.
 
     Raises:
         RankError: the port is taken.

@@ -1,4 +1,4 @@
-"""How a model that is one of several ranks is saved: rank 0 alone writes, and atomically."""
+"""Saving of a model that is one of several ranks: rank 0 alone writes, and atomically."""
 
 import contextlib
 import inspect
@@ -15,6 +15,7 @@ def never_save(model, place):
     """Have this model's saving methods do nothing: another process of the job saves.
 
     Arguments:
+        model: one of Keras.
         place: one that is not rank 0's.
     """
     install(model, types.SimpleNamespace(place=place), KINDS)
@@ -24,6 +25,7 @@ class RankedSave(RankedMethod):
     """A method that saves, on rank 0 alone, and atomically. Other ranks do nothing there."""
 
     def invoke(self, model, *args, **kwargs):
+        """Save the model, on rank 0."""
         if self.engine.place.rank:
             return None
         save = self.plain(model)
@@ -38,6 +40,8 @@ class RankedSave(RankedMethod):
 
 
 class RankedExport(RankedSave):
+    """``export``, which newer versions of Keras have."""
+
     method = "export"
     is_optional = True  # before Keras 2.13
 
@@ -46,9 +50,7 @@ KINDS = named(RankedSave, "save", "save_weights") + (RankedExport,)
 
 
 def written_by_rank_0(keras, place, callbacks):
-    """Return the callbacks of this rank's ``fit()``.
-
-    Of Keras' own, rank 0 alone has those that write.
+    """Return the callbacks of this rank's ``fit()``: rank 0 alone has those of Keras that write.
 
     All ranks restore what a ``BackupAndRestore`` of rank 0 has backed up.
     """
@@ -58,17 +60,17 @@ def written_by_rank_0(keras, place, callbacks):
     backup = getattr(keras.callbacks, "BackupAndRestore", None)
 
     class Restore(keras.callbacks.Callback):  # type: ignore  # any Keras
-        def __init__(self, given):
+        def __init__(self, callback):
             super().__init__()
-            self.given = given
+            self.callback = callback
 
         def on_train_begin(self, logs=None):
-            self.given.set_model(self.model)
-            self.given.on_train_begin(logs)
+            self.callback.set_model(self.model)
+            self.callback.on_train_begin(logs)
 
         def on_train_end(self, logs=None):
-            with patching.replaced(self.given, delete_checkpoint=False):
-                self.given.on_train_end(logs)
+            with patching.replaced(self.callback, delete_checkpoint=False):
+                self.callback.on_train_end(logs)
 
     return [
         Restore(callback) if type(callback) is backup else callback
@@ -81,9 +83,9 @@ def written_by_rank_0(keras, place, callbacks):
 def atomic_write(path):
     """Yield a temporary path to write to; what was written there replaces ``path`` at the end.
 
-    A rank may be killed at any time: at ``path`` is then the old file or the new one. What stands
-    there keeps its mode, a link stays, and of a folder all that is not written anew. What cannot
-    be replaced in this way is written as Keras does it: then ``path`` itself is yielded.
+    A rank may be killed at any time: then the old file or the new one is at ``path``. A file keeps
+    its mode, a link stays, and a folder keeps what is not written anew. Where ``path`` cannot be
+    replaced in this way, it is yielded itself, and written as Keras does it.
     """
     target = os.path.realpath(path)
     if not _is_replaceable(path, target):

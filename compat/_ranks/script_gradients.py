@@ -1,10 +1,11 @@
 """Gradients that a script of Keras 2 computes itself, besides those of its model's training step.
 
 Gradients of ``model.total_loss`` are the mean over all ranks, wherever they are computed. Gradients
-of other tensors stay those of this rank's rows; what uses them is reported here.
+of other tensors stay those of this rank's rows, and results computed from them are reported here.
 """
 
 import weakref
+from typing import Any, Set
 
 from .. import errors
 
@@ -12,7 +13,7 @@ _MEAN = "Take gradients of {}: those are the mean over all ranks."
 _OF_TOTAL_LOSS = _MEAN.format("model.total_loss, after parallelize() and compile()")
 _OF_GIVEN_LOSS = _MEAN.format("the loss that get_updates() or get_gradients() is called with")
 
-_warned = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary  # by model, of what
+_warned: "weakref.WeakKeyDictionary[Any, Set[str]]" = weakref.WeakKeyDictionary()  # of subjects
 
 
 def _warn_once(model, subject, lines):
@@ -30,8 +31,9 @@ def warn_of_metrics(model, outputs, lines_of):
     """Warn of the metrics of a function of Keras' that use gradients of this rank's rows.
 
     Arguments:
-        outputs: of the function; the first one is the loss.
-        lines_of: a function of tensors: the lines at which such gradients in them were computed.
+        model: the one that Keras has made the function for.
+        outputs: those of the function; the first one is the loss.
+        lines_of: a function of tensors: the lines that computed such gradients for them.
     """
     names = list(model.metrics_names)
     names = names[1:] if len(names) == len(outputs) else [None] * len(outputs)
@@ -41,7 +43,7 @@ def warn_of_metrics(model, outputs, lines_of):
 
 
 def warn_of_function(model, lines):
-    """Warn of a ``K.function()`` of the script's that returns such gradients."""
+    """Warn of a ``K.function()`` of the script that returns gradients of this rank's rows."""
     _warn_once(model, "What K.function() returns of", lines)
 
 

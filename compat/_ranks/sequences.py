@@ -22,7 +22,7 @@ def keras_class(kind):
 
 
 def shard(place, sequence, batch_size=None):
-    """As ``compat.shard()``. The last item is computed to count its rows."""
+    """Return this rank's rows of each item. The last item is computed to count its rows."""
     part = _made(place, sequence, batch_size, 0)
     count = part.num_batches
     if count:
@@ -45,9 +45,9 @@ def _made(place, sequence, batch_size, left_out):
 
 
 class PartOfSequence(batch_agreement.PartOfObject):
-    """This rank's rows of each item. Beside it, Keras' own class is a base class.
+    """This rank's rows of each item. Keras' own class is the other base class of instances.
 
-    What it does not have itself is the whole sequence's: a class's own attributes, for example.
+    Other attributes are those of the whole sequence, such as those that its class defines.
     Keras may compute items in processes that it forks, which leave the checksum of an epoch's first
     item in memory that they share with this one.
     """
@@ -62,7 +62,7 @@ class PartOfSequence(batch_agreement.PartOfObject):
         super().__init__(place, sequence)
         self._batch_size = batch_size
         self._left_out = left_out  # the last item, 0 or 1
-        self._kept = {}  # items that were computed to look at them
+        self._kept = {}  # items that were computed in advance
         self._epoch = 1
         self._ended = False  # in a thread
         # The number of this epoch, and the checksum; and those of the one before or after.
@@ -73,7 +73,7 @@ class PartOfSequence(batch_agreement.PartOfObject):
 
     @property
     def num_batches(self):
-        """None: there is no end."""
+        """The number of items, or None where it is infinite."""
         whole = self._whole
         is_dataset = hasattr(keras_class(type(whole)), "num_batches")
         count = whole.num_batches if is_dataset else len(whole)
@@ -101,10 +101,12 @@ class PartOfSequence(batch_agreement.PartOfObject):
         return part
 
     def on_epoch_begin(self):
+        """Begin an epoch of the whole sequence."""
         if hasattr(self._whole, "on_epoch_begin"):
             self._whole.on_epoch_begin()
 
     def on_epoch_end(self):
+        """End an epoch of the whole sequence, once."""
         # Where threads compute items, tf.keras may end an epoch twice: in one of its threads, when
         # all items were taken (data_utils.OrderedEnqueuer), and then in fit() itself. How often
         # depends on how long a step takes, and must not differ between ranks.
@@ -121,12 +123,15 @@ class PartOfSequence(batch_agreement.PartOfObject):
         return int(self._shared[:, 0].max())
 
     def begin(self):
+        """Begin a ``fit()``."""
         self._ended = False
 
     def checksum_at(self, position):
+        """Return the checksum of the first item of an epoch, or 0 where it is not known."""
         return dict(self._shared.tolist()).get(position, 0)
 
     def peek(self):
+        """Return the checksum of the first item, or 0 where there is none."""
         if self.num_batches == 0:
             return 0
         if 0 not in self._kept:

@@ -1,4 +1,4 @@
-"""Where the output of ranks goes: the terminal, the rank in front, and a file for each rank."""
+"""The output of ranks: on the terminal, each line with its rank in front, and in a file each."""
 
 import collections
 import functools
@@ -19,7 +19,7 @@ _WIDEST = 10000
 
 
 def say(text: str) -> None:
-    """Print a line of ``compat run``'s own."""
+    """Print a line of ``compat run`` itself."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -33,6 +33,15 @@ class Lines:
         self.ended: Set[Any] = set()
 
     def add(self, source, write, text, unfinished, prefix=""):
+        """Write a text of a source, after the end of another's unfinished line.
+
+        Arguments:
+            source: anything that identifies it.
+            write: a function that writes a text.
+            text: a line, without its end.
+            unfinished: whether the line goes on.
+            prefix: a text in front of each line.
+        """
         if self.unfinished is not None and self.unfinished[0] != source:
             self.ended.add(self.unfinished[0])
             self.end()
@@ -47,25 +56,23 @@ class Lines:
         write(text if unfinished else text + "\n")
 
     def end(self):
+        """End an unfinished line."""
         if self.unfinished is not None:
             self.unfinished[1]("\n")
             self.unfinished = None
 
 
 def _shown_last(text):
-    """Return what a terminal shows of a line.
-
-    Of a progress bar, what was printed last.
-    """
+    """Return the text that a terminal shows of a line: of a progress bar its last state."""
     line = text.rstrip("\r")
     return line.rpartition("\r")[2][-_WIDEST:] + text[len(line) :][:1]
 
 
 class Output:
-    """What the ranks of one start print.
+    """The output of the ranks of one start.
 
     Arguments:
-        quiet: drop what ranks other than rank 0 print to standard output, but for the last lines.
+        quiet: whether to drop the standard output of other ranks than rank 0, but the last lines.
         logs: files that get everything.
     """
 
@@ -105,7 +112,7 @@ class Output:
 
 
 class Logs:
-    """A file for each rank that gets all that it prints, behind what the file has already.
+    """A file for each rank, to which all that it prints is appended.
 
     A file that cannot be written any more, as on a full disk, stops no training.
 
@@ -145,13 +152,16 @@ class Logs:
             self._write(rank, header.format(now, rank, size, restart, self.command))
 
     def add(self, rank: int, kind: str, text: str, unfinished: bool) -> None:
+        """Write a text to the file of a rank."""
         self.lines[rank].add(kind, lambda text: self._write(rank, text), text, unfinished)
 
     def end(self) -> None:
+        """End the lines that are unfinished."""
         for lines in self.lines:
             lines.end()
 
     def close(self) -> None:
+        """Close the files."""
         while self.files:
             os.close(self.files.pop())
 

@@ -1,4 +1,4 @@
-"""``compat run -n N``: a script as N ranks, through the launcher of the backend's engine.
+"""A script as several ranks, run and watched through the launcher of the backend's engine.
 
 The launcher starts ``rank_process`` in each rank, which sends what the script prints and how it
 ended through the launcher's own output. So the same code watches ranks under torchrun, mpirun
@@ -26,17 +26,16 @@ GRACE = 15.0
 
 
 def root_cause(ended: List[Ended], status: int = 0) -> Optional[Ended]:
-    """Return the rank for which a job failed, from how the ranks ended, in order.
-
-    None: none failed.
+    """Return the rank for which a job failed, or None where none failed.
 
     Where ranks only lost another one, that is the first which ended as if all were done; else the
     one that had to be ended, since it never came. A rank that its engine aborted after another one
     had ended lost that one: Horovod 0.28's thread may do so.
 
     Arguments:
+        ended: the ranks that have ended, in that order.
         status: the launcher's own. mpirun fails where a rank leaves without a word, and ends the
-            others, which cannot tell that they lost it.
+            others, which cannot know that they lost it.
     """
     failed = [end for end in ended if end.status and not end.terminated]
     early = [end for end in ended if not end.status]
@@ -57,7 +56,7 @@ class WatchedRanks:
         self.size = size
         self.output = shown or output.Output()
         self.ended: List[Ended] = []
-        self.processes: Dict[int, int] = {}  # of each rank the one to be signalled
+        self.processes: Dict[int, int] = {}  # by rank, the one to be signalled
         self.scripts: Dict[int, int] = {}  # and the script's own
         self.launcher_said: List[str] = []
         self.is_starting = True  # nothing was printed yet
@@ -65,12 +64,10 @@ class WatchedRanks:
         self.parts: Dict[Tuple[int, str], List[str]] = collections.defaultdict(list)
 
     def starting(self) -> str:
-        """Return how far the start has come, in words.
-
-        "" once something was printed.
-        """
-        told = "{} of {} ranks have started, no output yet"
-        return told.format(len(self.processes), self.size) if self.is_starting else ""
+        """Return how far the start has come, in words, or "" once something was printed."""
+        started = len(self.processes)
+        text = f"{started} of {self.size} ranks have started, no output yet"
+        return text if self.is_starting else ""
 
     def hear(self, data: bytes) -> None:
         """Take a line of the launcher's output."""
@@ -99,9 +96,7 @@ class WatchedRanks:
             self.ended.append(end)
 
     def failure(self, status: int) -> Optional[str]:
-        """Return how the job has failed, in a phrase, or None.
-
-        It has not.
+        """Return how the job has failed, in a phrase, or None if it has not.
 
         Arguments:
             status: the launcher's own.
@@ -114,22 +109,19 @@ class WatchedRanks:
         return "the launcher ended with exit status {}".format(status) if status else None
 
     def silent(self) -> List[int]:
-        """Return the ranks that have told nothing of their ends.
-
-        Their whole machine may have gone.
-        """
+        """Return the ranks that have not reported their ends: their machines may have failed."""
         return sorted(set(range(self.size)) - {end.rank for end in self.ended})
 
     def reports(self) -> Dict[int, Any]:
-        """Return what ranks have left for ``compat run --report``, by rank."""
+        """Return the ranks' reports for ``compat run --report``, by rank."""
         return {end.rank: end.report for end in self.ended if end.report is not None}
 
     def conclude(self, status: int, then: str = "") -> int:
-        """Say which rank failed, its traceback last, and return the job's exit status.
+        """Print which rank failed, its traceback last, and return the job's exit status.
 
         Arguments:
             status: the launcher's own.
-            then: what is to be said behind that.
+            then: a sentence to print behind that.
         """
         self.output.end()
         failure, blame = self.failure(status), root_cause(self.ended, status)
@@ -156,34 +148,33 @@ class WatchedRanks:
 
 
 def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_restarts=0):
-    """Run a launcher to its end.
-
-    A signal that tells this process to end is passed on to the ranks.
+    """Run a launcher to its end. Signals that would end this process are passed on to the ranks.
 
     Arguments:
-        command: the launcher, and what it is to start in each rank.
+        command: the launcher, and the command that it starts in each rank.
         environ: its environment.
         size: the number of ranks.
-        elsewhere: some of them may run on other machines.
-        quiet, logs: as ``output.Output`` takes them.
+        elsewhere: whether some of them may run on other machines.
+        quiet: as ``output.Output`` takes it.
+        logs: as ``output.Output`` takes it.
         max_restarts: how many more times a job that fails is started, at most.
 
     Returns:
-        The exit status: the failing rank's, or 128 + the number of the signal. And what each rank
-        of the last start has left for ``compat run --report``, where that was asked for.
+        The exit status: the failing rank's, or 128 + the number of the signal. And the reports of
+        the ranks of the last start, by rank, where ``compat run --report`` requested them.
     """
-    told: List[int] = []
+    signals: List[int] = []
     # One that is ignored stays so: SIGHUP under nohup, SIGINT in the background of a shell script.
     numbers = [n for n in processes.PASSED_ON if signal.getsignal(n) != signal.SIG_IGN]
-    before = {n: signal.signal(n, lambda number, frame: told.append(number)) for n in numbers}
+    before = {n: signal.signal(n, lambda number, frame: signals.append(number)) for n in numbers}
     try:
         for restart in range(max_restarts + 1):
             if logs is not None:
                 logs.begin(restart)
             ranks = WatchedRanks(size, output.Output(quiet, logs))
             restarted = dict(environ, COMPAT_RESTART=str(restart))
-            status = _run(command, restarted, ranks, told, elsewhere)
-            if told:
+            status = _run(command, restarted, ranks, signals, elsewhere)
+            if signals:
                 ranks.output.end()
                 break
             failure, is_last, then = ranks.failure(status), restart == max_restarts, ""
@@ -198,20 +189,20 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
                 # A launcher does not always wait for what it has started; that must not meet what
                 # is started next, as it may still hold a GPU's memory.
                 await_end([*ranks.processes.values(), *ranks.scripts.values()], GRACE)
-            if told:
+            if signals:
                 break
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    return 128 + told[0], ranks.reports()
+    return 128 + signals[0], ranks.reports()
 
 
-def _run(command, environ, ranks, told, elsewhere):
+def _run(command, environ, ranks, signals, elsewhere):
     """Run the launcher once, and return its exit status."""
     launcher = processes.started(command, environ, subprocess.STDOUT)
     with progress.shown(ranks.starting), launcher:
         try:
-            _listen(launcher, ranks, told, elsewhere)
+            _listen(launcher, ranks, signals, elsewhere)
         finally:
             _end(launcher)
     status = launcher.wait()
@@ -222,18 +213,24 @@ def _run(command, environ, ranks, told, elsewhere):
     return status
 
 
-def _listen(launcher, ranks, told, elsewhere):
-    """Hear the launcher's output until it has ended; not for long after a rank has failed.
+def _listen(launcher, ranks, signals, elsewhere):
+    """Read the launcher's output until it ends, or shortly after a rank has failed or a signal.
 
-    Nor after a signal, or when all ranks have ended after one.
+    Arguments:
+        launcher: its process.
+        ranks: the ``WatchedRanks``.
+        signals: those that this process has got, also later.
+        elsewhere: as ``launch`` takes it.
     """
-    rest, deadline, passed_on = b"", None, 0  # type: Any, Optional[float], int
+    rest, passed_on = b"", 0
+    deadline: Optional[float] = None
     descriptor = launcher.stdout.fileno()
     while deadline is None or time.monotonic() < deadline:
-        if len(told) > passed_on:
-            passed_on = len(told)
-            deadline = time.monotonic() + _pass_on(told[:passed_on], launcher, ranks, elsewhere)
-        if told and len(ranks.ended) == ranks.size:
+        if len(signals) > passed_on:
+            passed_on = len(signals)
+            seconds = _pass_on(signals[:passed_on], launcher, ranks, elsewhere)
+            deadline = time.monotonic() + seconds
+        if signals and len(ranks.ended) == ranks.size:
             break
         if select.select([descriptor], [], [], 0.2)[0]:
             data = os.read(descriptor, 65536)
@@ -250,17 +247,17 @@ def _listen(launcher, ranks, told, elsewhere):
         ranks.hear(rest)
 
 
-def _pass_on(told, launcher, ranks, elsewhere):
+def _pass_on(signals, launcher, ranks, elsewhere):
     """Pass the last signal on to the ranks, and return how long they may take, in seconds.
 
     Launchers make SIGTERM of SIGINT, or give the others little time once one rank has ended: so
-    the ranks are interrupted directly. That cannot be done on other machines, where
-    ``compat._ranks.launch.starter`` does it; what other launchers do there is theirs.
+    the ranks are interrupted directly. That is not possible on other machines, where
+    ``compat._ranks.launch.starter`` does it, and other launchers do as they do.
     """
     ranks.output.end()
     ranks.is_starting = False
     running = set(ranks.processes) - {end.rank for end in ranks.ended}
-    if told == [signal.SIGINT] and (elsewhere or len(ranks.processes) == ranks.size):
+    if signals == [signal.SIGINT] and (elsewhere or len(ranks.processes) == ranks.size):
         output.say(
             "compat run: interrupted. The ranks are, too, and have up to {:.0f} seconds to "
             "end; Ctrl-C again ends them at once.".format(processes.INTERRUPT_GRACE)
@@ -270,8 +267,8 @@ def _pass_on(told, launcher, ranks, elsewhere):
         for rank in [] if elsewhere else running:
             kill(ranks.processes[rank], signal.SIGINT)
         return processes.INTERRUPT_GRACE
-    if len(told) < 3:
-        name = signal.Signals(told[-1]).name
+    if len(signals) < 3:
+        name = signal.Signals(signals[-1]).name
         output.say(f"compat run: told to end by {name}; the ranks are ended.")
         launcher.terminate()
         return GRACE
@@ -282,7 +279,7 @@ def _pass_on(told, launcher, ranks, elsewhere):
 def _end(launcher):
     """End the launcher, and with it the ranks, if it has not ended."""
     if launcher.poll() is None:
-        # To the launcher alone, which ends the ranks. In its group they would be told twice.
+        # To the launcher alone, which ends the ranks. In its group they would get it twice.
         launcher.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             launcher.wait(GRACE)
