@@ -1,3 +1,3 @@
-"""What compat keeps and changes in this process, and what it reports of it."""
+"""State and changes of compat in this process, and reports of its work."""
 
 __version__ = "0.1.0"

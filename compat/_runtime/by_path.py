@@ -31,7 +31,7 @@ def load(module: str) -> "Any":
 
 
 def shadow(folder: str, environ: "Mapping[str, str]") -> "Optional[str]":
-    """Return what a script in a folder gets from ``import compat``, where that is not this package.
+    """Return the file that ``import compat`` finds in a script's folder instead of this package.
 
     Looks where Python does before it comes to installed packages: in the script's own folder,
     whatever the current one is, and in ``PYTHONPATH``. Imports nothing.

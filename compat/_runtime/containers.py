@@ -1,7 +1,7 @@
-"""Objects that hold values, and all that a call can reach from some of them.
+"""Traversal of the objects that a call can reach, and their contents.
 
-The attributes of objects, dictionaries, lists, sets, the variables of closures, attributes of the
-user's classes, the globals that the user's functions name, and arrays of numpy's.
+Contents are the attributes of objects, dictionaries, lists, sets, variables of closures, attributes
+of user-defined classes, globals that user-defined functions name, and numpy arrays.
 """
 
 import collections
@@ -15,10 +15,10 @@ from .. import errors
 #: Objects of these packages belong to the framework; those of Keras within them do not.
 FRAMEWORKS = ("compat", "jax", "jaxlib", "mxnet", "numpy", "tensorflow", "tensorflow_core", "torch")
 
-#: In place of a value where there is none: an attribute not there before, or deleted.
+#: Stands for a value where there is none: an attribute that is new, or deleted.
 MISSING = type("Missing", (), {"__repr__": lambda self: "MISSING"})()
 
-# Longer containers hold data, not what a call notes: they are followed by their lengths alone.
+# Longer containers hold data, not state of a call: only changes of their lengths are noticed.
 _LONGEST = 10000
 # Larger arrays are data.
 _LARGEST = 1 << 20
@@ -33,11 +33,12 @@ def reached(
     seen: "Optional[Dict[int, Any]]" = None,
     owners: "Optional[Callable[[Any], Iterator[Owner]]]" = None,
 ) -> "Iterator[Any]":
-    """Iterate over the objects, and all that they lead to, in order, each once.
+    """Iterate over objects, and all that are reachable from them, in order, each once.
 
     Arguments:
-        is_value: returns whether a value is not looked into.
-        seen: what was reached before, by id; it is kept alive there, so that ids stay its own.
+        roots: the objects to begin with.
+        is_value: returns whether a value is not traversed.
+        seen: objects reached before, by id; they are kept alive there, so that ids stay unique.
         owners: in place of ``owners_of``.
     """
     owners = owners or owners_of
@@ -49,8 +50,8 @@ def reached(
         seen[id(value)] = value
         yield value
         if not is_value(value):
-            held = [each for owner in owners(value) for each in owner.read().values()]
-            pending += reversed(held + _led_to(value))
+            contents = [content for owner in owners(value) for content in owner.read().values()]
+            pending += reversed(contents + _led_to(value))
 
 
 def is_same(value: "Any", other: "Any") -> bool:
@@ -59,12 +60,13 @@ def is_same(value: "Any", other: "Any") -> bool:
 
 
 class Owner:
-    """What holds values: a dictionary, or the attributes of an object; a subclass for all else.
+    """Owner of values: a dictionary, or an object with attributes; subclasses are other kinds.
 
     Attributes:
-        held: what is held, of which there is one owner.
-        is_compared: whether its values are compared, not only whether they are the same objects.
-        hidden: keys that are left alone.
+        held: the container of the values.
+        of: the object whose attributes they are, or None.
+        is_compared: whether values are compared by equality, not by identity.
+        hidden: keys that are ignored.
     """
 
     is_compared = False
@@ -72,7 +74,7 @@ class Owner:
 
     def __init__(self, held: "Any", of: "Any" = None) -> None:
         self.held, self.of = held, of
-        self.identity: "Any" = (id(held), None)  # one owner of some values
+        self.identity: "Any" = (id(held), None)
 
     def described(self, key: "Any") -> str:
         if self.of is not None:
@@ -104,7 +106,7 @@ class Owner:
 
 
 class _Names(Owner):
-    """Some names of a module, or of a class: of functions' globals those that they name."""
+    """Some variables of a module, such as the globals that a function names, or of a class."""
 
     def __init__(self, held: "Any", names: "Sequence[str]") -> None:
         super().__init__(held)
@@ -136,15 +138,15 @@ class _Names(Owner):
 
 
 class _Slots(Owner):
-    """An object's attributes that have slots."""
+    """The attributes of an object with slots."""
 
     def __init__(self, held: "Any", names: "Sequence[str]") -> None:
         super().__init__(held, of=held)
         self.names = names
 
     def read(self) -> "Dict[Any, Any]":
-        found = {name: getattr(self.held, name, MISSING) for name in self.names}
-        return {name: value for name, value in found.items() if value is not MISSING}
+        values = {name: getattr(self.held, name, MISSING) for name in self.names}
+        return {name: value for name, value in values.items() if value is not MISSING}
 
     def write(self, key: "Any", value: "Any") -> None:
         if value is MISSING:
@@ -233,7 +235,7 @@ class _Contents(Owner):
 
 
 class _Array(Owner):
-    """The numbers of an array of numpy's."""
+    """The numbers of a numpy array."""
 
     is_compared = True
 
@@ -263,7 +265,7 @@ def _is_array(value: "Any") -> bool:
 
 
 class _Wrapped:
-    """The owner of what a wrapper of TensorFlow's keeps, which notices changes by others."""
+    """The owner of a wrapped container's values; TensorFlow's wrapper notices changes by others."""
 
     def __init__(self, owner: "Owner", wrapper: "Any") -> None:
         self.owner, self.wrapper = owner, wrapper
@@ -281,9 +283,9 @@ class _Wrapped:
 
 
 def owners_of(value: "Any") -> "Iterator[Owner]":
-    """Iterate over what holds the values that a value has."""
+    """Iterate over the owners of the values that a value contains."""
     if hasattr(value, "_update_snapshot") and isinstance(value, (dict, list)):
-        wrapper: "Any" = value  # TensorFlow's, around a container of the user's
+        wrapper: "Any" = value  # TensorFlow's, around a user's container
         held = (
             Owner(wrapper.__wrapped__) if isinstance(value, dict) else _Elements(wrapper._storage)
         )
@@ -324,7 +326,7 @@ def _slots_of(kind: type) -> "List[str]":
 
 
 def _led_to(value: "Any") -> "List[Any]":
-    """Return what a value leads to besides what it holds."""
+    """Return the values that are reachable from a value without an owner to restore them."""
     if isinstance(value, (tuple, frozenset)):
         return list(value)
     if isinstance(value, types.MethodType):
@@ -334,9 +336,9 @@ def _led_to(value: "Any") -> "List[Any]":
     if isinstance(value, types.FunctionType):
         return [value.__defaults__, value.__kwdefaults__]
     if isinstance(value, type):
-        functions = [getattr(each, "fget", each) for each in vars(value).values()]
-        functions = [getattr(each, "__func__", each) for each in functions]
-        functions = [each for each in functions if isinstance(each, types.FunctionType)]
+        functions = [getattr(member, "fget", member) for member in vars(value).values()]
+        functions = [getattr(member, "__func__", member) for member in functions]
+        functions = [member for member in functions if isinstance(member, types.FunctionType)]
         return functions + [base for base in value.__bases__ if _is_users_class(base)]
     return [type(value)] if _is_users_class(type(value)) else []
 
@@ -351,26 +353,26 @@ def _named(code: "types.CodeType") -> "Iterator[str]":
     """Iterate over the globals that a function's code, or a function within it, reads or sets."""
     import dis  # for start-up time
 
-    for each in dis.get_instructions(code):
-        if each.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
-            yield each.argval
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "STORE_GLOBAL"):
+            yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _named(constant)
 
 
 def has_attributes(value: "Any") -> bool:
-    """Return whether a value has attributes that are looked into."""
+    """Return whether a value has attributes that are traversed."""
     if isinstance(value, (type, types.ModuleType, types.FunctionType)):
         return False
-    is_known = is_entered(type(value)) or hasattr(value, "apply_gradients")
-    return is_known and hasattr(value, "__dict__")
+    may_have = is_entered(type(value)) or hasattr(value, "apply_gradients")
+    return may_have and hasattr(value, "__dict__")
 
 
 def is_entered(kind: type) -> bool:
-    """Return whether objects of a class are looked into.
+    """Return whether objects of a class are traversed: it is neither Python's nor a framework's.
 
-    It is neither Python's nor the framework's.
+    Keras within a framework counts as the user's.
     """
     module = kind.__module__ or ""
     top = module.split(".")[0]

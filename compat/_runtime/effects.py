@@ -1,9 +1,9 @@
-"""What a call changes in the Python objects that it can reach: noted, listed and put back.
+"""Side effects of a call on the Python objects that it can reach: noted, listed and undone.
 
 A call reaches the attributes of objects, dictionaries, lists, sets, the variables of closures,
 attributes of the user's classes, and the globals that the user's functions name. ``Effects`` finds
 those once; a snapshot of them costs a shallow copy of each. Tensors and a framework's own objects
-are values: they are not looked into.
+are values: they are not traversed.
 """
 
 import functools
@@ -18,7 +18,7 @@ class Change(NamedTuple):
     """One value that a call has set, added or removed.
 
     Attributes:
-        owner: what holds the value; see ``Effects.write``.
+        owner: the ``Owner`` of the value; see ``Effects.write``.
         key: the attribute's name, the item's key, or the element's index; None for a set, a
             variable of a closure, and an array as a whole.
         before, after: the value, or ``MISSING``.
@@ -31,7 +31,7 @@ class Change(NamedTuple):
 
     @property
     def place(self) -> "Any":
-        """What identifies the place of the change, the same for each replica's call."""
+        """The identity of the changed place, the same for each replica's call."""
         return self.owner.identity, self.key
 
     def __str__(self) -> str:
@@ -43,8 +43,8 @@ class Effects:
 
     Arguments:
         roots: the objects that the calls begin with: models, functions.
-        is_value: returns whether a value, such as a tensor, is not looked into.
-        hidden: returns the names of those attributes of an object that are left alone.
+        is_value: returns whether a value, such as a tensor, is not traversed.
+        hidden: returns the names of those attributes of an object that are ignored.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Effects:
         self._owners: "Dict[Any, Owner]" = {}  # by identity
         self._randoms: "List[Any]" = []
         self._seen: "Dict[int, Any]" = {}
-        # Of each owner: the ids of its values, those that were followed, and keys of the others.
+        # Of each owner: the ids of its values, those that were traversed, and keys of the others.
         self._looks: "Dict[Any, Tuple[Any, Set[int], List[Any]]]" = {}
         self.follow(self.roots)
 
     def follow(self, values: "Sequence[Any]") -> None:
-        """Find what these values hold, at any depth."""
+        """Traverse values, and those that they hold, at any depth."""
         for value in reached(values, self.is_value, self._seen, self._owners_of):
             if self.is_value(value):
                 del self._seen[id(value)]  # a tensor, say, which would stay in memory
@@ -85,7 +85,7 @@ class Effects:
     def note(self) -> None:
         """Take the present state as that before the next call.
 
-        What was put in place since the last one is followed, what is gone is not any more.
+        Values that are new since the last one are traversed, and those that are gone are dropped.
         """
         self._before = {}
         pending = list(self._owners.values())
@@ -96,14 +96,14 @@ class Effects:
                     self._begin()
                     self._before = {}
                     break
-            pending = [each for place, each in self._owners.items() if place not in self._before]
+            pending = [owner for place, owner in self._owners.items() if place not in self._before]
         self._states = [get() for get, _ in self._randoms]
 
     def _follow_new(self, owner: "Owner", values: "Dict[Any, Any]") -> bool:
-        """Follow the values that an owner did not have before; return whether all those remain."""
+        """Traverse an owner's new values; return whether all previous ones remain."""
         look = list(map(id, values.values())), list(map(type, values.values()))
-        known, inside, _ = self._looks.get(owner.identity, (None, set(), []))
-        if look == known:
+        previous, inside, _ = self._looks.get(owner.identity, (None, set(), []))
+        if look == previous:
             return True
         new = {
             id(value): value
@@ -116,26 +116,28 @@ class Effects:
         return inside <= set(new)
 
     def values(self) -> "List[Any]":
-        """Return the values at ``note()`` that are not looked into."""
-        found = ((self._before[place], leaves) for place, (_, _, leaves) in self._looks.items())
-        return [values[key] for values, leaves in found for key in leaves]
+        """Return the values at ``note()`` that are not traversed."""
+        values_of_owners = (
+            (self._before[place], leaves) for place, (_, _, leaves) in self._looks.items()
+        )
+        return [values[key] for values, leaves in values_of_owners for key in leaves]
 
     def held(self) -> "Iterator[Any]":
-        """Iterate over all values at ``note()``: what holds one, its key, and it."""
+        """Iterate over all values at ``note()``: triples of owner, key and value."""
         for place, values in self._before.items():
             for key, value in values.items():
                 yield self._owners[place], key, value
 
     def reached(self) -> "List[Any]":
-        """Return all objects that are looked into."""
+        """Return all objects that are traversed."""
         return list(self._seen.values())
 
     def random_numbers(self) -> "List[Any]":
-        """Functions that get and put the state of generators that calls reach, in pairs."""
+        """Return pairs of functions that get and set the states of reachable generators."""
         return list(self._randoms)
 
     def forget(self) -> None:
-        """Let go of the state at ``note()``."""
+        """Release the state at ``note()``."""
         self._before, self._states = {}, []
 
     def _changed(self) -> "Iterator[Tuple[Owner, Dict[Any, Any], Dict[Any, Any]]]":
@@ -147,22 +149,22 @@ class Effects:
                 yield owner, before, after
 
     def changes(self) -> "List[Change]":
-        """Return what has changed since ``note()``, in a fixed order."""
+        """Return the changes since ``note()``, in a fixed order."""
         return [change for each in self._changed() for change in _changes(*each)]
 
     def take(self) -> "List[Change]":
-        """Return the ``changes()``, which are undone, but for generators of random numbers."""
-        found: "List[Change]" = []
+        """Undo the ``changes()``, but for generators of random numbers, and return them."""
+        changes: "List[Change]" = []
         for owner, before, after in list(self._changed()):
-            found += _changes(owner, before, after)
+            changes += _changes(owner, before, after)
             owner.restore(before)
-        return found
+        return changes
 
     def restore(self, randoms: bool = False) -> None:
-        """Put back what there was at ``note()``.
+        """Restore the state at ``note()``.
 
         Arguments:
-            randoms: whether generators of random numbers go back, too.
+            randoms: whether generators of random numbers are restored, too.
         """
         for owner, before, _ in list(self._changed()):
             owner.restore(before)
@@ -205,7 +207,7 @@ def _is_same_state(state: "Any", other: "Any") -> bool:
 
 
 def _random_state(value: "Any") -> "Optional[Tuple[Callable[[], Any], Callable[[Any], None]]]":
-    """Functions that get and put the state of a generator of random numbers, or None."""
+    """Return functions that get and set the state of a generator of random numbers, or None."""
     if isinstance(value, random.Random):
         return value.getstate, value.setstate
     numpy = sys.modules.get("numpy")

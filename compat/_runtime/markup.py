@@ -17,7 +17,7 @@ _PICTURE = (
 )
 _LANE = (
     '<g transform="translate(0 {y})"><title>{full}</title><text y="14">{name}</text>'
-    '<text x="100%" y="14" text-anchor="end"{style}>{said}</text>'
+    '<text x="100%" y="14" text-anchor="end"{style}>{label}</text>'
     '<rect y="20" width="100%" height="20" fill-opacity=".12"/>'
     '<svg y="20" width="{length:.2%}" height="20" style="height:20px" viewBox="0 0 {parts} 1" '
     'preserveAspectRatio="none"><path fill="#3b82f6" d="M0 1{path}V1z"/></svg></g>'
@@ -44,22 +44,28 @@ class Lane(NamedTuple):
     """A row of a picture.
 
     Attributes:
-        name: whose row it is.
-        said: a few words, at the row's other end.
-        length: how much of the width it has, a share.
-        heights: of equal parts of that, shares of the row's height.
-        wrong: whether what is said is to be red.
+        name: the name of the device or rank.
+        label: a few words, at the row's other end.
+        length: its part of the width, from 0 to 1.
+        heights: of equal parts of its length, from 0 to 1.
+        wrong: whether the label is to be red.
     """
 
     name: str
-    said: str
+    label: str
     length: float
     heights: "Sequence[float]" = (1.0,)
     wrong: bool = False
 
 
 def table(rows: "Iterable[Any]", wrong: "Container[int]" = (), heading: bool = False) -> str:
-    """Rows of texts; those whose numbers are ``wrong`` are red. ``heading``: whether row 0 is."""
+    """Return a table of texts.
+
+    Arguments:
+        rows: the texts of each row.
+        wrong: numbers of rows that are red.
+        heading: whether row 0 is a heading.
+    """
     lines = []
     for number, row in enumerate(rows):
         kinds = ["th"] + ["th" if heading and not number else "td"] * (len(row) - 1)
@@ -71,21 +77,24 @@ def table(rows: "Iterable[Any]", wrong: "Container[int]" = (), heading: bool = F
     return f'<div style="overflow-x:auto;margin:1em 0"><table>{body}</table></div>'
 
 
-def sections(found: "Iterable[Tuple[str, Sequence[str]]]", wrong: "Container[str]") -> str:
+def sections(groups: "Iterable[Tuple[str, Sequence[str]]]", wrong: "Container[str]") -> str:
     """Return a table of headings and their lines; those without lines are left out."""
-    shown = [(heading, "\n".join(lines)) for heading, lines in found if lines]
+    shown = [(heading, "\n".join(lines)) for heading, lines in groups if lines]
     return table(shown, [n for n, (heading, _) in enumerate(shown) if heading in wrong])
 
 
 def sentence(text: str, wrong: bool = False) -> str:
+    """Return a paragraph, which is red if it is ``wrong``."""
     return '<p style="{}">{}</p>'.format((_WRONG + "padding:.3em") * wrong, escape(text))
 
 
 def picture(title: str, lanes: "Sequence[Lane]", ends: "Sequence[str]" = ()) -> str:
-    """Return an SVG image as wide as what it stands in.
+    """Return an SVG image as wide as its container.
 
     Arguments:
-        ends: what stands below the lanes, at the left end and at the right one.
+        title: its description.
+        lanes: the rows.
+        ends: texts below the lanes, at the left end and at the right one.
     """
     parts = [
         _LANE.format(
@@ -93,7 +102,7 @@ def picture(title: str, lanes: "Sequence[Lane]", ends: "Sequence[str]" = ()) -> 
             full=escape(lane.name),
             name=escape(_shortened(lane.name)),
             style=' fill="#dc2626" font-weight="bold"' if lane.wrong else "",
-            said=escape(lane.said),
+            label=escape(lane.label),
             length=lane.length,
             parts=len(lane.heights),
             path="".join(map(_part, lane.heights)),
@@ -108,12 +117,12 @@ def picture(title: str, lanes: "Sequence[Lane]", ends: "Sequence[str]" = ()) -> 
 
 
 def _part(height: float) -> str:
-    """To a height and on; two pixels at least, where there is anything."""
+    """Return a part of a path: to a height and on; two pixels at least, where it is not 0."""
     return f"V{round(1 - max(height, 0.1 * (height > 0)), 2):g}h1"
 
 
 def _shortened(name: str) -> str:
-    """With its beginning, which may be the number of a rank, and its end."""
+    """Return a name without its middle: it may begin with the number of a rank."""
     return name if len(name) <= _LONGEST else name[:9] + "…" + name[10 - _LONGEST :]
 
 

@@ -1,4 +1,4 @@
-"""numpy, for what runs without it as long as there are no numbers to look at."""
+"""numpy, imported when it is first used, for modules that rarely need it."""
 
 import importlib
 from typing import Any

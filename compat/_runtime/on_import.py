@@ -21,12 +21,12 @@ def call(function: "Callable[[Any], None]", name: str) -> None:
 
 
 def forget() -> None:
-    """Make none of the calls that are still waited for, as a test does in the end."""
+    """Drop all calls that are still pending, as a test does in the end."""
     _waiting.clear()
 
 
 class _Finder:
-    """Finds what is waited for as Python would, and loads it by a ``_Loader``."""
+    """Finder of the modules that calls wait for, which are loaded by a ``_Loader``."""
 
     def find_spec(
         self, name: str, path: "Any" = None, target: "Any" = None
@@ -34,7 +34,9 @@ class _Finder:
         function = _waiting.pop(name, None)
         if function is None:
             return None
-        spec = importlib.util.find_spec(name)  # asks this finder again, which knows it no more
+        spec = importlib.util.find_spec(
+            name
+        )  # queries this finder again, which does not find it any more
         if spec is None or not hasattr(spec.loader, "exec_module"):
             return spec
         spec.loader = _Loader(spec.loader, function)  # type: ignore[assignment]
@@ -42,6 +44,8 @@ class _Finder:
 
 
 class _Loader:
+    """Loader of a module that makes its call afterwards."""
+
     def __init__(self, loader: "Any", function: "Callable[[Any], None]") -> None:
         self._loader = loader
         self._function = function

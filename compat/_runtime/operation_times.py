@@ -1,4 +1,4 @@
-"""Which operations each device has executed, and when: recorded, summed up, and written."""
+"""Operations that each device has executed, and when: recorded, summed up, and written."""
 
 import contextlib
 import json
@@ -29,12 +29,12 @@ PARTS = 200
 
 
 class Operation(NamedTuple):
-    """What a device has executed, as its framework's profiler recorded it.
+    """An operation that a device has executed, as its framework's profiler recorded it.
 
     Attributes:
         device: its name, as ``Backend.devices()`` has it.
         name: of the operation or the kernel.
-        start: in microseconds, from any moment that all operations have in common.
+        start: in microseconds, from any moment common to all operations.
         duration: in microseconds.
     """
 
@@ -45,13 +45,13 @@ class Operation(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """How much of a timeline a device was executing at least one operation.
+    """The part of a timeline in which a device was executing at least one operation.
 
     Attributes:
-        busy: a share of the whole time: from the first operation's start to the last one's end, on
+        busy: that part, from 0 to 1.
+        timeline_seconds: the whole time: from the first operation's start to the last one's end, on
             any device.
-        timeline_seconds: the whole time.
-        busy_parts: the same share of each of ``PARTS`` equal parts of it, in their order.
+        busy_parts: the same of each of ``PARTS`` equal parts of the time, in order.
     """
 
     busy: float
@@ -63,11 +63,11 @@ class Activity(NamedTuple):
 def converted(
     recording: "ContextManager[Any]", convert: "Callable[[Any], Iterable[Operation]]"
 ) -> "Iterator[List[Operation]]":
-    """What ``Backend.profiled()`` returns, where a framework first records in its own way.
+    """Return the context of ``Backend.profiled()`` from one with a framework's own records.
 
     Arguments:
-        recording: gives what it will have filled when it ends.
-        convert: makes operations of that.
+        recording: the framework's context, which yields records that are complete when it ends.
+        convert: makes operations of these records.
     """
     operations: "List[Operation]" = []
     with contextlib.ExitStack() as when_recorded, recording as records:
@@ -92,27 +92,28 @@ def count_products(products: "Iterable[Tuple[str, bool]]") -> "Dict[str, Tuple[i
 
 
 def activities(operations: "List[Operation]", devices: "List[str]") -> "Dict[str, Activity]":
-    """When each device was executing something; nothing where none was."""
+    """Return the ``Activity`` of each device; nothing where there are no operations."""
     if not operations:
         return {}
-    began = min(each.start for each in operations)
-    whole = max(each.start + each.duration for each in operations) - began
+    began = min(operation.start for operation in operations)
+    whole = max(operation.start + operation.duration for operation in operations) - began
     until = dict.fromkeys(devices, 0.0)
     worked = {device: [0.0] * PARTS for device in devices}
-    for each in sorted(operations, key=lambda each: each.start):
-        end = (each.start + each.duration - began) / (whole or 1.0) * PARTS
-        start = max((each.start - began) / (whole or 1.0) * PARTS, until[each.device])
-        until[each.device] = max(start, end)
+    for operation in sorted(operations, key=lambda operation: operation.start):
+        end = (operation.start + operation.duration - began) / (whole or 1.0) * PARTS
+        start = max((operation.start - began) / (whole or 1.0) * PARTS, until[operation.device])
+        until[operation.device] = max(start, end)
         for part in range(int(start), min(int(end) + 1, PARTS)):
-            worked[each.device][part] += max(0.0, min(end, part + 1) - max(start, part))
-    found = {}
+            worked[operation.device][part] += max(0.0, min(end, part + 1) - max(start, part))
+    by_device = {}
     for device, parts in worked.items():
         busy = min(1.0, sum(parts) / PARTS) if whole else 1.0
-        found[device] = Activity(busy, whole / 1e6, [round(part, 3) for part in parts])
-    return found
+        by_device[device] = Activity(busy, whole / 1e6, [round(part, 3) for part in parts])
+    return by_device
 
 
 def share(value: "Optional[float]") -> str:
+    """Return a number from 0 to 1 as percents, for a report."""
     if value is None:
         return "-"
     return "<1%" if 0 < value < 0.005 else f"{value:.0%}"
@@ -122,14 +123,14 @@ def picture(activities: "Any") -> str:
     """Return an SVG image of when each device was executing something, all on one scale.
 
     Arguments:
-        activities: names, and what has the attributes of an ``Activity``.
+        activities: names, and objects with the attributes of an ``Activity``.
     """
     named = list(activities)
-    longest = max(each.timeline_seconds for _, each in named) or 1.0
+    longest = max(activity.timeline_seconds for _, activity in named) or 1.0
     lanes = []
-    for name, each in named:
-        length = each.timeline_seconds / longest
-        lanes.append(markup.Lane(name, "busy " + share(each.busy), length, each.busy_parts))
+    for name, activity in named:
+        length = activity.timeline_seconds / longest
+        lanes.append(markup.Lane(name, "busy " + share(activity.busy), length, activity.busy_parts))
     end = f"{longest * 1e3:,.1f} ms" if longest < 1 else f"{longest:,.1f} s"
     return markup.picture("When each device was executing operations", lanes, ("0", end))
 
@@ -141,9 +142,10 @@ def trace(operations: "List[Operation]", names: "Any") -> "Dict[str, Any]":
     "threads" below each other, since one of these must be a stack.
 
     Arguments:
+        operations: of all devices.
         names: the devices, in the order to show, and the title of each.
     """
-    began = min([each.start for each in operations] or [0.0])
+    began = min([operation.start for operation in operations] or [0.0])
     events: "List[Dict[str, Any]]" = []
     places = {device: place for place, (device, _) in enumerate(names)}
     for place, (_, title) in enumerate(names):
@@ -151,12 +153,14 @@ def trace(operations: "List[Operation]", names: "Any") -> "Dict[str, Any]":
         events.append(dict(event, name="process_name", args={"name": title}))
         events.append(dict(event, name="process_sort_index", args={"sort_index": place}))
     free: "Dict[str, List[float]]" = {}  # when each thread of a device has ended its last one
-    for each in sorted(operations, key=lambda each: (each.start, -each.duration)):
-        threads = free.setdefault(each.device, [])
-        thread = next((i for i, end in enumerate(threads) if end <= each.start), len(threads))
-        threads[thread : thread + 1] = [each.start + each.duration]
-        event = {"ph": "X", "pid": places[each.device], "tid": thread, "name": each.name}
-        event.update(ts=round(each.start - began, 3), dur=round(each.duration, 3))
+    for operation in sorted(
+        operations, key=lambda operation: (operation.start, -operation.duration)
+    ):
+        threads = free.setdefault(operation.device, [])
+        thread = next((i for i, end in enumerate(threads) if end <= operation.start), len(threads))
+        threads[thread : thread + 1] = [operation.start + operation.duration]
+        event = {"ph": "X", "pid": places[operation.device], "tid": thread, "name": operation.name}
+        event.update(ts=round(operation.start - began, 3), dur=round(operation.duration, 3))
         events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -165,11 +169,11 @@ def trace(operations: "List[Operation]", names: "Any") -> "Dict[str, Any]":
 
 
 class Timeline:
-    """What ``compat.timeline()`` records; in a notebook, once the block has ended, a picture.
+    """The recording of ``compat.timeline()``; in a notebook, once the block has ended, a picture.
 
     Attributes:
         path: the file.
-        activities: when each device was executing something, by its name; empty until then.
+        activities: the ``Activity`` of each device, by its name; empty until then.
     """
 
     def __init__(self, path: str) -> None:
@@ -185,7 +189,13 @@ class Timeline:
 
 @contextlib.contextmanager
 def recorded(path: str, backend: "Any", place: "Any") -> "Iterator[Timeline]":
-    """What ``compat.timeline()`` returns; ``place``: this process's among the ranks, or None."""
+    """Record a timeline within a block, for ``compat.timeline()``.
+
+    Arguments:
+        path: the file to write.
+        backend: the configured backend.
+        place: this process's place among the ranks, or None.
+    """
     path = os.path.abspath(of_rank(path, place))
     if process.recording_timeline is not None:
         raise errors.InvalidArgumentError(
@@ -204,7 +214,7 @@ def recorded(path: str, backend: "Any", place: "Any") -> "Iterator[Timeline]":
 
 
 def of_rank(path: str, place: "Optional[Place]") -> str:
-    """Return the file of one rank, whose number comes before the ending."""
+    """Return the file of one rank, with its number before the ending."""
     if place is None:
         return path
     stem, ending = os.path.splitext(path)
@@ -219,7 +229,7 @@ def _write(
 ) -> None:
     if place is not None:
         devices = devices[:1]
-    operations = [each for each in operations if each.device in devices]
+    operations = [operation for operation in operations if operation.device in devices]
     if not operations:
         errors.warn(
             f"timeline({timeline.path!r}): no configured device executed anything while it was "

@@ -1,4 +1,4 @@
-"""Changes to other people's objects: each one is listed, is made once, and can be taken back."""
+"""Changes to others' objects: each one is listed, is made once, and can be undone."""
 
 import contextlib
 import types
@@ -44,7 +44,7 @@ class Patch:
             attach(self.owner, self.name, value)
 
     def take_back(self) -> None:
-        """Give the owner back what it had."""
+        """Restore the owner's own attribute."""
         _patches.remove(self)
         if self.was_own:
             self._set(self.before)
@@ -63,7 +63,7 @@ class WatchingPatch(Patch):
 
 
 class MendingPatch(Patch):
-    """A patch that mends a fault of a framework's own, for all models, once in a process."""
+    """A patch that repairs a fault of a framework, for all models, once in a process."""
 
     mends = True
 
@@ -73,7 +73,7 @@ def _names(owner: "Any") -> "Dict[Any, Any]":
 
 
 def attach(instance: "Any", name: str, value: "Any") -> None:
-    """Set an attribute of an instance, such as a model, without the instance noticing.
+    """Set an attribute of an instance, such as a model, bypassing its ``__setattr__``.
 
     Keras and torch track what is set by ``setattr`` as a part of the model. The value lives as long
     as the instance, and no list has it.
@@ -87,7 +87,7 @@ def detach(instance: "Any", name: str) -> "Any":
 
 
 def change_class(instance: "Any", kind: type) -> None:
-    """Make an instance one of another class, for what Python looks up in the class alone."""
+    """Change an instance's class, for methods that Python looks up in the class alone."""
     object.__setattr__(instance, "__class__", kind)
 
 
@@ -106,7 +106,7 @@ def patches() -> "List[Patch]":
 
 @contextlib.contextmanager
 def replaced(owner: "Any", **attributes: "Any") -> "Iterator[None]":
-    """Within, these attributes of ``owner`` are replaced; afterwards it has its own again."""
+    """Replace attributes of ``owner`` within a block."""
     with contextlib.ExitStack() as afterwards:
         for name, value in attributes.items():
             afterwards.callback(Patch(owner, name, value).take_back)
@@ -114,10 +114,11 @@ def replaced(owner: "Any", **attributes: "Any") -> "Iterator[None]":
 
 
 class Callback:
-    """A function that a framework is given to call, such as a hook of a tensor.
+    """A function that a framework calls back, such as a hook of a tensor.
 
     Arguments:
-        name: what it is to the framework, "Tensor.register_hook" for example.
+        name: the framework's name for such functions, "Tensor.register_hook" for example.
+        function: the function.
     """
 
     def __init__(self, name: str, function: "Any") -> None:
@@ -142,7 +143,7 @@ class InstanceMethod:
 
     def __init__(self, devices: "Sequence[Any]") -> None:
         self.devices = list(devices)
-        self.hidden = None  # what the instance itself had before, as after an unpickling
+        self.hidden = None  # the instance's attribute before, as after an unpickling
 
     @property
     def __name__(self) -> str:
@@ -162,22 +163,25 @@ class InstanceMethod:
 
         Also one that another of these methods hides.
         """
-        return next((each for each in _stacked(model, cls.method) if isinstance(each, cls)), None)
+        return next(
+            (method for method in _stacked(model, cls.method) if isinstance(method, cls)), None
+        )
 
     @classmethod
-    def install_on(cls, model: "Any", given: "Any") -> None:
-        """Take the present one away; unless ``given`` is None, install another, made with that."""
+    def install_on(cls, model: "Any", argument: "Any") -> None:
+        """Remove the present method; unless ``argument`` is None, install one made with that."""
         present = cls.of(model)
         if present is not None:
             present.remove(model)
-        if given is not None:
-            cls(given).install(model)
+        if argument is not None:
+            cls(argument).install(model)
 
     def install(self, model: "Any", function: "Any" = None) -> None:
-        """Not by setattr: Keras would track the method as a part of the model.
+        """Install this method on a model.
 
         Arguments:
-            function: what stands for this method, where that must be a function.
+            model: the model.
+            function: a function in place of this object, where the method has to be one.
         """
         self.hidden = vars(model).get(self.method)
         if function is not None:
@@ -185,6 +189,7 @@ class InstanceMethod:
         attach(model, self.method, types.MethodType(function or self, model))
 
     def remove(self, model: "Any") -> None:
+        """Remove this method, so that the model has the one that it hides."""
         detach(model, self.method)
         if self.hidden is not None:
             attach(model, self.method, self.plain(model))

@@ -1,4 +1,4 @@
-"""What compat keeps of this process, all in one object: ``process``."""
+"""State of compat in this process, all in one object: ``process``."""
 
 import os
 from _thread import RLock  # threading costs an import
@@ -11,38 +11,38 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """What ``configure_gpu()`` did, and what lasts until the process ends.
+    """State that outlasts a call: that of ``configure_gpu()``, and that of the process.
 
     Attributes:
-        configuration: what ``configure_gpu()`` returned; None before it is called.
+        configuration: the result of ``configure_gpu()``; None before it is called.
         first_call: its arguments, normalised, and the environment before it; None likewise.
         parallelized_before: models parallelized before it, by name, and their devices.
         claims: open lock files of the idle GPUs that this process took, by UUID. The system drops
             the locks when the process ends.
-        engines: what its ranks talk through, by class: a process joins each once.
+        engines: those through which its ranks communicate, by class: it joins each once.
         configured_by: the command that configured this process before its script began; a call in
             the script then changes nothing. None: the script's own call does.
-        uses_devices: whether a model was given to a call of compat's that runs it on several
+        uses_devices: whether a model was passed to a call of compat that runs it on several
             devices, was compiled under ``parallelize=True``, or has parts that ``device()`` placed.
         parallelizes_compiled: whether Keras models are parallelized when they are compiled.
-        on_parallelized: each is called with the name of each model that is parallelized, and where
-            it runs.
+        on_parallelized: callbacks, which get the name of each model that is parallelized, and its
+            devices.
         whole: by the names of models that are not divided, or not all of them, how far they are.
-        batches: how many batches were computed, by what ``work.count()`` was told of them.
-        unused: by the names of models that did not run on all of their devices, what was found.
-        idle_devices: those on which the framework executed nothing of the rows they were given.
-        verified: what was verified, a record for each model.
-        records_operations: whether each model's first training step that is verified tells where
+        batches: how many batches were computed, by the arguments of ``work.count()``.
+        unused: the warnings of models that did not run on all of their devices, by model name.
+        idle_devices: those on which the framework executed nothing of their rows.
+        verified: a record for each model that was verified.
+        records_operations: whether the first verified training step of each model records where
             its operations ran.
-        samples: by its number among the ranks, what this process keeps of the data that it has
-            given to ``shard()``.
-        array_parts: what this rank keeps of the last arrays that ``shard()`` has returned.
-        watches_adapt: whether a warning says where a layer is adapted to such arrays.
+        samples: samples of the data that this process has passed to ``shard()``, by its number
+            among the ranks.
+        array_parts: the last arrays that ``shard()`` has returned to this rank.
+        watches_adapt: whether layers that are adapted to such arrays are warned of.
         comparisons: how often ranks have compared the weights that they hold.
-        graph_counters: functions that tell the same of batches that graphs have counted.
+        graph_counters: functions that return the same for batches that graphs have counted.
         recording_timeline: the file of the timeline that is being recorded; None: none is.
         activities: when each device was executing operations in the last timeline.
-        of_backends: what each backend keeps of its configuration.
+        of_backends: state of each backend, from its configuration.
         configuring: held while one thread configures.
     """
 
@@ -75,8 +75,8 @@ class Process:
     def start_afresh(self) -> None:
         """Forget everything, as a test does before and after it configures.
 
-        Claims of idle GPUs are given up. What a framework has fixed stays fixed, environment
-        variables stay as they are, and so do the patches of ``compat._runtime.patching``.
+        Claims of idle GPUs are released. Settings that a framework has fixed stay fixed;
+        environment variables and the patches of ``compat._runtime.patching`` stay as they are.
         """
         for lock in self.claims.values():
             os.close(lock)

@@ -1,4 +1,4 @@
-"""A line on the terminal that says what takes long, and for how long, while nothing is printed.
+"""A line on the terminal that names an activity and its duration, while nothing is printed.
 
 It stands below the cursor, which goes back to where it was: a progress bar stays as it is.
 """
@@ -11,14 +11,14 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple, Union
 
 from . import patching
 
-#: How long nothing must have been printed before the line appears, in seconds.
+#: Seconds of silence before the line appears.
 SILENCE = 2.0
-#: How often it is drawn again.
+#: Seconds between updates.
 INTERVAL = 1.0
-#: "0" in this variable: no such line, here and in what this process starts.
+#: "0" in this variable: no such line, in this process and in those that it starts.
 VARIABLE = "COMPAT_PROGRESS"
 
-# What is being done, and since when; of what takes long already the innermost is shown.
+# Activities and their start times; of those that take long, the innermost is shown.
 _doing: "List[Tuple[Union[str, Callable[[], str]], float]]" = []
 
 # As all terminals have it from DEC's: erase behind the cursor; make room for a line below it, write
@@ -29,10 +29,10 @@ _BELOW = _ERASE + "\x1bD\x1bM" + "\x1b7" + "\x1bD\r{}" + "\x1b8"
 
 @contextlib.contextmanager
 def shown(doing: "Union[str, Callable[[], str]]") -> "Iterator[Optional[_Line]]":
-    """Within, a line says ``doing`` after two seconds of silence, until something is printed.
+    """Show a line within a block after two seconds of silence, until something is printed.
 
     Arguments:
-        doing: what is being done; or a function that tells it each time, "" for no line.
+        doing: the activity; or a function that returns it each time, "" for no line.
 
     Yields:
         The line; None where there is none, or one already.
@@ -63,7 +63,7 @@ def _is_terminal(stream: "Any") -> bool:
 
 
 class _Line:
-    """The line, and the thread that draws it."""
+    """A line, and the thread that draws it."""
 
     def __init__(self) -> None:
         import threading  # costs an import
@@ -81,7 +81,7 @@ class _Line:
         self.thread.start()
         try:
             with contextlib.ExitStack() as stack:
-                for stream in {id(each): each for each in (sys.stdout, sys.stderr)}.values():
+                for stream in {id(stream): stream for stream in (sys.stdout, sys.stderr)}.values():
                     if _is_terminal(stream):
                         write = self._announced(stream.write)
                         stack.enter_context(patching.replaced(stream, write=write))
@@ -94,7 +94,7 @@ class _Line:
                 os.close(self.descriptor)
 
     def erase(self) -> None:
-        """Erase the line, since something is to be printed. (A fork has no line.)"""
+        """Erase the line, before something is printed; a fork has none."""
         if os.getpid() == self.process:
             with self.lock:
                 self.printed = time.monotonic()

@@ -1,4 +1,4 @@
-"""Whether every device was used: what was counted, as an object that prints as a table."""
+"""The report of what each device has done, an object that prints as a table."""
 
 import textwrap
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -9,21 +9,21 @@ from . import markup, operation_times, work
 from .process import process
 
 WIDTH = 80
-# What a model of ranks did.
+# Of a model on ranks.
 _ALONE = "did not train together with the others"
 
 
 class DeviceUse(NamedTuple):
-    """What one device has done, or one rank.
+    """The work of one device, or of one rank.
 
     Attributes:
         device: its name, as the framework has it.
-        rank: the rank whose device it is; None where the process is alone.
+        rank: the rank that has the device; None without ranks.
         rows: how many rows it has computed of the batches of parallelized models.
         training_rows: how many of these were training.
         steps: batches of which it has computed rows.
-        busy: the share of the last ``timeline()`` in which it was executing operations; or None.
-        memory_peak: the most memory of its GPU that the framework has taken, in bytes; or None.
+        busy: the part of the last ``timeline()`` in which it was executing operations; or None.
+        memory_peak: the peak of the framework's memory on its GPU, in bytes; or None.
         idle: why it has computed no rows, a phrase; None where it has.
         timeline_seconds: how long the last ``timeline()`` is; or None.
         busy_parts: ``busy`` of each of equal parts of it, in their order; or None.
@@ -45,21 +45,21 @@ class DeviceUse(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The rank, too, where there are several."""
+        """The device's name, with its rank where there are several."""
         return self.device if self.rank is None else f"{self}: {self.device}"
 
 
 class Report(NamedTuple):
-    """What each device has done: printable, and as a dictionary.
+    """The work of each device: printable, and as a dictionary.
 
     Attributes:
         devices: a ``DeviceUse`` for each configured device; or for each rank.
         models: where each parallelized model runs, by its name.
         whole: how far each model is divided that is not divided in full, by its name.
-        not_told: batches whose rows are not known.
+        not_told: how many batches had an unknown number of rows.
         absent: ranks that ended without a report.
         comparisons: how often the ranks have compared their weights.
-        unused: what was found of each model that did not run on all of its devices, by its name.
+        unused: the warning of each model that did not run on all of its devices, by its name.
     """
 
     devices: "List[DeviceUse]"
@@ -75,49 +75,49 @@ class Report(NamedTuple):
         """Whether every device has computed rows, of each model that was given several."""
         if not self.devices or self.absent or self.unused:
             return False
-        return all(each.rows for each in self.devices)
+        return all(device.rows for device in self.devices)
 
     @property
     def verdict(self) -> str:
         """Whether every device was used, in a sentence or two; derived from what ran."""
         if not self.absent:
-            return self._said()
+            return self._verdict_of_counts()
         ranks = errors.numbered_ranks(self.absent)
         absent = f"No report came from {ranks}: ended by a signal, or by its machine."
-        return self._said() + " " + absent if self.devices else absent
+        return self._verdict_of_counts() + " " + absent if self.devices else absent
 
-    def _said(self) -> str:
+    def _verdict_of_counts(self) -> str:
         uses, several = self.devices, len(self.devices) > 1
-        if not any(each.rows for each in uses):
+        if not any(use.rows for use in uses):
             return self._nothing_counted()
         word = "devices" if uses[0].rank is None else "ranks"
-        rows = sorted(each.rows for each in uses if each.rows)
-        if all(each.rows for each in uses):
+        rows = sorted(use.rows for use in uses if use.rows)
+        if all(use.rows for use in uses):
             who = f"All {len(uses)} {word}" if several else str(uses[0])
             if self.absent:
                 who = f"{len(uses)} of {len(uses) + len(self.absent)} {word}"
             many = _rows(rows[0]) if rows[0] == rows[-1] else f"{rows[0]:,} to {rows[-1]:,} rows"
             worked = "worked" if word == "devices" or not self.unused else "computed rows"
-            said = "{} {}: {}{}.".format(who, worked, many, " each" if several else "")
+            verdict = "{} {}: {}{}.".format(who, worked, many, " each" if several else "")
         else:
-            said = f"Only {len(rows)} of {len(uses) + len(self.absent)} {word} worked."
-            for reason in dict.fromkeys(each.idle for each in uses if each.idle):
-                names = [str(each) for each in uses if each.idle == reason]
+            verdict = f"Only {len(rows)} of {len(uses) + len(self.absent)} {word} worked."
+            for reason in dict.fromkeys(use.idle for use in uses if use.idle):
+                names = [str(use) for use in uses if use.idle == reason]
                 named = settings.listed(names)
                 if len(names) <= settings.LISTED:
                     named = " and ".join(names)
-                said += f" {named} got no rows: {reason}."
+                verdict += f" {named} got no rows: {reason}."
         if self.unused:
             done = "did not run on all devices" if word == "devices" else _ALONE
-            said += f" {_models(self.unused)} {done}: see below."
-        elif not any(each.training_rows for each in uses):
-            said += " None of it was training: no model was trained."
+            verdict += f" {_models(self.unused)} {done}: see below."
+        elif not any(use.training_rows for use in uses):
+            verdict += " None of it was training: no model was trained."
         if self.not_told:
-            said += f" {_not_told(self.not_told)}"
-        return said
+            verdict += f" {_not_told(self.not_told)}"
+        return verdict
 
     def _nothing_counted(self) -> str:
-        if self.unused and any(each.rank is not None for each in self.devices):
+        if self.unused and any(use.rank is not None for use in self.devices):
             return f"No batch was counted. {_models(self.unused)} {_ALONE}: see below."
         if self.unused:
             return f"No batch was split. {_models(self.unused)} did not run on all devices."
@@ -129,7 +129,7 @@ class Report(NamedTuple):
                 "split over devices."
             )
         model, where = next(iter(self.models.items()))
-        if any(each.rank is not None for each in self.devices):
+        if any(use.rank is not None for use in self.devices):
             return f"No batch was counted: model {model!r} runs as {where}, and was not trained."
         if "," in where:
             return (
@@ -142,12 +142,13 @@ class Report(NamedTuple):
         )
 
     def as_dict(self) -> "Dict[str, Any]":
-        """Return the same for JSON, with the keys of docs/report.md."""
-        found = dict(self._asdict(), absent=list(self.absent))
-        found["devices"] = [dict(each._asdict()) for each in self.devices]
-        return dict(found, all_worked=self.all_worked, verdict=self.verdict)
+        """Return the report for JSON, with the keys of docs/report.md."""
+        report = dict(self._asdict(), absent=list(self.absent))
+        report["devices"] = [dict(device._asdict()) for device in self.devices]
+        return dict(report, all_worked=self.all_worked, verdict=self.verdict)
 
     def to_json(self) -> str:
+        """Return the report as JSON."""
         import json  # for start-up time
 
         return json.dumps(self.as_dict(), indent=2)
@@ -156,16 +157,16 @@ class Report(NamedTuple):
         return f"<Report {self.verdict}>"
 
     def __str__(self) -> str:
-        said = [self.verdict] + self._undivided() + list(self.unused.values())
-        lines = [line for text in said for line in textwrap.wrap(text, WIDTH)]
+        sentences = [self.verdict] + self._undivided() + list(self.unused.values())
+        lines = [line for text in sentences for line in textwrap.wrap(text, WIDTH)]
         return "\n".join(_table(self.devices) + lines)
 
     def to_html(self) -> str:
-        """Return the same for a browser: a page with a picture that has a row for each device."""
+        """Return the report as a page for a browser, with a picture that has a row per device."""
         return markup.document("What each device did", self._repr_html_())
 
     def _repr_html_(self) -> str:
-        uses, most = self.devices, max([each.rows for each in self.devices] + [1])
+        uses, most = self.devices, max([use.rows for use in self.devices] + [1])
         shares = [(use, use.rows / most) for use in uses]
         lanes = [markup.Lane(u.title, _rows(u.rows), share, wrong=not share) for u, share in shares]
         lanes += [markup.Lane(f"rank {n}", "no report", 0, wrong=True) for n in self.absent]
@@ -193,19 +194,20 @@ class Report(NamedTuple):
 
 
 def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ()) -> "Report":
-    """Return the report of several ranks, from that of each (``as_dict()``).
+    """Return the report of several ranks.
 
     Arguments:
+        reports: that of each rank, as ``as_dict()`` returns it.
         absent: ranks that have left none.
     """
-    uses = [DeviceUse(**each) for report in reports for each in report["devices"]]
+    uses = [DeviceUse(**use) for report in reports for use in report["devices"]]
     models, whole, unused = (
         {name: where for report in reports for name, where in report[key].items()}
         for key in ("models", "whole", "unused")
     )
     not_told = sum(report["not_told"] for report in reports)
     comparisons = min([report["comparisons"] for report in reports] or [0])
-    uses.sort(key=lambda each: each.rank or 0)
+    uses.sort(key=lambda use: use.rank or 0)
     return Report(uses, models, whole, not_told, absent, comparisons, unused)
 
 
@@ -226,15 +228,15 @@ def _not_told(batches: int) -> str:
 
 
 def _columns(uses: "Sequence[DeviceUse]") -> "List[Tuple[str, List[str]]]":
-    """Return the names of columns and their cells; what is not told of any device is left out."""
+    """Return the names of columns and their cells; what is unknown of all devices is left out."""
     columns = [
-        ("rank", ["-" if each.rank is None else str(each.rank) for each in uses]),
-        ("device", [each.device for each in uses]),
-        ("rows", [f"{each.rows:,}" for each in uses]),
-        ("in training", [f"{each.training_rows:,}" for each in uses]),
-        ("steps", [f"{each.steps:,}" for each in uses]),
-        ("busy", [operation_times.share(each.busy) for each in uses]),
-        ("memory peak", [_mebibytes(each.memory_peak) for each in uses]),
+        ("rank", ["-" if use.rank is None else str(use.rank) for use in uses]),
+        ("device", [use.device for use in uses]),
+        ("rows", [f"{use.rows:,}" for use in uses]),
+        ("in training", [f"{use.training_rows:,}" for use in uses]),
+        ("steps", [f"{use.steps:,}" for use in uses]),
+        ("busy", [operation_times.share(use.busy) for use in uses]),
+        ("memory peak", [_mebibytes(use.memory_peak) for use in uses]),
     ]
     return [column for column in columns if any(value != "-" for value in column[1])]
 
@@ -253,7 +255,7 @@ def _mebibytes(value: "Optional[int]") -> str:
     return "-" if value is None else f"{value / 2.0**20:,.0f} MiB"
 
 
-# What was counted -----------------------------------------------------------------------------
+# Counted batches -----------------------------------------------------------------------------
 
 
 def of_this_process(
@@ -262,11 +264,11 @@ def of_this_process(
     models: "Mapping[str, str]",
     memory_peaks: "Mapping[str, int]",
 ) -> "Report":
-    """Return the report of what this process has done so far.
+    """Return the report of this process so far.
 
     Arguments:
         names: of the configured devices; of a rank its one.
-        rank: this process's; None where it is alone.
+        rank: this process's; None without ranks.
         models: where each parallelized model runs, by its name.
         memory_peaks: of GPUs, by their names, in bytes.
     """
@@ -299,7 +301,7 @@ def of_this_process(
 
 
 def _why_idle(name: str, batches: "Sequence[Sequence[int]]") -> str:
-    """Why a device got no rows of these batches, by the sizes of all devices' parts."""
+    """Return why a device got no rows, by the sizes of the shards of each batch."""
     if name in process.idle_devices:
         return "the framework executed no operation there"
     if not batches:

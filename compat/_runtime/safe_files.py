@@ -1,4 +1,4 @@
-"""Files in folders where others may have put something else in their place; how compat writes."""
+"""Files in folders where others may write, too; the one way in which compat writes files."""
 
 import contextlib
 import errno
@@ -12,7 +12,7 @@ NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has none
 
 
 def plain(path: str, flags: int, mode: int = 0o666) -> int:
-    """As ``os.open()``, for a regular file only; also an ``opener`` of ``open()``.
+    """Open a regular file, as ``os.open()`` does; also an ``opener`` of ``open()``.
 
     A FIFO without a writer would block for ever.
 
@@ -33,13 +33,13 @@ def plain(path: str, flags: int, mode: int = 0o666) -> int:
 
 
 def check_writable(path: str) -> None:
-    """Find out that a file can be written later; nothing is left.
+    """Check that a file can be written later, leaving nothing behind.
 
     Raises:
-        OSError: its folder is not there or may not be written to, a folder has its name, or what
-            is there may not be written to.
+        OSError: its folder does not exist or is not writable, a folder has its name, or the file
+            is not writable.
     """
-    like = _there(path)
+    like = _status_of(path)
     if is_replaced(path):
         file = _beside(os.path.realpath(path), like)
         file.close()
@@ -47,7 +47,7 @@ def check_writable(path: str) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a text file, as ``written()``."""
+    """Write a text file, as ``written()`` does."""
     with written(path) as file:
         file.write(text.encode("utf-8"))
 
@@ -60,9 +60,10 @@ def written(path: str, like: "Optional[os.stat_result]" = None) -> "Iterator[IO[
     and mode. All else (a FIFO, a device, /dev/stdout) stays, and is written to.
 
     Arguments:
-        like: what a file that is not there yet is made like, as ``replacement()`` takes it.
+        path: the file's.
+        like: the model of a file that does not exist yet, as for ``replacement()``.
     """
-    there = _there(path)
+    there = _status_of(path)
     if is_replaced(path):
         with replacement(os.path.realpath(path), there or like) as file:
             yield file
@@ -84,7 +85,7 @@ def replacement(path: str, like: "Optional[os.stat_result]" = None) -> "Iterator
         path: no link: it would not be followed.
         like: ``os.stat()`` of the file whose mode and owner it is to have; None: a new one's.
     """
-    _there(path)  # an error, where it may not be written to
+    _status_of(path)  # an error, where it may not be written to
     file = _beside(path, like)
     try:
         with file:
@@ -112,17 +113,17 @@ def _os_error(number: int, path: str) -> "OSError":
     return OSError(number, os.strerror(number), path)  # of the class for that number
 
 
-def _there(path: str) -> "Optional[os.stat_result]":
-    """Return what ``os.stat()`` says of a file that may be written to; None: there is none."""
+def _status_of(path: str) -> "Optional[os.stat_result]":
+    """Return the ``os.stat()`` of a file, which has to be writable; None: there is none."""
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise _os_error(errno.EISDIR, path)
     if not os.access(path, os.W_OK):
         raise _os_error(errno.EACCES, path)
-    return found
+    return status
 
 
 def is_replaced(path: str) -> bool:
@@ -142,7 +143,7 @@ def _descriptor(path: str) -> "Optional[int]":
 
 
 def _through(path: str, flags: int) -> int:
-    """Open what is no regular file. An open file goes on where it is: opened anew it would be cut.
+    """Open a file that is not regular. An open one is duplicated: opened anew it would be cut.
 
     It is not created, which Linux refuses for another user's FIFO in /tmp.
     """

@@ -1,6 +1,6 @@
-"""Check that the steps of a parallelized model ran on the devices that it was given.
+"""Checks that the steps of a parallelized model ran on its devices.
 
-Two records that do not depend on each other are compared: the batches that compat counted where it
+Two independent records are compared: the batches that compat counted where it
 split them, and the operations that the framework reports for each device.
 """
 
@@ -34,7 +34,7 @@ _COUNTS = work.batches_of_thread, work.batches
 
 
 class Executed(Dict[str, int]):
-    """How many operations each device has executed.
+    """Numbers of operations that each device has executed.
 
     Attributes:
         is_known: False where the framework could not record it this time.
@@ -114,13 +114,13 @@ class UsageCheck:
 
     Arguments:
         model: the model's name.
-        devices: the devices that it was given, as the backend names them.
+        devices: its devices, as the backend names them.
         record: returns a context manager that gives a dictionary, which has the number of
             operations that each device executed in the first step when the block ends. None: the
             framework does not report that.
-        hooks: returns the methods that compat replaced on the model, by name, each with the number
-            of its ``calls``.
-        why_unsplit: returns the text of the warning where training steps of the user's own split no
+        hooks: returns the methods that compat replaced on the model, by name, which count their
+            ``calls``.
+        why_unsplit: returns the text of the warning where a user-defined training step splits no
             batch, or None.
     """
 
@@ -139,9 +139,10 @@ class UsageCheck:
         self._told: "Set[str]" = set()  # kinds of which a problem is reported already
 
     def is_due(self, kind: str, running: bool = False) -> bool:
-        """Return whether a step is to be checked that is no call of the framework's own methods.
+        """Return whether a step outside the framework's own methods is to be checked.
 
         Arguments:
+            kind: one of ``KINDS``.
             running: whether also within one that is being checked.
         """
         is_running = not running and _running.has_any(self._own)
@@ -167,7 +168,7 @@ class UsageCheck:
             kind: one of ``KINDS``.
             function: returns what the framework calls for such a step, where it keeps that.
             name: the framework's method that does the steps, for messages.
-            waits: whether it is not known when, and whether, the step begins.
+            waits: whether the step begins later, or never.
 
         Raises:
             DevicesNotUsedError: devices were not used, under ``configure_gpu(strict=True)``.
@@ -213,7 +214,7 @@ class UsageCheck:
         executed: "Optional[Dict[str, int]]",
         calls: "Dict[str, int]",
     ) -> "Optional[str]":
-        """Return what is wrong, a clause that follows the name of the step, or None."""
+        """Return the problem, a clause that follows the name of the step, or None."""
         if not counted:
             if self.model in process.whole or executed is not None and not any(executed.values()):
                 return None  # a warning has said so; or nothing was computed
@@ -245,7 +246,7 @@ class UsageCheck:
         """Report that no batch was split."""
         why = self.why_unsplit() if kind == "train" else None
         if why:
-            tell(self.model, why)
+            report_text(self.model, why)
         else:
             split = f"no batch was split over {settings.listed(self.devices)}. "
             self._report(f"the first {KINDS[kind]}", name, split + self._unreached(calls))
@@ -260,13 +261,13 @@ class UsageCheck:
 
 
 def _nothing() -> None:
-    """In place of a reference to a function that the framework has not made."""
+    """Stand for a reference to a function that the framework has not made."""
 
 
 def reference_to(function: "Any") -> "Callable[[], Any]":
-    """Return a weak reference, so that no check keeps what it checks alive, where one may be had.
+    """Return a weak reference, if possible, so that no check keeps a function alive.
 
-    Of None it is ``_nothing``, which a reference to what is no more is not.
+    Of None it is ``_nothing``, which differs from a dead reference.
     """
     if function is None:
         return _nothing
@@ -284,7 +285,7 @@ def _is_of(reference: "Optional[Callable[[], Any]]", function: "Any") -> bool:
 
 
 def report(model: str, step: str, name: str, problem: str) -> None:
-    """Warn of a model that did not run as ``parallelize()`` set it up, and have reports say so.
+    """Warn of a model that did not run as ``parallelize()`` set it up, and note it for reports.
 
     Arguments:
         model: its name.
@@ -296,11 +297,11 @@ def report(model: str, step: str, name: str, problem: str) -> None:
         DevicesNotUsedError: in place of the warning, under ``configure_gpu(strict=True)``.
     """
     where = f" ({name}())" if name else ""
-    tell(model, f"In {step} of model {model!r}{where} {problem}")
+    report_text(model, f"In {step} of model {model!r}{where} {problem}")
 
 
-def tell(model: str, text: str) -> None:
-    """Warn of a model, as ``report`` does, by a whole text."""
+def report_text(model: str, text: str) -> None:
+    """Warn of a model, as ``report`` does, with a complete text."""
     process.unused.setdefault(model, text)
     configuration = process.configuration
     if configuration is not None and configuration.settings.strict:
@@ -309,17 +310,17 @@ def tell(model: str, text: str) -> None:
 
 
 def unreached(names: "Iterable[str]") -> str:
-    """Say that hooks of these names were not called, and what to do.
+    """Return the sentences that hooks were not called, with the remedy.
 
     Arguments:
-        names: of functions and methods; none: it is not known which.
+        names: of functions and methods; none: it is unknown which.
     """
-    what = settings.listed([f"{name}()" for name in names])
-    found = "Something else runs the model in place of what parallelize() set up."
-    if what:
-        found = f"What parallelize() put in place of {what} was not called."
+    hooks = settings.listed([f"{name}()" for name in names])
+    cause = "Something else runs the model in place of what parallelize() set up."
+    if hooks:
+        cause = f"What parallelize() put in place of {hooks} was not called."
     return (
-        f"{found} Another library has replaced it, or this version of the framework takes "
+        f"{cause} Another library has replaced it, or this version of the framework takes "
         "another way: call parallelize() after such libraries have changed the model, and "
         "report it with the output of `python -m compat env` if there is none."
     )

@@ -1,11 +1,11 @@
-"""Whether code runs within a block of a certain kind: ``with uncounted:``, ``if uncounted:``."""
+"""Flags of blocks: ``with uncounted:``, and ``if uncounted:`` in code that runs within."""
 
 from _thread import get_ident
 from typing import List
 
 
 class Within(List[int]):
-    """True within such a block, on every thread, also where these are nested; a context manager."""
+    """A flag that is true within its blocks, on every thread, also where these are nested."""
 
     def __enter__(self) -> None:
         self.append(get_ident())
@@ -14,5 +14,5 @@ class Within(List[int]):
         self.remove(get_ident())
 
     def here(self) -> bool:
-        """Return whether the thread that asks is within such a block itself."""
+        """Return whether the current thread is within such a block itself."""
         return get_ident() in self

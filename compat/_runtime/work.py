@@ -1,7 +1,7 @@
-"""What each device has done: batches, counted where they are split.
+"""Work of each device: batches, counted where they are split.
 
 Each backend calls ``count()`` at the one place where the replicas of a batch have run, so that
-what is counted is what was computed, not what was configured. It costs an addition to a dictionary.
+computed batches are counted, not configured ones. It costs an addition to a dictionary.
 """
 
 from _thread import _local
@@ -10,8 +10,7 @@ from typing import Any, Dict, Mapping, Optional, Sequence
 from .process import process
 from .within import Within
 
-#: Within, batches are computed for compat's own purposes, and do not count; for a graph that is
-#: made within: what is computed by it later.
+#: Within, batches do not count, as in compat's own trials; nor do those of a graph made within.
 uncounted = Within()
 
 _here = _local()  # ``batches``: those that this thread has counted
@@ -21,8 +20,8 @@ def count(devices: "Sequence[str]", sizes: "Optional[Sequence[int]]", training: 
     """Count a batch.
 
     Arguments:
-        devices: those it was split over; of a rank, which is alone with its own, "".
-        sizes: how many of its rows each has computed; None where that is not known.
+        devices: those it was split over; in a rank "".
+        sizes: how many of its rows each has computed; None where that is unknown.
         training: whether gradients were wanted.
     """
     if not uncounted:
@@ -38,7 +37,7 @@ def undivided(devices: "Sequence[str]", rows: int) -> "Sequence[int]":
 
 
 def batches() -> "Dict[Any, int]":
-    """Return how many batches there were of each kind: those that Python saw, and those of graphs.
+    """Return how many batches there were of each kind, those within graphs included.
 
     A kind is the arguments of ``count()``: the devices, their sizes, and whether it was training.
     """
@@ -46,13 +45,13 @@ def batches() -> "Dict[Any, int]":
 
 
 def batches_of_thread() -> "Dict[Any, int]":
-    """Return the batches that this thread has counted, and all of graphs: these know no threads."""
+    """Return the batches that this thread has counted, and all those within graphs."""
     return _with_graphs(vars(_here).get("batches", {}))
 
 
 def _with_graphs(counted: "Mapping[Any, int]") -> "Dict[Any, int]":
-    found = dict(counted)
+    batches = dict(counted)
     for read in process.graph_counters.values():
         for key, number in read():
-            found[key] = found.get(key, 0) + number
-    return found
+            batches[key] = batches.get(key, 0) + number
+    return batches
