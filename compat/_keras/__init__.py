@@ -1,4 +1,4 @@
-"""The module that tells the kinds of Keras apart: keras 2, keras-mxnet, tf.keras and Keras 3."""
+"""The kinds of Keras and their differences: keras 2, keras-mxnet, tf.keras and Keras 3."""
 
 import contextlib
 import functools
@@ -37,9 +37,9 @@ _KERASES = {
 
 
 def keras_of(model: "Any") -> "Any":
-    """Return the Keras (its top module) whose class ``model`` is an instance of, or None.
+    """Return the Keras (its top module) that a model is of, or None.
 
-    Only modules that are imported already are looked at: a model's Keras is.
+    It is one of the imported modules, since the model exists.
     """
     for parent in type(model).__mro__:
         for prefix, keras in _KERASES.items():
@@ -55,18 +55,18 @@ def _module(name: str) -> "Any":
 
 
 def backend_name(keras: "Any") -> str:
-    """Return what this Keras calls the backend it runs on."""
+    """Return the name of the backend that a Keras runs on, as it has it."""
     return keras.backend.backend() if hasattr(keras.backend, "backend") else "tensorflow"
 
 
 def output_names(model: "Any") -> "List[str]":
-    """Return the names that a functional or Sequential model's losses go by."""
+    """Return the names by which a functional or Sequential model has losses."""
     names = getattr(model, "output_names", None)
     return list(names or [model.layers[-1].name])  # Keras 3's Sequential has none
 
 
 def identity(keras: "Any", name: str) -> "Any":
-    """Return a layer that gives its input, unchanged, another name."""
+    """Return a layer that returns its input unchanged, under another name."""
     if backend_name(keras) == "mxnet":
         # There any layer that returns its input itself fails: K.identity() evaluates it.
         return keras.layers.LeakyReLU(1.0, name=name)
@@ -74,28 +74,23 @@ def identity(keras: "Any", name: str) -> "Any":
 
 
 def wraps_a_model(model: "Any") -> bool:
-    """Return whether ``model`` is a Sequential of a Keras before 2.2.
-
-    The model inside does the work.
-    """
+    """Return whether a model is a Sequential of a Keras before 2.2, which runs an inner model."""
     return "model" in vars(model) and any(c.__name__ == "Sequential" for c in type(model).__mro__)
 
 
 def inner_model(model: "Any") -> "Any":
-    """Return the model that makes the functions of ``model``.
+    """Return the model that makes a model's functions: itself, or the one inside a ``Sequential``.
 
-    Itself, or the one inside a ``Sequential``.
-
-    None before that one is built.
+    None before that is built.
     """
     return vars(model)["model"] if wraps_a_model(model) else model
 
 
 class InnerModel(patching.InstanceMethod):
-    """What a Sequential before Keras 2.2 does to make its inner model anew, as ``compile`` does.
+    """The method by which a Sequential before Keras 2.2 makes its inner model, as in ``compile``.
 
     Arguments:
-        prepare: called with each inner model that it makes.
+        prepare: called with each new inner model.
     """
 
     method = "build"
@@ -118,19 +113,20 @@ class InnerModel(patching.InstanceMethod):
 
 
 def states(model: "Any", attribute: str) -> "List[Any]":
-    """Return the variables in which Keras 2's stateful RNNs keep a row for each row of the batch.
+    """Return the variables in which Keras 2's stateful RNNs keep a state for each sample.
 
     Arguments:
-        attribute: what a variable of the backend has, and None, a state not made yet, has not.
+        model: the model.
+        attribute: one that the backend's variables have; states not made yet are None.
     """
-    found = {
+    variables = {
         id(state): state  # of layers that are there twice, too
         for layer in all_layers_of_keras2(model)
         if getattr(layer, "stateful", False) and not hasattr(layer, "layers")
         for state in getattr(layer, "states", None) or ()
         if hasattr(state, attribute)
     }
-    return list(found.values())
+    return list(variables.values())
 
 
 def all_layers(model: "Any") -> "List[Any]":
@@ -145,12 +141,12 @@ def all_layers(model: "Any") -> "List[Any]":
 
 def all_layers_of_keras2(model: "Any") -> "List[Any]":
     """Return the layers of a model of Keras 2, and those within them, at any depth."""
-    found = list(model.layers)
-    for layer in found:  # which grows meanwhile
-        found += getattr(layer, "layers", None) or ()
+    layers = list(model.layers)
+    for layer in layers:  # which grows meanwhile
+        layers += getattr(layer, "layers", None) or ()
         parts = ("layer", "forward_layer", "backward_layer")  # of wrappers
-        found += [getattr(layer, part) for part in parts if getattr(layer, part, None) is not None]
-    return found
+        layers += [getattr(layer, part) for part in parts if getattr(layer, part, None) is not None]
+    return layers
 
 
 def undivided(model: "Any") -> "Optional[str]":
@@ -167,6 +163,7 @@ def undivided(model: "Any") -> "Optional[str]":
 
 
 def warn_not_divided(model: "Any", reason: str, device: str) -> None:
+    """Warn that a model stays on one device, and note it for reports."""
     process.whole[model.name] = f"unsplit, because {reason}"
     errors.warn(
         f"parallelize() leaves model {model.name!r} on {device}: {reason}, so its batches cannot "
@@ -175,7 +172,7 @@ def warn_not_divided(model: "Any", reason: str, device: str) -> None:
 
 
 def warn_of_placed_parts(model: "Any", parts: "Sequence[str]", devices: "Sequence[str]") -> None:
-    """Warn that replicas on ``devices`` run the ``parts``, too, that ``device()`` placed."""
+    """Warn that replicas on ``devices`` also run the ``parts`` that ``device()`` placed."""
     if parts:
         errors.warn(
             f"Parts of {model.name} were placed on {', '.join(parts)} by device(), but "
@@ -185,7 +182,7 @@ def warn_of_placed_parts(model: "Any", parts: "Sequence[str]", devices: "Sequenc
 
 
 def warn_of_distribution(model: "Any") -> None:
-    """Say that Keras 3's own distribution does nothing; on JAX alone it does something."""
+    """Warn of a ``keras.distribution``, which has no effect but on JAX."""
     keras = keras_of(model)
     distribution = getattr(getattr(keras, "distribution", None), "distribution", None)
     if distribution is not None and distribution() is not None:
@@ -202,12 +199,12 @@ def compiled_with(model: "Any") -> "Dict[str, Any]":
 
 
 def forget_compiled_steps(model: "Any") -> None:
-    """Have tf.keras or Keras 3 trace its steps again: those that it has hold the call that was.
+    """Have tf.keras or Keras 3 trace its steps again, since they contain the previous call.
 
     The optimizer and its state stay.
     """
     if compiled_with(model).get("jit_compile") == "auto":
-        model._jit_compile = None  # Keras 3 asks again whether the model supports XLA
+        model._jit_compile = None  # Keras 3 queries again whether the model supports XLA
     for name in FUNCTIONS + ("train_tf_function",):
         if hasattr(model, name):
             setattr(model, name, None)
@@ -216,21 +213,18 @@ def forget_compiled_steps(model: "Any") -> None:
 
 
 def wrapped_optimizers(optimizer: "Any") -> "List[Any]":
-    """Return an optimizer, and those that it wraps, each once: one may know what wraps it."""
-    found = [] if optimizer is None else [optimizer]
-    for each in found:
-        for value in vars(each).values():
+    """Return an optimizer, and those that it wraps, each once: one may refer to its wrapper."""
+    optimizers = [] if optimizer is None else [optimizer]
+    for wrapping in optimizers:
+        for value in vars(wrapping).values():
             is_one = hasattr(value, "get_updates") or hasattr(value, "apply_gradients")
-            if is_one and all(value is not other for other in found):
-                found.append(value)
-    return found
+            if is_one and all(value is not other for other in optimizers):
+                optimizers.append(value)
+    return optimizers
 
 
 def in_stateless_scope(keras: "Any") -> bool:
-    """Return whether somebody calls a Keras 3 model as a pure function.
-
-    Then they hold its state.
-    """
+    """Return whether a Keras 3 model is being called as a pure function of its state."""
     if not hasattr(keras, "StatelessScope"):
         return False
     with keras.StatelessScope(initialize_variables=False) as scope:
@@ -238,9 +232,9 @@ def in_stateless_scope(keras: "Any") -> bool:
 
 
 def reader_and_writer(model: "Any") -> "Tuple[Callable[..., List[Any]], Callable[..., None]]":
-    """Functions that read a list of variables as arrays, and write pairs of variable and array.
+    """Return functions that read variables as arrays, and write pairs of variable and array.
 
-    What a framework computes eagerly is read, too.
+    Eager tensors are read, too.
     """
     keras = keras_of(model)
     tensorflow = sys.modules.get("tensorflow") if backend_name(keras) == "tensorflow" else None
@@ -260,9 +254,10 @@ def reader_and_writer(model: "Any") -> "Tuple[Callable[..., List[Any]], Callable
 
 @contextlib.contextmanager
 def kept(model: "Any", variables: "Sequence[Any]") -> "Iterator[List[Any]]":
-    """Within, these variables of a model may change; afterwards they are as they were.
+    """Restore variables of a model at the end of a block.
 
-    Yields their values.
+    Yields:
+        Their values.
     """
     read, write = reader_and_writer(model)
     values = [value.copy() for value in read(variables)]  # what is read may be the memory itself
@@ -273,18 +268,17 @@ def kept(model: "Any", variables: "Sequence[Any]") -> "Iterator[List[Any]]":
 
 
 def _read_eagerly(tensorflow: "Any", variables: "Iterable[Any]") -> "List[Any]":
-    """Return the values of variables as arrays.
-
-    To ask each of them takes up to four times as long.
-    """
+    """Return the values of variables as arrays, up to four times as fast as their own methods."""
     arrays = []
-    for each in variables:
-        value = getattr(each, "value", each)  # of a Keras 3 variable one of TensorFlow's
-        each = each if callable(value) else value
-        if hasattr(each, "handle"):
-            tensor = tensorflow.raw_ops.ReadVariableOp(resource=each.handle, dtype=each.dtype)
+    for variable in variables:
+        value = getattr(variable, "value", variable)  # of a Keras 3 variable one of TensorFlow's
+        variable = variable if callable(value) else value
+        if hasattr(variable, "handle"):
+            tensor = tensorflow.raw_ops.ReadVariableOp(
+                resource=variable.handle, dtype=variable.dtype
+            )
         else:
-            tensor = tensorflow.convert_to_tensor(each)
+            tensor = tensorflow.convert_to_tensor(variable)
         arrays.append(tensor.numpy())
     return arrays
 
@@ -303,8 +297,8 @@ def check_floatx(floatx: str, backend: "Backend") -> None:
 def set_floatx(floatx: str, backend: "Backend") -> "List[str]":
     """Set the float type of every Keras on this backend, importing those that are installed.
 
-    Keras reads its float type from its own file when it is imported, whatever the backend was
-    told, so the two would disagree (keras#3772).
+    Keras reads its float type from its own file when it is imported, whatever the backend is
+    configured to, so the two would disagree (keras#3772).
 
     Returns:
         Lines for the report.
@@ -317,30 +311,30 @@ def set_floatx(floatx: str, backend: "Backend") -> "List[str]":
 
 
 def versions(backend: "Backend") -> "Dict[str, str]":
-    """Versions of the backend's framework and of the standalone Keras packages, as installed."""
-    found = {backend.framework: detection.installed_version(backend)}
+    """Return the installed versions of the backend's framework and of Keras packages, by name."""
+    versions = {backend.framework: detection.installed_version(backend)}
     for name in ("keras", "keras-mxnet", "tf_keras"):
-        found[name] = packages.version(name)
-    return {name: version for name, version in found.items() if version}
+        versions[name] = packages.version(name)
+    return {name: version for name, version in versions.items() if version}
 
 
 def keras_packages(backend: "Backend") -> "List[str]":
-    """Return the installed Keras packages for this backend, the one a program would use first."""
+    """Return the installed Keras packages for a backend, a program's default first."""
     running = detection.keras_backend(os.environ)
     names = ["keras"] if running in (backend.name, backend.framework) else []
     if backend.framework == "tensorflow":
         names.append("tensorflow.keras")
         if packages.version("tf_keras"):
             # `import keras` and tf.keras stay Keras 3 unless this makes tf.keras tf_keras.
-            asked = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
-            names.insert(0 if asked else len(names), "tf_keras")
+            prefers_legacy = os.environ.get("TF_USE_LEGACY_KERAS") in ("1", "true", "True")
+            names.insert(0 if prefers_legacy else len(names), "tf_keras")
         if _v1_keras() is not None:
             names.insert(0, "tensorflow.compat.v1.keras")
     return names
 
 
 def _v1_keras() -> "Any":
-    """``tf.compat.v1.keras`` where TensorFlow 2 runs in sessions, else None.
+    """Return ``tf.compat.v1.keras`` where TensorFlow 2 runs in sessions, else None.
 
     There tf.keras has no functions for sessions, and optimizers (2.11 to 2.15) that fail.
     Keras 3, which has another name for itself there, knows no sessions.
@@ -366,10 +360,10 @@ def _import(name: str) -> "Any":
 
 
 def import_keras(backend: "Backend") -> "Any":
-    """Import the Keras that runs on this backend: the standalone one where it does.
+    """Import the Keras that runs on a backend, the standalone one if possible.
 
     Raises:
-        NotInstalledError: none does.
+        NotInstalledError: there is none.
         BrokenInstallError: it is installed, but importing it fails.
     """
     names = keras_packages(backend)

@@ -30,19 +30,20 @@ _MODULES = [
 ] + ["keras.src.trainers.trainer"]  # Keras 3
 _CLASSES = ("Model", "Sequential", "Trainer")
 
-#: What ``parallelize()`` notes in a model that a script gave it.
+#: The attribute of models for which the script has called ``parallelize()``.
 BY_HAND = "_compat_by_hand"
 
-# What is compiled within is a part of another model, or becomes one: an old Sequential compiles
-# another model inside.
+# Models that are compiled within are parts of another one: an old Sequential compiles its inner
+# model.
 _compiling = Within()
 
 
 def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
-    """Call ``parallelize`` with every Keras model that is compiled from now on, before it is.
+    """Call ``parallelize`` with every Keras model from now on, before it is compiled.
 
     Arguments:
-        backend: the one that was configured.
+        backend: the configured one.
+        parallelize: takes a model and the argument ``gpus``.
     """
     process.parallelizes_compiled = True
     environ = {name: os.environ.get(name) for name in backend.variables}
@@ -52,12 +53,12 @@ def install(backend: "Backend", parallelize: "Callable[..., Any]") -> None:
         _warn_of_changes(environ)
         if BY_HAND in vars(model):
             return False
-        because = _choice_of_script(model, arguments, backend) or _obstacle(model, parallelize)
-        if because is not None:
+        reason = _choice_of_script(model, arguments, backend) or _obstacle(model, parallelize)
+        if reason is not None:
             errors.warn(
-                f"parallelize=True leaves the model {model.name!r} as it is, because {because}"
+                f"parallelize=True leaves the model {model.name!r} as it is, because {reason}"
             )
-        return because is None
+        return reason is None
 
     def patch(module: "Any") -> None:
         for owner in [vars(module)[name] for name in _CLASSES if name in vars(module)]:
@@ -89,7 +90,10 @@ def _compiling_after(
 def _unpickling(
     prepare: "Callable[[Any, Mapping[str, Any]], bool]", set_state: "Callable[..., Any]"
 ) -> "Callable[..., Any]":
-    """Keras 2 unpickles and compiles another model, whose attributes it copies to this one."""
+    """Return a ``__setstate__`` that prepares the model afterwards.
+
+    Keras 2 unpickles and compiles another model, whose attributes it copies to this one.
+    """
 
     @functools.wraps(set_state)
     def set_state_parallelized(model: "Any", state: "Any") -> None:
@@ -102,10 +106,10 @@ def _unpickling(
 
 
 def _obstacle(model: "Any", parallelize: "Callable[..., Any]") -> "Optional[str]":
-    """Why a model cannot be parallelized, as a sentence's end; None: it was.
+    """Parallelize a model; return why that is impossible, as a sentence's end, or None.
 
-    Whatever is raised, the script would run without it: the model goes back to plain. Under
-    ``strict=True`` that is an error, and on ranks, each of which would train a model of its own.
+    Whatever is raised, the script would run without it: the model becomes plain again. Under
+    ``strict=True`` that is an error, and on ranks, each of which would train a separate model.
     """
     try:
         parallelize(model)
@@ -127,7 +131,7 @@ def _obstacle(model: "Any", parallelize: "Callable[..., Any]") -> "Optional[str]
 def _choice_of_script(
     model: "Any", arguments: "Mapping[str, Any]", backend: "Backend"
 ) -> "Optional[str]":
-    """Return what the script has chosen for a model that it compiles so, as a sentence's end."""
+    """Return the script's own choice of devices for a model, as a sentence's end, or None."""
     if arguments.get("context") is not None:  # keras-mxnet
         return "it is compiled with context={!r}.".format(arguments["context"])
     strategy = arguments.get("distribute")  # tf.keras before 1.14

@@ -1,12 +1,12 @@
-"""The functions that a model of Keras 2 makes of its graph, and how it makes them anew."""
+"""The functions that a model of Keras 2 makes of its graph, and how they are rebuilt."""
 
 import contextlib
 import types
 from typing import Any, Iterator
 
-# What Keras 2 makes of a graph, each by a method of the model: ``maker_of(name)``.
+# Functions of a graph, each made by a method of the model: ``maker_of(name)``.
 FUNCTIONS = ("train_function", "test_function", "predict_function")
-# TensorFlow 1.13's tf.keras has more of them, for epochs: their metrics go on from batch to batch.
+# More of TensorFlow 1.13's tf.keras, for epochs: their metrics accumulate from batch to batch.
 OF_EPOCHS = {"train_function": "_fit_function", "test_function": "_eval_function"}
 ALL_FUNCTIONS = (*FUNCTIONS, *OF_EPOCHS.values())
 
@@ -28,34 +28,34 @@ def function_of_epochs(model: "Any", function: str) -> str:
 
 
 def is_layer(thing: "Any") -> bool:
-    """Return whether something is a layer, or a model, of tf.keras or Keras 3."""
+    """Return whether an object is a layer, or a model, of tf.keras or Keras 3."""
     kinds = type(thing).__mro__
     return any(kind.__name__ == "Layer" and not is_users(kind) for kind in kinds)
 
 
 def is_users(thing: "Any") -> bool:
-    """Return whether a class or a function is the user's, not Keras' own."""
+    """Return whether a class or a function is user-defined, not Keras' own."""
     package = (getattr(thing, "__module__", None) or "keras").split(".")[0]
     return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
 
 
 def is_users_function(function: "Any") -> bool:
-    """Return whether a function that a model's steps call was not made by Keras, nor here."""
+    """Return whether a function that steps call was made neither by Keras nor by compat."""
     kind = function if isinstance(function, types.FunctionType) else type(function)
     return is_users(kind) and kind.__module__.split(".")[0] != __name__.split(".")[0]
 
 
 @contextlib.contextmanager
 def rebuilding_functions(model: "Any") -> "Iterator[None]":
-    """Within, change how a model of Keras 2 makes its functions; afterwards it makes them anew.
+    """Have a model of Keras 2 rebuild its functions after a block that changes how it makes them.
 
     Keras makes new variables for the optimizer's state with every train function. Their values are
-    copied from the old ones. A function that a script or another library has put in the place of
-    Keras' does more than that one does, and stays. ``model`` is None where it is not built yet.
+    copied from the old ones. A function by which a script or another library has replaced Keras'
+    stays. ``model`` is None where it is not built yet.
     """
-    known = vars(model) if model is not None else {}
-    made = [name for name in ALL_FUNCTIONS if known.get(name) is not None]
-    made = [name for name in made if not is_users_function(known[name])]
+    attributes = vars(model) if model is not None else {}
+    made = [name for name in ALL_FUNCTIONS if attributes.get(name) is not None]
+    made = [name for name in made if not is_users_function(attributes[name])]
     train = [function for function in made if trains(function)]
     state = model.optimizer.get_weights() if train else None
     yield

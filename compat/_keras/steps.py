@@ -1,7 +1,7 @@
-"""Steps of the user's own (``train_step`` and the like), in tf.keras and Keras 3.
+"""User-defined steps (``train_step`` and the like), in tf.keras and Keras 3.
 
-Keras' own steps call the model. A step of one's own may call the model's parts instead, as those
-of GANs and autoencoders do. So these parts run on several devices as well. ``UsageCheck`` finds
+Keras' own steps call the model. A user-defined step may call the model's parts instead, as those
+of GANs and autoencoders do. So these parts run on several devices as well. ``UsageCheck`` reports
 steps that reach none of them.
 """
 
@@ -14,17 +14,17 @@ _STEPS = (*_STEPS_OF_TRAINING, "test_step", "predict_step")
 
 
 def has_own_steps(model: "Any") -> bool:
-    """Return whether a step of this model is the user's."""
+    """Return whether a step of a model is user-defined."""
     return any(_keras.is_users(getattr(type(model), name, None)) for name in _STEPS)
 
 
 def has_own_training(model: "Any") -> bool:
-    """Return whether the user's code computes the loss of a training step, or does all of it."""
+    """Return whether the training step of a model, or its loss, is user-defined."""
     return any(_keras.is_users(getattr(type(model), name, None)) for name in _STEPS_OF_TRAINING)
 
 
 def called_models(model: "Any") -> "List[Any]":
-    """Return the models within ``model`` that a step of the user's may call."""
+    """Return the models within ``model`` that a user-defined step may call."""
     if not has_own_steps(model):
         return []
     parts = [layer for layer in _keras.all_layers(model) if layer is not model]
@@ -32,12 +32,14 @@ def called_models(model: "Any") -> "List[Any]":
 
 
 def install(kind: "Type[Any]", model: "Any", devices: "Sequence[str]", first: str) -> None:
-    """Have a model run on several devices, and the models that steps of its own call.
+    """Have a model run on several devices, and the models that its user-defined steps call.
 
     Arguments:
-        kind: the class of the call that does it. It has an attribute ``belongs_to_step``: whether
+        kind: the class of the replicated call. It has an attribute ``belongs_to_step``: whether
             the model became replicated with the one whose steps call it.
-        first: where a model stays that cannot be divided, for the warning.
+        model: the model.
+        devices: the devices.
+        first: the device of models that cannot be split, for the warning.
     """
     kind(devices).install(model)
     for part in called_models(model):
@@ -52,7 +54,7 @@ def remove(kind: "Type[Any]", model: "Any") -> bool:
     """Make a model plain, and the models within that became replicated with it.
 
     Returns:
-        Whether there was one.
+        Whether one was replicated.
     """
     changed = False
     for part in _keras.all_layers(model):
@@ -64,7 +66,7 @@ def remove(kind: "Type[Any]", model: "Any") -> bool:
 
 
 def why_unsplit(model: "Any") -> "Optional[str]":
-    """Why training steps of the user's own split no batch, a text for ``UsageCheck``, or None."""
+    """Return why user-defined training steps split no batch, for ``UsageCheck``, or None."""
     if not has_own_steps(model):
         return None
     within = {id(part) for part in called_models(model)}

@@ -1,7 +1,7 @@
 """The public methods of a Keras model that train, evaluate and predict, watched.
 
-They are where the framework's steps begin, whatever functions this Keras makes for them: a check
-that stands here notices steps which never reach what compat replaces further inside.
+The framework's steps begin there, whatever functions a Keras makes for them, so a check notices
+steps that never reach the methods that compat replaces.
 """
 
 import functools
@@ -26,12 +26,12 @@ _KINDS = {
     "predict_generator": "predict",
     "predict_on_batch": "predict",
 }
-# Kind of step -> the attribute in which Keras keeps the function that does it.
+# Kind of step -> the attribute of Keras' function for it.
 _FUNCTIONS = dict(zip(("train", "evaluate", "predict"), _keras.FUNCTIONS))
 
 
 class WatchedMethod(patching.InstanceMethod):
-    """A method that does steps of one kind, which a ``UsageCheck`` checks."""
+    """A method whose steps, of one kind, a ``UsageCheck`` checks."""
 
     watches = True
 
@@ -57,7 +57,7 @@ _METHODS: "List[Type[WatchedMethod]]" = [
 
 
 def function_of(model: "Any", kind: str, method: str = "") -> "Any":
-    """Return the function that Keras has made for the step which this method calls, or None."""
+    """Return the function that Keras has made for a method's steps, or None."""
     inner, attribute = _keras.inner_model(model), _FUNCTIONS[kind]
     if not method.endswith("_on_batch"):
         attribute = _keras.function_of_epochs(inner, attribute)
@@ -65,7 +65,7 @@ def function_of(model: "Any", kind: str, method: str = "") -> "Any":
 
 
 def install(model: "Any", check: "Optional[UsageCheck]") -> None:
-    """Have a check watch a model's methods; None: none does any more."""
+    """Have a check watch a model's methods; None: stop watching."""
     for method in _METHODS:
         watched = method.of(model)
         if watched is not None:
@@ -76,16 +76,16 @@ def install(model: "Any", check: "Optional[UsageCheck]") -> None:
 
 def check_of(model: "Any") -> "Optional[UsageCheck]":
     """Return the check that watches a model's methods, or None."""
-    found = (method.of(model) for method in _METHODS)
-    return next((watched.check for watched in found if watched is not None), None)
+    methods = (method.of(model) for method in _METHODS)
+    return next((watched.check for watched in methods if watched is not None), None)
 
 
 def hooks(model: "Any") -> "Dict[str, patching.InstanceMethod]":
-    """Return what compat replaced on a model and on the model inside it, without these methods."""
-    found = {}
-    for each in (model, _keras.inner_model(model)):
-        stacks = patching.InstanceMethod.all_of(each) if each is not None else {}
+    """Return the methods that compat replaced on a model and its inner model, but for these."""
+    hooks = {}
+    for owner in (model, _keras.inner_model(model)):
+        stacks = patching.InstanceMethod.all_of(owner) if owner is not None else {}
         for name, stack in stacks.items():
             replaced = [method for method in stack if not hasattr(method, "watches")]
-            found.update({name: replaced[-1]} if replaced else {})
-    return found
+            hooks.update({name: replaced[-1]} if replaced else {})
+    return hooks

@@ -1,4 +1,4 @@
-"""Wrappers of ``multi_gpu_model`` and ``make_parallel``, of any Keras', by how they are wired."""
+"""Wrappers of ``multi_gpu_model`` and ``make_parallel``, recognised by their layers."""
 
 from typing import Any, Iterable, List, Set, Tuple
 
@@ -8,10 +8,10 @@ from .. import _keras
 def inside(model: "Any") -> "Any":
     """Return the model that computes all outputs of ``model`` from all its inputs, or None.
 
-    The wrapper joins them along the rows; compat's own passes on those of one call. The calls of a
-    siamese network are on an input each, so it is none.
+    The wrapper concatenates them along the batch dimension; compat's own returns those of one call.
+    A siamese network calls a model on one input at a time, so it is no wrapper.
     """
-    found = set()
+    models = set()
     inputs = {id(tensor) for tensor in getattr(model, "inputs", None) or ()}
     for output in _outputs(model):
         layer, sources = _made_of(output)
@@ -21,8 +21,8 @@ def inside(model: "Any") -> "Any":
             inner, parts = _made_of(source)
             if not hasattr(inner, "layers") or _inputs_of(parts) != inputs:
                 return None
-            found.add(inner)
-    return found.pop() if len(found) == 1 else None
+            models.add(inner)
+    return models.pop() if len(models) == 1 else None
 
 
 def splits_batches(model: "Any") -> bool:
@@ -31,10 +31,10 @@ def splits_batches(model: "Any") -> bool:
 
 
 def _outputs(model: "Any") -> "List[Any]":
-    """Return the symbolic outputs; Keras 3 raises an error where a model has none yet."""
-    found = (getattr(model, "outputs", None) if model.built else None) or []
+    """Return a model's symbolic outputs; Keras 3 raises an error where it has none yet."""
+    outputs = (getattr(model, "outputs", None) if model.built else None) or []
     # A model that was called with a tensor of a graph may have such ones for its outputs.
-    return found if all(hasattr(tensor, "_keras_history") for tensor in found) else []
+    return outputs if all(hasattr(tensor, "_keras_history") for tensor in outputs) else []
 
 
 def _joins_rows(layer: "Any") -> bool:
@@ -45,7 +45,7 @@ def _joins_rows(layer: "Any") -> bool:
 
 
 def _is_identity(model: "Any", layer: "Any") -> bool:
-    """Return whether a layer is such as ``_keras.identity`` makes."""
+    """Return whether a layer is like those of ``_keras.identity``."""
     kind = type(layer).__name__
     if kind == "LeakyReLU":
         return float(getattr(layer, "negative_slope", getattr(layer, "alpha", 0))) == 1
@@ -53,7 +53,7 @@ def _is_identity(model: "Any", layer: "Any") -> bool:
 
 
 def _made_of(tensor: "Any") -> "Tuple[Any, List[Any]]":
-    """Return the layer that made a symbolic tensor, and the tensors that it made it of."""
+    """Return the layer that made a symbolic tensor, and its inputs."""
     layer, index = tensor._keras_history[:2]
     nodes = getattr(layer, "_inbound_nodes", None) or layer.inbound_nodes  # before Keras 2.1.3
     tensors = nodes[index].input_tensors
@@ -61,7 +61,7 @@ def _made_of(tensor: "Any") -> "Tuple[Any, List[Any]]":
 
 
 def _inputs_of(tensors: "Iterable[Any]") -> "Set[int]":
-    """Return the model's inputs, by their ids, that these tensors are made of."""
+    """Return the ids of the model's inputs from which tensors are computed."""
     todo = list(tensors)
     for tensor in todo:  # which grows meanwhile
         todo += [
