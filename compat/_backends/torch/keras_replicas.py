@@ -18,14 +18,14 @@ from .state import moved_late, version_of
 class ReplicatedKerasCall(ReplicatedCall):
     """The ``call`` of a Keras model on several devices."""
 
-    def layouts(self, model, arguments):
-        return super().layouts(model, arguments)
+    def unsplittable(self, model):
+        """Return why no call can be split: variables that are set to a gradient.
 
-    def first_call(self, model, arguments, layouts, numbers):
-        if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
-            # Set to a gradient, which replicas would add up: the largest values of float8.
-            raise NotMergeable(_rows.Across(None))
-        return super().first_call(model, arguments, layouts, numbers)
+        Replicas would add the gradients up: those of float8 are largest values.
+        """
+        variables = model.trainable_variables
+        is_set = any(getattr(v, "overwrite_with_gradient", False) for v in variables)
+        return _rows.Across(None) if is_set else None
 
     def converter(self, model):
         """Return a function that converts arrays, which Keras passes to a model, too."""

@@ -11,7 +11,7 @@ from ... import _rows
 from .expressions import ComputedTotal, State, Total, expression_of
 from .graph import tag_of
 from .merging import MergeRule, NotMergeable, Recomputed, UnchangedState, recompute
-from .row_counts import RowCount, differs
+from .row_counts import RowCount
 from .tensors import close, is_number
 from .trial import fits
 
@@ -45,7 +45,7 @@ class CallPlan:
     def fit(self, outcomes, total):
         """Return whether the rules are those for calls that were not watched."""
         sizes = [outcome.rows for outcome in outcomes]
-        differ = any(differs(*each, sizes, total) for each in self.comparisons)
+        differ = any(each.differs(sizes, total) for each in self.comparisons)
         return (total in self.totals or not differ) and all(map(self.fits, outcomes))
 
     def fits(self, outcome):

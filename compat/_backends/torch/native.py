@@ -62,11 +62,10 @@ class ReplicatedForward(ForwardMethod, ReplicatedCall):
     def replicas(self, model):
         return ModuleReplicas(model)
 
-    def first_call(self, model, arguments, layouts, numbers):
-        if any(getattr(part, "sparse", False) is True for part in model.modules()):
-            # No copy on another device takes such a gradient back.
-            raise NotMergeable(_rows.Across("that makes sparse gradients", why="unknown"))
-        return super().first_call(model, arguments, layouts, numbers)
+    def unsplittable(self, model):
+        """Return why no call can be split: copies of weights take no sparse gradients back."""
+        is_sparse = any(getattr(part, "sparse", False) is True for part in model.modules())
+        return _rows.Across("that makes sparse gradients", why="unknown") if is_sparse else None
 
 
 class ModuleReplicas(Replicas):

@@ -1,6 +1,5 @@
 """Placements of the tensors that a replica computes, inferred as torch's functions are called."""
 
-import collections
 import inspect
 import re
 
@@ -18,7 +17,8 @@ from .expressions import (
     expression_of,
 )
 from .graph import Call, call_tensors, is_packing, is_sharded, tag, tag_of
-from .row_counts import AS_ANY, RowCount, differs, has_count
+from .host_values import HostValue
+from .row_counts import PLAIN_USE, RowCount, has_count
 from .trial import try_function
 
 # Kinds of torch's functions, by their names.
@@ -73,9 +73,9 @@ class Propagation(torch.overrides.TorchFunctionMode):
         self.probing = probing
         self.paused = False
         self.items = {}  # by id: numbers that were taken from tensors, and these
-        self.escapes = []
+        self.host_values = []
         self.counting = False  # whether len() has told Python the number of rows
-        self.comparisons = set()  # of numbers of rows with others
+        self.comparisons = set()  # of numbers of rows: ``CountComparison``s
         self.misplaced = False  # whether a layer of sequences was given rows where it has none
         self.by_count = None  # where Python may have chosen its way by the number of rows
         self.hooks = []  # where there are some on what comes back
@@ -178,10 +178,10 @@ class Propagation(torch.overrides.TorchFunctionMode):
         if not is_sharded(tensor) or not rows.even:
             # There may be as many as some values of rows ask for.
             if isinstance(rows, _rows.Placement) and not is_packing():
-                self.escapes.append(Escape(self.across(name), self.mixed(name), result))
+                self.host_values.append(HostValue(self.across(name), self.mixed(name), result))
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
-            self.compare(AS_ANY, 1, 0, name)
+            self.compare(PLAIN_USE, name)
 
         def counted(dim, size):
             if dim % tensor.dim() == rows.axis and size % self.rows == 0 and size:
@@ -337,14 +337,19 @@ class Propagation(torch.overrides.TorchFunctionMode):
             found = expression_of(call.given[0])
         if name in ("item", "__float__") and isinstance(result, float):
             self.items[id(result)] = (result, call.given[0])
-        self.escapes.append(Escape(self.across(name), found, result))
+        self.host_values.append(HostValue(self.across(name), found, result))
 
-    def compare(self, function, per, number, name="size"):
-        """Note that a number of rows was compared with another number."""
+    def compare(self, comparison, name="size"):
+        """Note a ``CountComparison`` of a number of rows.
+
+        Arguments:
+            comparison: what was compared.
+            name: the function that has given the number.
+        """
         if self.paused:
             return
-        self.comparisons.add((function, per, number))
-        if differs(function, per, number, [self.rows], self.total):
+        self.comparisons.add(comparison)
+        if comparison.differs([self.rows], self.total):
             self.by_count = self.by_count or self.across(name)
 
     # Tags -------------------------------------------------------------------------------------
@@ -357,8 +362,3 @@ class Propagation(torch.overrides.TorchFunctionMode):
 
     def across(self, name, why="mixed"):
         return graph.across(self.model, name, why)
-
-
-#: A number that a replica's rows have given to Python, which may choose its way by it: where, an
-#: ``Across``; its tag, an expression or ``Mixed``; and the number.
-Escape = collections.namedtuple("Escape", "across tag value")

@@ -1,10 +1,34 @@
 """Numbers of rows: sizes that grow with the batch, whose comparisons with others are noted."""
 
+from typing import Callable, Iterable, NamedTuple, Optional
+
 from torch.utils import _pytree as tree
 
-#: The comparison by which any two numbers of rows differ: Python was given one of them as any
-#: other number, and what it does by it is not seen.
-AS_ANY = int.__sub__
+
+class CountComparison(NamedTuple):
+    """A comparison of a number of rows with another number, by which Python may choose its way.
+
+    Arguments:
+        operator: a function of two numbers, such as ``int.__lt__``; None: Python was given the
+            number as a plain one, and what it does by it is not seen.
+        per: how many each row counts for.
+        number: the other number.
+    """
+
+    operator: "Optional[Callable[[int, int], bool]]"
+    per: int = 1
+    number: int = 0
+
+    def differs(self, sizes: "Iterable[int]", total: int) -> bool:
+        """Return whether its result for any of these numbers of rows is not that for all rows."""
+        if self.operator is None:
+            return any(size != total for size in sizes)
+        result = self.operator(self.per * total, self.number)
+        return any(self.operator(self.per * size, self.number) != result for size in sizes)
+
+
+#: The use of a number of rows as a plain number.
+PLAIN_USE = CountComparison(None)
 
 
 class RowCount(int):
@@ -37,7 +61,7 @@ class RowCount(int):
         return self.plain() // other
 
     def plain(self):
-        self.propagation.compare(AS_ANY, 1, 0)
+        self.propagation.compare(PLAIN_USE)
         return int(self)
 
     def __reduce__(self):
@@ -59,7 +83,7 @@ def _compared(name):
 
     def compared(self, other):
         if _is_plain(other):
-            self.propagation.compare(plain, self.per, other)
+            self.propagation.compare(CountComparison(plain, self.per, other))
         return plain(self, other)
 
     return compared
@@ -71,11 +95,6 @@ for _name in "add radd sub rsub mod pow truediv rtruediv".split():
 
 for _name in "eq ne lt le gt ge".split():
     setattr(RowCount, f"__{_name}__", _compared(f"__{_name}__"))
-
-
-def differs(operator, per, number, sizes, total):
-    """Return whether a comparison has another result for some of the rows than for all."""
-    return any(operator(per * size, number) != operator(per * total, number) for size in sizes)
 
 
 def has_count(*values):

@@ -1,0 +1,297 @@
+"""One call of a model, split: replicas run on their shards, and their values are merged.
+
+Replica i computes the rows ``splitting.run_bounds`` gives it, on its device, one after the other:
+work on GPUs is queued, so that they compute at the same time, and autograd runs the backward pass
+of each device in a thread of its own.
+"""
+
+import contextlib
+import itertools
+
+import torch
+
+from ... import _rows, errors
+from ..._rows import splitting
+from ..._rows.splitting import unsplit
+from ..._runtime import work
+from . import executions, kept_rows, linked_values, profiler
+from .arguments import Unchanged, shard_on
+from .custom_gradients import check_gradients, custom_gradient
+from .graph import tag
+from .host_values import choices_of
+from .merge_rules import decide
+from .merging import NotMergeable, UnchangedState, form
+from .outcomes import Outcome, untagged
+from .propagation import Propagation
+from .side_effects import is_user_defined
+from .trial import PartsTrial, evaluating, prove
+
+
+class SplitCall:
+    """One call of a model on several devices.
+
+    Arguments:
+        method: the ``ReplicatedCall`` that was called.
+        model: the model.
+        arguments: the ``CallArguments``.
+    """
+
+    def __init__(self, method, model, arguments):
+        self.method, self.model, self.arguments = method, model, arguments
+        self.home = method.home(model, arguments)
+
+    def tried(self, layout, plan):
+        """Return the merged results of the first call by a new plan, which a trial has proved.
+
+        Arguments:
+            layout: how the arguments may be cut.
+            plan: the ``CallPlan``, which may cut less.
+
+        Raises:
+            NotMergeable: it does not merge what one device computes.
+            CutOtherwise: the call has left rows in the model, which are to be cut, too.
+        """
+        plan.trial = self.trial(layout._replace(cuts=plan.cuts, kept=plan.kept))
+        plan.trial.outcomes()  # first: three rows tell more of what has no rule
+        self.check_kept(layout)
+        return self.computed(layout, plan)
+
+    def computed(self, layout, plan):
+        """Return the replicas' merged results; where they do not fit the plan they are watched.
+
+        Arguments:
+            layout: how the arguments may be cut.
+            plan: the ``CallPlan``, which may cut less.
+        """
+        plan.watch = plan.watch or any(rows.other is not None for rows in layout.kept)
+        cut = layout._replace(cuts=plan.cuts, kept=plan.kept)
+        if not plan.watch:
+            replicas = self.method.replicas(self.model)
+            outcomes = self.run(replicas, cut, plan)
+            if plan.fit(outcomes, layout.rows):
+                return self.merge(replicas, cut, plan, outcomes)
+            plan.watch = True
+        replicas = self.method.replicas(self.model)
+        outcomes = self.run(replicas, cut, plan)
+        self.check_kept(layout)
+        return self.merge(replicas, cut, plan, outcomes)
+
+    def kept(self, rows):
+        """Return rows that the model keeps, as a call of so many finds them: see ``kept_rows``."""
+        if not self.method.kept_rows.axes:
+            return ()
+        effects = self.method.reach(self.model).effects
+        effects.note()
+        sizes = splitting.sizes(rows, self.replica_count(rows))
+        return self.method.kept_rows.found(effects, rows, sizes)
+
+    def check_kept(self, layout):
+        """Raise ``CutOtherwise`` where a call has shown more of that."""
+        if self.kept(layout.rows) != layout.kept:
+            raise kept_rows.CutOtherwise
+
+    # Running ----------------------------------------------------------------------------------
+
+    def run(self, replicas, layout, plan):
+        """Return each replica's outcome: the first one alone where that shows that weights move.
+
+        The first one has the weights themselves, not copies, as far as none are moved.
+        """
+        outcomes, count = [], self.replica_count(layout.rows)
+        names = self.method.devices[:count]
+        copies = plan.watch or any(key[0] == "weight" for key in plan.rules)
+        for index, name in enumerate(names):
+            # On the CPU "cpu:1" is a name only.
+            device = torch.device("cpu" if name.startswith("cpu") else name)
+            rows, copy = range(*splitting.run_bounds(layout.rows, count, index)), index > 0
+            mark = torch.profiler.record_function(profiler.REPLICA + name)
+            with executions.recorded(names), mark:
+                outcome = self.replica(replicas, layout, device, rows, copies or copy, plan.watch)
+            outcomes.append(outcome)
+            if not copies and any(key[0] == "weight" for key in outcome.values):
+                break  # which is new
+        return outcomes
+
+    def replica_count(self, rows):
+        """Return how many replicas compute so many rows."""
+        kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.method.devices)
+        if any(isinstance(part, kind) and part.training for part in self.model.modules()):
+            count = min(count, max(1, rows // 2))  # it refuses a single row in training
+        return count
+
+    def replica(self, replicas, layout, device, rows, copy, watched, probing=False):
+        """Run one replica, and return its outcome.
+
+        Arguments:
+            replicas: the ``Replicas`` that it is one of.
+            layout: how the arguments are cut.
+            device: where it computes.
+            rows: the numbers of the rows that it computes.
+            copy: whether weights are copied even where they are on the device.
+            watched: whether placements are inferred.
+            probing: see ``Propagation``.
+        """
+        arguments, method, leaves = self.arguments, self.method, []
+        for leaf, where in zip(arguments.leaves, layout.cuts):
+            leaf = arguments.copied(leaf, shard_on(device, where, rows, leaf))
+            if watched and where is not None:
+                tag(leaf, _rows.Sharded(where))
+            leaves.append(leaf)
+        propagation = None
+        if watched:
+            propagation = Propagation(self.model, len(rows), layout.rows, method.tried, probing)
+        own = kept_rows.OwnRows(method.kept_rows, layout, device, rows, watched)
+        replicas.outside.own_rows = own
+        with arguments.given(leaves) as (args, kwargs):
+            # What torch.compile() has made runs the functions that it was made of.
+            eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
+            with unsplit, eager:
+                try:
+                    plain = method.plain(self.model)
+                    result, values, buffers = replicas.run(
+                        plain, device, copy, args, kwargs, propagation
+                    )
+                except (NotMergeable, torch.cuda.OutOfMemoryError, errors.UnsupportedError):
+                    raise
+                except Exception as error:
+                    across = getattr(error, "across", None) or _rows.Across(None, why="fails")
+                    raise NotMergeable(across) from error
+                finally:
+                    if watched:
+                        propagation.paused = True  # an interruption may have kept it from saying so
+            outcome = Outcome(
+                len(rows), (result, arguments.changed()), values, buffers, propagation
+            )
+            # What is the replica's own becomes what it is of the whole batch.
+            for key, value in outcome.values.items():
+                if isinstance(value, torch.Tensor):
+                    outcome.values[key] = arguments.own(value)
+                elif isinstance(value, torch.device) and value == device:
+                    outcome.values[key] = self.home
+        return outcome
+
+    # Merging ----------------------------------------------------------------------------------
+
+    def merge(self, replicas, layout, plan, outcomes):
+        """Set state and losses, and return the result."""
+        home, all_sizes = self.home, splitting.sizes(layout.rows, len(outcomes))
+        counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
+        first, sizes = counted[0], list(filter(None, all_sizes))
+        if any(list(outcome.values) != list(first.values) for outcome in counted):
+            raise NotMergeable()
+        if plan.watch:
+            self.decide(replicas, layout, plan, counted, sizes)
+        merged, known_parts = {}, {}
+        for key in first.values:
+            rule = plan.rules[key]
+            if isinstance(rule, UnchangedState):
+                continue
+            values = [outcome.values[key] for outcome in counted]
+            if rule.axis is not None:
+                # Of a replica without rows of its own none: it gets gradients, 0, too.
+                pairs = [(outcome.values[key], n) for outcome, n in zip(outcomes, all_sizes)]
+                values = [v if n else shard_on(home, rule.axis, range(0), v) for v, n in pairs]
+            same = tuple(id(outcome.values[key]) for outcome in outcomes)
+            is_state = key[0] in ("state", "weight")
+            if same in known_parts and not is_state:  # as a result that is kept besides
+                merged[key] = known_parts[same]
+                continue
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_state):
+                merged[key] = rule.merged(values, sizes, home, replicas.before.get(key))
+            if isinstance(merged[key], torch.Tensor) and not is_state:
+                known_parts[same] = merged[key]
+                is_kept = any(value.retains_grad for value in values)
+                if merged[key].requires_grad and (is_kept or key in plan.linked):
+                    linked_values.Parts.attach(merged[key], values, rule)
+        merged.update((key, merged[key].item()) for key in first.numbers)
+        merged.update((key, merged[key].numpy()) for key in first.arrays)
+        cuts = {id(leaf): cut for leaf, cut in zip(self.arguments.leaves, layout.cuts)}
+        for key, value in merged.items():
+            rule, is_given = plan.rules[key], isinstance(value, Unchanged)
+            axis = cuts.get(id(value.value)) if is_given else rule.axis
+            if key[0] == "effect" and axis is not None:
+                replicas.outside.axes[key] = axis
+        merged = {key: untagged(value) for key, value in merged.items()}
+        replicas.finish(merged)
+        work.count(self.method.devices[: len(all_sizes)], all_sizes, torch.is_grad_enabled())
+        return first.unflatten([v for k, v in merged.items() if k[0] == "result"])[0]
+
+    def decide(self, replicas, layout, plan, outcomes, sizes):
+        """Find the rules of a call that was watched, and whether later ones are watched, too."""
+        first, trial = outcomes[0], plan.trial or self.trial(layout)
+        previous, plan.rules = plan.rules, {}
+        for key in first.values:
+            values = [outcome.values[key] for outcome in outcomes]
+            rule = previous.get(key)
+            found = form(values[0])
+            if rule is None or rule.form != found:
+                rule = decide(key, values, sizes, replicas.before.get(key), self.home, trial)
+                rule.form = found
+            # A number that was taken from a tensor does not show from where.
+            rule.is_lasting = rule.is_lasting and key not in first.numbers
+            plan.rules[key] = rule
+        plan.described = first.described
+        if plan.trial is not None or plan.rules != previous:
+            prove(trial, plan.rules, replicas.before, self.home)
+            plan.linked = linked_values.find(first.values)
+        if plan.trial is not None and torch.is_grad_enabled():
+            self.check_custom_gradients(replicas, plan, first)
+        propagations = [outcome.propagation for outcome in outcomes]
+        plan.comparisons.update(*[propagation.comparisons for propagation in propagations])
+        choices = choices_of(propagations, plan, layout.rows, self.home)
+        if choices.inconclusive:
+            self.check_choices(replicas, layout, plan, len(outcomes), choices)
+        plan.totals.add(layout.rows)
+        plan.watch = choices.by_values or not all(rule.is_lasting for rule in plan.rules.values())
+
+    def check_custom_gradients(self, replicas, plan, outcome):
+        """Compare gradients of the plan's trial, if any lead through a user-defined one.
+
+        Raises:
+            NotMergeable: they are not those of one device.
+        """
+        tensors = [leaf for leaf in self.arguments.leaves if isinstance(leaf, torch.Tensor)]
+        across = custom_gradient(outcome, tensors)
+        sources = [v for v in tensors + list(self.model.parameters()) if v.requires_grad]
+        if across is None or not sources:
+            return
+        outside, effects = self.method.replicas(self.model).outside, {}
+        with outside.replica(False, effects):
+            check_gradients(plan.trial, plan.rules, replicas.before, self.home, sources, across)
+        if effects:  # what a hook leaves outside, of which each device sees a part
+            raise NotMergeable(across)
+
+    def check_choices(self, replicas, layout, plan, count, choices):
+        """Compare the call with all of the batch on one device, which may take another branch.
+
+        Arguments:
+            replicas: those of the call.
+            layout: how its arguments are cut.
+            plan: its ``CallPlan``.
+            count: how many replicas have computed rows.
+            choices: the ``Choices``, of which some are inconclusive.
+
+        Raises:
+            NotMergeable: the branch affects the result.
+        """
+        parts = [range(*splitting.bounds(layout.rows, count, i)) for i in range(count)]
+        try:
+            prove(self.trial(layout, parts), plan.rules, replicas.before, self.home)
+        except NotMergeable:
+            raise NotMergeable(choices.inconclusive[0]) from None
+        plan.harmless.update(choices.lines)
+
+    def trial(self, layout, parts=_rows.trial.PARTS):
+        """Return a trial of rows of this batch; what is sorted stays sorted."""
+        last = layout.rows - 1
+
+        def compute(rows, gradients=False):
+            """Compute with these rows, without dropout, and without a trace."""
+            replicas = self.method.replicas(self.model)
+            torchs = itertools.filterfalse(is_user_defined, self.model.modules())
+            numbers = replicas.outside.random_numbers()
+            with numbers, torch.set_grad_enabled(gradients), evaluating(torchs):
+                outcome = self.replica(replicas, layout, self.home, rows, True, True, probing=True)
+            return compute(rows, gradients) if replicas.outside.found_more else outcome
+
+        return PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
