@@ -7,6 +7,7 @@ together at all. So the plain call is traced once more, with an unknown number o
 operations are followed from the batch to the results.
 """
 
+import contextlib
 import itertools
 import numbers
 
@@ -48,7 +49,11 @@ class Trace:
         lookups: what is looked up in variables, as of the ``Propagation``.
         across: what cannot be put together from what the devices have: an ``Across``, or None.
         changes: those that the call made in Python objects, which are taken back.
+        fails: whether a call on parts of a batch failed right after it was traced.
     """
+
+    holds = True
+    fails = False
 
     def __init__(self, call, arguments, state, effects, device):
         self._layers = {getattr(layer, "name", None) for layer in state.layers}
@@ -58,13 +63,11 @@ class Trace:
         )
         known = {t.name: placement for t, placement in zip(placeholders, placements)}
         handles = {t.name: id(e) for t, e in captures(graph) if t.dtype.name == "resource"}
-        with tf.init_scope(), tf.device(device):
-            values, copies = _values(graph)
+        with tf.init_scope(), tf.device(device), contextlib.ExitStack() as stack:
+            values, copies = _values(graph, stack)
             rows = zip(placeholders, arguments.three_rows())
             values.update((tensor.name, lanes) for tensor, lanes in rows if lanes is not None)
             propagation = Propagation(graph, known, handles, self._across, OpTrial(values, copies))
-            for copy in copies.values():
-                tf.raw_ops.DestroyResourceOp(resource=copy)
         outputs = [_placement(propagation, value) for value in results["outputs"]]
         losses = [_placement(propagation, value) for value in results["losses"]]
         noted = [
@@ -116,6 +119,21 @@ class Trace:
         return _rows.Across(f"{op.name} ({op.type})", layer, line_of(op), why)
 
 
+class FailedTrace:
+    """In place of the trace of a call that cannot be traced.
+
+    Arguments:
+        across: why it runs unsplit.
+        holds: whether other calls of its kind need not be traced.
+    """
+
+    changes = ()
+    fails = True
+
+    def __init__(self, across, holds):
+        self.across, self.holds = across, holds
+
+
 def _traced(call, arguments, placements, state, effects):
     """The graph of a call, with an unknown number of rows; its placeholders; and its results."""
     from tensorflow.python.autograph.core import ag_ctx
@@ -157,8 +175,12 @@ def _placement(propagation, value):
     return Mixed() if is_array or isinstance(placement, Added) else placement
 
 
-def _values(graph):
-    """What is known of what a graph captures, and the copies of variables that it may set."""
+def _values(graph, stack):
+    """Return the values that a graph captures, and the copies of variables that it may set.
+
+    Arguments:
+        stack: an ``ExitStack``, with which the copies end.
+    """
     known, copies = {}, {}
     for internal, external in captures(graph):
         value = eager(external)
@@ -166,12 +188,12 @@ def _values(graph):
             continue
         known[internal.name] = [value] * LANES
         if internal.dtype.name == "resource" and may_be_set(internal):
-            known[internal.name] = [_copy(value) for _ in range(LANES)]
+            known[internal.name] = [_copy(value, stack) for _ in range(LANES)]
             copies.update((id(copy), copy) for copy in known[internal.name])
     return known, copies
 
 
-def _copy(handle):
+def _copy(handle, stack):
     """Return the handle of a variable with the value of another one.
 
     It is no tf.Variable: the function that is being traced may make none.
@@ -179,6 +201,7 @@ def _copy(handle):
     value = model_state.read(handle)
     name = f"compat_copy_{next(_copies)}"
     copy = tf.raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
+    stack.callback(tf.raw_ops.DestroyResourceOp, resource=copy)
     tf.raw_ops.AssignVariableOp(resource=copy, value=value)
     return copy
 

@@ -5,6 +5,7 @@ import functools
 import inspect
 import threading
 import weakref
+from typing import Any, Dict, Union
 
 import tensorflow as tf
 
@@ -24,7 +25,7 @@ from .arguments import (
 )
 from .batch_counts import count
 from .between_outputs import InnerGradients
-from .call_trace import Trace
+from .call_trace import FailedTrace, Trace
 from .functional_call import as_function
 from .graph import only_traced, recording
 from .keras_patches import read_kernels
@@ -146,6 +147,9 @@ def _differentiable(compute, values):
 #: How often a call that is divided was begun, of any model.
 reached = [0]
 
+#: How many traces of eager calls are kept for a model: an argument may be another one each time.
+TRACES = 100
+
 
 class ReplicatedCall(patching.InstanceMethod):
     """The ``call`` of a model on several devices.
@@ -172,7 +176,7 @@ class ReplicatedCall(patching.InstanceMethod):
         super().__init__(devices)
         # Whether it is there for a model around this one, whose step may call this one.
         self.belongs_to_step = belongs_to_step
-        self.traces = {}  # type: Dict[Any, Any]  # of eager calls
+        self.traces: "Dict[Any, Union[Trace, FailedTrace]]" = {}  # of eager calls, by their kind
         self.effects = None  # of the model, which they belong to
         self.lock = threading.RLock()
 
@@ -207,55 +211,85 @@ class ReplicatedCall(patching.InstanceMethod):
         if arguments.why:
             return self._whole(model, call, arguments, _rows.Across(None, why=arguments.why))
         with self.lock:  # what is noted of one call is not of another thread's
-            return self._divided(model, call, arguments)
+            return self._split(model, call, arguments)
 
-    def _divided(self, model, call, arguments):
+    def _split(self, model, call, arguments):
         """Run the call on all devices, or on the first one where that is not possible."""
         state = ModelState(_keras.all_layers(model) if self.is_of_keras else [])
-        trace = across = effects = watched = None
-        why = "unknown"  # it cannot be traced with an unknown number of rows
-        key = arguments.kind() if tf.executing_eagerly() and len(self.devices) > 1 else None
-        known = self.traces.get(key)
+        if len(self.devices) == 1:
+            replicas = self._computed(call, arguments, state, None, None)
+            return self._merged(arguments, state, None, None, replicas)
+        effects = self._effects(model)
+        effects.begin()
+        kind = arguments.kind() if tf.executing_eagerly() else None
+        last = self.traces.pop(kind, None)  # kept again at the end, unless it holds no longer
+        known = last if last is not None and last.holds else None
+        trace = known or self._traced(call, arguments, state, effects, is_second=last is not None)
+        across = trace.across or _across_in_keras3(model, trace)
+        if across is None:
+            replicas, across = self._attempt(call, arguments, state, effects, trace, known)
+            fails_again = across is not None and across.why == "fails" and trace.fails
+            if across is not None and known is not None and not fails_again:
+                # It was traced when the call left something else, or nothing.
+                return self._split(model, call, arguments)
+        if across is None:
+            results = self._merged(arguments, state, effects, trace, replicas)
+        else:
+            effects.restart()
+            results = self._whole(model, call, arguments, across)
+        if kind is not None:
+            self.traces[kind] = trace
+            if len(self.traces) > TRACES:
+                del self.traces[next(iter(self.traces))]  # the one unused for the longest time
+        return results
+
+    def _traced(self, call, arguments, state, effects, is_second):
+        """Return the plain call's trace, or a ``FailedTrace``."""
         try:
-            if len(self.devices) > 1:
-                watched = self._effects(model)
-                watched.begin()
-                # A call that has left nothing so far is only seen to leave nothing now, either.
-                effects = watched if known is None or known.changes else None
-                trace = known or self._trace(call, arguments, state, effects)
-                if key is not None:
-                    self.traces[key] = trace
-                across = trace.across or _across_in_keras3(model, trace)
-            if across is None:
-                why = "fails"
-                state.watch(trace.variables if trace else [])
-                replicas = self._computed(call, arguments, state, trace, effects)
-                if watched is not effects and watched.undo():
-                    state.take_back()
-                    del self.traces[key]
-                    return self._divided(model, call, arguments)
+            return self._trace(call, arguments, state, effects)
+        except Exception as error:  # of the call, for having an unknown number of rows
+            if not _may_be_of_split(error):
+                raise
+            # A first call may make what its trace misses.
+            return FailedTrace(_rows.Across(None, why="unknown"), holds=is_second)
+
+    def _attempt(self, call, arguments, state, effects, trace, known):
+        """Run the call on all devices.
+
+        Arguments:
+            known: the trace, if it is that of a call before.
+
+        Returns:
+            The replicas, and None; or None and an ``Across`` where they fail or leave what cannot
+            be merged. Then the state is as it was before.
+        """
+        # A call that has left nothing so far is only seen to leave nothing now, either.
+        taken = None if known is not None and not known.changes else effects
+        state.watch(trace.variables)
+        try:
+            replicas = self._computed(call, arguments, state, trace, taken)
+            if taken is None:
+                agree = not effects.undo()
+            else:
                 changes = [replica.changes for replica in replicas]
-                if trace is not None and known is None:
+                if known is None:
                     # What depends on the number of rows is another one there, also where all
                     # replicas have as many.
                     changes.append(trace.changes)
-                if not side_effects.are_equal(changes):
-                    state.take_back()
-                    across = _rows.Across(None, why="effects")
-                    trace.across = across  # of all calls of this kind
-        except Exception as error:
-            if len(self.devices) == 1 or _rows.trial.is_fault(error):
-                raise
+                agree = side_effects.are_equal(changes)
+        except BaseException as error:  # Ctrl-C, too
             state.take_back()
-            if known is not None:  # it was traced when the call left something else
-                del self.traces[key]
-                return self._divided(model, call, arguments)
-            across = _rows.Across(None, why=why)
-        if across is None:
-            return self._merged(arguments, state, effects, trace, replicas)
-        if effects is not None:
-            effects.restart()
-        return self._whole(model, call, arguments, across)
+            if not _may_be_of_split(error):
+                raise
+            trace.fails = known is None or trace.fails
+            return None, _rows.Across(None, why="fails")
+        if agree:
+            return replicas, None
+        state.take_back()
+        across = _rows.Across(None, why="effects")
+        if known is None:
+            trace.across = across  # of all calls of this kind
+        return None, across
 
     def _merged(self, arguments, state, effects, trace, replicas):
         """Return what the call returns for the whole batch, and set what it leaves behind."""
@@ -327,6 +361,15 @@ class ReplicatedCall(patching.InstanceMethod):
 
             plain = api.tf_convert(plain, ag_ctx.control_status_ctx())
         return plain(*args, **kwargs)
+
+
+def _may_be_of_split(error):
+    """Return whether a call may have failed for being traced or split: then it runs unsplit.
+
+    The whole batch on one device takes more memory than its parts on several do.
+    """
+    out_of_memory = isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError))
+    return isinstance(error, Exception) and not (out_of_memory or _rows.trial.is_fault(error))
 
 
 def of(model):

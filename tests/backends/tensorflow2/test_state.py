@@ -5,7 +5,10 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat._backends.tensorflow2 import call_trace, replicas
+from compat.testing import DEVICES
 
+from ..messages import told
 from .reductions import Layer, keras_, rows_of, runs_whole, same, three_devices  # noqa: F401  # the fixture
 from .test_contract import ROWS, TARGETS
 
@@ -95,3 +98,88 @@ def test_a_call_that_cannot_be_traced_runs_whole(keras):
         for rows in (ROWS, ROWS[:7]):
             np.testing.assert_allclose(model(tf.constant(rows)), plain(tf.constant(rows)))
     np.testing.assert_allclose(model.sums.numpy(), plain.sums.numpy(), rtol=1e-5)
+
+
+class Calling(tf.Module):
+    """It counts its calls, and then does something with the result."""
+
+    def __init__(self, then):
+        super().__init__()
+        self.calls, self.then = tf.Variable(0.0), then
+
+    def __call__(self, x):
+        self.calls.assign_add(1.0)
+        return self.then(x)
+
+
+@tf.custom_gradient
+def without_gradient(x):
+    def gradient(upstream):
+        raise NotImplementedError
+
+    return tf.identity(x), gradient
+
+
+def only_whole(x):
+    tf.debugging.assert_equal(tf.shape(x)[0], len(ROWS))
+    return x
+
+
+#: What a call does, why it runs unsplit, and how often it is traced.
+UNSPLIT = {
+    "fails as it is traced": (lambda x: x * float(x.numpy().size > 0), "unknown", 2),
+    "fails on a part": (only_whole, "fails", 1),
+    "has a gradient that fails": (without_gradient, "gradient", 1),
+}
+
+
+@pytest.mark.parametrize("name", UNSPLIT)
+def test_a_call_that_runs_unsplit_is_not_traced_each_time(keras, monkeypatch, name):
+    then, why, number = UNSPLIT[name]
+    traced, trace, model = [], replicas.ReplicatedCall._traced, Calling(then)
+    monkeypatch.setattr(
+        replicas.ReplicatedCall, "_traced", lambda *a, **k: traced.append(a) or trace(*a, **k)
+    )
+    with runs_whole(why):
+        compat.parallelize(model)
+        for _ in range(5):
+            np.testing.assert_array_equal(model(tf.constant(ROWS)), ROWS)
+    assert len(traced) == number and model.calls.numpy() == 5
+
+
+def test_copies_of_variables_end_with_a_trace_that_fails(keras, monkeypatch):
+    copies, copy, model = [], call_trace._copy, compat.parallelize(Calling(tf.identity))
+
+    def copied(*arguments):
+        copies.append(copy(*arguments))
+        return copies[-1]
+
+    def failing(*arguments):
+        raise ValueError("no propagation")
+
+    monkeypatch.setattr(call_trace, "_copy", copied)
+    monkeypatch.setattr(call_trace, "Propagation", failing)
+    with runs_whole("unknown"):
+        model(tf.constant(ROWS))
+    assert copies
+    for each in copies:
+        with pytest.raises((tf.errors.FailedPreconditionError, tf.errors.NotFoundError)):
+            tf.raw_ops.ReadVariableOp(resource=each, dtype=tf.float32)
+
+
+OUT_OF_MEMORY = tf.errors.ResourceExhaustedError(None, None, "OOM when allocating a tensor")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OUT_OF_MEMORY, MemoryError()], ids=repr)
+def test_what_ends_a_call_in_a_replica_leaves_the_state_as_it_was(keras, error):
+    """The whole batch on one device would take more memory than a part of it."""
+
+    def fail_in_the_last_replica(x):
+        if tf.executing_eagerly() and x.device.endswith("CPU:{}".format(DEVICES - 1)):
+            raise error
+        return x
+
+    model = compat.parallelize(Calling(fail_in_the_last_replica))
+    with told() as texts, pytest.raises(type(error)):
+        model(tf.constant(ROWS))
+    assert model.calls.numpy() == 0 and not texts
