@@ -1,5 +1,9 @@
 """Arguments of a call: the tensors among them, which of them are data, and shards of these."""
 
+import hashlib
+import numbers
+import weakref
+
 import numpy as np
 import tensorflow as tf
 
@@ -133,10 +137,13 @@ class ShardedArguments:
         return found
 
     def kind(self):
-        """What calls with arguments of the same kinds have in common."""
-        plain = [value for value in self.leaves if not tf.is_tensor(value)]
-        kinds = [(str(each.dtype), str(each.shape[1:])) for each in tensors_of(self.leaves)]
-        return repr((kinds, self.placements(), plain))
+        """Return what calls have in common for which one trace holds, as a key of a dictionary."""
+        # Where in the arguments a value stands counts, too: which one has which name.
+        structure = repr(tf.nest.map_structure(lambda leaf: 0, self.structure))
+        values = tuple(_PlainValue(leaf) for leaf in self.leaves if not tf.is_tensor(leaf))
+        places = tuple(place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf))
+        types = [(tensor.dtype.name, str(tensor.shape[1:])) for tensor in tensors_of(self.leaves)]
+        return structure, places, tuple(types), repr(self.placements()), values
 
     def three_rows(self):
         """For each of these tensors its values: of three rows, of two of them and of the third.
@@ -153,6 +160,40 @@ class ShardedArguments:
                 parts = [whole, rows_between(whole, 0, 2), rows_between(whole, 2, 3)]
                 found += map(list, zip(*map(tensors_of, parts)))
         return found
+
+
+class _PlainValue:
+    """An argument that is not a tensor, as a part of a key.
+
+    Numbers, texts and numpy's arrays are equal by value; any other object equals only itself, as
+    long as it lives and looks the same.
+    """
+
+    def __init__(self, value):
+        self.reference = None
+        if type(value) is np.ndarray and not value.dtype.hasobject:
+            contents = hashlib.sha256(np.ascontiguousarray(value)).digest()
+            self.key = "array", str(value.dtype), value.shape, contents
+        elif isinstance(value, (numbers.Number, np.generic, str, bytes, type(None))):
+            self.key = type(value), repr(value)  # a NaN equals itself, and 0.0 is not -0.0
+        else:
+            self.key = id(value), repr(value)  # another object may get the id of a dead one
+            self.reference = _reference_to(value)
+
+    def __eq__(self, other):
+        if self.key != other.key:
+            return False
+        return self.reference is None or self.reference() is other.reference() is not None
+
+    def __hash__(self):
+        return hash(self.key)
+
+
+def _reference_to(value):
+    try:
+        return weakref.ref(value)
+    except TypeError:  # there is none to objects of its type
+        return lambda: value
 
 
 _DIFFERENT_INPUTS = (

@@ -7,6 +7,8 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat._backends.tensorflow2 import replicas
+from compat._backends.tensorflow2.arguments import _PlainValue
 from compat.testing import slow, span
 
 from .reductions import keras_, runs_whole, same, three_devices, trained  # noqa: F401  # the fixture
@@ -189,3 +191,62 @@ def test_ragged_batches_run_whole(keras):
 
     with runs_whole("unknown"):
         same(trained(build, words, TARGETS[:16]))
+
+
+# Eager calls that one trace holds for ------------------------------------------------------------
+
+SHARED = np.arange(4000, dtype="float32")
+OTHER = SHARED.copy()
+OTHER[2000] = 0
+
+
+class Choosing(tf.Module):
+    """It adds up the rows, or leaves them, by an argument that is no tensor, or by its name."""
+
+    def __call__(self, x, first=None, second=None, table=None, factor=1.0):
+        is_summed = second is not None or table is not None and table[2000] == 0
+        return tf.reduce_sum(x, axis=0) if is_summed else x * factor
+
+
+CHOICES = {
+    "arrays that numpy abbreviates": [{"table": SHARED}, {"table": OTHER}],
+    "names": [{"first": TARGETS}, {"second": TARGETS}],
+    "numbers": [{"factor": 2.0}, {"factor": 3}],
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_trace_holds_for_calls_with_the_same_arguments(keras, name):
+    plain, model, rows = Choosing(), compat.parallelize(Choosing()), tf.constant(ROWS)
+    for options in CHOICES[name] * 2:
+        options = {key: tf.constant(v) if v is TARGETS else v for key, v in options.items()}
+        same([plain(rows, **options)[None], model(rows, **options)[None]])
+    assert len(type(model)._compat_call.traces) == 2
+
+
+def test_traces_of_arguments_that_always_differ_do_not_pile_up(keras, monkeypatch):
+    monkeypatch.setattr(replicas, "TRACES", 3)
+    model, rows = compat.parallelize(Choosing()), tf.constant(ROWS)
+    for factor in (1, 2, 3, 1, 4, 1):
+        model(rows, factor=factor)
+        traces = type(model)._compat_call.traces
+    assert len(traces) == 3
+    traced = dict(traces)
+    for factor in (1, 3, 4):
+        model(rows, factor=factor)
+    assert {id(trace) for trace in traces.values()} == {id(trace) for trace in traced.values()}
+
+
+def test_an_object_is_the_same_argument_as_long_as_it_lives():
+    class Config:
+        def __repr__(self):
+            return "Config()"
+
+    config = Config()
+    first, again, other = map(_PlainValue, (config, config, Config()))
+    assert first == again and first != other and hash(first) == hash(again)
+    del config
+    assert first != again
+    for value, unequal in ((float("nan"), 1.0), (0.0, -0.0), (1, True), ("1", 1), (None, 0)):
+        value, same_value, unequal = map(_PlainValue, (value, value, unequal))
+        assert value == same_value and value != unequal
