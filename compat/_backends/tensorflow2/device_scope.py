@@ -11,6 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
+from typing import Any, List, Optional, Tuple
 
 import tensorflow as tf
 
@@ -27,22 +28,58 @@ _NODES = (
     "tensorflow.python.keras.engine.node",
 )
 
-_next = threading.local()
-_devices = []  # type: list  # of the contexts around, the innermost last
+
+class _Thread(threading.local):
+    """State of one thread.
+
+    Attributes:
+        devices: those of the contexts around, the innermost last.
+        announced: the layer whose call comes next, and its device; None where none is announced.
+    """
+
+    def __init__(self):
+        self.devices: "List[str]" = []
+        self.announced: "Optional[Tuple[Any, str]]" = None
+
+
+_thread = _Thread()
+
+
+class _NodePatches:
+    """Constructors of Keras' nodes, replaced as long as any thread is within ``device()``."""
+
+    def __init__(self):
+        self.lock, self.scopes = threading.Lock(), 0
+        self.patches: "List[patching.Patch]" = []
+
+    def __enter__(self):
+        with self.lock:
+            self.scopes += 1
+            for module in map(sys.modules.get, _NODES):
+                node = getattr(module, "Node", None)
+                if node is not None and patching.find(node, "__init__") is None:
+                    patch = patching.Patch(node, "__init__", _placing(node.__init__))
+                    self.patches.append(patch)
+
+    def __exit__(self, *raised):
+        with self.lock:
+            self.scopes -= 1
+            while self.patches and not self.scopes:
+                self.patches.pop().take_back()
+
+
+_node_patches = _NodePatches()
 
 
 @contextlib.contextmanager
 def placed_on(device):
-    with contextlib.ExitStack() as stack:
-        for module in map(sys.modules.get, _NODES):
-            node = getattr(module, "Node", None)
-            if node is not None and patching.find(node, "__init__") is None:  # nor around this
-                make = _placing(node.__init__)
-                stack.enter_context(patching.replaced(node, __init__=make))
-        _devices.append(device)
-        stack.callback(_devices.pop)
-        stack.enter_context(tf.device(device))
-        yield
+    """Within, this thread's operations, and the layers that it calls, are placed on a device."""
+    _thread.devices.append(device)
+    try:
+        with _node_patches, tf.device(device):
+            yield
+    finally:
+        _thread.devices.pop()
 
 
 def _placing(make):
@@ -51,8 +88,9 @@ def _placing(make):
     def __init__(self, *args, **kwargs):
         make(self, *args, **kwargs)
         # TensorFlow 2.0's nodes have no `is_input`.
-        if not (self.is_input if hasattr(self, "is_input") else not self.inbound_layers):
-            _place(self, _devices[-1])
+        is_input = self.is_input if hasattr(self, "is_input") else not self.inbound_layers
+        if _thread.devices and not is_input:
+            _place(self, _thread.devices[-1])
 
     return __init__
 
@@ -64,7 +102,7 @@ def _place(node, device):
     refuse_loops(tf, [layer])
     if PlacedCall.of(layer) is None:
         PlacedCall([]).install(layer)
-    announce = functools.partial(setattr, _next, "call", (layer, device))
+    announce = functools.partial(setattr, _thread, "announced", (layer, device))
     # tf.keras asks the node, Keras 3 its arguments; in TensorFlow 2.0 Keras copies them.
     if hasattr(node, "map_arguments"):
         _announced_by(node, "map_arguments", announce)
@@ -108,10 +146,10 @@ class PlacedCall(ReplicatedCall):
     """A layer's ``call``: one replica, on the device of the node that is being run."""
 
     def invoke(self, layer, *args, **kwargs):
-        following, device = getattr(_next, "call", None) or (None, None)
+        following, device = _thread.announced or (None, None)
         if following is not layer:
             return self._unreplicated(layer, *args, **kwargs)
-        _next.call = None
+        _thread.announced = None
         placed = PlacedCall([device])
         placed.hidden = self.hidden
         return ReplicatedCall.invoke(placed, layer, *args, **kwargs)

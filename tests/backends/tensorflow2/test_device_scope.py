@@ -2,14 +2,17 @@
 
 import collections
 import functools
+import threading
 
 import numpy as np
 import pytest
 
 import compat
+from compat._backends.tensorflow2 import device_scope
 from compat._backends.tensorflow2.configuration import short_name
 from compat._backends.tensorflow2.profiler import products
 from compat._backends.tensorflow2.run_metadata import nodes_executed
+from compat._runtime import patching
 from compat.testing import (
     DEVICES,
     initialise,
@@ -128,6 +131,31 @@ def test_layers_run_on_the_device_of_the_innermost_context(keras):
 
 
 @pytest.mark.row("device()")
+def test_threads_place_their_own_layers(keras):
+    """The second thread enters device() before the first one leaves it, and leaves it later."""
+    patches, found = patching.patches(), {}
+    entered, left = ([threading.Event(), threading.Event()] for _ in range(2))
+
+    def build(place):
+        inputs = keras.layers.Input((8,))
+        if place == 1:
+            assert entered[0].wait(60)
+        with compat.device(place):
+            entered[place].set()
+            assert entered[1].wait(60) and (place == 0 or left[0].wait(60))
+            outputs = keras.layers.Dense(4)(inputs)
+        left[place].set()
+        found[place] = device_scope.placed_parts(keras.models.Model(inputs, outputs))
+
+    threads = [threading.Thread(target=build, args=(place,)) for place in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: ["/cpu:0"], 1: ["/cpu:1"]}
+    assert patching.patches() == patches
+
+
 def test_placed_model_is_saved_as_a_plain_one(keras, placed, tmp_path):
     model, plain = placed
     assert model.get_config() == plain.get_config()
