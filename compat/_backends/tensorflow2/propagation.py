@@ -4,7 +4,7 @@ What operations do to rows is in one table (``_tensorflow.rules``). Here is what
 2's graphs have besides: variables, functions, branches, loops, and sums divided by the rows.
 """
 
-import copy
+from typing import Dict, Optional, Set
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
@@ -42,6 +42,9 @@ class Propagation:
         handles: keys of variables, by the names of the tensors that are their handles.
         describe: makes an ``Across`` of an operation and its reason.
         trial: an ``OpTrial``.
+        state, sources, lookups: of the graph of a function, what is known where it is called: the
+            attributes ``state`` and ``lookups``, which are written, and for each of its inputs, by
+            name, the variables that it is computed from.
 
     Attributes:
         state: how each variable's new value depends on the rows, by key.
@@ -50,15 +53,17 @@ class Propagation:
             answer that was found.
     """
 
-    def __init__(self, graph, placements, handles, describe, trial):
+    def __init__(
+        self, graph, placements, handles, describe, trial, state=None, sources=None, lookups=None
+    ):
         self.placements, self.handles = placements, handles
         self.describe, self.trial = describe, trial
-        self.state, self.lookups = {}, {}  # type: dict, dict
-        self._sources = {}  # name of a tensor -> the keys of the variables it is computed from
-        self._infer(graph)
-
-    def _infer(self, graph):
-        self._old = {}  # name of a tensor -> the key of the variable whose old value it is
+        self.state: "Dict[int, Placement]" = {} if state is None else state
+        self.lookups: "Dict[int, Set[bool]]" = {} if lookups is None else lookups
+        # Name of a tensor -> the keys of the variables it is computed from.
+        self._sources: "Dict[str, Set[Optional[int]]]" = sources or {}
+        # Name of a tensor -> the key of the variable whose old value it is.
+        self._old: "Dict[str, int]" = {}
         for op in graph.get_operations():
             self._follow(op)
 
@@ -213,13 +218,16 @@ class Propagation:
 
     def _inside(self, op, graph, tensors, given, state, tried=False):
         """Infer placements within a function, and return those of its results."""
-        inside = copy.copy(self)
-        inside.trial = self.trial.inside(graph, tensors if tried else [])
-        inside.placements = dict(zip([tensor.name for tensor in graph.inputs], given))
-        inside.handles = carried(self.handles, tensors, graph.inputs)
-        inside._sources = carried(self._sources, tensors, graph.inputs)
-        inside.state = state
-        inside._infer(graph)
+        inside = Propagation(
+            graph,
+            dict(zip([tensor.name for tensor in graph.inputs], given)),
+            carried(self.handles, tensors, graph.inputs),
+            self.describe,
+            self.trial.inside(graph, tensors if tried else []),
+            state=state,
+            sources=carried(self._sources, tensors, graph.inputs),
+            lookups=self.lookups,
+        )
         if tried:
             self.trial.values.update(carried(inside.trial.values, graph.outputs, op.outputs))
         return [
