@@ -32,7 +32,7 @@ from .keras_patches import read_kernels
 from .merging import Merging
 from .refusals import refuse_strategies, several_devices_in_xla
 from .state import ModelState
-from .table_gradients import dense, joining_tables
+from .table_gradients import TableGradients, dense
 
 
 class Replica:
@@ -42,7 +42,7 @@ class Replica:
         size: how many rows are kept; none of the one row computed where this is 0.
         trace: the ``Trace`` of the call; None for a single replica.
         call, scope, given, effects: as of ``as_function``.
-        join: what ``joining_tables`` makes of a variable's gradient.
+        join: what ``TableGradients`` make of a variable's gradient.
 
     Attributes:
         structure, values: as the function of ``as_function`` returns them, with the replica's own
@@ -322,14 +322,14 @@ class ReplicatedCall(patching.InstanceMethod):
         """Return the replicas, each of which has computed its shard on its device."""
         replicas, number, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
-        join = joining_tables(trace.lookups if trace else {}, number)
+        tables = TableGradients(trace.lookups if trace else {}, number)
         for index, device in enumerate(self.devices):
             first, last = splitting.bounds(rows, number, index)
             given = arguments.shard(splitting.run_bounds(rows, number, index, maximum))
             part = device, last - first, trace, call, state.replica, given, effects
             if effects is not None:
                 effects.restart()
-            replicas.append(Replica(*part, functools.partial(join, index)))
+            replicas.append(Replica(*part, functools.partial(tables.joined, index)))
         return replicas
 
     def _whole(self, model, call, arguments, across):

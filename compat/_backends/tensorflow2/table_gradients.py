@@ -1,41 +1,47 @@
 """Gradients of tables in which replicas look up the same rows, joined as one device has them."""
 
+from typing import Any, Dict, Set
+
 import tensorflow as tf
 
 
-def joining_tables(lookups, count):
-    """Return a function of the replicas' gradients of tables in which all look up the same rows.
+class TableGradients:
+    """The gradients of tables in which all replicas of one call look up the same rows.
 
     One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
     side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
     computed last has the sum of all, and the others have none.
+
+    A backward pass reaches each replica once, in any order, or none of them: whatever is merged
+    depends on all. So the last one is the one with which all are there. Where a replica comes
+    again before that, an earlier pass has failed, and what is kept of it is discarded.
 
     TensorFlow never lets go of a gradient's function, so that nothing here may hold the model.
 
     Arguments:
         lookups: those of the ``Trace``.
         count: how many replicas there are.
-
-    Returns:
-        What tells, of a replica, counted from 0, a variable and its gradient, what that is to be.
     """
-    keys = {key for key, answers in lookups.items() if answers == {True}}
-    waiting = {}  # type: dict  # id of a variable -> replica -> its gradient
 
-    def join(replica, variable, gradient):
-        if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in keys:
+    def __init__(self, lookups: "Dict[int, Set[bool]]", count: int) -> None:
+        self._keys = {key for key, are_same in lookups.items() if are_same == {True}}
+        self._count = count
+        # The id of a variable -> the replicas computed so far in this pass -> their gradients.
+        self._waiting: "Dict[int, Dict[int, tf.IndexedSlices]]" = {}
+
+    def joined(self, replica: int, variable: "tf.Variable", gradient: "Any") -> "Any":
+        """Return what a replica's gradient of a variable becomes: the sum of all, or None."""
+        if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in self._keys:
             return gradient
-        found = waiting.setdefault(id(variable), {})
-        if replica in found:  # of a pass that did not come to its end
-            found.clear()
-        found[replica] = gradient
-        if len(found) < count:
+        gradients = self._waiting.setdefault(id(variable), {})
+        if replica in gradients:
+            gradients.clear()
+        gradients[replica] = gradient
+        if len(gradients) < self._count:
             return None
-        del waiting[id(variable)]
-        total = tf.add_n([each.values for each in found.values()])
+        del self._waiting[id(variable)]
+        total = tf.add_n([each.values for each in gradients.values()])
         return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape)
-
-    return join
 
 
 def dense(gradient):
