@@ -9,6 +9,7 @@ The steps of Keras 3 are subclasses of those of tf.keras 2.
 import contextlib
 import functools
 import sys
+from typing import Any, Dict
 
 import tensorflow as tf
 
@@ -88,12 +89,57 @@ class RankedTestMaking(RankedMaking):
     steps = ("evaluate",)
 
 
-class RankedStep(keras_model.RankedMethod):
+class RankedComputation(keras_model.RankedMethod):
+    """A step of a model in which Keras computes losses of the rows of all ranks."""
+
+    autograph_info__: "Dict[str, Any]" = {}  # as in ReplicatedCall
+
+    def weighs_losses(self, model):
+        """Return whether losses are weighed by this rank's rows."""
+        return True
+
+    @contextlib.contextmanager
+    def computing(self, model, rows, share):
+        """The context in which Keras computes losses. ``share``: as ``losses.Reductions``'.
+
+        Keras 3 weighs losses of single outputs, which logs show, by the rows of the batch, if their
+        number is known as it traces the step. On TensorFlow it is not, and each batch counts once
+        (3.15, ``CompileLoss.call``). Within, they are weighed as one process does.
+        """
+        keras, compute = _keras.keras_of(model), getattr(model, "_compile_loss", None)
+        call = getattr(compute, "call", None)
+        before = []  # what the next exchange waits for: they come one after the other
+
+        def total(values):
+            with tf.control_dependencies(before or [share()]):
+                sums = self.engine.total(values)
+            before[:] = sums[:1]
+            return sums
+
+        def weigh(loss):
+            """Multiply a loss by what this rank's rows count in the whole batch."""
+            if not self.weighs_losses(model):
+                return loss
+            return loss * tf.cast(share() * self.engine.place.size, loss.dtype)
+
+        def call_and_weigh(*args, **kwargs):
+            module = sys.modules[keras.losses.Loss.__module__]
+            with replaced(module, lambda _: compute.metrics, unscale_loss_for_distribution=weigh):
+                return call(*args, **kwargs)
+
+        replaced = functools.partial(step_functions.replaced, self.engine)
+        reductions = losses.Reductions(share, total, model, self.engine)
+        with reductions.within(keras), contextlib.ExitStack() as stack:
+            if call is not None and not isinstance(rows, int):
+                stack.enter_context(replaced(compute, reductions.is_due, call=call_and_weigh))
+            yield
+
+
+class RankedStep(RankedComputation):
     """The ``train_step`` of a model that trains together with the other ranks."""
 
     method = "train_step"
     steps = ("train",)
-    autograph_info__ = {}  # type: dict  # as in ReplicatedCall
     exchange = gradient_exchange.GradientExchange
     exchanges = 0  # of gradients, in the step that was traced last
     started = None  # the optimizer with which an eager step began
@@ -166,42 +212,6 @@ class RankedStep(keras_model.RankedMethod):
                 with _stepping:
                     self.set_by_steps.decide(model, self.plain(model), data)
 
-    @contextlib.contextmanager
-    def computing(self, model, rows, share):
-        """The context in which Keras computes losses. ``share``: as ``losses.Reductions``'.
-
-        Keras 3 weighs losses of single outputs, which logs show, by the rows of the batch, if their
-        number is known as it traces the step. On TensorFlow it is not, and each batch counts once
-        (3.15, ``CompileLoss.call``). Within, they are weighed as one process does.
-        """
-        keras, compute = _keras.keras_of(model), getattr(model, "_compile_loss", None)
-        call = getattr(compute, "call", None)
-        before = []  # what the next exchange waits for: they come one after the other
-
-        def total(values):
-            with tf.control_dependencies(before or [share()]):
-                sums = self.engine.total(values)
-            before[:] = sums[:1]
-            return sums
-
-        def weigh(loss):
-            """Multiply a loss by what this rank's rows count in the whole batch."""
-            if isinstance(self, RankedTestStep) and not keras_model.RankedFit.of(model).in_step:
-                return loss
-            return loss * tf.cast(share() * self.engine.place.size, loss.dtype)
-
-        def call_and_weigh(*args, **kwargs):
-            module = sys.modules[keras.losses.Loss.__module__]
-            with replaced(module, lambda _: compute.metrics, unscale_loss_for_distribution=weigh):
-                return call(*args, **kwargs)
-
-        replaced = functools.partial(step_functions.replaced, self.engine)
-        reductions = losses.Reductions(share, total, model, self.engine)
-        with reductions.within(keras), contextlib.ExitStack() as stack:
-            if call is not None and not isinstance(rows, int):
-                stack.enter_context(replaced(compute, reductions.is_due, call=call_and_weigh))
-            yield
-
     def state(self, model):
         """Return the variables a step may set besides those it trains, as far as they are made."""
         try:
@@ -238,12 +248,14 @@ class RankedStep(keras_model.RankedMethod):
             )
 
 
-class RankedTestStep(keras_model.RankedMethod):
+class RankedTestStep(RankedComputation):
     """The ``test_step`` of a model: it counts rows, by which metrics are averaged."""
 
     method = "test_step"
     steps = ("evaluate",)
-    autograph_info__ = {}  # type: dict
+
+    def weighs_losses(self, model):
+        return keras_model.RankedFit.of(model).in_step
 
     def invoke(self, model, data):
         data = as_tensors(data)
@@ -263,8 +275,6 @@ class RankedTestStep(keras_model.RankedMethod):
 
         with self.engine.noting(), self.computing(model, rows, share):
             return self.plain(model)(data)
-
-    computing = RankedStep.computing
 
 
 def _loss(model, arrays):
