@@ -430,9 +430,6 @@ BY_HAND = {
     "compat._backends.mxnet.native": "",
     "compat._backends.mxnet.replicas": "",
     "compat._backends.mxnet.watched_calls": "",
-    "compat._backends.tensorflow2.device_scope": "",
-    "compat._backends.tensorflow2.native": "",
-    "compat._backends.tensorflow2.replicas": "",
 }
 
 
@@ -491,7 +488,7 @@ KEPT_BY_MODULES = {
     "compat._backends.tensorflow1.executions._recordings": "empty but while something records",
     "compat._backends.tensorflow1.profiler._around_calls": "empty but while something records",
     "compat._backends.tensorflow2.between_outputs.listeners": "as the patch that calls them",
-    "compat._backends.tensorflow2.device_scope._devices": "empty but within device()",
+    "compat._backends.tensorflow2.device_scope._thread": "of a thread, empty but within device()",
     "compat._backends.tensorflow2.op_callbacks._listening": "empty but while something records",
     "compat._backends.tensorflow2.replicas.reached": "only counts on",
     "compat._backends.tensorflow2.run_metadata._recordings": "empty but while something records",

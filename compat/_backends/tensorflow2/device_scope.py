@@ -121,7 +121,7 @@ def _announced_by(owner, name, announce):
         announce()
         return method(*args, **kwargs)
 
-    vars(owner)[name] = announcing
+    patching.attach(owner, name, announcing)
 
 
 class AnnouncingArguments(dict):

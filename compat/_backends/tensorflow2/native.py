@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from ... import errors
 from ..._rows.splitting import unsplit
+from ..._runtime import patching
 from . import watched_loops
 from .arguments import are_arrays
 from .graph import recording
@@ -18,9 +19,9 @@ from .verification import VerifiedCall
 def parallelize(model, devices, replicated):
     plain = getattr(type(model), "_compat_plain_class", None)
     if plain is not None:
-        model.__class__ = plain
+        patching.change_class(model, plain)
     if replicated:
-        model.__class__ = _replicated_class(type(model), NativeCall(devices))
+        patching.change_class(model, _replicated_class(type(model), NativeCall(devices)))
     return model
 
 
@@ -38,11 +39,12 @@ def _replicated_class(plain, replicated_call):
         """Return a method that calls the plain class's, while the object is one of it."""
 
         def method(self, *args, **kwargs):
-            replicated, self.__class__ = type(self), plain
+            replicated = type(self)
+            patching.change_class(self, plain)
             try:
                 return getattr(self, name)(*args, **kwargs)
             finally:
-                self.__class__ = replicated
+                patching.change_class(self, replicated)
 
         return method
 

@@ -186,14 +186,14 @@ class ReplicatedCall(patching.InstanceMethod):
         plain = self.plain(model)
         # tf.keras looks up its arguments when it saves a model.
         self.__signature__ = inspect.signature(getattr(plain, "__func__", plain))
-        self.supports_jit = model.__dict__.get("supports_jit")
+        self.supports_jit = vars(model).get("supports_jit")
         if self.supports_jit:
-            model.__dict__["supports_jit"] = False
+            patching.attach(model, "supports_jit", False)
 
     def remove(self, model):
         super().remove(model)
         if self.supports_jit:
-            model.__dict__["supports_jit"] = True
+            patching.attach(model, "supports_jit", True)
 
     def invoke(self, model, *args, **kwargs):
         reached[0] += 1
