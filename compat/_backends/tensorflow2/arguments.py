@@ -1,32 +1,34 @@
-"""Arguments of a call: the tensors among them, which of them are data, and shards of these."""
+"""Arguments of a call: their tensors, which of these are data, and shards of the data."""
 
 import hashlib
 import numbers
 import weakref
+from typing import Any, Dict, Hashable, Iterable, List, Optional, Tuple
 
 import numpy as np
 import tensorflow as tf
 
-from ..._rows import REPLICATED, Count, Sharded, Unknown
+from ..._rows import REPLICATED, Count, Placement, Sharded, Unknown
 
 
-def tensors_of(structure):
+def tensors_of(structure: "Any") -> "List[tf.Tensor]":
     """Return all tensors that a structure consists of."""
     values = tf.nest.flatten(structure, expand_composites=True)
     return [value for value in values if tf.is_tensor(value)]
 
 
-def with_tensors(structure, tensors):
+def with_tensors(structure: "Any", tensors: "Iterable[tf.Tensor]") -> "Any":
     """Return the structure with these tensors in place of its ``tensors_of``."""
-    others = iter(tensors)
+    replacements = iter(tensors)
 
-    def other(value):
-        return next(others) if tf.is_tensor(value) else value
+    def replacement(value):
+        return next(replacements) if tf.is_tensor(value) else value
 
-    return tf.nest.map_structure(other, structure, expand_composites=True)
+    return tf.nest.map_structure(replacement, structure, expand_composites=True)
 
 
-def has_rows(value):
+def has_rows(value: "Any") -> bool:
+    """Return whether a value is a tensor with at least one dimension."""
     return tf.is_tensor(value) and value.shape.rank != 0
 
 
@@ -34,20 +36,21 @@ def _is_array(value):
     return type(value).__module__ == "numpy" and value.shape != () and value.dtype != object
 
 
-def are_arrays(given):
-    """Return whether arrays of numpy's are the only values with rows that a call was given."""
-    leaves = tf.nest.flatten(given)
+def are_arrays(arguments: "Any") -> bool:
+    """Return whether all of a call's arguments that have rows are NumPy arrays."""
+    leaves = tf.nest.flatten(arguments)
     return any(map(_is_array, leaves)) and not any(has_rows(leaf) for leaf in leaves)
 
 
-def as_tensors(given):
+def as_tensors(structure: "Any") -> "Any":
+    """Return the structure with a tensor in place of each NumPy array."""
     return tf.nest.map_structure(
-        lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf, given
+        lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf, structure
     )
 
 
-def rows_of(batch):
-    """Return the number of rows: an integer where it is known, else a scalar tensor (int32)."""
+def rows_of(batch: "Any") -> "Any":
+    """Return the number of rows: an integer where it is static, else a scalar tensor (int32)."""
     if batch.shape.rank is not None and batch.shape[0] is not None:
         return batch.shape[0]
     if isinstance(batch, tf.RaggedTensor):
@@ -58,28 +61,36 @@ def rows_of(batch):
 
 
 class ShardedArguments:
-    """The arguments of a call: which of them are data, of which each replica gets some rows.
+    """The arguments of a call, of which each replica gets a shard of those that are data.
 
-    ``given`` is the structure of the arguments, and the masks of all that they consist of.
-    The first tensor is the batch. The argument that it stands in, alone or in a list or a
-    dictionary, is the model's input, and has to have as many rows everywhere. Other arguments
-    are data if they have as many rows as the batch; what TensorFlow knows the rows of only when
-    it runs has to have as many. Variables are no data, nor are constants and tensors of a known
-    length beside a batch that has none.
+    The first tensor is the batch. The argument that contains it, alone or in a list or a
+    dictionary, is the model's input, and all of it must have as many rows. Other arguments are
+    data if they have as many rows as the batch; if TensorFlow knows their number only at run time,
+    it must be the same. Variables are not data, nor are constants, nor tensors of a static length
+    beside a batch of a dynamic one.
+
+    Attributes:
+        structure: the positional arguments and those by keyword.
+        tree: the structure, and the Keras masks of its leaves.
+        leaves: those of the tree.
+        batch: the first tensor that has rows, or None.
+        rows: their number: an integer, or a scalar tensor.
+        is_data: of each leaf, whether it is data.
+        why: why the batch cannot be split, or None.
     """
 
-    def __init__(self, args, kwargs, replicas):
+    def __init__(self, args: "Tuple[Any, ...]", kwargs: "Dict[str, Any]", replicas: int) -> None:
         self.structure = (args, kwargs)
         leaves = tf.nest.flatten(self.structure)
         masks = [getattr(value, "_keras_mask", None) for value in leaves]
-        self.given = self.structure, masks
+        self.tree = self.structure, masks
         self.leaves = leaves + masks
         self.batch = next(filter(has_rows, leaves), None)
         if self.batch is None:
             return
         self.rows = rows_of(self.batch)
         self.has_values = tf.executing_eagerly()  # which an initialization scope always is
-        self.why = None  # it cannot be split, as in ``Across``
+        self.why = None
         if replicas == 1:
             self.is_data = [False] * len(self.leaves)
             return
@@ -90,7 +101,7 @@ class ShardedArguments:
         self.is_data = []
         for argument in list(args) + [kwargs[name] for name in sorted(kwargs)]:
             is_input = not any(self.is_data)  # the first one with rows
-            self.is_data += [self._is_data(each, is_input) for each in tf.nest.flatten(argument)]
+            self.is_data += [self._is_data(leaf, is_input) for leaf in tf.nest.flatten(argument)]
         self.is_data *= 2  # and their masks'
 
     def _is_data(self, value, is_input):
@@ -107,59 +118,60 @@ class ShardedArguments:
             return False
         message = _DIFFERENT_INPUTS if is_input else _DIFFERENT_ARGUMENTS
         check = tf.debugging.assert_equal(rows, self.rows, message=message)
-        # None where TensorFlow knew it to hold.
+        # None if TensorFlow has proved it.
         with tf.control_dependencies([] if check is None else [check]):
             self.rows = tf.identity(self.rows)
         return True
 
-    def shard(self, bounds):
-        """Return what the replica is ``given`` that has the rows between two ``bounds``."""
+    def shard(self, bounds: "Tuple[Any, Any]") -> "Any":
+        """Return the tree of the replica that has the rows between two bounds."""
         leaves = [
             rows_between(value, *bounds) if is_data and value is not None else value
             for value, is_data in zip(self.leaves, self.is_data)
         ]
-        return tf.nest.pack_sequence_as(self.given, leaves)
+        return tf.nest.pack_sequence_as(self.tree, leaves)
 
     def _tensors(self):
-        """Pairs of a tensor and whether it is data: of the arguments, then of their masks."""
+        """Return pairs of a tensor and whether it is data: of the arguments, then of the masks."""
         return [pair for pair in zip(self.leaves, self.is_data) if tf.is_tensor(pair[0])]
 
-    def placements(self):
-        """For each tensor that the arguments, and their masks, consist of how it has rows."""
-        found, uneven = [], Sharded(0, inner=None, even=False)
+    def placements(self) -> "List[Placement]":
+        """Return the placement of each tensor of the tree."""
+        placements: "List[Placement]" = []
+        uneven = Sharded(0, inner=None, even=False)
         for value, is_data in self._tensors():
             if not is_data:
-                found += [REPLICATED] * len(tensors_of(value))
+                placements += [REPLICATED] * len(tensors_of(value))
             elif isinstance(value, tf.SparseTensor):
-                found += [Unknown(), uneven, Count([0])]
+                placements += [Unknown(), uneven, Count([0])]
             else:
-                found.append(Sharded(0))
-        return found
+                placements.append(Sharded(0))
+        return placements
 
-    def kind(self):
-        """Return what calls have in common for which one trace holds, as a key of a dictionary."""
-        # Where in the arguments a value stands counts, too: which one has which name.
+    def kind(self) -> "Hashable":
+        """Return the key of all calls for which the trace of this one holds."""
+        # The structure, for the names of arguments.
         structure = repr(tf.nest.map_structure(lambda leaf: 0, self.structure))
         values = tuple(_PlainValue(leaf) for leaf in self.leaves if not tf.is_tensor(leaf))
         places = tuple(place for place, leaf in enumerate(self.leaves) if tf.is_tensor(leaf))
         types = [(tensor.dtype.name, str(tensor.shape[1:])) for tensor in tensors_of(self.leaves)]
         return structure, places, tuple(types), repr(self.placements()), values
 
-    def three_rows(self):
-        """For each of these tensors its values: of three rows, of two of them and of the third.
+    def three_rows(self) -> "List[Optional[List[tf.Tensor]]]":
+        """Return values of each tensor of the tree: of three rows, of two of them, of the third.
 
-        None for those that have no value yet and no rows.
+        None for a tensor that has neither a value yet nor rows.
         """
-        real, found = self.has_values and int(self.rows) >= 3, []
+        real, lanes = self.has_values and int(self.rows) >= 3, []
         for value, is_data in self._tensors():
             if not is_data:
                 parts = tensors_of(value)
-                found += [[part] * 3 if hasattr(part, "numpy") else None for part in parts]
+                lanes += [[part] * 3 if hasattr(part, "numpy") else None for part in parts]
             else:
                 whole = rows_between(value, 0, 3) if real else _made_up(value)
                 parts = [whole, rows_between(whole, 0, 2), rows_between(whole, 2, 3)]
-                found += map(list, zip(*map(tensors_of, parts)))
-        return found
+                lanes += map(list, zip(*map(tensors_of, parts)))
+        return lanes
 
 
 class _PlainValue:
@@ -220,7 +232,7 @@ def _is_constant(value):
 
 
 def _made_up(tensor):
-    """Three rows of a tensor's shape and type, where the batch has no values yet."""
+    """Return three random rows of a tensor's shape and type, whose batch has no values yet."""
     sizes, dtype = [16 if size is None else size for size in tensor.shape.as_list()], tensor.dtype
     values = np.random.RandomState(0).normal(size=[3] + sizes[1:])
     if dtype == tf.string and not isinstance(tensor, tf.SparseTensor):  # those raise below
@@ -231,8 +243,8 @@ def _made_up(tensor):
     return values
 
 
-def rows_between(value, start, stop):
-    """Return some rows of a tensor of any kind."""
+def rows_between(value: "Any", start: "Any", stop: "Any") -> "Any":
+    """Return some rows of a tensor, be it dense, ragged or sparse."""
     if not isinstance(value, tf.SparseTensor):
         return value[start:stop]
     shape = tf.unstack(value.dense_shape, num=value.shape.rank)

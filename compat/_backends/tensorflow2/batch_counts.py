@@ -1,11 +1,12 @@
-"""Batches counted where they are computed: in Python, or by the graph that computes them.
+"""Counts of batches: made in Python, or by the graph that computes the batches.
 
-A graph's steps do not pass through Python. It counts in a table of its own runtime, by the number
-of rows: an operation that makes its resource when it first runs, so that nothing is captured, and
-what is saved of the graph runs anywhere. A batch costs some tens of microseconds.
+A graph's steps do not pass through Python. It counts in a hash table of TensorFlow's runtime, by
+the number of rows. The table's operation makes its resource when it first runs, so that the graph
+captures nothing, and can be saved and run anywhere. A batch costs some tens of microseconds.
 """
 
 import itertools
+from typing import Any, Callable, Dict, Sequence
 
 import tensorflow as tf
 
@@ -20,13 +21,19 @@ def _sizes(devices, rows):
     return splitting.sizes(rows, len(devices))
 
 
-def count(devices, rows, training, sizes=_sizes):
-    """Count a batch that is split over ``devices``; within a graph, whenever that runs.
+def count(
+    devices: "Sequence[str]",
+    rows: "Any",
+    training: bool,
+    sizes: "Callable[[Sequence[str], int], Sequence[int]]" = _sizes,
+) -> None:
+    """Count a batch that is split over devices; within a graph, whenever that runs.
 
     Arguments:
+        devices: their names.
         rows: an integer, or a scalar tensor.
         training: whether gradients are wanted.
-        sizes: tells of a number of rows how many each device gets.
+        sizes: returns the number of rows of each device's shard.
     """
     if tf.executing_eagerly():
         work.count(devices, sizes(devices, int(rows)), training)
@@ -34,21 +41,32 @@ def count(devices, rows, training, sizes=_sizes):
     from tensorflow.python.ops import control_flow_util
 
     # The graph of ``tf.function(jit_compile=True)`` is all on one device, and XLA has no tables.
-    # What tells it is not public.
-    is_xlas = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-    if not (is_xlas or work.uncounted):
+    # This query is not public.
+    is_compiled = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+    if not (is_compiled or work.uncounted):
         key = tuple(devices), training, sizes
-        process.graph_counters.setdefault(key, Table(*key)).count(rows)
+        tables: "Dict[Any, Any]" = process.graph_counters
+        tables.setdefault(key, Table(*key)).count(rows)
 
 
 class Table:
-    """How many batches of each number of rows there were, as graphs count them."""
+    """Counts of batches in graphs, by their number of rows.
 
-    def __init__(self, devices, training, sizes):
+    Arguments:
+        devices, training, sizes: as those of ``count``.
+    """
+
+    def __init__(
+        self,
+        devices: "Sequence[str]",
+        training: bool,
+        sizes: "Callable[[Sequence[str], int], Sequence[int]]",
+    ) -> None:
         self.devices, self.training, self.sizes = devices, training, sizes
         self.name = f"compat_batches_{next(_numbers)}"
 
-    def count(self, rows):
+    def count(self, rows: "Any") -> None:
+        """Add the operations that count a batch to the graph."""
         with tf.device("/cpu:0"):
             table, mutex = self._resource(), tf.raw_ops.MutexV2(shared_name=self.name + "_mutex")
             key = tf.reshape(tf.cast(rows, tf.int64), [1])
@@ -64,13 +82,13 @@ class Table:
                 tf.raw_ops.ConsumeMutexLock(mutex_lock=lock)
 
     def _resource(self):
-        """Made in each graph anew, of one name, so that it is the same."""
+        """Return the table's handle in this graph: the name makes it the same table."""
         return tf.raw_ops.MutableHashTableV2(
             key_dtype=tf.int64, value_dtype=tf.int64, shared_name=self.name
         )
 
     def __call__(self):
-        """Yield pairs of what ``work.count()`` would be told, and how often."""
+        """Yield pairs of the arguments of ``work.count()``, and how often it would be called."""
         with tf.init_scope(), tf.device("/cpu:0"):
             keys, values = tf.raw_ops.LookupTableExportV2(
                 table_handle=self._resource(), Tkeys=tf.int64, Tvalues=tf.int64

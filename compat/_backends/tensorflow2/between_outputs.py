@@ -1,15 +1,16 @@
-"""Gradients of one output of a model by another one, as Grad-CAM wants them.
+"""Gradients of one output of a model by another one, as Grad-CAM needs them.
 
-A replica is one function of its inputs for a gradient tape, which therefore sees no way from one
-of its outputs to another. So a tape that is asked for the gradient by an output asks the replicas,
-too: what the target's gradient by each of their outputs adds to that.
+For a gradient tape a replica is one function of its inputs, so that the tape sees no path from one
+of its outputs to another. Where a gradient by an output is requested, the tape therefore adds the
+gradients along the paths within the replicas.
 """
 
 import functools
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import tensorflow as tf
 
-from ..._rows import Sharded
+from ..._rows import Placement, Sharded
 from ..._runtime import patching
 
 
@@ -18,18 +19,18 @@ class InnerGradients:
 
     Arguments:
         results: all tensors that it has computed, as its device has them.
-        gradients_of: of heads, sources and upstream gradients, as of ``_differentiable``.
+        gradients_of: the function that ``replicas._differentiable`` returns.
     """
 
     def __init__(self, device, results, gradients_of):
         self.device, self.results, self.gradients_of = device, results, gradients_of
 
-    def by(self, place, upstream):
-        """Return the gradient by one output of what has these gradients by the outputs; or None.
+    def by(self, place: int, upstream: "Sequence[Any]") -> "Optional[tf.Tensor]":
+        """Return the gradient of a target by one output, along paths through others, or None.
 
         Arguments:
-            place: that of the output among all, which are the last results.
-            upstream: for each output a tensor, or None.
+            place: the output's index among all outputs, which are the last results.
+            upstream: the target's gradient by each output, or None.
         """
         outputs = self.results[-len(upstream) :]
         pairs = [
@@ -41,17 +42,18 @@ class InnerGradients:
             return None
         heads, upstream = map(list, zip(*pairs))
         with tf.device(self.device):
-            (found,) = self.gradients_of(heads, [outputs[place]], upstream)
-        return None if found is None else tf.convert_to_tensor(found)
+            (gradient,) = self.gradients_of(heads, [outputs[place]], upstream)
+        return None if gradient is None else tf.convert_to_tensor(gradient)
 
 
 class _Family:
-    """The outputs of one call of a model, and the replicas' that they are merged from.
+    """The outputs of one call of a model, and those of the replicas, from which they are merged.
 
     Arguments:
-        replicas: pairs of an ``InnerGradients``, as a weak reference, and its outputs for the tape.
-        outputs: of the call.
-        are_rows: for each of them, whether the replicas' are concatenated.
+        replicas: pairs of a weak reference to an ``InnerGradients`` and the outputs that the tape
+            has recorded of that replica.
+        outputs: those of the call.
+        are_rows: whether each output is the concatenation of those of the replicas.
     """
 
     def __init__(self, replicas, outputs, are_rows):
@@ -61,47 +63,52 @@ class _Family:
                 output._compat_family = self, place
 
     def by(self, place, upstream):
-        """Return the gradient by an output of what has these gradients by the replicas' results."""
-        found, results = [], iter(upstream)
+        """Return a target's gradient by an output, by those by all outputs of all replicas."""
+        gradients, results = [], iter(upstream)
         for inner, tensors in self.replicas:
-            given = [next(results) for _ in tensors]
+            of_replica = [next(results) for _ in tensors]
             if inner() is None:  # the tape that recorded it is gone
                 return None
-            found.append(inner().by(place, given))
-        if all(gradient is None for gradient in found):
+            gradients.append(inner().by(place, of_replica))
+        if all(gradient is None for gradient in gradients):
             return None
-        found = [
+        gradients = [
             tf.zeros_like(tensors[place]) if gradient is None else gradient
-            for gradient, (_, tensors) in zip(found, self.replicas)
+            for gradient, (_, tensors) in zip(gradients, self.replicas)
         ]
-        return tf.concat(found, 0) if self.are_rows[place] else tf.add_n(found)
+        return tf.concat(gradients, 0) if self.are_rows[place] else tf.add_n(gradients)
 
 
-def relate(replicas, results, placements):
-    """Have tapes find the gradients of a call's outputs, and what it has noted, by each other.
+def relate(
+    replicas: "Sequence[Any]", results: "Dict[str, Any]", placements: "Dict[str, List[Placement]]"
+) -> None:
+    """Let tapes find the gradients of a call's outputs, and of the tensors it keeps, by each other.
 
     Arguments:
         replicas: each ``Replica`` of the call.
-        results, placements: of the call, by name.
+        results: those of the call, by name.
+        placements: theirs, by the same names.
     """
-    outputs, placements = [found["noted"] + found["outputs"] for found in (results, placements)]
+    outputs = results["noted"] + results["outputs"]
     if len(outputs) < 2 or replicas[0].inner is None:
         return
-    are_rows = [isinstance(placement, Sharded) for placement in placements]
-    tensors = [each.values["noted"] + each.values["outputs"] for each in replicas]
-    tensors = [[tensor for tensor in each if tf.is_tensor(tensor)] for each in tensors]
-    if not all(len(each) == len(outputs) for each in tensors):
-        return  # one that is no tensor, or made of several
-    _Family([(each.inner, own) for each, own in zip(replicas, tensors)], outputs, are_rows)
+    merged_by = placements["noted"] + placements["outputs"]
+    are_rows = [isinstance(placement, Sharded) for placement in merged_by]
+    values = [replica.values["noted"] + replica.values["outputs"] for replica in replicas]
+    tensors = [[value for value in of_replica if tf.is_tensor(value)] for of_replica in values]
+    if not all(len(of_replica) == len(outputs) for of_replica in tensors):
+        return  # one that is not a tensor, or is made of several
+    inner = [replica.inner for replica in replicas]
+    _Family(list(zip(inner, tensors)), outputs, are_rows)
     have_tapes_ask()
 
 
-#: Called with the sources of each gradient that a tape is asked for.
-listeners = []  # type: list
+#: Called with the sources of each gradient that a tape computes.
+listeners: "List[Callable[[List[Any]], None]]" = []
 
 
-def have_tapes_ask():
-    """From now on, have tapes ask replicas for gradients between their outputs."""
+def have_tapes_ask() -> None:
+    """Have tapes request gradients between outputs from replicas, from now on."""
     if patching.find(tf.GradientTape, "gradient") is None:
         plain = tf.GradientTape.gradient
         patching.WatchingPatch(tf.GradientTape, "gradient", _asking_replicas(plain))
@@ -119,8 +126,8 @@ def _asking_replicas(plain):
         flat = tf.nest.flatten(sources)
         for listener in listeners:
             listener(flat)
-        asked = [getattr(source, "_compat_family", None) for source in flat]
-        families = {id(each[0]): each[0] for each in asked if each is not None}
+        members = [getattr(source, "_compat_family", None) for source in flat]
+        families = {id(member[0]): member[0] for member in members if member is not None}
         if not families:
             return plain(self, target, sources, output_gradients, unconnected_gradients)
         results = {
@@ -128,19 +135,18 @@ def _asking_replicas(plain):
             for key, family in families.items()
         }
         everything = flat + [tensor for tensors in results.values() for tensor in tensors]
-        found = plain(self, target, everything, output_gradients)
-        upstream = dict(zip(map(id, everything[len(flat) :]), found[len(flat) :]))
-        own = found[: len(flat)]
-        for place, each in enumerate(asked):
-            if each is not None:
-                family, output = each
-                given = [upstream[id(tensor)] for tensor in results[id(family)]]
-                more = family.by(output, given)
-                known = [g for g in (own[place], more) if g is not None]
-                own[place] = tf.add_n(known) if known else None
-            if own[place] is None and unconnected_gradients == tf.UnconnectedGradients.ZERO:
-                own[place] = tf.zeros_like(flat[place])
-        return tf.nest.pack_sequence_as(sources, own)
+        computed = plain(self, target, everything, output_gradients)
+        upstream = dict(zip(map(id, everything[len(flat) :]), computed[len(flat) :]))
+        gradients = computed[: len(flat)]
+        for place, member in enumerate(members):
+            if member is not None:
+                family, output = member
+                within = family.by(output, [upstream[id(t)] for t in results[id(family)]])
+                terms = [term for term in (gradients[place], within) if term is not None]
+                gradients[place] = tf.add_n(terms) if terms else None
+            if gradients[place] is None and unconnected_gradients == tf.UnconnectedGradients.ZERO:
+                gradients[place] = tf.zeros_like(flat[place])
+        return tf.nest.pack_sequence_as(sources, gradients)
 
     gradient.autograph_info__ = {}  # as in ReplicatedCall
     return gradient

@@ -1,15 +1,16 @@
-"""The trace of a call, which shows how its results depend on the rows of the batch.
+"""The trace of a call, from which the placements of its results are inferred.
 
-Devices compute their own rows. A number for all rows (a loss added within the call, a scalar
-output, a counter) has to be put together from theirs, and how cannot be told from the numbers: on
-an even split a counter of rows and a counter of steps look alike. What mixes rows cannot be put
-together at all. So the plain call is traced once more, with an unknown number of rows, and its
-operations are followed from the batch to the results.
+Each device computes its shard. A value for all rows (a loss added within the call, a scalar output,
+a counter) has to be merged from those of the shards, and the values do not show how: on an even
+split a counter of rows and a counter of steps look alike. What mixes rows cannot be merged at all.
+So the plain call is traced once more, with an unknown number of rows, and placements are propagated
+from the batch to the results.
 """
 
 import contextlib
 import itertools
 import numbers
+from typing import Any, Callable, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -18,56 +19,64 @@ from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
 from .._tensorflow.graph import line_of
 from . import state as model_state
-from .arguments import tensors_of
+from .arguments import ShardedArguments, tensors_of
 from .functional_call import as_function
 from .graph import captures, eager, may_be_set, tapes
 from .keras_patches import normalizing_rows
 from .merging import is_merged
 from .propagation import Added, Propagation
+from .side_effects import PythonEffects
 from .trial import LANES, OpTrial
 
 _PLAIN = (bool, numbers.Number, str, bytes, np.ndarray, type, type(None))
 
 
 class Trace:
-    """The plain call, traced with an unknown number of rows, and how its results depend on them.
+    """The placements of a call's results, inferred from a trace with an unknown number of rows.
 
-    Keras' layers of batch normalization are apart from it: they may mix rows.
+    Keras' layers of batch normalization are an exception: they may mix rows.
 
     Arguments:
-        call: the plain one.
+        call: the plain call.
         arguments: its ``ShardedArguments``.
         state: the ``ModelState`` of the model.
-        effects: its ``PythonEffects``.
-        device: where its operations are tried.
+        effects: the ``PythonEffects`` of the model.
+        device: the device on which its operations are tried.
 
     Attributes:
-        placements: lists of these, by the names of those that ``as_function``'s function returns.
-        variables: pairs of the handle of one that the call sets, and how its new value depends on
-            the rows. States of random numbers are not among them. Handles are compared by
-            identity: TensorFlow has no other.
-        lookups: what is looked up in variables, as of the ``Propagation``.
-        across: what cannot be put together from what the devices have: an ``Across``, or None.
-        changes: those that the call made in Python objects, which are taken back.
-        fails: whether a call on parts of a batch failed right after it was traced.
+        placements: lists of placements, by the names of the results of ``as_function``'s function.
+        variables: pairs of the handle of a variable that the call sets, and the placement of its
+            new value. States of random numbers are not among them. Handles are compared by
+            identity, since TensorFlow has nothing else to compare.
+        lookups: those of the ``Propagation``.
+        across: what cannot be merged from the shards: an ``Across``, or None.
+        changes: those of Python objects that the call has made, and that have been undone.
+        fails: whether a call on parts of a batch failed right after the trace.
     """
 
     holds = True
     fails = False
 
-    def __init__(self, call, arguments, state, effects, device):
+    def __init__(
+        self,
+        call: "Callable[..., Any]",
+        arguments: "ShardedArguments",
+        state: "model_state.ModelState",
+        effects: "PythonEffects",
+        device: str,
+    ) -> None:
         self._layers = {getattr(layer, "name", None) for layer in state.layers}
         placements = arguments.placements()
         graph, placeholders, results, self.changes = _traced(
             call, arguments, placements, state, effects
         )
-        known = {t.name: placement for t, placement in zip(placeholders, placements)}
-        handles = {t.name: id(e) for t, e in captures(graph) if t.dtype.name == "resource"}
+        by_name = {t.name: placement for t, placement in zip(placeholders, placements)}
+        keys = {t.name: id(e) for t, e in captures(graph) if t.dtype.name == "resource"}
         with tf.init_scope(), tf.device(device), contextlib.ExitStack() as stack:
             values, copies = _values(graph, stack)
             rows = zip(placeholders, arguments.three_rows())
             values.update((tensor.name, lanes) for tensor, lanes in rows if lanes is not None)
-            propagation = Propagation(graph, known, handles, self._across, OpTrial(values, copies))
+            propagation = Propagation(graph, by_name, keys, self._across, OpTrial(values, copies))
         outputs = [_placement(propagation, value) for value in results["outputs"]]
         losses = [_placement(propagation, value) for value in results["losses"]]
         noted = [
@@ -85,24 +94,26 @@ class Trace:
             if "seed_generator_state" in variable.name:  # Keras 3's, of random numbers
                 changed.pop(id(variable.handle), None)
         handles = [handle for _, handle in captures(graph) if id(handle) in changed]
-        known = [handle for handle in handles if getattr(handle._handle_data, "is_set", False)]
-        self.variables = [(handle, changed[id(handle)]) for handle in known]
+        handles = [
+            h for h in handles if getattr(h._handle_data, "is_set", False)
+        ]  # of a known type
+        self.variables = [(handle, changed[id(handle)]) for handle in handles]
         self.across = self._not_merged(results)
 
     def _not_merged(self, results):
-        """Return what ``across`` is."""
-        # What is neither of tensors nor the same for any batch may hold a device's rows.
-        if not all(tf.is_tensor(each) or isinstance(each, _PLAIN) for each in results["outputs"]):
+        """Return the value of the attribute ``across``."""
+        # An object that is not made of tensors may hold a device's rows.
+        if not all(tf.is_tensor(o) or isinstance(o, _PLAIN) for o in results["outputs"]):
             return _rows.Across(None, why="opaque")
-        found = [
+        values = [
             (value, getattr(value, "dtype", None), placement)
             for name in ("losses", "outputs", "noted")
             for value, placement in zip(results[name], self.placements[name])
         ]
         for handle, placement in self.variables:
             placement = Mixed() if isinstance(placement, Sharded) else placement
-            found.append((None, model_state.type_of(handle), placement))
-        for value, dtype, placement in found:
+            values.append((None, model_state.type_of(handle), placement))
+        for value, dtype, placement in values:
             if not is_merged(placement, dtype):
                 if hasattr(getattr(placement, "why", None), "operation"):
                     return placement.why
@@ -120,26 +131,31 @@ class Trace:
 
 
 class FailedTrace:
-    """In place of the trace of a call that cannot be traced.
+    """A stand-in for the trace of a call that cannot be traced.
 
     Arguments:
-        across: why it runs unsplit.
-        holds: whether other calls of its kind need not be traced.
+        across: the reason why it runs unsplit.
+        holds: whether other calls of its kind are not worth tracing.
     """
 
-    changes = ()
+    changes: "Sequence[Any]" = ()
     fails = True
 
-    def __init__(self, across, holds):
+    def __init__(self, across: "_rows.Across", holds: bool) -> None:
         self.across, self.holds = across, holds
 
 
 def _traced(call, arguments, placements, state, effects):
-    """The graph of a call, with an unknown number of rows; its placeholders; and its results."""
+    """Return the graph of a call with an unknown number of rows, and what belongs to it.
+
+    Returns:
+        The graph; its placeholders; the results of the call, by name; and its changes of Python
+        objects.
+    """
     from tensorflow.python.autograph.core import ag_ctx
     from tensorflow.python.framework.func_graph import func_graph_from_py_func
 
-    compute, made = as_function(call, state.collected, arguments.given, effects), []
+    compute, made = as_function(call, state.collected, arguments.tree, effects), []
 
     def traced(*placeholders):
         _, results = compute(*placeholders)
@@ -147,14 +163,14 @@ def _traced(call, arguments, placements, state, effects):
         return list(placeholders) or tf.constant(0)
 
     specs = []
-    for tensor, placement in zip(tensors_of(arguments.given), placements):
+    for tensor, placement in zip(tensors_of(arguments.tree), placements):
         shape = tensor.shape
         if not isinstance(placement, (Replicated, Count)):
             shape = tf.TensorShape([None] + shape.as_list()[1:])
         specs.append(tf.TensorSpec(shape, tensor.dtype))
     # Code that ran eagerly so far has its branches converted, as within a tf.function.
-    # Nothing here is computed, so no tape records it. What makes the graph is not public: in
-    # one of tf.compat.v1.wrap_function's name, say, Keras takes no losses.
+    # Nothing here is computed, so no tape records it. The function that makes the graph is not
+    # public: in a graph named by tf.compat.v1.wrap_function, say, Keras takes no losses.
     converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
     with normalizing_rows(state.layers), tapes.stop_recording(), converting:
         graph = func_graph_from_py_func(
@@ -164,7 +180,7 @@ def _traced(call, arguments, placements, state, effects):
 
 
 def _placement(propagation, value):
-    """Return how a result depends on the rows, be it of one tensor or of several."""
+    """Return the placement of a result, be it of one tensor or of several."""
     parts = tf.nest.flatten(value, expand_composites=True)
     placements = [propagation.placement_of(part) for part in parts if hasattr(part, "name")]
     if len(parts) > 1:
@@ -179,24 +195,25 @@ def _values(graph, stack):
     """Return the values that a graph captures, and the copies of variables that it may set.
 
     Arguments:
-        stack: an ``ExitStack``, with which the copies end.
+        graph: a ``FuncGraph``.
+        stack: an ``ExitStack``, which destroys the copies when it is closed.
     """
-    known, copies = {}, {}
+    values, copies = {}, {}
     for internal, external in captures(graph):
         value = eager(external)
         if value is None:
             continue
-        known[internal.name] = [value] * LANES
+        values[internal.name] = [value] * LANES
         if internal.dtype.name == "resource" and may_be_set(internal):
-            known[internal.name] = [_copy(value, stack) for _ in range(LANES)]
-            copies.update((id(copy), copy) for copy in known[internal.name])
-    return known, copies
+            values[internal.name] = [_copy(value, stack) for _ in range(LANES)]
+            copies.update((id(copy), copy) for copy in values[internal.name])
+    return values, copies
 
 
 def _copy(handle, stack):
-    """Return the handle of a variable with the value of another one.
+    """Return the handle of a new variable with the value of another one.
 
-    It is no tf.Variable: the function that is being traced may make none.
+    It is not a tf.Variable: the function that is being traced may not make one.
     """
     value = model_state.read(handle)
     name = f"compat_copy_{next(_copies)}"

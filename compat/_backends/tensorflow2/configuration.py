@@ -1,7 +1,7 @@
 """Configuration of TensorFlow's runtime: its mode, its devices, their memory and their names.
 
-This imports no TensorFlow. What only reads has its name of TensorFlow 2.0, in
-``tf.config.experimental``, in all later ones.
+This imports no TensorFlow. Functions that only read have, in all versions, the names in
+``tf.config.experimental`` that they have in TensorFlow 2.0.
 """
 
 import functools
@@ -11,7 +11,11 @@ import sys
 from ... import errors
 from ..._configuration.discovery import HIP, visible_entries
 
-#: What TensorFlow 2 cannot do, and a remedy, as an error.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, List, Optional, Sequence
+
+#: Returns an error that says what TensorFlow 2 cannot do, and a remedy.
 unsupported = functools.partial(errors.unsupported, "tensorflow2")
 
 # configure_gpu(option=...) -> the function of tf.config that sets it.
@@ -23,8 +27,12 @@ OPTIONS = {
 }
 
 
-def session_config(soft):
-    """What a session of v1 mode has of tf.config only where it is given no configuration."""
+def session_config(soft: bool) -> "Any":
+    """Return the configuration by ``tf.config`` for a session of v1 mode, which gets it only so.
+
+    Arguments:
+        soft: the value of ``allow_soft_placement``.
+    """
     from tensorflow.python.eager import context
 
     config = context.context().config
@@ -32,7 +40,7 @@ def session_config(soft):
     return config
 
 
-def apply_setting(tf, name, *arguments):
+def apply_setting(tf: "Any", name: str, *arguments: "Any") -> str:
     """Call a function of TensorFlow's configuration, and return a line for the report.
 
     Raises:
@@ -63,8 +71,8 @@ def _shown(argument):
     return getattr(argument, "name", None) or repr(argument)
 
 
-def chosen_gpus(tf, devices):
-    """TensorFlow's handles of the chosen GPUs, in the order asked for."""
+def chosen_gpus(tf: "Any", devices: "Any") -> "List[Any]":
+    """Return TensorFlow's handles of the chosen GPUs, in the order of the request."""
     if not devices.gpus:
         return []
     physical = tf.config.experimental.list_physical_devices("GPU")
@@ -83,17 +91,18 @@ def chosen_gpus(tf, devices):
     return [physical[i] for i in devices.ordinals(os.environ) if i < len(physical)]
 
 
-def split_device(tf, device, limits):
+def split_device(tf: "Any", device: "Any", limits: "Sequence[Optional[float]]") -> str:
     """Make one logical device per memory limit (MiB, or None) on a physical one."""
-    known = "logical" if hasattr(tf.config, "set_logical_device_configuration") else "virtual"
+    word = "logical" if hasattr(tf.config, "set_logical_device_configuration") else "virtual"
     make = tf.config.experimental.VirtualDeviceConfiguration
-    made = [make(memory_limit=limit) for limit in limits]
-    setting = apply_setting(tf, f"config.set_{known}_device_configuration", device, made)
+    parts = [make(memory_limit=limit) for limit in limits]
+    setting = apply_setting(tf, f"config.set_{word}_device_configuration", device, parts)
     size = f" of {limits[0]:g} MiB" if limits[0] else ""
     return "{}: {} of {}{}".format(setting.partition("(")[0], len(limits), device.name, size)
 
 
-def limit_memory(tf, gpus, settings):
+def limit_memory(tf: "Any", gpus: "List[Any]", settings: "Any") -> "List[str]":
+    """Limit the memory that TensorFlow takes of each GPU, and return lines for the report."""
     if settings.memory.grow:
         name = "config.experimental.set_memory_growth"
         return [apply_setting(tf, name, gpu, True) for gpu in gpus]
@@ -109,29 +118,29 @@ def limit_memory(tf, gpus, settings):
     return [split_device(tf, gpu, [size / 2.0**20]) for gpu, size in zip(gpus, sizes)]
 
 
-def has_listed_devices():
-    """Return whether TensorFlow has listed its devices, in which it looks at CUDA's variables."""
+def has_listed_devices() -> bool:
+    """Return whether TensorFlow has listed its devices, for which it reads CUDA's variables."""
     module = sys.modules.get("tensorflow.python.eager.context")
     context = getattr(module, "_context", None)
     return context is not None and context._physical_devices is not None
 
 
-def in_v1_mode(tf):
+def in_v1_mode(tf: "Any") -> bool:
     """Return whether ``tf.compat.v1.disable_v2_behavior()`` was called, as in TensorFlow 1."""
     return not runs_eagerly(tf) and not tf.compat.v1.control_flow_v2_enabled()
 
 
-def runs_eagerly(tf):
-    """Return whether TensorFlow computes eagerly where no function is traced."""
+def runs_eagerly(tf: "Any") -> bool:
+    """Return whether TensorFlow computes eagerly outside of functions."""
     v1 = tf.compat.v1
     return getattr(v1, "executing_eagerly_outside_functions", v1.executing_eagerly)()
 
 
-def full_name(device):
-    """/cpu:1 as TensorFlow's graphs name it: /device:CPU:1."""
+def full_name(device: str) -> str:
+    """Return the name of a device in TensorFlow's graphs: /device:CPU:1 for /cpu:1."""
     return "/device:" + device.strip("/").upper()
 
 
-def short_name(device):
-    """/job:localhost/replica:0/task:0/device:CPU:1 as compat names it."""
+def short_name(device: str) -> str:
+    """Return compat's name: /cpu:1 for /job:localhost/replica:0/task:0/device:CPU:1."""
     return "/" + device.split("device:")[-1].lower()

@@ -2,16 +2,16 @@
 
 A functional model's graph is not TensorFlow's: Keras calls each layer again whenever the model
 runs, and device scopes at building time are lost. So each node of Keras' graph that is made in
-the scope remembers its device. When Keras gets the arguments of such a node together, the node
-tells its layer the device of the next call; the layer's ``call`` then runs as a single
-replica there, with its gradient.
+the scope records its device. When Keras collects the arguments of such a node, the node announces
+its layer's next call, and the device; the layer's ``call`` then runs there as a single replica,
+with its gradient.
 """
 
 import contextlib
 import functools
 import sys
 import threading
-from typing import Any, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 import tensorflow as tf
 
@@ -33,7 +33,7 @@ class _Thread(threading.local):
     """State of one thread.
 
     Attributes:
-        devices: those of the contexts around, the innermost last.
+        devices: those of the enclosing contexts, the innermost last.
         announced: the layer whose call comes next, and its device; None where none is announced.
     """
 
@@ -46,7 +46,7 @@ _thread = _Thread()
 
 
 class _NodePatches:
-    """Constructors of Keras' nodes, replaced as long as any thread is within ``device()``."""
+    """The constructors of Keras' nodes, replaced while any thread is within ``device()``."""
 
     def __init__(self):
         self.lock, self.scopes = threading.Lock(), 0
@@ -72,8 +72,8 @@ _node_patches = _NodePatches()
 
 
 @contextlib.contextmanager
-def placed_on(device):
-    """Within, this thread's operations, and the layers that it calls, are placed on a device."""
+def placed_on(device: str) -> "Iterator[None]":
+    """Place this thread's operations, and the layers that it calls, on a device."""
     _thread.devices.append(device)
     try:
         with _node_patches, tf.device(device):
@@ -103,7 +103,7 @@ def _place(node, device):
     if PlacedCall.of(layer) is None:
         PlacedCall([]).install(layer)
     announce = functools.partial(setattr, _thread, "announced", (layer, device))
-    # tf.keras asks the node, Keras 3 its arguments; in TensorFlow 2.0 Keras copies them.
+    # tf.keras calls the node, Keras 3 its arguments; in TensorFlow 2.0 Keras copies them.
     if hasattr(node, "map_arguments"):
         _announced_by(node, "map_arguments", announce)
     elif hasattr(node.arguments, "fill_in"):
@@ -125,7 +125,7 @@ def _announced_by(owner, name, announce):
 
 
 class AnnouncingArguments(dict):
-    """A node's keyword arguments in TensorFlow 2.0, copied when its layer is about to be called."""
+    """A node's keyword arguments in TensorFlow 2.0, which Keras copies to call the layer."""
 
     def __bool__(self):
         return True  # or Keras would not copy them
@@ -135,19 +135,19 @@ class AnnouncingArguments(dict):
         return dict(self)
 
 
-def placed_parts(model):
-    """Return the devices that ``device()`` gave to parts of ``model``."""
+def placed_parts(model: "Any") -> "List[str]":
+    """Return the devices on which ``device()`` has placed parts of a model."""
     depths = getattr(model, "_nodes_by_depth", None) or {}
     nodes = [node for nodes in depths.values() for node in nodes]
     return sorted({n._compat_device for n in nodes if hasattr(n, "_compat_device")})
 
 
 class PlacedCall(ReplicatedCall):
-    """A layer's ``call``: one replica, on the device of the node that is being run."""
+    """A layer's ``call``: one replica, on the device of the node that Keras is running."""
 
     def invoke(self, layer, *args, **kwargs):
-        following, device = _thread.announced or (None, None)
-        if following is not layer:
+        announced, device = _thread.announced or (None, None)
+        if announced is not layer:
             return self._unreplicated(layer, *args, **kwargs)
         _thread.announced = None
         placed = PlacedCall([device])

@@ -1,10 +1,11 @@
-"""Proof of use: which devices executed operations, as TensorFlow's runtime reports it.
+"""Proof of use: the devices that executed operations, as TensorFlow's runtime reports them.
 
-It reports the partitions of a function's graph when that is first executed, and every operation
-that runs eagerly, with its results, which know their device.
+It reports the partitions of a function's graph when the function is first executed, and every
+operation that runs eagerly, with its results, which have a device.
 """
 
 import contextlib
+from typing import Any, Iterator, List, Sequence, Set
 
 from ..._runtime.usage import Executed
 from .configuration import short_name
@@ -13,22 +14,27 @@ from .run_metadata import begin, collect, end, functions_of, lock, nodes_of, scr
 
 
 class Recorder:
-    """Counts the operations that devices execute in a step of this thread's.
+    """Counter of the operations that devices execute in a step of this thread.
 
-    It ends by itself once each device has executed some, or after so many operations that there
+    It stops by itself once each device has executed some, or after so many operations that there
     have been several steps.
 
     Arguments:
         devices: their names.
+
+    Attributes:
+        counts: the number of operations by device.
     """
 
-    #: Operations, and functions, after which it ends.
+    #: Operations, and functions, after which it stops.
     LIMIT, FUNCTIONS = 200000, 100
 
-    def __init__(self, devices):
-        self.counts = Executed.fromkeys(devices, 0)
-        self.records, self.left = [], self.LIMIT
-        self.seen, self.unseen = set(), set()  # names of functions
+    def __init__(self, devices: "Sequence[str]") -> None:
+        self.counts = Executed({device: 0 for device in devices})
+        self.records: "List[Any]" = []
+        self.left = self.LIMIT
+        self.seen: "Set[str]" = set()  # names of functions that were recorded
+        self.unseen: "Set[str]" = set()  # and of those that were not
         self.is_running = not script_records()
         self.counts.is_known = self.is_running
         if self.is_running:
@@ -41,7 +47,7 @@ class Recorder:
             self.left -= self.LIMIT // self.FUNCTIONS
             with lock:
                 collect()
-            # One that was executed before is not recorded.
+            # A function that was executed before is not recorded.
             (self.seen if self._count_nodes() else self.unseen).add(kind)
         elif outputs and hasattr(outputs[0], "numpy"):
             self._count(outputs[0].device)
@@ -57,11 +63,11 @@ class Recorder:
         """Count the nodes that were recorded; return whether any function was."""
         functions, nodes, self.records[:] = functions_of(self.records), nodes_of(self.records), []
         for node in nodes:
-            self._count(node.device)  # also what only passes values on: a model may do no more
+            self._count(node.device)  # identities, too: a model may do no more
         return bool(functions)
 
-    def end(self):
-        """Record no longer."""
+    def end(self) -> None:
+        """Stop recording."""
         if not self.is_running:
             return
         self.is_running = False
@@ -73,8 +79,8 @@ class Recorder:
 
 
 @contextlib.contextmanager
-def executed(devices):
-    """Within, the operations that devices execute in the first step are counted."""
+def executed(devices: "Sequence[str]") -> "Iterator[Executed]":
+    """Count the operations that devices execute in the first step."""
     recorder = Recorder(devices)
     try:
         yield recorder.counts

@@ -1,6 +1,7 @@
 """A call as a function of the tensors that its arguments consist of."""
 
 import contextlib
+from typing import Any, Callable, ContextManager, List, Optional
 
 import tensorflow as tf
 
@@ -9,21 +10,28 @@ from . import side_effects
 from .arguments import with_tensors
 
 
-def as_function(call, scope, given, effects):
+def as_function(
+    call: "Callable[..., Any]",
+    scope: "Callable[[], ContextManager[List[Any]]]",
+    tree: "Any",
+    effects: "Optional[side_effects.PythonEffects]",
+) -> "Any":
     """Return a call as a function of the tensors that its arguments and their masks consist of.
 
-    It returns what the call returns, and lists: "outputs" has that, flat; "logits" and "masks" are
-    Keras' attributes of the outputs, or None; "losses" were added within the call; "noted" are the
-    tensors that it has left in Python objects, of which ``changes`` tells.
+    The function returns the results of the call, and lists: "outputs" are the results, flat;
+    "logits" and "masks" are Keras' attributes of the outputs, or None; "losses" were added within
+    the call; "noted" are the tensors that it has left in Python objects. Its attribute ``changes``
+    has the changes of these objects in the last call.
 
     Arguments:
-        scope: makes the context of the call, which yields the losses added in it.
-        given: as ``ShardedArguments.given``.
-        effects: the ``PythonEffects`` of the model; None: its calls leave nothing.
+        call: what is called with the arguments.
+        scope: returns the context of a call, which yields the losses added in it.
+        tree: as ``ShardedArguments.tree``.
+        effects: the ``PythonEffects`` of the model; None if its calls have no side effects.
     """
 
     def compute(*values):
-        (args, kwargs), masks = with_tensors(given, values)
+        (args, kwargs), masks = with_tensors(tree, values)
         for value, mask in zip(tf.nest.flatten((args, kwargs)), masks):
             if mask is not None:
                 value._keras_mask = mask
@@ -41,10 +49,10 @@ def as_function(call, scope, given, effects):
 
 
 def _logits(output):
-    """What went into a final softmax or sigmoid, where Keras' cross-entropy would look for it.
+    """Return the input of a final softmax or sigmoid, which Keras' cross-entropy prefers, or None.
 
-    Keras computes cross-entropy from logits if the output carries them, or comes straight from
-    such an operation (``_get_logits`` in its backend).
+    Keras computes cross-entropy from logits if the output carries them, or is the result of such
+    an operation (``_get_logits`` in its backend).
     """
     logits, operation = getattr(output, "_keras_logits", None), getattr(output, "op", None)
     if logits is None and getattr(operation, "type", None) in ("Softmax", "Sigmoid"):

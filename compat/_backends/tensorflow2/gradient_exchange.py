@@ -1,17 +1,19 @@
-"""Gradients in a step of a rank: they become the mean over all ranks where tapes compute them.
+"""Exchange of gradients in a step of a rank: tapes return their mean over all ranks.
 
 While a step runs (or is traced), ``tf.GradientTape.gradient`` returns the mean over the rows of all
 ranks for the model's weights, so that whatever uses it next (clipping, a norm, the second step of a
-sharpness-aware one, an optimizer) sees the numbers of one process. It cannot be that of a loss over
-the batch where another tape records it, in a loop of TensorFlow's, or within another backward pass:
-there it stays the rank's own. What an optimizer applies and no tape has made the mean becomes so
-then. That is right for sums and means of the rank's gradients alone: see ``gradient_trial``.
+sharpness-aware one, an optimizer) gets the results of one process. Where another tape records it,
+in a loop of TensorFlow's, or within another backward pass, it need not be the gradient of a loss
+over the batch, and stays that of the rank. Gradients that no tape has averaged are averaged when an
+optimizer applies them. This is right only if they are sums and means of the rank's gradients: see
+``gradient_trial``.
 """
 
 import contextlib
 import functools
 import sys
 from _thread import get_ident
+from typing import Any, Callable, Dict, Set
 
 import tensorflow as tf
 
@@ -21,8 +23,8 @@ from ..._ranks import step_functions
 from ..._verification import keras_steps
 from .graph import recording
 
-# Functions of TensorFlow's that trace what they are given to run it for parts of a batch, or
-# several times: ``map_fn()`` and autograph's loops are such, and so is ``vectorized_map()``.
+# Functions of TensorFlow's that trace their argument to run it for parts of a batch, or several
+# times: ``map_fn()`` and autograph's loops call them, and so does ``vectorized_map()``.
 _LOOPS = ("while_loop", "while_loop_v2", "_pfor_impl")
 
 
@@ -30,27 +32,29 @@ class GradientExchange:
     """The gradients that one step of a model computes and applies.
 
     Arguments:
-        engine: what carries them.
-        model: whose step it is.
-        rows: this rank's in the batch: a number, or a tensor.
-        share: this rank's of the rows of all ranks, a float64 tensor.
+        engine: the engine of the ranks.
+        model: the model of the step.
+        rows: the number of this rank's rows in the batch: an integer, or a tensor.
+        share: their fraction of the rows of all ranks, a float64 tensor.
 
     Attributes:
-        exchanges: how often gradients became the mean over all ranks.
-        lines: those of the script where tapes have computed gradients of all ranks.
-        unproven: the lines of the script where gradients of this rank alone were computed, or
-            became the mean later than where a tape computed them.
+        exchanges: how often gradients were averaged over all ranks.
+        lines: the lines of the script where tapes have computed gradients of all ranks.
+        unproven: the lines of the script where gradients of this rank alone were computed, or were
+            averaged later than a tape computed them.
     """
 
-    def __init__(self, engine, model, rows, share):
+    def __init__(self, engine: "Any", model: "Any", rows: "Any", share: "tf.Tensor") -> None:
         self.engine, self.model, self.rows, self.share = engine, model, rows, share
         self.optimizers = keras_steps.optimizers(model)
         self.scales_losses = any(map(_scales_losses, self.optimizers))
-        self.exchanges, self.lines, self.unproven = 0, {}, {}  # these as sets that keep their order
-        self.means = set()  # the weights whose gradients tapes have made the mean, by their handle
+        self.exchanges = 0
+        self.lines: "Dict[str, None]" = {}  # an ordered set
+        self.unproven: "Dict[str, None]" = {}  # likewise
+        self.means: "Set[int]" = set()  # keys of the weights whose gradients tapes have averaged
         self.thread, self.in_backward_pass = get_ident(), False
 
-    def run(self, step, data):
+    def run(self, step: "Callable[[Any], Any]", data: "Any") -> "Any":
         """Run the step, or trace it."""
         tape, replaced = tf.GradientTape, functools.partial(step_functions.replaced, self.engine)
         is_due = bool if has_own_steps(self.model) else self.is_due
@@ -62,14 +66,14 @@ class GradientExchange:
                 stack.enter_context(replaced(optimizer, due, **self.methods(optimizer)))
             return step(data)
 
-    def is_due(self, called):
-        """Return whether a step of Keras' own has to call what is replaced."""
+    def is_due(self, called: int) -> bool:
+        """Return whether a step defined by Keras has to call a replaced method."""
         return bool(called or self.model.trainable_variables)
 
     # Tapes ------------------------------------------------------------------------------------
 
     def of_all_ranks(self, plain):
-        """``GradientTape.gradient``, of which weights get the mean over all ranks."""
+        """Return ``GradientTape.gradient`` with means over all ranks for the model's weights."""
 
         def gradient(
             tape,
@@ -79,9 +83,9 @@ class GradientExchange:
             unconnected_gradients=tf.UnconnectedGradients.NONE,
         ):
             call = functools.partial(plain, tape, unconnected_gradients=unconnected_gradients)
-            handles = list(map(_handle, tf.nest.flatten(sources)))
-            known = set(map(_handle, _weights(self.model))).intersection(filter(None, handles))
-            if get_ident() != self.thread or not known or self.in_backward_pass:
+            keys = list(map(_key, tf.nest.flatten(sources)))
+            weights = set(map(_key, _weights(self.model))).intersection(filter(None, keys))
+            if get_ident() != self.thread or not weights or self.in_backward_pass:
                 return call(target, sources, output_gradients)
             if tape._recording and not tape._persistent:  # as the plain function begins
                 tape._pop_tape()
@@ -94,31 +98,31 @@ class GradientExchange:
             weight, output_gradients = self.weighted(target, output_gradients)
             self.in_backward_pass = True
             try:
-                found = tf.nest.flatten(call(target, sources, output_gradients))
+                gradients = tf.nest.flatten(call(target, sources, output_gradients))
             finally:
                 self.in_backward_pass = False
-            places = [place for place, handle in enumerate(handles) if handle in known]
-            means = self.mean([found[place] for place in places], weight)
+            places = [place for place, key in enumerate(keys) if key in weights]
+            means = self.mean([gradients[place] for place in places], weight)
             for place, mean in zip(places, means):
-                found[place] = mean
-            self.means.update(known)
-            return tf.nest.pack_sequence_as(sources, found)
+                gradients[place] = mean
+            self.means.update(weights)
+            return tf.nest.pack_sequence_as(sources, gradients)
 
         gradient.autograph_info__ = {}  # as in ReplicatedCall
         return gradient
 
     def weighted(self, target, output_gradients):
-        """How gradients of a target count: what this rank's are multiplied by, and its seeds.
+        """Return the weight of this rank's gradients of a target, and the upstream gradients.
 
-        The gradient of a vector with a loss for each row is the sum of theirs, in one process, too.
+        The gradient of a vector with a loss for each row is the sum of theirs, also in one process.
 
-        A ``LossScaleOptimizer`` has float16 overflow if the scale is too large. The mean over a
+        A ``LossScaleOptimizer`` lets float16 overflow if the scale is too large. The mean over a
         rank's rows weighs each row more than the mean over all ranks' rows does. So there the
-        backward pass itself begins with this rank's share, and overflows as in one process.
+        backward pass itself begins with this rank's weight, and overflows as in one process.
         """
         targets = tf.nest.flatten(target)
         ones = tf.ones_like(self.share)
-        weights = [ones if self.has_rows(each) else self.share for each in targets]
+        weights = [ones if self.has_rows(target) else self.share for target in targets]
         if not self.scales_losses and len(set(map(id, weights))) < 2:
             return weights[0] if weights else self.share, output_gradients
         seeds = [None] * len(targets)
@@ -134,7 +138,7 @@ class GradientExchange:
         return ones, list(map(weigh, seeds, targets, weights))
 
     def has_rows(self, target):
-        """Return whether a target of a tape has losses of single rows."""
+        """Return whether a tape's target has a loss for each row."""
         shape = getattr(target, "shape", None)
         if shape is None or not shape.rank:
             return False
@@ -143,8 +147,8 @@ class GradientExchange:
 
     # Optimizers -------------------------------------------------------------------------------
 
-    def methods(self, optimizer):
-        """Return the methods of an optimizer that are replaced, by their names."""
+    def methods(self, optimizer: "Any") -> "Dict[str, Callable[..., Any]]":
+        """Return the methods that replace those of an optimizer, by name."""
         apply = optimizer.apply_gradients
 
         def apply_gradients(grads_and_vars, *args, **kwargs):
@@ -155,12 +159,12 @@ class GradientExchange:
         return {"apply_gradients": apply_gradients}
 
     def later(self, gradients, variables):
-        """The gradients to apply: the mean over all ranks of those that no tape has made so."""
+        """Return the gradients to apply: averaged over all ranks, unless a tape has done that."""
         gradients = list(gradients)
         places = [
             place
             for place, (gradient, variable) in enumerate(zip(gradients, variables))
-            if gradient is not None and _handle(variable) not in self.means
+            if gradient is not None and _key(variable) not in self.means
         ]
         if places:
             self.unproven[errors.users_line()] = None
@@ -170,7 +174,7 @@ class GradientExchange:
         return gradients
 
     def mean(self, gradients, weight):
-        """Return the means of all ranks' gradients; None is one that nothing has."""
+        """Return the means of all ranks' gradients; of None, which is no gradient, None."""
         mine = [gradient for gradient in gradients if gradient is not None]
         means = iter(self.engine.mean(mine, weight, "gradients_{}".format(self.exchanges)))
         self.exchanges += 1
@@ -178,7 +182,7 @@ class GradientExchange:
 
 
 class Keras3Exchange(GradientExchange):
-    """That of a step of Keras 3, whose optimizers apply gradients by ``apply``."""
+    """The exchange of a step of Keras 3, whose optimizers apply gradients by ``apply``."""
 
     def methods(self, optimizer):
         plain = optimizer.apply
@@ -198,8 +202,8 @@ def _scales_losses(optimizer):
     return hasattr(optimizer, "get_scaled_loss") or hasattr(optimizer, "inner_optimizer")
 
 
-def _handle(variable):
-    """Return what identifies a variable, however it is wrapped; None for a tensor."""
+def _key(variable):
+    """Return the identity of a variable, however it is wrapped; None for a tensor."""
     handle = getattr(getattr(variable, "_value", variable), "handle", None)
     return None if handle is None else id(handle)
 
@@ -214,7 +218,7 @@ def _weights(model):
 
 
 def _is_in_loop():
-    """Return whether one of TensorFlow's loops within the step runs or traces what calls this."""
+    """Return whether the caller is run or traced by one of TensorFlow's loops within the step."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code is not GradientExchange.run.__code__:
         if frame.f_code.co_name in _LOOPS:

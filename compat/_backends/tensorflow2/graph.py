@@ -1,6 +1,7 @@
-"""Queries on a graph that is traced, on its functions, and on what traces or records a call."""
+"""Queries on a traced graph, on its functions, and on the trace or the tape around a call."""
 
 import re
+from typing import Any, Dict, Iterable, List, Optional, Tuple
 
 import tensorflow as tf
 
@@ -19,7 +20,7 @@ CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 CONDITIONS = {"If", "StatelessIf"}
 LOOPS = {"While", "StatelessWhile"}
 
-#: Operations on a variable, or on a table of a lookup layer, that leave it as it is.
+#: Operations on a variable, or on a table of a lookup layer, that do not change it.
 READS = {
     "LookupTableFindV2", "LookupTableSizeV2", "ReadVariableOp", "ResourceGather",
     "ResourceGatherNd", "VariableShape",
@@ -29,52 +30,51 @@ _RANDOM = re.compile("Multinomial|Normal|Random|Rng|Uniform")
 
 # The attributes that name the functions an operation calls.
 _BODIES = dict.fromkeys(CALLS, ["f"])
-
-
 _BODIES.update(dict.fromkeys(CONDITIONS, ["then_branch", "else_branch"]))
-
-
 _BODIES.update(dict.fromkeys(LOOPS, ["cond", "body"]))
 
 
-def bodies_of(op):
-    """Return the graphs of the functions that an operation calls; None where they are hidden."""
+def bodies_of(op: "tf.Operation") -> "List[Any]":
+    """Return the graphs of the functions that an operation calls; None for a hidden one."""
     names = [op.get_attr(attribute).name for attribute in _BODIES.get(op.type, ())]
     return [getattr(op.graph._get_function(name), "graph", None) for name in names]
 
 
-def is_random(op):
-    """Return whether an operation makes random numbers, or has a generator go on."""
+def is_random(op: "tf.Operation") -> bool:
+    """Return whether an operation makes random numbers, or advances a generator of them."""
     return _RANDOM.search(op.type) is not None
 
 
-def is_resource(tensor):
+def is_resource(tensor: "tf.Tensor") -> bool:
+    """Return whether a tensor is a handle, or another object without elements."""
     return tensor.dtype.name in ("resource", "variant")
 
 
-def captures(graph):
-    """Return pairs of a tensor within the graph and the one outside that it stands for."""
+def captures(graph: "Any") -> "List[Tuple[tf.Tensor, tf.Tensor]]":
+    """Return the captured inputs of a graph: pairs of the tensor within and the one outside."""
     return [(internal, external) for external, internal in graph.captures]
 
 
-def carried(known, tensors, others):
-    """What is known of tensors by their names, for others, which are these in another graph."""
+def carried(
+    values: "Dict[str, Any]", tensors: "Iterable[tf.Tensor]", others: "Iterable[tf.Tensor]"
+) -> "Dict[str, Any]":
+    """Return the values of tensors by the names of the corresponding tensors of another graph."""
     pairs = zip(tensors, others)
-    return {other.name: known[tensor.name] for tensor, other in pairs if tensor.name in known}
+    return {other.name: values[tensor.name] for tensor, other in pairs if tensor.name in values}
 
 
-def eager(tensor):
-    """What a tensor of a function being traced stands for; None for what is no value yet."""
+def eager(tensor: "tf.Tensor") -> "Optional[tf.Tensor]":
+    """Return the eager tensor that a function being traced has captured, or None."""
     while tensor is not None and not hasattr(tensor, "numpy"):
         pairs = captures(tensor.graph) if hasattr(tensor.graph, "captures") else []
         tensor = next((external for internal, external in pairs if internal is tensor), None)
     return tensor
 
 
-def may_be_set(handle):
+def may_be_set(handle: "tf.Tensor") -> bool:
     """Return whether a handle's graph, or a function that it calls, may set the variable."""
     for op in handle.consumers():
-        bodies, first = bodies_of(op), int(op.type in CONDITIONS)  # after what is decided by
+        bodies, first = bodies_of(op), int(op.type in CONDITIONS)  # whose first input decides
         if None in bodies or not bodies and op.type not in READS:
             return True
         places = [n - first for n, tensor in enumerate(op.inputs) if tensor is handle]
@@ -83,8 +83,8 @@ def may_be_set(handle):
     return False
 
 
-# Graphs that Keras traces for shapes or for saving; nothing is computed in them, or somewhere
-# else: what is saved must not name this machine's devices. (``__call__`` is what Keras 3 exports;
+# Graphs that Keras traces for shapes or for saving. Nothing is computed in them here, and saved
+# ones must not name this machine's devices. (``__call__`` is the one that Keras 3 exports;
 # ``tf.function(model)`` has another name.)
 _TRACES = (
     "scratch_graph", "build_graph",
@@ -92,8 +92,8 @@ _TRACES = (
 )  # fmt: skip
 
 
-def only_traced(model):
-    """Return whether nothing is computed where a model is called now, or somewhere else."""
+def only_traced(model: "Any") -> bool:
+    """Return whether a call of a model now is traced for shapes or for saving alone."""
     keras = _keras.keras_of(model) or (_keras.is_layer(model) and tf.keras)
     graph = tf.compat.v1.get_default_graph() if keras and not tf.executing_eagerly() else None
     while graph is not None:

@@ -1,9 +1,10 @@
-"""Changes to Keras' layers and functions, for traces of a call and for several devices."""
+"""Patches of Keras' layers and functions, for traces of a call and for several devices."""
 
 import contextlib
 import functools
 import inspect
 import sys
+from typing import Any, Iterable, Iterator
 
 import tensorflow as tf
 
@@ -12,15 +13,15 @@ from .state import normalizations
 
 
 @contextlib.contextmanager
-def normalizing_rows(layers):
-    """Within, these layers' batch normalization returns what inference does: each row by itself.
+def normalizing_rows(layers: "Iterable[Any]") -> "Iterator[None]":
+    """Let layers of batch normalization return the results of inference, row by row.
 
-    Then they are called as they would be, so that what they set can be seen.
+    Then they are called as usual, so that the trace contains the variables that they set.
     """
 
     def in_inference(call, *args, **kwargs):
-        given = dict(zip(inspect.signature(call).parameters, args), **kwargs)
-        result = call(**dict(given, training=False))
+        arguments = dict(zip(inspect.signature(call).parameters, args), **kwargs)
+        result = call(**dict(arguments, training=False))
         call(*args, **kwargs)
         return result
 
@@ -34,10 +35,10 @@ def normalizing_rows(layers):
         yield
 
 
-def read_kernels():
-    """From now on, have Keras 3 hand its convolutions values in place of variables.
+def read_kernels() -> None:
+    """Make Keras 3 pass values to its convolutions in place of variables, from now on.
 
-    It has XLA compile a convolution in groups, and XLA takes no variable of another device.
+    Keras has XLA compile a grouped convolution, and XLA accepts no variable of another device.
     """
     nn = sys.modules.get("keras.src.backend.tensorflow.nn")
     if nn is None or patching.find(nn, "conv") is not None:

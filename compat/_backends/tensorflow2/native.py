@@ -1,8 +1,10 @@
 """TensorFlow 2's models without Keras: ``tf.Module``, ``tf.function``, objects with variables.
 
-An object is called by its type's ``__call__``, so the object gets another type: a subclass of
-its own, made for it, of the same name.
+Python looks up ``__call__`` in an object's class, so the class of the object is changed: to a
+subclass of the same name, made for this object.
 """
+
+from typing import Any, Sequence
 
 import tensorflow as tf
 
@@ -16,7 +18,14 @@ from .replicas import ReplicatedCall
 from .verification import VerifiedCall
 
 
-def parallelize(model, devices, replicated):
+def parallelize(model: "Any", devices: "Sequence[str]", replicated: bool) -> "Any":
+    """Give a model the class whose calls have replicas on devices, or its own one back.
+
+    Arguments:
+        model: an object with variables.
+        devices: those of the replicas.
+        replicated: False if the model runs unsplit.
+    """
     plain = getattr(type(model), "_compat_plain_class", None)
     if plain is not None:
         patching.change_class(model, plain)
@@ -25,8 +34,8 @@ def parallelize(model, devices, replicated):
     return model
 
 
-def verify(model, verification):
-    """Verify calls of ``model``, if it runs on several devices; None: no more."""
+def verify(model: "Any", verification: "Any") -> None:
+    """Verify calls of a model, if it runs on several devices; with None, stop that."""
     if "_compat_call" in vars(type(model)):
         type(model)._compat_call.verification = verification
 
@@ -36,7 +45,7 @@ def _replicated_class(plain, replicated_call):
         return watched_loops.called(self, type(self)._compat_call, (self,) + args, kwargs)
 
     def by_plain_class(name):
-        """Return a method that calls the plain class's, while the object is one of it."""
+        """Return a method that calls that of the plain class, of which the object is meanwhile."""
 
         def method(self, *args, **kwargs):
             replicated = type(self)
@@ -51,7 +60,7 @@ def _replicated_class(plain, replicated_call):
     members = {name: getattr(plain, name) for name in ("__doc__", "__module__", "__qualname__")}
     members.update(__call__=__call__, _compat_plain_class=plain, _compat_call=replicated_call)
     members["autograph_info__"] = {}  # as in ReplicatedCall
-    # Copies and pickles are plain, and what TensorFlow saves: a __call__ that is a tf.function.
+    # Copies and pickles are plain, and so is a __call__ that TensorFlow saves, a tf.function.
     for name in ("__reduce_ex__", "_trackable_children", "_list_functions_for_serialization"):
         if hasattr(plain, name):
             members[name] = by_plain_class(name)
@@ -63,7 +72,7 @@ class NativeCall(ReplicatedCall):
 
     is_of_keras = False
     _has_warned = False
-    _has_said = False  # that it is not verified
+    _has_warned_of_function = False
     verification = None
 
     def invoke(self, model, *args, **kwargs):
@@ -72,8 +81,8 @@ class NativeCall(ReplicatedCall):
         if is_wanted and not unsplit.here():
             if tf.executing_eagerly() and verification.is_due(kind):
                 return verification.verify(kind, VerifiedCall(self, model, args, kwargs))
-            if not (tf.executing_eagerly() or self._has_said):
-                self._has_said = True
+            if not (tf.executing_eagerly() or self._has_warned_of_function):
+                self._has_warned_of_function = True
                 errors.warn(
                     f"verify={verification.requested}: model {verification.record.model!r} is "
                     "called within a tf.function, where there are no numbers to compare yet, so "
@@ -82,18 +91,18 @@ class NativeCall(ReplicatedCall):
                 )
         return super().invoke(model, *args, **kwargs)
 
-    def _given(self, model, given):
-        if are_arrays(given) and not self._has_warned:
+    def _converted(self, model, arguments):
+        if are_arrays(arguments) and not self._has_warned:
             self._has_warned = True
             errors.warn(
                 f"A call of the parallelized {type(model).__name__} was given numpy arrays, which "
                 "are not split, so it ran on one device: give it tensors, tf.constant(array)."
             )
-        return given
+        return arguments
 
     def _trace(self, call, arguments, state, effects):
         if tf.executing_eagerly() and not self.traces:
-            # Variables that the first call makes must not be made within a replica.
+            # The first call may make variables, which must not happen within a replica.
             args, kwargs = arguments.structure
             with effects.taken():
                 tf.function(call).get_concrete_function(*args, **kwargs)

@@ -1,10 +1,15 @@
-"""Which objects are models without Keras, and which are variables.
+"""Queries on objects: whether one is a model without Keras, or a variable.
 
 This imports no TensorFlow.
 """
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, List
 
-def is_native(model):
+
+def is_native(model: "Any") -> bool:
+    """Return whether an object is a model without Keras: callable, with variables."""
     if not callable(model) or isinstance(model, type):
         return False
     kinds = [(c.__module__, c.__name__) for c in type(model).__mro__]
@@ -16,10 +21,12 @@ def is_native(model):
     return bool(ours & {"Module", "Function"}) or any(map(is_variable, held(model)))
 
 
-def held(model):
+def held(model: "Any") -> "List[Any]":
+    """Return the values of an object's attributes."""
     return list(getattr(model, "__dict__", {}).values())
 
 
-def is_variable(value):
+def is_variable(value: "Any") -> bool:
+    """Return whether a value is a variable of TensorFlow's."""
     kinds = type(value).__mro__
     return any(c.__name__ == "Variable" and c.__module__.startswith("tensorflow") for c in kinds)

@@ -1,6 +1,7 @@
-"""Listeners, called with each operation that a thread executes."""
+"""Listeners that are called with each operation that a thread executes."""
 
 import threading
+from typing import Any, Callable, Set
 
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
@@ -8,29 +9,29 @@ from tensorflow.python.eager import context, execute
 from .run_metadata import lock
 
 _listeners = threading.local()
-_listening = set()  # type: set  # the identities of threads that have listeners
+_listening: "Set[int]" = set()  # the identities of threads that have listeners
 
 
-def listen(listener):
-    """Have a listener called with whatever this thread executes from now on.
+def listen(listener: "Callable[[str, Any], None]") -> None:
+    """Call a listener with each operation that this thread executes from now on.
 
     Arguments:
-        listener: a function of the kind of an operation, or the name of a function, and of its
+        listener: a function of the type of an operation, or the name of a function, and of its
             results. It may call ``ignore()``.
     """
-    known = _listeners.__dict__.setdefault("all", [])
-    known.append(listener)
-    with lock, tf.init_scope():  # else functions would not be noted
+    listeners = _listeners.__dict__.setdefault("all", [])
+    listeners.append(listener)
+    with lock, tf.init_scope():  # else functions would not be reported
         _listening.add(threading.get_ident())
         _add_callback(context.context())
 
 
-def ignore(listener):
-    """Have a listener of this thread no longer called."""
-    known = _listeners.__dict__.setdefault("all", [])
-    if listener in known:
-        known.remove(listener)
-        if not known:
+def ignore(listener: "Callable[[str, Any], None]") -> None:
+    """Stop calling a listener of this thread."""
+    listeners = _listeners.__dict__.setdefault("all", [])
+    if listener in listeners:
+        listeners.remove(listener)
+        if not listeners:
             with lock, tf.init_scope():
                 _listening.discard(threading.get_ident())
                 _remove_callback(context.context())
@@ -43,7 +44,7 @@ def _call_listeners(kind, inputs, attributes, outputs, op_name=None, graph=None)
 
 
 def _add_callback(running):
-    """Have TensorFlow call the listeners; others may have taken the callback away meanwhile."""
+    """Register the listeners' callback, which other code may have removed meanwhile."""
     if hasattr(running, "add_post_execution_callback"):  # TensorFlow 2.0
         if _call_listeners not in running.post_execution_callbacks:
             running.add_post_execution_callback(_call_listeners)
@@ -56,7 +57,7 @@ def _add_callback(running):
 
 def _remove_callback(running):
     if hasattr(running, "add_post_execution_callback"):
-        # The callback is that of all threads, and others may have taken it away.
+        # The callback is that of all threads, and other code may have removed it.
         if not _listening and _call_listeners in running.post_execution_callbacks:
             running.post_execution_callbacks.remove(_call_listeners)
         if not running.post_execution_callbacks:
@@ -67,6 +68,6 @@ def _remove_callback(running):
         op_callbacks.remove_op_callback(_call_listeners)
 
 
-def is_function(kind):
-    """Return whether what was executed is a function: a graph, not a single operation."""
+def is_function(kind: str) -> bool:
+    """Return whether a listener was called with a function: a graph, not a single operation."""
     return kind.startswith("__")

@@ -1,15 +1,17 @@
-"""Which operations TensorFlow 2 executed on which device, and when.
+"""Profile of TensorFlow 2: the operations of each device, and their times.
 
-TensorFlow's profiler records them, and before TensorFlow 2.2 run metadata does.
+They are recorded by TensorFlow's profiler, and before TensorFlow 2.2 by run metadata.
 """
 
 import collections
 import contextlib
 import gc
+import itertools
 import pathlib
 import re
 import tempfile
 import time
+from typing import Any, Dict, Iterable, Iterator, List, Sequence, Tuple
 
 import tensorflow as tf
 from tensorflow.python.eager import context
@@ -26,8 +28,8 @@ _INLINED = re.compile(r"(Stateful)?PartitionedCall(_\d+)?/")  # whose function's
 _ON_VARIABLES = re.compile("Variable|VarHandleOp|^Resource")
 
 
-def profiled(devices):
-    """Within, TensorFlow's profiler records; see ``Backend.profiled()``."""
+def profiled(devices: "Sequence[str]") -> "Any":
+    """Return a context in which TensorFlow's profiler records; see ``Backend.profiled()``."""
     if not runs_eagerly(tf):  # sessions record each of their runs
         return tensorflow1_profiler.profiled(devices)
     if hasattr(tf, "profiler"):
@@ -36,13 +38,13 @@ def profiled(devices):
     executed_on = run_statistics.operations_of
     return converted(
         recorded(with_times=True),
-        lambda found: executed_on([each.step_stats for each in found], devices),
+        lambda records: executed_on([record.step_stats for record in records], devices),
     )
 
 
 @contextlib.contextmanager
 def _profile():
-    """Within, the profiler records: of GPUs by device, of the CPU by thread; gives its planes."""
+    """Record a profile; yield a list that gets its planes: by GPU, and by thread of the CPU."""
     profiler, planes = tf.profiler.experimental, []
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -58,7 +60,7 @@ def _profile():
         finally:
             if hasattr(tf.test, "experimental"):
                 tf.test.experimental.sync_devices()
-            time.sleep(0.1)  # a thread ends its record after it has handed over its results
+            time.sleep(0.1)  # a thread completes its record after it has returned its results
             profiler.stop()
             for path in pathlib.Path(directory).rglob("*.xplane.pb"):
                 planes.extend(_planes(path))
@@ -72,17 +74,17 @@ def _planes(path):
     return xplane_pb2.XSpace.FromString(path.read_bytes()).planes
 
 
-def operations(planes, devices):
-    """Yield the operations on ``devices`` that the profiler's planes tell of."""
+def operations(planes: "Iterable[Any]", devices: "Sequence[str]") -> "Iterator[Operation]":
+    """Yield the operations on devices that the profiler's planes contain."""
     # The profiler counts all GPUs that CUDA shows, devices those that TensorFlow is to use.
     visible = tf.config.experimental.get_visible_devices("GPU")
     numbers = [gpu.name.split(":")[-1] for gpu in visible]
     gpus = {f"/device:GPU:{number}": f"/gpu:{place}" for place, number in enumerate(numbers)}
     for plane in planes:
         device = gpus.get(plane.name)
-        if device in devices:
+        if device is not None and device in devices:
             lines = [line for line in plane.lines if line.name.startswith("Stream")]
-            for event in (each for line in lines for each in _events(plane, line)):
+            for event in itertools.chain.from_iterable(_events(plane, line) for line in lines):
                 yield Operation(device, event.name, event.start, event.duration)
         elif plane.name == "/host:CPU" and any("cpu" in device for device in devices):
             yield from _operations_of_cpu(plane, devices)
@@ -94,8 +96,8 @@ _Event = collections.namedtuple("_Event", "name start duration statistics")
 def _events(plane, line):
     """Yield a line's events in the order of their start, enclosing ones first; in microseconds."""
     names = plane.stat_metadata
-    for event in sorted(line.events, key=lambda each: (each.offset_ps, -each.duration_ps)):
-        statistics = {names[each.metadata_id].name: _value(plane, each) for each in event.stats}
+    for event in sorted(line.events, key=lambda event: (event.offset_ps, -event.duration_ps)):
+        statistics = {names[stat.metadata_id].name: _value(plane, stat) for stat in event.stats}
         start = line.timestamp_ns / 1e3 + event.offset_ps / 1e6
         name = plane.event_metadata[event.metadata_id].name
         yield _Event(name, start, event.duration_ps / 1e6, statistics)
@@ -107,16 +109,17 @@ def _value(plane, statistic):
     return plane.stat_metadata[value].name if kind == "ref_value" else value
 
 
-def kernels(plane):
+def kernels(plane: "Any") -> "Tuple[List[Any], Dict[Any, Any]]":
     """Return the kernels that the threads of the CPU executed.
 
     Returns:
-        The event of each kernel, its node and its kind, and the run of a graph that it was in; and
-        by run the node that called for it and that one's run, or None where the script called.
+        The event of each kernel, its node and its type, and the run of a graph that contains it;
+        and for each run the node that called the function and that node's run, or None where the
+        script called it.
     """
-    found, callers = [], {}
+    executed, callers = [], {}
     for line in plane.lines:
-        enclosing = []  # when each ends, its node and its run
+        enclosing: "List[Any]" = []  # end, node and run of the events around
         for event in _events(plane, line):
             while enclosing and enclosing[-1][0] <= event.start:
                 enclosing.pop()
@@ -131,41 +134,41 @@ def kernels(plane):
             elif kernel:
                 enclosing.append((end, kernel.group(1), run))
                 if not kernel.group(2).endswith(run_statistics.WAITING):
-                    found.append((event, kernel.groups(), run))
-    return found, callers
+                    executed.append((event, kernel.groups(), run))
+    return executed, callers
 
 
 def _operations_of_cpu(plane, devices):
-    """Yield the kernels of the CPU's threads, with the device of it that executed each.
+    """Yield the kernels of the CPU's threads, with the simulated device that executed each.
 
-    Threads are common to all devices, and a kernel is recorded without its device. It is that
+    Threads are common to all devices, and a kernel is recorded without its device. Its device is
 
-    - which its node asks for, or the node that it is a part of (of the body of a loop);
-    - where that asks for none, that of the call which the kernel's function was run by (a layer
-      of tf.keras that is a function, such as the LSTM);
-    - in a function that a script calls, the first: TensorFlow's default. A script that places
-      such a call, eagerly on a CPU, is not seen to.
+    - that of its node, or of the node that contains it (in the body of a loop);
+    - if that has none, that of the call of the kernel's function (a layer of tf.keras that is a
+      function, such as the LSTM);
+    - in a function that a script calls, the first: TensorFlow's default. It is not noticed where a
+      script places such a call, eagerly on a CPU.
 
-    Left out is what has no known device: where nodes of one name ask for different ones; eager
-    operations; what reads and writes variables, which runs where these are; functions within
-    functions in TensorFlow 2.3, whose caller is not recorded.
+    Kernels without a known device are left out: where nodes of one name have different ones; eager
+    operations; reads and writes of variables, which run where these are; functions within functions
+    in TensorFlow 2.3, whose caller is not recorded.
     """
-    asked_for = collections.defaultdict(set)  # by nodes of each name, in all functions
+    requested = collections.defaultdict(set)  # the devices of all functions' nodes, by their name
     for node in _nodes():
-        asked_for[node.name].add(short_name(node.device) if node.device else None)
-    found, callers = kernels(plane)
+        requested[node.name].add(short_name(node.device) if node.device else None)
+    executed, callers = kernels(plane)
 
     def device_of(node, run):
         name = _INLINED.sub("", node)
-        while name and name not in asked_for:
+        while name and name not in requested:
             name = name.rpartition("/")[0]
-        asked = set(asked_for.get(name, {None}))
-        if None in asked and run in callers:
-            by_call = device_of(*callers[run]) if callers[run] else devices[0]
-            asked = asked - {None} | {by_call}
-        return asked.pop() if len(asked) == 1 else None
+        candidates = set(requested.get(name, {None}))
+        if None in candidates and run in callers:
+            of_call = device_of(*callers[run]) if callers[run] else devices[0]
+            candidates = candidates - {None} | {of_call}
+        return candidates.pop() if len(candidates) == 1 else None
 
-    for event, (node, kind), run in found:
+    for event, (node, kind), run in executed:
         if len(devices) == 1:
             device = devices[0]
         else:
@@ -182,10 +185,10 @@ def _nodes():
     running = context.context()
     if hasattr(running, "list_function_names"):
         for name in running.list_function_names():
-            with contextlib.suppress(tf.errors.NotFoundError):  # collected meanwhile
+            with contextlib.suppress(tf.errors.NotFoundError):  # deleted meanwhile
                 yield from running.get_function_def(name).node_def
     else:  # TensorFlow 2.3, which empties graphs that it no longer needs
-        for graph in [each for each in gc.get_objects() if type(each) is FuncGraph]:
+        for graph in [candidate for candidate in gc.get_objects() if type(candidate) is FuncGraph]:
             if vars(graph):
                 yield from graph.as_graph_def().node
 

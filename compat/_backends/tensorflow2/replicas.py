@@ -5,7 +5,7 @@ import functools
 import inspect
 import threading
 import weakref
-from typing import Any, Dict, Union
+from typing import Any, Dict, Optional, Sequence, Union
 
 import tensorflow as tf
 
@@ -36,26 +36,30 @@ from .table_gradients import TableGradients, dense
 
 
 class Replica:
-    """One device's share of a call, computed there.
+    """One device's shard of a call, computed there.
 
     Arguments:
+        device: the device's name.
         size: how many rows are kept; none of the one row computed where this is 0.
         trace: the ``Trace`` of the call; None for a single replica.
-        call, scope, given, effects: as of ``as_function``.
-        join: what ``TableGradients`` make of a variable's gradient.
+        call: as that of ``as_function``, and so are the following.
+        scope: with the losses of one replica.
+        tree: with the replica's shards.
+        effects: of all replicas.
+        join: returns what the gradient of a variable becomes: see ``TableGradients``.
 
     Attributes:
-        structure, values: as the function of ``as_function`` returns them, with the replica's own
-            rows of the values.
-        changes: those that its call made in Python objects, which are taken back.
+        structure: of the results, as the function of ``as_function`` returns it.
+        values: the results by name, as that function returns them, without the rows of others.
+        changes: those of Python objects that its call has made, and that have been undone.
     """
 
-    def __init__(self, device, size, trace, call, scope, given, effects, join):
+    def __init__(self, device, size, trace, call, scope, tree, effects, join):
         self.size = size
-        compute, shard = as_function(call, scope, given, effects), tensors_of(given)
+        compute, shard = as_function(call, scope, tree, effects), tensors_of(tree)
 
-        def own(value, placement):
-            """Of a result with rows the replica's own: all of them, or none where it has none."""
+        def cropped(value, placement):
+            """Return a result without the row that was computed where the shard is empty."""
             if not (tf.is_tensor(value) and isinstance(placement, Sharded)):
                 return value
             if isinstance(size, int):
@@ -68,7 +72,7 @@ class Replica:
             self.structure, self.values = compute(*values)
             for name, placements in trace.placements.items() if trace else ():
                 # An error where there are more, or fewer, than in the trace.
-                self.values[name] = tf.nest.map_structure(own, self.values[name], placements)
+                self.values[name] = tf.nest.map_structure(cropped, self.values[name], placements)
             return tensors_of(self.values)
 
         @tf.custom_gradient
@@ -84,11 +88,11 @@ class Replica:
                 pairs = [(r, g) for r, g in zip(inner.results, upstream) if r.dtype.is_floating]
                 heads, upstream = [r for r, _ in pairs], [g for _, g in pairs]
                 with tf.device(device):
-                    found = gradients_of(heads, list(values) + variables, upstream)
-                    found = list(map(dense, found))
-                    of_variables = list(map(join, variables, found[len(values) :]))
-                inputs = found[: len(values)]
-                return (inputs, of_variables) if variables else inputs
+                    gradients = gradients_of(heads, list(values) + variables, upstream)
+                    gradients = list(map(dense, gradients))
+                    of_variables = list(map(join, variables, gradients[len(values) :]))
+                of_inputs = gradients[: len(values)]
+                return (of_inputs, of_variables) if variables else of_inputs
 
             return results, gradient
 
@@ -106,10 +110,10 @@ class Replica:
 
 @contextlib.contextmanager
 def _listing_no_variables():
-    """Within, the graph lists no variables.
+    """Hide the variables that the graph lists.
 
-    TensorFlow 2.0 makes sets of those that layers have made within any tf.function, for a gradient
-    of one's own, and fails: they have no hash.
+    For a custom gradient TensorFlow 2.0 makes sets of those that layers have made within any
+    tf.function, and fails: they have no hash.
     """
     key = tf.compat.v1.GraphKeys.GLOBAL_VARIABLES
     variables = tf.compat.v1.get_default_graph().get_collection_ref(key)
@@ -122,7 +126,10 @@ def _listing_no_variables():
 
 
 def _differentiable(compute, values):
-    """``compute(*values)``, and the function (results, sources, upstream) -> gradients of it."""
+    """Return ``compute(*values)``, and a function that differentiates it.
+
+    The function's arguments are some of the results, the sources, and the upstream gradients.
+    """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     # Loops and branches make their variables inputs of another name; the tape knows them.
     if type(graph).__name__ != "FuncGraph":
@@ -144,7 +151,7 @@ def _differentiable(compute, values):
     return compute(*values), gradients_of
 
 
-#: How often a call that is divided was begun, of any model.
+#: How often a call of any model that has replicas was begun.
 reached = [0]
 
 #: How many traces of eager calls are kept for a model: an argument may be another one each time.
@@ -154,27 +161,30 @@ TRACES = 100
 class ReplicatedCall(patching.InstanceMethod):
     """The ``call`` of a model on several devices.
 
-    Replica i computes the rows ``splitting.run_bounds`` gives it, under its device. The
-    operations of a gradient carry no device, and would all run on the first one; so each replica
-    is a function with a gradient of its own (``tf.custom_gradient``), computed under the
-    replica's device, too. TensorFlow sums the gradients of the replicas.
+    Replica i computes the rows of ``splitting.run_bounds`` on its device. The operations of a
+    gradient carry no device, and would all run on the first one; so each replica is a function
+    with a custom gradient (``tf.custom_gradient``), which is computed on the replica's device, too.
+    TensorFlow sums the gradients of the replicas.
 
-    Losses added within ``call``, outputs without rows and state (counters, moving averages) leave
-    the replicas as values of their own rows, and become those of all rows by ``Merging``: sums,
-    means, maxima or minima, as a ``Trace`` of the plain call shows. Where it shows that rows are
-    mixed, the call runs with the whole batch on the first device. See ``merging`` and
+    Losses added within ``call``, outputs without a batch dimension and state (counters, moving
+    averages) leave the replicas as values of their shards, and are merged into those of the whole
+    batch by ``Merging``, according to the placements in a ``Trace`` of the plain call. Where this
+    shows that rows are mixed, the call runs unsplit on the first device. See ``merging`` and
     ``call_trace``.
+
+    Arguments:
+        devices: the devices of the replicas.
+        belongs_to_step: whether it is there for a model around this one, whose step may call it.
     """
 
-    # Autograph leaves what carries this mark alone, as it does tf.function's own wrappers.
-    autograph_info__ = {}  # type: dict
+    # Autograph does not convert what has this attribute, such as tf.function's wrappers.
+    autograph_info__: "Dict[str, Any]" = {}
 
-    supports_jit = None  # what jit_compile="auto" went by, in Keras 3
+    supports_jit = None  # the model's attribute, which decides on jit_compile="auto" in Keras 3
     is_of_keras = True  # only Keras adds losses within a call, and traces for its own purposes
 
-    def __init__(self, devices, belongs_to_step=False):
+    def __init__(self, devices: "Sequence[str]", belongs_to_step: bool = False) -> None:
         super().__init__(devices)
-        # Whether it is there for a model around this one, whose step may call this one.
         self.belongs_to_step = belongs_to_step
         self.traces: "Dict[Any, Union[Trace, FailedTrace]]" = {}  # of eager calls, by their kind
         self.effects = None  # of the model, which they belong to
@@ -200,7 +210,7 @@ class ReplicatedCall(patching.InstanceMethod):
         call = functools.partial(self._unreplicated, model)
         if unsplit.here() or only_traced(model):
             return call(*args, **kwargs)
-        args, kwargs = self._given(model, (args, kwargs))
+        args, kwargs = self._converted(model, (args, kwargs))
         arguments = ShardedArguments(args, kwargs, len(self.devices))
         if arguments.batch is None:
             return call(*args, **kwargs)
@@ -210,7 +220,7 @@ class ReplicatedCall(patching.InstanceMethod):
             refuse_strategies(tf, model)
         if arguments.why:
             return self._whole(model, call, arguments, _rows.Across(None, why=arguments.why))
-        with self.lock:  # what is noted of one call is not of another thread's
+        with self.lock:  # effects are recorded of one thread's call at a time
             return self._split(model, call, arguments)
 
     def _split(self, model, call, arguments):
@@ -222,7 +232,7 @@ class ReplicatedCall(patching.InstanceMethod):
         effects = self._effects(model)
         effects.begin()
         kind = arguments.kind() if tf.executing_eagerly() else None
-        last = self.traces.pop(kind, None)  # kept again at the end, unless it holds no longer
+        last = self.traces.pop(kind, None)  # kept again below, if it still holds
         known = last if last is not None and last.holds else None
         trace = known or self._traced(call, arguments, state, effects, is_second=last is not None)
         across = trace.across or _across_in_keras3(model, trace)
@@ -230,7 +240,7 @@ class ReplicatedCall(patching.InstanceMethod):
             replicas, across = self._attempt(call, arguments, state, effects, trace, known)
             fails_again = across is not None and across.why == "fails" and trace.fails
             if across is not None and known is not None and not fails_again:
-                # It was traced when the call left something else, or nothing.
+                # It was traced when the call had other side effects, or none.
                 return self._split(model, call, arguments)
         if across is None:
             results = self._merged(arguments, state, effects, trace, replicas)
@@ -247,7 +257,7 @@ class ReplicatedCall(patching.InstanceMethod):
         """Return the plain call's trace, or a ``FailedTrace``."""
         try:
             return self._trace(call, arguments, state, effects)
-        except Exception as error:  # of the call, for having an unknown number of rows
+        except Exception as error:  # whatever a call raises with an unknown number of rows
             if not _may_be_of_split(error):
                 raise
             # A first call may make what its trace misses.
@@ -256,14 +266,13 @@ class ReplicatedCall(patching.InstanceMethod):
     def _attempt(self, call, arguments, state, effects, trace, known):
         """Run the call on all devices.
 
-        Arguments:
-            known: the trace, if it is that of a call before.
+        ``known`` is the trace if it was made in an earlier call.
 
         Returns:
-            The replicas, and None; or None and an ``Across`` where they fail or leave what cannot
-            be merged. Then the state is as it was before.
+            The replicas and None; or None and an ``Across``, if they fail or have side effects that
+            cannot be merged. Then the state is restored.
         """
-        # A call that has left nothing so far is only seen to leave nothing now, either.
+        # A call that has had no side effects is only checked for them afterwards.
         taken = None if known is not None and not known.changes else effects
         state.watch(trace.variables)
         try:
@@ -273,8 +282,8 @@ class ReplicatedCall(patching.InstanceMethod):
             else:
                 changes = [replica.changes for replica in replicas]
                 if known is None:
-                    # What depends on the number of rows is another one there, also where all
-                    # replicas have as many.
+                    # A change that depends on the number of rows differs in the trace, even where
+                    # all replicas have as many.
                     changes.append(trace.changes)
                 agree = side_effects.are_equal(changes)
         except BaseException as error:  # Ctrl-C, too
@@ -292,7 +301,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return None, across
 
     def _merged(self, arguments, state, effects, trace, replicas):
-        """Return what the call returns for the whole batch, and set what it leaves behind."""
+        """Return the results for the whole batch, and make its side effects once."""
         count(self.devices, arguments.rows, recording())
         whole = Merging(replicas, trace)
         state.finish(whole)
@@ -325,8 +334,8 @@ class ReplicatedCall(patching.InstanceMethod):
         tables = TableGradients(trace.lookups if trace else {}, number)
         for index, device in enumerate(self.devices):
             first, last = splitting.bounds(rows, number, index)
-            given = arguments.shard(splitting.run_bounds(rows, number, index, maximum))
-            part = device, last - first, trace, call, state.replica, given, effects
+            tree = arguments.shard(splitting.run_bounds(rows, number, index, maximum))
+            part = device, last - first, trace, call, state.replica, tree, effects
             if effects is not None:
                 effects.restart()
             replicas.append(Replica(*part, functools.partial(tables.joined, index)))
@@ -343,12 +352,12 @@ class ReplicatedCall(patching.InstanceMethod):
         return results
 
     def _trace(self, call, arguments, state, effects):
-        """The plain call's trace. Eagerly it is kept for calls with arguments of the same kinds."""
+        """Return the plain call's trace."""
         return Trace(call, arguments, state, effects, self.devices[0])
 
-    def _given(self, model, given):
-        """Keras 3 hands the arrays of an eager step to a functional model as they are."""
-        return as_tensors(given) if are_arrays(given) else given
+    def _converted(self, model, arguments):
+        """Return arguments with tensors for arrays, which Keras 3 passes in an eager step."""
+        return as_tensors(arguments) if are_arrays(arguments) else arguments
 
     def _unreplicated(self, model, *args, **kwargs):
         """Run the call this one hides, converted by autograph where Keras would do so."""
@@ -364,21 +373,21 @@ class ReplicatedCall(patching.InstanceMethod):
 
 
 def _may_be_of_split(error):
-    """Return whether a call may have failed for being traced or split: then it runs unsplit.
+    """Return whether a call may have failed because it was traced or split.
 
-    The whole batch on one device takes more memory than its parts on several do.
+    If so, it runs unsplit. Not if it ran out of memory: unsplit, it takes more on one device.
     """
     out_of_memory = isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError))
     return isinstance(error, Exception) and not (out_of_memory or _rows.trial.is_fault(error))
 
 
-def of(model):
-    """Return what runs a model, of Keras or native, on several devices, or None."""
+def of(model: "Any") -> "Optional[ReplicatedCall]":
+    """Return the call that runs a model, of Keras or native, on several devices, or None."""
     return vars(type(model)).get("_compat_call") or ReplicatedCall.of(model)
 
 
 def _across_in_keras3(model, trace):
-    """What an optimizer of Keras 3 would not make of the replicas' gradients, or None."""
+    """Return why an optimizer of Keras 3 cannot use the replicas' gradients, or None."""
     if not hasattr(_keras.keras_of(model), "StatelessScope"):
         return None
     if any(getattr(v, "overwrite_with_gradient", None) for v in model.trainable_variables):
