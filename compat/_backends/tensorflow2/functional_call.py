@@ -36,7 +36,7 @@ def as_function(
             if mask is not None:
                 value._keras_mask = mask
         with unsplit, contextlib.ExitStack() as around:
-            compute.changes = around.enter_context(effects.taken()) if effects else []
+            compute.changes = around.enter_context(effects.isolated()) if effects else []
             losses = around.enter_context(scope())
             structure = call(*args, **kwargs)
         outputs = tf.nest.flatten(structure)

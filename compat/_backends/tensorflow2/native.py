@@ -104,7 +104,7 @@ class NativeCall(ReplicatedCall):
         if tf.executing_eagerly() and not self.traces:
             # The first call may make variables, which must not happen within a replica.
             args, kwargs = arguments.structure
-            with effects.taken():
+            with effects.isolated():
                 tf.function(call).get_concrete_function(*args, **kwargs)
         return super()._trace(call, arguments, state, effects)
 

@@ -1,4 +1,4 @@
-"""Models, modes and versions of TensorFlow that run on no several devices, as errors.
+"""Errors for models, modes and versions of TensorFlow that cannot run on several devices.
 
 This imports no TensorFlow.
 """
@@ -7,13 +7,17 @@ from ... import _keras, errors
 from ..._ranks.tf_config import TF_CONFIG
 from .configuration import runs_eagerly, unsupported
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Iterable
 
-def refuse_unreached(tf, model):
-    """Refuse models that a replicated ``call`` would not reach."""
+
+def refuse_unreached(tf: "Any", model: "Any") -> None:
+    """Refuse models whose steps would not reach a replicated ``call``."""
     from tensorflow.python.eager import context
 
     keras, is_eager = _keras.keras_of(model), runs_eagerly(tf)
-    # It would be, were it not for a graph of the user's around.
+    # It would run eagerly, were it not for a graph around.
     if not is_eager and context.default_execution_mode == context.EAGER_MODE:
         raise unsupported(
             "run a model on several devices within tf.Graph().as_default()",
@@ -31,37 +35,37 @@ def refuse_unreached(tf, model):
             "Use tf.keras, or Keras 3, or train on one device, with parallelize(model, gpus=1).",
         )
     refuse_loops(tf, _keras.all_layers(model))
-    asked_for = _keras.compiled_with(model).get("jit_compile")
-    if getattr(model, "_jit_compile", None) and asked_for != "auto":
+    requested = _keras.compiled_with(model).get("jit_compile")
+    if getattr(model, "_jit_compile", None) and requested != "auto":
         raise several_devices_in_xla()
 
 
-def refuse_strategies(tf, model):
+def refuse_strategies(tf: "Any", model: "Any") -> None:
     """Refuse a model that a strategy of TensorFlow's replicates already, or will."""
     if tf.distribute.has_strategy():
         kind = type(tf.distribute.get_strategy()).__name__
-        found = f"it was called within the scope of a {kind}"
+        reason = f"it was called within the scope of a {kind}"
     else:
-        # To ask a model of tf.keras that is not built yet would be an error.
+        # The weights of a model of tf.keras that is not built yet would be an error.
         weights = model.weights if not hasattr(model, "_eager_losses") or model.built else ()
         # A Keras 3 variable has one of TensorFlow's; a layer's vocabulary is no variable.
         variables = [v if isinstance(v, tf.Variable) else getattr(v, "value", v) for v in weights]
         kinds = {kind.__name__ for variable in variables for kind in type(variable).__mro__}
         if "DistributedValues" not in kinds:
             return
-        found = f"the variables of {model.name!r} were made in the scope of a strategy"
+        reason = f"the variables of {model.name!r} were made in the scope of a strategy"
     raise errors.UnsupportedError(
-        f"parallelize() and tf.distribute both run a model on several devices: {found}. Build the "
+        f"parallelize() and tf.distribute both run a model on several devices: {reason}. Build the "
         "model and call parallelize() outside of the strategy's scope, or write "
         'compat.parallelize(build_model, strategy="mirrored").'
     )
 
 
-def refuse_loops(tf, layers):
-    """Up to TensorFlow 2.1 a loop fails on another device than the function around it."""
+def refuse_loops(tf: "Any", layers: "Iterable[Any]") -> None:
+    """Refuse loops up to TensorFlow 2.1: on another device than the function around they fail."""
     for layer in layers:
-        recurrent = any(c.__name__ == "RNN" for c in type(layer).__mro__)
-        if recurrent and not layer.unroll and not hasattr(tf.keras.Model, "train_step"):
+        is_recurrent = any(c.__name__ == "RNN" for c in type(layer).__mro__)
+        if is_recurrent and not layer.unroll and not hasattr(tf.keras.Model, "train_step"):
             raise unsupported(
                 f"run the loop of layer {layer.name!r} on several devices in TensorFlow "
                 f"{tf.__version__}, which takes loops in functions apart",
@@ -69,15 +73,16 @@ def refuse_loops(tf, layers):
             )
 
 
-def several_devices_in_xla():
+def several_devices_in_xla() -> "errors.UnsupportedError":
+    """Return the error for a model that XLA compiles."""
     return unsupported(
         "run a model on several devices under jit_compile=True: XLA puts a whole step on one",
         "Compile the model with jit_compile=False.",
     )
 
 
-def refuse_workers(tf, place):
-    """Refuse workers of ``TF_CONFIG`` where TensorFlow has none, or graphs alone."""
+def refuse_workers(tf: "Any", place: "Any") -> None:
+    """Refuse workers of ``TF_CONFIG`` if TensorFlow has none, or does not run eagerly."""
     if place.launcher == TF_CONFIG and not hasattr(tf.distribute, "MultiWorkerMirroredStrategy"):
         raise unsupported(
             f"train as {place} with TensorFlow {tf.__version__}",

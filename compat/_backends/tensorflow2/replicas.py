@@ -287,14 +287,14 @@ class ReplicatedCall(patching.InstanceMethod):
                     changes.append(trace.changes)
                 agree = side_effects.are_equal(changes)
         except BaseException as error:  # Ctrl-C, too
-            state.take_back()
+            state.restore()
             if not _may_be_of_split(error):
                 raise
             trace.fails = known is None or trace.fails
             return None, _rows.Across(None, why="fails")
         if agree:
             return replicas, None
-        state.take_back()
+        state.restore()
         across = _rows.Across(None, why="effects")
         if known is None:
             trace.across = across  # of all calls of this kind

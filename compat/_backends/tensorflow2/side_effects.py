@@ -1,16 +1,17 @@
-"""What a call changes in Python objects: attributes, lists, dictionaries, closures, counters.
+"""Side effects of a call on Python objects: attributes, lists, dictionaries, closures, counters.
 
-Each replica's call begins with what there was before the first one. Its changes are taken back,
-and are made once for all: of tensors those of the whole batch, of anything else what all replicas
-have set. Nothing is left of a trace.
+Each replica's call begins with the state before the first one. Its changes are undone, and are made
+once for all replicas: tensors become those of the whole batch, any other value is the one that all
+replicas have set. A trace has no side effects.
 
-Keras changes its own objects when a layer is first called, which is to stay: variables, ``built``,
-and whatever has a name that begins with an underscore.
+Keras changes its own objects when a layer is first called, and these changes stay: variables,
+``built``, and attributes whose name begins with an underscore.
 """
 
 import contextlib
 import random
 import types
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence, Tuple
 
 import numpy as np
 import tensorflow as tf
@@ -23,14 +24,14 @@ _TREES = (dict, list, tuple)
 
 
 def _leaves(value):
-    """Return what a value consists of: tensors and others."""
+    """Return the leaves of a value: tensors and others."""
     if isinstance(value, _TREES) or hasattr(value, "_type_spec"):
-        with contextlib.suppress(TypeError, ValueError):  # keys that have no order
+        with contextlib.suppress(TypeError, ValueError):  # keys without an order
             return tf.nest.flatten(value, expand_composites=True)
     return [value]
 
 
-def tensors(changes):
+def tensors(changes: "Iterable[Any]") -> "List[tf.Tensor]":
     """Return all tensors that changes set, in a fixed order."""
     return [
         leaf
@@ -53,31 +54,32 @@ def _is_value(value):
     return is_keras or tf.is_tensor(value) or is_graph or _is_any_variable(value)
 
 
-def roots_of(model):
-    """What the calls of a Keras model begin with: layers and functions of the user's."""
+def roots_of(model: "Any") -> "Iterator[Any]":
+    """Yield the user-defined layers and functions of a Keras model."""
     for layer in _keras.all_layers(model):
         if _keras.is_users(type(layer)):
             yield layer
         else:  # a Lambda's, or an activation
             values = vars(layer).values()
-            yield from (each for each in values if isinstance(each, types.FunctionType))
+            yield from (value for value in values if isinstance(value, types.FunctionType))
 
 
 def _is_effect(change):
-    """Return whether a change is one of the user's: it is made once, as on one device."""
+    """Return whether a change is one of the user's code, which is made once, as on one device."""
     leaves = _leaves(change.before if change.after is containers.MISSING else change.after)
     if any(map(_is_any_variable, leaves)):
         return False
     if any(map(tf.is_tensor, leaves)):
         return True
-    if not all(type(each) in containers.ATOMS or isinstance(each, np.ndarray) for each in leaves):
+    if not all(type(leaf) in containers.ATOMS or isinstance(leaf, np.ndarray) for leaf in leaves):
         return False
-    of = getattr(change.owner, "of", None)
-    if of is None:
+    owner = getattr(change.owner, "of", None)
+    if owner is None:
         return True
-    if not _keras.is_users(type(of)):
+    if not _keras.is_users(type(owner)):
         return False
-    return not (_keras.is_layer(of) and (str(change.key).startswith("_") or change.key == "built"))
+    is_keras = str(change.key).startswith("_") or change.key == "built"
+    return not (_keras.is_layer(owner) and is_keras)
 
 
 def _order(key):
@@ -85,90 +87,92 @@ def _order(key):
 
 
 class PythonEffects:
-    """The changes that calls of one model make.
+    """The changes of Python objects that calls of one model make.
 
     Arguments:
-        roots: what the calls begin with: the model, functions.
+        roots: the objects from which others are reached: the model, functions.
     """
 
-    def __init__(self, *roots):
+    def __init__(self, *roots: "Any") -> None:
         generators = [random._inst, np.random.mtrand._rand]
         self._effects = effects.Effects(list(roots) + generators, _is_value)
-        self._randoms = []
+        self._randoms: "List[Tuple[Callable[[Any], None], Any]]" = []
 
-    def begin(self):
-        """Take the present random numbers as those before the calls."""
+    def begin(self) -> None:
+        """Record the state of objects, and of generators of random numbers, before the calls."""
         self._effects.note()
         self._randoms = [(put, get()) for get, put in self._effects.random_numbers()]
 
-    def restart(self):
-        """Have random numbers of Python's and numpy's begin as before the calls."""
+    def restart(self) -> None:
+        """Restore the generators of random numbers of Python and NumPy."""
         for put, state in self._randoms:
             put(state)
 
-    def changes(self):
-        """Return the user's changes since ``begin()``."""
-        # Of one owner in the order of their names: Keras sets attributes anew.
-        found, owners = list(filter(_is_effect, self._effects.changes())), {}
-        for change in found:
+    def changes(self) -> "List[Any]":
+        """Return the changes of the user's code since ``begin()``."""
+        # Those of one owner are ordered by name, since Keras sets attributes anew.
+        changes = list(filter(_is_effect, self._effects.changes()))
+        owners: "Dict[Any, int]" = {}
+        for change in changes:
             owners.setdefault(change.owner.identity, len(owners))
-        return sorted(found, key=lambda c: (owners[c.owner.identity], _order(c.key)))
+        return sorted(changes, key=lambda c: (owners[c.owner.identity], _order(c.key)))
 
-    def undo(self):
-        """Undo the user's changes since ``begin()``; return whether there were any."""
-        found = self.changes()
-        if found:
-            _take_back(found)
+    def undo(self) -> bool:
+        """Undo the changes of the user's code since ``begin()``; return whether there were any."""
+        changes = self.changes()
+        if changes:
+            _undo(changes)
             self.restart()
-        return bool(found)
+        return bool(changes)
 
     @contextlib.contextmanager
-    def taken(self):
-        """Within, a call changes objects; it yields a list, to which these changes are added.
+    def isolated(self) -> "Iterator[List[Any]]":
+        """Undo the changes that a call makes within; yield a list, to which they are added.
 
-        Afterwards they are taken back, but for random numbers.
+        Random numbers go on.
         """
-        found = []
+        changes: "List[Any]" = []
         self._effects.note()
         try:
-            yield found
+            yield changes
         finally:
-            found += self.changes()
-            _take_back(found)
+            changes += self.changes()
+            _undo(changes)
             self._effects.forget()
 
-    def make(self, changes, values):
+    def make(self, changes: "Iterable[Any]", values: "Iterable[tf.Tensor]") -> None:
         """Make the changes of a replica, once for all, with these values for its ``tensors``."""
         values = iter(values)
         for change in changes:
             after = change.after
             if after is not containers.MISSING:
-                leaves = [next(values) if tf.is_tensor(e) else e for e in _leaves(after)]
+                leaves = [next(values) if tf.is_tensor(old) else old for old in _leaves(after)]
                 after = _packed(after, leaves)
             change.owner.write(change.key, after)
 
 
-def _take_back(changes):
+def _undo(changes):
     for change in reversed(changes):
         change.owner.write(change.key, change.before)
 
 
 class Snapshot:
-    """What a step may change in Python objects, as it is now, for its verification.
+    """The state of Python objects that a step may change, to restore it in verification.
 
     Arguments:
-        attributes: the numbers among it.
-        roots: as of ``PythonEffects``.
+        attributes: the attributes with numbers.
+        roots: as those of ``PythonEffects``.
     """
 
-    def __init__(self, attributes, *roots):
+    def __init__(self, attributes: "Any", *roots: "Any") -> None:
         self.attributes, self.effects = attributes, PythonEffects(*roots)
         self.effects.begin()
         self.have_changed = attributes.have_changed
 
-    def put_back(self):
+    def put_back(self) -> None:
+        """Restore the state."""
         self.attributes.put_back()
-        _take_back(self.effects.changes())
+        _undo(self.effects.changes())
         self.effects.restart()
 
 
@@ -178,15 +182,14 @@ def _packed(value, leaves):
     return leaves[0]
 
 
-def are_equal(changes):
-    """Return whether replicas have made the same changes, but for the tensors in them.
+def are_equal(changes: "Sequence[Sequence[Any]]") -> bool:
+    """Return whether replicas have made the same changes, except for the tensors in them.
 
     Arguments:
         changes: a list for each replica.
     """
-    return all(
-        len(changes[0]) == len(each) and all(map(_agree, changes[0], each)) for each in changes[1:]
-    )
+    first, *others = changes
+    return all(len(first) == len(other) and all(map(_agree, first, other)) for other in others)
 
 
 def _agree(change, other):

@@ -1,40 +1,42 @@
-"""State of a model on TensorFlow 2: losses of its layers, and variables, set back and set once.
+"""State of a model: losses that its layers add, and variables, restored for each replica.
 
-Each replica starts from the same state, and the state is set once, to what one device would have
-made of all rows. Generators of random numbers go from replica to replica instead, so that
-dropout masks are independent. Moving averages of batch normalization are the mean of the
-replicas'. How other variables are put together is read off a ``Trace`` of the call.
+Each replica starts from the same state, and the state is set once, to that of one device with the
+whole batch. Generators of random numbers advance from replica to replica instead, so that dropout
+masks are independent. Moving averages of batch normalization are the mean of those of the replicas.
+Other variables are merged by their placements in a ``Trace`` of the call.
 """
 
 import contextlib
+from typing import Any, Iterable, Iterator, List, Sequence, Tuple
 
 import tensorflow as tf
 
+from ..._rows import Placement
 from ..._runtime import patching
 from .graph import may_be_set
 
 
-def is_set(variable):
+def is_set(variable: "tf.Variable") -> bool:
     """Return whether the function being traced may set the variable."""
     if tf.executing_eagerly():
         return True
     return may_be_set(tf.compat.v1.get_default_graph().capture(variable.handle))
 
 
-def type_of(handle):
-    """Return the type of the variable that this is the handle of."""
+def type_of(handle: "tf.Tensor") -> "tf.DType":
+    """Return the type of a variable, by its handle."""
     return tf.as_dtype(handle._handle_data.shape_and_type[0].dtype)
 
 
-def read(handle):
-    """Return the variable's value in its own type, whatever mixed precision casts it to."""
+def read(handle: "tf.Tensor") -> "tf.Tensor":
+    """Return the value of a variable, by its handle, without the cast of mixed precision."""
     return tf.raw_ops.ReadVariableOp(resource=handle, dtype=type_of(handle))
 
 
-def is_generator(variable):
-    """Return whether a variable is the state of a generator of random numbers, by the look of it.
+def is_generator(variable: "tf.Variable") -> bool:
+    """Return whether a variable looks like the state of a generator of random numbers.
 
-    Up to TensorFlow 2.3 they have no name of their own.
+    Up to TensorFlow 2.3 they have no special name.
     """
     if "StateVar" in variable.name:
         return True
@@ -43,56 +45,65 @@ def is_generator(variable):
     return plain and not variable.trainable and named == "Variable"
 
 
-def normalizations(layers):
-    """Return the layers among these that normalize by statistics of the batch, as each device can.
+def normalizations(layers: "Iterable[Any]") -> "List[Any]":
+    """Return the layers among these that normalize by statistics of each device's shard.
 
-    Renormalization corrects them by averages over all batches, so that the parts matter.
+    Renormalization is not among them: it corrects the statistics by averages over all batches, so
+    that it matters how a batch is split.
     """
 
     def is_one(layer):
         named = any(kind.__name__.startswith("BatchNormalization") for kind in type(layer).__mro__)
-        # What is not built yet has no average.
+        # A layer that is not built yet has no average.
         return (named or hasattr(layer, "moving_mean")) and not getattr(layer, "renorm", False)
 
     return list(filter(is_one, layers))
 
 
-def averages(layers):
-    """Return the handles of their moving averages."""
+def averages(layers: "Iterable[Any]") -> "List[tf.Tensor]":
+    """Return the handles of the moving averages of ``normalizations``."""
     names = ("moving_mean", "moving_variance")
-    found = [getattr(layer, name, None) for layer in normalizations(layers) for name in names]
+    variables = [getattr(layer, name, None) for layer in normalizations(layers) for name in names]
     # A Keras 3 variable has one of TensorFlow's.
-    return [getattr(each, "_value", each).handle for each in found if each is not None]
+    return [getattr(v, "_value", v).handle for v in variables if v is not None]
 
 
 class ModelState:
-    """Losses that layers add, and variables, which are set back after each replica.
+    """Losses that layers add, and variables, which are restored after each replica.
 
     Arguments:
-        layers: those of Keras that the model consists of; TensorFlow 2.0 lists shared ones twice.
+        layers: the Keras layers of the model; TensorFlow 2.0 lists shared ones twice.
+
+    Attributes:
+        added: for each loss, its layer's list of losses, from which it was removed.
+        variables, before: those of ``watch``, and their values.
+        after: for each replica, the values that it has set.
     """
 
-    def __init__(self, layers):
+    def __init__(self, layers: "Iterable[Any]") -> None:
         self.layers = list({id(layer): layer for layer in layers}.values())
-        self.added = []  # type: list  # for each loss, the list of its layer's that it was in
-        self.variables, self.before, self.after = [], [], []  # type: list, list, list
+        self.added: "List[List[tf.Tensor]]" = []
+        self.variables: "Sequence[Tuple[tf.Tensor, Placement]]" = []
+        self.before: "List[tf.Tensor]" = []
+        self.after: "List[List[tf.Tensor]]" = []
 
-    def watch(self, variables):
-        """Note the values as they are before the first replica.
+    def watch(self, variables: "Sequence[Tuple[tf.Tensor, Placement]]") -> None:
+        """Record the values of variables before the first replica.
 
         Arguments:
-            variables: pairs of the handle of one that the call sets, and how its new value depends
-                on the rows.
+            variables: pairs of the handle of a variable that the call sets, and the placement of
+                its new value.
         """
         self.variables = variables
         self.before = [read(handle) for handle, _ in variables]
 
     @contextlib.contextmanager
-    def replica(self):
-        """Give seeded layers other masks in each replica; up to TensorFlow 2.3 they would repeat.
+    def replica(self) -> "Iterator[List[tf.Tensor]]":
+        """Surround a replica's call; yield the losses that are added in it.
 
-        There a layer hands its seed to an operation, whose random numbers start from it on every
-        device. Later it starts a generator of the layer's, which goes on from replica to replica.
+        Up to TensorFlow 2.3 a layer passes its seed to an operation, whose random numbers start
+        from it on every device. So seeded layers get another seed for each replica, else their
+        masks would repeat. Later a layer has a generator, which advances from replica to replica.
         """
         further = 104729 * len(self.after)  # a prime: no neighbour's seed
         with contextlib.ExitStack() as stack:
@@ -102,30 +113,31 @@ class ModelState:
                     stack.enter_context(patching.replaced(layer, seed=seed + further))
             yield stack.enter_context(self.collected())
         self.after.append([read(handle) for handle, _ in self.variables])
-        self.take_back()
+        self.restore()
 
-    def take_back(self):
-        """Set all back to what it was before a replica."""
+    def restore(self) -> None:
+        """Restore all variables."""
         for (handle, _), before in zip(self.variables, self.before):
             tf.raw_ops.AssignVariableOp(resource=handle, value=before)
 
-    def finish(self, merging):
-        """Set the state, once."""
+    def finish(self, merging: "Any") -> None:
+        """Set all variables, once, to their values merged by a ``Merging``."""
         for (handle, placement), before, *values in zip(self.variables, self.before, *self.after):
             value = merging.value(values, placement, before)
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
     @contextlib.contextmanager
-    def collected(self):
-        """Take the losses that are added within from the layers into a list."""
+    def collected(self) -> "Iterator[List[tf.Tensor]]":
+        """Move the losses that are added within from the layers to a list."""
         # In tf.keras and in Keras 3.
-        lists = [getattr(each, "_eager_losses", each._losses) for each in self.layers]
-        before = list(map(len, lists))
-        losses, self.added = [], []  # type: list, list
+        lists = [getattr(layer, "_eager_losses", layer._losses) for layer in self.layers]
+        lengths = list(map(len, lists))
+        losses: "List[tf.Tensor]" = []
+        self.added = []
         try:
             yield losses
         finally:
-            for each, count in zip(lists, before):
-                losses += each[count:]
-                self.added += [each] * (len(each) - count)
-                del each[count:]
+            for of_layer, length in zip(lists, lengths):
+                losses += of_layer[length:]
+                self.added += [of_layer] * (len(of_layer) - length)
+                del of_layer[length:]

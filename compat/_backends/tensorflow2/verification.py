@@ -1,10 +1,10 @@
-"""A step of a Keras model, or a call of a native one, compared with the same on one device.
+"""Verification of a step of a Keras model, or of a call of a native one, against one device.
 
-What a native model is trained with is not known here, so what is verified is a call: its results,
-the variables that it sets, and the gradients of those it reads for a random gradient of its
-results. Only calls from outside of a ``tf.function`` can be, since in one there are no numbers yet;
-a warning tells the user once. Random numbers that TensorFlow draws without a
-``tf.random.Generator`` go on from where the verified calls left them.
+How a native model is trained is not known here, so a call is verified: its results, the variables
+that it sets, and the gradients of those it reads for a random upstream gradient. This takes a call
+outside of a ``tf.function``, since within there are no values yet; a warning says so once. Random
+numbers that TensorFlow draws without a ``tf.random.Generator`` go on from where the verified calls
+left them.
 """
 
 import concurrent.futures
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+from typing import Dict, List
 
 import numpy as np
 import tensorflow as tf
@@ -34,12 +35,12 @@ def _build(optimizer, variables):
     """Make the optimizer's state, which some versions of Keras make in the first step.
 
     Returns:
-        Whether it was not there yet.
+        Whether it was still to be made.
     """
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a LossScaleOptimizer
     if _is_of_tensorflow(optimizer):
         with tf.init_scope():
-            optimizer.optimizer._create_slots(list(variables))  # those that are not there yet
+            optimizer.optimizer._create_slots(list(variables))  # unless they are there already
     if _is_built(optimizer):
         return False
     # The second is that of tf.keras' legacy optimizers.
@@ -73,6 +74,8 @@ def _batches(model, iterator):
 
 
 class _Step(keras_steps.KerasStep):
+    """A step of a Keras model."""
+
     variable_kinds = (tf.Variable,)
 
     def __init__(self, method, function, iterator):
@@ -85,7 +88,7 @@ class _Step(keras_steps.KerasStep):
     # Batches ------------------------------------------------------------------------------------
 
     def taken(self):
-        """An iterator over the same batches, in which sizes are known as far as they were."""
+        """Return an iterator over the same batches, with the same static sizes."""
         spec = getattr(self.iterator, "element_spec", None)
         if spec is None:
             return self.data if isinstance(self.iterator, list) else iter(self.data)
@@ -101,11 +104,11 @@ class _Step(keras_steps.KerasStep):
     # Doing it -----------------------------------------------------------------------------------
 
     def on_all_devices(self):
-        start, noted = self.read(), self.attributes()
+        start, attributes = self.read(), self.attributes()
         results, traced = self._traced_and_done()
-        if traced and self.method.has_built and noted.have_changed():
-            # TensorFlow traces a function twice that makes variables. Here the optimizer's were
-            # there already, and something counts traces: an optimizer, or a layer's seed.
+        if traced and self.method.has_built and attributes.have_changed():
+            # TensorFlow traces a function twice if it makes variables. Here the optimizer's already
+            # existed, and something counts traces: an optimizer, or a layer's seed.
             self.write(start)
             self.function.made = self.method.made_anew(self.model)
             results, _ = self._traced_and_done()
@@ -113,9 +116,9 @@ class _Step(keras_steps.KerasStep):
         return results, self.named(results)
 
     def _traced_and_done(self):
-        """Do the step; what it returned, and whether a graph was traced.
+        """Do the step; return its results, and whether a graph was traced.
 
-        What counts in Python begins a graph on one device with the numbers of this one.
+        Python counters begin a graph on one device with the values that they have in this one.
         """
         name = keras_steps.STEPS[self.kind]
         plain, traces = getattr(self.model, name), []
@@ -139,7 +142,7 @@ class VerifiedStep(keras_steps.Verified):
     """The method by which tf.keras, or Keras 3 on TensorFlow, makes the function of a step."""
 
     step = _Step
-    has_built = False  # whether the optimizer made its state here, not in a step
+    has_built = False  # whether the optimizer's state was made here, not in a step
 
     def is_ready(self, model):
         is_built = getattr(model, "built", True)
@@ -172,8 +175,8 @@ class VerifiedCall(_verification.Step):
     def attributes(self):
         parts = [self.model] + list(getattr(self.model, "submodules", ()))
         kinds = (bool, int, float, tf.Tensor)
-        own = [part for part in parts if hasattr(part, "__dict__")]
-        numbers = _verification.Attributes(own, lambda name, value: isinstance(value, kinds))
+        parts = [part for part in parts if hasattr(part, "__dict__")]
+        numbers = _verification.Attributes(parts, lambda name, value: isinstance(value, kinds))
         function = getattr(self.model, "python_function", None)
         return Snapshot(numbers, self.model, function)
 
@@ -186,18 +189,18 @@ class VerifiedCall(_verification.Step):
 
     def _found(self):
         """Return the model's variables, and all others that the call reads or sets, by label."""
-        found = []  # type: list
-        # Where it fails for being traced, what the model holds is all that is known.
+        variables: "List[tf.Variable]" = []
+        # A call that cannot be traced has only the variables that the model holds.
         with contextlib.suppress(Exception):
             # Makes the variables that a first call makes, too.
             traced = tf.function(self._plain).get_concrete_function(*self.args, **self.kwargs)
-            found += traced.graph.variables
-        found += list(getattr(self.model, "variables", ()))
+            variables += traced.graph.variables
+        variables += list(getattr(self.model, "variables", ()))
         # A tf.random.Generator has one.
         values = [getattr(value, "_state_var", value) for value in held(self.model)]
-        found += filter(is_variable, values)
-        labelled = {}  # type: dict
-        for variable in {id(variable): variable for variable in found}.values():
+        variables += filter(is_variable, values)
+        labelled: "Dict[str, tf.Variable]" = {}
+        for variable in {id(variable): variable for variable in variables}.values():
             word = "weight" if variable.trainable and variable.dtype.is_floating else "state"
             word = "random" if is_generator(variable) else word
             label = "{} {}".format(word, variable.name.split(":")[0])
@@ -227,9 +230,9 @@ class VerifiedCall(_verification.Step):
     def on_all_devices(self):
         gradients = {}
         if self.is_recording:
-            # In a call of its own, so that the caller's tape records the model alone.
+            # In another call, so that the caller's tape records the model alone.
             start = self.read()
-            with work.uncounted:  # it is done once more
+            with work.uncounted:  # it runs once more
                 gradients = _in_a_thread(self._differentiated, self.replicated)
             self.write(start)
         result = self.replicated(*self.args, **self.kwargs)
@@ -284,6 +287,6 @@ class VerifiedCall(_verification.Step):
 
 
 def _in_a_thread(function, *args, **kwargs):
-    """Call a function where no tape of the caller's records what it does: they are a thread's."""
+    """Call a function in another thread, where no tape of the caller records it."""
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         return thread.submit(function, *args, **kwargs).result()
