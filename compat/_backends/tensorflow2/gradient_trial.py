@@ -1,10 +1,10 @@
-"""A trial of a step: whether what ranks exchange in it is a sum or a mean over samples.
+"""Trial of a step: whether the tensors that ranks exchange in it are sums or means over samples.
 
-Where a step has used gradients of this rank's samples alone before they became the mean over all
-ranks (see ``gradient_exchange``), the result is that of one process only if it was used linearly.
-And a loss of the user's own may compare the rows of a batch with one another, or be their sum.
-So the step is done again with the first batch and with its halves: what it would exchange of it
-is the mean of what it would exchange of the halves. Where clipping comes first, it is not.
+If a step has used gradients of this rank's samples alone before they were averaged over all ranks
+(see ``gradient_exchange``), the result is that of one process only if it used them linearly. And a
+custom loss may compare the rows of a batch with one another, or be their sum. So the step is done
+again with the first batch and with its halves: the tensors that it would exchange of the batch
+should be the mean of those of the halves. If clipping comes first, they are not.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from .state import is_generator
 
 
 class _Trial:
-    """In place of an engine: notes what this rank would exchange, and exchanges nothing.
+    """A stand-in for an engine, which records the tensors that it would exchange.
 
     Attributes:
         exchanged: of each exchange, the arrays that this rank would have contributed.
-        whole: the results of these exchanges in the step of the whole batch, if this one is of a
-            part of it: what follows an exchange begins with the same there.
+        whole: if this step is that of a half, the results of these exchanges in the step of the
+            whole batch: what follows an exchange begins with the same values there.
     """
 
     def __init__(self, engine, share, whole=()):

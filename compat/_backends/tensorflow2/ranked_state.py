@@ -1,11 +1,12 @@
-"""Variables that a step of TensorFlow 2 sets besides the weights, as those of all ranks' rows.
+"""Variables that a step sets besides the weights, merged over all ranks.
 
 How their values are merged is found by a trial (see ``_ranks.state``) before the step is traced:
-the step runs eagerly, on some rows of the first batch, and moves no weights.
+the step runs eagerly, on some rows of the first batch, and applies no gradients.
 """
 
 import contextlib
 import itertools
+from typing import Any, Dict, Iterable, List
 
 import tensorflow as tf
 
@@ -30,16 +31,18 @@ _OPERATIONS = merging.Operations(
 class TracedState:
     """The variables that the steps of one model set, and how they are merged."""
 
-    def __init__(self, engine):
+    def __init__(self, engine: "Any") -> None:
         self.engine = engine
-        self.merges = {}  # type: dict  # id of one that was tried -> how it is merged
-        self.tried = []  # type: list
+        self.merges: "Dict[int, merging.Merge]" = {}  # by the id of a variable that was tried
+        self.tried: "List[Any]" = []
 
-    def begin(self, model, step, iterator, stepping):
-        """Try what is to be tried with the first batch. Return an iterator with the same batches.
+    def begin(self, model: "Any", step: "Any", iterator: "Any", stepping: "Any") -> "Any":
+        """Try the step with the first batch, if need be; return an iterator with the same batches.
 
         Arguments:
-            step: the model's own ``train_step``.
+            model: the model.
+            step: its ``train_step``, as it was before.
+            iterator: of batches.
             stepping: the context of a step.
         """
         if not self.is_due(model):
@@ -52,17 +55,18 @@ class TracedState:
             self.decide(model, step, batch)
         return iterator
 
-    def is_due(self, model):
+    def is_due(self, model: "Any") -> bool:
         """Return whether there are variables to try that have not been tried."""
         return list(map(id, rank_state.tried(model))) != list(map(id, self.tried))
 
-    def decide(self, model, step, data):
-        """Try on a batch how variables are merged. See ``_ranks.state``."""
+    def decide(self, model: "Any", step: "Any", data: "Any") -> None:
+        """Try with a batch how variables are merged; see ``_ranks.state``."""
         self.tried = tried = rank_state.tried(model)
         if not tried:
             return
         keras, (read_all, write) = _keras.keras_of(model), _keras.reader_and_writer(model)
-        held = list({id(v): v for v in [*model.variables, *metrics.variables(model)]}.values())
+        variables = [*model.variables, *metrics.variables(model)]
+        unique = list({id(v): v for v in variables}.values())
         data = tf.nest.map_structure(
             lambda leaf: leaf.numpy() if tf.is_tensor(leaf) else leaf, data
         )
@@ -71,7 +75,7 @@ class TracedState:
 
         def run(numbers, values):
             some = rank_state.some_rows(keras, data, rows, numbers)
-            with _keras.kept(model, held):
+            with _keras.kept(model, unique):
                 write(list(zip(tried, values)))
                 step(as_tensors(some))
                 return [value.copy() for value in read_all(tried)]
@@ -88,14 +92,16 @@ class TracedState:
             state.decide(rows, read_all(tried), run)
         self.merges = {id(_plain(v)): merge for v, merge in zip(tried, state.merges)}
 
-    def variables(self, floats):
+    def variables(self, floats: "Iterable[tf.Variable]") -> "List[tf.Variable]":
         """Return the variables that may be merged: those of floats, and those that were tried."""
-        found = {id(variable): variable for variable in floats}
-        found.update((id(_plain(variable)), _plain(variable)) for variable in self.tried)
-        return list(found.values())
+        variables = {id(variable): variable for variable in floats}
+        variables.update((id(_plain(variable)), _plain(variable)) for variable in self.tried)
+        return list(variables.values())
 
-    def merge(self, variables, before, share):
-        """Set what the step has set to one process's values."""
+    def merge(
+        self, variables: "List[tf.Variable]", before: "List[tf.Tensor]", share: "tf.Tensor"
+    ) -> None:
+        """Set the variables that the step has set to the values of one process."""
         pairs = [(v, value) for v, value in zip(variables, before) if is_set(v)]
         variables, before = [v for v, _ in pairs], [value for _, value in pairs]
         merges = [self.merges.get(id(v)) or merging.Merge() for v in variables]
@@ -113,7 +119,7 @@ def _apply_nothing(*args, **kwargs):
 
 
 def _plain(variable):
-    """TensorFlow's own variable, of one of Keras 3's, too."""
+    """Return TensorFlow's variable, also that of a Keras 3 variable."""
     return getattr(variable, "_value", variable) if hasattr(variable, "path") else variable
 
 
@@ -124,20 +130,19 @@ def _name_of(dtype):
 def _peeked(iterator, count):
     """Return the next batch of an iterator, and an iterator that begins with it.
 
-    Arguments:
-        count: how many batches are taken from that, before the first one goes on.
+    The second iterator has ``count`` batches, after which the first one goes on.
     """
     if not hasattr(iterator, "element_spec"):  # a generator, in train_on_batch() of Keras 3
         batch = next(iterator)
         return batch, itertools.chain([batch], iterator)
-    found = []  # type: list
-    same = tf.data.Dataset.from_generator(lambda: found, output_signature=iterator.element_spec)
-    found += itertools.islice(iterator, count)
-    return found[0], iter(same)
+    batches: "List[Any]" = []
+    same = tf.data.Dataset.from_generator(lambda: batches, output_signature=iterator.element_spec)
+    batches += itertools.islice(iterator, count)
+    return batches[0], iter(same)
 
 
-def build(model, iterator):
-    """Make all weights that are still to be made, as the first step would, and run nothing."""
+def build(model: "Any", iterator: "Any") -> "Any":
+    """Make all weights that the first step would make; return an iterator with the same batches."""
     batch = getattr(iterator, "element_spec", None)
     if batch is None:  # a generator, in train_on_batch()
         batch = next(iterator)

@@ -1,15 +1,15 @@
-"""tf.keras 2 and Keras 3 in ranks: Horovod, or TensorFlow's workers, carry the gradients.
+"""tf.keras 2 and Keras 3 in ranks: Horovod, or TensorFlow's workers, exchange the gradients.
 
-A step of training is the model's ``train_step``, Keras' or the user's own. While it runs (or is
-traced), gradients become the mean over all ranks where tapes compute them: see
-``gradient_exchange``. So the step and its optimizers clip and scale that mean, and stay the user's.
-The steps of Keras 3 are subclasses of those of tf.keras 2.
+A step of training is the model's ``train_step``, Keras' or a custom one. While it runs (or is
+traced), tapes return the mean of gradients over all ranks: see ``gradient_exchange``. So the step
+and its optimizers, which are not changed, clip and scale that mean. The steps of Keras 3 are
+subclasses of those of tf.keras 2.
 """
 
 import contextlib
 import functools
 import sys
-from typing import Any, Dict
+from typing import Any, Dict, Iterable, List, Tuple
 
 import tensorflow as tf
 
@@ -27,18 +27,18 @@ from .graph import only_traced, recording
 from .replicas import ReplicatedCall
 from .state import read
 
-_stepping = Within()  # then gradients are taken care of, also those of models within
+_stepping = Within()  # within, gradients are exchanged, also those of models within the model
 
 
 class RankedFunction:
-    """A function that Keras made to train or to evaluate: in it ranks may wait for each other.
+    """A function that Keras has made to train or to evaluate, in which ranks may wait.
 
-    What trains begins with rank 0's weights.
+    One that trains begins with rank 0's weights.
     """
 
     begun = False  # with rank 0's weights
 
-    def __init__(self, engine, model, function, training):
+    def __init__(self, engine: "Any", model: "Any", function: "Any", training: bool) -> None:
         self.engine, self.model, self.function, self.training = engine, model, function, training
 
     def __call__(self, iterator):
@@ -62,29 +62,31 @@ class RankedFunction:
 
 
 class RankedMaking(keras_model.RankedMethod):
-    """The method that makes the function which trains, or the one which evaluates."""
+    """The method that makes the function that trains."""
 
     method = "make_train_function"
     steps = ("train",)
 
     def invoke(self, model, *args, **kwargs):
-        self.plain(model)(*args, **kwargs)  # returns what it has made; in Keras 3, nothing
+        self.plain(model)(*args, **kwargs)  # in Keras 3 it does not return the function
         attribute = self.method[len("make_") :]
-        made = getattr(model, attribute)
-        if not isinstance(made, RankedFunction):
-            made = RankedFunction(self.engine, model, made, attribute == "train_function")
-            setattr(model, attribute, made)
-        return made
+        function = getattr(model, attribute)
+        if not isinstance(function, RankedFunction):
+            function = RankedFunction(self.engine, model, function, attribute == "train_function")
+            setattr(model, attribute, function)
+        return function
 
-    def again(self, model):
-        """Return another function that trains, not yet traced, in place of one that is kept."""
-        kept, model.train_function = model.train_function, None
+    def again(self, model: "Any") -> "Any":
+        """Return another function that trains, not yet traced; the model keeps the present one."""
+        present, model.train_function = model.train_function, None
         self.plain(model)()
-        made, model.train_function = model.train_function, kept
-        return made
+        function, model.train_function = model.train_function, present
+        return function
 
 
 class RankedTestMaking(RankedMaking):
+    """The method that makes the function that evaluates."""
+
     method = "make_test_function"
     steps = ("evaluate",)
 
@@ -100,15 +102,20 @@ class RankedComputation(keras_model.RankedMethod):
 
     @contextlib.contextmanager
     def computing(self, model, rows, share):
-        """The context in which Keras computes losses. ``share``: as ``losses.Reductions``'.
+        """Let Keras compute losses of the rows of all ranks.
 
-        Keras 3 weighs losses of single outputs, which logs show, by the rows of the batch, if their
-        number is known as it traces the step. On TensorFlow it is not, and each batch counts once
-        (3.15, ``CompileLoss.call``). Within, they are weighed as one process does.
+        Keras 3 weighs the losses of single outputs, which logs show, by the rows of the batch, if
+        their number is known as it traces the step. On TensorFlow it is not, and each batch counts
+        once (3.15, ``CompileLoss.call``). Within, they are weighed as in one process.
+
+        Arguments:
+            model: the model of the step.
+            rows: the number of this rank's rows: an integer, or a tensor.
+            share: as that of ``losses.Reductions``.
         """
         keras, compute = _keras.keras_of(model), getattr(model, "_compile_loss", None)
         call = getattr(compute, "call", None)
-        before = []  # what the next exchange waits for: they come one after the other
+        before = []  # results of the last exchange: the next one waits for them
 
         def total(values):
             with tf.control_dependencies(before or [share()]):
@@ -117,7 +124,7 @@ class RankedComputation(keras_model.RankedMethod):
             return sums
 
         def weigh(loss):
-            """Multiply a loss by what this rank's rows count in the whole batch."""
+            """Multiply a loss by the weight of this rank's rows in the whole batch."""
             if not self.weighs_losses(model):
                 return loss
             return loss * tf.cast(share() * self.engine.place.size, loss.dtype)
@@ -143,12 +150,13 @@ class RankedStep(RankedComputation):
     exchange = gradient_exchange.GradientExchange
     exchanges = 0  # of gradients, in the step that was traced last
     started = None  # the optimizer with which an eager step began
-    first_batch = None  # where its loss is to be checked
-    kept = False  # as it is of one batch only
-    lines = unproven = ()  # see ``GradientExchange``
-    is_trial = False  # of ``gradient_trial``
+    first_batch = None  # kept for checks of its loss and gradients
+    kept = False  # whether it was
+    lines: "Iterable[str]" = ()  # see ``GradientExchange``
+    unproven: "Iterable[str]" = ()  # likewise
+    is_trial = False  # by ``gradient_trial``
 
-    def __init__(self, engine):
+    def __init__(self, engine: "Any") -> None:
         super().__init__(engine)
         self.set_by_steps = ranked_state.TracedState(engine)
 
@@ -182,12 +190,12 @@ class RankedStep(RankedComputation):
                 self.keep_first(data, share)
             return result
 
-    # What is otherwise in Keras 3 -------------------------------------------------------------
+    # Different in Keras 3 ---------------------------------------------------------------------
 
-    def begin(self, model, function, iterator):
-        """Begin with rank 0's weights. Return the function, and an iterator with the same batches.
+    def begin(self, model: "Any", function: "Any", iterator: "Any") -> "Tuple[Any, Any]":
+        """Begin with rank 0's weights; return a function, and an iterator with the same batches.
 
-        Another function where the step is to be traced again.
+        The function is another one if the step has to be traced again.
         """
         if hasattr(function, "get_concrete_function"):
             # Tracing makes all weights that are still to be made, and runs nothing.
@@ -199,8 +207,8 @@ class RankedStep(RankedComputation):
                 function = RankedMaking.of(model).again(model)
         return function, iterator
 
-    def begin_eagerly(self, model, data):
-        """Begin with rank 0's weights where no graph is traced for that."""
+    def begin_eagerly(self, model: "Any", data: "Any") -> None:
+        """Begin with rank 0's weights in an eager step."""
         if self.started is not model.optimizer:
             self.started = model.optimizer
             counters = steps.numbers_held(keras_steps.optimizers(model))
@@ -212,18 +220,18 @@ class RankedStep(RankedComputation):
                 with _stepping:
                     self.set_by_steps.decide(model, self.plain(model), data)
 
-    def state(self, model):
-        """Return the variables a step may set besides those it trains, as far as they are made."""
+    def state(self, model: "Any") -> "List[tf.Variable]":
+        """Return the variables that a step may set without training them, as far as they exist."""
         try:
-            own = set(map(id, metrics.variables(model)))  # summed up when an epoch ends
-            variables = [v for v in model.non_trainable_variables if id(v) not in own]
+            of_metrics = set(map(id, metrics.variables(model)))  # summed up when an epoch ends
+            variables = [v for v in model.non_trainable_variables if id(v) not in of_metrics]
             return [v for v in variables if not tables.is_table(v) and v.dtype.is_floating]
-        except ValueError:  # Keras: none is; a step that makes them is traced again to be run
+        except ValueError:  # Keras: none exists; a step that makes them is traced again to be run
             return []
 
     # ------------------------------------------------------------------------------------------
 
-    def keep_first(self, data, share):
+    def keep_first(self, data: "Any", share: "tf.Tensor") -> None:
         """Keep the batch of the step that runs first, for checks of its loss and gradients."""
         present = [value for value in tf.nest.flatten(data) if value is not None]
         if not all(isinstance(value, tf.Tensor) for value in present):
@@ -237,8 +245,8 @@ class RankedStep(RankedComputation):
         is_first = self.engine.called(lambda share: not self.kept, [share], tf.bool)
         tf.cond(is_first, lambda: tf.numpy_function(keep, present, tf.float64), lambda: share)
 
-    def check(self, model):
-        """Refuse a step whose gradients no other rank has seen."""
+    def check(self, model: "Any") -> None:
+        """Refuse a step that has exchanged no gradients."""
         if not self.exchanges and model.trainable_variables:
             raise unsupported(
                 "train {!r} as one of several ranks: its train_step neither asks a "
@@ -249,7 +257,7 @@ class RankedStep(RankedComputation):
 
 
 class RankedTestStep(RankedComputation):
-    """The ``test_step`` of a model: it counts rows, by which metrics are averaged."""
+    """The ``test_step`` of a model, which counts rows, the weights of metrics."""
 
     method = "test_step"
     steps = ("evaluate",)
@@ -269,7 +277,7 @@ class RankedTestStep(RankedComputation):
 
         @functools.lru_cache(None)
         def share():
-            """Called where a loss is no mean over rows: then all ranks evaluate in step."""
+            """Return this rank's fraction of the rows of all ranks, which evaluate in step then."""
             keras_model.RankedFit.of(model).in_step = True
             return self.engine.called(lambda rows: self.engine.share(int(rows)), [rows], tf.float64)
 
@@ -291,13 +299,13 @@ def _rows(data):
 
 
 class RankedCall(ReplicatedCall):
-    """The ``call`` of a model, which refuses gradients that no other rank would see."""
+    """The ``call`` of a model, which refuses gradients that would not be exchanged."""
 
     steps = ("train",)
     is_of_keras_steps = True
     one_of = ""
 
-    def __init__(self, engine):
+    def __init__(self, engine: "Any") -> None:
         super().__init__([])
 
     def invoke(self, model, *args, **kwargs):
@@ -317,7 +325,7 @@ class RankedKeras3Step(RankedStep):
     exchange = gradient_exchange.Keras3Exchange
 
     def begin(self, model, function, iterator):
-        """Keras' function is none of TensorFlow's: it calls some."""
+        """Begin with rank 0's weights: Keras' function calls several of TensorFlow's."""
         if not all(layer.built for layer in _keras.all_layers(model)):
             iterator = ranked_state.build(model, iterator)
         keras_model.same_start(model, self.engine)
@@ -325,14 +333,14 @@ class RankedKeras3Step(RankedStep):
         return function, self.set_by_steps.begin(model, step, iterator, _stepping)
 
     def begin_eagerly(self, model, data):
-        """``begin`` has done that."""
+        """Do nothing: ``begin`` is called in eager steps, too."""
 
     def state(self, model):
         return [variable._value for variable in keras3_state.averaged(model)]
 
 
-def distribute(model, place):
-    """Make a model of Keras one of the ranks', in place. A second time changes nothing."""
+def distribute(model: "Any", place: "Any") -> "Any":
+    """Let a Keras model train together with those of the other ranks; once or several times."""
     keras, step = _keras.keras_of(model), RankedStep
     if hasattr(keras, "StatelessScope"):
         step = RankedKeras3Step
@@ -349,8 +357,8 @@ def distribute(model, place):
     return model
 
 
-def join(place):
-    """Return the engine that the launcher is for.
+def join(place: "Any") -> "Any":
+    """Return the engine for the launcher.
 
     Raises:
         NotInstalledError: it is Horovod, which is not installed.
