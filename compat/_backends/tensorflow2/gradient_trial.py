@@ -153,10 +153,12 @@ def _exchanged(step, model, data, places, share, whole=()):
             variables = {id(v): v for v in [*variables, *function.graph.variables]}.values()
         # Not the states of random numbers: what is random differs from one time to the next.
         kept = [(v, v.read_value()) for v in variables if not is_generator(v)]
-        function()
-        for variable, value in kept:
-            variable.assign(value)
-    counters.put_back()
+        try:
+            function()
+        finally:
+            for variable, value in kept:
+                variable.assign(value)
+            counters.put_back()
     return engine.exchanged
 
 
