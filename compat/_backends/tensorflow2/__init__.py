@@ -1,9 +1,9 @@
 """TensorFlow 2: tf.keras up to 2.15 (and tf_keras), and Keras 3 on TensorFlow.
 
 Devices are chosen through ``tf.config`` before TensorFlow's runtime starts. A model runs on
-several devices by a ``call`` of its own: an attribute of the instance that hides its class's
-method. It splits the batch, runs the class's ``call`` on each device, and puts the outputs
-together, so that loss, metrics and update see the whole batch. See ``replicas``.
+several devices by another ``call``: an attribute of the instance, which hides its class's method.
+It splits the batch, runs the class's ``call`` on each device and merges the outputs, so that loss,
+metrics and update see the whole batch. See ``replicas``.
 """
 
 import functools
@@ -35,14 +35,16 @@ class TensorFlow2(Backend):
     variables = tensorflow1.backend.variables + ("TF_USE_LEGACY_KERAS",)
 
     def accepts(self, version):
+        """Return whether it is a version of TensorFlow 2."""
         return version.startswith("2.")
 
     # Before the import ------------------------------------------------------------------------
 
     def environ(self, settings, environ):
+        """Return the variables to set, among them that of growing memory."""
         variables = dict(super().environ(settings, environ))
         memory = settings.memory
-        # TensorFlow lets this variable beat tf.config ("Limiting GPU memory growth").
+        # In TensorFlow this variable overrides tf.config ("Limiting GPU memory growth").
         growth = environ.get("TF_FORCE_GPU_ALLOW_GROWTH")
         gpus = settings.devices.gpus or (growth and settings.devices.undecided is not None)
         if gpus and memory and memory.grow and growth != "true":
@@ -50,12 +52,13 @@ class TensorFlow2(Backend):
         return variables
 
     def initialised(self):
-        """CUDA's variables count until TensorFlow lists its devices for the first time."""
+        """Return why it is too late: TensorFlow reads CUDA's variables as it lists its devices."""
         return "TensorFlow has listed its devices" if configuration.has_listed_devices() else None
 
     # After the import -------------------------------------------------------------------------
 
     def configure(self, settings):
+        """Apply the settings through ``tf.config``."""
         tf = self.import_framework()
         # Apple's and AMD's GPUs have the type "GPU", too.
         physical = tf.config.experimental.list_physical_devices
@@ -83,33 +86,34 @@ class TensorFlow2(Backend):
         return applied, []
 
     def devices(self):
-        """Reads the configuration; starting the runtime would fix it."""
+        """Return the devices of the configuration, without starting the runtime, which fixes it."""
         config = self.import_framework().config.experimental
         for kind in ("GPU", "CPU"):
-            made = map(config.get_virtual_device_configuration, config.get_visible_devices(kind))
-            count = sum(len(each or [None]) for each in made)
-            named = self.kept.get("gpus")  # in the order configured
-            if kind == "GPU" and named and len(named) == count:
-                return list(named)
+            parts = map(config.get_virtual_device_configuration, config.get_visible_devices(kind))
+            count = sum(len(of_device or [None]) for of_device in parts)
+            gpus = self.kept.get("gpus")  # in the order configured
+            if kind == "GPU" and gpus and len(gpus) == count:
+                return list(gpus)
             if count:
                 return [f"/{kind.lower()}:{index}" for index in range(count)]
         return ["/cpu:0"]
 
     def memory_peaks(self):
-        """``tf.config.experimental.get_memory_info()``, from TensorFlow 2.5."""
+        """Return the peaks of ``tf.config.experimental.get_memory_info()``, from TensorFlow 2.5."""
         tf = self.import_framework()
-        told = getattr(tf.config.experimental, "get_memory_info", None)
+        info = getattr(tf.config.experimental, "get_memory_info", None)
         names = [name for name in self.devices() if "gpu" in name.lower()]
-        return {name: told(name.lstrip("/"))["peak"] for name in names} if told else {}
+        return {name: info(name.lstrip("/"))["peak"] for name in names} if info else {}
 
     def profiled(self):
+        """Return a context in which TensorFlow's profiler records; see ``profiler``."""
         devices = self.devices()
         from . import profiler  # here for start-up time
 
         return profiler.profiled(devices)
 
     def executed(self, model):
-        """Partitions of graphs, and operations that run eagerly; see ``executions``."""
+        """Return a context that counts the operations of each device; see ``executions``."""
         if in_v1_mode(self.import_framework()):
             return tensorflow1.backend.executed(model)
         from . import executions, replicas  # here for start-up time
@@ -118,7 +122,7 @@ class TensorFlow2(Backend):
         return executions.executed(call.devices if call else self.devices())
 
     def watch(self, model, check):
-        """At the model's ``__call__``, and where tapes are asked; see ``watched_loops``."""
+        """Check calls of the model and gradients by its weights; see ``watched_loops``."""
         if not in_v1_mode(self.import_framework()):
             from . import watched_loops  # here for start-up time
 
@@ -129,7 +133,7 @@ class TensorFlow2(Backend):
     # Ranks ------------------------------------------------------------------------------------
 
     def launcher(self, job):
-        """horovodrun where Horovod is installed; else what starts TF_CONFIG's workers."""
+        """Return horovodrun if Horovod is installed, else a command with workers of TF_CONFIG."""
         # Both here for start-up time.
         from ..._ranks.engines import horovod  # for start-up time
         from ..._ranks.launch import starter
@@ -139,7 +143,7 @@ class TensorFlow2(Backend):
         return horovod.launcher(job, self.framework)
 
     def join(self, place):
-        """TensorFlow's workers are joined as TensorFlow starts, in versions whose Keras can."""
+        """Join TensorFlow's workers as TensorFlow starts, in versions whose Keras supports that."""
         tf = self.import_framework()
         has_workers = hasattr(tf.distribute, "MultiWorkerMirroredStrategy") and runs_eagerly(tf)
         if place.launcher == TF_CONFIG and has_workers:
@@ -148,11 +152,11 @@ class TensorFlow2(Backend):
             tensorflow_collectives.join_at_start(place)
 
     def ranks_train_under(self, strategy, place):
-        """Workers of ``TF_CONFIG`` are mirrored over all devices of all of them."""
+        """Return whether all devices of all workers train as one strategy, as ``TF_CONFIG``'s."""
         return strategy == "mirrored" and place.launcher == TF_CONFIG
 
     def distribute(self, model, place):
-        """See ``ranks``; after ``disable_v2_behavior()``, ``tensorflow1.ranks``."""
+        """Let the model train as one of several ranks; see ``ranks``, and ``tensorflow1.ranks``."""
         tf = self.import_framework()
         if self.is_native(model):
             raise unsupported(
@@ -175,11 +179,11 @@ class TensorFlow2(Backend):
     # Replicas ---------------------------------------------------------------------------------
 
     def parallelize(self, model, devices):
-        """Replace the instance's ``call``, or give the class's own one back.
+        """Replace the instance's ``call``, or restore that of its class.
 
-        A stateful model, or one with a fixed batch size, stays in one piece on the first device,
-        with a warning: its state has a row for each row of the batch. One device other than
-        the first gets the whole model, as a single replica.
+        A stateful model, or one with a fixed batch size, runs unsplit on the first device, with a
+        warning: its state has a row for each row of the batch. If the only device is another one
+        than the first, the model runs there as a single replica.
         """
         tf = self.import_framework()
         is_native = self.is_native(model)
@@ -214,6 +218,7 @@ class TensorFlow2(Backend):
         return model
 
     def placed_parts(self, model):
+        """Return the devices on which ``device()`` has placed parts of the model."""
         if in_v1_mode(self.import_framework()):
             return tensorflow1.backend.placed_parts(model)
         from . import device_scope  # here for start-up time
@@ -221,6 +226,7 @@ class TensorFlow2(Backend):
         return device_scope.placed_parts(model)
 
     def verify(self, model, verification):
+        """Compare first steps, or calls, with one device; see ``verification``."""
         tf = self.import_framework()
         if in_v1_mode(tf):
             tensorflow1.backend.verify(model, verification)
@@ -234,17 +240,17 @@ class TensorFlow2(Backend):
             verifying.VerifiedStep.install_on(model, verification)
         elif hasattr(tf.keras.Model, "train_step"):
             native.verify(model, verification)
-        else:  # TensorFlow 2.0 dies where a thread of its own traces what another one has.
+        else:  # TensorFlow 2.0 crashes if a thread traces a function that another one has traced.
             super().verify(model, verification)
 
     is_native = staticmethod(native_kinds.is_native)
 
     def build(self, strategy, function, devices):
-        """Under ``tf.distribute.MirroredStrategy``: a copy of each weight on each device.
+        """Build a model under ``tf.distribute.MirroredStrategy``, with its weights on each device.
 
-        ``function`` should compile the model, too: its optimizer belongs into the strategy's
-        scope. Batches should divide by the number of devices; TensorFlow averages the replicas'
-        gradients without regard to their rows, and Keras 3 refuses others.
+        ``function`` should compile the model, too: its optimizer belongs in the strategy's scope.
+        The number of rows of a batch should be a multiple of the number of devices: TensorFlow
+        averages the replicas' gradients without regard to their rows, and Keras 3 refuses others.
         """
         tf = self.import_framework()
         with tf.distribute.MirroredStrategy(list(devices)).scope():
@@ -254,10 +260,11 @@ class TensorFlow2(Backend):
         return model
 
     def device(self, device):
-        """Layers called inside run on ``device``, forward and backward, whenever the model does.
+        """Place the layers called within on a device, forward and backward.
 
-        A functional model's layers run where they were called; other operations at once, as in
-        ``tf.device``. Inside a subclassed model's ``call`` TensorFlow places the forward pass.
+        It applies to layers of functional models, whenever the model runs; other operations run
+        there at once, as in ``tf.device``. In a subclassed model's ``call`` only the forward pass
+        is placed, by TensorFlow.
         """
         tf = self.import_framework()
         device = "/cpu:0" if device == "cpu" else device

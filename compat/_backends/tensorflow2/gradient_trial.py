@@ -10,6 +10,7 @@ should be the mean of those of the halves. If clipping comes first, they are not
 import contextlib
 import copy
 import functools
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -54,33 +55,34 @@ class _Trial:
         """Note tensors, weighted by this part's rows, in the order in which they are computed."""
 
         def note(*arrays):
-            self.exchanged.append([np.array(each, "float64") for each in arrays])
-            given = next(self.whole, arrays)
-            return [np.asarray(a, b.dtype.as_numpy_dtype) for a, b in zip(given, results)]
+            self.exchanged.append([np.array(array, "float64") for array in arrays])
+            exchanged = next(self.whole, arrays)
+            return [np.asarray(a, b.dtype.as_numpy_dtype) for a, b in zip(exchanged, results)]
 
-        found = tf.numpy_function(note, weighted, [each.dtype for each in results])
-        for tensor, result in zip(found, results):
+        tensors = tf.numpy_function(note, weighted, [result.dtype for result in results])
+        for tensor, result in zip(tensors, results):
             tensor.set_shape(result.shape)
-        return found
+        return tensors
 
 
-def check(step, model, data):
-    """Check what a model's step exchanges.
+def check(step: "Any", model: "Any", data: "Any") -> None:
+    """Check the tensors that a model's step exchanges.
 
     Arguments:
         step: the ``RankedStep``.
+        model: the model.
         data: the first batch, of arrays.
 
     Raises:
-        RankError: it is no sum and no mean over the rows of the batch, and what the step exchanges
-            was computed from gradients of this rank alone.
+        RankError: they are neither sums nor means over the rows of the batch, and were computed
+            from gradients of this rank alone.
     """
     lines = step.unproven
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
-    rows = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
-    if len(rows) > 1 or None in rows or min(rows, default=0) < 2:
+    sizes = {leaf.shape[0] if leaf.shape else 0 for leaf in leaves}
+    if len(sizes) != 1 or min(sizes) < 2:
         return
-    (rows,) = rows
+    (rows,) = sizes
     half = rows // 2
     run = functools.partial(_exchanged, step, model, data)
     try:
@@ -89,7 +91,7 @@ def check(step, model, data):
             run(slice(half), half / rows, once), run(slice(half, None), 1 - half / rows, once)
         ]  # fmt: skip
         again = run(slice(None), 1)
-    except Exception as error:  # of the step, whatever is wrong with such a batch
+    except Exception as error:  # whatever a step raises for a half of a batch
         problem = f"{type(error).__name__}: {_message(error)}"
         if not lines:
             losses.warn_of_untried_step(model.name, errors.at_lines(step.lines), problem)
@@ -102,7 +104,7 @@ def check(step, model, data):
         )
         return
     if not len(once) == len(again) == len(parts[0]) == len(parts[1]):
-        return  # it does not do the same each time
+        return  # it exchanges other tensors each time
     limit = losses.rounding(getattr(model, "compute_dtype", None) or "float32")
     for whole, other, *halves in zip(once, again, *parts):
         largest = max([np.abs(value).max() for value in whole if value.size] or [0.0])
@@ -135,7 +137,7 @@ def _distance(one, other):
 
 
 def _exchanged(step, model, data, places, share, whole=()):
-    """Return what a step of some rows would exchange. Variables stay as they are."""
+    """Return the arrays that a step of some rows would exchange. All variables are restored."""
     trial = copy.copy(step)
     trial.engine = engine = _Trial(step.engine, share, whole)
     trial.is_trial = True
@@ -149,9 +151,9 @@ def _exchanged(step, model, data, places, share, whole=()):
         variables = _variables([model, *optimizers])
         if not model.run_eagerly:
             function = tf.function(function, autograph=False).get_concrete_function()
-            # It may set others, and lacks the slots that old optimizers set by their handles.
+            # It may set further ones, but does not list the slots that old optimizers set.
             variables = {id(v): v for v in [*variables, *function.graph.variables]}.values()
-        # Not the states of random numbers: what is random differs from one time to the next.
+        # Random numbers go on, so that a step that depends on them differs from time to time.
         kept = [(v, v.read_value()) for v in variables if not is_generator(v)]
         try:
             function()
@@ -163,24 +165,24 @@ def _exchanged(step, model, data, places, share, whole=()):
 
 
 def _variables(owners):
-    """Return the variables that objects of Keras' have, also such as it does not track."""
-    found = {}
+    """Return the variables of Keras objects, including those that Keras does not track."""
+    unique = {}
     for owner in owners:
         variables = owner.variables() if callable(owner.variables) else owner.variables
-        for each in [variables, *vars(owner).values()]:
-            for one in each if isinstance(each, (list, tuple)) else [each]:
-                one = getattr(one, "_value", one)
-                if isinstance(one, tf.Variable):
-                    found[id(one)] = one
-    return list(found.values())
+        for attribute in [variables, *vars(owner).values()]:
+            for value in attribute if isinstance(attribute, (list, tuple)) else [attribute]:
+                value = getattr(value, "_value", value)
+                if isinstance(value, tf.Variable):
+                    unique[id(value)] = value
+    return list(unique.values())
 
 
 @contextlib.contextmanager
 def _in_inference(model):
-    """Have batch normalization use its averages: those of each part's rows are others."""
+    """Let batch normalization use its averages: the statistics of each half differ."""
     kind = _keras.keras_of(model).layers.BatchNormalization
-    layers = [each for each in _keras.all_layers(model) if isinstance(each, kind)]
-    layers = [each for each in layers if each.trainable]
+    layers = [layer for layer in _keras.all_layers(model) if isinstance(layer, kind)]
+    layers = [layer for layer in layers if layer.trainable]
     for layer in layers:
         layer.trainable = False
     try:
