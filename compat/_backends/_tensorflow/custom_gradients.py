@@ -1,15 +1,17 @@
 """User-defined gradients of a graph's operations.
 
-They come by ``tf.custom_gradient`` and ``Graph.gradient_override_map``, and may compute across
-rows whatever their operation does. What such a function makes of what comes back to the operation
-is a part of the graph as any other, and is followed as that.
+They are defined by ``tf.custom_gradient`` and ``Graph.gradient_override_map``, and may mix rows
+even if their operation does not. The operations that such a function makes of the upstream
+gradients are a part of the graph, through which placements are propagated as through any other.
 """
 
-from ..._rows import Mixed, Partial, Replicated, Sharded
+from typing import Any, Callable, Sequence
+
+from ..._rows import Mixed, Partial, Placement, Replicated, Sharded
 from .graph import attribute, v1_names
 
 
-def has_custom_gradient(op):
+def has_custom_gradient(op: "Any") -> bool:
     """Return whether an operation's gradient is not TensorFlow's."""
     from tensorflow.python.framework import ops
 
@@ -17,10 +19,10 @@ def has_custom_gradient(op):
         return False
     try:
         function = ops.get_gradient_function(op)
-    except LookupError:  # none is known by this name
+    except LookupError:  # none is registered by this name
         return False
-    # What tf.custom_gradient registers calls the function that it was given. Those of TensorFlow
-    # and Keras themselves are gradients of what they belong to, as in tf.recompute_grad.
+    # tf.custom_gradient registers a function that calls its argument. Those of TensorFlow and Keras
+    # compute the true gradient, as that of tf.recompute_grad.
     for name in ("tape_grad_fn", "grad_fn"):
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
         if name in names:
@@ -30,48 +32,54 @@ def has_custom_gradient(op):
 
 
 class CustomGradient:
-    """What an operation's gradient computes, in the operation's graph.
+    """The backward pass of an operation with a user-defined gradient, in the operation's graph.
 
     Arguments:
+        op: the operation.
         results: the placements of its outputs.
 
     Attributes:
-        upstream: for each of its outputs a placeholder for what comes back to it, and how that
-            depends on the rows.
+        upstream: for each of its outputs a placeholder for the upstream gradient, and the placement
+            of that.
         operations: those that compute the gradients of its inputs, in order.
-        downstream: these gradients, None where there is none.
+        downstream: these gradients, or None.
     """
 
-    def __init__(self, op, results):
+    def __init__(self, op: "Any", results: "Sequence[Placement]") -> None:
         from tensorflow.python.framework import ops
 
         tf = v1_names()
         with op.graph.as_default(), ops.control_dependencies(None):
-            upstream = [tf.placeholder(each.dtype, each.shape) for each in op.outputs]
+            upstream = [tf.placeholder(output.dtype, output.shape) for output in op.outputs]
             before = len(op.graph.get_operations())
-            found = ops.get_gradient_function(op)(op, *upstream)
-            found = found if isinstance(found, (list, tuple)) else [found]
-            self.downstream = [g if g is None else tf.convert_to_tensor(g) for g in found]
+            gradients = ops.get_gradient_function(op)(op, *upstream)
+            gradients = gradients if isinstance(gradients, (list, tuple)) else [gradients]
+            self.downstream = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
             self.operations = op.graph.get_operations()[before:]
-        kinds = [Partial("sum") if isinstance(each, Replicated) else each for each in results]
-        self.upstream = list(zip(upstream, kinds))
+        placements = [Partial("sum") if isinstance(p, Replicated) else p for p in results]
+        self.upstream = list(zip(upstream, placements))
 
-    def mixes(self, given, placement):
-        """Return whether the devices' gradients are not those of the whole batch.
+    def mixes(
+        self, inputs: "Sequence[Placement]", placement_of: "Callable[[Any], Placement]"
+    ) -> bool:
+        """Return whether the devices' gradients cannot be merged into those of the whole batch.
 
         Arguments:
-            given: the placements of the operation's inputs.
-            placement: a function that tells that of a tensor.
+            inputs: the placements of the operation's inputs.
+            placement_of: a function that returns the placement of a tensor.
         """
         return not all(
-            gradient is None or not gradient.dtype.is_floating or _fits(before, placement(gradient))
-            for before, gradient in zip(given, self.downstream)
+            gradient is None
+            or not gradient.dtype.is_floating
+            or _fits(placement, placement_of(gradient))
+            for placement, gradient in zip(inputs, self.downstream)
         )
 
 
-def _fits(before, after):
-    if isinstance(before, Sharded):
-        return isinstance(after, Sharded) and after.replace(inner=before.inner) == before
-    if isinstance(before, Replicated):
-        return after == Partial("sum")
-    return not isinstance(after, Mixed)
+def _fits(placement, of_gradient):
+    if isinstance(placement, Sharded):
+        is_sharded = isinstance(of_gradient, Sharded)
+        return is_sharded and of_gradient.replace(inner=placement.inner) == placement
+    if isinstance(placement, Replicated):
+        return of_gradient == Partial("sum")
+    return not isinstance(of_gradient, Mixed)

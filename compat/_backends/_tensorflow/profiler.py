@@ -1,6 +1,7 @@
-"""When and where operations ran, by the statistics that TensorFlow records of a run."""
+"""Devices and times of operations, from the statistics that TensorFlow records of a run."""
 
 import collections
+from typing import Any, Iterable, Iterator, List, Sequence
 
 from ..._runtime.operation_times import Operation
 
@@ -8,12 +9,12 @@ from ..._runtime.operation_times import Operation
 WAITING = ("_Send", "_Recv", "_HostSend", "_HostRecv", "IteratorGetNext", "PartitionedCall")
 
 
-def operations_of(statistics, devices):
-    """Yield the operations of these runs' ``StepStats`` on the devices that are configured.
+def operations_of(statistics: "Iterable[Any]", devices: "Sequence[str]") -> "Iterator[Operation]":
+    """Yield the operations of runs on the configured devices, from the runs' ``StepStats``.
 
-    A GPU's own record ("/device:GPU:0/stream:all") counts where each GPU that ran has one, else
-    the record of what the CPU launched on it. Before TensorFlow 1.15, all GPUs' kernels are
-    recorded as those of the first.
+    If each GPU has a record of its streams ("/device:GPU:0/stream:all"), these count, else the
+    records of what the CPU has launched on them. Before TensorFlow 1.15, the kernels of all GPUs
+    are recorded as those of the first.
     """
     for run in statistics:
         launched, streams = collections.defaultdict(list), collections.defaultdict(list)
@@ -31,15 +32,15 @@ def operations_of(statistics, devices):
                 yield from _operations(name, launched[device])
 
 
-def titled(node, kind):
-    """Return the name of an operation in a profiler."""
+def titled(node: str, kind: str) -> str:
+    """Return the name of an operation in a profile."""
     return f"{kind}: {node}"
 
 
 def _operations(device, records):
-    """Records as operations, without those that tell of waiting."""
+    """Yield the operations of records, without waiting."""
     for record in records:
-        # "sequential/dense/MatMul = MatMul(...)"; a GPU's own record has none of the kind.
+        # "sequential/dense/MatMul = MatMul(...)"; the record of a stream does not have the type.
         kind = record.timeline_label.partition(" = ")[2].partition("(")[0]
         if not kind.endswith(WAITING):
             name = titled(record.node_name, kind) if kind else record.node_name
@@ -48,10 +49,10 @@ def _operations(device, records):
             yield Operation(device, name, float(start), float(duration))
 
 
-def as_configured(devices, configured):
-    """Return the devices by the names that were configured.
+def as_configured(devices: "Iterable[str]", configured: "Iterable[str]") -> "List[str]":
+    """Return devices by their configured names.
 
-    In TensorFlow 2's v1 mode "/device:CPU:0" is configured by the name "/cpu:0".
+    In TensorFlow 2's v1 mode the configured name of "/device:CPU:0" is "/cpu:0".
     """
     names = {_plain(name): name for name in configured}
     return [names.get(_plain(device), device) for device in devices]

@@ -1,25 +1,27 @@
-"""The table of rules: how results of TensorFlow's operations depend on the rows of a batch.
+"""The table of rules: the placements of the results of TensorFlow's operations.
 
-TensorFlow 1 and 2 have the same operations, and share it. What changes variables, calls functions
-and loops is not in it.
+TensorFlow 1 and 2 have the same operations, and share it. It does not contain operations that
+change variables, nor those that call functions.
 """
 
+from typing import Any, List, Sequence
+
 from ... import _rows
-from ..._rows import Count, Mixed, Unknown, Value
+from ..._rows import Count, Mixed, Placement, Unknown, Value
 from . import rules_lookups, rules_shapes, rules_sizes, rules_text, rules_values
 from .rules_common import NotKnown, Positions, by_numbers, of_first, of_values
 
 
-def placements(op, values):
+def placements(op: "Any", values: "Sequence[Value]") -> "List[Placement]":
     """Return the placements of an operation's outputs.
 
     Arguments:
         op: a ``tf.Operation``.
         values: a ``Value`` for each of its inputs.
     """
-    found = rules_text.placements(op, values)
-    if found is not None:
-        return found
+    of_text = rules_text.placements(op, values)
+    if of_text is not None:
+        return of_text
     values = rules_text.without_numbers_of_rows(values)
     rule, positions = RULES.get(op.type), [v for v in values if isinstance(v.placement, Positions)]
     if positions and rule in (None, rules_shapes.strided_slice):
@@ -28,8 +30,8 @@ def placements(op, values):
     stateful = op.op_def is None or op.op_def.is_stateful
     if rule is None and (stateful or results is None):
         results = Unknown("it is not known")
-    asked = results is None or rule in _ASKED_ALWAYS or positions and rule in _LOOKING_UP
-    if not asked:
+    applies = results is None or rule in _ALWAYS_APPLIED or positions and rule in _LOOKING_UP
+    if not applies:
         rule = _OF_SIZES.get(op.type) if isinstance(results, Count) else None
     if rule is not None:
         try:
@@ -41,7 +43,7 @@ def placements(op, values):
 
 
 def _as_meant(op, output, placement):
-    """Return a result, where ``without_rows`` passed on what its operation does not keep."""
+    """Return the placement of a result, where ``settled`` has passed on one that does not fit."""
     if isinstance(placement, Positions) and op.type not in _KEEPING_POSITIONS:
         return Mixed(placement.why)
     if placement == Count() and output.shape.ndims == 0 and op.type not in _IN_PROPORTION:
@@ -169,7 +171,7 @@ _CALCULATING = (
     rules_values.divided,
 )
 
-#: What becomes of sizes, where that is more than something that depends on the number of rows.
+#: Rules of sizes, where the result is more than ``Count()`` of them.
 _TYPES_OF_SIZES = {
     rules_sizes.picked: "Gather GatherV2 Slice StridedSlice Unpack",
     rules_sizes.joined_sizes: "ConcatV2 Pack",
@@ -190,7 +192,7 @@ def _by_name(types):
 
 RULES, _OF_SIZES = _by_name(_TYPES), _by_name(_TYPES_OF_SIZES)
 
-_ASKED_ALWAYS = (
+_ALWAYS_APPLIED = (
     rules_values.same,
     rules_values.joined,
     rules_values.switched,

@@ -1,15 +1,17 @@
 """Parts that rules of all kinds of operations share."""
 
+from typing import Any, Callable, List
+
 from ... import _rows
 from ..._rows import REPLICATED, Mixed, Sharded, Unknown
 from .graph import known_numbers
 
 
 class Positions(Mixed):
-    """Positions of rows, counted within each device's part: to look rows up with, nothing else.
+    """The placement of positions of rows, counted within each shard: indices of rows, nothing else.
 
     Arguments:
-        rows: the placement of what they are positions in.
+        rows: the placement of the values that they are positions in.
     """
 
     __slots__ = ("rows",)
@@ -28,28 +30,33 @@ class Positions(Mixed):
         return placement.replace(inner=None, even=False) if same else Mixed()
 
 
+#: A function of an operation and the ``Value``s of its inputs; see ``rules_values``.
+Rule = Callable[[Any, Any], Any]
+
+
 class NotKnown(Exception):
-    """A rule needs numbers that are not known before a run."""
+    """A rule needs numbers that are not constant."""
 
 
-def known(value):
-    """What may be None, where nothing can be told without it."""
+def known(value: "Any") -> "Any":
+    """Return a value that is not None; else raise ``NotKnown``."""
     if value is None:
         raise NotKnown
     return value
 
 
-def numbers(tensor):
+def numbers(tensor: "Any") -> "List[Any]":
+    """Return the numbers in a constant tensor; else raise ``NotKnown``."""
     return known(known_numbers(tensor))
 
 
-def of_values(rule, *arguments):
+def of_values(rule: "Callable[..., Any]", *arguments: "Any") -> "Rule":
     """Return a rule of all inputs, without attributes."""
     return lambda op, values: rule(values, *arguments)
 
 
-def of_first(rule):
-    """Return a rule of operations whose other inputs, sizes and axes for example, are fixed."""
+def of_first(rule: "Rule") -> "Rule":
+    """Return a rule of operations whose other inputs, such as sizes, must be replicated."""
 
     def applied(op, values):
         others = _rows.without_rows([value.placement for value in values[1:]])
@@ -60,6 +67,6 @@ def of_first(rule):
     return applied
 
 
-def by_numbers(rule, place=1):
-    """A rule of the first input by the numbers in another one, where all others are fixed."""
+def by_numbers(rule: "Callable[..., Any]", place: int = 1) -> "Rule":
+    """Return a rule of the first input and the numbers in another one, all others replicated."""
     return of_first(lambda op, values: rule(values[0], numbers(op.inputs[place])))

@@ -1,4 +1,4 @@
-"""Rules of operations that look elements up by their positions, or sort them in by these."""
+"""Rules of operations that gather elements by their positions, or scatter them to these."""
 
 from ... import _rows
 from ..._rows import Mixed, Replicated, Sharded, Unknown, Value
@@ -53,9 +53,9 @@ def scattered(op, values):
 
 
 def counted_in(op, values):
-    """Histograms of a fixed number of places."""
-    counted, count, weights = values
-    counted = [counted] if sizes_of(op.inputs[2]) == [0] else [counted, weights]
+    """Return the placement of a histogram with a fixed number of bins."""
+    data, count, weights = values
+    counted = [data] if sizes_of(op.inputs[2]) == [0] else [data, weights]
     if not isinstance(count.placement, Replicated):
         return Mixed()
     if op.type == "DenseBincount" and values[0].rank != 1:
@@ -74,7 +74,7 @@ def where(op, values):
 def sequences_reversed(op, values):
     rows, along = attribute(op, "batch_dim", 0), op.get_attr("seq_dim")
     if isinstance(values[1].placement, Replicated):
-        # The lengths of what is at each place of the dimension `batch_dim`.
+        # The lengths along the dimension `batch_dim`.
         return _rows.along(values[0], [rows, along])
     return _rows.by_row(values, [rows, 0]) if rows != along else Mixed()
 

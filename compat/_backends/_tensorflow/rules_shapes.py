@@ -1,4 +1,4 @@
-"""Rules of operations that give elements another shape or order, or make new ones of a shape."""
+"""Rules of operations that change the shape or the order of elements, or make new ones."""
 
 import numpy as np
 
@@ -9,7 +9,7 @@ from .rules_common import NotKnown, known, numbers, of_first
 
 
 def _of_shape(rule):
-    """A rule of rows whose other inputs, such as a new shape, are the same for all or sizes."""
+    """Return a rule of rows whose other inputs, such as a new shape, are replicated or sizes."""
 
     def applied(op, values):
         placement = values[0].placement
@@ -27,25 +27,25 @@ def reshape(op, values):
     if isinstance(sizes, Count):
         places = known(sizes.places)
     else:
-        places = [i for i, each in enumerate(known(_partly(op.inputs[1]))) if each == -1]
-    after = [None if place in places else each for place, each in enumerate(after)]
+        places = [i for i, size in enumerate(known(_partly(op.inputs[1]))) if size == -1]
+    after = [None if place in places else size for place, size in enumerate(after)]
     if after.count(None) > 1:
         raise NotKnown
     return _rows.reshaped(values[0], after)
 
 
 def _partly(tensor):
-    """As ``known_numbers``; of a vector packed of some, None for those that are not known."""
-    found = known_numbers(tensor)
-    if found is None and tensor.op.type == "Pack":
-        packed = [known_numbers(each) for each in tensor.op.inputs]
-        return [each[0] if each else None for each in packed]
-    return found
+    """Return the ``known_numbers``; of a packed vector, with None for those that are not known."""
+    numbers = known_numbers(tensor)
+    if numbers is None and tensor.op.type == "Pack":
+        packed = [known_numbers(scalar) for scalar in tensor.op.inputs]
+        return [scalar[0] if scalar else None for scalar in packed]
+    return numbers
 
 
 @_of_shape
 def strided_slice(op, values):
-    """``x[:, 0]``; of a dimension taken whole no numbers need be known."""
+    """Return the placement of ``x[:, 0]``; a dimension taken whole needs no known numbers."""
     value, (count,) = values[0], known(sizes_of(op.inputs[3]))
     begin, end, step = [known_numbers(tensor) for tensor in op.inputs[1:4]]
 
@@ -67,12 +67,12 @@ def strided_slice(op, values):
             stops = i in to_last or end is not None and end[i] == value.shape[axis]
             is_all = starts and stops and step is not None and step[i] == 1
             taken.append("all" if is_all else "part")
-    old = [each for each in taken if each != "new"]
+    old = [part for part in taken if part != "new"]
     if None in (begin, end) and old[value.axis : value.axis + 1] == ["part"]:
         raise NotKnown
-    result = _rows.sliced(value, {i: each for i, each in enumerate(old) if each != "all"})
-    left = [each for each in taken if each != "one"]
-    new_axes = [place for place, each in enumerate(left) if each == "new"]
+    result = _rows.sliced(value, {i: part for i, part in enumerate(old) if part != "all"})
+    left = [part for part in taken if part != "one"]
+    new_axes = [place for place, part in enumerate(left) if part == "new"]
     return _rows.expanded(Value(result, [None] * (value.rank - old.count("one"))), new_axes)
 
 
@@ -92,7 +92,7 @@ def broadcast_to(op, values):
 
 
 def with_sizes(op, values):
-    """It checks the sizes, of which that of the rows is another one on each device."""
+    """Return the placement of a value whose sizes are checked: that of rows differs by device."""
     axis, sizes = values[0].axis, op.get_attr("shape")
     fixed = axis is not None and not sizes.unknown_rank and sizes.dim[axis].size >= 0
     return Mixed() if fixed else values[0].placement
@@ -101,21 +101,21 @@ def with_sizes(op, values):
 def squeeze(op, values):
     axes = list(op.get_attr("squeeze_dims"))
     if not axes and values[0].axis is not None and op.outputs[0].shape.ndims is not None:
-        axes = [i for i, each in enumerate(values[0].shape) if each == 1]
+        axes = [i for i, size in enumerate(values[0].shape) if size == 1]
         if values[0].rank - len(axes) != op.outputs[0].shape.ndims:
             return Unknown("the axes are not known")
     return _rows.squeezed(values[0], axes or None)
 
 
 def split_along(op, values):
-    """``Split`` takes the axis first, ``SplitV`` last."""
+    """Return the placement of parts: ``Split`` takes the axis first, ``SplitV`` last."""
     data, axis = (1, 0) if op.type == "Split" else (0, 2)
     return _rows.sliced(values[data], {numbers(op.inputs[axis])[0]: "part"})
 
 
 @of_first
 def slice_of(op, values):
-    """``tf.slice``, which takes all that there is from 0 by a size of -1."""
+    """Return the placement of ``tf.slice``, of which a size of -1 takes all the rest."""
     begin, count = [numbers(tensor) for tensor in op.inputs[1:]]
     parts = {
         axis: "part"
@@ -131,15 +131,15 @@ def pad(op, values):
     return _rows.resized(values[0], [place // 2 for place, size in enumerate(pads) if size])
 
 
-def _best_asked(values):
-    """``Unknown`` where there are rows beside their numbers, to look them up with; else None."""
+def _rows_and_numbers(values):
+    """Return ``Unknown`` for rows beside their numbers, by which they are gathered; else None."""
     kinds = {type(value.placement) for value in values}
     beside = kinds >= {Count, Sharded} and kinds <= {Count, Sharded, Replicated}
     return Unknown("rows beside their numbers") if beside else None
 
 
 def pack(op, values):
-    return _best_asked(values) or _rows.stacked(values, op.get_attr("axis"))
+    return _rows_and_numbers(values) or _rows.stacked(values, op.get_attr("axis"))
 
 
 def unpack(op, values):
@@ -148,21 +148,21 @@ def unpack(op, values):
 
 def concat(op, values):
     values, (axis,) = values[:-1], numbers(op.inputs[-1])
-    return _best_asked(values) or _rows.concatenated(values, axis)
+    return _rows_and_numbers(values) or _rows.concatenated(values, axis)
 
 
 def made(op, values):
     """Return the placement of a new value of a shape, or of one repeated to have it."""
     others = [value.placement for value in values]
     sizes = others.pop(1 if op.type in ("BroadcastTo", "Tile") else 0)
-    if not all(isinstance(each, Replicated) for each in others):
+    if not all(isinstance(placement, Replicated) for placement in others):
         return _rows.without_rows([sizes] + others) or Mixed()
     return _rows.made(sizes, op.outputs[0].shape.ndims)
 
 
 @of_first
 def space_to_batch(op, values):
-    """Blocks side by side along the first dimension, or back."""
+    """Return the placement of blocks side by side along the first dimension, or the reverse."""
     placement = values[0].placement
     if not isinstance(placement, Sharded):
         return Mixed()

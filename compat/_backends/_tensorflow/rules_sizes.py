@@ -6,7 +6,7 @@ from ... import _rows
 from ..._rows import REPLICATED, Count, Replicated, Unknown
 from .graph import constant, sizes_of
 
-#: Of a single number: it depends on the number of rows, and does not grow in proportion.
+#: The placement of a number that depends on the number of rows, and is not proportional to it.
 NOT_IN_PROPORTION = Count([])
 
 
@@ -24,25 +24,25 @@ def rank(op, values):
 
 
 def with_sizes(op, values):
-    """``Reshape`` to a shape that has rows, of what has none."""
+    """Return the placement of a value without rows, reshaped to a shape with rows."""
     if isinstance(values[0].placement, Replicated):
         return Unknown("an input without rows takes a shape with them")
     return single(op, values)
 
 
 def picked(op, values):
-    """Elements of a vector of sizes, such as a shape."""
+    """Return the placements of elements of a vector of sizes, such as a shape."""
     sizes, arguments = values[0].placement, [constant(tensor) for tensor in op.inputs[1:]]
-    known = isinstance(sizes, Count) and sizes.places is not None and values[0].rank == 1
-    if not known or values[0].shape[0] is None or any(each is None for each in arguments):
-        return _not_told(op)
+    is_vector = isinstance(sizes, Count) and sizes.places is not None and values[0].rank == 1
+    if not is_vector or values[0].shape[0] is None or any(array is None for array in arguments):
+        return _dependent(op)
     places = np.arange(values[0].shape[0])
     if op.type == "Unpack":
         return [_rows.counted(sizes, int(place)) for place in places]
     if op.type in ("Gather", "GatherV2"):
         chosen = arguments[0]
     elif len(arguments[0]) != 1:
-        return _not_told(op)
+        return _dependent(op)
     elif op.type == "Slice":
         begin, count = [argument.item() for argument in arguments]
         chosen = slice(begin, begin + count if count >= 0 else None)
@@ -55,8 +55,8 @@ def picked(op, values):
     return _rows.counted(sizes, places[chosen].tolist())
 
 
-def _not_told(op):
-    """Results that depend on the number of rows: a single number may grow in any way."""
+def _dependent(op):
+    """Return the placements of results that depend on the number of rows in an unknown way."""
     return [NOT_IN_PROPORTION if t.shape.ndims == 0 else Count() for t in op.outputs]
 
 
@@ -65,25 +65,25 @@ def single(op, values):
     sizes = values[0].placement
     if values[0].rank == 0:
         return sizes
-    return Count() if len(getattr(sizes, "places", None) or ()) == 1 else _not_told(op)
+    return Count() if len(getattr(sizes, "places", None) or ()) == 1 else _dependent(op)
 
 
 def cast_sizes(op, values):
     rounds = op.inputs[0].dtype.is_floating and not op.outputs[0].dtype.is_floating
-    return _not_told(op) if rounds else values[0].placement
+    return _dependent(op) if rounds else values[0].placement
 
 
 def calculated(op, values):
-    """Return the placement of what is calculated of sizes, in proportion to the rows or not."""
+    """Return the placement of arithmetic on sizes, proportional to the number of rows or not."""
     counted = [value for value in values if isinstance(value.placement, Count)]
     first, after = counted[0], sizes_of(op.outputs[0])
     kept = len(counted) == 1 and op.type in ("Mul", "Neg")
     if op.type in ("Maximum", "Minimum"):
-        # The larger of two that are in proportion to the rows is so, too, whatever the number of
-        # rows; so is the larger one of a number of rows, which is at least 1, and 1.
+        # The larger of two numbers that are proportional to the number of rows is so, too. So is
+        # the larger one of a number of rows, which is at least 1, and 1.
         others = [constant(t) for t, v in zip(op.inputs, values) if v not in counted]
         is_one = op.type == "Maximum" and all(o is not None and o.max() <= 1 for o in others)
-        kept = all(each.placement == Count() for each in counted) and (not others or is_one)
+        kept = all(value.placement == Count() for value in counted) and (not others or is_one)
     if after == []:
         return first.placement if kept else NOT_IN_PROPORTION
     if not kept or after is None or any(value.rank not in (0, 1) for value in values):

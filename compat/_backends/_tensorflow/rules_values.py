@@ -1,4 +1,4 @@
-"""Rules of operations that compute values of others, or choose among them.
+"""Rules of operations that compute new values, or select among values.
 
 A rule is a function of the operation and the ``Value``s of its inputs. It returns one placement for
 all outputs, or a list.
@@ -70,9 +70,10 @@ def all_but_channels(op, values):
 
 
 def along_last(*counts):
-    """What goes along the last dimensions, so many for each input: the others are a batch's.
+    """Return a rule of operations along the last dimensions; the others are batch dimensions.
 
-    Inputs beyond ``counts`` are the same for all rows.
+    Arguments:
+        counts: the number of these dimensions, for each input. Further inputs are replicated.
     """
 
     def applied(op, values):
@@ -99,10 +100,10 @@ def einsum(op, values):
 
 def sparse_product(op, values):
     """Return the placement of a sparse matrix, whose shape shows its rows, times a dense one."""
-    positions, found, shape, dense = [value.placement for value in values]
+    positions, elements, shape, dense = [value.placement for value in values]
     if not isinstance(positions, Positions) or shape != Count([0]):
         return Mixed()
-    rows = isinstance(found, Sharded) and isinstance(dense, Replicated)
+    rows = isinstance(elements, Sharded) and isinstance(dense, Replicated)
     return Sharded(0) if rows and not op.get_attr("adjoint_a") else Mixed()
 
 
@@ -126,21 +127,21 @@ def normalized(op, values):
         rows = _rows.by_row(values, [0])
         if not isinstance(rows, Sharded):
             return rows
-        # By each device's own rows, as documented.
+        # By the statistics of each device's shard, as documented.
         return [rows] + [Partial("mean") if training else REPLICATED] * others
     # Each row is a channel, as in tf.keras' LayerNormalization; only inference gets statistics.
-    given = values[: 3 if training else 5]
-    if not _rows.have_own_rows(given) or any(value.axis != 0 for value in given[1:]):
+    values = values[: 3 if training else 5]
+    if not _rows.have_own_rows(values) or any(value.axis != 0 for value in values[1:]):
         return Mixed()
-    rows = _rows.shared([value.placement.replace(axis=0) for value in given])
+    rows = _rows.shared([value.placement.replace(axis=0) for value in values])
     return [rows.replace(axis=channels)] + [rows] * others if rows else Mixed()
 
 
 def joined(op, values):
-    """Return the placements of a condition's end: the result of a branch, and which it was."""
-    kinds = [value.placement for value in values]
-    which = Mixed() if any(isinstance(kind, Mixed) for kind in kinds) else REPLICATED
-    return [_rows.chosen(REPLICATED, kinds), which]
+    """Return the placements of a condition's end: the result of a branch, and its index."""
+    placements = [value.placement for value in values]
+    index = Mixed() if any(isinstance(p, Mixed) for p in placements) else REPLICATED
+    return [_rows.chosen(REPLICATED, placements), index]
 
 
 def switched(op, values):
