@@ -83,7 +83,9 @@ class Call:
     def __init__(self, func, args, kwargs, rows, counting=False):
         self.name, self.func, self.args, self.kwargs = name_of(func), func, args, kwargs
         self.rows, self.counting = rows, counting
-        self.given = list(call_tensors((*args, *kwargs.values())))
+        # The first argument of torch's functions in C may be named, in any place.
+        named = sorted(kwargs, key=lambda name: name != "input")
+        self.given = list(call_tensors((*args, *map(kwargs.get, named))))
         self.tags = [tag_of(tensor) for tensor in self.given]
         self.known = [each for each in self.tags if each is not None]
         self.in_place = is_in_place(self.name)

@@ -145,6 +145,7 @@ def products():
     F = torch.nn.functional
     for shapes in [(3, 4), (4, 3)], [(3, 3), (3, 3)], [(3, 3, 3), (3, 3, 3)], [(3, 4), (4,)]:
         yield "matmul", [x(*shape) for shape in shapes], torch.matmul
+    yield "mm", [x(3, 3), x(3, 3)], lambda a, b: torch.mm(mat2=b, input=a)
     yield "@", [x(3, 3), x(3, 3)], lambda a, b: torch.Tensor.__rmatmul__(a, b)
     yield from each(torch, "mm", x(3, 4), x(4, 3))
     yield from each(torch, "mv", x(3, 3), x(3))
