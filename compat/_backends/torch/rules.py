@@ -1,13 +1,15 @@
 """Rules of torch's functions, by name: how their results depend on the rows.
 
-A rule takes a ``Call`` and returns the placement of its results, or a list with one for each. A
-function without a rule is tried, see ``trial``, so there are rules for what a trial cannot tell:
-totals, whole numbers, what is random or in place, what a few rows may agree in by chance, and rows
-of different lengths; and for what many models call, which need not be tried.
-``tests/backends/torch/test_rules.py`` proves each rule by computing.
+``RULES`` maps a name to a rule: a function of a ``Call`` and of the ``Value``s of its tensors. It
+returns the placement of the results, or a list with one for each. A function without a rule is
+tried, see ``trial``, so there are rules for what a trial cannot show: totals, whole numbers, what
+is random or in place, what a few rows may agree in by chance, and rows of different lengths; and
+for what many models call, which need not be tried. ``tests/backends/torch/test_rules.py`` proves
+each rule by computing.
 """
 
 import re
+from typing import Any, Callable, Dict, List
 
 import torch
 
@@ -17,11 +19,15 @@ from .graph import call_tensors
 from .row_counts import RowCount, counted, has_count
 
 Sharded, Mixed, Partial = _rows.Sharded, _rows.Mixed, _rows.Partial
+Rule = Callable[[Any, List[_rows.Value]], Any]
 
-RULES = {}  # type: dict  # name -> function of a call
+#: The name of a function, and its rule.
+RULES: "Dict[str, Rule]" = {}
 
 
 def register(*names):
+    """Return a decorator that makes a function the rule of these, listed in texts."""
+
     def enter(function):
         for name in " ".join(names).split():
             assert name not in RULES, name
@@ -43,7 +49,7 @@ def placements(call):
     rule = RULES.get(name) or (pointwise if is_pointwise(name) else None)
     if rule is None:
         return None
-    found = rule(call)
+    found = rule(call, call.values)
     return found if isinstance(found, list) else [found] * len(call.results)
 
 
@@ -66,20 +72,23 @@ def is_pointwise(name):
     "huber_loss kl_div l1_loss margin_ranking_loss mse_loss poisson_nll_loss smooth_l1_loss",
     "soft_margin_loss",
 )
-def pointwise(call):
-    return _rows.pointwise(call.values)
+def pointwise(call, values):
+    """Compute each element from those at the same place."""
+    return _rows.pointwise(values)
 
 
-register("where")(
-    lambda call: pointwise(call) if len(call.args) + len(call.kwargs) > 1 else Mixed()
-)
+@register("where")
+def where(call, values):
+    """Select by a condition; or list the places where it holds."""
+    return pointwise(call, values) if len(call.args) + len(call.kwargs) > 1 else Mixed()
+
 
 # What looks at the others for a type or a device alone.
 register(
     "alpha_dropout bfloat16 bool byte char clone contiguous cpu cuda data detach double dropout",
     "empty_like float full_like half int long ones_like rand_like randint_like randn_like",
     "requires_grad resolve_conj rrelu short to type type_as zero zeros_like",
-)(lambda call: _rows.pointwise([call.value(call.first)]))
+)(lambda call, values: _rows.pointwise(values[:1]))
 
 
 # Along dimensions.
@@ -100,11 +109,11 @@ TOTALS = {"nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min"}
     "sum nansum count_nonzero mean amax amin any all logsumexp norm linalg_norm",
     "linalg_vector_norm max min std var std_mean var_mean prod argmax argmin median",
 )
-def reduced(call):
+def reduced(call, values):
     """Merge those for which there is no total along other dimensions only."""
-    name, value = canonical(call.name), call.value(call.first)
+    name, value = canonical(call.name), values[0]
     if isinstance(call.get(1, "other"), torch.Tensor):  # the larger ones
-        return pointwise(call)
+        return pointwise(call, values)
     how, keepdims = TOTALS.get(name, name), call.results[0].dim() == value.rank
     found = _rows.reduced(value, _dims(call), how, keepdims, denominator="elements")
     others = [Mixed()] * (len(call.results) - 1)
@@ -122,9 +131,10 @@ def _dims(call):
     "softmax log_softmax softmin special_softmax special_log_softmax cumsum cumprod cummax cummin",
     "logcumsumexp sort argsort msort topk roll flip normalize glu gumbel_softmax",
 )
-def along(call):
+def along(call, values):
+    """Compute along dimensions, from whole lines of elements."""
     dims = call.sizes(1, "dims") if call.name == "flip" else _dims(call)
-    return _rows.along(call.value(call.first), dims)
+    return _rows.along(values[0], dims)
 
 
 @register(
@@ -136,8 +146,10 @@ def along(call):
     "interpolate dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout group_norm",
     "instance_norm",
 )
-def along_the_last(call):
-    """Expect the same weights for all rows."""
+def along_the_last(call, values):
+    """Compute along the last dimensions, with the same weights for all rows."""
+    if not isinstance(call.first, torch.Tensor):  # isin() and bucketize() of a number
+        return _rows.Unknown()
     name = canonical(call.name)
     counts = {"linear": 1, "tril": 2, "triu": 2, "isin": 0, "bucketize": 0}
     count = counts.get(name, call.first.dim() - 1)
@@ -145,33 +157,35 @@ def along_the_last(call):
         count = len(call.get(1, "normalized_shape"))
     elif "pool" in name or "conv" in name:  # and channels
         count = int(name[-2]) + ("conv" in name)
-    if any(not isinstance(value.placement, _rows.Replicated) for value in call.values[1:]):
+    if any(not isinstance(value.placement, _rows.Replicated) for value in values[1:]):
         return Mixed()
-    return _rows.along(call.value(call.first), list(range(-count, 0)))
+    return _rows.along(values[0], list(range(-count, 0)))
 
 
 # Products.
 
-register("matmul mm bmm mv dot linalg_matmul")(
-    lambda call: _rows.product(call.values[::-1] if call.name == "__rmatmul__" else call.values)
-)
+
+@register("matmul mm bmm mv dot linalg_matmul")
+def product(call, values):
+    """Multiply matrices."""
+    return _rows.product(values[::-1] if call.name == "__rmatmul__" else values)
 
 
 @register("einsum")
-def einsum(call):
+def einsum(call, values):
+    """Multiply and sum, as an equation says."""
     equation = call.args[0]
     if not isinstance(equation, str) or "." in equation:
         return _rows.Unknown()
-    given, _, result = equation.replace(" ", "").partition("->")
+    inputs, _, result = equation.replace(" ", "").partition("->")
     if "->" not in equation:
-        result = "".join(sorted(c for c in set(given) - {","} if given.count(c) == 1))
-    return _rows.contracted(call.values, given.split(","), result)
+        result = "".join(sorted(c for c in set(inputs) - {","} if inputs.count(c) == 1))
+    return _rows.contracted(values, inputs.split(","), result)
 
 
 @register("scaled_dot_product_attention")
-def attention(call):
+def attention(call, values):
     """Leave the last two dimensions, time and features, alone; of a mask, time twice."""
-    values = call.values
     if any(value.axis is not None and value.axis >= value.rank - 2 for value in values):
         return Mixed()
     return _rows.pointwise([_rows.Value(each.placement, each.shape[:-2]) for each in values])
@@ -179,15 +193,17 @@ def attention(call):
 
 # Layers.
 
-register("embedding")(
-    lambda call: _rows.gathered([call.value(call.get(1, "weight")), call.value(call.args[0])], 0)
-)
+
+@register("embedding")
+def embedding(call, values):
+    """Look up vectors in a table, which comes after the numbers."""
+    return _rows.gathered(values[1::-1], 0)
 
 
 @register("one_hot")
-def one_hot(call):
-    placement = call.value(call.first).placement
-    return placement if call.get(1, "num_classes", default=-1) > 0 else Mixed()
+def one_hot(call, values):
+    """Encode classes, whose number is not that of the largest one among the rows."""
+    return values[0].placement if call.get(1, "num_classes", default=-1) > 0 else Mixed()
 
 
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -196,9 +212,9 @@ SEQUENCES = RECURRENT + ("multi_head_attention_forward",)
 
 
 @register(*RECURRENT)
-def recurrent(call):
+def recurrent(call, values):
     """Return that of the output, and of states, whose rows are always in the second dimension."""
-    value = call.value(call.first)
+    value = values[0]
     if isinstance(call.args[1], torch.Tensor) and isinstance(call.args[3], (list, tuple)):
         fits = value.axis is not None  # packed: the data is one sequence after the other, or so
     else:
@@ -210,15 +226,17 @@ def recurrent(call):
 
 # The data, and how many sequences go on at each time.
 register("pack_padded_sequence")(
-    lambda call: [Sharded(0, inner=None, even=False), _rows.REPLICATED]
+    lambda call, values: [Sharded(0, inner=None, even=False), _rows.REPLICATED]
 )
-register("pad_packed_sequence")(lambda call: [Sharded(0 if call.args[2] else 1), Sharded(0)])
+register("pad_packed_sequence")(
+    lambda call, values: [Sharded(0 if call.args[2] else 1), Sharded(0)]
+)
 
 
 @register("multi_head_attention_forward")
-def multi_head(call):
-    inputs = [call.value(tensor) for tensor in call.args[:3]]
-    fits = all((value.rank, value.axis) == (3, 1) for value in inputs)
+def multi_head(call, values):
+    """Attend, with the rows of queries, keys and values in the second dimension."""
+    fits = all((value.rank, value.axis) == (3, 1) for value in values[:3])
     return [Sharded(1), Sharded(0)][: len(call.results)] if fits else Mixed()
 
 
@@ -229,15 +247,16 @@ def multi_head(call):
     "cross_entropy nll_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss",
     "cosine_embedding_loss triplet_margin_loss",
 )
-def loss_of_rows(call):
+def loss_of_rows(call, values):
     """Expect (rows, classes, ...), and targets with rows first; weights are the same for all."""
     count = 3 if canonical(call.name) in ("cosine_embedding_loss", "triplet_margin_loss") else 2
-    axes = [0] * count + [None] * (len(call.values) - count)
-    return _rows.by_row(call.values, axes) if call.first.dim() > 1 else Mixed()
+    axes = [0] * count + [None] * (len(values) - count)
+    return _rows.by_row(values, axes) if call.first.dim() > 1 else Mixed()
 
 
 @register("ctc_loss")
-def ctc_loss(call):
+def ctc_loss(call, values):
+    """Compute losses of sequences: of log-probabilities, targets, and the lengths of both."""
     tensors = [call.value(t) for t in call.args[:4] if isinstance(t, torch.Tensor)]
     if len(tensors) < 4 or (tensors[0].rank, tensors[1].rank) != (3, 2):
         return Mixed()
@@ -251,9 +270,9 @@ def ctc_loss(call):
     "transpose swapaxes swapdims t permute movedim moveaxis adjoint T mT H mH unsqueeze select",
     "narrow",
 )
-def viewed(call):
+def viewed(call, values):
     """Return the placement of a view that takes the rows as they are, or takes some of them."""
-    value = call.value(call.first)
+    value = values[0]
     if value.axis is None:
         return value.placement
     stand_in = rules_indexing.stand_in(call.first.shape, value.axis)
@@ -261,8 +280,9 @@ def viewed(call):
 
 
 @register("view reshape flatten ravel")
-def reshaped(call):
-    value, after = call.value(call.first), list(call.results[0].shape)
+def reshaped(call, values):
+    """Reshape, to sizes among which may be a number of rows."""
+    value, after = values[0], list(call.results[0].shape)
     places = range(len(after))  # those of flattened rows follow from where they are
     if canonical(call.name) in ("view", "reshape"):
         if isinstance(call.get(1, "dtype"), torch.dtype):
@@ -281,15 +301,16 @@ def reshaped(call):
 
 
 @register("squeeze")
-def squeezed(call):
+def squeezed(call, values):
     """Leave the rows' dimension where none are named, see ``propagation``."""
-    value, dims = call.value(call.first), call.sizes(1, "dim")
-    return Mixed() if value.axis in [dim % value.rank for dim in dims] else viewed(call)
+    value, dims = values[0], call.sizes(1, "dim")
+    return Mixed() if value.axis in [dim % value.rank for dim in dims] else viewed(call, values)
 
 
 @register("expand broadcast_to")
-def expanded(call):
-    value, sizes = call.value(call.first), call.sizes(1, "size")
+def expanded(call, values):
+    """Expand dimensions of one element, or add some in front."""
+    value, sizes = values[0], call.sizes(1, "size")
     found, place = _rows.broadcast(value, len(sizes)), counted(sizes)
     if place is None or getattr(found, "axis", None) == place:
         return found
@@ -297,8 +318,9 @@ def expanded(call):
 
 
 @register("repeat tile")
-def tiled(call):
-    value, times = call.value(call.first), call.sizes(1, "repeats", "dims")
+def tiled(call, values):
+    """Repeat the whole along dimensions."""
+    value, times = values[0], call.sizes(1, "repeats", "dims")
     times = [1] * (value.rank - len(times)) + times
     place, shape = counted(times), [1] * (len(times) - value.rank) + list(value.shape)
     if place is None:
@@ -308,30 +330,34 @@ def tiled(call):
 
 
 @register("repeat_interleave")
-def repeated(call):
-    value, times, dim = call.value(call.first), call.get(1, "repeats"), call.get(2, "dim")
+def repeated(call, values):
+    """Repeat each element along a dimension."""
+    value, times, dim = values[0], call.get(1, "repeats"), call.get(2, "dim")
     known = not isinstance(times, (torch.Tensor, RowCount))
     return _rows.repeated(value, dim, times) if known else Mixed()
 
 
 @register("unbind split chunk tensor_split split_with_sizes")
-def parts(call):
+def parts(call, values):
+    """Split a dimension, or drop it."""
     at, kept = (1, "one") if call.name == "unbind" else (2, "part")
-    return _rows.sliced(call.value(call.first), {call.get(at, "dim", default=0): kept})
+    return _rows.sliced(values[0], {call.get(at, "dim", default=0): kept})
 
 
 @register("pad constant_pad_nd")
-def padded(call):
+def padded(call, values):
+    """Pad dimensions, counted from the last one."""
     dims = [-1 - place // 2 for place, size in enumerate(call.get(1, "pad")) if size]
-    return _rows.resized(call.value(call.first), dims)
+    return _rows.resized(values[0], dims)
 
 
-register("stack")(lambda call: _rows.stacked(call.values, call.get(1, "dim", "axis", default=0)))
+register("stack")(lambda call, values: _rows.stacked(values, call.get(1, "dim", "axis", default=0)))
 
 
 @register("cat concat concatenate")
-def joined(call):
-    values = [value for value in call.values if value.shape != (0,)]
+def joined(call, values):
+    """Concatenate, but for empty tensors of one dimension, which torch leaves out."""
+    values = [value for value in values if value.shape != (0,)]
     return _rows.concatenated(values, call.get(1, "dim", "axis", default=0))
 
 
@@ -340,26 +366,27 @@ def joined(call):
 
 register("getitem")(rules_indexing.indexed)
 register("setitem")(rules_indexing.indexed_and_set)
-register("index_select")(lambda call: _rows.gathered(call.values, call.get(1, "dim")))
+register("index_select")(lambda call, values: _rows.gathered(values, call.get(1, "dim")))
 
 
 @register("gather")
-def gather(call):
-    value, dim = call.value(call.first), call.get(1, "dim") % max(call.first.dim(), 1)
-    numbers = call.value(call.get(2, "index"))
+def gather(call, values):
+    """Look elements up along a dimension, where the others are the same."""
+    value, numbers = values[:2]
+    dim = call.get(1, "dim") % max(value.rank, 1)
     if isinstance(value.placement, _rows.Replicated):
         return numbers.placement if numbers.axis == dim else Mixed()
-    return scattered(call)
+    return scattered(call, values)
 
 
 @register("scatter scatter_add scatter_reduce")
-def scattered(call):
+def scattered(call, values):
     """Scatter each row into itself."""
-    value, dim = call.value(call.first), call.get(1, "dim") % max(call.first.dim(), 1)
+    value, dim = values[0], call.get(1, "dim") % max(values[0].rank, 1)
     if value.axis is None or value.axis == dim:
         return Mixed()
-    given = [value for value in call.values if value.rank]
-    return _rows.by_row(given, [value.axis] * len(given))
+    others = [value for value in values if value.rank]
+    return _rows.by_row(others, [value.axis] * len(others))
 
 
 # New values.
@@ -370,11 +397,11 @@ MADE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint", "new_zeros
 
 
 @register(*MADE)
-def made(call):
+def made(call, values):
     """Fill in, or draw, without looking at others: in each row alike."""
-    given = list(call.args) + list(call.kwargs.values())
-    shapes = [value for value in given if isinstance(value, (list, tuple))]
-    sizes = shapes[0] if shapes else [value for value in given if isinstance(value, int)]
+    arguments = list(call.args) + list(call.kwargs.values())
+    shapes = [value for value in arguments if isinstance(value, (list, tuple))]
+    sizes = shapes[0] if shapes else [value for value in arguments if isinstance(value, int)]
     place = counted(sizes)
     if place is None:
         return Mixed() if has_count(sizes) else _rows.REPLICATED
@@ -382,13 +409,16 @@ def made(call):
 
 
 # Of a size, or drawn for each element of other tensors.
-register("normal")(
-    lambda call: made(call) if isinstance(call.get(2, "size"), (list, tuple)) else pointwise(call)
-)
+@register("normal")
+def normal(call, values):
+    """Draw normally distributed numbers."""
+    has_size = isinstance(call.get(2, "size"), (list, tuple))
+    return made(call, values) if has_size else pointwise(call, values)
 
 
 @register("tensor as_tensor asarray scalar_tensor")
-def from_numbers(call):
+def from_numbers(call, values):
+    """Make a tensor of a tensor, of a number of rows, or of other numbers."""
     if isinstance(call.first, torch.Tensor):
-        return call.value(call.first).placement
+        return values[0].placement
     return Partial("sum") if isinstance(call.first, RowCount) else Mixed()

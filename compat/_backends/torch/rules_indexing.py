@@ -10,14 +10,14 @@ from .row_counts import RowCount
 _MANY = 2**31 - 1
 
 
-def indexed(call):
+def indexed(call, values):
     """Return the placement of ``tensor[index]``: torch is asked where stand-ins have their rows."""
     tensor, index = call.args[:2]
-    value = call.value(tensor)
+    value = values[0]
     parts = list(index) if isinstance(index, tuple) else [index]
     parts = [torch.as_tensor(part) if isinstance(part, list) else part for part in parts]
     rest = tensor.dim() - sum(map(_dimensions, parts))
-    axis, dim, looked_up, given = value.axis, 0, [], []
+    axis, dim, looked_up, stand_ins = value.axis, 0, [], []
     for part in parts:
         count = rest if part is Ellipsis else _dimensions(part)
         is_of_rows = value.axis in range(dim, dim + count)
@@ -27,19 +27,19 @@ def indexed(call):
         elif is_of_rows and isinstance(part, slice) and isinstance(part.stop, RowCount):
             if int(part.stop) == tensor.shape[dim]:
                 part = slice(part.start, _MANY, part.step)
-        given.append(part)
+        stand_ins.append(part)
         dim += count
     found = _rows.pointwise(looked_up)
     if axis is None and not isinstance(found, _rows.Sharded):
         return found
     if axis is not None and found != _rows.REPLICATED:
         return _rows.Mixed()
-    if any(_is_mask(part) and not part.dim() for part in given):
+    if any(_is_mask(part) and not part.dim() for part in stand_ins):
         return _rows.Mixed()  # a new dimension, of one element or of none
     rank = max([each.rank for each in looked_up], default=0)
     numbers = stand_in([1] * rank, getattr(found, "axis", None)) if rank else 0
     index = []
-    for part in given:
+    for part in stand_ins:
         index += [numbers] * _dimensions(part) if isinstance(part, torch.Tensor) else [part]
     placement = found if axis is None else value.placement
     return moved(placement, stand_in(tensor.shape, axis)[tuple(index)])
@@ -62,15 +62,15 @@ def _looked_up(call, part, value, dim):
     Arguments:
         dim: where it begins, if it is for the dimension of the rows; else None.
     """
-    given, found, shape = call.value(part), _rows.Mixed(), list(part.shape)
+    numbers, found, shape = call.value(part), _rows.Mixed(), list(part.shape)
     if _is_mask(part):  # it leaves another number of elements to each row
         shape = [None]
-        if dim is None and given.placement == _rows.REPLICATED:
+        if dim is None and numbers.placement == _rows.REPLICATED:
             found = _rows.REPLICATED
-        elif dim is not None and dim == value.axis and given.axis == 0:
+        elif dim is not None and dim == value.axis and numbers.axis == 0:
             found = _rows.Sharded(0, inner=None, even=False)
     elif dim is None:
-        return given
+        return numbers
     elif shape and value.placement == _rows.Sharded(value.axis):
         # x[range(rows), numbers]; of one row any dimension may be that of the rows.
         if part.numel() == call.rows and part.flatten().tolist() == list(range(call.rows)):
@@ -78,15 +78,15 @@ def _looked_up(call, part, value, dim):
     return _rows.Value(found, shape)
 
 
-def indexed_and_set(call):
+def indexed_and_set(call, values):
     """Return the placement of a tensor after ``tensor[index] = value``."""
-    tensor, index, given = call.args
-    whole = call.value(tensor).placement
-    part = indexed(Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows))
-    value = (
-        call.value(given) if isinstance(given, torch.Tensor) else _rows.Value(_rows.REPLICATED, [])
-    )
-    found = _rows.pointwise([_rows.Value(part, tensor[index].shape), value])
+    tensor, index, value = call.args
+    whole = values[0].placement
+    getting = Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows)
+    part = indexed(getting, getting.values)
+    is_tensor = isinstance(value, torch.Tensor)
+    new = call.value(value) if is_tensor else _rows.Value(_rows.REPLICATED, [])
+    found = _rows.pointwise([_rows.Value(part, tensor[index].shape), new])
     return whole if found == part and isinstance(part, type(whole)) else _rows.Mixed()
 
 

@@ -431,8 +431,8 @@ def test_each_line_says_nothing_but_the_truth(monkeypatch):
     claiming, found = set(), row_proof.Found()
 
     def noting(name, line):
-        def noted(call):
-            said = line(call)
+        def noted(call, values):
+            said = line(call, values)
             for each in said if isinstance(said, list) else [said]:
                 if not isinstance(each, (_rows.Mixed, _rows.Unknown)):
                     claiming.add(name)
