@@ -16,7 +16,7 @@ import numpy as np
 
 from .. import _keras, errors
 from .._keras.steps import has_own_steps
-from . import metrics, step_functions
+from . import batch_parts, metrics, step_functions
 
 # Those of the functions that ``Reductions`` replaces that Keras' metrics call as well.
 _MASKING = ("apply_mask", "apply_valid_mask")
@@ -199,15 +199,15 @@ def check(name, keras, rows, loss_of, dtype="float32"):
         return
     first = max(1, rows // 3)
     totals: List[Any] = []  # of the whole batch, for its parts
-    parts = [np.arange(rows), np.arange(first), np.arange(first, rows)]
+    parts = [batch_parts.WHOLE, *batch_parts.in_two(rows, first)]
 
     def losses(times):
         values = []
         for part in parts:
             # The losses that Keras itself reduces count as they do in ranks of these rows.
-            share = times * len(part) / rows
+            share = times * part.share
             with Reductions(lambda: share, _replaying(totals)).within(keras):  # noqa: B023
-                values.append(loss_of(np.tile(part, times)))
+                values.append(loss_of(np.tile(np.arange(rows)[part.rows], times)))
         return np.array(values)
 
     once = losses(1)
@@ -285,8 +285,8 @@ def check_loss(model, data, loss_of):
     keras = _keras.keras_of(model)
     tree = tree_of(keras)
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
-    rows = {leaf.shape[0] if getattr(leaf, "shape", None) else None for leaf in leaves}
-    if len(rows) > 1 or None in rows:
+    rows = batch_parts.rows_of(leaves)
+    if rows is None:
         return
 
     def loss_of_rows(places):
@@ -294,7 +294,7 @@ def check_loss(model, data, loss_of):
         return float(loss_of(model, some))
 
     dtype = getattr(model, "compute_dtype", None) or "float32"
-    check(model.name, keras, rows.pop(), loss_of_rows, dtype)
+    check(model.name, keras, rows, loss_of_rows, dtype)
 
 
 def loss_in_inference(model, data):

@@ -425,7 +425,7 @@ def check_unproven(said):
             assert float(off) > 0.01
             assert text == MIXING_WARNING.format(name, place, off)
         (text,) = one["RowByRow"]
-        place, kind, problem = re.search(r"\((.*)\) means.* tried: (\w+): (.*)\. If", text).groups()
+        place, kind, problem = re.search(r"\((.*)\) could.* batch: (\w+): (.*)\. If", text).groups()
         assert text == UNTRIED_WARNING.format("RowByRow", place, kind, problem)
         assert "four rows" in problem and "line " in place
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax._src import source_info_util
 
 from ... import errors
-from ..._ranks import arrays, keras3_state, losses
+from ..._ranks import arrays, batch_parts, keras3_state, losses
 from . import gradient_marks
 
 
@@ -116,18 +116,20 @@ def check_applied(step, program, state, data):
 def _is_mean(applied, state, data):
     """Return whether that of a batch is the mean of those of its parts; None: it is not known."""
     leaves = [leaf for leaf in jax.tree.leaves(data) if getattr(leaf, "shape", None)]
-    rows = leaves[0].shape[0]
-    if rows < 2 or any(leaf.shape[0] != rows for leaf in leaves):
+    rows, compute = batch_parts.rows_of(leaves), jax.jit(applied)
+    if rows is None or rows < 2:
         return None
-    first = max(1, rows // 3)
-    found, compute = [], jax.jit(applied)
+
+    def computed(part):
+        return compute(state, jax.tree.map(lambda leaf: leaf[part.rows], data))
+
     try:
-        for part in slice(None), slice(first), slice(first, None):
-            found.append(compute(state, jax.tree.map(lambda leaf: leaf[part], data)))  # noqa: B023
+        whole = computed(batch_parts.WHOLE)
+        parts = batch_parts.in_two(rows, max(1, rows // 3))
+        mean = sum(computed(part) * part.share for part in parts)
     except (TypeError, ValueError):  # such as where a number of rows does not divide
         return None
-    whole, one, other = found
-    distance = jnp.abs(whole - (first * one + (rows - first) * other) / rows).max()
+    distance = jnp.abs(whole - mean).max()
     return bool(distance <= losses.rounding("float32") * jnp.abs(whole).max())
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ... import errors
-from ..._ranks import losses
+from ..._ranks import batch_parts, losses
 from ..._ranks import state as rank_state
 from . import cut_steps, gradient_marks
 from .gradient_exchange import draws_numbers, line_of
@@ -24,20 +24,15 @@ def check(step, program, state, data, share, totals):
         program: the ``cut_steps.Program`` of the step, with these arguments: the state, the data,
             this rank's share of the rows, and totals of all ranks.
     """
-    rows = {leaf.shape[0] if jnp.ndim(leaf) else None for leaf in jax.tree.leaves(data)}
-    if draws_numbers(program) or len(rows) > 1 or None in rows or min(rows, default=0) < 2:
+    rows, name = batch_parts.rows_of(jax.tree.leaves(data)), step.model.name
+    if draws_numbers(program) or rows is None or rows < 2:
         return
-    (rows,) = rows
-    half, name = rows // 2, step.model.name
     here = errors.users_line()  # where Keras' own code takes the gradients
     lines = [line or here for line, _ in _gradients(program, {})]
     trial = _Trial(step, state, data, share, totals)
     try:
-        whole, sums = trial.run(slice(None), 1)
-        parts = [
-            trial.run(slice(half), half / rows, sums)[0],
-            trial.run(slice(half, None), 1 - half / rows, sums)[0],
-        ]
+        whole, sums = trial.run(batch_parts.WHOLE)
+        parts = [trial.run(half, sums)[0] for half in batch_parts.in_two(rows, rows // 2)]
     except Exception as error:  # of the step, whatever is wrong with such a batch
         problem = "{}: {}".format(type(error).__name__, str(error).split("\n")[0])
         losses.warn_of_untried_step(name, errors.at_lines(dict.fromkeys(lines)), problem)
@@ -58,19 +53,18 @@ class _Trial:
         self.step, self.state, self.data = step, state, data
         self.share, self.totals = share, totals
 
-    def run(self, places, part, sums=()):
+    def run(self, part, sums=()):
         """Do the step of some rows.
 
         Arguments:
-            places: these rows.
-            part: of this rank's rows, a fraction.
+            part: of this rank's batch.
             sums: with which the step goes on, in place of what it would exchange.
 
         Returns:
             The gradients that it would exchange, with their lines; and all that it would exchange.
         """
-        some = jax.tree.map(lambda leaf: leaf[places], self.data)
-        args = jax.tree.map(jnp.copy, self.state), some, self.share * part, self.totals
+        some = jax.tree.map(lambda leaf: leaf[part.rows], self.data)
+        args = jax.tree.map(jnp.copy, self.state), some, self.share * part.share, self.totals
         with rank_state.steady(self.step.model):
             is_local = self.step.is_local(self.state)
             program = cut_steps.Program(self.step.compute.reduced, is_local, *args)

@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from ... import _keras, errors
-from ..._ranks import losses, place
+from ..._ranks import batch_parts, losses, place
 from ..._ranks.engines import tensorflow as tensorflow_engine
 from ..._verification import keras_steps, steps
 from .state import is_generator
@@ -79,18 +79,14 @@ def check(step: "Any", model: "Any", data: "Any") -> None:
     """
     lines = step.unproven
     leaves = [leaf for leaf in tf.nest.flatten(data) if leaf is not None]
-    sizes = {leaf.shape[0] if leaf.shape else 0 for leaf in leaves}
-    if len(sizes) != 1 or min(sizes) < 2:
+    rows = batch_parts.rows_of(leaves)
+    if rows is None or rows < 2:
         return
-    (rows,) = sizes
-    half = rows // 2
     run = functools.partial(_exchanged, step, model, data)
     try:
-        once = run(slice(None), 1)
-        parts = [
-            run(slice(half), half / rows, once), run(slice(half, None), 1 - half / rows, once)
-        ]  # fmt: skip
-        again = run(slice(None), 1)
+        once = run(batch_parts.WHOLE)
+        parts = [run(half, once) for half in batch_parts.in_two(rows, rows // 2)]
+        again = run(batch_parts.WHOLE)
     except Exception as error:  # whatever a step raises for a half of a batch
         problem = f"{type(error).__name__}: {_message(error)}"
         if not lines:
@@ -136,13 +132,13 @@ def _distance(one, other):
     return np.abs(one - other).max() if one.size and one.shape == other.shape else 0.0
 
 
-def _exchanged(step, model, data, places, share, whole=()):
+def _exchanged(step, model, data, part, whole=()):
     """Return the arrays that a step of some rows would exchange. All variables are restored."""
     trial = copy.copy(step)
-    trial.engine = engine = _Trial(step.engine, share, whole)
+    trial.engine = engine = _Trial(step.engine, part.share, whole)
     trial.is_trial = True
     some = tf.nest.map_structure(
-        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf[places]), data
+        lambda leaf: None if leaf is None else tf.convert_to_tensor(leaf[part.rows]), data
     )
     function = functools.partial(trial.invoke, model, some)
     optimizers = keras_steps.optimizers(model)
