@@ -151,7 +151,9 @@ def keep_state(optimizer_class):
         for array in nested.leaves(state):
             if getattr(self, "_compat_restored", ()):
                 array[:] = self._compat_restored.pop(0)
-        self.__dict__.setdefault("_compat_states", {})[index] = state
+        if not hasattr(self, "_compat_states"):
+            self._compat_states = {}
+        self._compat_states[index] = state
         return state
 
     Patch(optimizer_class, "weights", property(arrays, lambda self, value: None))

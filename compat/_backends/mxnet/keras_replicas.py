@@ -153,9 +153,7 @@ class KerasReplicas(Replicas):
         """Leave the model without replicas; return the updater."""
         self.sync_weights()
         self._follow()
-        del vars(self.model)["_compat_replicas"]
-        for kind in self.calls:
-            del vars(self.model)[kind.method]  # and what verifies it, which is taken off later
+        self.remove_from(self.model)
         return self._updater
 
     @contextlib.contextmanager

@@ -146,8 +146,7 @@ class BlockReplicas(Replicas):
 
     def remove(self):
         self._unite_statistics()
-        ReplicatedForward.of(self.block).remove(self.block)
-        del vars(self.block)["_compat_replicas"]
+        self.remove_from(self.block)
 
     # Called by Gluon ----------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Replicas of a model of any kind, and the methods of the model that they replace."""
 
-from ..._runtime.patching import InstanceMethod
+from ..._runtime.patching import InstanceMethod, attach, detach
 from .locks import CallLock
 
 
@@ -16,9 +16,15 @@ class Replicas:
     def install_on(self, model):
         """Have the replicas do what the model's methods did: one call at a time."""
         self._calling = CallLock()
-        vars(model)["_compat_replicas"] = self
+        attach(model, "_compat_replicas", self)
         for kind in self.calls:
             kind(self).install(model)
+
+    def remove_from(self, model):
+        """Give the model its own methods back."""
+        for kind in self.calls:
+            kind.of(model).remove(model)
+        detach(model, "_compat_replicas")
 
 
 class ReplicatedCall(InstanceMethod):

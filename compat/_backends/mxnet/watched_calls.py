@@ -27,14 +27,14 @@ class WatchedBlock:
     @classmethod
     def install_on(cls, block, check):
         """Take the present hooks away; unless ``check`` is None, register others."""
-        for handle in vars(block).pop("_compat_watched", ()):
-            handle.detach()
+        if "_compat_watched" in vars(block):
+            for handle in patching.detach(block, "_compat_watched"):
+                handle.detach()
         if check is not None:
             calls = cls(check)
-            vars(block)["_compat_watched"] = (
-                block.register_forward_pre_hook(calls.begin),
-                block.register_forward_hook(calls.end),
-            )
+            before = block.register_forward_pre_hook(calls.begin)
+            after = block.register_forward_hook(calls.end)
+            patching.attach(block, "_compat_watched", (before, after))
 
     def begin(self, block, args):
         if unsplit.here() or isinstance(args[0] if args else None, mx.sym.Symbol):

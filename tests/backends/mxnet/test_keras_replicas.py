@@ -105,3 +105,15 @@ def test_scales_that_batch_normalization_sets_to_one(keras, rows):
         return model.get_weights()[0]
 
     assert run(False).tolist() == run(True).tolist() == [1] * 4
+
+
+def test_a_method_of_the_instance_is_there_again_on_one_device(keras):
+    model = initialise(keras.models.Sequential([keras.layers.Dense(3, input_shape=(4,))]))
+    synced, sync_weights = [], model._sync_weights
+    model._sync_weights = lambda: synced.append(True) or sync_weights()
+    compat.parallelize(model)
+    model.predict(np.ones((6, 4)))
+    compat.parallelize(model, gpus=1)
+    del synced[:]
+    model.get_weights()
+    assert synced
