@@ -3,7 +3,7 @@
 from typing import Any, Iterable, NamedTuple, Optional, Tuple
 
 
-class BatchPart(NamedTuple):
+class SomeRows(NamedTuple):
     """Some rows of a batch.
 
     Attributes:
@@ -15,13 +15,13 @@ class BatchPart(NamedTuple):
     share: float
 
 
-WHOLE = BatchPart(slice(None), 1.0)
+WHOLE = SomeRows(slice(None), 1.0)
 
 
-def in_two(rows: int, first: int) -> "Tuple[BatchPart, BatchPart]":
+def in_two(rows: int, first: int) -> "Tuple[SomeRows, SomeRows]":
     """Return the first rows of a batch, so many, and the others."""
     share = first / float(rows)
-    return BatchPart(slice(first), share), BatchPart(slice(first, None), 1 - share)
+    return SomeRows(slice(first), share), SomeRows(slice(first, None), 1 - share)
 
 
 def rows_of(arrays: "Iterable[Any]") -> "Optional[int]":
