@@ -493,7 +493,7 @@ def test_a_model_that_is_parallelized_again_is_split_until_it_shows_otherwise(ke
     configure(simulate=3)
     model = compat.parallelize(keras.Model())
     with pytest.warns(compat.CompatWarning):
-        _rows.runs_whole("Model", _rows.Across("Mean"), "cpu:0")
+        _rows.warn_unsplit("Model", _rows.Fallback(_rows.Reason.CROSS_BATCH, "Mean"), "cpu:0")
     assert list(compat.report().whole) == ["Model"]
     compat.parallelize(model)
     assert compat.report().whole == {}

@@ -256,9 +256,11 @@ def _is_a_drawing(text):
 
 def _is_a_warning_of_rows(text):
     """What is said of a model that cannot be split from an operation on."""
-    across = _rows.Across("lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12")
+    fallback = _rows.Fallback(
+        _rows.Reason.CROSS_BATCH, "lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12"
+    )
     with pytest.warns(compat.CompatWarning) as caught:
-        _rows.runs_whole("net", across, "cpu:0")
+        _rows.warn_unsplit("net", fallback, "cpu:0")
     assert " ".join(text.split()) == str(caught[0].message)
 
 

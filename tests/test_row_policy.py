@@ -9,7 +9,9 @@ from compat._runtime import reporting
 
 pytestmark = pytest.mark.usefixtures("process")
 
-MEAN = _rows.Across("lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12")
+MEAN = _rows.Fallback(
+    _rows.Reason.CROSS_BATCH, "lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12"
+)
 STRICT = (
     " It would have to run unsplit on cpu:0, which strict=True makes an error. Compute it in the "
     "loss passed to compile(), which sees the whole batch; run the model on one device, with "
@@ -19,34 +21,44 @@ STRICT = (
 FOUND = {
     MEAN: "The operation lambda/Mean (Mean) in layer 'lambda' (train.py, line 12) of 'net' needs "
     "the whole batch, but each device sees only its shard.",
-    _rows.Across(None, why="tried"): "Model 'net' gives different results for three samples at "
+    _rows.Fallback(
+        _rows.Reason.TRIAL_DIFFERS
+    ): "Model 'net' gives different results for three samples at "
     "once than for two of them and the third, but each device sees only its shard.",
-    _rows.Across(None, why="diverged"): "Model 'net' takes another code path on a shard of the "
+    _rows.Fallback(_rows.Reason.DIVERGES): "Model 'net' takes another code path on a shard of the "
     "batch, which is all that each device sees.",
-    _rows.Across(None, why="rows"): "Model 'net' has recurrent or attention layers whose batch is "
+    _rows.Fallback(
+        _rows.Reason.BATCH_DIMENSION
+    ): "Model 'net' has recurrent or attention layers whose batch is "
     "neither the first nor the second dimension of its arguments, so that compat cannot identify "
     "the batch dimension.",
 }
 
 
-@pytest.mark.parametrize("across", FOUND)
-def test_it_is_a_warning_that_names_operation_layer_and_line_and_an_error_under_strict(toy, across):
+@pytest.mark.parametrize("fallback", FOUND)
+def test_it_is_a_warning_that_names_operation_layer_and_line_and_an_error_under_strict(
+    toy, fallback
+):
     with pytest.warns(compat.CompatWarning) as caught:
-        _rows.runs_whole("net", across, "cpu:0", "The model")
+        _rows.warn_unsplit("net", fallback, "cpu:0", "The model")
     assert [str(each.message) for each in caught] == [
-        FOUND[across] + " The model runs unsplit on cpu:0."
+        FOUND[fallback] + " The model runs unsplit on cpu:0."
     ]
     compat.configure_gpu(simulate=2, strict=True)
-    call = _rows.runs_whole, "net", across, "cpu:0"
-    assert refusal(compat.UnsupportedError, *call) == FOUND[across] + STRICT
+    call = _rows.warn_unsplit, "net", fallback, "cpu:0"
+    assert refusal(compat.UnsupportedError, *call) == FOUND[fallback] + STRICT
 
 
 def test_the_report_says_how_much_was_split():
     assert reporting.of_this_process(["cpu:0"], None, {}, {}).as_dict()["whole"] == {}
     with pytest.warns(compat.CompatWarning):
-        _rows.runs_whole("net", MEAN, "cpu:0")
-        _rows.runs_whole("other", _rows.Across("qr", why="unknown"), "cpu:0", "The model")
-        _rows.runs_whole("third", _rows.Across(None, why="tried"), "cpu:0", "The model")
+        _rows.warn_unsplit("net", MEAN, "cpu:0")
+        _rows.warn_unsplit(
+            "other", _rows.Fallback(_rows.Reason.NO_RULE, "qr"), "cpu:0", "The model"
+        )
+        _rows.warn_unsplit(
+            "third", _rows.Fallback(_rows.Reason.TRIAL_DIFFERS), "cpu:0", "The model"
+        )
     report = reporting.of_this_process(["cpu:0"], None, {}, {})
     assert str(report).endswith(
         "Model 'net' ran split up to the operation lambda/Mean (Mean) in layer 'lambda'\n"

@@ -50,7 +50,7 @@ class StepState:
             if trial.is_fault(error):
                 raise
             problem = "{}: {}".format(type(error).__name__, str(error).split("\n")[0])
-            samples, merges = None, [Merge(Mixed(problem), "float" in dtype) for dtype in dtypes]
+            samples, merges = None, [Merge(Mixed(), "float" in dtype) for dtype in dtypes]
         # By rank 0's rows, unless those of another rank contradict.
         merges = self.engine.broadcast(merges)
         fits = [

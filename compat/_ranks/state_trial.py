@@ -126,7 +126,7 @@ def merge_of(samples, dtype):
         merge = Merge(placement, is_float, _decay(samples, is_float) if placement == SUM else 1)
         if all(sample.fits(merge) for sample in samples):
             return merge
-    return Merge(Mixed("by a trial"), is_float)
+    return Merge(Mixed(), is_float)
 
 
 def _decay(samples, is_float):

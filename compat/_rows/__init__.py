@@ -6,12 +6,7 @@ shards, and ``fallback`` is for what cannot be split.
 """
 
 from . import merging, trial
-from .fallback import (
-    FROM_THERE_ON,
-    REASONS,
-    Across,
-    runs_whole,
-)
+from .fallback import DOWNSTREAM, Fallback, Reason, warn_unsplit
 from .graph_search import nearest
 from .placements import (
     REPLICATED,

@@ -5,6 +5,9 @@ are related to the value of the whole batch. A ``Value`` is what rules are given
 """
 
 import functools
+from typing import Optional
+
+from .fallback import Fallback
 
 
 class Placement:
@@ -87,23 +90,29 @@ class Count(Placement):
         self.places = None if places is None else frozenset(places)
 
 
-class _Reasoned(Placement):
-    __slots__ = ("why",)
+class _Unsplit(Placement):
+    """Computed from the whole batch, on one device.
 
-    def __init__(self, why=None):
-        self.why = why
+    Arguments:
+        fallback: why, and by which operation; None where a rule leaves that to its caller.
+    """
+
+    __slots__ = ("fallback",)
+
+    def __init__(self, fallback: "Optional[Fallback]" = None) -> None:
+        self.fallback = fallback
 
     def _said(self):
         return (type(self),)  # for whatever reason
 
 
-class Mixed(_Reasoned):
+class Mixed(_Unsplit):
     """It may depend on several rows at once: it is right only where the whole batch is."""
 
     __slots__ = ()
 
 
-class Unknown(_Reasoned):
+class Unknown(_Unsplit):
     """No rule tells. It is tried (see ``trial``), and else treated as ``Mixed``."""
 
     __slots__ = ()
@@ -154,7 +163,7 @@ def settled(values):
     result = without_rows([value.placement for value in values])
     moving = [value for value in values if isinstance(value.placement, (Sharded, Partial))]
     if result is None and any(value.rank is None for value in moving):
-        return Unknown("the number of dimensions of an input is not known")
+        return Unknown()  # the number of dimensions of an input is not known
     return result
 
 

@@ -244,7 +244,7 @@ def reshaped(value, after):
     if leading == tuple(after[:place]):  # whatever is not known of these stays as it is
         copies = placement.copies
     elif None in leading:
-        return Unknown("the sizes of an input are not known")
+        return Unknown()  # the sizes of an input are not known
     elif placement.copies * _product(leading) % _product(after[:place]):
         return Mixed()  # a dimension of the result is filled by parts of several rows
     else:
@@ -255,7 +255,7 @@ def reshaped(value, after):
     known = (inner or 1) * _product(size for size in trailing if size is not None)
     exact = inner is not None and None not in trailing
     if not wanted or known % wanted:
-        return Mixed() if exact else Unknown("the sizes of an input are not known")
+        return Mixed() if exact else Unknown()  # the sizes of an input are not known
     return placement.replace(axis=place, inner=known // wanted if exact else None, copies=copies)
 
 
@@ -307,7 +307,7 @@ def tiled(value, times):
     placement = value.placement
     axis = placement.axis + len(times or ()) - value.rank
     if times is None or len(times) < value.rank or times[axis] is None:
-        return Unknown("how often an input is repeated is not known")
+        return Unknown()  # how often an input is repeated is not known
     if not placement.even and times[axis] != 1:
         return Mixed()
     return placement.replace(axis=axis, copies=placement.copies * int(times[axis]))
@@ -350,7 +350,7 @@ def gathered(values, axis, batch_dims=0):
     if not have_own_rows(values):
         return Mixed()
     if any(value.rank is None for value in values):
-        return Unknown("the number of dimensions of an input is not known")
+        return Unknown()  # the number of dimensions of an input is not known
     axis = int(axis) % data.rank
     if batch_dims:
         both = [value.placement for value in values if value.axis is not None]
@@ -405,7 +405,7 @@ def made(sizes, rank):
     """
     if isinstance(sizes, Count):
         if sizes.places is None or rank is None:
-            return Unknown("where a new value has its rows is not known")
+            return Unknown()  # where a new value has its rows is not known
         axes = list(sizes.places)
         return Sharded(axes[0], inner=None) if len(axes) == 1 else Mixed()
     return without_rows([sizes]) or Mixed()

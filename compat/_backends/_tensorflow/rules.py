@@ -29,7 +29,7 @@ def placements(op: "Any", values: "Sequence[Value]") -> "List[Placement]":
     results = _rows.settled(values)
     stateful = op.op_def is None or op.op_def.is_stateful
     if rule is None and (stateful or results is None):
-        results = Unknown("it is not known")
+        results = Unknown()
     applies = results is None or rule in _ALWAYS_APPLIED or positions and rule in _LOOKING_UP
     if not applies:
         rule = _OF_SIZES.get(op.type) if isinstance(results, Count) else None
@@ -37,7 +37,7 @@ def placements(op: "Any", values: "Sequence[Value]") -> "List[Placement]":
         try:
             results = rule(op, values)
         except NotKnown:
-            results = Unknown("an axis or a size is not known")
+            results = Unknown()  # an axis or a size is not known
     results = results if isinstance(results, list) else [results] * len(op.outputs)
     return [_as_meant(op, *pair) for pair in zip(op.outputs, results)]
 
@@ -45,7 +45,7 @@ def placements(op: "Any", values: "Sequence[Value]") -> "List[Placement]":
 def _as_meant(op, output, placement):
     """Return the placement of a result, where ``settled`` has passed on one that does not fit."""
     if isinstance(placement, Positions) and op.type not in _KEEPING_POSITIONS:
-        return Mixed(placement.why)
+        return Mixed(placement.fallback)
     if placement == Count() and output.shape.ndims == 0 and op.type not in _IN_PROPORTION:
         return rules_sizes.NOT_IN_PROPORTION
     return placement

@@ -17,7 +17,7 @@ class Positions(Mixed):
     __slots__ = ("rows",)
 
     def __init__(self, rows):
-        super().__init__("positions are counted within each part")
+        super().__init__()
         self.rows = rows
 
     def _said(self):
@@ -62,7 +62,7 @@ def of_first(rule: "Rule") -> "Rule":
         others = _rows.without_rows([value.placement for value in values[1:]])
         if others == REPLICATED:
             return rule(op, values)
-        return Unknown("what it does depends on the number of rows") if others else Mixed()
+        return Unknown() if others else Mixed()  # what it does depends on the number of rows
 
     return applied
 

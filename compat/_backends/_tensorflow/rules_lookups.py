@@ -34,7 +34,7 @@ def gathered_by_coordinates(op, values):
 def segments(op, values):
     data, places, count = values
     if not isinstance(count.placement, Replicated):
-        return Unknown("how many segments")
+        return Unknown()  # how many segments
     beyond = data.axis is not None and places.rank is not None
     if beyond and isinstance(places.placement, Replicated):
         if data.axis < places.rank:
@@ -46,7 +46,7 @@ def segments(op, values):
 def scattered(op, values):
     places, data, sizes = values
     if not isinstance(sizes.placement, Replicated):
-        return Unknown("the sizes")
+        return Unknown()  # the sizes
     if places.rank is None or places.axis == places.rank - 1:
         return Mixed()
     return _rows.scattered([places, data])

@@ -103,7 +103,7 @@ def squeeze(op, values):
     if not axes and values[0].axis is not None and op.outputs[0].shape.ndims is not None:
         axes = [i for i, size in enumerate(values[0].shape) if size == 1]
         if values[0].rank - len(axes) != op.outputs[0].shape.ndims:
-            return Unknown("the axes are not known")
+            return Unknown()  # the axes are not known
     return _rows.squeezed(values[0], axes or None)
 
 
@@ -135,7 +135,7 @@ def _rows_and_numbers(values):
     """Return ``Unknown`` for rows beside their numbers, by which they are gathered; else None."""
     kinds = {type(value.placement) for value in values}
     beside = kinds >= {Count, Sharded} and kinds <= {Count, Sharded, Replicated}
-    return Unknown("rows beside their numbers") if beside else None
+    return Unknown() if beside else None  # rows beside their numbers
 
 
 def pack(op, values):

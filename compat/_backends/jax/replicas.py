@@ -10,6 +10,7 @@ import numpy as np
 
 from ... import _keras, _rows, errors
 from ..._keras import steps
+from ..._rows import Fallback, Reason
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from . import arguments, counted_steps, sort_derivative
@@ -127,7 +128,7 @@ class ReplicatedCall(patching.InstanceMethod):
         rows = batch.shape[0]
         if not arguments.is_staged(batch):
             if rows > 1 and not self.divides(rows):
-                _rows.runs_whole(model.name, _EAGER, "every device", "The model", self)
+                _rows.warn_unsplit(model.name, _EAGER, "every device", "The model", self)
         if not isinstance(batch, jax.core.Tracer):
             self.place(model)
             if not self.running.steps:  # which count
@@ -207,7 +208,7 @@ class ReplicatedStep(patching.InstanceMethod):
 
 
 # An array by itself cannot be uneven.
-_EAGER = _rows.Across(None, why="eager")
+_EAGER = Fallback(Reason.UNEVEN_EAGER)
 
 # A step, and the methods that it calls: where one is the user's, it may call parts of the model.
 _STEPS = [

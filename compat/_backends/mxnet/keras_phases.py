@@ -4,7 +4,7 @@ import mxnet as mx
 from keras.backend import mxnet_backend as K
 
 from ... import _rows
-from ..._rows import splitting
+from ..._rows import Fallback, Reason, splitting
 from ..._runtime import work
 from . import partition
 from .executors import bound
@@ -49,15 +49,15 @@ class Phase:
         self.trained = trained if self.is_train else []
         self.sparse = graph.sparse_gradients()
         self.bodies, self.shapes = [], None
-        propagation, across = Propagation(graph), None
+        propagation, fallback = Propagation(graph), None
         self.is_tried = inputs[0].shape[0] > 1
         if not self._divides(inputs):
-            across = _rows.Across(None)
+            fallback = Fallback(Reason.CROSS_BATCH)
         elif len(self.contexts) > 1:  # else one runs the whole batch
-            propagation, across = self._propagate(graph, inputs)
-        if across is not None:
-            reach = _rows.FROM_THERE_ON if across.operation else "The model"
-            _rows.runs_whole(model.name, across, self.contexts[0], reach, replicas)
+            propagation, fallback = self._propagate(graph, inputs)
+        if fallback is not None:
+            reach = _rows.DOWNSTREAM if fallback.operation else "The model"
+            _rows.warn_unsplit(model.name, fallback, self.contexts[0], reach, replicas)
         self.body, self.head_symbol, self.cuts, self.places = partition.cut(propagation)
 
     def _propagate(self, graph, inputs):
@@ -75,7 +75,7 @@ class Phase:
         propagation, unknown = propagate_and_try(
             graph, given, fed, self.contexts[0], {}, self.arrays[0]
         )
-        return propagation, unknown or propagation.across(graph.outputs)
+        return propagation, unknown or propagation.fallback(graph.outputs)
 
     def _batch(self, inputs):
         """Return all that has rows, by name: what is fed, and the states of layers."""

@@ -12,7 +12,7 @@ import mxnet as mx
 import numpy as np
 
 from ... import _rows, errors
-from ..._rows import splitting
+from ..._rows import Fallback, Reason, splitting
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod, replaced
 from .graph import Graph
@@ -69,10 +69,10 @@ class _BindDivided(InstanceMethod):
             each if isinstance(each, mx.io.DataDesc) else mx.io.DataDesc(*each)
             for each in list(data_shapes) + list(label_shapes or ())
         ]
-        across = _across(module, inputs, self.devices[0])
-        if across is not None:
-            _rows.runs_whole("Module", across, self.devices[0], "The Module")
-        module._context = self.devices if across is None else self.devices[:1]
+        fallback = _fallback(module, inputs, self.devices[0])
+        if fallback is not None:
+            _rows.warn_unsplit("Module", fallback, self.devices[0], "The Module")
+        module._context = self.devices if fallback is None else self.devices[:1]
         with making, replaced(mx.module.module, DataParallelExecutorGroup=_Group):
             bind(data_shapes, label_shapes, True, *args, **kwargs)
         group = module._exec_group
@@ -121,8 +121,8 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
     def install_monitor(self, mon):
         """Show a Monitor what a single executor computes of the whole batch."""
         if len(self.contexts) > 1 and not self.is_monitored:
-            across = _rows.Across(None, why="monitor")
-            _rows.runs_whole("Module", across, self.contexts[0], "The Module")
+            fallback = Fallback(Reason.MONITOR)
+            _rows.warn_unsplit("Module", fallback, self.contexts[0], "The Module")
             self.is_monitored = True
             self._default_execs = self._default_execs or list(self.execs)
             self.bind_exec(self.data_shapes, self.label_shapes, reshape=True)
@@ -180,7 +180,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
             return super().update_metric(eval_metric, labels, pre_sliced)
 
 
-def _across(module, inputs, context):
+def _fallback(module, inputs, context):
     """Return what cannot be divided, or None.
 
     A module has its contexts before it has a batch, so it is tried with random numbers.
@@ -199,7 +199,9 @@ def _across(module, inputs, context):
         axis = _axis(output.attr("__layout__"))
         wanted = _rows.Sharded(axis) if axis >= 0 else _rows.REPLICATED
         if propagation.placement_of(head) != wanted:
-            return propagation.across([head], with_rows=False) or _rows.Across(output.name)
+            return propagation.fallback([head], with_rows=False) or Fallback(
+                Reason.CROSS_BATCH, output.name
+            )
     return None
 
 

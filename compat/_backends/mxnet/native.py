@@ -4,7 +4,7 @@ import mxnet as mx
 
 from ... import _rows, errors
 from ..._configuration import settings
-from ..._rows import splitting
+from ..._rows import Fallback, Reason, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import work
 from . import merging, state
@@ -178,8 +178,12 @@ class BlockReplicas(Replicas):
 
     def _run_where_arrays_lie(self, args, contexts):
         """Run the block of a script that splits its batches by itself."""
-        _rows.runs_whole(
-            self.block.name, _rows.Across(None, why="contexts"), contexts, "Each array", self
+        _rows.warn_unsplit(
+            self.block.name,
+            Fallback(Reason.SEVERAL_CONTEXTS),
+            contexts,
+            "Each array",
+            self,
         )
         array = next(leaves(args))
         work.count([str(context_of(array))], [array.shape[0]], mx.autograd.is_training())
@@ -231,7 +235,7 @@ class BlockReplicas(Replicas):
         effects.begin()
         if kind not in self._done:
             copies.guard([p for p in parameters_of(self.block) if p not in statistics])
-        across = _rows.Across(None, why="unknown")  # unless it all works out
+        fallback = Fallback(Reason.NO_RULE)  # unless it all works out
         try:
             for i in replicas:
                 part = slice(*splitting.run_bounds(rows, count, i))
@@ -240,27 +244,27 @@ class BlockReplicas(Replicas):
                 changes.append(effects.taken())
             found = copies.united(replicas)
             if found is None and not merging.are_of(placements, results, sizes):
-                found = _rows.Across(None, why="tried")
+                found = Fallback(Reason.TRIAL_DIFFERS)
             if found is None:
                 result = merging.merged(placements, results, sizes, self.contexts[0])
                 found = effects.write(changes, sizes, self.contexts[0])
-            across = found
+            fallback = found
         except Exception:
             # Of the user's own, which comes again; or of a shard, whose shape does not do.
             clear_errors()
         finally:  # also where it is interrupted
-            if across is not None:
+            if fallback is not None:
                 effects.restore()
                 copies.restore()
-        if across is None or not effects.lack_rules(changes):
+        if fallback is None or not effects.lack_rules(changes):
             self._done.add(kind)
         elif kind in self._kinds:
             # Something new has changed, of which there was no trial.
             del self._kinds[kind]
             return self.run(args)
-        if across is not None:
+        if fallback is not None:
             result = self._run_whole(args)  # what is wrong on one device, too, is the user's
-            self._leave_whole(kind, across)
+            self._leave_whole(kind, fallback)
             return result
         self._note_batch(all_sizes, statistics)
         return result
@@ -289,15 +293,15 @@ class BlockReplicas(Replicas):
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
             self._unite_statistics()
             with making:
-                found = BlockTrial(self).decide(args) if kept else _rows.Across(None)
-            if isinstance(found, _rows.Across):
+                found = BlockTrial(self).decide(args) if kept else Fallback(Reason.CROSS_BATCH)
+            if isinstance(found, Fallback):
                 self._leave_whole(kind, found)
             else:
                 self._kinds[kind] = found, rows
         return kind
 
-    def _leave_whole(self, kind, across):
-        _rows.runs_whole(self.block.name, across, self.contexts[0], "The block", self)
+    def _leave_whole(self, kind, fallback):
+        _rows.warn_unsplit(self.block.name, fallback, self.contexts[0], "The block", self)
         self._kinds[kind] = None, 2
 
     def arrays_of(self, parameter):

@@ -5,8 +5,18 @@ from typing import Dict, List, NamedTuple, Optional, Tuple
 
 import mxnet as mx
 
-from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Sharded, Unknown, Value
+from ..._rows import (
+    REPLICATED,
+    Count,
+    Fallback,
+    Mixed,
+    Partial,
+    Placement,
+    Reason,
+    Sharded,
+    Unknown,
+    Value,
+)
 from . import rules
 from .graph import Entry, Graph, inferred
 
@@ -53,7 +63,7 @@ class Propagation:
         inputs: placements of variables, by name; those of weights are left out. None: there are no
             placements, and nothing has a batch dimension.
         shapes: of variables, by name, with any number of rows.
-        mixing: by node of which a trial said that it mixes rows: why.
+        mixing: the ``Reason`` for each node that mixes rows by a trial.
 
     Attributes:
         without_rule: entries whose placement is that of their shape.
@@ -64,12 +74,12 @@ class Propagation:
         graph: Graph,
         inputs: "Optional[Dict[str, Placement]]" = None,
         shapes: "Optional[Dict[str, Tuple[int, ...]]]" = None,
-        mixing: "Optional[Dict[int, str]]" = None,
+        mixing: "Optional[Dict[int, Reason]]" = None,
     ) -> None:
         self.graph = graph
         self.without_rule: "List[Entry]" = []
         self._placements: "Dict[Entry, Placement]" = {}
-        self._causes = dict(mixing or {})  # by node that mixes rows: why
+        self._causes = dict(mixing or {})  # by node that mixes rows
         self._shapes: "Dict[Entry, EntryShape]" = {}
         if inputs is not None:
             numbers = graph.ancestors(graph.outputs)
@@ -97,9 +107,9 @@ class Propagation:
                     placement = Sharded(grows[0], inner=inner)
                     self.without_rule.append(entry)
                 elif isinstance(placement, Unknown):
-                    placement, self._causes[number] = Mixed(), "unknown"
+                    placement, self._causes[number] = Mixed(), Reason.NO_RULE
                 elif isinstance(placement, Mixed) and not follows_mixed:
-                    self._causes.setdefault(number, "mixed")
+                    self._causes.setdefault(number, Reason.CROSS_BATCH)
                 self._placements[entry] = placement
 
     def _by_rule(self, number, values, inputs):
@@ -119,12 +129,12 @@ class Propagation:
         if grows is None or isinstance(placement, (Mixed, Unknown, Count)):
             return placement
         if grows != ([placement.axis] if isinstance(placement, Sharded) else []):
-            return Unknown("its shape grows in other dimensions")
+            return Unknown()  # its shape grows in other dimensions
         if isinstance(placement, Sharded) and self._shapes[entry].has_one_each:
             return placement.replace(inner=1)
         return placement
 
-    def across(self, outputs, with_rows=True):
+    def fallback(self, outputs, with_rows=True):
         """Return the first operation that mixes rows, if outputs follow from one.
 
         Or an output whose rows are not those of the first axis, one for each of the batch.
@@ -132,11 +142,11 @@ class Propagation:
         for entry in outputs:
             has_rows = self._shapes[entry].grows != []
             if isinstance(self._placements[entry], Sharded) and not self.has_rows(entry):
-                return _rows.Across(self.graph.nodes[entry[0]]["name"])
+                return Fallback(Reason.CROSS_BATCH, self.graph.nodes[entry[0]]["name"])
             if isinstance(self._placements[entry], Mixed) and (has_rows or not with_rows):
                 first = min(self._causes)
                 name = self.graph.nodes[self._origin(first)]["name"]
-                return _rows.Across(name, why=self._causes[first])
+                return Fallback(self._causes[first], name)
         return None
 
     def _origin(self, number):

@@ -51,9 +51,9 @@ def placements(op, values):
     if rule is None and not values:  # made by its attributes: numbers by their places, for example
         return REPLICATED if op.grows == [] else Mixed()
     if rule is None:
-        return Unknown("no rule")
+        return Unknown()
     if any(value.rank is None for value in values):
-        return Unknown("the number of dimensions of an input is not known")
+        return Unknown()  # the number of dimensions of an input is not known
     return rule(op, values)
 
 
@@ -73,7 +73,7 @@ def along(op, values, default):
     """Compute along a dimension; other inputs, such as LayerNorm's weights, have no rows."""
     value, *weights = values
     are_fixed = all(isinstance(weight.placement, Replicated) for weight in weights)
-    return _rows.along(value, op.get("axis", default)) if are_fixed else Unknown("other rows")
+    return _rows.along(value, op.get("axis", default)) if are_fixed else Unknown()  # other rows
 
 
 def normalized(op, values):
@@ -100,7 +100,7 @@ def product(op, values, transposed=False):
         transposed: whether the second matrix is transposed where no attribute tells.
     """
     if op.get("axis", -2) != -2:
-        return Unknown("a product of other dimensions")
+        return Unknown()  # a product of other dimensions
     first, second = op.get("transpose_a", False), op.get("transpose_b", transposed)
     placement = _rows.product(values[:2], first, second)
     return _rows.added([Value(placement, op.result)] + values[2:])

@@ -11,8 +11,7 @@ import numbers
 import mxnet as mx
 import numpy as np
 
-from ... import _rows
-from ..._rows import REPLICATED, Partial, Sharded, trial
+from ..._rows import REPLICATED, Fallback, Partial, Reason, Sharded, trial
 from ..._rows.merging import NUMBERS, merge
 from ..._runtime import containers
 from ..._runtime.effects import Effects
@@ -169,7 +168,7 @@ class SideEffects:
                 elif added == Partial("sum"):
                     rules.append((True, added))
                 else:
-                    return across(change)
+                    return fallback(change)
             self.rules[place] = rules
         return None
 
@@ -196,7 +195,7 @@ class SideEffects:
             found = [{place: each[place] for place in each if place not in once} for each in found]
         change = differing(found)
         if change is not None:
-            return across(change)
+            return fallback(change)
         for place, change in first.items():
             changes = [each[place] for each in found]
             leaves = zip(*[_leaves(each.after) for each in changes])
@@ -208,7 +207,7 @@ class SideEffects:
                 start = before[number] if rule[0] and number < len(before) else None
                 value = _merged(rule, parts, start, sizes, context)
                 if value is None:
-                    return across(change)
+                    return fallback(change)
                 values.append(value)
             values = iter(values)
             written.append(change._replace(after=_mapped(lambda leaf: next(values), change.after)))  # noqa: B023
@@ -216,8 +215,8 @@ class SideEffects:
         return None
 
 
-def across(change):
-    return _rows.Across(f"that changes {change}")
+def fallback(change):
+    return Fallback(Reason.CROSS_BATCH, f"that changes {change}")
 
 
 def arrays_of(found):

@@ -12,7 +12,8 @@ import weakref
 
 import mxnet as mx
 
-from ... import _rows, errors
+from ... import errors
+from ..._rows import Fallback, Reason
 from ..._runtime import patching
 from . import rules
 from .arrays import are_equal, context_of, is_numpy
@@ -149,7 +150,7 @@ class Copies:
 
 
 def _sets(parameter):
-    return _rows.Across(f"that sets the parameter {parameter.name!r}")
+    return Fallback(Reason.CROSS_BATCH, f"that sets the parameter {parameter.name!r}")
 
 
 def follow_replicas():

@@ -6,7 +6,7 @@ import mxnet as mx
 import numpy as np
 
 from ... import _rows
-from ..._rows import Sharded, Unknown, trial
+from ..._rows import Fallback, Reason, Sharded, Unknown, trial
 from ..._runtime.patching import replaced
 from ..._verification import random_numbers
 from . import merging, partition, side_effects
@@ -35,7 +35,7 @@ def propagate_and_try(graph, given, fed, context, types, held):
         can be divided, or None.
     """
     # A user-defined gradient may mix rows, and a trial of the forward pass does not see it.
-    mixing = dict.fromkeys(graph.custom_gradients(), "gradient")
+    mixing = dict.fromkeys(graph.custom_gradients(), Reason.CUSTOM_GRADIENT)
     shapes = {name: array.shape for name, array in fed.items()}
     try:
         while True:
@@ -45,10 +45,10 @@ def propagate_and_try(graph, given, fed, context, types, held):
             wrong = _differing(propagation, asked, given, fed, context, types, held)
             if not wrong:
                 return propagation, None
-            mixing[min(wrong)[0]] = "tried"
+            mixing[min(wrong)[0]] = Reason.TRIAL_DIFFERS
     except Exception:  # whatever operations of the user's do, with other numbers of rows
         clear_errors()
-        return Propagation(graph), _rows.Across(None, why="unknown")
+        return Propagation(graph), Fallback(Reason.NO_RULE)
 
 
 def _differing(propagation, entries, *inputs):
@@ -113,17 +113,17 @@ class BlockTrial:
         heads = [] if graph is None else graph.heads
         claimed = [propagation.placement_of(head) for head in heads]
         if not all(merging.can_be_merged(each) for each in claimed):
-            return propagation.across(heads, with_rows=False) or _rows.Across(None)
+            return propagation.fallback(heads, with_rows=False) or Fallback(Reason.CROSS_BATCH)
         without_rule = None  # the first operation that has none
         if propagation and propagation.without_rule:
             without_rule = graph.nodes[propagation.without_rule[0][0]]["name"]
         try:
-            tried, across = self._tried(args)
+            tried, fallback = self._tried(args)
         except Exception:
             clear_errors()
             with self._without_side_effects():
                 self.replicas.run_undivided(args)  # raises what is the user's own
-            return _rows.Across(without_rule, why="unknown")
+            return Fallback(Reason.NO_RULE, without_rule)
         if without_rule or len(claimed) != len(tried):
             claimed = [None] * len(tried)
         placements = [claim or found for claim, found in zip(claimed, tried)]
@@ -134,9 +134,9 @@ class BlockTrial:
             else:
                 fits = getattr(found, "axis", None) == placement.axis
             if not fits or not merging.can_be_merged(placement):
-                return _rows.Across(without_rule, why="unknown" if is_random else "tried")
-        if across is not None:
-            return across
+                return Fallback(Reason.NO_RULE if is_random else Reason.TRIAL_DIFFERS, without_rule)
+        if fallback is not None:
+            return fallback
         sees_gradients = graph is not None and not graph.custom_gradients()
         is_single = next(leaves(args)).shape[0] == 1
         # Parts of a block that sets states would set them one after the other.
@@ -144,7 +144,7 @@ class BlockTrial:
         if mx.autograd.is_recording() and not is_left:
             parameters, first = parameters_of(self.replicas.block), self.replicas.contexts[0]
             if gradients_mix_rows(parameters, args, placements, first, self._results):
-                return _rows.Across(None, why="gradient")
+                return Fallback(Reason.CUSTOM_GRADIENT)
         return placements
 
     def _on_rows(self, args, numbers, is_kept=False):
@@ -187,16 +187,16 @@ class BlockTrial:
         Returns:
             These; and what changes besides, and cannot be merged.
         """
-        placements, changes, across = self._tried_in(args)
+        placements, changes, fallback = self._tried_in(args)
         if changes:
             with mx.autograd.pause(train_mode=False), self._begun(args):
-                _, changes, across = self._tried_in(args)
-        if across is None and mx.autograd.is_training() and not self.is_compiled:
+                _, changes, fallback = self._tried_in(args)
+        if fallback is None and mx.autograd.is_training() and not self.is_compiled:
             with mx.autograd.pause(train_mode=True), self._begun(args):
-                across = self._tried_in(args, True, changes)[2]
+                fallback = self._tried_in(args, True, changes)[2]
         if self.changed:
-            across = _rows.Across("that changes an array in place")
-        return placements, across
+            fallback = Fallback(Reason.CROSS_BATCH, "that changes an array in place")
+        return placements, fallback
 
     def _tried_in(self, args, train_mode=False, known=()):
         """Return the results' placements; what changes besides; and which of that does not merge.
@@ -224,7 +224,7 @@ class BlockTrial:
             results = [_rows.Mixed()]
         differing = side_effects.differing(found)
         if differing is not None:
-            return results, found[0], side_effects.across(differing)
+            return results, found[0], side_effects.fallback(differing)
         return results, found[0], self.replicas.effects.decide(found[0], others)
 
     def _traced(self, args):

@@ -11,6 +11,7 @@ average becomes the mean of what the replicas would write.
 """
 
 from ... import _keras, _rows
+from ..._rows import Fallback, Reason
 from .._tensorflow.custom_gradients import has_custom_gradient
 from .._tensorflow.graph import line_of
 from . import graph
@@ -39,8 +40,8 @@ class BatchPart:
         averaged: the tensors that BatchNorm writes, each replica by the rows it has.
         constants: constant tensors that have a row for each row of the batch.
         divided: the inputs that replicas read shards of.
-        across: what runs whole on the way to the outputs, where that costs something: an
-            ``Across``, or None.
+        fallback: what runs whole on the way to the outputs, where that costs something: a
+            ``Fallback``, or None.
     """
 
     def __init__(self, model, losses, updates, tried):
@@ -64,7 +65,7 @@ class BatchPart:
         self.averaged = set(averaged)
         targets = self._rows_nearest_to(outputs, losses + values, depending) + averaged
         needed, _ = graph.ancestors(targets, starts)
-        self.across = self._costly_after(mixing, inside & depending.difference(needed))
+        self.fallback = self._costly_after(mixing, inside & depending.difference(needed))
         self.once = {op for op in needed if graph.writes(op) or _calls_once(op, depending)}
         needed, consumers = graph.ancestors(targets, starts | self.once)
         # A gradient of the user's own is computed once of all that comes back to a weight.
@@ -116,17 +117,16 @@ class BatchPart:
         )
 
     def _costly_after(self, mixing, operations):
-        """Return what makes costly ones among operations run whole, as an ``Across``, or None."""
+        """Return what makes costly ones among operations run whole, as a ``Fallback``, or None."""
         after = filter(_is_costly, operations.intersection(self._mixed).difference(mixing))
         needed = set(graph.ancestors(after, self._starts)[0]).intersection(mixing)
         if not needed:
             return None
         op = min(needed, key=lambda op: op._id)
-        whys = [
-            getattr(self.propagation.placement_of(tensor), "why", None) for tensor in op.outputs
-        ]
-        why = next((each for each in whys if each in _rows.REASONS), "mixed")
-        return _rows.Across(f"{op.name} ({op.type})", self._layer_of(op), line_of(op), why)
+        placements = map(self.propagation.placement_of, op.outputs)
+        known = (getattr(placement, "fallback", None) for placement in placements)
+        reason = next((each.reason for each in known if each), Reason.CROSS_BATCH)
+        return Fallback(reason, f"{op.name} ({op.type})", self._layer_of(op), line_of(op))
 
     def _layer_of(self, op):
         """Return the name of the layer whose output is the next one after an operation, or None."""

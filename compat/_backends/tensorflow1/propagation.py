@@ -7,7 +7,7 @@ own convention, and ``trial`` asks before anything is made of it.
 
 import re
 
-from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded, Unknown, Value
+from ..._rows import REPLICATED, Count, Fallback, Mixed, Reason, Replicated, Sharded, Unknown, Value
 from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient
 from .._tensorflow.graph import sizes_of
 from .._tensorflow.rules import ALIGNED, placements
@@ -82,7 +82,7 @@ class Propagation:
                 if not isinstance(result, (Sharded, Count)):
                     results[place] = REPLICATED
         elif self._mixes_back(op, given, results):
-            results = [Mixed("gradient")] * len(results)
+            results = [Mixed(Fallback(Reason.CUSTOM_GRADIENT))] * len(results)
         for tensor, result in zip(op.outputs, results):
             self._placements[tensor] = self.tried.get(tensor, result)
             if hasattr(tensor, "_keras_history"):
@@ -115,7 +115,7 @@ class Propagation:
     def _results(self, op, given):
         if graph.loop_of(op) is not None:
             mixed = [each for each in given if isinstance(each, Mixed)]
-            return [mixed[0] if mixed else Unknown("in a loop")] * len(op.outputs)
+            return [mixed[0] if mixed else Unknown()] * len(op.outputs)  # in a loop
         self._look_at_constants(op, given)
         if all(isinstance(each, Replicated) for each in given):
             return [REPLICATED] * len(op.outputs)

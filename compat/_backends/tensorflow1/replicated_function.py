@@ -5,7 +5,7 @@ import re
 import threading
 
 from ... import _keras, _rows, errors
-from ..._rows import splitting
+from ..._rows import Fallback, Reason, splitting
 from ..._runtime import patching, work
 from ..._runtime.process import process
 from .._tensorflow.graph import v1_names
@@ -93,7 +93,12 @@ class ReplicatedGraphFunctions:
                 self._refuse_finalized(replicas.graph)
                 found = trial.placements(failed)
                 # Nothing new: then all of it runs whole.
-                self._tried.update(found or dict.fromkeys(self.model.outputs, _rows.Mixed("tried")))
+                self._tried.update(
+                    found
+                    or dict.fromkeys(
+                        self.model.outputs, _rows.Mixed(Fallback(Reason.TRIAL_DIFFERS))
+                    )
+                )
                 self._make_anew()
         replicas.tried.update(taken)
         return bool(failed)
@@ -139,9 +144,9 @@ class ReplicatedGraphFunctions:
         if self._replicas is None or key != self._replicas_key:
             self._replicas = Replicas(model, losses, updates, self._tried, self.devices)
             self._replicas_key = key
-            across = self._replicas.part.across
-            if across is not None:
-                _rows.runs_whole(model.name, across, self.devices[0], owner=self)
+            fallback = self._replicas.part.fallback
+            if fallback is not None:
+                _rows.warn_unsplit(model.name, fallback, self.devices[0], owner=self)
         return self._replicas
 
     def training(self):

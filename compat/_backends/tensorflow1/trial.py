@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 
-from ..._rows import Mixed, Sharded, Unknown, trial
+from ..._rows import Fallback, Mixed, Reason, Sharded, Unknown, trial
 from . import graph
 from .propagation import is_in_order
 from .resource_variables import settable
@@ -45,7 +45,7 @@ class ReplicasTrial:
         return np.arange(np.prod(shape)).reshape(shape).astype(tensor.dtype.as_numpy_dtype) % 2
 
     def differing(self, tensors):
-        """Return the tensors that are not the replicas' rows in order, and why, as of ``Across``.
+        """Return the tensors that are not the replicas' rows in order, each with a ``Fallback``.
 
         Random ones are not among them where rules tell.
         """
@@ -54,20 +54,20 @@ class ReplicasTrial:
             found = self._tried(tensors, ran)
         except Exception:
             if ran:  # of all rows, but not of some of them
-                return dict.fromkeys(tensors, "fails")
+                return dict.fromkeys(tensors, Fallback(Reason.FAILS_ON_SHARD))
             found = dict.fromkeys(tensors, Unknown())
-        whys = {}
+        fallbacks = {}
         for tensor, placement in found.items():
             if isinstance(placement, Unknown):  # also where it is random
                 if not self.propagation.assumed.isdisjoint(self.part.before(tensor)):
-                    whys[tensor] = "unknown"
+                    fallbacks[tensor] = Fallback(Reason.NO_RULE)
             elif not is_in_order(placement):
-                whys[tensor] = "tried"
+                fallbacks[tensor] = Fallback(Reason.TRIAL_DIFFERS)
         changing = {result for op in self._changing() for result in op.outputs}
         if changing:
             after = [t for t in tensors if not changing.isdisjoint(self.part.before(t))]
-            whys.update(dict.fromkeys(after, "effects"))
-        return whys
+            fallbacks.update(dict.fromkeys(after, Fallback(Reason.SIDE_EFFECTS)))
+        return fallbacks
 
     def _changing(self):
         """Return the operations of the batch part whose Python functions have side effects."""
@@ -95,12 +95,12 @@ class ReplicasTrial:
             if self._is_untold(tensor) and not isinstance(placement, Unknown):
                 found[tensor] = placement
             elif isinstance(placement, Mixed):
-                found[tensor] = Mixed("tried")
-        for tensor, why in failed.items():
+                found[tensor] = Mixed(Fallback(Reason.TRIAL_DIFFERS))
+        for tensor, fallback in failed.items():
             if not isinstance(found.get(tensor), Mixed):
-                found[tensor] = Mixed(why)
+                found[tensor] = Mixed(fallback)
         for op in self._changing():
-            found.update(dict.fromkeys(op.outputs, Mixed("effects")))
+            found.update(dict.fromkeys(op.outputs, Mixed(Fallback(Reason.SIDE_EFFECTS))))
         return {t: p for t, p in found.items() if self.propagation.tried.get(t) != p}
 
     def _is_untold(self, tensor):

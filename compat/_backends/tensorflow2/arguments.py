@@ -8,7 +8,7 @@ from typing import Any, Dict, Hashable, Iterable, List, Optional, Tuple
 import numpy as np
 import tensorflow as tf
 
-from ..._rows import REPLICATED, Count, Placement, Sharded, Unknown
+from ..._rows import REPLICATED, Count, Fallback, Placement, Reason, Sharded, Unknown
 
 
 def tensors_of(structure: "Any") -> "List[tf.Tensor]":
@@ -76,7 +76,7 @@ class ShardedArguments:
         batch: the first tensor that has rows, or None.
         rows: their number: an integer, or a scalar tensor.
         is_data: of each leaf, whether it is data.
-        why: why the batch cannot be split, or None.
+        fallback: why the batch cannot be split, or None.
     """
 
     def __init__(self, args: "Tuple[Any, ...]", kwargs: "Dict[str, Any]", replicas: int) -> None:
@@ -90,12 +90,12 @@ class ShardedArguments:
             return
         self.rows = rows_of(self.batch)
         self.has_values = tf.executing_eagerly()  # which an initialization scope always is
-        self.why = None
+        self.fallback = None
         if replicas == 1:
             self.is_data = [False] * len(self.leaves)
             return
         if any(isinstance(value, tf.RaggedTensor) for value in leaves):
-            self.why = "unknown"
+            self.fallback = Fallback(Reason.NO_RULE)
             return
         self.constant_batch = _is_constant(self.batch)
         self.is_data = []
@@ -112,7 +112,8 @@ class ShardedArguments:
             return False
         rows, of_batch = rows_of(value), rows_of(self.batch)
         if isinstance(rows, int) and isinstance(of_batch, int):
-            self.why = "mixed" if is_input and rows != of_batch else self.why
+            if is_input and rows != of_batch:
+                self.fallback = Fallback(Reason.CROSS_BATCH)
             return rows == of_batch
         if isinstance(rows, int) and not is_input:
             return False

@@ -16,7 +16,17 @@ import numpy as np
 import tensorflow as tf
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown
+from ..._rows import (
+    REPLICATED,
+    Count,
+    Fallback,
+    Mixed,
+    Partial,
+    Reason,
+    Replicated,
+    Sharded,
+    Unknown,
+)
 from .._tensorflow.graph import line_of
 from . import state as model_state
 from .arguments import ShardedArguments, tensors_of
@@ -49,7 +59,7 @@ class Trace:
             new value. States of random numbers are not among them. Handles are compared by
             identity, since TensorFlow has nothing else to compare.
         lookups: those of the ``Propagation``.
-        across: what cannot be merged from the shards: an ``Across``, or None.
+        fallback: what cannot be merged from the shards: a ``Fallback``, or None.
         changes: those of Python objects that the call has made, and that have been undone.
         fails: whether a call on parts of a batch failed right after the trace.
     """
@@ -76,7 +86,7 @@ class Trace:
             values, copies = _values(graph, stack)
             rows = zip(placeholders, arguments.three_rows())
             values.update((tensor.name, lanes) for tensor, lanes in rows if lanes is not None)
-            propagation = Propagation(graph, by_name, keys, self._across, OpTrial(values, copies))
+            propagation = Propagation(graph, by_name, keys, self._fallback, OpTrial(values, copies))
         outputs = [_placement(propagation, value) for value in results["outputs"]]
         losses = [_placement(propagation, value) for value in results["losses"]]
         noted = [
@@ -98,13 +108,13 @@ class Trace:
             h for h in handles if getattr(h._handle_data, "is_set", False)
         ]  # of a known type
         self.variables = [(handle, changed[id(handle)]) for handle in handles]
-        self.across = self._not_merged(results)
+        self.fallback = self._not_merged(results)
 
     def _not_merged(self, results):
-        """Return the value of the attribute ``across``."""
+        """Return the value of the attribute ``fallback``."""
         # An object that is not made of tensors may hold a device's rows.
         if not all(tf.is_tensor(o) or isinstance(o, _PLAIN) for o in results["outputs"]):
-            return _rows.Across(None, why="opaque")
+            return Fallback(Reason.OPAQUE_RESULT)
         values = [
             (value, getattr(value, "dtype", None), placement)
             for name in ("losses", "outputs", "noted")
@@ -115,34 +125,35 @@ class Trace:
             values.append((None, model_state.type_of(handle), placement))
         for value, dtype, placement in values:
             if not is_merged(placement, dtype):
-                if hasattr(getattr(placement, "why", None), "operation"):
-                    return placement.why
+                fallback = getattr(placement, "fallback", None)
+                if fallback is not None and fallback.operation is not None:
+                    return fallback
                 op = getattr(value, "op", None)
-                return _rows.Across(None) if op is None else self._across(op, Mixed())
+                return Fallback(Reason.CROSS_BATCH) if op is None else self._fallback(op, Mixed())
         return None
 
-    def _across(self, op, placement):
-        why = "unknown" if isinstance(placement, Unknown) else "mixed"
-        if placement.why in ("tried", "gradient", "compiled"):
-            why = placement.why
+    def _fallback(self, op, placement):
+        reason = Reason.NO_RULE if isinstance(placement, Unknown) else Reason.CROSS_BATCH
+        if placement.fallback is not None:
+            reason = placement.fallback.reason
         scopes = [name for name in op.name.split("/")[:-1] if name in self._layers]
         layer = f"layer {scopes[-1]!r}" if scopes else None
-        return _rows.Across(f"{op.name} ({op.type})", layer, line_of(op), why)
+        return Fallback(reason, f"{op.name} ({op.type})", layer, line_of(op))
 
 
 class FailedTrace:
     """A stand-in for the trace of a call that cannot be traced.
 
     Arguments:
-        across: the reason why it runs unsplit.
+        fallback: the reason why it runs unsplit.
         holds: whether other calls of its kind are not worth tracing.
     """
 
     changes: "Sequence[Any]" = ()
     fails = True
 
-    def __init__(self, across: "_rows.Across", holds: bool) -> None:
-        self.across, self.holds = across, holds
+    def __init__(self, fallback: "_rows.Across", holds: bool) -> None:
+        self.fallback, self.holds = fallback, holds
 
 
 def _traced(call, arguments, placements, state, effects):

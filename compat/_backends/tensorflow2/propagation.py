@@ -10,7 +10,18 @@ from typing import Any, Callable, Dict, Optional, Set
 import tensorflow as tf
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Placement, Replicated, Sharded, Unknown
+from ..._rows import (
+    REPLICATED,
+    Count,
+    Fallback,
+    Mixed,
+    Partial,
+    Placement,
+    Reason,
+    Replicated,
+    Sharded,
+    Unknown,
+)
 from .._tensorflow import rules
 from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient
 from .._tensorflow.graph import constant, sizes_of
@@ -47,7 +58,7 @@ class Propagation:
         graph: the graph.
         placements: those of its inputs, by the tensors' names; all others are added.
         handles: keys of variables, by the names of the tensors that are their handles.
-        describe: returns the ``Across`` of an operation, by its placement.
+        describe: returns the ``Fallback`` of an operation, by its placement.
         trial: an ``OpTrial``.
         state: as the attribute, so far; changed.
         sources: the keys of the variables that each of its inputs is computed from, by name.
@@ -97,7 +108,7 @@ class Propagation:
             results = self.trial.follow(op, placements, results)
         has_own = op.type not in CALLS and has_custom_gradient(op)
         if has_own and self._mixes_back(op, placements, results):
-            results = [Mixed("gradient")] * len(results)
+            results = [Mixed(Fallback(Reason.CUSTOM_GRADIENT))] * len(results)
         for output, result in zip(op.outputs, results):
             self.placements[output.name] = self._explained(op, result)
 
@@ -118,9 +129,10 @@ class Propagation:
 
     def _explained(self, op, placement):
         """Return a placement with the operation that mixes rows, if it does."""
-        if type(placement) in (Mixed, Unknown) and not hasattr(placement.why, "operation"):
-            return type(placement)(self.describe(op, placement))
-        return placement
+        if type(placement) not in (Mixed, Unknown):
+            return placement
+        is_located = placement.fallback is not None and placement.fallback.operation is not None
+        return placement if is_located else type(placement)(self.describe(op, placement))
 
     def _note_lookup(self, op, placements):
         by_input = [self._sources.get(tensor.name, set()) for tensor in op.inputs]
@@ -148,7 +160,7 @@ class Propagation:
             # As under tf.function(jit_compile=True); false where there is no such attribute.
             is_compiled = op.node_def.attr["_XlaMustCompile"].b
             if is_compiled and any(tensor.name in self.handles for tensor in op.inputs):
-                return Mixed("compiled")
+                return Mixed(Fallback(Reason.XLA_COMPILED))
             return self._inside(op, graphs[0], op.inputs, placements, self.state, tried=True)
         if op.type in CONDITIONS:
             return self._chosen(op, placements, graphs)
@@ -297,7 +309,8 @@ class Propagation:
     def _next(self, tensor, before, after):
         if before == after or isinstance(before, Unknown) or tensor.name in self.handles:
             return before
-        if isinstance(after, Mixed) and getattr(after.why, "why", None) == "gradient":
+        fallback = after.fallback if isinstance(after, Mixed) else None
+        if fallback is not None and fallback.reason is Reason.CUSTOM_GRADIENT:
             return after  # a trial of the loop computes no gradients
         if tensor.dtype.name == "variant" and isinstance(before, Replicated):
             return after  # a list that is still empty

@@ -10,7 +10,7 @@ from typing import Any, Dict, Optional, Sequence, Union
 import tensorflow as tf
 
 from ... import _keras, _rows
-from ..._rows import Sharded, splitting
+from ..._rows import Fallback, Reason, Sharded, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from . import between_outputs, side_effects
@@ -218,8 +218,8 @@ class ReplicatedCall(patching.InstanceMethod):
             raise several_devices_in_xla()
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             refuse_strategies(tf, model)
-        if arguments.why:
-            return self._whole(model, call, arguments, _rows.Across(None, why=arguments.why))
+        if arguments.fallback is not None:
+            return self._whole(model, call, arguments, arguments.fallback)
         with self.lock:  # effects are recorded of one thread's call at a time
             return self._split(model, call, arguments)
 
@@ -235,18 +235,18 @@ class ReplicatedCall(patching.InstanceMethod):
         last = self.traces.pop(kind, None)  # kept again below, if it still holds
         known = last if last is not None and last.holds else None
         trace = known or self._traced(call, arguments, state, effects, is_second=last is not None)
-        across = trace.across or _across_in_keras3(model, trace)
-        if across is None:
-            replicas, across = self._attempt(call, arguments, state, effects, trace, known)
-            fails_again = across is not None and across.why == "fails" and trace.fails
-            if across is not None and known is not None and not fails_again:
+        fallback = trace.fallback or _fallback_in_keras3(model, trace)
+        if fallback is None:
+            replicas, fallback = self._attempt(call, arguments, state, effects, trace, known)
+            fails_again = trace.fails and fallback == Fallback(Reason.FAILS_ON_SHARD)
+            if fallback is not None and known is not None and not fails_again:
                 # It was traced when the call had other side effects, or none.
                 return self._split(model, call, arguments)
-        if across is None:
+        if fallback is None:
             results = self._merged(arguments, state, effects, trace, replicas)
         else:
             effects.restart()
-            results = self._whole(model, call, arguments, across)
+            results = self._whole(model, call, arguments, fallback)
         if kind is not None:
             self.traces[kind] = trace
             if len(self.traces) > TRACES:
@@ -261,7 +261,7 @@ class ReplicatedCall(patching.InstanceMethod):
             if not _may_be_of_split(error):
                 raise
             # A first call may make what its trace misses.
-            return FailedTrace(_rows.Across(None, why="unknown"), holds=is_second)
+            return FailedTrace(Fallback(Reason.NO_RULE), holds=is_second)
 
     def _attempt(self, call, arguments, state, effects, trace, known):
         """Run the call on all devices.
@@ -269,8 +269,8 @@ class ReplicatedCall(patching.InstanceMethod):
         ``known`` is the trace if it was made in an earlier call.
 
         Returns:
-            The replicas and None; or None and an ``Across``, if they fail or have side effects that
-            cannot be merged. Then the state is restored.
+            The replicas and None; or None and a ``Fallback``, if they fail or have side effects
+            that cannot be merged. Then the state is restored.
         """
         # A call that has had no side effects is only checked for them afterwards.
         taken = None if known is not None and not known.changes else effects
@@ -291,14 +291,14 @@ class ReplicatedCall(patching.InstanceMethod):
             if not _may_be_of_split(error):
                 raise
             trace.fails = known is None or trace.fails
-            return None, _rows.Across(None, why="fails")
+            return None, Fallback(Reason.FAILS_ON_SHARD)
         if agree:
             return replicas, None
         state.restore()
-        across = _rows.Across(None, why="effects")
+        fallback = Fallback(Reason.SIDE_EFFECTS)
         if known is None:
-            trace.across = across  # of all calls of this kind
-        return None, across
+            trace.fallback = fallback  # of all calls of this kind
+        return None, fallback
 
     def _merged(self, arguments, state, effects, trace, replicas):
         """Return the results for the whole batch, and make its side effects once."""
@@ -341,14 +341,14 @@ class ReplicatedCall(patching.InstanceMethod):
             replicas.append(Replica(*part, functools.partial(tables.joined, index)))
         return replicas
 
-    def _whole(self, model, call, arguments, across):
+    def _whole(self, model, call, arguments, fallback):
         """Run the call with the whole batch, on the first device."""
         args, kwargs = arguments.structure
         with tf.device(self.devices[0]), unsplit:
             results = call(*args, **kwargs)
         count(self.devices, arguments.rows, recording(), work.undivided)
         name = getattr(model, "name", None) or type(model).__name__
-        _rows.runs_whole(name, across, self.devices[0], "The model", self)  # said once
+        _rows.warn_unsplit(name, fallback, self.devices[0], "The model", self)  # said once
         return results
 
     def _trace(self, call, arguments, state, effects):
@@ -386,12 +386,12 @@ def of(model: "Any") -> "Optional[ReplicatedCall]":
     return vars(type(model)).get("_compat_call") or ReplicatedCall.of(model)
 
 
-def _across_in_keras3(model, trace):
+def _fallback_in_keras3(model, trace):
     """Return why an optimizer of Keras 3 cannot use the replicas' gradients, or None."""
     if not hasattr(_keras.keras_of(model), "StatelessScope"):
         return None
     if any(getattr(v, "overwrite_with_gradient", None) for v in model.trainable_variables):
-        return _rows.Across(None)  # replicas would add up the largest values of float8
+        return Fallback(Reason.CROSS_BATCH)  # replicas would add up the largest values of float8
     # It squares the gradients of each lookup by themselves.
     is_mixed = recording() and {True, False} in trace.lookups.values()
-    return _rows.Across(None, why="table") if is_mixed else None
+    return Fallback(Reason.SHARED_TABLE) if is_mixed else None

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
-from ..._rows import Mixed, Partial, Replicated, Sharded, Unknown, trial
+from ..._rows import Fallback, Mixed, Partial, Reason, Replicated, Sharded, Unknown, trial
 from .._tensorflow.graph import constant
 from .graph import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random, is_resource
 
@@ -113,10 +113,10 @@ class OpTrial:
                 whole, *parts = [self._array(value) for value in places]
             told = None if uneven and whole.dtype.kind not in "fc" else _told(parts, whole, given)
             if told is None:
-                return placement if uneven else Mixed("tried"), lanes
+                return placement if uneven else Mixed(Fallback(Reason.TRIAL_DIFFERS)), lanes
             placement = told
         elif not trial.fits(parts, whole, placement):
-            return Mixed("tried"), lanes
+            return Mixed(Fallback(Reason.TRIAL_DIFFERS)), lanes
         if isinstance(placement, Sharded) and placement.even:
             return placement, self._cut(lanes[0], placement)
         return placement, lanes

@@ -6,6 +6,7 @@ import numpy as np
 from theano.gof import graph
 
 from ... import _rows
+from ..._rows import Fallback, Reason
 from . import trial
 from .graph import is_custom, line_of
 from .side_effects import HasEffectsError
@@ -19,8 +20,8 @@ def are_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
         values: those of the function's inputs, and of states that have rows, by variable.
         rows: how many rows these have.
     """
-    across = _first_before([plan.cuts[index] for index in plan.differentiated])
-    if across is None:
+    fallback = _first_before([plan.cuts[index] for index in plan.differentiated])
+    if fallback is None:
         return True
 
     def compute(chosen):
@@ -35,16 +36,16 @@ def are_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
         if all(map(_rows.trial.close, map(sum, zip(*parts)), whole)):
             return True
     except HasEffectsError:
-        across = across._replace(why="effects")
+        fallback = fallback._replace(reason=Reason.SIDE_EFFECTS)
     except Exception:
         pass
-    plan.owner.across = across
+    plan.owner.fallback = fallback
     return False
 
 
 def _first_before(cuts):
-    """Return the first operation before cuts with a custom gradient, an ``Across``; or None."""
+    """Return the first operation before cuts with a custom gradient, a ``Fallback``; or None."""
     for node in graph.io_toposort([], [cut.variable for cut in cuts]):
         if is_custom(node.op) or type(node.op).__name__ == "OpFromGraph":
-            return _rows.Across(node.op, None, line_of(node.outputs[0]), "gradient")
+            return Fallback(Reason.CUSTOM_GRADIENT, node.op, None, line_of(node.outputs[0]))
     return None

@@ -3,8 +3,7 @@
 import numpy as np
 from theano.gof import graph
 
-from ... import _rows
-from ..._rows import Mixed, Partial, Sharded, Unknown
+from ..._rows import Fallback, Mixed, Partial, Reason, Sharded, Unknown
 from .graph import depending_on, line_of, nearest
 from .propagation import Propagation
 from .sizes import ROWS, Sizes
@@ -55,23 +54,25 @@ class ModelGraph(Propagation):
         whole = isinstance(placement, Sharded) and placement.copies == 1
         return whole and hasattr(variable, "broadcastable")
 
-    def across(self, why):
+    def fallback(self, doubt):
         """Return the first cross-batch operation whose results grow with the batch; or None.
 
         Arguments:
-            why: of what no rule knows, as ``_rows.Across`` has it.
+            doubt: the ``Reason`` for operations without a rule.
         """
         kinds = Mixed if self._tries else (Mixed, Unknown)
         needed = set(graph.ancestors(self._outputs))
         lost = [v for v, p in self.placements.items() if isinstance(p, kinds) and v in needed]
         if not any(map(self.sizes.grown, lost)):
             return None
-        why, united = "mixed" if isinstance(self.placement_of(lost[0]), Mixed) else why, lost
-        why = "effects" if lost[0].owner.op in self.changing else why
+        is_mixed, united = isinstance(self.placement_of(lost[0]), Mixed), lost
+        reason = Reason.CROSS_BATCH if is_mixed else doubt
+        if lost[0].owner.op in self.changing:
+            reason = Reason.SIDE_EFFECTS
         while united:  # a sum over the rows, from where it is one
             first = united[0]
             united = [v for v in first.owner.inputs if isinstance(self.placement_of(v), Partial)]
         following = depending_on([first], self._outputs)
         layers = [v for v in self.placements if v in following and hasattr(v, "_keras_history")]
         name = f"layer {layers[0]._keras_history[0].name!r}" if layers else None
-        return _rows.Across(first.owner.op, name, line_of(first), why)
+        return Fallback(reason, first.owner.op, name, line_of(first))

@@ -91,14 +91,14 @@ class CompiledPlan:
 
     def _nearest_cuts(self, function, values) -> "List[Cut]":
         """Return the cuts nearest to the head; warn of what is not split."""
-        owner, cuts, across, reach = self.owner, [], self.owner.across, "The model"
-        if across is None:
+        owner, cuts, fallback, reach = self.owner, [], self.owner.fallback, "The model"
+        if fallback is None:
             changing, tries = owner.python.changing, not owner.doubt
             of_model = ModelGraph(owner.model.outputs, self.sharded, values, tries, changing)
             cuts = of_model.cuts(function.outputs + list(function.updates.values()))
-            across, reach = of_model.across(owner.doubt), _rows.FROM_THERE_ON
-        if across is not None:
-            _rows.runs_whole(owner.owner.name, across, owner.devices[0].name, reach, owner)
+            fallback, reach = of_model.fallback(owner.doubt), _rows.DOWNSTREAM
+        if fallback is not None:
+            _rows.warn_unsplit(owner.owner.name, fallback, owner.devices[0].name, reach, owner)
         return cuts
 
     @staticmethod

@@ -64,8 +64,8 @@ class Replicas:
 
     Attributes:
         model: the model that makes them: of an old ``Sequential``, the one inside.
-        across: why the model runs whole, an ``Across``, or None.
-        doubt: why what no rule knows is not split, after a trial; or None.
+        fallback: why the model runs unsplit, a ``Fallback``, or None.
+        doubt: the ``Reason`` not to split operations without a rule, after a trial; or None.
         python: the operations of the model's graph that run the user's code.
         forward: the devices' functions of bodies without gradients, which functions share.
         heads: the compiled functions of heads.
@@ -75,7 +75,7 @@ class Replicas:
     def __init__(self, model, devices):
         self.owner, self.model = model, None
         self.devices = devices
-        self.across = self.doubt = None
+        self.fallback = self.doubt = None
         self.forward: "Dict[Any, Any]" = {}
         self.python = PythonOperations()
         self.verification = None

@@ -22,6 +22,7 @@ import numpy as np
 import theano
 
 from ... import _keras, _rows, errors
+from ..._rows import Fallback, Reason
 from ..._runtime import progress, work
 from . import custom_gradients, trial
 from .plan import CompiledPlan
@@ -125,7 +126,7 @@ class ReplicatedFunction:
 
     def _run_whole(self):
         """Run on one device from now on."""
-        self.owner.across = _rows.Across(None)
+        self.owner.fallback = Fallback(Reason.CROSS_BATCH)
         self._discard_plan()
 
     def _discard_plan(self):

@@ -70,7 +70,7 @@ def _are_replicated(values):
 def unknown(op, values):
     """Return the placement of what no rule knows; what needs the whole batch cannot be tried."""
     united = any(isinstance(value.placement, Partial) for value in values)
-    return Mixed() if united else Unknown("it is not known")
+    return Mixed() if united else Unknown()
 
 
 # Element by element, and nothing at all:
@@ -225,7 +225,7 @@ def _normalized(op, values):
 def drawn(op, values):
     """Follow random numbers of a shape. The generator's state is each device's own."""
     known = all(isinstance(op.placement_of(v), (Replicated, Count, Drawn)) for v in op.inputs[1:])
-    return [REPLICATED, Drawn() if known else _plain(values) or Unknown("a draw for each row")]
+    return [REPLICATED, Drawn() if known else _plain(values) or Unknown()]  # a draw for each row
 
 
 def _filled(op, values):

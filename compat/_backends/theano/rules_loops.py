@@ -17,9 +17,9 @@ def looped(op, values):
     """Follow ``scan``. With a step for each row it is tried."""
     loop = Loop(op, values)
     if loop.args.outer_in_mit_mot:
-        return Unknown("a loop's gradient")
+        return Unknown()  # a loop's gradient
     if loop.has_rows_as_steps(loop.args.outer_in_seqs):
-        return Unknown("a step for each row") if loop.has_independent_steps() else Mixed()
+        return Unknown() if loop.has_independent_steps() else Mixed()  # a step for each row
     if not loop.are_replicated([loop.args.n_steps]) or loop.has_rows_as_steps(loop.states):
         return Mixed()
     placements, step = loop.stable_step()

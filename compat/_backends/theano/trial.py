@@ -6,7 +6,7 @@ import numpy as np
 from theano.ifelse import IfElse
 
 from ... import _rows
-from ..._rows import Sharded, Unknown
+from ..._rows import Fallback, Reason, Sharded, Unknown
 from .graph import nearest
 from .side_effects import HasEffectsError
 
@@ -37,11 +37,11 @@ def is_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
     if not wrong:
         return True
     inconclusive = all(result is None or isinstance(result, Unknown) for result in wrong)
-    why = "unknown" if inconclusive else "tried"
+    reason = Reason.NO_RULE if inconclusive else Reason.TRIAL_DIFFERS
     if any(isinstance(cut.placement, Unknown) for cut in plan.cuts):
-        owner.doubt = why
+        owner.doubt = reason
     else:
-        owner.across = _rows.Across(None, why=why)
+        owner.fallback = Fallback(reason)
     return False
 
 

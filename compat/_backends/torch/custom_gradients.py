@@ -8,6 +8,7 @@ parts.
 import torch
 
 from ... import _rows
+from ..._rows import Fallback, Reason
 from .merging import NotMergeable
 from .tensors import close
 
@@ -22,7 +23,7 @@ def custom_gradient(outcome, arguments):
         arguments: tensors that the call was given; what is before them is not the call's.
 
     Returns:
-        An ``Across``.
+        A ``Fallback``.
     """
     if outcome.propagation.hooks:
         return outcome.propagation.hooks[0]
@@ -37,10 +38,10 @@ def custom_gradient(outcome, arguments):
 
     results = [getattr(value, "grad_fn", None) for value in outcome.values.values()]
     found = _rows.nearest([each for each in results if each not in given], is_own, inputs)
-    return _rows.Across(type(found[0])._forward_cls.__name__, why="gradient") if found else None
+    return Fallback(Reason.CUSTOM_GRADIENT, type(found[0])._forward_cls.__name__) if found else None
 
 
-def check_gradients(trial, rules, before, home, sources, across):
+def check_gradients(trial, rules, before, home, sources, fallback):
     """Compare the gradients of merged values with those of all rows.
 
     Arguments:
@@ -48,7 +49,7 @@ def check_gradients(trial, rules, before, home, sources, across):
         rules: by key, how values are put together.
         before: state before the call, by key.
         sources: tensors that get gradients.
-        across: what may mix rows.
+        fallback: what may mix rows.
 
     Raises:
         NotMergeable: they differ, or cannot be computed.
@@ -70,6 +71,6 @@ def check_gradients(trial, rules, before, home, sources, across):
                 for v in zip(*pairs)
             ]
     except (KeyError, RuntimeError, TypeError, NotMergeable) as error:
-        raise NotMergeable(across) from error
+        raise NotMergeable(fallback) from error
     if not all(map(close, *gradients)):
-        raise NotMergeable(across)
+        raise NotMergeable(fallback)

@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as tree
 
 from ... import _rows
+from ..._rows import Fallback, Reason
 from .row_counts import RowCount
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -141,7 +142,7 @@ def is_packing():
     return frame is not None and frame.f_code.co_filename in _PACKING
 
 
-def across(model, name, why="mixed"):
+def fallback(model, name, reason=Reason.CROSS_BATCH):
     """Return where a function is called: in which module, and by which line of the user's."""
     frame, line, module = sys._getframe(1), None, None
     while frame is not None and (line is None or module is None):
@@ -153,7 +154,7 @@ def across(model, name, why="mixed"):
         if module is None and frame.f_code.co_name in ("forward", "call"):
             module = part if hasattr(part, "named_modules") else None
         frame = frame.f_back
-    return _rows.Across(name, _described(model, module), line, why)
+    return Fallback(reason, name, _described(model, module), line)
 
 
 def _described(model, module):

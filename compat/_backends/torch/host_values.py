@@ -11,12 +11,12 @@ class HostValue(NamedTuple):
     """A number that Python was given of a replica's rows, and by which it may choose its way.
 
     Arguments:
-        across: the function that gave it, an ``Across``.
+        fallback: the function that gave it, a ``Fallback``.
         tag: that of the tensor it was taken from: an expression, or ``Mixed``.
         value: the number.
     """
 
-    across: Any
+    fallback: Any
     tag: Any
     value: Any
 
@@ -26,7 +26,7 @@ class Choices(NamedTuple):
 
     Arguments:
         by_values: whether Python may have chosen by values of rows, as it may in later calls.
-        inconclusive: where one device may have chosen otherwise: an ``Across`` for each place.
+        inconclusive: where one device may have chosen otherwise: a ``Fallback`` for each place.
         lines: those of these places, as text, that have chosen by totals over the rows.
     """
 
@@ -47,14 +47,14 @@ def choices_of(propagations, plan, total, home):
     by_values, lines, inconclusive = False, [], []
     for values in itertools.zip_longest(*[each.host_values for each in propagations]):
         first = next(value for value in values if value is not None)
-        if str(first.across) in plan.harmless:
+        if str(first.fallback) in plan.harmless:
             continue
         by_values = True
         if None in values or not is_one_devices(values, home):
-            inconclusive.append(first.across)
+            inconclusive.append(first.fallback)
             if not isinstance(first.tag, _rows.Mixed):  # that may be chance
-                lines.append(str(first.across))
+                lines.append(str(first.fallback))
     if total not in plan.totals:
         by_count = [propagation.by_count for propagation in propagations]
-        inconclusive += [across for across in by_count if across is not None]
+        inconclusive += [fallback for fallback in by_count if fallback is not None]
     return Choices(by_values, inconclusive, lines)

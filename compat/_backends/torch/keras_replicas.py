@@ -6,6 +6,7 @@ import functools
 import numpy as np
 
 from ... import _keras, _rows, errors
+from ..._rows import Fallback, Reason
 from ..._runtime import patching
 from .expressions import State, Total
 from .graph import tag, tag_of
@@ -25,7 +26,7 @@ class ReplicatedKerasCall(ReplicatedCall):
         """
         variables = model.trainable_variables
         is_set = any(getattr(v, "overwrite_with_gradient", False) for v in variables)
-        return _rows.Across(None) if is_set else None
+        return Fallback(Reason.CROSS_BATCH) if is_set else None
 
     def converter(self, model):
         """Return a function that converts arrays, which Keras passes to a model, too."""
@@ -93,7 +94,7 @@ class KerasReplicas(Replicas):
                     raise moved_late(self.model)
                 if variable.trainable:
                     # SpectralNormalization does: the gradient is that of the value it has set.
-                    raise NotMergeable(_rows.Across(None, why="weight"))
+                    raise NotMergeable(Fallback(Reason.WEIGHT_ASSIGNED))
                 key = ("state", index, variable.path)
                 self.variables[key], self.before[key] = variable, variable._value
                 state[key] = value

@@ -8,6 +8,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ... import _rows
+from ..._rows import Fallback, Reason
 from .expressions import ComputedTotal, State, Total, expression_of
 from .graph import tag_of
 from .merging import MergeRule, NotMergeable, Recomputed, UnchangedState, recompute
@@ -104,23 +105,25 @@ class _Decision:
             rule = MergeRule(placement, is_lasting=self.kind == "result")
             if fits(rule, tried, self.trial.sizes, None, self.before):
                 return rule
-        raise NotMergeable(_rows.Across("that computes a number in Python", why="unknown"))
+        raise NotMergeable(Fallback(Reason.NO_RULE, "that computes a number in Python"))
 
     def of_objects(self):
         """Return the rule for values that are neither numbers nor tensors: all are the same."""
         first = self.values[0]
         is_packed = isinstance(first, PackedSequence)  # in an order of its own
         if is_packed or any(value is not first and value != first for value in self.values):
-            raise NotMergeable(_rows.Across(f"that makes a {type(first).__name__}", why="unknown"))
+            raise NotMergeable(Fallback(Reason.NO_RULE, f"that makes a {type(first).__name__}"))
         return MergeRule(_rows.REPLICATED)
 
     def of_tensors(self, tag):
         """Return the rule for tensors with this tag."""
         if isinstance(tag, _rows.Mixed):
-            raise NotMergeable(tag.why)
+            raise NotMergeable(tag.fallback)
         if isinstance(tag, _rows.Sharded):
             if self.kind in ("state", "weight"):
-                raise NotMergeable(_rows.Across(f"that sets the state {self.key[-1]!r}"))
+                raise NotMergeable(
+                    Fallback(Reason.CROSS_BATCH, f"that sets the state {self.key[-1]!r}")
+                )
             return MergeRule(tag, is_lasting=tag.copies == 1)
         if isinstance(tag, (Total, ComputedTotal)):
             return self._of_expressions(tag)
@@ -160,5 +163,5 @@ class _Decision:
             placements = _rows.trial.placements(arrays[:-1], arrays[-1], self.trial.sizes)
         found = placements[0] if placements else None
         if not isinstance(found, _rows.Sharded) or found.copies != 1:
-            raise NotMergeable(_rows.Across(None, why="tried"))
+            raise NotMergeable(Fallback(Reason.TRIAL_DIFFERS))
         return MergeRule(found)

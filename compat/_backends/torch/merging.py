@@ -4,6 +4,7 @@ import torch
 from torch.utils import _pytree as tree
 
 from ... import _rows
+from ..._rows import Fallback, Reason
 from ..._rows.merging import Operations, merge
 from .arguments import size_along
 from .expressions import ComputedTotal, Constant, State, Total, TotalValue, expression_of
@@ -16,12 +17,12 @@ class NotMergeable(Exception):
     """Values of the replicas cannot be merged.
 
     Attributes:
-        across: where the reason is, an ``Across``.
+        fallback: where the reason is, a ``Fallback``.
     """
 
-    def __init__(self, across=None):
-        self.across = across or _rows.Across(None, why="diverged")
-        super().__init__(self.across)
+    def __init__(self, fallback=None):
+        self.fallback = fallback or Fallback(Reason.DIVERGES)
+        super().__init__(self.fallback)
 
 
 class _Tensors(Operations):
@@ -173,7 +174,7 @@ class _Recomputation:
     def computed(self, expressions):
         first = expressions[0]
         if isinstance(first, _rows.Mixed):
-            raise NotMergeable(first.why)
+            raise NotMergeable(first.fallback)
         paths = {(type(each), getattr(each, "function", None)) for each in expressions}
         if len(paths) > 1 or not isinstance(first, (TotalValue, State, ComputedTotal)):
             raise NotMergeable()  # the replicas took different paths through the model

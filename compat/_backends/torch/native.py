@@ -7,7 +7,8 @@ import itertools
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ... import _rows, errors
+from ... import errors
+from ..._rows import Fallback, Reason
 from ..._runtime import patching
 from . import tracing
 from .expressions import State
@@ -65,7 +66,7 @@ class ReplicatedForward(ForwardMethod, ReplicatedCall):
     def unsplittable(self, model):
         """Return why no call can be split: copies of weights take no sparse gradients back."""
         is_sparse = any(getattr(part, "sparse", False) is True for part in model.modules())
-        return _rows.Across("that makes sparse gradients", why="unknown") if is_sparse else None
+        return Fallback(Reason.NO_RULE, "that makes sparse gradients") if is_sparse else None
 
 
 class ModuleReplicas(Replicas):
@@ -117,14 +118,14 @@ class ModuleReplicas(Replicas):
                     for values, name, value in self.places
                     if id(value) in self.weights
                 ):
-                    raise NotMergeable(_rows.Across(None, why="weight"))  # another one in its place
+                    raise NotMergeable(Fallback(Reason.WEIGHT_ASSIGNED))  # another one in its place
             finally:
                 for values, name, value in self.places:
                     values[name] = value
                 added = list(filter(None, itertools.starmap(put_back, self.held)))
                 self.register = self.hooks.taken()
         if added:
-            raise NotMergeable(_rows.Across(f"that sets the state {added[0]!r}"))
+            raise NotMergeable(Fallback(Reason.CROSS_BATCH, f"that sets the state {added[0]!r}"))
         now = [version_of(copies[key]) for key in self.weights]
         if now != versions:
             self.note_moved(state, copies, versions, now)

@@ -6,6 +6,7 @@ import re
 import torch
 
 from ... import _rows
+from ..._rows import Reason
 from . import graph, rules
 from .expressions import (
     EXPRESSIONS,
@@ -54,7 +55,7 @@ def targets_weight(input, target, weight=None, ignore_index=-100, **_):
 class Propagation(torch.overrides.TorchFunctionMode):
     """Tags of the results of torch's functions, where an argument has a tag.
 
-    A tag is a placement: ``Sharded``, or ``Mixed`` with an ``Across`` that says where; or one of
+    A tag is a placement: ``Sharded``, or ``Mixed`` with a ``Fallback`` that says where; or one of
     the ``EXPRESSIONS``, from which ``merging`` computes values that have no rows. A
     tensor without a tag does not depend on the batch.
 
@@ -104,8 +105,8 @@ class Propagation(torch.overrides.TorchFunctionMode):
         try:
             return self.watched(call)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            if not hasattr(error, "across"):
-                error.across = self.across(call.name, "fails")
+            if not hasattr(error, "fallback"):
+                error.fallback = self.fallback(call.name, Reason.FAILS_ON_SHARD)
             raise
 
     def watched(self, call):
@@ -117,7 +118,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         if name in SIZES:
             return self.sizes(call, call.func(*args, **call.kwargs))
         if name == "register_hook":
-            self.hooks.append(self.across(name, "gradient"))
+            self.hooks.append(self.fallback(name, Reason.CUSTOM_GRADIENT))
         if name == "__iter__":
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
         is_computed = all(isinstance(each, EXPRESSIONS) for each in call.known)
@@ -178,7 +179,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         if not is_sharded(tensor) or not rows.even:
             # There may be as many as some values of rows ask for.
             if isinstance(rows, _rows.Placement) and not is_packing():
-                self.host_values.append(HostValue(self.across(name), self.mixed(name), result))
+                self.host_values.append(HostValue(self.fallback(name), self.mixed(name), result))
             return result
         if name == "__len__" and rows.axis == 0 or name in ("numel", "nelement", "nbytes"):
             self.compare(PLAIN_USE, name)
@@ -258,8 +259,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
     def tag_for(self, call, value, placement):
         """Return the tag for a rule's placement."""
         if isinstance(placement, (_rows.Mixed, _rows.Unknown)):
-            across = placement.why if isinstance(placement.why, _rows.Across) else None
-            return _rows.Mixed(across or self.across(call.name))
+            return _rows.Mixed(placement.fallback or self.fallback(call.name))
         if isinstance(placement, _rows.Sharded):
             return self.of_loss(call, value, placement)
         if isinstance(placement, _rows.Partial):
@@ -317,10 +317,10 @@ class Propagation(torch.overrides.TorchFunctionMode):
             is_tried = call.rows > 1 and not call.in_place and not RANDOM.match(call.name)
             found = try_function(call) if is_tried else None
             if found is None:
-                return [_rows.Mixed(self.across(call.name, "unknown"))] * len(call.results)
+                return [_rows.Mixed(self.fallback(call.name, Reason.NO_RULE))] * len(call.results)
             self.tried[key] = found
-        across = _rows.Mixed(self.across(call.name, "tried"))
-        return [each if isinstance(each, _rows.Sharded) else across for each in self.tried[key]]
+        fallback = _rows.Mixed(self.fallback(call.name, Reason.TRIAL_DIFFERS))
+        return [each if isinstance(each, _rows.Sharded) else fallback for each in self.tried[key]]
 
     # What Python is given ---------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
             found = expression_of(call.given[0])
         if name in ("item", "__float__") and isinstance(result, float):
             self.items[id(result)] = (result, call.given[0])
-        self.host_values.append(HostValue(self.across(name), found, result))
+        self.host_values.append(HostValue(self.fallback(name), found, result))
 
     def compare(self, comparison, name="size"):
         """Note a ``CountComparison`` of a number of rows.
@@ -350,7 +350,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
             return
         self.comparisons.add(comparison)
         if comparison.differs([self.rows], self.total):
-            self.by_count = self.by_count or self.across(name)
+            self.by_count = self.by_count or self.fallback(name)
 
     # Tags -------------------------------------------------------------------------------------
 
@@ -358,7 +358,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
     placement_of = staticmethod(graph.placement_of)
 
     def mixed(self, name):
-        return _rows.Mixed(self.across(name))
+        return _rows.Mixed(self.fallback(name))
 
-    def across(self, name, why="mixed"):
-        return graph.across(self.model, name, why)
+    def fallback(self, name, reason=Reason.CROSS_BATCH):
+        return graph.fallback(self.model, name, reason)

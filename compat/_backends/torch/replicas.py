@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ... import _keras, _rows, errors
+from ..._rows import Fallback, Reason
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from . import executions, kept_rows, tracing
@@ -99,7 +100,7 @@ class ReplicatedCall(patching.InstanceMethod):
         raise NotImplementedError
 
     def unsplittable(self, model):
-        """Return why no call of this model can be split, an ``Across``; None: calls are tried."""
+        """Return why no call of this model can be split, a ``Fallback``; None: calls are tried."""
         return None
 
     # The call ---------------------------------------------------------------------------------
@@ -120,12 +121,12 @@ class ReplicatedCall(patching.InstanceMethod):
     def run(self, model, arguments, args, kwargs):
         """Run a call, split where that is possible."""
         if tracing.is_transformed():
-            across = _rows.Across(None, why="transformed")
-            return self.run_unsplit(model, arguments, None, across)
+            fallback = Fallback(Reason.TRANSFORMED)
+            return self.run_unsplit(model, arguments, None, fallback)
         packed = [v for v in arguments.leaves if isinstance(v, PackedSequence)]
         if packed:
-            across = _rows.Across("PackedSequence", why="unknown")
-            return self.run_unsplit(model, arguments, size_along(packed[0], 0), across)
+            fallback = Fallback(Reason.NO_RULE, "PackedSequence")
+            return self.run_unsplit(model, arguments, size_along(packed[0], 0), fallback)
         layouts = self.layouts(model, arguments)
         if layouts:
             return self.run_split(SplitCall(self, model, arguments), layouts)
@@ -170,19 +171,19 @@ class ReplicatedCall(patching.InstanceMethod):
             return self.run_split(call, layouts)
         except NotMergeable as error:
             drawn.close()
-            across = error.across if rows > 1 else None
-            result = self.run_unsplit(model, arguments, rows, across)
+            fallback = error.fallback if rows > 1 else None
+            result = self.run_unsplit(model, arguments, rows, fallback)
             self.plans.update(dict.fromkeys(untried if plan is None else [kind]))
             return result
 
-    def run_unsplit(self, model, arguments, rows, across=None):
+    def run_unsplit(self, model, arguments, rows, fallback=None):
         """Run with the whole batch where one device would, which may raise as that would.
 
         Arguments:
             model: the model.
             arguments: the ``CallArguments``.
             rows: how many it has, or None.
-            across: why, if no warning has said so before.
+            fallback: why, if no warning has said so before.
         """
         home = self.home(model, arguments)
         leaves = [shard_on(home, None, None, leaf) for leaf in arguments.leaves]
@@ -193,9 +194,9 @@ class ReplicatedCall(patching.InstanceMethod):
         unflatten([untagged(arguments.own(leaf)) for leaf in changed])
         sizes = None if rows is None else work.undivided(self.devices, rows)
         work.count(self.devices, sizes, torch.is_grad_enabled())
-        if across is not None:
+        if fallback is not None:
             name = type(model).__name__ if _keras.keras_of(model) is None else model.name
-            _rows.runs_whole(name, across, self.devices[0], "The model", self)
+            _rows.warn_unsplit(name, fallback, self.devices[0], "The model", self)
         return result
 
     def first_call(self, call, layouts, numbers):
@@ -213,9 +214,9 @@ class ReplicatedCall(patching.InstanceMethod):
         Raises:
             NotMergeable: no plan does.
         """
-        across = self.unsplittable(call.model)
-        if across is not None:
-            raise NotMergeable(across)
+        fallback = self.unsplittable(call.model)
+        if fallback is not None:
+            raise NotMergeable(fallback)
         failed = []
         for kind, layout in layouts.items():
             for plan in plans_to_try(layout, numbers):
@@ -227,7 +228,7 @@ class ReplicatedCall(patching.InstanceMethod):
                 else:
                     self.plans[kind], plan.trial = plan, None
                     return result
-        raise (failed + [NotMergeable(_rows.Across(None, why="rows"))])[0]
+        raise (failed + [NotMergeable(Fallback(Reason.BATCH_DIMENSION))])[0]
 
     def layouts(self, model, arguments):
         """List how the arguments may be cut, the likeliest first."""

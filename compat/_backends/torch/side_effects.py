@@ -12,7 +12,8 @@ import types
 
 import torch
 
-from ... import _keras, _rows
+from ... import _keras
+from ..._rows import Fallback, Reason
 from ..._runtime import patching
 from ..._runtime.containers import MISSING
 from ..._runtime.effects import Effects
@@ -231,7 +232,7 @@ class CallEffects:
     def _place(self, change):
         """Identify the place of a change, the same in each replica and in later calls."""
         if change.key is MISSING:  # of a list so long that its elements are not followed
-            raise NotMergeable(_rows.Across(f"that changes {change}", why="unknown"))
+            raise NotMergeable(Fallback(Reason.NO_RULE, f"that changes {change}"))
         numbers, owner, key = self.reach.numbers, change.owner, change.key
         if change.before is MISSING and isinstance(owner.held, (list, collections.deque)):
             key = "added", key - len(owner.held)

@@ -11,7 +11,7 @@ import itertools
 import torch
 
 from ... import _rows, errors
-from ..._rows import splitting
+from ..._rows import Fallback, Reason, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import work
 from . import executions, kept_rows, linked_values, profiler
@@ -154,8 +154,8 @@ class SplitCall:
                 except (NotMergeable, torch.cuda.OutOfMemoryError, errors.UnsupportedError):
                     raise
                 except Exception as error:
-                    across = getattr(error, "across", None) or _rows.Across(None, why="fails")
-                    raise NotMergeable(across) from error
+                    fallback = getattr(error, "fallback", None) or Fallback(Reason.FAILS_ON_SHARD)
+                    raise NotMergeable(fallback) from error
                 finally:
                     if watched:
                         propagation.paused = True  # an interruption may have kept it from saying so
@@ -251,15 +251,15 @@ class SplitCall:
             NotMergeable: they are not those of one device.
         """
         tensors = [leaf for leaf in self.arguments.leaves if isinstance(leaf, torch.Tensor)]
-        across = custom_gradient(outcome, tensors)
+        fallback = custom_gradient(outcome, tensors)
         sources = [v for v in tensors + list(self.model.parameters()) if v.requires_grad]
-        if across is None or not sources:
+        if fallback is None or not sources:
             return
         outside, effects = self.method.replicas(self.model).outside, {}
         with outside.replica(False, effects):
-            check_gradients(plan.trial, plan.rules, replicas.before, self.home, sources, across)
+            check_gradients(plan.trial, plan.rules, replicas.before, self.home, sources, fallback)
         if effects:  # what a hook leaves outside, of which each device sees a part
-            raise NotMergeable(across)
+            raise NotMergeable(fallback)
 
     def check_choices(self, replicas, layout, plan, count, choices):
         """Compare the call with all of the batch on one device, which may take another branch.

@@ -8,6 +8,7 @@ import contextlib
 import torch
 
 from ... import _rows
+from ..._rows import Fallback, Reason
 from .graph import call_tensors, is_sharded, tag_of
 from .merging import NotMergeable, UnchangedState
 from .row_counts import RowCount
@@ -104,7 +105,9 @@ def prove(trial, rules, before, home):
         if values is None and key[0] != "state":  # of batch normalization, in training only
             raise NotMergeable()
         if values is not None and not fits(rule, values, trial.sizes, home, before.get(key)):
-            raise NotMergeable(_rows.Across(None, why="unknown" if trial.is_random() else "tried"))
+            raise NotMergeable(
+                Fallback(Reason.NO_RULE if trial.is_random() else Reason.TRIAL_DIFFERS)
+            )
     if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes()}) > 1:
         raise NotMergeable()
 

@@ -137,7 +137,7 @@ class Traced:
         handles = {inner.name: id(outer) for inner, outer in captures(graph)}
         propagation = Propagation(
             graph, dict(zip([graph.inputs[0].name], given)), handles,
-            lambda op, placement: _rows.Across(op.name), OpTrial({}, {}),
+            lambda op, _: _rows.Fallback(_rows.Reason.CROSS_BATCH, op.name), OpTrial({}, {}),
         )  # fmt: skip
         found = [propagation.placement_of(tensor) for tensor in concrete.outputs]
         numbers = [tensor.shape.rank == 0 for tensor in concrete.outputs]
@@ -175,4 +175,4 @@ def test_a_division_is_found_before_any_number_of_operations():
         return tf.sort(x, 0)
 
     (claimed, _) = Traced(divided).claim([Sharded(0)])
-    assert isinstance(claimed, Mixed) and claimed.why.operation == "truediv"
+    assert isinstance(claimed, Mixed) and claimed.fallback.operation == "truediv"

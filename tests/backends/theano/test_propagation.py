@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from compat._rows import Reason
 from compat.testing import slow, span
 
 from .. import graph_cases
@@ -84,7 +85,7 @@ def test_layers_of_keras_compute_row_by_row(keras, stacks):
     models.append(keras.models.Model([queries, values], layers.Concatenate()([found, queries])))
     for model in models:
         graph, name = graph_of(model), model.layers[-1].name
-        assert graph.across("unknown") is None, name
+        assert graph.fallback(Reason.NO_RULE) is None, name
         cuts = [(cut.variable, cut.placement.axis) for cut in graph.cuts(model.outputs)]
         assert cuts == [(output, 0) for output in model.outputs], name
 

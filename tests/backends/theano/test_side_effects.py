@@ -88,14 +88,14 @@ def check(keras, build, makes_whole=None):
     else:
         (text,) = said
         sentence = makes_whole(model).sentence(model.name)
-        assert text == f"{sentence} {_rows.FROM_THERE_ON} runs unsplit on cpu:0."
+        assert text == f"{sentence} {_rows.DOWNSTREAM} runs unsplit on cpu:0."
     return model
 
 
 def effects(operation, model, line):
     """What is wrong with the operation of a layer of a model."""
     layer = f"layer {model.layers[1].name!r}"
-    return _rows.Across(operation, layer, line, "effects")
+    return _rows.Fallback(_rows.Reason.SIDE_EFFECTS, operation, layer, line)
 
 
 NAMES = ["observes", "counts", "draws", "draws_of_numpy"]
@@ -177,7 +177,7 @@ def test_operation_that_changes_something_from_a_later_step_on(keras):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     line = line_of(with_operation, "between = ")
     sentence = effects("FromFunctionOp{<lambda>}", model, line).sentence(model.name)
-    assert said == [f"{sentence} {_rows.FROM_THERE_ON} runs unsplit on cpu:0."]
+    assert said == [f"{sentence} {_rows.DOWNSTREAM} runs unsplit on cpu:0."]
 
 
 def momentum_encoder(keras):

@@ -16,10 +16,11 @@ from . import test_contract, test_replicas
 keras, profiles_not_printed = test_replicas.keras, test_contract.profiles_not_printed
 
 
-def whole(operation, name, layer=None, line=None, reach=_rows.FROM_THERE_ON, why="mixed"):
+def whole(
+    operation, name, layer=None, line=None, reach=_rows.DOWNSTREAM, why=_rows.Reason.CROSS_BATCH
+):
     """The text of the warning."""
-    across = _rows.Across(operation, layer, line, why)
-    found = across.sentence(name)
+    found = _rows.Fallback(why, operation, layer, line).sentence(name)
     return "{} {} runs unsplit on cpu:0.".format(found, reach)
 
 
@@ -86,7 +87,9 @@ def test_what_a_trial_finds_across_rows_gets_all_of_them(keras):
     line = named(keras, function)[1]
     model = lambda: named(keras, function)[0]  # noqa: E731
     texts = graph_cases.one_devices_numbers(keras, model, rows=(1, 13, 2))
-    assert texts == [whole("OwnSoftmax", "net", "layer 'own'", line, why="tried")]
+    assert texts == [
+        whole("OwnSoftmax", "net", "layer 'own'", line, why=_rows.Reason.TRIAL_DIFFERS)
+    ]
 
 
 def test_what_cannot_be_tried_gets_all_rows(keras):
@@ -97,7 +100,7 @@ def test_what_cannot_be_tried_gets_all_rows(keras):
     texts = graph_cases.one_devices_numbers(
         keras, lambda: named(keras, function)[0], tolerance=1e-2, rows=(13,)
     )
-    assert texts == [whole("OwnSoftmax", "net", "layer 'own'", line, why="unknown")]
+    assert texts == [whole("OwnSoftmax", "net", "layer 'own'", line, why=_rows.Reason.NO_RULE)]
 
 
 def test_a_trial_leaves_no_trace(keras):
