@@ -152,7 +152,7 @@ class FailedTrace:
     changes: "Sequence[Any]" = ()
     fails = True
 
-    def __init__(self, fallback: "_rows.Across", holds: bool) -> None:
+    def __init__(self, fallback: Fallback, holds: bool) -> None:
         self.fallback, self.holds = fallback, holds
 
 
