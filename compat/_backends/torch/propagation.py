@@ -1,7 +1,8 @@
-"""Placements of the tensors that a replica computes, inferred as torch's functions are called."""
+"""Placements of the tensors that a replica computes, inferred while torch's functions run."""
 
 import inspect
 import re
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -19,7 +20,7 @@ from .expressions import (
 )
 from .graph import Call, call_tensors, is_packing, is_sharded, tag, tag_of
 from .host_values import HostValue
-from .row_counts import PLAIN_USE, RowCount, has_count
+from .row_counts import PLAIN_USE, CountComparison, RowCount, has_count
 from .trial import try_function
 
 # Kinds of torch's functions, by their names.
@@ -27,23 +28,23 @@ DROPOUT = re.compile("(alpha_|feature_|feature_alpha_)?dropout|rrelu")
 RANDOM = re.compile(
     DROPOUT.pattern + "|rand|bernoulli|normal_?$|uniform_|multinomial|exponential_|poisson$"
 )
-#: What is known of a tensor without a look at its values.
+#: Functions that return what a tensor has besides its values.
 METADATA = frozenset(
     "dim ndimension stride element_size storage_offset data_ptr untyped_storage storage get_device "
     "dim_order register_hook register_post_accumulate_grad_hook names has_names _nnz sparse_dim "
     "dense_dim __hash__ __dir__ __reduce_ex__ __get__".split()
 ) | {name for name, kind in vars(torch._C.TensorBase).items() if inspect.isgetsetdescriptor(kind)}
-#: What may be given a number of rows that ``len()`` has told.
+#: Functions that may be given a number of rows, as ``len()`` returns it.
 GROWING = rules.MADE + ("expand", "repeat", "tile", "broadcast_to")
 COUNTING = GROWING + ("__getitem__", "arange")
 #: Their results are means over the rows, weighted by the counted targets.
 CLASS_LOSSES = ("cross_entropy", "nll_loss")
-#: What tells how much of something there is.
+#: Functions that return sizes.
 SIZES = ("shape", "size", "numel", "nelement", "nbytes", "__len__")
 
 
 def targets_weight(input, target, weight=None, ignore_index=-100, **_):
-    """Return what the mean of a loss over classes was divided by."""
+    """Return the number by which the mean of a loss over classes was divided."""
     if target.is_floating_point():
         return target.numel()
     counted = target != ignore_index
@@ -53,33 +54,37 @@ def targets_weight(input, target, weight=None, ignore_index=-100, **_):
 
 
 class Propagation(torch.overrides.TorchFunctionMode):
-    """Tags of the results of torch's functions, where an argument has a tag.
+    """Context in which results of torch's functions get tags, where an argument has one.
 
     A tag is a placement: ``Sharded``, or ``Mixed`` with a ``Fallback`` that says where; or one of
     the ``EXPRESSIONS``, from which ``merging`` computes values that have no rows. A
     tensor without a tag does not depend on the batch.
 
     Arguments:
-        model: whose modules are named.
+        model: the model, whose modules are named in warnings.
         rows: how many rows of the batch the replica computes.
         total: how many the batch has.
-        tried: what is known of functions without a line in the table.
-        probing: nothing is random, and batch normalization is that of inference, so that parts of
-            a batch can be compared with all of it.
+        tried: placements of functions without a rule, by kinds of calls, which this adds to.
+        probing: whether nothing is random, and batch normalization that of inference, so that parts
+            of a batch can be compared with all of it.
     """
 
-    def __init__(self, model, rows, total, tried, probing=False):
+    def __init__(
+        self, model: Any, rows: int, total: int, tried: "Dict[Any, Any]", probing: bool = False
+    ) -> None:
         super().__init__()
         self.model, self.rows, self.total, self.tried = model, rows, total, tried
         self.probing = probing
         self.paused = False
-        self.items = {}  # by id: numbers that were taken from tensors, and these
-        self.host_values = []
-        self.counting = False  # whether len() has told Python the number of rows
-        self.comparisons = set()  # of numbers of rows: ``CountComparison``s
+        # By id: numbers that were taken from tensors, and these.
+        self.items: "Dict[int, Tuple[float, torch.Tensor]]" = {}
+        self.host_values: "List[HostValue]" = []
+        self.counting = False  # whether len() has given Python the number of rows
+        self.comparisons: "Set[CountComparison]" = set()
         self.misplaced = False  # whether a layer of sequences was given rows where it has none
-        self.by_count = None  # where Python may have chosen its way by the number of rows
-        self.hooks = []  # where there are some on what comes back
+        # Where Python may have chosen its way by the number of rows.
+        self.by_count: "Optional[_rows.Fallback]" = None
+        self.hooks: "List[_rows.Fallback]" = []  # where hooks on gradients are registered
         self.depth = 0  # of torch's stack of modes, with this one
 
     def __enter__(self):
@@ -109,11 +114,12 @@ class Propagation(torch.overrides.TorchFunctionMode):
                 error.fallback = self.fallback(call.name, Reason.FAILS_ON_SHARD)
             raise
 
-    def watched(self, call):
+    def watched(self, call: Call) -> Any:
+        """Return the result of a call, tagged."""
         name, args = call.name, call.args
         if self.probing and RANDOM.match(name):
             return self.not_random(call)
-        if not call.known:
+        if not call.present_tags:
             return self.made(call, call.func(*args, **call.kwargs))
         if name in SIZES:
             return self.sizes(call, call.func(*args, **call.kwargs))
@@ -121,7 +127,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
             self.hooks.append(self.fallback(name, Reason.CUSTOM_GRADIENT))
         if name == "__iter__":
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
-        is_computed = all(isinstance(each, EXPRESSIONS) for each in call.known)
+        is_computed = all(isinstance(present, EXPRESSIONS) for present in call.present_tags)
         kept = self.kept(call) if is_computed else None
         result = self.called(call)
         call.results = [args[0]] if name == "__setitem__" else list(call_tensors([result]))
@@ -131,17 +137,18 @@ class Propagation(torch.overrides.TorchFunctionMode):
             self.escaped(call, result)
         return result
 
-    def made(self, call, result):
-        """Tag a result of arguments without rows, where a number of rows may still make rows."""
+    def made(self, call: Call, result: Any) -> Any:
+        """Tag a result of arguments without tags, among which may be a number of rows."""
         if not isinstance(result, torch.Tensor):
             return result
         by_count = self.counting and call.name in COUNTING
-        if by_count or call.known or has_count(call.args, call.kwargs):
+        if by_count or call.present_tags or has_count(call.args, call.kwargs):
             call.results = [result]
             self.tag(call, self.by_rules(call))
         return result
 
-    def called(self, call):
+    def called(self, call: Call) -> Any:
+        """Call the function itself, as it is right for some of the rows."""
         is_alone = len(call.args) + len(call.kwargs) == 1
         if call.name == "squeeze" and is_alone and is_sharded(call.first):
             dims = [dim for dim in range(call.first.dim()) if dim != call.tags[0].axis]
@@ -154,7 +161,8 @@ class Propagation(torch.overrides.TorchFunctionMode):
             return call.func(**bound)
         return call.func(*call.args, **call.kwargs)
 
-    def not_random(self, call):
+    def not_random(self, call: Call) -> Any:
+        """Return the result of a random function, where it is no more so."""
         if DROPOUT.match(call.name):
             return call.args[0]
         result = call.func(*call.args, **call.kwargs)
@@ -165,16 +173,16 @@ class Propagation(torch.overrides.TorchFunctionMode):
                 tensor.fill_(0.5 if tensor.is_floating_point() else 0)
         return self.made(call, result)
 
-    def as_count(self, value):
-        """Return a count for a plain number that is that of the rows, which ``len()`` has told."""
+    def as_count(self, value: Any) -> Any:
+        """Return a ``RowCount`` for a plain number that is that of the rows, as from ``len()``."""
         if isinstance(value, slice):
             return slice(value.start, self.as_count(value.stop), value.step)
-        same = isinstance(value, int) and not isinstance(value, bool) and value == self.rows
-        return RowCount(1, self) if same else value
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        return RowCount(1, self) if is_number and value == self.rows else value
 
-    def sizes(self, call, result):
+    def sizes(self, call: Call, result: Any) -> Any:
         """Return a shape in which the sizes that grow with the batch are ``RowCount``s."""
-        name, args, tensor, rows = call.name, call.args, call.given[0], call.tags[0]
+        name, args, tensor, rows = call.name, call.args, call.tensors[0], call.tags[0]
         self.counting = self.counting or name == "__len__"
         if not is_sharded(tensor) or not rows.even:
             # There may be as many as some values of rows ask for.
@@ -193,8 +201,8 @@ class Propagation(torch.overrides.TorchFunctionMode):
             return torch.Size([counted(dim, size) for dim, size in enumerate(result)])
         return counted(args[1], result) if len(args) > 1 and isinstance(args[1], int) else result
 
-    def kept(self, call):
-        """Return arguments as they are before the function runs: tags, constants, numbers."""
+    def kept(self, call: Call) -> "Tuple[Any, Any]":
+        """Return the arguments before the function runs: tags, constants, numbers."""
 
         def keep(value):
             if not isinstance(value, torch.Tensor):
@@ -209,14 +217,22 @@ class Propagation(torch.overrides.TorchFunctionMode):
         kwargs.pop("out", None)  # it is the result
         return args, kwargs
 
-    # Following --------------------------------------------------------------------------------
+    # Inferring --------------------------------------------------------------------------------
 
     def follow(self, call, kept, is_one_of_several):
-        """Return the tag of each result."""
+        """Return the tag of each result.
+
+        Arguments:
+            call: the call.
+            kept: its arguments before it, if all are computed from totals; else None.
+            is_one_of_several: whether the function has returned a list or a tuple.
+        """
         name, first, count = call.name, call.args[:1], len(call.results)
-        mixed = [each for each in call.known if isinstance(each, _rows.Mixed)]
+        mixed = [present for present in call.present_tags if isinstance(present, _rows.Mixed)]
         # State from before is a constant among rows.
-        moving = [each for each in call.known if not getattr(each, "constant", False)]
+        moving = [
+            present for present in call.present_tags if not getattr(present, "constant", False)
+        ]
         if not moving and name in GROWING and has_count(call.args, call.kwargs):
             return self.by_rules(call)
         if kept is not None:
@@ -229,35 +245,35 @@ class Propagation(torch.overrides.TorchFunctionMode):
             self.statistics(call.bound())
         if name == "batch_norm":  # each device's own rows
             return [self.placement_of(*first) if is_sharded(*first) else self.mixed(name)]
-        # What is mixed may only tell where to look, or what type to make.
+        # A mixed value may only be an index, or an example of a type.
         is_read = name == "__getitem__" and not isinstance(call.tags[0], _rows.Mixed)
         if mixed and not is_read and name not in rules.MADE:
             return mixed[:1] * count
         changed = [tag_of(*first)] if call.in_place else []
-        if any(isinstance(each, EXPRESSIONS) for each in moving + changed):
+        if any(isinstance(present, EXPRESSIONS) for present in moving + changed):
             return [self.mixed(name)] * count
         return self.by_rules(call)
 
     def by_rules(self, call):
-        """Return the tag of each result, where the table or a trial determines it."""
+        """Return the tag of each result, by a rule or by a trial."""
         if self.counting and call.name in COUNTING:
             call.args, call.kwargs = call.mapped(self.as_count)
         if is_packing() and call.name not in rules.PACKED:
-            first = next((self.placement_of(t) for t in call.given if is_sharded(t)), None)
-            found = [first or _rows.REPLICATED] * len(call.results)
+            first = next((self.placement_of(t) for t in call.tensors if is_sharded(t)), None)
+            placements = [first or _rows.REPLICATED] * len(call.results)
         else:
             try:
-                found = rules.placements(call)
+                placements = rules.placements(call)
             except (IndexError, KeyError, TypeError, ValueError, AttributeError, AssertionError):
-                found = None  # another form of the call
-            if found is None or any(isinstance(each, _rows.Unknown) for each in found):
-                found = self.tried_function(call)
-        if call.name in rules.SEQUENCES and isinstance(found[0], _rows.Mixed):
+                placements = None  # another form of the call
+            if placements is None or any(isinstance(p, _rows.Unknown) for p in placements):
+                placements = self.tried_function(call)
+        if call.name in rules.SEQUENCES and isinstance(placements[0], _rows.Mixed):
             self.misplaced = True
-        return [self.tag_for(call, *pair) for pair in zip(call.results, found)]
+        return [self.tag_for(call, *pair) for pair in zip(call.results, placements)]
 
-    def tag_for(self, call, value, placement):
-        """Return the tag for a rule's placement."""
+    def tag_for(self, call: Call, value: torch.Tensor, placement: _rows.Placement) -> Any:
+        """Return the tag of a result that has this placement."""
         if isinstance(placement, (_rows.Mixed, _rows.Unknown)):
             return _rows.Mixed(placement.fallback or self.fallback(call.name))
         if isinstance(placement, _rows.Sharded):
@@ -269,7 +285,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
             return Total(placement, weight, regular)
         return None
 
-    def of_loss(self, call, value, placement):
+    def of_loss(self, call: Call, value: torch.Tensor, placement: _rows.Sharded) -> Any:
         """Return the tag of a loss that may have been reduced, or of any other value of rows."""
         name = rules.canonical(call.name)
         try:
@@ -286,60 +302,60 @@ class Propagation(torch.overrides.TorchFunctionMode):
             return Total(_rows.Partial("sum"), is_regular=placement.even)
         if call.name in CLASS_LOSSES:
             return Total(_rows.Partial("mean"), targets_weight(**bound))
-        first = next(tensor for tensor in call.given if is_sharded(tensor))
+        first = next(tensor for tensor in call.tensors if is_sharded(tensor))
         weight = bound["input"].shape[0] if reduction == "batchmean" else first.numel()
         return Total(_rows.Partial("mean"), weight, placement.even)
 
-    def statistics(self, bound):
-        """Tag running averages of normalization as means over the rows."""
+    def statistics(self, bound: "Dict[str, Any]") -> None:
+        """Tag running averages of a normalization as means over the rows."""
         if (bound.get("training") or bound.get("use_input_stats")) and not self.probing:
             for value in (bound.get("running_mean"), bound.get("running_var")):
                 if value is not None:
                     count = bound["input"].shape[0]
                     tag(value, Total(_rows.Partial("mean"), count, is_regular=True))
 
-    def tag(self, call, tags):
-        for value, found in zip(call.results, tags):
-            tag(value, found)
+    def tag(self, call: Call, tags: "List[Any]") -> None:
+        """Tag the results of a call; and the bases of views that it has changed."""
+        for value, new in zip(call.results, tags):
+            tag(value, new)
             if call.in_place and value._base is not None:
-                # A view was changed, and with it what it is a view of.
-                kinds = {type(found), type(tag_of(value._base))}
+                kinds = {type(new), type(tag_of(value._base))}
                 if kinds not in ({_rows.Sharded}, {type(None)}):
-                    is_mixed = isinstance(found, _rows.Mixed)
-                    tag(value._base, found if is_mixed else self.mixed(call.name))
+                    is_mixed = isinstance(new, _rows.Mixed)
+                    tag(value._base, new if is_mixed else self.mixed(call.name))
 
-    # What no rule tells -------------------------------------------------------------------------
+    # Functions without a rule -------------------------------------------------------------------
 
-    def tried_function(self, call):
+    def tried_function(self, call: Call) -> "List[_rows.Placement]":
         """Return the placements of a function's results by computing with some of its rows."""
         key = (call.name, str(call.mapped(call.described)))
         if key not in self.tried:
             is_tried = call.rows > 1 and not call.in_place and not RANDOM.match(call.name)
-            found = try_function(call) if is_tried else None
-            if found is None:
+            placements = try_function(call) if is_tried else None
+            if placements is None:
                 return [_rows.Mixed(self.fallback(call.name, Reason.NO_RULE))] * len(call.results)
-            self.tried[key] = found
+            self.tried[key] = placements
         fallback = _rows.Mixed(self.fallback(call.name, Reason.TRIAL_DIFFERS))
-        return [each if isinstance(each, _rows.Sharded) else fallback for each in self.tried[key]]
+        return [p if isinstance(p, _rows.Sharded) else fallback for p in self.tried[key]]
 
-    # What Python is given ---------------------------------------------------------------------
+    # Values that Python reads -------------------------------------------------------------------
 
-    def escaped(self, call, result):
-        """Note a result that is not a tensor."""
+    def escaped(self, call: Call, result: Any) -> None:
+        """Note a result that is not a tensor: Python may choose by it."""
         name, tags = call.name, call.tags
-        told = name in METADATA or name.startswith("is_") and name != "is_nonzero"
+        is_metadata = name in METADATA or name.startswith("is_") and name != "is_nonzero"
         kinds = (type(None), torch.dtype, torch.device, str, torch.layout)
-        constant = all(getattr(each, "constant", False) for each in call.known)
-        if told or constant or isinstance(result, kinds) or is_packing():
+        is_constant = all(getattr(present, "constant", False) for present in call.present_tags)
+        if is_metadata or is_constant or isinstance(result, kinds) or is_packing():
             return
-        found = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
+        source = next((t for t in tags if isinstance(t, _rows.Mixed)), self.mixed(name))
         if len(tags) == 1 and isinstance(tags[0], EXPRESSIONS):
-            found = expression_of(call.given[0])
+            source = expression_of(call.tensors[0])
         if name in ("item", "__float__") and isinstance(result, float):
-            self.items[id(result)] = (result, call.given[0])
-        self.host_values.append(HostValue(self.fallback(name), found, result))
+            self.items[id(result)] = (result, call.tensors[0])
+        self.host_values.append(HostValue(self.fallback(name), source, result))
 
-    def compare(self, comparison, name="size"):
+    def compare(self, comparison: CountComparison, name: str = "size") -> None:
         """Note a ``CountComparison`` of a number of rows.
 
         Arguments:
@@ -357,8 +373,10 @@ class Propagation(torch.overrides.TorchFunctionMode):
     #: The placement of a tensor, as its tag has it.
     placement_of = staticmethod(graph.placement_of)
 
-    def mixed(self, name):
+    def mixed(self, name: str) -> _rows.Mixed:
+        """Return the placement of a result of this function, which is a cross-batch operation."""
         return _rows.Mixed(self.fallback(name))
 
-    def fallback(self, name, reason=Reason.CROSS_BATCH):
+    def fallback(self, name: str, reason: Reason = Reason.CROSS_BATCH) -> _rows.Fallback:
+        """Return the ``Fallback`` of the function of this name that is called now."""
         return graph.fallback(self.model, name, reason)

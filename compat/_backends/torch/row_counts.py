@@ -1,6 +1,6 @@
 """Numbers of rows: sizes that grow with the batch, whose comparisons with others are noted."""
 
-from typing import Callable, Iterable, NamedTuple, Optional
+from typing import Any, Callable, Iterable, NamedTuple, Optional, Sequence
 
 from torch.utils import _pytree as tree
 
@@ -35,11 +35,14 @@ class RowCount(int):
     """A size that grows with the batch: the placement ``Count``, as a number.
 
     Arguments:
-        per: its part for each row.
-        propagation: has ``rows``, and takes note of comparisons.
+        per: how many each row counts for.
+        propagation: the ``Propagation``, which notes comparisons.
     """
 
     constant = False  # as of a ``ComputedTotal``
+
+    per: int
+    propagation: Any
 
     def __new__(cls, per, propagation):
         self = super().__new__(cls, per * propagation.rows)
@@ -60,7 +63,8 @@ class RowCount(int):
             return RowCount(self.per // other, self.propagation)
         return self.plain() // other
 
-    def plain(self):
+    def plain(self) -> int:
+        """Return a plain number, of whose use nothing is seen."""
         self.propagation.compare(PLAIN_USE)
         return int(self)
 
@@ -74,7 +78,7 @@ def _is_plain(number):
     return isinstance(number, int) and not isinstance(number, RowCount)
 
 
-def _given(name):
+def _of_plain(name):
     return lambda self, other: getattr(self.plain(), name)(other)
 
 
@@ -90,18 +94,19 @@ def _compared(name):
 
 
 for _name in "add radd sub rsub mod pow truediv rtruediv".split():
-    setattr(RowCount, f"__{_name}__", _given(f"__{_name}__"))
+    setattr(RowCount, f"__{_name}__", _of_plain(f"__{_name}__"))
 
 
 for _name in "eq ne lt le gt ge".split():
     setattr(RowCount, f"__{_name}__", _compared(f"__{_name}__"))
 
 
-def has_count(*values):
+def has_count(*values: Any) -> bool:
+    """Return whether a ``RowCount`` is among nested values."""
     return any(isinstance(leaf, RowCount) for leaf in tree.tree_leaves(values))
 
 
-def counted(sizes):
+def counted(sizes: "Sequence[int]") -> "Optional[int]":
     """Return the place of the one size that grows with the batch, or None."""
     places = [place for place, size in enumerate(sizes) if isinstance(size, RowCount)]
     return places[0] if len(places) == 1 else None

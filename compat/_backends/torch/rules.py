@@ -9,17 +9,17 @@ each rule by computing.
 """
 
 import re
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 
 from ... import _rows
 from . import rules_indexing
-from .graph import call_tensors
+from .graph import Call, call_tensors
 from .row_counts import RowCount, counted, has_count
 
 Sharded, Mixed, Partial = _rows.Sharded, _rows.Mixed, _rows.Partial
-Rule = Callable[[Any, List[_rows.Value]], Any]
+Rule = Callable[[Call, List[_rows.Value]], Any]
 
 #: The name of a function, and its rule.
 RULES: "Dict[str, Rule]" = {}
@@ -37,30 +37,30 @@ def register(*names):
     return enter
 
 
-def canonical(name):
-    """Return the function's name of which this is a form: ``add`` of ``add_`` and ``__iadd__``."""
+def canonical(name: str) -> str:
+    """Return the name by which a function has a rule: ``add`` for ``add_`` and ``__iadd__``."""
     operator = re.match("__[ri]?(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|matmul)__$", name)
     return operator.group(1) if operator else name.strip("_") or name
 
 
-def placements(call):
+def placements(call: Call) -> "Optional[List[_rows.Placement]]":
     """Return the placement of each result of a call, or None where there is no rule for it."""
     name = canonical(call.name)
     rule = RULES.get(name) or (pointwise if is_pointwise(name) else None)
     if rule is None:
         return None
-    found = rule(call, call.values)
-    return found if isinstance(found, list) else [found] * len(call.results)
+    results = rule(call, call.values)
+    return results if isinstance(results, list) else [results] * len(call.results)
 
 
 # Element by element.
 
 
-def is_pointwise(name):
-    """Return whether torch says so of one of its own functions."""
+def is_pointwise(name: str) -> bool:
+    """Return whether torch has tagged a function as pointwise."""
     forms = getattr(torch.ops.aten, name, None)
     tags = [getattr(forms, form).tags for form in forms.overloads()] if forms is not None else []
-    return any(torch.Tag.pointwise in each for each in tags)
+    return any(torch.Tag.pointwise in form for form in tags)
 
 
 @register(
@@ -83,7 +83,7 @@ def where(call, values):
     return pointwise(call, values) if len(call.args) + len(call.kwargs) > 1 else Mixed()
 
 
-# What looks at the others for a type or a device alone.
+# Functions that take a type, a device or a shape of other tensors.
 register(
     "alpha_dropout bfloat16 bool byte char clone contiguous cpu cuda data detach double dropout",
     "empty_like float full_like half int long ones_like rand_like randint_like randn_like",
@@ -93,15 +93,14 @@ register(
 
 # Along dimensions.
 
-#: Where a function is given dimensions, and which they are else; of others they are the second
-#: argument, and all of them.
+#: The place of dimensions among the arguments, and their default; 1 and all of them for others.
 DIMS = {
     "sort": (1, -1), "argsort": (1, -1), "msort": (9, 0), "topk": (2, -1), "roll": (2, None),
     "normalize": (2, 1), "glu": (1, -1), "gumbel_softmax": (4, -1), "norm": (2, None),
     "linalg_vector_norm": (2, None), "linalg_norm": (2, None),
 }  # fmt: skip
 
-#: What ``merging`` puts together, where that has another name.
+#: Reductions as ``_rows`` names them, where torch has another name.
 TOTALS = {"nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min"}
 
 
@@ -110,14 +109,14 @@ TOTALS = {"nansum": "sum", "count_nonzero": "sum", "amax": "max", "amin": "min"}
     "linalg_vector_norm max min std var std_mean var_mean prod argmax argmin median",
 )
 def reduced(call, values):
-    """Merge those for which there is no total along other dimensions only."""
+    """Reduce dimensions."""
     name, value = canonical(call.name), values[0]
     if isinstance(call.get(1, "other"), torch.Tensor):  # the larger ones
         return pointwise(call, values)
     how, keepdims = TOTALS.get(name, name), call.results[0].dim() == value.rank
-    found = _rows.reduced(value, _dims(call), how, keepdims, denominator="elements")
+    placement = _rows.reduced(value, _dims(call), how, keepdims, denominator="elements")
     others = [Mixed()] * (len(call.results) - 1)
-    return [Partial(how)] + others if isinstance(found, Partial) else found
+    return [Partial(how)] + others if isinstance(placement, Partial) else placement
 
 
 def _dims(call):
@@ -185,10 +184,10 @@ def einsum(call, values):
 
 @register("scaled_dot_product_attention")
 def attention(call, values):
-    """Leave the last two dimensions, time and features, alone; of a mask, time twice."""
+    """Attend along the last two dimensions: time and features; of a mask, time twice."""
     if any(value.axis is not None and value.axis >= value.rank - 2 for value in values):
         return Mixed()
-    return _rows.pointwise([_rows.Value(each.placement, each.shape[:-2]) for each in values])
+    return _rows.pointwise([_rows.Value(value.placement, value.shape[:-2]) for value in values])
 
 
 # Layers.
@@ -213,7 +212,7 @@ SEQUENCES = RECURRENT + ("multi_head_attention_forward",)
 
 @register(*RECURRENT)
 def recurrent(call, values):
-    """Return that of the output, and of states, whose rows are always in the second dimension."""
+    """Run a recurrent layer, whose states have the rows in the second dimension always."""
     value = values[0]
     if isinstance(call.args[1], torch.Tensor) and isinstance(call.args[3], (list, tuple)):
         fits = value.axis is not None  # packed: the data is one sequence after the other, or so
@@ -248,7 +247,7 @@ def multi_head(call, values):
     "cosine_embedding_loss triplet_margin_loss",
 )
 def loss_of_rows(call, values):
-    """Expect (rows, classes, ...), and targets with rows first; weights are the same for all."""
+    """Compute a loss of (rows, classes, ...), targets with rows first, and weights of classes."""
     count = 3 if canonical(call.name) in ("cosine_embedding_loss", "triplet_margin_loss") else 2
     axes = [0] * count + [None] * (len(values) - count)
     return _rows.by_row(values, axes) if call.first.dim() > 1 else Mixed()
@@ -271,7 +270,7 @@ def ctc_loss(call, values):
     "narrow",
 )
 def viewed(call, values):
-    """Return the placement of a view that takes the rows as they are, or takes some of them."""
+    """View a tensor with dimensions in another order, or with other ones."""
     value = values[0]
     if value.axis is None:
         return value.placement
@@ -294,9 +293,9 @@ def reshaped(call, values):
         if call.counting and not growing:
             places += [place for place, size in enumerate(after) if size % call.rows == 0]
     for place in places:
-        found = _rows.reshaped(value, after[:place] + [None] + after[place + 1 :])
-        if not isinstance(found, (Mixed, _rows.Unknown)):
-            return found
+        placement = _rows.reshaped(value, after[:place] + [None] + after[place + 1 :])
+        if not isinstance(placement, (Mixed, _rows.Unknown)):
+            return placement
     return _rows.REPLICATED if value.axis is None else Mixed()
 
 
@@ -311,10 +310,10 @@ def squeezed(call, values):
 def expanded(call, values):
     """Expand dimensions of one element, or add some in front."""
     value, sizes = values[0], call.sizes(1, "size")
-    found, place = _rows.broadcast(value, len(sizes)), counted(sizes)
-    if place is None or getattr(found, "axis", None) == place:
-        return found
-    return Sharded(place, inner=sizes[place].per) if found == _rows.REPLICATED else Mixed()
+    placement, place = _rows.broadcast(value, len(sizes)), counted(sizes)
+    if place is None or getattr(placement, "axis", None) == place:
+        return placement
+    return Sharded(place, inner=sizes[place].per) if placement == _rows.REPLICATED else Mixed()
 
 
 @register("repeat tile")
@@ -325,23 +324,23 @@ def tiled(call, values):
     place, shape = counted(times), [1] * (len(times) - value.rank) + list(value.shape)
     if place is None:
         return _rows.tiled(value, times)
-    found = Sharded(place, inner=(shape[place] or 1) * times[place].per)
-    return found if value.placement == _rows.REPLICATED else Mixed()
+    placement = Sharded(place, inner=(shape[place] or 1) * times[place].per)
+    return placement if value.placement == _rows.REPLICATED else Mixed()
 
 
 @register("repeat_interleave")
 def repeated(call, values):
     """Repeat each element along a dimension."""
     value, times, dim = values[0], call.get(1, "repeats"), call.get(2, "dim")
-    known = not isinstance(times, (torch.Tensor, RowCount))
-    return _rows.repeated(value, dim, times) if known else Mixed()
+    is_number = not isinstance(times, (torch.Tensor, RowCount))
+    return _rows.repeated(value, dim, times) if is_number else Mixed()
 
 
 @register("unbind split chunk tensor_split split_with_sizes")
 def parts(call, values):
     """Split a dimension, or drop it."""
-    at, kept = (1, "one") if call.name == "unbind" else (2, "part")
-    return _rows.sliced(values[0], {call.get(at, "dim", default=0): kept})
+    at, part = (1, "one") if call.name == "unbind" else (2, "part")
+    return _rows.sliced(values[0], {call.get(at, "dim", default=0): part})
 
 
 @register("pad constant_pad_nd")
@@ -391,14 +390,14 @@ def scattered(call, values):
 
 # New values.
 
-#: What makes new values.
+#: Functions that make new values of a size.
 MADE = ("zeros", "ones", "empty", "full", "rand", "randn", "randint", "new_zeros", "new_ones",
         "new_empty", "new_full")  # fmt: skip
 
 
 @register(*MADE)
 def made(call, values):
-    """Fill in, or draw, without looking at others: in each row alike."""
+    """Fill, or draw, each element alike."""
     arguments = list(call.args) + list(call.kwargs.values())
     shapes = [value for value in arguments if isinstance(value, (list, tuple))]
     sizes = shapes[0] if shapes else [value for value in arguments if isinstance(value, int)]

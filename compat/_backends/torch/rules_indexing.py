@@ -1,4 +1,4 @@
-"""Rules of ``tensor[index]``: torch is asked where stand-ins without memory have their rows."""
+"""Rules of ``tensor[index]``: torch indexes stand-ins without memory, which show their rows."""
 
 import torch
 
@@ -11,7 +11,7 @@ _MANY = 2**31 - 1
 
 
 def indexed(call, values):
-    """Return the placement of ``tensor[index]``: torch is asked where stand-ins have their rows."""
+    """Index a tensor: torch shows where a stand-in of its shape has the rows then."""
     tensor, index = call.args[:2]
     value = values[0]
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -29,19 +29,19 @@ def indexed(call, values):
                 part = slice(part.start, _MANY, part.step)
         stand_ins.append(part)
         dim += count
-    found = _rows.pointwise(looked_up)
-    if axis is None and not isinstance(found, _rows.Sharded):
-        return found
-    if axis is not None and found != _rows.REPLICATED:
+    numbers_of_rows = _rows.pointwise(looked_up)
+    if axis is None and not isinstance(numbers_of_rows, _rows.Sharded):
+        return numbers_of_rows
+    if axis is not None and numbers_of_rows != _rows.REPLICATED:
         return _rows.Mixed()
     if any(_is_mask(part) and not part.dim() for part in stand_ins):
         return _rows.Mixed()  # a new dimension, of one element or of none
-    rank = max([each.rank for each in looked_up], default=0)
-    numbers = stand_in([1] * rank, getattr(found, "axis", None)) if rank else 0
+    rank = max([numbers.rank for numbers in looked_up], default=0)
+    numbers = stand_in([1] * rank, getattr(numbers_of_rows, "axis", None)) if rank else 0
     index = []
     for part in stand_ins:
         index += [numbers] * _dimensions(part) if isinstance(part, torch.Tensor) else [part]
-    placement = found if axis is None else value.placement
+    placement = numbers_of_rows if axis is None else value.placement
     return moved(placement, stand_in(tensor.shape, axis)[tuple(index)])
 
 
@@ -57,37 +57,40 @@ def _is_mask(part):
 
 
 def _looked_up(call, part, value, dim):
-    """Return the numbers that a tensor in an index stands for.
+    """Return the ``Value`` of the numbers that a tensor in an index stands for.
 
     Arguments:
+        call: the call.
+        part: the tensor.
+        value: that of the tensor that is indexed.
         dim: where it begins, if it is for the dimension of the rows; else None.
     """
-    numbers, found, shape = call.value(part), _rows.Mixed(), list(part.shape)
+    numbers, placement, shape = call.value(part), _rows.Mixed(), list(part.shape)
     if _is_mask(part):  # it leaves another number of elements to each row
         shape = [None]
         if dim is None and numbers.placement == _rows.REPLICATED:
-            found = _rows.REPLICATED
+            placement = _rows.REPLICATED
         elif dim is not None and dim == value.axis and numbers.axis == 0:
-            found = _rows.Sharded(0, inner=None, even=False)
+            placement = _rows.Sharded(0, inner=None, even=False)
     elif dim is None:
         return numbers
     elif shape and value.placement == _rows.Sharded(value.axis):
         # x[range(rows), numbers]; of one row any dimension may be that of the rows.
         if part.numel() == call.rows and part.flatten().tolist() == list(range(call.rows)):
-            found = _rows.Sharded(shape.index(max(shape)))
-    return _rows.Value(found, shape)
+            placement = _rows.Sharded(shape.index(max(shape)))
+    return _rows.Value(placement, shape)
 
 
 def indexed_and_set(call, values):
-    """Return the placement of a tensor after ``tensor[index] = value``."""
+    """Set a part of a tensor, which keeps its placement or is mixed."""
     tensor, index, value = call.args
     whole = values[0].placement
     getting = Call(torch.Tensor.__getitem__, (tensor, index), {}, call.rows)
     part = indexed(getting, getting.values)
     is_tensor = isinstance(value, torch.Tensor)
     new = call.value(value) if is_tensor else _rows.Value(_rows.REPLICATED, [])
-    found = _rows.pointwise([_rows.Value(part, tensor[index].shape), new])
-    return whole if found == part and isinstance(part, type(whole)) else _rows.Mixed()
+    result = _rows.pointwise([_rows.Value(part, tensor[index].shape), new])
+    return whole if result == part and isinstance(part, type(whole)) else _rows.Mixed()
 
 
 def moved(placement, stand_in):
