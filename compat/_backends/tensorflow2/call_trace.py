@@ -15,7 +15,6 @@ from typing import Any, Callable, Sequence
 import numpy as np
 import tensorflow as tf
 
-from ... import _rows
 from ..._rows import (
     REPLICATED,
     Count,
