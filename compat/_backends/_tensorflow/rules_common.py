@@ -38,7 +38,7 @@ class NotKnown(Exception):
     """A rule needs numbers that are not constant."""
 
 
-def known(value: "Any") -> "Any":
+def required(value: "Any") -> "Any":
     """Return a value that is not None; else raise ``NotKnown``."""
     if value is None:
         raise NotKnown
@@ -47,7 +47,7 @@ def known(value: "Any") -> "Any":
 
 def numbers(tensor: "Any") -> "List[Any]":
     """Return the numbers in a constant tensor; else raise ``NotKnown``."""
-    return known(known_numbers(tensor))
+    return required(known_numbers(tensor))
 
 
 def of_values(rule: "Callable[..., Any]", *arguments: "Any") -> "Rule":

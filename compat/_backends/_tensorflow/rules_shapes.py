@@ -5,7 +5,7 @@ import numpy as np
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
 from .graph import known_numbers, sizes_of
-from .rules_common import NotKnown, known, numbers, of_first
+from .rules_common import NotKnown, numbers, of_first, required
 
 
 def _of_shape(rule):
@@ -23,11 +23,11 @@ def _of_shape(rule):
 
 @_of_shape
 def reshape(op, values):
-    sizes, after = values[1].placement, known(sizes_of(op.outputs[0]))
+    sizes, after = values[1].placement, required(sizes_of(op.outputs[0]))
     if isinstance(sizes, Count):
-        places = known(sizes.places)
+        places = required(sizes.places)
     else:
-        places = [i for i, size in enumerate(known(_partly(op.inputs[1]))) if size == -1]
+        places = [i for i, size in enumerate(required(_partly(op.inputs[1]))) if size == -1]
     after = [None if place in places else size for place, size in enumerate(after)]
     if after.count(None) > 1:
         raise NotKnown
@@ -46,12 +46,12 @@ def _partly(tensor):
 @_of_shape
 def strided_slice(op, values):
     """Return the placement of ``x[:, 0]``; a dimension taken whole needs no known numbers."""
-    value, (count,) = values[0], known(sizes_of(op.inputs[3]))
+    value, (count,) = values[0], required(sizes_of(op.inputs[3]))
     begin, end, step = [known_numbers(tensor) for tensor in op.inputs[1:4]]
 
     def masked(name):
         mask = op.get_attr(name + "_mask")
-        return {i for i in range(known(count)) if mask >> i & 1}
+        return {i for i in range(required(count)) if mask >> i & 1}
 
     ellipsis, new, one = masked("ellipsis"), masked("new_axis"), masked("shrink_axis")
     from_first, to_last = masked("begin"), masked("end")
@@ -83,7 +83,7 @@ def tile(op, values):
 
 @_of_shape
 def broadcast_to(op, values):
-    value, sizes, rank = values[0], values[1].placement, known(op.outputs[0].shape.ndims)
+    value, sizes, rank = values[0], values[1].placement, required(op.outputs[0].shape.ndims)
     if isinstance(sizes, Replicated):
         return Mixed()  # as many rows on each device
     if sizes.places != {value.axis + rank - value.rank}:

@@ -7,7 +7,7 @@ all outputs, or a list.
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Unknown, Value
 from .graph import attribute, known_numbers
-from .rules_common import NotKnown, Positions, known, of_first, of_values
+from .rules_common import NotKnown, Positions, of_first, of_values, required
 
 pointwise = of_values(_rows.pointwise)
 added = of_values(_rows.added)
@@ -37,14 +37,14 @@ def cast(op, values):
 def bias(op, values):
     """Return the placement of a vector added along the channels."""
     value, bias = values
-    axis, rank = _channels(op, value), known(value.rank)
-    shape = [1] * axis + list(known(bias.shape)) + [1] * (rank - 1 - axis)
+    axis, rank = _channels(op, value), required(value.rank)
+    shape = [1] * axis + list(required(bias.shape)) + [1] * (rank - 1 - axis)
     placement = _rows.expanded(bias, set(range(rank)) - {axis})
     return _rows.added([value, Value(placement, shape)])
 
 
 def _channels(op, value):
-    return 1 if attribute(op, "data_format") == b"NCHW" else known(value.rank) - 1
+    return 1 if attribute(op, "data_format") == b"NCHW" else required(value.rank) - 1
 
 
 @of_first

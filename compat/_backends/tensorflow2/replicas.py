@@ -219,7 +219,7 @@ class ReplicatedCall(patching.InstanceMethod):
         if tf.distribute.get_strategy().num_replicas_in_sync > 1:
             refuse_strategies(tf, model)
         if arguments.fallback is not None:
-            return self._whole(model, call, arguments, arguments.fallback)
+            return self._run_unsplit(model, call, arguments, arguments.fallback)
         with self.lock:  # effects are recorded of one thread's call at a time
             return self._split(model, call, arguments)
 
@@ -233,20 +233,22 @@ class ReplicatedCall(patching.InstanceMethod):
         effects.begin()
         kind = arguments.kind() if tf.executing_eagerly() else None
         last = self.traces.pop(kind, None)  # kept again below, if it still holds
-        known = last if last is not None and last.holds else None
-        trace = known or self._traced(call, arguments, state, effects, is_second=last is not None)
+        is_new = last is None or not last.holds
+        trace = last
+        if is_new:
+            trace = self._traced(call, arguments, state, effects, is_second=last is not None)
         fallback = trace.fallback or _fallback_in_keras3(model, trace)
         if fallback is None:
-            replicas, fallback = self._attempt(call, arguments, state, effects, trace, known)
+            replicas, fallback = self._attempt(call, arguments, state, effects, trace, is_new)
             fails_again = trace.fails and fallback == Fallback(Reason.FAILS_ON_SHARD)
-            if fallback is not None and known is not None and not fails_again:
+            if fallback is not None and not is_new and not fails_again:
                 # It was traced when the call had other side effects, or none.
                 return self._split(model, call, arguments)
         if fallback is None:
             results = self._merged(arguments, state, effects, trace, replicas)
         else:
             effects.restart()
-            results = self._whole(model, call, arguments, fallback)
+            results = self._run_unsplit(model, call, arguments, fallback)
         if kind is not None:
             self.traces[kind] = trace
             if len(self.traces) > TRACES:
@@ -263,25 +265,25 @@ class ReplicatedCall(patching.InstanceMethod):
             # A first call may make what its trace misses.
             return FailedTrace(Fallback(Reason.NO_RULE), holds=is_second)
 
-    def _attempt(self, call, arguments, state, effects, trace, known):
+    def _attempt(self, call, arguments, state, effects, trace, is_new):
         """Run the call on all devices.
 
-        ``known`` is the trace if it was made in an earlier call.
+        ``is_new`` says whether the trace was made for this call, not for an earlier one.
 
         Returns:
             The replicas and None; or None and a ``Fallback``, if they fail or have side effects
             that cannot be merged. Then the state is restored.
         """
         # A call that has had no side effects is only checked for them afterwards.
-        taken = None if known is not None and not known.changes else effects
+        isolated = effects if is_new or trace.changes else None
         state.watch(trace.variables)
         try:
-            replicas = self._computed(call, arguments, state, trace, taken)
-            if taken is None:
+            replicas = self._computed(call, arguments, state, trace, isolated)
+            if isolated is None:
                 agree = not effects.undo()
             else:
                 changes = [replica.changes for replica in replicas]
-                if known is None:
+                if is_new:
                     # A change that depends on the number of rows differs in the trace, even where
                     # all replicas have as many.
                     changes.append(trace.changes)
@@ -290,22 +292,22 @@ class ReplicatedCall(patching.InstanceMethod):
             state.restore()
             if not _may_be_of_split(error):
                 raise
-            trace.fails = known is None or trace.fails
+            trace.fails = is_new or trace.fails
             return None, Fallback(Reason.FAILS_ON_SHARD)
         if agree:
             return replicas, None
         state.restore()
         fallback = Fallback(Reason.SIDE_EFFECTS)
-        if known is None:
+        if is_new:
             trace.fallback = fallback  # of all calls of this kind
         return None, fallback
 
     def _merged(self, arguments, state, effects, trace, replicas):
         """Return the results for the whole batch, and make its side effects once."""
         count(self.devices, arguments.rows, recording())
-        whole = Merging(replicas, trace)
-        state.finish(whole)
-        results = whole.results()
+        merging = Merging(replicas, trace)
+        state.finish(merging)
+        results = merging.results()
         for losses, loss in zip(state.added, results["losses"]):
             losses.append(loss)
         for output, mask, logits in zip(*map(results.get, ("outputs", "masks", "logits"))):
@@ -341,8 +343,8 @@ class ReplicatedCall(patching.InstanceMethod):
             replicas.append(Replica(*part, functools.partial(tables.joined, index)))
         return replicas
 
-    def _whole(self, model, call, arguments, fallback):
-        """Run the call with the whole batch, on the first device."""
+    def _run_unsplit(self, model, call, arguments, fallback):
+        """Run the call unsplit, on the first device."""
         args, kwargs = arguments.structure
         with tf.device(self.devices[0]), unsplit:
             results = call(*args, **kwargs)
