@@ -413,7 +413,7 @@ def test_callbacks_of_keras_that_write_are_rank_0s(tmp_path):
     ]
     assert written_by_rank_0(keras_under_test(), Place(0, 2, 0, 2, "a launcher"), given) == given
     restore, *others = written_by_rank_0(keras_under_test(), Place(1, 2, 1, 2, "a launcher"), given)
-    assert restore.given is given[2] and others == given[3:]
+    assert restore.callback is given[2] and others == given[3:]
 
 
 @slow
