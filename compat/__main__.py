@@ -74,7 +74,7 @@ def _open_standard_streams():
 
 
 def _parser(arguments):
-    """Takes the options of the commands that are among the arguments."""
+    """Return a parser with the options of the commands that are among the arguments."""
     text = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="compat", epilog=__doc__, formatter_class=text)
     parser.description = "GPUs and several devices for every Keras backend."

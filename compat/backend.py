@@ -1,22 +1,22 @@
-"""The contract between compat and a backend: what third parties subclass, and the types it uses.
+"""The contract between compat and a backend: the class to subclass, and the types that it uses.
 
-A backend answers in two phases, since that is this field's central difficulty: what can be
-set before the framework is imported (``environ``, pure), and what afterwards (``configure``).
+A backend is configured in two phases, since that is this field's central difficulty: by settings
+before the framework is imported (``environ``, pure), and by others afterwards (``configure``).
 Methods not overridden raise ``UnsupportedError``; overriding one *is* the capability. The types
-of arguments and results stand here alone: those of compat's own backends are the same.
+of arguments and results are here alone: those of compat's own backends are the same.
 
-All types that compat hands to a backend, and those that it subclasses, are importable from here:
+All types that compat passes to a backend, and those that it subclasses, are importable from here:
 
-- ``Settings``, ``Memory`` and ``Devices``: what was asked of ``configure_gpu()``, and what was
-  chosen.
-- ``Place`` and ``Job``: a process's place among the ranks; which ranks a launcher is to start.
-- ``Engine``: what ranks communicate through. ``own_launcher`` makes the command of compat's own
-  launcher, for frameworks that bring none.
+- ``Settings``, ``Memory`` and ``Devices``: the arguments of ``configure_gpu()``, and the choice
+  of devices.
+- ``Place`` and ``Job``: a process's place among the ranks; the ranks that a launcher is to start.
+- ``Engine``: the means by which ranks communicate. ``own_launcher`` makes the command of compat's
+  own launcher, for frameworks that bring none.
 - ``Verification`` and ``Step``: a step on several devices compared with the same step on one.
-- ``Operation``: what a device has executed, and when, for timelines.
-- ``UsageCheck``: compares what a model's devices executed with what was counted.
-- ``count_batch``: what a backend calls for each batch that its replicas, or a rank, has computed.
-- ``compare_ranks``: what its ranks call, all at once, to compare the weights that they hold.
+- ``Operation``: an operation that a device has executed, for timelines.
+- ``UsageCheck``: compares the operations that a model's devices executed with counted batches.
+- ``count_batch``: to be called for each batch that the replicas, or a rank, have computed.
+- ``compare_ranks``: to be called by all ranks at once, to compare their weights.
 
 ``compat.testing`` has the tests that a backend must pass.
 """
@@ -46,7 +46,7 @@ __all__ = ["Backend", "Job", "Memory", "Place", "Settings"]
 __all__ += ["Devices", "Engine", "Operation", "Step", "UsageCheck", "Verification"]
 __all__ += ["compare_ranks", "count_batch", "own_launcher"]
 
-# Imported when they are asked for: ``import compat`` stays as cheap as it is without them.
+# Imported on demand, so that ``import compat`` stays cheap.
 _LAZY = {
     "Devices": ("._configuration.device_choice", "Devices"),
     "Engine": ("._ranks.engines", "Engine"),
@@ -87,7 +87,7 @@ class Backend:
     name: str = ""
     #: The module to import, and what Keras calls the backend (``KERAS_BACKEND``).
     framework: str = ""
-    #: Distributions that install the framework; the first one found tells its version.
+    #: Distributions that install the framework; the first one found has its version.
     distributions: "Sequence[str]" = ()
     #: The extra of ``keras-gpu-compat`` that installs it; empty for a backend of a third party.
     extra: str = ""
@@ -95,7 +95,7 @@ class Backend:
     options: "Sequence[str]" = ()
     #: Whether ``verify()`` compares ranks with one process, too: ``verification.ranks``.
     verifies_ranks = False
-    #: What ``build()`` knows: names of strategies of the framework's own, and what each one is.
+    #: The framework's strategies that ``build()`` takes: descriptions by name.
     strategies: "Mapping[str, str]" = {}
     #: The file that ``persist=True`` writes; empty where the framework reads none.
     configuration_file: str = ""
@@ -106,9 +106,9 @@ class Backend:
 
     @property
     def kept(self) -> "Dict[str, Any]":
-        """What ``configure()`` leaves for this backend's other methods; empty before it is called.
+        """State from ``configure()`` for this backend's other methods; empty before it is called.
 
-        Everything that compat keeps of a process is in one place, and forgotten at once by tests.
+        All state of the process is in one place, so that tests can forget it at once.
         """
         return process.of_backends.setdefault(self, {})
 
@@ -135,10 +135,10 @@ class Backend:
     def environ(
         self, settings: "Settings", environ: "Mapping[str, str]"
     ) -> "Dict[str, Optional[str]]":
-        """Environment variables to set before the framework is imported. Pure.
+        """Return environment variables to set before the framework is imported. Pure.
 
         Arguments:
-            settings: what was asked, normalised, and the devices chosen.
+            settings: the arguments, normalised, and the devices chosen.
             environ: the environment as it is.
 
         Returns:
@@ -147,26 +147,23 @@ class Backend:
         return settings.devices.environ(environ)
 
     def overruled(self, settings: "Settings", environ: "Mapping[str, str]") -> "List[str]":
-        """Return what the user has set elsewhere and ``settings`` overrule, a sentence each.
-
-        Pure.
-        """
+        """Return a sentence for each of the user's settings that ``settings`` overrule. Pure."""
         return []
 
     def initialised(self) -> "Optional[str]":
-        """Why environment variables come too late now, or None while they still work."""
+        """Return why environment variables come too late now, or None while they still work."""
         raise self._cannot("be configured")
 
     def configure(self, settings: "Settings") -> "Tuple[List[str], List[str]]":
-        """Apply to the framework what only it can take, importing it if needed.
+        """Apply settings to the framework, importing it if needed.
 
-        Where no driver lists a GPU, ``settings.devices.undecided`` is what was asked for: hide
-        none, and tell ``settings.devices.settle()`` how many the framework lists; it sets
+        Where no driver lists a GPU, ``settings.devices.undecided`` is the request: hide none, and
+        call ``settings.devices.settle()`` with the number that the framework lists; it sets
         ``positions``.
 
         Returns:
-            Lines for the report: what was set, and in which of the framework's own names. And
-            warnings, a sentence each: what is not as it was asked.
+            Lines for the report: the framework's settings that were changed. And warnings, a
+            sentence each: deviations from the request.
 
         Raises:
             TooLateError: something that must change can no longer be changed.
@@ -183,30 +180,30 @@ class Backend:
     def is_native(self, model: "Any") -> bool:
         """Return whether ``model`` is a model of the framework's own kind, made without Keras.
 
-        Imports nothing: the class of ``model`` tells.
+        Imports nothing: the class of ``model`` decides.
         """
         return False
 
     def parallelize(self, model: "Any", devices: "Sequence[str]") -> "Any":
         """Run ``model`` on ``devices`` (one or more of ``self.devices()``) and return it.
 
-        ``model`` is a Keras model, or one that ``is_native``. One device gives the plain
-        behaviour back. Each batch that the replicas have computed goes to ``count_batch()``.
+        ``model`` is a Keras model, or one that ``is_native``. One device restores the plain
+        behaviour. Each batch that the replicas have computed goes to ``count_batch()``.
         """
         raise self._cannot("run one model on several devices", "Use one device: gpus=1.")
 
     def executed(self, model: "Any") -> "ContextManager[Dict[str, int]]":
-        """Within, have the framework record how many operations each device executes.
+        """Have the framework record how many operations each device executes within a block.
 
-        Only the first step within needs to be recorded; later ones should cost nothing. What is
-        found is compared with the batches that were counted, after a model's first training step,
+        Only the first step within needs to be recorded; later ones should cost nothing. The
+        numbers are compared with the counted batches, after a model's first training step,
         evaluation and prediction.
 
         Arguments:
             model: one that ``parallelize`` has returned.
 
         Returns:
-            A context manager that gives a dictionary, which has the numbers by the names of
+            A context manager that yields a dictionary, which has the numbers by the names of
             ``devices()`` when the block ends.
 
         Raises:
@@ -217,18 +214,18 @@ class Backend:
     def watch(self, model: "Any", check: "Optional[UsageCheck]") -> None:
         """Have each step of a model that ``is_native`` checked, by ``with check.step(kind):``.
 
-        It must not depend on what ``parallelize`` replaces: whether that is reached is what is
-        checked. Keras models are watched at their public methods already.
+        It must not depend on the methods that ``parallelize`` replaces: whether they are reached
+        is checked. Keras models are watched at their public methods already.
 
         Arguments:
             model: one that ``parallelize`` has returned.
-            check: what is entered around each step; None: no more.
+            check: to be entered around each step; None: stop checking.
         """
 
     def watch_loops(self, model: "Any", check: "Optional[UsageCheck]") -> None:
-        """Have steps of a Keras model checked that are no methods of its own: ``model(batch)``.
+        """Have steps of a Keras model checked that are not its methods: ``model(batch)``.
 
-        As ``watch``; not every backend has a place for it.
+        As ``watch``; optional.
         """
 
     def placed_parts(self, model: "Any") -> "List[str]":
@@ -242,7 +239,7 @@ class Backend:
 
         Arguments:
             model: one that ``parallelize`` has returned.
-            verification: which steps, and what compares them; None: no more.
+            verification: selects steps, and compares them; None: stop verifying.
         """
         if verification is not None:
             errors.warn(
@@ -279,8 +276,8 @@ class Backend:
     def launcher(self, job: "Job") -> "List[str]":
         """Return the command that starts the ranks of the command that follows it.
 
-        It tells each rank its place by the variables of one of the launchers that compat knows
-        (docs/launchers.md), ends all ranks when one fails, and passes on what they print.
+        It sets, for each rank, the variables of one of the launchers that compat knows
+        (docs/launchers.md), ends all ranks when one fails, and passes on their output.
         ``own_launcher(job)`` is such a command, of compat's own.
 
         Arguments:
@@ -291,14 +288,14 @@ class Backend:
     def join(self, place: "Place") -> None:
         """Join the other ranks, before a model is built, if the engine cannot be joined later.
 
-        And replace what has to be replaced before a script computes anything of a model.
+        Methods that have to be replaced before a script uses a model are replaced here, too.
 
-        Called in a rank by ``configure_gpu()``, and by a ``parallelize()`` that is given a function
-        that builds the model. A second call changes nothing.
+        Called in a rank by ``configure_gpu()``, and by ``parallelize()`` with a function that
+        builds the model. A second call has no effect.
         """
 
     def ranks_train_under(self, strategy: str, place: "Place") -> bool:
-        """Return whether ranks started this way train under that strategy in any case."""
+        """Return whether ranks at this place train under a strategy in any case."""
         return False
 
     def distribute(self, model: "Any", place: "Place") -> "Any":
@@ -306,7 +303,7 @@ class Backend:
 
         It begins with the weights and the optimizer's state of rank 0; gradients become the mean
         over the rows of all ranks. Each batch goes to ``count_batch([""], [rows], training)``;
-        after the first step, and rarely later on, ``compare_ranks()`` finds ranks that diverge.
+        after the first step, and rarely later on, ``compare_ranks()`` detects ranks that diverge.
         ``engine.count("gradients")`` counts each time that gradients have become that mean: the
         steps of a Keras model, as Keras reports them, are compared with it.
 
@@ -317,18 +314,18 @@ class Backend:
         raise errors.no_ranks(self.name)
 
     def memory_peaks(self) -> "Dict[str, int]":
-        """Return the most memory that the framework has taken of each GPU, in bytes, by its name.
+        """Return the peak of the framework's memory on each GPU, in bytes, by its name.
 
-        Empty where the framework does not tell. Called when the process has been configured.
+        Empty where the framework does not report it. Called in a configured process.
         """
         return {}
 
     def profiled(self) -> "ContextManager[List[Operation]]":
-        """Within, have the framework's profiler record what each configured device executes.
+        """Have the framework's profiler record the configured devices within a block.
 
         Returns:
-            A context manager that gives a list, to which the operations are added when its block
-            ends, all that were begun having been waited for.
+            A context manager that yields a list, to which the operations are added when its block
+            ends, after all of them have finished.
 
         Raises:
             UnsupportedError: the framework does not record when its devices execute what.
@@ -339,7 +336,7 @@ class Backend:
         )
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":
-        """Return what is wrong with this environment for this backend, a text each. Pure.
+        """Return problems of the environment for this backend, a text each. Pure.
 
         Where a command fixes it, the text ends with a colon and that command, from which ``compat
         env`` takes it: ``X is set: unset X``.

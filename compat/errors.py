@@ -1,7 +1,7 @@
 """Every exception class of compat, and the texts that several places raise.
 
-Each text says what was asked, what was found and what to do. Each class is a ``CompatError`` and
-the built-in exception that a caller would catch. A text with one caller stands where it is raised.
+Each text states the request, the finding and the remedy. Each class is a ``CompatError`` and
+the built-in exception that a caller would catch. A text with one caller is where it is raised.
 """
 
 import os
@@ -18,7 +18,7 @@ _LONGEST = 1900  # characters of a message
 
 
 def shortened(text: str) -> str:
-    """Return a message that may repeat a long value: then without its middle."""
+    """Return a message, without its middle if it repeats a very long value."""
     rest = len(text) - _LONGEST
     if rest <= 0:
         return text
@@ -27,21 +27,22 @@ def shortened(text: str) -> str:
 
 
 class CompatError(Exception):
-    """Base class of every error that compat raises by itself."""
+    """Base class of all errors of compat."""
 
-    # By this TensorFlow's autograph knows that it may raise this class again, with its own
-    # lines in the text; others become a StagingError.
+    # TensorFlow's autograph raises such classes again, with its own lines in the text; others
+    # become a StagingError.
     if not TYPE_CHECKING:
         __init__ = Exception.__init__
 
     def __str__(self) -> str:
+        """Return the message, shortened."""
         return shortened(super().__str__())
 
 
 class InvalidArgumentError(CompatError, ValueError):
     """An argument has a form or a value that compat does not know."""
 
-    problem = ""  # what is wrong with the value alone, for the text about a command's option
+    problem = ""  # of the value alone, for the text about a command's option
 
 
 class UnknownOptionError(CompatError, TypeError):
@@ -49,15 +50,15 @@ class UnknownOptionError(CompatError, TypeError):
 
 
 class UnsupportedError(CompatError, NotImplementedError):
-    """The backend cannot do what was asked."""
+    """The backend lacks a capability."""
 
 
 class NotInstalledError(CompatError, ImportError):
-    """The framework that was asked for is not installed."""
+    """The requested framework is not installed."""
 
 
 class PythonNotFoundError(CompatError, OSError):
-    """The interpreter that was asked for is not there."""
+    """The requested interpreter does not exist."""
 
 
 class BrokenInstallError(CompatError, ImportError):
@@ -73,7 +74,7 @@ class DevicesNotUsedError(CompatError, RuntimeError):
 
 
 class TooLateError(CompatError, RuntimeError):
-    """The framework has already fixed what was to be set."""
+    """The framework has already fixed a setting."""
 
 
 class AlreadyConfiguredError(CompatError, RuntimeError):
@@ -81,27 +82,27 @@ class AlreadyConfiguredError(CompatError, RuntimeError):
 
 
 class DevicesNotFoundError(CompatError, RuntimeError):
-    """Fewer devices than asked for, under ``strict=True``."""
+    """There are fewer devices than requested, under ``strict=True``."""
 
 
 class DeviceFailedError(CompatError, RuntimeError):
-    """A device that was asked for did not come up in the framework."""
+    """A requested device did not come up in the framework."""
 
 
 class NotAModelError(CompatError, TypeError):
-    """``parallelize()`` was given something that is not a model of an installed Keras."""
+    """The argument of ``parallelize()`` is not a model of an installed Keras."""
 
 
 class ResultsDifferError(CompatError, ArithmeticError):
-    """A model on several devices does not do what it does on one."""
+    """A model computes other results on several devices than on one."""
 
 
 class RankError(CompatError, RuntimeError):
-    """Several processes that were started to train together cannot."""
+    """Ranks cannot train together."""
 
 
 class RankLostError(RankError):
-    """Another rank failed, ended, or does not answer; this one cannot go on without it."""
+    """Another rank failed, ended, or does not answer; this one cannot continue without it."""
 
 
 class ConfigurationFileError(CompatError, OSError):
@@ -109,17 +110,17 @@ class ConfigurationFileError(CompatError, OSError):
 
 
 class ModelFileError(CompatError, OSError):
-    """A saved model cannot be read or written, or is not of the kind that was asked for."""
+    """A saved model cannot be read or written, or is not of the requested kind."""
 
 
 class CompatWarning(UserWarning):
-    """Work goes on, but not as it was asked."""
+    """Work continues, but not as requested."""
 
 
 def class_of(value: object) -> str:
-    """Return what a value is that is no model, as a phrase.
+    """Return the class of a value that is not a model, as a phrase.
 
-    A class may have been meant to be called.
+    A class itself may lack a call.
     """
     if isinstance(value, type):
         return f"the class {value.__name__!r} itself"
@@ -141,6 +142,7 @@ GPUS_OPTIONS = """\
 
 
 def broken_install(framework: str, problem: object) -> "BrokenInstallError":
+    """Return the error that a framework is installed, but cannot be imported."""
     return BrokenInstallError(
         f"{framework} is installed, but importing it fails: {problem}. Run `python -c 'import "
         f"{framework}'` to see all of it."
@@ -151,26 +153,26 @@ def broken_install(framework: str, problem: object) -> "BrokenInstallError":
 
 
 def too_late(framework: str, problem: str, remedy: str) -> "TooLateError":
+    """Return the error that a setting cannot be changed any more."""
     return TooLateError(
         f"configure_gpu() came too late for {framework}: {problem}.\n{remedy}" + in_notebook()
     )
 
 
 def in_notebook() -> str:
-    """Return what is to be done where code runs in a notebook's kernel, a sentence.
-
-    Nothing elsewhere.
-    """
+    """Return the remedy for code in a notebook's kernel, a sentence; elsewhere nothing."""
     if "ipykernel" not in sys.modules:
         return ""
     return " In this notebook: restart the kernel, and run the cell with configure_gpu() first."
 
 
 def device_failed(framework: str, device: str, problem: object, remedy: str) -> "DeviceFailedError":
+    """Return the error that a framework did not bring up a device."""
     return DeviceFailedError(f"{framework} did not bring up {device}: {problem}.\n{remedy}")
 
 
 def unsupported(backend: str, what: str, remedy: str) -> "UnsupportedError":
+    """Return the error that a backend lacks a capability: it "cannot" do ``what``."""
     return UnsupportedError(f"{backend} cannot {what}. {remedy}")
 
 
@@ -178,6 +180,7 @@ def unsupported(backend: str, what: str, remedy: str) -> "UnsupportedError":
 
 
 def builds_no_model(function: str, value: object) -> "NotAModelError":
+    """Return the error that a function passed to ``parallelize()`` returns no model."""
     return NotAModelError(
         f"parallelize() was given the function {function}, which returned {class_of(value)}, not "
         "a model."
@@ -188,27 +191,30 @@ def builds_no_model(function: str, value: object) -> "NotAModelError":
 
 
 def too_few_rows(rows: int, size: int) -> "InvalidArgumentError":
+    """Return the error that ``shard()`` cannot give each rank a row."""
     return InvalidArgumentError(
         f"{rows} rows are too few for {size} ranks. Give shard() one row per rank or more."
     )
 
 
 def numbered_ranks(numbers: "Iterable[int]") -> str:
-    """Ranks by their numbers, as a phrase."""
+    """Return ranks by their numbers, as a phrase."""
     texts = [str(number) for number in numbers]
     if len(texts) < 2:
         return "rank " + "".join(texts)
     return "ranks {} and {}".format(", ".join(texts[:-1]), texts[-1])
 
 
-def not_writable(asked: str, error: "OSError") -> "InvalidArgumentError":
+def not_writable(option: str, error: "OSError") -> "InvalidArgumentError":
+    """Return the error that an output file, as the user has named it, is not writable."""
     return InvalidArgumentError(
-        f"{asked} cannot be written: {error.strerror}. Name a file in a folder that is there and "
+        f"{option} cannot be written: {error.strerror}. Name a file in a folder that is there and "
         "that you may write to; nothing was started."
     )
 
 
 def profiler_runs(framework: str) -> "InvalidArgumentError":
+    """Return the error that a framework's profiler is in use already."""
     return InvalidArgumentError(
         f"timeline() records with the profiler of {framework}, which is recording already, for "
         "something else. End that before the block."
@@ -216,6 +222,7 @@ def profiler_runs(framework: str) -> "InvalidArgumentError":
 
 
 def no_ranks(backend: str) -> "UnsupportedError":
+    """Return the error that a backend does not train on several ranks."""
     return unsupported(
         backend,
         "train as one of several ranks yet",
@@ -227,6 +234,7 @@ def no_ranks(backend: str) -> "UnsupportedError":
 def rank_lost(
     place: "Place", waited: str, absent: "Sequence[int]", problem: object
 ) -> "RankLostError":
+    """Return the error that a rank has waited in vain for those that are ``absent``."""
     lost = numbered_ranks(absent) if absent else "another rank"
     waited += users_line()
     return RankLostError(
@@ -237,6 +245,7 @@ def rank_lost(
 
 
 def user_of_host(hosts: str, launcher: str) -> "InvalidArgumentError":
+    """Return the error that a launcher takes no user names in ``--hosts``."""
     return InvalidArgumentError(
         f"--hosts {hosts}: {launcher} takes no user@ in front of a machine. Name the user in "
         "~/.ssh/config, as User under the machine's Host."
@@ -244,6 +253,7 @@ def user_of_host(hosts: str, launcher: str) -> "InvalidArgumentError":
 
 
 def ranks_differ(place: "Place", model: str) -> "RankError":
+    """Return the error that a model has other variables on another rank."""
     return RankError(
         f"Model {model!r} has other weights on rank {place.rank} than on rank 0: their number or "
         "their shapes differ. Build the same model, and compile it with the same optimizer, on "
@@ -255,9 +265,10 @@ def ranks_differ(place: "Place", model: str) -> "RankError":
 
 
 def shadowed(script: str, path: str) -> str:
-    """Return the text of a warning.
+    """Return the warning that a script finds another module named compat.
 
     Arguments:
+        script: the script.
         path: of the module, or of its package's ``__init__.py``.
     """
     import shlex  # for start-up time
@@ -276,6 +287,7 @@ def shadowed(script: str, path: str) -> str:
 
 
 def invalid_number_option(option: str, value: object) -> "InvalidArgumentError":
+    """Return the error that an option is not a number from 1."""
     return InvalidArgumentError(f"{option}={value!r} is not understood. Use a number, 1 or more.")
 
 
@@ -283,10 +295,15 @@ def invalid_number_option(option: str, value: object) -> "InvalidArgumentError":
 
 
 def fewer(shortage: "Tuple[str, str]", going_on_with: str, strict: bool) -> str:
-    """Return the warning that there are fewer devices than asked for; under ``strict`` the error.
+    """Return the warning that there are fewer devices than requested.
 
     Arguments:
-        shortage: what was asked for, and what was found.
+        shortage: the request, and the devices found.
+        going_on_with: the devices in use.
+        strict: whether that is an error.
+
+    Raises:
+        DevicesNotFoundError: under ``strict``.
     """
     text = "{} was asked for, but {}. {}.".format
     if strict:
@@ -300,9 +317,9 @@ def fewer(shortage: "Tuple[str, str]", going_on_with: str, strict: bool) -> str:
 
 
 def warn(text: str) -> None:
-    """Issue a ``CompatWarning`` at the line of the user's that led to it.
+    """Issue a ``CompatWarning`` at the user's line that led to it.
 
-    Where there is none (a thread of a framework's), at the innermost one outside of compat.
+    Without one, as in a thread of a framework, at the innermost line outside of compat.
     """
     import warnings
 
@@ -311,7 +328,7 @@ def warn(text: str) -> None:
 
 
 def users_line() -> str:
-    """Return the line of the user's at which the main thread is: " (train.py, line 12)", or ""."""
+    """Return the user's line that the main thread executes: " (train.py, line 12)", or ""."""
     import threading  # for start-up time
 
     frame, _ = _users_frame(sys._current_frames().get(threading.main_thread().ident or 0))
@@ -321,13 +338,13 @@ def users_line() -> str:
 
 
 def at_lines(lines: "Iterable[str]") -> str:
-    """Return these results of ``users_line()`` as one phrase: " (a.py, line 1; a.py, line 9)"."""
+    """Return results of ``users_line()`` as one phrase: " (a.py, line 1; a.py, line 9)"."""
     named = [line.strip(" ()") for line in lines if line]
     return " ({})".format("; ".join(named)) if named else ""
 
 
 def innermost_line(frames: "Sequence[Tuple[str, int]]") -> "Optional[str]":
-    """Return the innermost of these lines that is the user's: "train.py, line 12"; or None.
+    """Return the innermost line that is the user's: "train.py, line 12"; or None.
 
     Arguments:
         frames: pairs of a file and a line, the innermost last.
@@ -345,16 +362,16 @@ def is_users_file(path: str) -> bool:
     ]
     if path.startswith((*libraries, "<frozen")) or "-packages" + os.sep in path:
         return False
-    # What autograph makes of a function is in a file that is gone: the line of its caller helps.
+    # Functions converted by autograph are in a file that is gone: the line of the caller helps.
     return not os.path.basename(path).startswith("__autograph_generated_file")
 
 
 def _users_frame(frame: "Optional[FrameType]") -> "Tuple[Optional[FrameType], int]":
-    """Return the innermost frame which is the user's.
+    """Return the innermost frame that is the user's.
 
     Returns:
-        That frame or None, and how many frames out it is from the one given, counted from 1; where
-        it is None, how many the innermost one outside of compat is.
+        That frame or None, and its distance from the first one, counted from 1; where it is None,
+        that of the innermost frame outside of compat.
     """
     level, outside = 1, None
     while frame is not None:

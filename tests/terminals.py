@@ -147,11 +147,11 @@ def terminal(monkeypatch):
             while True:
                 data.append(os.read(controller, 65536))
 
-    moved = _verification.verification._moved
+    perturbed = _verification.verification._perturbed
 
-    def moved_later(*given):
+    def perturbed_later(*given):
         time.sleep(0.05)
-        return moved(*given)
+        return perturbed(*given)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -161,7 +161,7 @@ def terminal(monkeypatch):
         patch.delenv("CI", raising=False)
         patch.setattr(progress, "SILENCE", 0.0)
         patch.setattr(progress, "INTERVAL", 0.005)
-        patch.setattr(_verification.verification, "_moved", moved_later)
+        patch.setattr(_verification.verification, "_perturbed", perturbed_later)
         patch.setattr(sys, "stdout", stream)
         patch.setattr(sys, "stderr", stream)
         with stream:

@@ -1,4 +1,4 @@
-"""Whether several devices do what one does: first steps of a model, done both ways and compared."""
+"""First steps of a model on several devices, compared with the same steps on one."""
 
 from .comparison import Comparison, largest_difference
 from .report import Record, is_good, report_at_exit, shown

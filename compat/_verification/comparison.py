@@ -1,4 +1,4 @@
-"""What one device and several make of the same step: whether it differs, and why it may."""
+"""The results of a step on one device and on several, compared, and the causes of differences."""
 
 from typing import Dict, List, Optional, Tuple
 
@@ -7,9 +7,9 @@ from .._runtime.on_demand import numpy as np
 # Sums in another order differ by some units in the last place (eps) for each factor of rows; 2^10
 # leaves room for sums over some millions of numbers, whose error grows with the square root.
 _UNITS = 2.0**10
-# A difference that rounding makes by the model's own doing may come out so many times larger.
+# Amplified rounding may differ from run to run by this factor.
 _MARGIN = 16.0
-# What one device repeats no better than this, relative to its size, cannot be compared.
+# Values that one device repeats no better than this, relative to their size, are incomparable.
 _RANDOM = 2e-3
 # Units in the last place that one device repeats its outputs to, where sums are in any order.
 _REPEATED = 2.0**6
@@ -21,16 +21,15 @@ _UNITS_OF = {"float16": 2.0**4, "bfloat16": 2.0**3}
 
 
 class Comparison:
-    """What one device and several make of the same step.
+    """The results of a step on one device and on several.
 
     Arguments:
         step: the ``Step``.
-        start: values before it; those that are there as well afterwards are compared by how they
-            changed.
+        start: values before it; those that exist afterwards, too, are compared by their changes.
         expected: values after it on one device.
         others: values after it on one device, done again.
-        is_random: whether the step is. Metrics and updates may then repeat themselves by chance:
-            an accuracy over a few rows, or Adam's first update, of which only the sign varies.
+        is_random: whether the step is. Metrics and updates may then be repeated by chance: an
+            accuracy over a few samples, or Adam's first update, of which only the sign varies.
     """
 
     def __init__(self, step, start, expected, others, is_random=False):
@@ -42,20 +41,21 @@ class Comparison:
         self.differing: "List[Tuple[str, float, float, Optional[float]]]" = []
         self.incomparable: "Dict[str, str]" = {}  # label -> why
         self.compared = 0
-        self.telling = 0  # those compared that would tell of a wrong gradient or output
+        self.telling = 0  # compared values that would show a wrong gradient or output
         self.telling_weights = 0
         self.largest = (0.0, "")
 
-    def compare(self, found):
+    def compare(self, on_all):
+        """Compare all values after the step on all devices, by label."""
         for label in sorted(self.expected, key=_order):
             if self.is_random and label.startswith(_AFTER_THE_LOSS):
                 self.incomparable[label] = _NOT_REPEATED
             elif not self.step.is_random(label):
-                self._compare(label, found.get(label))
+                self._compare(label, on_all.get(label))
 
-    def _compare(self, label, found):
+    def _compare(self, label, value):
         expected, before = self.expected[label], self.start.get(label)
-        if found is None or np.shape(found) != np.shape(expected):
+        if value is None or np.shape(value) != np.shape(expected):
             self.differing.append((label, float("inf"), 0.0, None))
             return
         others = [other.get(label) for other in self.others]
@@ -66,12 +66,12 @@ class Comparison:
         is_exact = dtype.kind not in "fc" and str(getattr(expected, "dtype", "")) not in EPS
         if np.shape(before) != np.shape(expected):  # a state that has grown
             before = None
-        expected, found = _change(expected, before), _change(found, before)
+        expected, value = _change(expected, before), _change(value, before)
         if not np.size(expected):
             return
-        apart = found - expected
+        apart = value - expected
         finite = np.isfinite(apart)
-        alike = finite | (expected == found) | (np.isnan(expected) & np.isnan(found))
+        alike = finite | (expected == value) | (np.isnan(expected) & np.isnan(value))
         largest = _largest(np.where(finite, expected, 0.0))
         spread = max([_largest(_change(other, before) - expected) for other in others] or [0.0])
         limit = (None if spread else 0.0) if is_exact else self._limit(largest, spread, before)
@@ -84,24 +84,24 @@ class Comparison:
             self.telling_weights += label.startswith("weight")
         difference = _largest(apart) if np.all(alike) else float("inf")
         if difference > limit:
-            self.differing.append((label, difference, limit, _ratio(expected, found)))
+            self.differing.append((label, difference, limit, _ratio(expected, value)))
         elif largest:
             self.largest = max(self.largest, (difference / largest, label))
 
     def _limit(self, largest, spread, before):
-        """Return how far apart rounding may leave two values.
+        """Return the largest difference that rounding explains.
 
-        None: one device does not repeat its own.
+        None: one device does not repeat its own values.
 
         Arguments:
-            largest: how much changed on one device.
-            spread: how far apart are the values that one device repeats.
-            before: what was there, if it is the change that is compared.
+            largest: the largest change on one device.
+            spread: the largest difference between runs on one device.
+            before: the value before, if the changes are compared.
         """
         stored = 0.0
         if before is not None:
             stored = 4 * EPS.get(str(before.dtype), EPS["bfloat16"]) * _largest(_change(before))
-        # How far results may be apart by rounding alone, relative to their size.
+        # Differences by rounding alone, relative to the size of results.
         eps = EPS.get(self.step.dtype, EPS["float32"])
         unit = eps * _UNITS_OF.get(self.step.dtype, _UNITS)
         if spread > max(_RANDOM, 4 * unit) * largest + stored:
@@ -123,7 +123,7 @@ _AFTER_THE_LOSS = ("metric", "gradient", "weight", "slot")
 
 
 def is_random(dtype, expected, again):
-    """Return whether one device comes to other outputs or another loss from the same weights."""
+    """Return whether one device computes other outputs or losses from the same weights."""
     return not are_near(expected, again, _REPEATED * EPS.get(dtype, EPS["float32"]))
 
 
@@ -143,7 +143,7 @@ def _order(label):
 
 
 def _change(value, before=None):
-    """By how much a value has changed, in 64 bits; the value, where there is none before it."""
+    """Return the change of a value, in 64 bits; the value itself if there is none before it."""
     dtype = "complex128" if np.asarray(value).dtype.kind == "c" else "float64"
     # Without copies of both in 64 bits, which take longer than the difference.
     before = np.zeros((), dtype) if before is None else before
@@ -162,17 +162,14 @@ def _largest(values):
     return float(values.max()) if values.size else 0.0
 
 
-def _ratio(expected, found):
-    """Return the factor by which ``found`` is too large or too small, where it is one.
-
-    Else None.
-    """
-    expected, found = np.ravel(expected).astype("float64"), np.ravel(found).astype("float64")
+def _ratio(expected, value):
+    """Return the factor by which all of a value is too large or too small, or None."""
+    expected, value = np.ravel(expected).astype("float64"), np.ravel(value).astype("float64")
     norm = float(expected.dot(expected))
     if not np.isfinite(norm) or not norm:
         return None
-    ratio = float(expected.dot(found)) / norm
-    fits = _largest(found - ratio * expected) <= 0.05 * _largest(ratio * expected)
+    ratio = float(expected.dot(value)) / norm
+    fits = _largest(value - ratio * expected) <= 0.05 * _largest(ratio * expected)
     return ratio if fits else None
 
 

@@ -1,8 +1,8 @@
 """Verification of Keras 2 models whose steps are functions of a graph: ``K.function``.
 
-Keras makes each function of a model twice: as it would alone, and of replicas. Both share the
-model's variables; but most optimizers make their state anew with each, so that it is carried from
-the one to the other.
+Keras makes each function of a model twice: plain, and of replicas. Both share the model's
+variables; but most optimizers create their state with each, so it is copied from one to the
+other.
 """
 
 import contextlib
@@ -22,16 +22,14 @@ class VerifiedKeras2Step(keras_steps.Verified):
     prefix = "_make_"
 
     def written(self, function, model):
-        """Return the variables that a function of Keras', or of replicas, of the model writes.
+        """Return the variables that a function of Keras, or of replicas, writes.
 
-        In the order in which they were made: two functions make state of their own in the same one.
+        In the order in which they were made, which is the same for two functions with separate
+        state.
         """
 
     def is_random(self, variable):
-        """Return whether a variable is the state of a random number generator.
-
-        None is no variable.
-        """
+        """Return whether a variable, or None, is the state of a random number generator."""
         return False
 
     def ordering(self, optimizer):
@@ -39,10 +37,10 @@ class VerifiedKeras2Step(keras_steps.Verified):
         return contextlib.ExitStack()
 
     def verified(self, model):
-        # What a script has put in the function's place is its own, and does more than Keras' does.
+        # A function by which a script has replaced Keras' does more than that.
         function = getattr(model, self.attribute, None)
-        is_own = function is not None and _keras.is_users_function(function)
-        return function if is_own else super().verified(model)
+        is_users = function is not None and _keras.is_users_function(function)
+        return function if is_users else super().verified(model)
 
     def make_undivided(self, model):
         if self.kind != "train":
@@ -53,11 +51,13 @@ class VerifiedKeras2Step(keras_steps.Verified):
 
 
 def verify(kind, model, replicas, verification):
-    """Have the first steps of a model verified; None: no longer.
+    """Have the first steps of a model verified.
 
     Arguments:
         kind: the backend's ``VerifiedKeras2Step``.
-        replicas: what runs the model's functions on several devices, or None.
+        model: the model.
+        replicas: the object that runs the model's functions on several devices, or None.
+        verification: the ``Verification``; None: stop verifying.
     """
     inner = _keras.inner_model(model)
     if replicas is not None:
@@ -68,9 +68,9 @@ def verify(kind, model, replicas, verification):
 
 @contextlib.contextmanager
 def _attributes_kept(optimizers):
-    """Within, what an optimizer notes of the function that it makes is forgotten."""
+    """Restore optimizers' attributes after a block in which they make a function."""
     attributes = steps.Attributes(optimizers, lambda name, value: True)
-    values = [value for each in optimizers for value in vars(each).values()]
+    values = [value for optimizer in optimizers for value in vars(optimizer).values()]
     lists = [(value, value[:]) for value in values if isinstance(value, list)]
     try:
         yield
@@ -82,8 +82,12 @@ def _attributes_kept(optimizers):
 
 def _state_of(optimizer):
     """Yield the variables of an optimizer of Keras 2 or TensorFlow, and of those it wraps."""
-    for each in _keras.wrapped_optimizers(optimizer):
-        yield from each.variables() if hasattr(each, "variables") else vars(each).get("weights", ())
+    for wrapping in _keras.wrapped_optimizers(optimizer):
+        yield from (
+            wrapping.variables()
+            if hasattr(wrapping, "variables")
+            else vars(wrapping).get("weights", ())
+        )
 
 
 class ArraysStep(keras_steps.FunctionStep):
@@ -95,7 +99,7 @@ class ArraysStep(keras_steps.FunctionStep):
         self.dtype = self.keras.backend.floatx()
 
     def in_inference(self, run, inputs):
-        """Return the predictions, and the loss without what only training does.
+        """Return the predictions, and the loss in inference.
 
         Arguments:
             run: does a step of a kind with inputs.
@@ -119,15 +123,17 @@ class Keras2Step(ArraysStep):
         written = method.written(function.made, self.model)
         undivided = method.written(function.undivided, self.model)
         # Most optimizers make their state anew for each function.
-        own = [variable for variable in written if variable not in undivided]
-        others = [variable for variable in undivided if variable not in written]
-        self.slots = self._paired(own, others)  # of the function of replicas -> of the other one
+        of_replicas = [variable for variable in written if variable not in undivided]
+        of_undivided = [variable for variable in undivided if variable not in written]
+        self.slots = self._paired(
+            of_replicas, of_undivided
+        )  # of the function of replicas -> of the other one
         self.undivided_last = False
         shared = [variable for variable in undivided if variable not in self.slots.values()]
         self.variables = self._labelled(written + shared)
 
     def _paired(self, first, second):
-        """Variables of two functions that are alike, in the order in which they were made."""
+        """Return pairs of corresponding variables of two functions."""
         values = self.keras.backend.batch_get_value(first + second)
         kinds = {v: (value.shape, value.dtype) for v, value in zip(first + second, values)}
         pairs, left = {}, list(second)
@@ -143,14 +149,14 @@ class Keras2Step(ArraysStep):
         weights = set(map(id, self.model.trainable_weights))
         slots = set(map(id, _state_of(getattr(self.model, "optimizer", None))))
         slots.update(map(id, self.slots))
-        found: "Dict[str, Any]" = {}
+        variables: "Dict[str, Any]" = {}
         every = {id(variable): variable for variable in written + list(self.model.weights)}
         for place, variable in enumerate(sorted(every.values(), key=lambda v: str(v.name))):
             word = "weight" if id(variable) in weights else "state"
             word = "slot" if id(variable) in slots else word
             label = f"{word} {variable.name}"
-            found[f"{label} [{place}]" if label in found else label] = variable
-        return found
+            variables[f"{label} [{place}]" if label in variables else label] = variable
+        return variables
 
     def by_design(self, inference, changed):
         layers = _keras.all_layers_of_keras2(self.model)
@@ -184,7 +190,7 @@ class Keras2Step(ArraysStep):
 
     def outputs(self, undivided):
         has_phase = self.kind == "train" and isinstance(self.data[-1], (int, float))
-        # These tell what is random, and are set after the step.
+        # These determine random numbers, and are set after the step.
         going_on = set(filter(self.method.is_random, self.variables.values()))
 
         def run(kind, inputs):
@@ -216,7 +222,9 @@ class Keras2Step(ArraysStep):
 
 
 def _is_called_in_training(layer):
-    """Return whether a call of the layer says ``training=True``, whatever the learning phase is."""
+    """Return whether a layer is called with ``training=True``, whatever the learning phase is."""
     nodes = getattr(layer, "_inbound_nodes", None) or getattr(layer, "inbound_nodes", None) or ()
-    given = [getattr(n, "arguments", None) or getattr(n, "call_kwargs", None) or {} for n in nodes]
-    return any(each.get("training") in (1, True) for each in given)
+    arguments = [
+        getattr(n, "arguments", None) or getattr(n, "call_kwargs", None) or {} for n in nodes
+    ]
+    return any(keywords.get("training") in (1, True) for keywords in arguments)

@@ -1,8 +1,8 @@
-"""Verification of Keras models: what makes the functions of their steps makes verified ones.
+"""Verification of Keras models, by replacing the methods that make the functions of their steps.
 
 Every Keras keeps three functions, which do a training, a test and a prediction step, and makes
-each when it is first needed, by a method of the model. The instance gets methods of its own in
-their place. How a step is done on one device, each backend says by a subclass of ``Verified``.
+each when it is first needed, by a method of the model. The instance gets other methods in their
+place. Each backend has a subclass of ``Verified``, which does a step on one device.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ STEPS = {"train": "train_step", "evaluate": "test_step", "predict": "predict_ste
 class Verified(patching.InstanceMethod):
     """The method that makes one of a model's functions, which verifies its first steps.
 
-    Subclasses for a backend say how a step is done and what it changes; ``prefix`` is what the
-    names of Keras' own methods begin with, "make_" or, in Keras 2, "_make_"; ``step`` the kind of
-    ``FunctionStep`` that a call of the function is.
+    Subclasses for a backend define how a step is done and what it changes; ``prefix`` is that of
+    the names of Keras' own methods, "make_" or, in Keras 2, "_make_"; ``step`` the class of
+    ``FunctionStep`` for calls of the function.
     """
 
     prefix = "make_"
@@ -40,18 +40,19 @@ class Verified(patching.InstanceMethod):
 
     @classmethod
     def method_of(cls, attribute):
+        """Return the name of Keras' method that makes the function of an attribute."""
         return cls.prefix + attribute.lstrip("_")
 
     @classmethod
     def install_on(cls, model, verification):
-        """Give ``model`` such methods, one for each kind of step; None: take them away.
+        """Install such methods on ``model``, one for each kind of step; None: remove them.
 
-        The tf.keras of TensorFlow 2.0 and 2.1 has none to replace: a warning says so.
+        The tf.keras of TensorFlow 2.0 and 2.1 has none to replace, which it warns of.
         """
         kinds = {
             name: kind
-            for kind, each in FUNCTIONS.items()
-            for name in sorted({each, _keras.function_of_epochs(model, each)})
+            for kind, attribute in FUNCTIONS.items()
+            for name in sorted({attribute, _keras.function_of_epochs(model, attribute)})
             if hasattr(model, cls.method_of(name))
         }
         if verification is not None and not kinds:
@@ -88,18 +89,18 @@ class Verified(patching.InstanceMethod):
             setattr(model, attribute, made)
         return made
 
-    # What a backend says ------------------------------------------------------------------------
+    # Of a backend -----------------------------------------------------------------------------
 
     def is_ready(self, model):
-        """Return whether all that a step changes is there already; before, none can be verified."""
+        """Return whether all state of a step exists; before, none can be verified."""
         return True
 
     def make_undivided(self, model):
-        """Return a function as Keras makes it, that does the step on one device."""
+        """Return a function as Keras makes it, which does the step on one device."""
         return self.made_anew(model)
 
     def made_anew(self, model):
-        """Return a function as Keras makes it, while the one that the model has stays."""
+        """Return a new function as Keras makes it, without replacing the model's."""
         attribute = self.attribute
         names = attribute, self.kind + "_tf_function"  # TensorFlow's Keras sets another one, too
         kept = {name: getattr(model, name) for name in names if hasattr(model, name)}
@@ -117,8 +118,8 @@ class VerifiedFunction:
     """A function of a model's steps, the first of which are verified.
 
     Attributes:
-        made: what Keras made, for all devices.
-        undivided: what does the same on one device.
+        made: Keras' function, for all devices.
+        undivided: one that does the same on one device.
     """
 
     undivided: "Any" = None
@@ -153,10 +154,7 @@ class VerifiedFunction:
 
 
 def named_results(model, kind, results):
-    """Return what a step returns, by label.
-
-    A dictionary of logs, or the outputs of a prediction.
-    """
+    """Return a step's results, a dictionary of logs or the outputs of a prediction, by label."""
     if kind == "predict":
         return outputs(model, results)
     if isinstance(results, dict):
@@ -168,7 +166,7 @@ def named_results(model, kind, results):
 
 
 def outputs(model, results):
-    """Return a model's outputs by label, with the name of the layer where that is known."""
+    """Return a model's outputs by label, with the names of their layers, if these are known."""
     flat = list(_flat(results))
     names = [f" ({name})" for name in getattr(model, "output_names", None) or ()]
     if len(names) != len(flat):
@@ -192,7 +190,7 @@ class FunctionStep(steps.Step):
     Arguments:
         method: the ``Verified``.
         function: the ``VerifiedFunction`` that was called.
-        data: what the step consumes: arrays, or batches.
+        data: the step's inputs: arrays, or batches.
     """
 
     input_attributes = ("data",)
@@ -205,15 +203,15 @@ class FunctionStep(steps.Step):
         self.kind = method.kind
 
     def taken(self):
-        """Return what a function takes."""
+        """Return the argument of a function."""
         return self.data
 
     def named(self, results):
-        """Return what a step returns, by label, as arrays."""
+        """Return a step's results, by label, as arrays."""
         return named_results(self.model, self.kind, results)
 
     def done(self, function):
-        """Return what a function returns, and that by label."""
+        """Call a function, and return its results, also by label."""
         results = function(self.taken())
         return results, self.named(results)
 
@@ -239,7 +237,7 @@ class KerasStep(FunctionStep):
         result_type = getattr(_keras.keras_of(self.model).backend, "result_type", None)
         if result_type is not None:
             # On JAX and torch Keras 3 sums float64 in float32, as in losses and normalization.
-            dtypes |= {result_type(each, "float32") for each in dtypes if "float" in each}
+            dtypes |= {result_type(dtype, "float32") for dtype in dtypes if "float" in dtype}
         self.dtype = coarsest(dtypes)
 
     def by_design(self, inference, changed):
@@ -249,21 +247,20 @@ class KerasStep(FunctionStep):
         return normalised(trained_layers(_keras.all_layers(self.model), training, moved))
 
     def as_array(self, value):
-        """Return a tensor, or the value of a variable, for numpy."""
+        """Return a tensor, or the value of a variable, as a numpy array."""
 
     def labelled(self):
-        """Return all variables that the step may change, by label.
-
-        A variable keeps the one it got.
-        """
+        """Return all variables that the step may change, by label, which is always the same."""
         model = self.model
         kinds = self.variable_kinds + (getattr(_keras.keras_of(model), "Variable", ()),)
         trainable = {id(v) for v in model.trainable_variables}
         groups = [("state", _variables_of(model))]
-        # Not all of an optimizer's variables are among those that it lists: a product of its own
-        # schedule, say.
-        for each in optimizers(model):
-            groups.append(("slot", _variables_of(each) + steps.variables_held([each], kinds)))
+        # Some of an optimizer's variables are not among those that it lists, such as those of a
+        # user-defined schedule.
+        for optimizer in optimizers(model):
+            groups.append(
+                ("slot", _variables_of(optimizer) + steps.variables_held([optimizer], kinds))
+            )
         groups += [("metric state", metric.variables) for metric in model.metrics]
         groups.append(("state", steps.variables_held([model], kinds)))
         for word, variables in groups:
@@ -324,27 +321,30 @@ def unlike(label, others):
 
 
 def optimizers(model):
-    """Return the optimizer of a model, and those that it has as attributes besides."""
+    """Return the optimizer of a model, and others that are attributes of it."""
     held = list(vars(model).values()) + [getattr(model, "optimizer", None)]
-    found = [v for v in held if hasattr(v, "apply_gradients") and not isinstance(v, type)]
-    return list({id(optimizer): optimizer for optimizer in found}.values())
+    optimizers = [v for v in held if hasattr(v, "apply_gradients") and not isinstance(v, type)]
+    return list({id(optimizer): optimizer for optimizer in optimizers}.values())
 
 
 def _variables_of(thing):
     variables = getattr(thing, "variables", ())
     variables = variables() if callable(variables) else variables
     # The vocabulary of a layer, which tf.keras saves as a weight, is no variable.
-    return [each for each in variables if hasattr(each, "name") or hasattr(each, "path")]
+    return [
+        variable for variable in variables if hasattr(variable, "name") or hasattr(variable, "path")
+    ]
 
 
 def trained_layers(layers, training, moved=(), frozen=False):
     """Return the layers that train in a step.
 
     Arguments:
-        training: whether it is one of training.
+        layers: those of the model.
+        training: whether it is a training step.
         frozen: whether frozen layers train, too, unless they have TensorFlow 2's behaviour.
-        moved: the variables that it changes. By ``training=True``, or a learning phase that is set,
-            batch normalization moves its averages in any step.
+        moved: the variables that it changes. With ``training=True``, or a learning phase that is
+            set, batch normalization moves its averages in any step.
     """
     moved = set(map(id, moved))  # where it is empty, no layer is asked for its variables
     return [
@@ -359,7 +359,7 @@ _BY_REPLICA = ("BatchNormalization", "BatchNormalizationBase", "BatchNormalizati
 
 
 def normalised(layers):
-    """Why a step differs from one device by design where these train, or None."""
+    """Return why a step in which these layers train differs by design, or None."""
     for layer in layers:
         if any(c.__name__ in _BY_REPLICA for c in type(layer).__mro__):
             return steps.NORMALISED.format("layer", layer.name)
@@ -367,6 +367,6 @@ def normalised(layers):
 
 
 def coarsest(dtypes):
-    """Of the types in which layers compute, the one of the fewest digits."""
+    """Return the type with the fewest digits of those in which layers compute."""
     order = ["bfloat16", "float16", "float32", "float64"]
     return next((dtype for dtype in order if dtype in dtypes), "float32")

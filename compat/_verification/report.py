@@ -1,4 +1,4 @@
-"""What was verified in this process: kept, shown, and left for another process to read."""
+"""Records of verifications in this process: kept, shown, and written for another process."""
 
 import os
 from typing import Any, List, Mapping
@@ -12,7 +12,7 @@ STEPS = {"train": "training", "evaluate": "test", "predict": "prediction"}
 
 
 class Record:
-    """What was verified of one model: shown by ``compat test script.py``.
+    """The verifications of one model, shown by ``compat test script.py``.
 
     Attributes:
         model: its name.
@@ -21,9 +21,9 @@ class Record:
         largest: the largest difference, relative to the size of what differs, and its label.
         incomparable: labels, and why.
         operations: for each device, how many matrix products and convolutions it ran in the forward
-            and in the backward pass, as the framework recorded them; empty where that was not
-            asked for.
-        failure: what differed, as the error says it; or None.
+            and in the backward pass, as the framework recorded them; empty where they were not
+            requested.
+        failure: the text of the error, where something differed; or None.
     """
 
     def __init__(self, model, devices):
@@ -37,11 +37,12 @@ class Record:
         self.failure = None
 
     def as_dict(self):
+        """Return the record for JSON."""
         return dict(vars(self))
 
 
 def report_at_exit(environ: "Mapping[str, str]") -> None:
-    """Leave this process's records in the folder ``COMPAT_VERIFY_REPORT``, if that is set."""
+    """Have this process write its records to the folder ``COMPAT_VERIFY_REPORT``, if it is set."""
     folder = environ.get("COMPAT_VERIFY_REPORT")
     if folder and not process.records_operations:
         import atexit
@@ -91,11 +92,11 @@ def is_good(record: "Mapping[str, Any]") -> bool:
 
 
 def _has_products(record):
-    """Models may have none, and XLA makes none of one row for each device."""
+    """Return whether a device ran products: some models have none, nor has XLA for single rows."""
     return any(map(any, record["operations"].values()))
 
 
 def _idle(record):
-    """Return how many of the devices that should have did not run products forward and backward."""
+    """Return how many devices ran no products forward and backward, though others did."""
     working = sum(map(all, record["operations"].values()))
     return len(record["devices"]) - working if _has_products(record) else 0

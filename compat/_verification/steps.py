@@ -1,4 +1,4 @@
-"""A step of a model, as a backend does it on one device and on all; and what its objects hold."""
+"""A step of a model, as a backend does it on one device and on all, and its objects' state."""
 
 import contextlib
 from typing import Any, Collection, Dict, Iterator, Mapping, Optional, Tuple
@@ -10,7 +10,7 @@ NORMALISED = "{} {!r} normalises each replica's rows by their own statistics"
 
 
 def numbered(outputs):
-    """Outputs that have no names, by label."""
+    """Return outputs without names by label."""
     return {f"output {number}": output for number, output in enumerate(outputs, 1)}
 
 
@@ -23,29 +23,29 @@ class Step:
 
     #: The type in which the model computes.
     dtype = "float32"
-    #: The attributes with what the step is given: nested lists, tuples and dictionaries of arrays.
+    #: The attributes with the step's inputs: nested lists, tuples and dictionaries of arrays.
     input_attributes: "Tuple[str, ...]" = ()
     #: ``attributes()`` before the step.
     start_attributes: "Optional[Attributes]" = None
 
     def read(self) -> "Dict[str, Any]":
-        """Return all that the step may change, by label, as arrays."""
+        """Return all values that the step may change, by label, as arrays."""
         raise NotImplementedError
 
     def write(self, values: "Mapping[str, Any]") -> None:
-        """Set what ``read`` gave."""
+        """Set values as ``read`` returns them."""
         raise NotImplementedError
 
     def give_up(self, values: "Mapping[str, Any]") -> None:
-        """Leave the model with these values, where the step's caller will get an error."""
+        """Leave the model with values, where the step's caller will get an error."""
         self.write(values)
 
     def by_design(self, inference: bool, changed: "Collection[str]") -> "Optional[str]":
-        """Why several devices differ from one by design: batch normalization. A phrase, or None.
+        """Return why several devices differ from one by design (batch normalization), or None.
 
         Arguments:
-            inference: whether this is about ``outputs()``, not about the step.
-            changed: the labels of ``read()`` whose values it changed on one device.
+            inference: whether ``outputs()`` are meant, not the step.
+            changed: the labels of ``read()`` whose values the step changed on one device.
         """
         return None
 
@@ -58,15 +58,12 @@ class Step:
         return False
 
     def attributes(self) -> "Attributes":
-        """Return what Python's objects note of what is done, as it is now.
-
-        Numbers of calls, say.
-        """
+        """Return attributes of Python objects that the step may change, such as counters."""
         return Attributes([], bool)
 
     @contextlib.contextmanager
     def attributes_kept(self) -> "Iterator[None]":
-        """Within, they begin with what they were before the step; afterwards they are as now."""
+        """Set them as before the step within a block, and as they are now afterwards."""
         after = self.attributes()
         if self.start_attributes is not None:
             self.start_attributes.put_back()
@@ -76,41 +73,38 @@ class Step:
             after.put_back()
 
     def on_one_device(self) -> "Dict[str, Any]":
-        """Do the step undivided, and return its results by label."""
+        """Do the step unsplit, and return its results by label."""
         raise NotImplementedError
 
     def on_all_devices(self) -> "Tuple[Any, Dict[str, Any]]":
-        """Do the step as it is, and return what its caller gets, and its results by label."""
+        """Do the step as it is, and return the result for its caller, and results by label."""
         raise NotImplementedError
 
-    def finish(self, given: "Any", start: "Mapping[str, Any]") -> "Any":
-        """Return what the step's caller gets, when nothing is left to verify.
+    def finish(self, result: "Any", start: "Mapping[str, Any]") -> "Any":
+        """Return the result for the step's caller, after the verification.
 
         Arguments:
-            given: what ``on_all_devices()`` had for it.
-            start: what ``read()`` gave before the step.
+            result: the one of ``on_all_devices()``.
+            start: the values of ``read()`` before the step.
         """
-        return given
+        return result
 
     def operations(self) -> "Dict[str, Tuple[int, int]]":
-        """Do the step on all devices once more, and tell what ran where: see ``Record``."""
+        """Do the step on all devices once more, and return their operations: see ``Record``."""
         raise NotImplementedError
 
     def outputs(self, undivided: bool) -> "Optional[Dict[str, Any]]":
-        """Return what the model computes of the step's batch, in inference.
-
-        None: that cannot be had.
-        """
+        """Return the model's outputs for the step's batch in inference; None if unavailable."""
         return None
 
 
-# What objects hold --------------------------------------------------------------------------------
+# State of objects --------------------------------------------------------------------------------
 
 
 def variables_held(roots, kinds):
-    """Return all variables that objects hold.
+    """Return all variables that are reachable from objects.
 
-    In attributes, containers, and what functions refer to.
+    By attributes, containers, and references of functions.
 
     Arguments:
         roots: the objects.
@@ -124,26 +118,28 @@ def variables_held(roots, kinds):
 
 
 class Attributes:
-    """What attributes of some objects are now, such as counters.
+    """A snapshot of attributes of objects, such as counters.
 
     Arguments:
-        objects: those that have them.
-        is_kept: whether an attribute of that name and value is one of them.
-        forgets: whether those that an object gets later are taken from it, too.
+        objects: the objects.
+        is_kept: returns whether an attribute of a name and a value is one of them.
+        forgets: whether such attributes that are new are deleted by ``put_back``.
     """
 
     def __init__(self, objects, is_kept, forgets=True):
         self._is_kept = is_kept
         self._forgets = forgets
-        self._held = [(vars(each), self._of(vars(each))) for each in objects]
+        self._held = [(vars(owner), self._of(vars(owner))) for owner in objects]
 
     def _of(self, attributes):
         return {name: value for name, value in attributes.items() if self._is_kept(name, value)}
 
     def have_changed(self):
+        """Return whether an attribute has another value now."""
         return any(now.get(k) != v for now, values in self._held for k, v in values.items())
 
     def put_back(self):
+        """Restore the attributes."""
         for attributes, values in self._held:
             for name in set(self._of(attributes)) - set(values) if self._forgets else ():
                 del attributes[name]
@@ -151,6 +147,6 @@ class Attributes:
 
 
 def numbers_held(roots):
-    """``Attributes`` that are numbers, of objects and of all that they hold."""
+    """Return ``Attributes`` that are numbers, of objects and of all that they contain."""
     objects = filter(containers.has_attributes, containers.reached(roots, lambda value: False))
     return Attributes(objects, lambda name, value: type(value) in (int, float), forgets=False)

@@ -1,9 +1,9 @@
 """The procedure of a verification: a step done three times from the same state, and compared.
 
-On one device, on one device again, and on all. The second time its weights are off by a few units
-in the last place, and random numbers go on from where the first one left them. What the two differ
-by shows how far the step amplifies rounding, and which of its results are random, so cannot be
-compared. Here is what all backends have in common; a ``Step`` of each knows how to do it.
+It is done on all devices, on one device, and on one device again, with weights perturbed by a few
+units in the last place and random numbers that continue those of the first time. The difference of
+the last two shows how far the step amplifies rounding, and which of its results are random, so that
+they cannot be compared. This is common to all backends, which have subclasses of ``Step``.
 """
 
 import collections
@@ -21,16 +21,16 @@ from .comparison import EPS, Comparison, are_near, cause_of, is_random
 from .report import STEPS, Record
 from .steps import Step
 
-# How weights are off where it is looked again how far a step amplifies rounding.
+# Seeds of further perturbations, where a first comparison finds a difference.
 _SEEDS = (1, 2, 3)
-# How many of the numbers that a step is given are looked at so, one by one.
+# How many of the numbers in a step's inputs are perturbed one by one.
 _MOST_NUMBERS = 4
-#: Within, no step is verified: where a verification runs a model's own steps.
+#: Within, no step is verified, as where a verification runs a model's own steps.
 suspended = Within()
 
 
 def random_numbers():
-    """Return a context that restores Python's and numpy's random states of now at its end."""
+    """Return a context that restores Python's and numpy's present random states at its end."""
     afterwards = contextlib.ExitStack()
     afterwards.callback(random.setstate, random.getstate())
     afterwards.callback(np.random.set_state, np.random.get_state())
@@ -43,8 +43,8 @@ class Verification:
     Arguments:
         model: its name.
         devices: their names.
-        steps: how many training steps, or ``Every``; of evaluation and prediction the first one
-            is, and the next one after each training step.
+        steps: how many training steps, or ``Every``; of evaluation and prediction the first step
+            is verified, and the next one after each training step.
         ranks: whether the devices are those of ranks.
 
     Attributes:
@@ -76,14 +76,14 @@ class Verification:
         return self.left[kind] > 0
 
     def shown(self, kind: str) -> "ContextManager[Any]":
-        """Within, a line on the terminal says that a step is verified, if that takes long."""
+        """Show a line on the terminal within a block, if verifying a step takes long."""
         return progress.shown(f"verifying a {STEPS[kind]} step of model {self.record.model!r}")
 
     def verify(self, kind: str, step: "Step") -> "Any":
-        """Do a step, on one device and on all, and return what its caller is to get.
+        """Do a step on one device and on all, and return the result for its caller.
 
         Raises:
-            ResultsDifferError: after it has put back the state from before the step.
+            ResultsDifferError: they differ; the state is that before the step.
         """
         if self.record not in process.verified:
             process.verified.append(self.record)
@@ -133,7 +133,7 @@ class Verification:
         self.record.incomparable.update(comparison.incomparable)
 
     def _compare_in_inference(self, kind, step, start, why):
-        """Compare what can be: the model's outputs where nothing is random."""
+        """Compare the model's outputs in inference, where nothing is random."""
         outputs = self._inferred(step, start)
         if outputs is not None:
             if outputs.differing:
@@ -147,10 +147,7 @@ class Verification:
             )
 
     def _inferred(self, step, start):
-        """Return the comparison of what the model computes in inference.
-
-        None: there is none to make.
-        """
+        """Return the comparison of the model's outputs in inference; None if it has none."""
 
         def outputs(values, undivided):
             step.write(values)
@@ -167,7 +164,7 @@ class Verification:
         return _compared(step, {}, expected, [again()], outputs(start, False), again)
 
     def _difference(self, kind, step, start, comparison):
-        """Return the error: what differs first, by how much, and why that may be."""
+        """Return the error, with the first difference, its size and its likely cause."""
         label, difference, limit, ratio = comparison.differing[0]
         if kind == "train" and not label.startswith("output"):
             with contextlib.suppress(Exception):  # the error to come is the one that matters
@@ -200,7 +197,7 @@ class _Runs:
         start: values before the step, by label.
         on_all: values and results after it, by label, on all devices.
         on_one: likewise on one device.
-        returned: what the step's caller is to get.
+        returned: the result for the step's caller.
     """
 
     def __init__(self, step):
@@ -212,8 +209,8 @@ class _Runs:
     def do(self):
         """Do the step on all devices, and then on one."""
         step = self.step
-        # On all devices first, so that what the first step makes and traces is what it would be.
-        step.write(self.start)  # what is kept twice, for one device and for all, is the same
+        # On all devices first, so that the first step creates and traces the same as without.
+        step.write(self.start)  # state that exists twice, for one device and for all, is the same
         self.returned, self._results = step.on_all_devices()
         self.on_all = {**self._results, **step.read()}
         self._random_end = random_numbers()
@@ -223,10 +220,10 @@ class _Runs:
             self.on_one = {**step.on_one_device(), **step.read()}
 
     def again(self, seed=0, number=None):
-        """Return the step on one device once more, where its weights are off by rounding.
+        """Do the step on one device once more, with perturbed weights, and return its values.
 
         Arguments:
-            seed: of how they are off; None: they are as before.
+            seed: of the perturbation; None: there is none.
             number: as ``inputs_perturbed`` takes it.
         """
         step, perturbed = self.step, _perturbed(self.step, self.start, seed)
@@ -247,39 +244,44 @@ class _Runs:
 
     @contextlib.contextmanager
     def undone_on_error(self):
-        """Within, an error leaves the model as it was before the step."""
+        """Restore the model to before the step on an error in a block."""
         try:
             yield
         except BaseException:
-            # What the step itself has raised is what its caller must see.
+            # The caller must get the step's own error.
             self.step.start_attributes.put_back()
             with contextlib.suppress(Exception):
                 self.step.give_up(self.start)
             raise
 
 
-def _compared(step, start, expected, others, found, again):
-    """Return the ``Comparison``; where something differs, that of a closer look.
+def _compared(step, start, expected, others, on_all, again):
+    """Return the ``Comparison``; where something differs, one with more perturbations.
 
     Arguments:
-        again: gives the values on one device, once more, by a seed and a perturbed number.
+        step: the ``Step``.
+        start: values before it.
+        expected: values after it on one device.
+        others: values after it on one device, done again.
+        on_all: values after it on all devices.
+        again: does it on one device once more, by a seed and a perturbed number.
     """
     comparison = Comparison(step, start, expected, others)
-    comparison.compare(found)
+    comparison.compare(on_all)
     if comparison.differing:
         # Another look at how rounding is amplified: an alarm must never be false.
         others += map(again, _SEEDS)
         perturbed = [again(1, number) for number in _frequent_numbers(step)]
-        others += [each for each in perturbed if are_near(expected, each)]
+        others += [values for values in perturbed if are_near(expected, values)]
         is_noise = is_random(step.dtype, expected, again(None))
         comparison = Comparison(step, start, expected, others, is_noise)
-        comparison.compare(found)
+        comparison.compare(on_all)
     return comparison
 
 
 @contextlib.contextmanager
 def _aside(step):
-    """Within, what a step does is for verification alone."""
+    """Keep a step within a block, which is for verification alone, from counting."""
     with work.uncounted, step.attributes_kept():
         yield
 
@@ -290,20 +292,22 @@ def _changed(start, after):
 
 
 def _perturbed(step, start, seed):
-    """Return the values before a step, off by rounding, without the states of random generators.
+    """Return values before a step with perturbations, without states of random generators.
 
     Frozen weights and other state amplify rounding as well as those that are trained; but a whole
-    number may be a count, which decides what a step does.
+    number may be a count, on which a step depends.
 
     Arguments:
-        seed: of how they are off; None: not at all.
+        step: the ``Step``.
+        start: values before it.
+        seed: of the perturbation; None: there is none.
     """
     generator = np.random.RandomState(seed)
     perturbed = {}
     for label in sorted(start):
         value = start[label]
         if step.is_random(label):
-            continue  # goes on from the step before
+            continue  # continues from the step before
         perturbed[label] = value
         is_weight = step.is_weight(label)
         if seed is None or value.dtype.kind != "f" or not (is_weight or label[:6] == "state "):
@@ -320,21 +324,23 @@ def _unit(step, dtype):
 
     None for any other type.
     """
-    known = [EPS[name] for name in EPS if name in str(dtype)]
-    # What weights of 64 bits are rounded to, where the step computes in 32.
+    units = [EPS[name] for name in EPS if name in str(dtype)]
+    # The unit of weights of 64 bits where the step computes in 32.
     coarse = min(EPS[step.dtype], EPS["float32"])
-    return max(known + [coarse]) if known else None
+    return max(units + [coarse]) if units else None
 
 
 def inputs_perturbed(step, seed, number=None):
-    """Return the context in which what the step is given is off by rounding, if ``seed`` is odd.
+    """Return a context in which a step's inputs are perturbed, if ``seed`` is odd.
 
-    A model may amplify rounding by constants, which no weight comes before. Whole numbers, halves
-    and the like stay as they are: they may be classes, padding or masks. An infinite number would
-    become NaN, so that every second time the weights alone are off.
+    A model may amplify rounding by constants, before any weight. Whole numbers, halves and the like
+    stay as they are: they may be classes, padding or masks. An infinite number would become NaN, so
+    every second time the weights alone are perturbed.
 
     Arguments:
-        number: this number alone is off, in each place by another sign.
+        step: the ``Step``.
+        seed: of the perturbation.
+        number: the only number to perturb, with a random sign in each place.
     """
     signs = np.random.RandomState(seed)
 
@@ -359,10 +365,10 @@ def inputs_perturbed(step, seed, number=None):
 
 
 def _frequent_numbers(step):
-    """Return the whole numbers, halves and the like that a step is given most often, but for zero.
+    """Return the most frequent whole numbers, halves and the like in a step's inputs, but for zero.
 
-    Of a column of ones nothing is perturbed otherwise, and normalising it divides what is left by
-    rounding by a deviation of zero.
+    A column of ones would not be perturbed otherwise, and normalising it divides rounding errors by
+    a deviation of zero.
     """
     frequencies: "Counter[float]" = collections.Counter()
 
@@ -380,7 +386,7 @@ def _frequent_numbers(step):
 
 
 def _mapped(value, function):
-    """Nested containers with what a function makes of each thing in them."""
+    """Return nested containers with a function applied to each of their leaves."""
     if isinstance(value, dict):
         return {name: _mapped(part, function) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
