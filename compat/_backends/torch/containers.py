@@ -4,12 +4,13 @@ import functools
 import inspect
 import itertools
 from collections.abc import MutableMapping
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as tree
 
-#: What an object that can be looked into may have in its attributes, besides others of its kind.
+#: Types of attributes that a traversed object may have, besides objects of its kind.
 PLAIN = (torch.Tensor, PackedSequence, bool, int, float, complex, str, bytes, type(None), type,
          torch.dtype, torch.device)  # fmt: skip
 
@@ -19,7 +20,7 @@ def _is_leaf(value):
 
 
 def _contents(value, visited=None):
-    """Return what is in a container that keeps its identity, by name; None: it is hidden.
+    """Return the contents of a container that keeps its identity, by name; None: it has none.
 
     A container is a list, a mapping, a dataclass, or any object of a class written in Python that
     has nothing but numbers, tensors and such containers in its attributes, as caches do.
@@ -29,8 +30,8 @@ def _contents(value, visited=None):
     if isinstance(value, MutableMapping):
         return dict(value)
     if hasattr(type(value), "__dataclass_fields__"):
-        own = {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
-        return {**own, **getattr(value, "__dict__", {})}
+        slots = {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
+        return {**slots, **getattr(value, "__dict__", {})}
     if not is_object(value):
         return None
     visited = {} if visited is None else visited
@@ -49,8 +50,8 @@ def _slots(value):
     return [name for name in fields if inspect.ismemberdescriptor(getattr(kind, name, None))]
 
 
-def is_object(value):
-    """Return whether all that a value has is in its ``__dict__``, by its class."""
+def is_object(value: Any) -> bool:
+    """Return whether a value is of a class in Python, with all attributes in its ``__dict__``."""
     kind = type(value)
     return (
         kind.__new__ is object.__new__
@@ -60,8 +61,8 @@ def is_object(value):
     )
 
 
-def set_contents(value, contents):
-    """Let a container have these contents, and no others."""
+def set_contents(value: Any, contents: "Dict[Any, Any]") -> Any:
+    """Replace the contents of a container, and return it."""
     if type(value) is list:
         value[:] = contents.values()
     elif isinstance(value, MutableMapping):
@@ -80,15 +81,23 @@ def set_contents(value, contents):
     return value
 
 
-def flatten(value, seen=None):
+def flatten(
+    value: Any, seen: "Optional[Dict[int, Any]]" = None
+) -> "Tuple[List[Any], Callable[[Any], Any], Any]":
     """Return the leaves of a nested value, a function that nests others, and a description.
 
-    That function sets the contents of the containers that ``seen`` lists, with what was in them,
-    rather than copy them.
+    That function sets the contents of the very containers, rather than copy them.
+
+    Arguments:
+        value: the nested value.
+        seen: a dictionary to which the containers and their contents are added, by id.
     """
     seen = {} if seen is None else seen
     leaves, spec = tree.tree_flatten(value, is_leaf=_is_leaf)
-    flat, makers, inside = [], [], []  # of each leaf: what takes it from an iterator of new ones
+    # Makers take what stands for a leaf from an iterator of new leaves.
+    flat: "List[Any]" = []
+    makers: "List[Callable[[Any], Any]]" = []
+    inside: "List[Any]" = []
     for leaf in leaves:
         contents = None if isinstance(leaf, PLAIN) else _contents(leaf)
         if isinstance(leaf, torch.Size):
@@ -99,13 +108,13 @@ def flatten(value, seen=None):
             flat.append(leaf)
             makers.append(next)
         elif id(leaf) in seen:
-            makers.append(lambda values, same=leaf: same)
+            makers.append(functools.partial(_same, leaf))
             inside.append(type(leaf))
         else:
             seen[id(leaf)] = leaf, contents
             names = list(contents)
-            found, rebuild, described = flatten(tuple(contents.values()), seen)
-            flat += found
+            nested, rebuild, described = flatten(tuple(contents.values()), seen)
+            flat += nested
             makers.append(functools.partial(_refilled, leaf, names, rebuild))
             inside.append((type(leaf), names, described))
 
@@ -114,6 +123,10 @@ def flatten(value, seen=None):
         return tree.tree_unflatten([make(values) for make in makers], spec)
 
     return flat, unflatten, (spec, inside)
+
+
+def _same(leaf, values):
+    return leaf
 
 
 def _sizes(count, values):

@@ -1,8 +1,7 @@
 """User-defined gradients: autograd functions, and hooks on gradients.
 
-These may compute across rows in the backward pass, whatever they did in the forward pass. A call
-that has one is tried with its gradients, too: those of three rows together, against those of its
-parts.
+These may need the whole batch in the backward pass, even if the forward pass does not. A call that
+has one is tried with its gradients, too: those of three rows together, against those of its parts.
 """
 
 import torch
@@ -12,7 +11,7 @@ from ..._rows import Fallback, Reason
 from .merging import NotMergeable
 from .tensors import close
 
-#: What computes gradients as autograd would: compat, and torch's checkpoints.
+#: Modules whose functions have autograd's gradients: compat's, and torch's checkpoints.
 _LIBRARIES = (__name__.partition(".")[0] + ".", "torch.utils.checkpoint")
 
 
@@ -20,25 +19,29 @@ def custom_gradient(outcome, arguments):
     """Return the first user-defined gradient that leads to a replica's values, or None.
 
     Arguments:
-        arguments: tensors that the call was given; what is before them is not the call's.
+        outcome: the ``Outcome`` of a replica.
+        arguments: tensors among the call's arguments, before which its graph does not go.
 
     Returns:
         A ``Fallback``.
     """
     if outcome.propagation.hooks:
         return outcome.propagation.hooks[0]
-    given = {None, *(value.grad_fn for value in arguments)}
+    inputs_of_call = {None, *(value.grad_fn for value in arguments)}
 
-    def is_own(node):
+    def is_custom(node):
         function = getattr(type(node), "_forward_cls", None)
         return function is not None and not function.__module__.startswith(_LIBRARIES)
 
     def inputs(node):
-        return [each for each, _ in node.next_functions if each not in given]
+        return [each for each, _ in node.next_functions if each not in inputs_of_call]
 
     results = [getattr(value, "grad_fn", None) for value in outcome.values.values()]
-    found = _rows.nearest([each for each in results if each not in given], is_own, inputs)
-    return Fallback(Reason.CUSTOM_GRADIENT, type(found[0])._forward_cls.__name__) if found else None
+    roots = [node for node in results if node not in inputs_of_call]
+    custom = _rows.nearest(roots, is_custom, inputs)
+    if not custom:
+        return None
+    return Fallback(Reason.CUSTOM_GRADIENT, type(custom[0])._forward_cls.__name__)
 
 
 def check_gradients(trial, rules, before, home, sources, fallback):
@@ -46,8 +49,9 @@ def check_gradients(trial, rules, before, home, sources, fallback):
 
     Arguments:
         trial: a ``PartsTrial``.
-        rules: by key, how values are put together.
+        rules: the rule by which each value is merged, by key.
         before: state before the call, by key.
+        home: the device of the results.
         sources: tensors that get gradients.
         fallback: what may mix rows.
 

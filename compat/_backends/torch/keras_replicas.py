@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any, Dict
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from .expressions import State, Total
 from .graph import tag, tag_of
 from .merging import NotMergeable
 from .replicas import Replicas, ReplicatedCall
-from .side_effects import CallEffects, KerasReach
+from .side_effects import CallEffects, KerasReach, Reach
 from .state import moved_late, version_of
 
 
@@ -38,12 +39,15 @@ class ReplicatedKerasCall(ReplicatedCall):
         return getattr(batch, "is_meta", False) or _keras.in_stateless_scope(_keras.keras_of(model))
 
     def home(self, model, arguments):
-        return _keras.keras_of(model).ops.convert_to_tensor(0).device  # where Keras computes
+        """Return the device on which Keras computes."""
+        return _keras.keras_of(model).ops.convert_to_tensor(0).device
 
-    def reach(self, model):
+    def reach(self, model: Any) -> Reach:
+        """Return the values that calls of the model reach."""
         return KerasReach.of(model)
 
-    def replicas(self, model):
+    def replicas(self, model: Any) -> "KerasReplicas":
+        """Return new replicas of the model."""
         return KerasReplicas(model)
 
 
@@ -58,12 +62,13 @@ class KerasReplicas(Replicas):
     def __init__(self, model):
         self.keras, self.model = _keras.keras_of(model), model
         weights = {id(variable._value) for variable in model.variables}
-        self.outside = CallEffects(KerasReach.of(model), weights)
-        self.variables = {}  # those that were set, by key
-        self.before = {}  # their values, by key
-        self.seeds = {}  # the values of random seeds, by id
+        self.side_effects = CallEffects(KerasReach.of(model), weights)
+        self.variables: "Dict[Any, Any]" = {}  # those that were set, by key
+        self.before: "Dict[Any, Any]" = {}  # their values, by key
+        self.seeds: "Dict[int, Any]" = {}  # the values of random seeds, by id
 
     def run(self, call, device, copy, args, kwargs, propagation):
+        """Run one replica: see ``Replicas``."""
         watched = _keras.all_layers(self.model) if propagation is not None else []
         kind = self.keras.layers.BatchNormalization
         normalising = [layer for layer in watched if isinstance(layer, kind)]
@@ -75,21 +80,21 @@ class KerasReplicas(Replicas):
                 for v in variables
             ]
             scope = self.keras.StatelessScope(pairs, collect_losses=True)
-            given = dict(scope.state_mapping)
+            initial = dict(scope.state_mapping)
             for variable in variables if propagation is not None else ():
                 if not variable.trainable and not _is_seed(variable):
                     tag(scope.state_mapping[id(variable)], State(variable._value))
-            versions = {key: version_of(value) for key, value in given.items()}
+            versions = {key: version_of(value) for key, value in initial.items()}
             state = {}
             watching = propagation or contextlib.ExitStack()
-            with self.outside.replica(propagation is not None, state):
+            with self.side_effects.replica(propagation is not None, state):
                 with scope, watching, _unwatched(normalising, propagation):
                     result = call(*args, **kwargs)
         for index, variable in enumerate(variables):
             value = scope.state_mapping[id(variable)]
             if _is_seed(variable):
                 self.seeds[id(variable)] = value
-            elif value is not given[id(variable)] or version_of(value) != versions[id(variable)]:
+            elif value is not initial[id(variable)] or version_of(value) != versions[id(variable)]:
                 if variable.trainable and value is variable._value:
                     raise moved_late(self.model)
                 if variable.trainable:
@@ -101,12 +106,12 @@ class KerasReplicas(Replicas):
                 if id(variable) in averages:
                     tag(value, Total(_rows.Partial("mean"), propagation.rows, is_regular=True))
         state.update((("loss", index), loss) for index, loss in enumerate(scope.losses))
-        self.before.update(self.outside.before)
+        self.before.update(self.side_effects.before)
         return result, state, {}
 
     def finish(self, merged):
         """Set the state, once, and add the losses."""
-        self.outside.finish(merged)
+        self.side_effects.finish(merged)
         for variable in self.model.variables:
             if id(variable) in self.seeds:
                 variable.assign(self.seeds[id(variable)])
@@ -131,8 +136,7 @@ def _unwatched(layers, propagation):
 
     patched = contextlib.ExitStack()
     for layer in layers:
-        own = functools.partial(call, layer.call)
-        patched.enter_context(patching.replaced(layer, call=own))
+        patched.enter_context(patching.replaced(layer, call=functools.partial(call, layer.call)))
     return patched
 
 
@@ -141,7 +145,12 @@ def _is_seed(variable):
     return variable.name == "seed_generator_state"
 
 
-def refuse_torch_compile(model):
+def refuse_torch_compile(model: Any) -> None:
+    """Refuse a model that Keras compiles with torch.compile().
+
+    Raises:
+        UnsupportedError: it is one.
+    """
     if _keras.compiled_with(model).get("jit_compile") is True:
         raise errors.unsupported(
             "torch",

@@ -1,4 +1,4 @@
-"""Gradients by a value of a call on which others of its values depend.
+"""Gradients with respect to a result of a call on which other results depend.
 
 ``images, styles = generator(z)``: on each device images come from that device's styles. What is
 merged of the styles comes after them, so that no path of autograd's graph leads from the images
@@ -9,6 +9,7 @@ import functools
 import inspect
 import threading
 import weakref
+from typing import Any, List
 
 import torch
 
@@ -27,24 +28,24 @@ def find(values):
     """
     nodes = {key: getattr(value, "grad_fn", None) for key, value in values.items()}
     nodes = {key: node for key, node in nodes.items() if node is not None}
-    wanted, found, seen = set(nodes.values()), set(), set()
-    pending = [each for node in wanted for each, _ in node.next_functions]
-    while pending and found != wanted:
+    results, reached, seen = set(nodes.values()), set(), set()
+    pending = [source for node in results for source, _ in node.next_functions]
+    while pending and reached != results:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node in wanted:
-            found.add(node)
-        pending += [each for each, _ in node.next_functions]
-    return {key for key, node in nodes.items() if node in found}
+        if node in results:
+            reached.add(node)
+        pending += [source for source, _ in node.next_functions]
+    return {key for key, node in nodes.items() if node in reached}
 
 
 class Parts:
-    """The replicas' values that a value was put together from.
+    """The replicas' values from which a value was merged.
 
     Arguments:
-        whole: what was put together.
+        whole: the merged value.
         tensors: the values, the first replica's first.
         rule: a ``MergeRule``.
     """
@@ -55,7 +56,7 @@ class Parts:
 
     @classmethod
     def attach(cls, whole, tensors, rule):
-        """Have the gradients by ``whole`` be those by its parts."""
+        """Have gradients with respect to ``whole`` be those with respect to its parts."""
         parts = cls(whole, tensors, rule)
         setattr(whole, _PARTS, parts)
         whole.register_hook = parts.register_hook
@@ -67,13 +68,14 @@ class Parts:
                 plain = torch.autograd.grad
                 patching.Patch(torch.autograd, "grad", functools.partial(_grad, plain))
 
-    def gradient(self, gradients, batched=False):
-        """Return the gradient by the whole from those by the parts; None where there is none.
+    def gradient(self, gradients: "List[Any]", batched: bool = False) -> Any:
+        """Return the gradient with respect to the whole, or None.
 
         Arguments:
+            gradients: those with respect to the parts, or None for each.
             batched: whether the gradients have one dimension more, in front.
         """
-        if all(each is None for each in gradients):
+        if all(gradient is None for gradient in gradients):
             return None
         is_replicated = self.rule.placement == _rows.REPLICATED
         if not is_replicated and self.rule.axis is None:
@@ -83,14 +85,14 @@ class Parts:
                 "have rows of the batch in one dimension, and this is a total over them. Take it "
                 "inside the model, or run the model on one device: parallelize(model, gpus=1)."
             )
-        example = next(each for each in gradients if each is not None)
+        example = next(gradient for gradient in gradients if gradient is not None)
         if is_replicated:
-            return sum(each.to(self.home) for each in gradients if each is not None)
+            return sum(g.to(self.home) for g in gradients if g is not None)
         shapes = [tensor.shape for tensor in self.tensors]
         shapes = [example.shape[:1] + shape if batched else shape for shape in shapes]
         filled = [
-            example.new_zeros(shape) if each is None else each.to(self.home)
-            for each, shape in zip(gradients, shapes)
+            example.new_zeros(shape) if gradient is None else gradient.to(self.home)
+            for gradient, shape in zip(gradients, shapes)
         ]
         return torch.cat(filled, self.rule.axis + batched)
 
@@ -111,13 +113,13 @@ class Parts:
 
     def retain_grad(self):
         """Keep the gradient, in place of the tensor's method."""
-        own = []  # what comes back to the whole itself, which torch adds up
+        direct = []  # gradients of the whole itself, which torch adds up
         torch.Tensor.retain_grad(self.whole())
-        torch.Tensor.register_hook(self.whole(), own.append)
+        torch.Tensor.register_hook(self.whole(), direct.append)
 
         def keep(gradient):
             whole = self.whole()
-            rest = gradient - own.pop() if own else gradient
+            rest = gradient - direct.pop() if direct else gradient
             if whole is not None:
                 whole.grad = rest if whole.grad is None else whole.grad + rest
 
@@ -128,26 +130,28 @@ _SIGNATURE = inspect.signature(torch.autograd.grad)
 
 
 def _grad(plain, *args, **kwargs):
-    """Return what ``torch.autograd.grad()`` does, by values that have parts, too."""
-    given = _SIGNATURE.bind(*args, **kwargs)
-    given.apply_defaults()
-    wanted = given.arguments
-    inputs = wanted["inputs"]
+    """Return gradients as ``torch.autograd.grad()``, also with respect to values with parts."""
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    inputs = arguments["inputs"]
     inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
-    parts = [getattr(each, _PARTS, None) for each in inputs]
+    parts = [getattr(tensor, _PARTS, None) for tensor in inputs]
     if not any(parts):
         return plain(*args, **kwargs)
-    counts = [1 if each is None else len(each.tensors) for each in parts]
-    flat = [t for own, each in zip(inputs, parts) for t in (each.tensors if each else [own])]
-    unused, fill = wanted["allow_unused"], wanted["materialize_grads"]
-    wanted.update(inputs=flat, allow_unused=True, materialize_grads=False)
-    found = iter(plain(*given.args, **given.kwargs))
+    counts = [1 if linked is None else len(linked.tensors) for linked in parts]
+    flat = [t for x, linked in zip(inputs, parts) for t in (linked.tensors if linked else [x])]
+    unused, fill = arguments["allow_unused"], arguments["materialize_grads"]
+    arguments.update(inputs=flat, allow_unused=True, materialize_grads=False)
+    of_parts = iter(plain(*bound.args, **bound.kwargs))
     gradients = []
-    for own, each, count in zip(inputs, parts, counts):
-        values = [next(found) for _ in range(count)]
-        gradient = each.gradient(values, wanted["is_grads_batched"]) if each else values[0]
+    for tensor, linked, count in zip(inputs, parts, counts):
+        values = [next(of_parts) for _ in range(count)]
+        gradient = values[0]
+        if linked is not None:
+            gradient = linked.gradient(values, arguments["is_grads_batched"])
         if gradient is None and fill:
-            gradient = torch.zeros_like(own)
+            gradient = torch.zeros_like(tensor)
         if gradient is None and not unused:
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. "

@@ -53,7 +53,8 @@ class CallPlan:
         # A number of rows that is what an attribute was before does not show that it was set.
         is_alike = outcome.described == self.described and self.counts() <= outcome.values.keys()
         return is_alike and all(
-            key in self.rules and self.rules[key].fits(value, outcome.rows, outcome.given.get(key))
+            key in self.rules
+            and self.rules[key].fits(value, outcome.rows, outcome.initial_state.get(key))
             for key, value in outcome.values.items()
         )
 

@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import itertools
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -15,7 +16,7 @@ from .expressions import State
 from .graph import tag
 from .merging import NotMergeable
 from .replicas import Replicas, ReplicatedCall
-from .side_effects import FEW, CallEffects, ModuleReach
+from .side_effects import FEW, CallEffects, ModuleReach, Reach
 from .state import Hooks, copy_of, moved_late, put_back, version_of
 
 
@@ -36,11 +37,12 @@ class ForwardMethod(patching.InstanceMethod):
             return self(module, *args, **kwargs)
 
         plain = inspect.signature(self.plain(module))
-        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        forward.__signature__ = plain.replace(parameters=[own] + list(plain.parameters.values()))
+        bound = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = plain.replace(parameters=[bound] + list(plain.parameters.values()))
         super().install(module, forward)
 
-    def is_only_traced(self, module, batch):
+    def is_only_traced(self, module: torch.nn.Module, batch: Any) -> bool:
+        """Return whether the call is traced, or infers shapes, and nothing is computed."""
         return getattr(batch, "is_meta", False) is True or tracing.is_traced()
 
 
@@ -48,6 +50,7 @@ class ReplicatedForward(ForwardMethod, ReplicatedCall):
     """The ``forward`` of a torch module on several devices."""
 
     def converter(self, model):
+        """Return None: arrays stay as they are."""
         return None
 
     def home(self, model, arguments):
@@ -57,10 +60,12 @@ class ReplicatedForward(ForwardMethod, ReplicatedCall):
         packed = isinstance(first, PackedSequence)
         return next(model.parameters(), first.data if packed else first).device
 
-    def reach(self, model):
+    def reach(self, model: torch.nn.Module) -> Reach:
+        """Return the values that calls of the module reach."""
         return ModuleReach.of(model)
 
-    def replicas(self, model):
+    def replicas(self, model: torch.nn.Module) -> "ModuleReplicas":
+        """Return new replicas of the module."""
         return ModuleReplicas(model)
 
     def unsplittable(self, model):
@@ -83,9 +88,9 @@ class ModuleReplicas(Replicas):
         # Dictionary of a module within, name there, weight or buffer.
         self.places = [place for place in weights + buffers if place[2] is not None]
         self.held = [(d, dict(d)) for p in parts for d in (p._parameters, p._buffers)]
-        known = {id(value): (values, name) for values, name, value in reversed(self.places)}
+        place_of = {id(value): (values, name) for values, name, value in reversed(self.places)}
         self.before = {("state", n): v for n, v in module.named_buffers()} if buffers else {}
-        self.buffers = {key: known[id(buffer)] for key, buffer in self.before.items()}  # places
+        self.buffers = {key: place_of[id(buffer)] for key, buffer in self.before.items()}
         states = set(map(id, self.before.values()))
         # By id: those that are tied have one copy.
         self.weights = {id(v): v for _, _, v in self.places if id(v) not in states}
@@ -93,12 +98,16 @@ class ModuleReplicas(Replicas):
         if sum(self.weights[key].numel() for key in self.frozen) > FEW:
             self.frozen = set()
         self.module, self.hooks = module, Hooks(parts)
-        self.outside, self.register = CallEffects(ModuleReach.of(module, parts), known), None
+        self.side_effects, self.register = (
+            CallEffects(ModuleReach.of(module, parts), place_of),
+            None,
+        )
 
     def run(self, forward, device, copy, args, kwargs, propagation):
-        given = {key: self.before[key].to(device, copy=True) for key in self.buffers}
-        copies = {id(self.before[key]): buffer for key, buffer in given.items()}
-        for key, buffer in given.items() if propagation is not None else ():
+        """Run one replica: see ``Replicas``."""
+        initial_state = {key: self.before[key].to(device, copy=True) for key in self.buffers}
+        copies = {id(self.before[key]): buffer for key, buffer in initial_state.items()}
+        for key, buffer in initial_state.items() if propagation is not None else ():
             tag(buffer, State(self.before[key]))
         copies.update(
             (key, value.to(device, copy=copy or key in self.frozen))
@@ -106,7 +115,7 @@ class ModuleReplicas(Replicas):
         )
         versions = [version_of(copies[key]) for key in self.weights]
         state = {}
-        with self.outside.replica(propagation is not None, state):
+        with self.side_effects.replica(propagation is not None, state):
             try:
                 for values, name, value in self.places:
                     values[name] = copies[id(value)]
@@ -129,11 +138,11 @@ class ModuleReplicas(Replicas):
         now = [version_of(copies[key]) for key in self.weights]
         if now != versions:
             self.note_moved(state, copies, versions, now)
-        self.before.update(self.outside.before)
-        return result, state, given
+        self.before.update(self.side_effects.before)
+        return result, state, initial_state
 
     def note_moved(self, state, copies, versions, now):
-        """Add the weights that a replica has moved."""
+        """Add the weights that a replica has changed in place to its state."""
         for number, (key, value) in enumerate(self.weights.items()):
             if versions[number] != now[number]:
                 if copies[key] is value:
@@ -141,10 +150,10 @@ class ModuleReplicas(Replicas):
                 state["weight", number] = copy_of(copies[key])
 
     def finish(self, merged):
-        """Set buffers, weights, all that is outside, and hooks, once."""
+        """Set buffers, weights, attributes and hooks, once."""
         if self.register is not None:
             self.register.put_back()
-        self.outside.finish(merged)
+        self.side_effects.finish(merged)
         weights = list(self.weights.values())
         with torch.no_grad():
             for key, value in merged.items():
@@ -154,7 +163,7 @@ class ModuleReplicas(Replicas):
                     weights[key[1]].copy_(value)
 
 
-def refuse_wrapped(model):
+def refuse_wrapped(model: torch.nn.Module) -> None:
     """Refuse torch's own replicas, which would split each device's shard once more."""
     nn = torch.nn.parallel
     if isinstance(model, (nn.DataParallel, nn.DistributedDataParallel)):

@@ -113,7 +113,7 @@ class _ModuleCall(RandomStep, _StepOfModule):
         self.put_hooks_back()
         leaves = [was.copied(leaf, kept) for leaf, kept in zip(was.leaves, self.leaves)]
         try:
-            with was.given(leaves) as (args, kwargs):
+            with was.substituted(leaves) as (args, kwargs):
                 return named(self.forward(*args, **kwargs))
         finally:
             now.restore()

@@ -1,5 +1,7 @@
 """Results, losses and state of one replica, value by value."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -12,18 +14,23 @@ from .row_counts import RowCount
 class Outcome:
     """The values that one replica made.
 
-    Attributes:
+    Arguments:
         rows: how many rows it computed.
+        result: its result, nested.
+        state: by key, state that it has set, and losses.
+        initial_state: by key, state before it, on its device.
+        propagation: the ``Propagation`` that saw it, or None.
+
+    Attributes:
         values: by key, each value of the result, each loss, each state, each attribute.
         unflatten, described: how the result is nested.
-        given: by key, state as the replica was given it.
-        numbers: those that were taken from a tensor, which stands in for them.
-        arrays: those that are arrays of numpy's, for which tensors stand in.
-        propagation: the ``Propagation`` that saw it, or None.
+        numbers: the keys of those that were taken from a tensor, which stands in for them.
+        arrays: the keys of those that are arrays of numpy's, for which tensors stand in.
     """
 
-    def __init__(self, rows, result, state, given, propagation):
-        self.rows, self.given, self.propagation = rows, given, propagation
+    def __init__(self, rows, result, state, initial_state, propagation):
+        self.rows, self.propagation = rows, propagation
+        self.initial_state = initial_state
         leaves, self.unflatten, self.described = flatten(result)
         self.values = {("result", index): leaf for index, leaf in enumerate(leaves)}
         self.values.update(state)
@@ -35,8 +42,8 @@ class Outcome:
         self.values.update((key, torch.from_numpy(self.values[key])) for key in self.arrays)
 
 
-def untagged(value):
-    """Return a value as the caller gets it."""
+def untagged(value: Any) -> Any:
+    """Return a value for the caller, without tags and stand-ins."""
     if isinstance(value, torch.Tensor) and tag_of(value) is not None:
         del value._compat_rows
     if isinstance(value, Unchanged):

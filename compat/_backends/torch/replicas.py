@@ -33,7 +33,7 @@ class Replicas:
     """The replicas of a model in one call, and their state; each kind of models has a subclass.
 
     Attributes:
-        outside: a ``CallEffects``.
+        side_effects: the ``CallEffects`` of the call.
         before: the values of state before the call, by key.
     """
 
@@ -161,7 +161,7 @@ class ReplicatedCall(patching.InstanceMethod):
             plan.follow_numbers(numbers)
         drawn = contextlib.ExitStack()
         if plan is None or plan.watch:
-            drawn = self.replicas(model).outside.random_numbers()
+            drawn = self.replicas(model).side_effects.random_numbers()
         try:
             if plan is None:
                 return self.first_call(call, untried, numbers)
@@ -187,11 +187,11 @@ class ReplicatedCall(patching.InstanceMethod):
         """
         home = self.home(model, arguments)
         leaves = [shard_on(home, None, None, leaf) for leaf in arguments.leaves]
-        with unsplit, arguments.given(leaves) as (args, kwargs):
+        with unsplit, arguments.substituted(leaves) as (args, kwargs):
             result = self.plain(model)(*args, **kwargs)
             changed, unflatten, _ = flatten(arguments.changed())
         # It may change the caller's containers.
-        unflatten([untagged(arguments.own(leaf)) for leaf in changed])
+        unflatten([untagged(arguments.marked(leaf)) for leaf in changed])
         sizes = None if rows is None else work.undivided(self.devices, rows)
         work.count(self.devices, sizes, torch.is_grad_enabled())
         if fallback is not None:

@@ -1,14 +1,15 @@
-"""What calls leave outside of their results, which replicas must leave as one device does.
+"""Side effects of calls, which those of replicas together must equal.
 
 Attributes, lists, dictionaries, closures: all that a call reaches and changes there, by itself or
-in its hooks. Each replica begins with the same, its changes are taken back, and what they make
-together is written once: the values are merged as results are. So are tensors that are not buffers
-and are changed in place.
+in its hooks. Each replica begins with the same state, and its changes are undone. Their values are
+merged as results are, and written once. So are tensors that are not buffers and are changed in
+place.
 """
 
 import collections
 import contextlib
 import types
+from typing import Any, Collection, Dict, Iterator, List, Tuple
 
 import torch
 
@@ -25,56 +26,78 @@ from .merging import NotMergeable
 from .state import copy_of, moved_late, random_numbers, version_of
 from .tensors import are_same, is_number
 
-#: Where modules keep what ``register_forward_hook()`` and its like are given.
+#: Attributes in which modules keep hooks.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Attributes of any module in which torch keeps parts, weights and hooks: they have rules.
 _INTERNALS = [name for name, value in vars(torch.nn.Module()).items() if isinstance(value, dict)]
 _CACHE = "_compat_side_effects"  # in the model, to which it refers
-#: Types of attributes by which a call may choose its way.
+#: Types of attributes that a call may branch on.
 FLAGS = (bool, str, type(None), int)
-#: So many elements of tensors are copied in each call; more, where a call changes them.
+#: Up to so many elements of tensors are copied in each call; more, only where a call changes them.
 FEW = 1 << 20
 
 
 class Reach:
-    """Values that the calls of one model reach; found again only where its parts have changed.
+    """Values that the calls of one model reach. They are collected anew if its parts change.
 
-    Subclasses say where calls begin, and what is not looked into.
+    Subclasses define the roots, and which values are not traversed.
+
+    Arguments:
+        model: the model.
+        parts: its layers, modules and hooks.
     """
 
     def __init__(self, model, parts):
         self.model, self.parts = model, parts
-        self.numbers = {}  # of owners of values, by identity: the same from call to call
-        self.changing = torch.utils.weak.WeakIdKeyDictionary()  # tensors that are, in place
+        self.numbers: "Dict[Any, int]" = {}  # of owners of values, the same from call to call
+        self.changing = torch.utils.weak.WeakIdKeyDictionary()  # tensors that calls change in place
         self.effects = Effects(self.roots(), self.is_value, self.hidden)
 
     def __reduce__(self):
-        return dict, ()  # copies of the model find their own
+        return dict, ()  # a copy of the model collects its values itself
 
     @classmethod
-    def of(cls, model, *inside):
-        """Return that of a model as it is now.
+    def of(cls, model: Any, *modules: "List[torch.nn.Module]") -> "Reach":
+        """Return the reach of a model as it is now.
 
         Arguments:
-            inside: for ``parts_of``, if that is known.
+            model: the model.
+            modules: those of the model for ``parts_of``, if the caller has listed them.
         """
-        found, parts = vars(model).get(_CACHE), cls.parts_of(model, *inside)
-        is_own = type(found) is cls and found.model is model
-        if not is_own or not are_same(found.parts, parts):
-            found = cls(model, parts)
-            patching.attach(model, _CACHE, found)
-        return found
+        reach, parts = vars(model).get(_CACHE), cls.parts_of(model, *modules)
+        is_of_model = type(reach) is cls and reach.model is model
+        if not is_of_model or not are_same(reach.parts, parts):
+            reach = cls(model, parts)
+            patching.attach(model, _CACHE, reach)
+        return reach
 
-    def switches(self):
-        """Return what a script may set between calls to change what they do: flags, and hooks.
+    @classmethod
+    def parts_of(cls, model):
+        """List the layers, modules and hooks of a model."""
+        raise NotImplementedError
 
-        A hook counts as another one of the same code, which is registered for each call.
+    def roots(self) -> "List[Any]":
+        """List the objects that calls begin with."""
+        raise NotImplementedError
+
+    def is_value(self, value: Any) -> bool:
+        """Return whether an object is a value, which is not traversed."""
+        raise NotImplementedError
+
+    def hidden(self, value: Any) -> "Collection[str]":
+        """Return the names of attributes of an object that are not traversed."""
+        raise NotImplementedError
+
+    def switches(self) -> "Tuple[Any, List[Any]]":
+        """Return flags and hooks, which a script may change between calls.
+
+        A hook equals another one of the same code, which is registered for each call.
 
         Returns:
-            What calls have in common that are alike; and whole numbers, which may be counters.
+            A key that is the same for calls of one kind; and whole numbers, which may be counters.
         """
-        modules = [each for each in self.parts if isinstance(each, torch.nn.Module)]
-        hooks = [each for each in self.parts if not isinstance(each, torch.nn.Module)]
+        modules = [part for part in self.parts if isinstance(part, torch.nn.Module)]
+        hooks = [part for part in self.parts if not isinstance(part, torch.nn.Module)]
         flags = [
             (number, name, value)
             for number, module in enumerate(modules)
@@ -82,13 +105,13 @@ class Reach:
             for name, value in vars(module).items()
             if type(value) in FLAGS and name not in self.hidden(module)
         ]
-        numbers = [each for each in flags if type(each[2]) is int]
+        numbers = [flag for flag in flags if type(flag[2]) is int]
         codes = tuple(getattr(hook, "__code__", type(hook)) for hook in hooks)
-        return (tuple(each for each in flags if type(each[2]) is not int), codes), numbers
+        return (tuple(flag for flag in flags if type(flag[2]) is not int), codes), numbers
 
 
 class ModuleReach(Reach):
-    """Values that calls of a torch module reach: the user's modules within it, and hooks."""
+    """Values that calls of a torch module reach, by user-defined modules within it and hooks."""
 
     @classmethod
     def parts_of(cls, module, parts=None):
@@ -97,9 +120,9 @@ class ModuleReach(Reach):
         return parts + [hook for hooks in held if hooks for hook in hooks.values()]
 
     def roots(self):
-        modules = [each for each in self.parts if isinstance(each, torch.nn.Module)]
+        modules = [part for part in self.parts if isinstance(part, torch.nn.Module)]
         self.inside = {id(vars(part).get(name)) for part in modules for name in _INTERNALS}
-        return [each for each in self.parts if is_user_defined(each)]
+        return [part for part in self.parts if is_user_defined(part)]
 
     def is_value(self, value):
         return isinstance(value, torch.Tensor) or id(value) in self.inside
@@ -109,29 +132,29 @@ class ModuleReach(Reach):
 
 
 class KerasReach(Reach):
-    """Values that calls of a Keras model reach: layers and functions of the user's."""
+    """Values that calls of a Keras model reach, by user-defined layers and functions."""
 
     @classmethod
     def parts_of(cls, model):
         layers = _keras.all_layers(model)
         wrapped = [vars(layer).get("module") for layer in layers]
-        modules = [each for each in wrapped if isinstance(each, torch.nn.Module)]
-        return layers + [each for module in modules for each in ModuleReach.parts_of(module)]
+        modules = [module for module in wrapped if isinstance(module, torch.nn.Module)]
+        return layers + [part for module in modules for part in ModuleReach.parts_of(module)]
 
     def roots(self):
         keras = _keras.keras_of(self.model)
         bare = keras.Layer(name="layer"), keras.Model(name="model")
-        self.internals = {name for each in bare for name in vars(each)} | {_CACHE}
+        self.internals = {name for layer in bare for name in vars(layer)} | {_CACHE}
         kinds = types.FunctionType, types.MethodType
-        roots = [each for each in self.parts if not self.is_value(each)]
-        others = [each for each in self.parts if self.is_value(each)]
-        held = [value for each in others for value in vars(each).values()]
-        return roots + [each for each in held if isinstance(each, kinds) and _keras.is_users(each)]
+        roots = [part for part in self.parts if not self.is_value(part)]
+        others = [part for part in self.parts if self.is_value(part)]
+        held = [value for part in others for value in vars(part).values()]
+        return roots + [f for f in held if isinstance(f, kinds) and _keras.is_users(f)]
 
     def is_value(self, value):
-        is_own = type(value).__module__.partition(".")[0] == "keras"
+        is_of_keras = type(value).__module__.partition(".")[0] == "keras"
         is_container = isinstance(value, (list, dict, set))
-        return isinstance(value, torch.Tensor) or is_own and not is_container
+        return isinstance(value, torch.Tensor) or is_of_keras and not is_container
 
     def hidden(self, value):
         return self.internals if isinstance(value, _keras.keras_of(self.model).Layer) else ()
@@ -142,82 +165,90 @@ class CallEffects:
 
     Arguments:
         reach: a ``Reach``, whose present state is that before the call.
-        known: the ids of tensors that have rules of their own, such as weights.
+        weights: the ids of tensors that are merged by other rules, such as weights.
 
     Attributes:
-        before: what values were before the call, by the keys of those after it.
-        found_more: whether a tensor was changed in place of which that was not known.
+        before: values before the call, by the keys of those after it.
+        has_new_tensors: whether a tensor was changed in place that no call before has changed.
     """
 
-    def __init__(self, reach, known):
+    def __init__(self, reach: Reach, weights: "Collection[int]") -> None:
         self.reach, self.effects = reach, reach.effects
         self.effects.note()
-        found = {id(v): v for v in self.effects.values() if isinstance(v, torch.Tensor)}
-        self.tensors = [v for key, v in found.items() if key not in known and not v.is_meta]
-        self.before, self.changed, self.changes = {}, {}, {}
-        self.saved = []  # what the tensors were, where they may change
-        self.own_rows = None  # an ``OwnRows``, of the replica that runs
-        self.axes = {}  # of the rows of what is written, by key
-        self.in_place = {}  # values of rows that replicas have changed, by key
-        self.found_more = False
+        tensors = {id(v): v for v in self.effects.values() if isinstance(v, torch.Tensor)}
+        self.tensors = [v for key, v in tensors.items() if key not in weights and not v.is_meta]
+        self.before: "Dict[Any, Any]" = {}
+        self.changed: "Dict[Any, torch.Tensor]" = {}  # in place, by key
+        self.changes: "Dict[Any, Any]" = {}  # by place
+        self.saved: "List[torch.Tensor]" = []  # copies of the tensors, where they may change
+        self.replica_rows: Any = None  # the ``ReplicaRows`` of the replica that runs
+        self.axes: "Dict[Any, int]" = {}  # batch dimensions of what is written, by key
+        self.in_place: "Dict[Any, Any]" = {}  # values of rows that replicas have changed, by key
+        self.has_new_tensors = False
 
-    def random_numbers(self):
-        """Return a context after which all random numbers are those from now on."""
+    def random_numbers(self) -> contextlib.ExitStack:
+        """Return a context after which random numbers are drawn as from now on."""
         afterwards = random_numbers()
         for get, put in self.effects.random_numbers():
             afterwards.callback(put, get())
-        for each in self.effects.reached():
-            if isinstance(each, torch.Generator):
-                afterwards.callback(each.set_state, each.get_state())
+        for value in self.effects.reached():
+            if isinstance(value, torch.Generator):
+                afterwards.callback(value.set_state, value.get_state())
         return afterwards
 
     @contextlib.contextmanager
-    def replica(self, is_watched, found):
-        """Take a replica's changes back after this context, and add them to ``found`` by key."""
-        few = sum(each.numel() for each in self.tensors) <= FEW
-        if not self.saved and (is_watched or len(self.reach.changing) or few):
-            self.saved = [each.detach().clone() for each in self.tensors]
-        versions = [version_of(each) for each in self.tensors]
+    def replica(self, is_watched: bool, state: "Dict[Any, Any]") -> "Iterator[None]":
+        """Return the context of a replica, after which its changes are undone.
+
+        Arguments:
+            is_watched: whether placements are inferred.
+            state: a dictionary to which the values that it has changed are added, by key.
+        """
+        are_few = sum(tensor.numel() for tensor in self.tensors) <= FEW
+        if not self.saved and (is_watched or len(self.reach.changing) or are_few):
+            self.saved = [tensor.detach().clone() for tensor in self.tensors]
+        versions = [version_of(tensor) for tensor in self.tensors]
         for tensor, saved in zip(self.tensors, self.saved if is_watched else ()):
             if tensor in self.reach.changing:
                 tag(tensor, State(saved))
-        if self.own_rows is not None:
-            self.own_rows.begin(self.effects)
+        if self.replica_rows is not None:
+            self.replica_rows.begin(self.effects)
         try:
             yield
         finally:
-            in_place = {} if self.own_rows is None else self.own_rows.end()
-            values = self._values(is_watched)  # first: all is taken back
+            in_place = {} if self.replica_rows is None else self.replica_rows.end()
+            values = self._values(is_watched)  # first: all changes are undone
             self.in_place.update((key, whole) for key, (whole, _) in in_place.items())
-            found.update((key, own) for key, (_, own) in in_place.items())
-            found.update(self._tensors(versions))
-            found.update(values)
+            state.update((key, shard) for key, (_, shard) in in_place.items())
+            state.update(self._tensors(versions))
+            state.update(values)
 
     def _tensors(self, versions):
-        """Return those that were changed in place."""
-        found = {}
+        """Return the tensors that were changed in place, by key, and restore them."""
+        changed = {}
         for number, (tensor, version) in enumerate(zip(self.tensors, versions)):
             now, key = version_of(tensor), ("state", f"tensor {number}")
             if now != version:
                 if not self.saved:
                     raise moved_late(self.reach.model)
-                found[key] = copy_of(tensor)
+                changed[key] = copy_of(tensor)
                 saved = self.saved[number]
                 self.before[key], self.changed[key] = saved, tensor
                 if now[1] != version[1]:
                     tensor.data = saved.clone()
                 tensor.data.copy_(saved)
-                self.found_more = self.found_more or tensor not in self.reach.changing
+                is_new = tensor not in self.reach.changing
+                self.has_new_tensors = self.has_new_tensors or is_new
                 self.reach.changing[tensor] = True
             if tag_of(tensor) is not None:
                 del tensor._compat_rows
-        return found
+        return changed
 
     def _values(self, is_watched):
-        """Return those that were set, added or removed."""
-        found, changes = {}, self.effects.take()
-        if is_watched and self.own_rows is not None:
-            self.own_rows.kept_rows.misled(changes)
+        """Return the values that were set, added or removed, by key, and undo that."""
+        values, changes = {}, self.effects.take()
+        if is_watched and self.replica_rows is not None:
+            self.replica_rows.kept_rows.misled(changes)
         for change in changes:
             place = self._place(change)
             leaves, unflatten = self._leaves(change.after)
@@ -226,8 +257,8 @@ class CallEffects:
             if len(earlier) == len(leaves):
                 self.before.update((k, v) for k, v in zip(keys, earlier) if is_number(v))
             self.changes[place] = change, unflatten, keys
-            found.update(zip(keys, leaves))
-        return found
+            values.update(zip(keys, leaves))
+        return values
 
     def _place(self, change):
         """Identify the place of a change, the same in each replica and in later calls."""
@@ -239,13 +270,13 @@ class CallEffects:
         return numbers.setdefault(owner.identity, len(numbers)), key
 
     def _leaves(self, value):
-        # What was there before the call is put in place as it is.
-        known = dict.fromkeys(map(id, self.effects.reached()))
-        leaves, unflatten, _ = flatten(value, known)
+        # Containers that were reached before the call are leaves.
+        reached = dict.fromkeys(map(id, self.effects.reached()))
+        leaves, unflatten, _ = flatten(value, reached)
         return [_Same(v) if isinstance(v, _Same.KINDS) else v for v in leaves], unflatten
 
-    def finish(self, merged):
-        """Write what the replicas have made together, by key."""
+    def finish(self, merged: "Dict[Any, Any]") -> None:
+        """Write the merged values, by key."""
         with torch.no_grad():
             for key, tensor in self.changed.items():
                 if key in merged:
@@ -261,13 +292,13 @@ class CallEffects:
                 kept_rows.set_whole(whole, merged[key])
         axes = {id(merged[key]): axis for key, axis in self.axes.items()}
         for change in changes if axes else ():
-            note = self.own_rows.kept_rows.note
+            note = self.replica_rows.kept_rows.note
             note(change.owner, change.key, change.after, lambda leaf: axes.get(id(leaf)))
         self.effects.forget()
 
 
 class _Same:
-    """A function or a handle that each replica makes anew, equal to others of the same code."""
+    """Stand-in for a function or a handle that each replica makes: equal to others of its code."""
 
     KINDS = types.FunctionType, torch.utils.hooks.RemovableHandle
 
@@ -286,6 +317,6 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]  # it is only compared
 
 
-def is_user_defined(module):
+def is_user_defined(module: Any) -> bool:
     """Return whether a module is not one of torch's: its forward may set anything."""
     return not type(module).__module__.startswith("torch.nn")

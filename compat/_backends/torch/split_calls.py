@@ -83,7 +83,7 @@ class SplitCall:
         effects = self.method.reach(self.model).effects
         effects.note()
         sizes = splitting.sizes(rows, self.replica_count(rows))
-        return self.method.kept_rows.found(effects, rows, sizes)
+        return self.method.kept_rows.read(effects, rows, sizes)
 
     def check_kept(self, layout):
         """Raise ``CutOtherwise`` where a call has shown more of that."""
@@ -140,9 +140,10 @@ class SplitCall:
         propagation = None
         if watched:
             propagation = Propagation(self.model, len(rows), layout.rows, method.tried, probing)
-        own = kept_rows.OwnRows(method.kept_rows, layout, device, rows, watched)
-        replicas.outside.own_rows = own
-        with arguments.given(leaves) as (args, kwargs):
+        replicas.side_effects.replica_rows = kept_rows.ReplicaRows(
+            method.kept_rows, layout, device, rows, watched
+        )
+        with arguments.substituted(leaves) as (args, kwargs):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
             with unsplit, eager:
@@ -165,7 +166,7 @@ class SplitCall:
             # What is the replica's own becomes what it is of the whole batch.
             for key, value in outcome.values.items():
                 if isinstance(value, torch.Tensor):
-                    outcome.values[key] = arguments.own(value)
+                    outcome.values[key] = arguments.marked(value)
                 elif isinstance(value, torch.device) and value == device:
                     outcome.values[key] = self.home
         return outcome
@@ -210,7 +211,7 @@ class SplitCall:
             rule, is_given = plan.rules[key], isinstance(value, Unchanged)
             axis = cuts.get(id(value.value)) if is_given else rule.axis
             if key[0] == "effect" and axis is not None:
-                replicas.outside.axes[key] = axis
+                replicas.side_effects.axes[key] = axis
         merged = {key: untagged(value) for key, value in merged.items()}
         replicas.finish(merged)
         work.count(self.method.devices[: len(all_sizes)], all_sizes, torch.is_grad_enabled())
@@ -255,7 +256,7 @@ class SplitCall:
         sources = [v for v in tensors + list(self.model.parameters()) if v.requires_grad]
         if fallback is None or not sources:
             return
-        outside, effects = self.method.replicas(self.model).outside, {}
+        outside, effects = self.method.replicas(self.model).side_effects, {}
         with outside.replica(False, effects):
             check_gradients(plan.trial, plan.rules, replicas.before, self.home, sources, fallback)
         if effects:  # what a hook leaves outside, of which each device sees a part
@@ -289,9 +290,9 @@ class SplitCall:
             """Compute with these rows, without dropout, and without a trace."""
             replicas = self.method.replicas(self.model)
             torchs = itertools.filterfalse(is_user_defined, self.model.modules())
-            numbers = replicas.outside.random_numbers()
+            numbers = replicas.side_effects.random_numbers()
             with numbers, torch.set_grad_enabled(gradients), evaluating(torchs):
                 outcome = self.replica(replicas, layout, self.home, rows, True, True, probing=True)
-            return compute(rows, gradients) if replicas.outside.found_more else outcome
+            return compute(rows, gradients) if replicas.side_effects.has_new_tensors else outcome
 
         return PartsTrial(compute, [[min(row, last) for row in part] for part in parts])

@@ -1,6 +1,8 @@
 """A model's state as it is now, to be restored or compared: tensors, hooks, random generators."""
 
 import collections
+import contextlib
+from typing import Any, Dict, Optional, Tuple
 
 import torch
 
@@ -9,13 +11,13 @@ from ..._runtime.containers import MISSING
 from .graph import tag, tag_of
 from .tensors import array_of, tensors_in
 
-#: Where modules keep what ``register_forward_hook()`` and its like are given.
+#: Attributes in which modules keep hooks.
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
          "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # fmt: skip
 
 
 class Hooks:
-    """The hooks that a module and those within it have now."""
+    """The hooks that modules have now."""
 
     def __init__(self, parts):
         self.parts = parts
@@ -24,24 +26,24 @@ class Hooks:
         self.counts = list(map(len, self.held))
         self.kept = {place: dict(self.held[place]) for place, n in enumerate(self.counts) if n}
 
-    def put_back(self):
-        """Let the modules have these, and no others."""
+    def put_back(self) -> None:
+        """Restore these hooks, and no others."""
         for place, (hooks, count) in enumerate(zip(self.held, self.counts)):
             if len(hooks) != count:
                 hooks.clear()
                 hooks.update(self.kept.get(place, {}))
 
-    def taken(self):
-        """Return hooks that were registered in place of these, which are put back, or None."""
+    def taken(self) -> "Optional[Hooks]":
+        """Restore these hooks; return those that were there instead, or None."""
         if list(map(len, self.held)) == self.counts:
             return None
-        found = Hooks(self.parts)
+        others = Hooks(self.parts)
         self.put_back()
-        return found
+        return others
 
 
-def put_back(values, held):
-    """Let a dictionary have what it had; return the name of what was added, or None."""
+def put_back(values: "Dict[str, Any]", held: "Dict[str, Any]") -> "Optional[str]":
+    """Restore a dictionary's items; return the name of one that was added, or None."""
     names = [name for name, value in values.items() if value is not held.get(name)]
     if not names and len(values) == len(held):
         return None
@@ -50,14 +52,14 @@ def put_back(values, held):
     return names[0] if names else None
 
 
-def generators():
-    """Return torch's own random generators, by device; those of GPUs once CUDA has started."""
-    found = {f"cuda:{index}": each for index, each in enumerate(torch.cuda.default_generators)}
-    return dict(found, cpu=torch.default_generator)
+def generators() -> "Dict[str, torch.Generator]":
+    """Return torch's default generators, by device; those of GPUs once CUDA has started."""
+    of_gpus = {f"cuda:{index}": each for index, each in enumerate(torch.cuda.default_generators)}
+    return dict(of_gpus, cpu=torch.default_generator)
 
 
-def random_numbers():
-    """Return a context that restores the random numbers which a model may draw."""
+def random_numbers() -> contextlib.ExitStack:
+    """Return a context after which random numbers are drawn as from now on."""
     afterwards = _verification.random_numbers()
     for generator in generators().values():
         afterwards.callback(generator.set_state, generator.get_state())
@@ -70,41 +72,41 @@ class Snapshot:
     Arguments:
         kind: a subclass of ``Reach``.
         model: the model.
-        others: what is put back, too: has a method ``put_back``.
+        others: other objects with a method ``put_back``, which is called, too.
     """
 
     def __init__(self, kind, model, *others):
         self.effects, self.others = kind(model, kind.parts_of(model)).effects, others
         self.effects.note()
         tensors = {id(v): v for v in self.effects.values() if isinstance(v, torch.Tensor)}
-        self.tensors = [
-            (each, version_of(each), each.detach().clone()) for each in tensors.values()
-        ]
+        self.tensors = [(v, version_of(v), v.detach().clone()) for v in tensors.values()]
 
-    def put_back(self):
+    def put_back(self) -> None:
+        """Restore the values."""
         self.effects.restore()
         for tensor, version, value in self.tensors:
             if version_of(tensor) != version:
                 tensor.data.copy_(value)
-        for each in self.others:
-            each.put_back()
+        for other in self.others:
+            other.put_back()
 
-    def changed(self):
-        """Return what has changed since then, by label: arrays."""
-        found, counts = {}, collections.Counter()
+    def changed(self) -> "Dict[str, Any]":
+        """Return the values that have changed since, as arrays by label."""
+        arrays: "Dict[str, Any]" = {}
+        counts: "collections.Counter[str]" = collections.Counter()
         for change in self.effects.changes():
             leaves = [] if change.after is MISSING else tensors_in(change.after)
             for leaf in leaves:
                 counts[str(change)] += 1
-                found[f"output kept as {change} ({counts[str(change)]})"] = array_of(leaf)
+                arrays[f"output kept as {change} ({counts[str(change)]})"] = array_of(leaf)
         for number, (tensor, version, _) in enumerate(self.tensors):
             if version_of(tensor) != version:
-                found[f"output kept in place ({number})"] = array_of(tensor)
-        return found
+                arrays[f"output kept in place ({number})"] = array_of(tensor)
+        return arrays
 
 
-def moved_late(model):
-    """Return the error where a tensor was changed of whose value nothing is left."""
+def moved_late(model: Any) -> errors.UnsupportedError:
+    """Return the error for a changed tensor of which there is no copy."""
     return errors.UnsupportedError(
         f"{type(model).__name__} changes a weight or another large tensor in place, which it left "
         "alone in its first call, so that its value of before, with which each device begins, is "
@@ -113,14 +115,14 @@ def moved_late(model):
     )
 
 
-def version_of(tensor):
-    """Return a number that changes where a tensor does: in place, or by its ``data``."""
+def version_of(tensor: torch.Tensor) -> "Tuple[int, Optional[int]]":
+    """Return a key that changes with a tensor's values: in place, or by its ``data``."""
     held = tensor._values() if tensor.is_sparse else tensor
     # Other layouts have no pointer of their own.
     return tensor._version, held.data_ptr() if held.layout is torch.strided else None
 
 
-def copy_of(tensor):
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor, with its tag."""
     value = tensor.detach().clone()
     if tag_of(tensor) is not None:

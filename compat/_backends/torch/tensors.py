@@ -2,6 +2,7 @@
 
 import math
 import operator
+from typing import Any, Iterator, Sequence
 
 import torch
 from torch.utils import _pytree as tree
@@ -9,11 +10,12 @@ from torch.utils import _pytree as tree
 from ... import _rows
 
 
-def tensors_in(value, depth=3):
+def tensors_in(value: Any, depth: int = 3) -> "Iterator[torch.Tensor]":
     """Yield the tensors in nested containers, and in attributes of other objects.
 
     Arguments:
-        depth: how deep they are looked for in the attributes of objects.
+        value: the nested value.
+        depth: how many objects, one in an attribute of the other, are traversed.
     """
     for leaf in tree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
@@ -27,37 +29,39 @@ def tensors_in(value, depth=3):
             yield from tensors_in(list(parts.values()), depth - 1)
 
 
-def are_same(tensors, others):
+def are_same(tensors: "Sequence[Any]", others: "Sequence[Any]") -> bool:
     """Return whether these are the same objects."""
     return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
-def to_numpy(tensor):
-    """Return an array; of a sparse tensor the values that it has."""
+def to_numpy(tensor: torch.Tensor) -> Any:
+    """Return an array; for a sparse tensor, of the values that it stores."""
     tensor = tensor.detach().cpu()
     if tensor.layout is not torch.strided:
         tensor = (tensor.coalesce() if tensor.is_sparse else tensor).values()
     # numpy has no bfloat16, nor floats of 8 bits; float32 has all their values.
-    own = not tensor.is_floating_point() or tensor.dtype in (torch.double, torch.float, torch.half)
-    return (tensor if own else tensor.float()).resolve_conj().numpy()
+    types = torch.double, torch.float, torch.half
+    has_type = not tensor.is_floating_point() or tensor.dtype in types
+    return (tensor if has_type else tensor.float()).resolve_conj().numpy()
 
 
-def array_of(tensor):
+def array_of(tensor: torch.Tensor) -> Any:
     """Return a copy of a tensor's values as an array."""
     return to_numpy(tensor).copy()
 
 
-def is_number(value):
+def is_number(value: Any) -> bool:
+    """Return whether a value is a number of Python's, and not a flag."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def close(value, other):
-    """Return whether two values are the same, to rounding."""
+def close(value: Any, other: Any) -> bool:
+    """Return whether two values are equal to rounding."""
     if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
         numbers = is_number(value) and is_number(other)
-        same = value is other or value == other
-        return same or (numbers and math.isclose(value, other, rel_tol=1e-4))
-    if value.dtype == torch.bfloat16:  # numpy does not know that it is coarse
+        is_same = value is other or value == other
+        return is_same or (numbers and math.isclose(value, other, rel_tol=1e-4))
+    if value.dtype == torch.bfloat16:  # float32 in numpy, whose rounding is finer
         finite = other[torch.isfinite(other)].abs()
         scale = finite.max().clamp(min=1e-30) if finite.numel() else 1.0
         value, other = [(tensor / scale).half() for tensor in (value, other)]
