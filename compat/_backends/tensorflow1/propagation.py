@@ -1,13 +1,25 @@
-"""How the tensors of a static graph depend on the rows of the batch, operation by operation.
+"""Placements of the tensors of a static graph, inferred operation by operation.
 
-The table of operations is ``_tensorflow.rules``. What it does not know (loops, functions, unusual
-operations) is unknown: the output of a layer is then *assumed* to have rows first, which is Keras'
-own convention, and ``trial`` asks before anything is made of it.
+The table of operations is ``_tensorflow.rules``. Operations without a rule (loops, functions, rare
+ones) have unknown placements: the output of a layer is then *assumed* to have the batch dimension
+first, which is the convention of Keras, and ``trial`` checks that before it is used.
 """
 
 import re
+from typing import Any, Dict, List, Set
 
-from ..._rows import REPLICATED, Count, Fallback, Mixed, Reason, Replicated, Sharded, Unknown, Value
+from ..._rows import (
+    REPLICATED,
+    Count,
+    Fallback,
+    Mixed,
+    Placement,
+    Reason,
+    Replicated,
+    Sharded,
+    Unknown,
+    Value,
+)
 from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient
 from .._tensorflow.graph import sizes_of
 from .._tensorflow.rules import ALIGNED, placements
@@ -22,40 +34,45 @@ class Propagation:
         inputs: the tensors whose rows are the batch's.
         operations: the operations that depend on them.
         fixed: the number of rows, where it is fixed.
-        normalizing: the names of layers that take statistics of each device's own rows.
+        normalizing: the names of layers that take statistics of each device's rows.
         tried: placements of tensors that a trial found.
 
     Attributes:
-        mixing: operations whose results are right only where the whole batch is.
-        assumed: tensors taken for rows, since nothing tells.
-        statistics: those of the operations of ``normalizing``, and what they normalize at once.
+        mixing: the first operations whose results need the whole batch.
+        assumed: tensors of unknown placement that are assumed to have rows.
+        statistics: those that operations of ``normalizing`` take, and what they normalize at once.
         constants: tensors that have a row for each of a fixed number, but do not depend on them.
-        shapes: tensors that tell Reshape to give a fixed number of rows, and those for any number.
+        shapes: by tensors that give Reshape a fixed number of rows, sizes for any number.
     """
 
     def __init__(self, inputs, operations, fixed, normalizing, tried):
         self.fixed, self.tried = fixed, tried
         self._normalizing = _scopes_of(normalizing)
-        self.mixing, self.assumed = [], set()
-        self.statistics, self.constants, self.shapes = [], set(), {}
-        self._placements = {}
+        self.mixing: "List[Any]" = []
+        self.assumed: "Set[Any]" = set()
+        self.statistics: "List[Any]" = []
+        self.constants: "Set[Any]" = set()
+        self.shapes: "Dict[Any, List[Any]]" = {}
+        self._placements: "Dict[Any, Placement]" = {}
         sparse = [Positions(Sharded(0)), Sharded(0, inner=None, even=False), Count([0])]
         for tensor in inputs:
             parts = graph.dense_parts(tensor)
             self._placements.update(zip(parts, sparse if len(parts) > 1 else [Sharded(0)]))
         for op in _in_order(operations):
-            self._look_at(op)
+            self._place(op)
+            if self._begins_mixing(op):
+                self.mixing.append(op)
 
-    def placement_of(self, tensor):
-        """Return how a tensor depends on the rows of the batch."""
+    def placement_of(self, tensor: "Any") -> "Placement":
+        """Return the placement of a tensor."""
         return self._placements.get(tensor, REPLICATED)
 
-    def come_first(self, tensor):
-        """Return whether the devices' values, one after the other, are those of the whole batch."""
+    def come_first(self, tensor: "Any") -> bool:
+        """Return whether the devices' values, concatenated, are that of the whole batch."""
         return graph.is_outermost(tensor.op) and is_in_order(self._assumed(tensor))
 
     def _assumed(self, tensor):
-        """Return the placement of a tensor, taken for rows where nothing shows it."""
+        """Return the placement of a tensor, assumed to have rows where it is unknown."""
         placement = self.placement_of(tensor)
         if not isinstance(placement, Unknown) or not self._may_come_first(tensor):
             return placement
@@ -70,84 +87,93 @@ class Propagation:
         first = sizes_of(tensor)[:1]
         return first == [None] or bool(self.fixed and first and first[0] % self.fixed == 0)
 
-    def _look_at(self, op):
-        given = [self.placement_of(tensor) for tensor in op.inputs]
-        results = self._results(op, given)
+    def _place(self, op):
+        """Infer the placements of an operation's results from those of its inputs."""
+        inputs = [self.placement_of(tensor) for tensor in op.inputs]
+        if graph.loop_of(op) is not None:
+            mixed = [placement for placement in inputs if isinstance(placement, Mixed)]
+            results = [mixed[0] if mixed else Unknown()] * len(op.outputs)
+        else:
+            inputs = self._with_rows_of_constants(op, inputs)
+            results = _by_rule(op, inputs)
         if self._normalizing is not None and any(map(self._normalizing, op.name.split("/"))):
-            # Some take statistics of their rows and normalize by them, all in one.
-            normalizes = op.type.startswith("FusedBatchNorm") and op.get_attr("is_training")
-            for place, (tensor, result) in enumerate(zip(op.outputs, results)):
-                if normalizes or not isinstance(result, (Replicated, Sharded, Count)):
-                    self.statistics.append(tensor)
-                if not isinstance(result, (Sharded, Count)):
-                    results[place] = REPLICATED
-        elif self._mixes_back(op, given, results):
+            results = self._of_each_device(op, results)
+        elif self._mixes_back(op, inputs, results):
             results = [Mixed(Fallback(Reason.CUSTOM_GRADIENT))] * len(results)
         for tensor, result in zip(op.outputs, results):
             self._placements[tensor] = self.tried.get(tensor, result)
             if hasattr(tensor, "_keras_history"):
                 self._placements[tensor] = self._assumed(tensor)
-        # Whether all rows are so, or any is: RNNs choose among implementations by that.
-        if any(map(self._is_mixed, op.outputs)) and not any(map(self._is_mixed, op.inputs)):
-            self.mixing.append(op)
 
-    def _mixes_back(self, op, given, results):
+    def _of_each_device(self, op, results):
+        """Return placements where statistics of each device's rows count as those of the batch.
+
+        The statistics are recorded; some operations take them and normalize by them, all in one.
+        """
+        normalizes = op.type.startswith("FusedBatchNorm") and op.get_attr("is_training")
+        for tensor, result in zip(op.outputs, results):
+            if normalizes or not isinstance(result, (Replicated, Sharded, Count)):
+                self.statistics.append(tensor)
+        return [
+            result if isinstance(result, (Sharded, Count)) else REPLICATED for result in results
+        ]
+
+    def _mixes_back(self, op, inputs, results):
         """Return whether an operation has a user-defined gradient, and that mixes rows."""
-        rows = any(isinstance(each, Sharded) for each in results)
-        if not rows or graph.loop_of(op) is not None or not has_custom_gradient(op):
+        has_rows = any(isinstance(result, Sharded) for result in results)
+        if not has_rows or graph.loop_of(op) is not None or not has_custom_gradient(op):
             return False
-        mixing = list(self.mixing)
         try:
             gradient = CustomGradient(op, results)
-        except Exception:  # whatever a function of the user's does
+        except Exception:  # whatever a user-defined function does
             return True
         self._placements.update(gradient.upstream)
-        for each in gradient.operations:
-            self._look_at(each)
-        self.mixing = mixing
-        return gradient.mixes(given, self.placement_of)
+        for of_gradient in gradient.operations:
+            self._place(of_gradient)
+        return gradient.mixes(inputs, self.placement_of)
+
+    def _begins_mixing(self, op):
+        """Return whether an operation is the first whose results are those of the whole batch."""
+        return any(map(self._is_mixed, op.outputs)) and not any(map(self._is_mixed, op.inputs))
 
     def _is_mixed(self, tensor):
-        known = self.placement_of(tensor)
-        mixed = isinstance(known, Mixed) and not isinstance(known, Positions)
+        placement = self.placement_of(tensor)
+        mixed = isinstance(placement, Mixed) and not isinstance(placement, Positions)
+        # A bool tells whether all rows are so, or any: RNNs choose among implementations by that.
         return mixed and tensor.dtype.name != "bool"
 
-    def _results(self, op, given):
-        if graph.loop_of(op) is not None:
-            mixed = [each for each in given if isinstance(each, Mixed)]
-            return [mixed[0] if mixed else Unknown()] * len(op.outputs)  # in a loop
-        self._look_at_constants(op, given)
-        if all(isinstance(each, Replicated) for each in given):
-            return [REPLICATED] * len(op.outputs)
-        values = [_value(tensor, kind) for tensor, kind in zip(op.inputs, given)]
-        return placements(op, values)
+    def _with_rows_of_constants(self, op, inputs):
+        """Return the placements of an operation's inputs, constants for a fixed batch among them.
 
-    def _look_at_constants(self, op, given):
-        """TensorFlow makes constants of zeros and shapes where the number of rows is fixed."""
-        if op.type == "Reshape" and isinstance(given[0], Sharded):
+        Where the number of rows is fixed, TensorFlow makes constants of zeros and shapes. They are
+        recorded in ``constants`` and ``shapes``.
+        """
+        inputs = list(inputs)
+        if op.type == "Reshape" and isinstance(inputs[0], Sharded):
             reshaped = all(consumer.type == "Reshape" for consumer in op.inputs[1].consumers())
             if reshaped and self.has_fixed(op.outputs[0]):
                 self.shapes[op.inputs[1]] = [-1] + op.outputs[0].shape.as_list()[1:]
-                given[1] = Count([0])
+                inputs[1] = Count([0])
         elif op.type in ALIGNED:
             ranks = {
                 tensor.shape.ndims
-                for tensor, kind in zip(op.inputs, given)
-                if isinstance(kind, Sharded) and kind.axis == 0
+                for tensor, placement in zip(op.inputs, inputs)
+                if isinstance(placement, Sharded) and placement.axis == 0
             }
             for index, tensor in enumerate(op.inputs):
-                replicated = given[index] == REPLICATED and tensor.shape.ndims in ranks
+                replicated = inputs[index] == REPLICATED and tensor.shape.ndims in ranks
                 if replicated and self.has_fixed(tensor):
-                    given[index] = Sharded(0)
+                    inputs[index] = Sharded(0)
                     self.constants.add(tensor)
+        return inputs
 
     def has_fixed(self, tensor):
-        """Return whether the first dimension of ``tensor`` has as many rows as are fixed."""
+        """Return whether the first dimension of a tensor is the fixed number of rows."""
         return self.fixed not in (None, 1) and (sizes_of(tensor) or [])[:1] == [self.fixed]
 
 
 def is_in_order(placement):
-    """Return whether devices' values of this placement, put together in order, are the whole's."""
+    """Return whether devices' values of a placement, concatenated, are that of the whole batch."""
     return isinstance(placement, Sharded) and (placement.axis, placement.copies) == (0, 1)
 
 
@@ -155,6 +181,13 @@ def _scopes_of(layers):
     """Return a function that recognizes the scopes of layers of these names, used once or more."""
     names = "|".join(map(re.escape, layers))
     return re.compile(rf"(?:{names})(_\d+)?$").match if names else None
+
+
+def _by_rule(op, inputs):
+    """Return the placements of an operation's results by the rule for its type."""
+    if all(isinstance(placement, Replicated) for placement in inputs):
+        return [REPLICATED] * len(op.outputs)
+    return placements(op, [_value(*pair) for pair in zip(op.inputs, inputs)])
 
 
 def _value(tensor, placement):
@@ -165,12 +198,13 @@ def _value(tensor, placement):
 
 
 def _in_order(operations):
-    """Return operations after those whose results they take; ways back in loops left out.
+    """Return operations in the order of computation, apart from the back edges of loops.
 
     The Switch that lets a tensor into a condition is made after the operation that takes it.
     """
     pending = sorted(operations, key=lambda op: op._id, reverse=True)
-    ordered, entered = {}, set()  # type: Any, Any
+    ordered: "Dict[Any, None]" = {}
+    entered: "Set[Any]" = set()
     while pending:
         op = pending[-1]
         entered.add(op)
