@@ -1,13 +1,13 @@
-"""The batch part of a model's graph, which each replica runs: all else runs once.
+"""Partition of a model's graph: each replica runs the *batch part*, the rest runs once.
 
-The *batch part* computes the model's outputs from its inputs, each row from that row alone, and
-what computes as much besides: losses for example. ``propagation`` finds out which that is. All else
-is computed once, of the whole batch: losses, metrics, updates of layers, and what computes across
-rows. It takes from the batch part nothing but tensors with rows, which are put together in order,
-so it may be any function of them: sums are sums, counts count once.
+The batch part computes the model's outputs from its inputs, each row from that row alone, and other
+costly values likewise, such as those in losses; ``propagation`` infers which operations these are.
+The rest is computed once, of the whole batch: losses, metrics, updates of layers and cross-batch
+operations. It takes from the batch part only tensors with rows, which are concatenated in order, so
+it may be any function of them: sums are sums, counts count once.
 
-BatchNorm is the exception, as everywhere: each replica normalises by its own rows, and a moving
-average becomes the mean of what the replicas would write.
+BatchNorm is the exception, as everywhere: each replica normalizes by its own rows, and a moving
+average becomes the mean of the replicas' values.
 """
 
 from ... import _keras, _rows
@@ -22,11 +22,11 @@ _COSTLY = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "SparseTensorDenseM
 
 
 class BatchPart:
-    """What replicas of a model run, and what they take.
+    """The operations that replicas of a model run, and the tensors that they read.
 
     Arguments:
         model: the model of Keras; the first dimension of its input tensors is the batch.
-        losses: the losses it trains on, as far as known.
+        losses: the losses it trains on, once it is compiled.
         updates: the updates of the model's layers, as Keras has them.
         tried: placements of tensors that trials found.
 
@@ -37,7 +37,7 @@ class BatchPart:
         operations: those among them that depend on the batch.
         once: operations run once, not by each replica: counters, and Python functions that are not
             called with rows.
-        averaged: the tensors that BatchNorm writes, each replica by the rows it has.
+        averaged: the tensors that BatchNorm writes, of each replica's rows.
         constants: constant tensors that have a row for each row of the batch.
         divided: the inputs that replicas read shards of.
         fallback: what runs whole on the way to the outputs, where that costs something: a
@@ -58,7 +58,7 @@ class BatchPart:
         self._starts, inside = starts, set(graph.ancestors(outputs, starts)[0])
         # Each device would write another value.
         mixing = self.propagation.mixing + [op for op in inside & depending if graph.writes(op)]
-        #: Operations of the whole batch: those that compute across rows, and all that need them.
+        #: Operations of the whole batch: cross-batch operations, and all that need them.
         self._mixed = graph.reached(mixing, self._consumers)
         written = _values_written(updates, starts, normalizing)
         averaged = [t for t in written if t.op in depending and t.op not in self._mixed]
@@ -68,47 +68,56 @@ class BatchPart:
         self.fallback = self._costly_after(mixing, inside & depending.difference(needed))
         self.once = {op for op in needed if graph.writes(op) or _calls_once(op, depending)}
         needed, consumers = graph.ancestors(targets, starts | self.once)
-        # A gradient of the user's own is computed once of all that comes back to a weight.
+        # A custom gradient of a weight is computed once, of the sum of the upstream gradients.
         self.needed = [
             op
             for op in needed
             if not (graph.is_shared(op) or op not in depending and has_custom_gradient(op))
         ]
-        # What these need besides is copied, too.
+        # Their other inputs are copied, too.
         self.operations = graph.reached(starts, consumers) - starts
         self.constants = list(self.propagation.constants) + self._constants_of_loops()
         taken = {tensor for op in self.operations for tensor in op.inputs}
         self.divided = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
 
     def before(self, tensor):
-        """Return the tensors from which a tensor is computed, and itself."""
+        """Return the tensors from which a tensor is computed, and the tensor itself."""
         return {t for op in graph.ancestors([tensor], self._starts)[0] for t in op.outputs}
 
     def drawn(self):
-        """Return random numbers, and statistics of batch normalization, that replicas make."""
+        """Return the random numbers and the statistics of BatchNorm that replicas compute."""
         random = [op.outputs[0] for op in self.needed if "seed2" in op.node_def.attr]
         return random + [t for t in self.propagation.statistics if t.op in self.operations]
 
     def _rows_nearest_to(self, outputs, others, depending):
-        """Return the outputs, each computed from its row alone, or what layers before them put out.
+        """Return the tensors at which the batch part ends.
 
-        And what others, losses and updates, take of layers and of costly operations.
+        These are the outputs, or outputs of layers before them if they depend on other rows; and
+        the results of layers and of costly operations from which others are computed.
+
+        Arguments:
+            outputs: the model's.
+            others: tensors and operations: losses and updates.
+            depending: the operations that depend on the batch.
         """
-        wanted = list(outputs)
-        for other in others:  # an operation, or a tensor
-            wanted += getattr(other, "inputs", [other])
+        ends = list(outputs)
+        for other in others:
+            ends += getattr(other, "inputs", [other])
 
         def is_found(tensor):
-            ends = tensor in outputs or hasattr(tensor, "_keras_history") or _is_costly(tensor.op)
-            ends = ends and tensor.op in depending and tensor.op not in self._mixed
+            is_end = tensor in outputs or hasattr(tensor, "_keras_history") or _is_costly(tensor.op)
             return (
-                ends and self.propagation.come_first(tensor) and not self._needs_other_rows(tensor)
+                is_end
+                and tensor.op in depending
+                and tensor.op not in self._mixed
+                and self.propagation.come_first(tensor)
+                and not self._needs_other_rows(tensor)
             )
 
-        return _rows.nearest(wanted, is_found, lambda t: t.op.inputs if t.op in depending else ())
+        return _rows.nearest(ends, is_found, lambda t: t.op.inputs if t.op in depending else ())
 
     def _needs_other_rows(self, target):
-        """Return whether it needs rows of no input of the model, such as those to predict."""
+        """Return whether a tensor needs rows of other inputs than the model's, such as targets."""
         return any(
             tensor.dtype.name not in ("bool", "resource") and not tensor.shape.is_fully_defined()
             for op in graph.ancestors([target], self._starts)[0]
@@ -131,15 +140,15 @@ class BatchPart:
     def _layer_of(self, op):
         """Return the name of the layer whose output is the next one after an operation, or None."""
         pending = [op]
-        for each in pending:  # which grows meanwhile
-            for tensor in each.outputs:
+        for reached in pending:  # which grows meanwhile
+            for tensor in reached.outputs:
                 if hasattr(tensor, "_keras_history"):
                     return tensor._keras_history[0].name
-            pending += [user for user in self._consumers.get(each, ()) if user not in pending]
+            pending += [user for user in self._consumers.get(reached, ()) if user not in pending]
         return None
 
     def _constants_of_loops(self):
-        """Return what loops begin with that has a fixed number of rows: zeros, not weights."""
+        """Return initial values of loops that have a fixed number of rows: zeros, not weights."""
         entering = [op for op in self.needed if op.type == "Enter" and op not in self.operations]
         return [
             tensor
@@ -151,18 +160,18 @@ class BatchPart:
 
 
 def _values_written(updates, stop, variables):
-    """Return the tensors that updates write to some variables, or derive from the batch for it."""
+    """Return the tensors that updates write to some variables, or from which they compute these."""
     # Keras' moving averages have variables besides: "moving_mean/biased".
     scopes = tuple(variable.op.name + "/" for variable in variables)
 
-    def is_one(variable):
+    def is_of_them(variable):
         return (variable.name + "/").startswith(scopes)
 
     pairs = [update for update in updates if isinstance(update, tuple)]
     ops, consumers = graph.ancestors([u for u in updates if not isinstance(u, tuple)], stop)
-    own = [op for op in ops if graph.writes(op) and is_one(graph.source_of(op.inputs[0]))]
-    writing = graph.reached(own, consumers)
-    values = [value for variable, value in pairs if is_one(variable.op)]
+    writes = [op for op in ops if graph.writes(op) and is_of_them(graph.source_of(op.inputs[0]))]
+    writing = graph.reached(writes, consumers)
+    values = [value for variable, value in pairs if is_of_them(variable.op)]
     return values + [t for op in writing for t in op.inputs if t.op not in writing]
 
 
@@ -176,7 +185,7 @@ def _is_costly(op):
 
 
 def _variables_of_batchnorm(model):
-    """Return the variables of the BatchNorm layers that a model consists of, at any depth."""
+    """Return the variables of a model's BatchNorm layers, at any depth."""
     return [
         weight
         for layer in _keras.all_layers_of_keras2(model)

@@ -1,6 +1,7 @@
 """Replicas of a model in a static graph of TensorFlow 1: its batch part, once per device."""
 
 import contextlib
+from typing import Any, Set
 
 from ... import _keras
 from ..._rows import splitting
@@ -26,9 +27,10 @@ class Replicas:
         self.devices = devices
         # A row for each row of the batch.
         self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
-        # What is computed again, of the whole batch, and in place of what leaves the replicas.
+        # Operations that are copied to compute with the whole batch, and the merged tensors in
+        # place of those that leave the replicas.
         self._whole = Copy({}, {})
-        self.tried = set()  # type: Set[Any]
+        self.tried: "Set[Any]" = set()
         self.part = BatchPart(model, losses, updates, tried)
         with self._apart():
             self._checks = self._checks_of_rows()
@@ -46,16 +48,16 @@ class Replicas:
         self._colocate = ColocateGradients(device_of, sums=True)
 
     def _replica(self, index):
-        """Copy the batch part to the device, there to compute its shard."""
+        """Copy the batch part to a device, to compute the shard of that index."""
         tf = self.tf
         shapes = self.part.propagation.shapes.items()
         replaced = {t: tf.constant(sizes, t.dtype) for t, sizes in shapes if None not in sizes}
         for tensor in self.read_in_shards():
-            # Slicing on the replica would send the whole batch to every device.
+            # A slice on the replica's device would send the whole batch to every device.
             is_fed = tensor.op.type.startswith("Placeholder")
             where = tf.device("/cpu:0") if is_fed else tf.colocate_with(tensor.op)
             with where, tf.control_dependencies(self._checks):
-                # Of a fixed number, a replica could only compute as many rows as it always has.
+                # A placeholder, since sizes that are constants would fix the number of rows.
                 count = tf.placeholder_with_default(tf.shape(tensor)[0], ())
                 first, end = splitting.run_bounds(count, len(self.devices), index, tf.maximum)
                 shard = self._shard(tensor, first, end)
@@ -71,15 +73,15 @@ class Replicas:
         )
 
     def read_in_shards(self):
-        """Return the tensors of whose rows each replica reads its own."""
+        """Return the tensors of which each replica reads a shard."""
         return self.inputs + self.states + self.part.constants
 
     def taken(self):
-        """Return the tensors of which others take the replicas' rows."""
+        """Return the tensors that are concatenated from those of the replicas."""
         return [tensor for tensor in self._whole.replaced if tensor not in self.part.averaged]
 
     def _checks_of_rows(self):
-        """Check at run time that inputs that are not fed have as many rows as the others."""
+        """Return operations that check that inputs, if not fed, have as many rows as the others."""
         tf = self.tf
         fed = [t.op.type.startswith("Placeholder") for t in self.part.divided]
         if len(fed) < 2 or all(fed):
@@ -91,7 +93,7 @@ class Replicas:
 
     @contextlib.contextmanager
     def _apart(self):
-        """Within, operations are made apart from where Keras is just making its own."""
+        """Make operations in a block outside of Keras' current scopes and devices."""
         with self.graph.as_default(), self.graph.name_scope(None):
             with self.tf.control_dependencies(None), self.tf.device(None):
                 yield
@@ -106,9 +108,9 @@ class Replicas:
 
     @contextlib.contextmanager
     def gradients_colocated(self):
-        """Within, a gradient's operations go where the operation ran that they belong to.
+        """Place gradients that are made in a block beside the operations that they differentiate.
 
-        Keras 2 asks TensorFlow for that (``colocate_gradients_with_ops``), tf.keras does not.
+        Keras 2 requests that of TensorFlow (``colocate_gradients_with_ops``), tf.keras does not.
         """
         with self.graph.as_default(), self.tf.device(self._colocate):
             yield
@@ -116,10 +118,9 @@ class Replicas:
     # Tensors of the whole batch -----------------------------------------------------------------
 
     def whole(self, fetch):
-        """Return the tensor or operation, computed from the replicas' batch parts.
+        """Return a tensor or operation, computed once, of the whole batch of the replicas.
 
-        What lies between rows of the batch part and ``fetch`` is copied; so it is computed once,
-        of the whole batch.
+        The operations between the batch part and ``fetch`` are copied.
         """
         if self._leaves_replicas(fetch):
             return self._whole_tensor(fetch)
@@ -143,7 +144,7 @@ class Replicas:
         return getattr(source, "op", source) in self.part.operations
 
     def _leaves_replicas(self, source):
-        """Return whether what needs ``source``, a tensor or an operation, takes the replicas'.
+        """Return whether consumers of a tensor or an operation take those of the replicas.
 
         A tensor without rows is computed again, of the whole batch.
         """
@@ -154,7 +155,7 @@ class Replicas:
         return source in self.part.averaged or self.part.propagation.come_first(source)
 
     def _control(self, op):
-        """Return operations to wait for where the undivided graph waits for ``op``."""
+        """Return the operations to wait for in place of one of Keras' graph."""
         if op in self.part.operations:
             return [replica.operations[op] for replica in self.copies if op in replica.operations]
         return [self._whole.operations.get(op, op)]
@@ -170,6 +171,7 @@ class Replicas:
 
 
 def rows_differ(model, found=""):
+    """Return the text of an error for inputs with different numbers of rows."""
     return (
         f"parallelize() splits each input of model {model!r} along its first dimension, but their "
         f"sizes there differ{found}. Give each input one row for each sample, or use one device: "

@@ -1,8 +1,9 @@
-"""The functions of a Keras model, made to run the batch part of its graph on several devices."""
+"""Functions of a Keras model that run the batch part of its graph on several devices."""
 
 import contextlib
 import re
 import threading
+from typing import Any, Dict, List, Optional
 
 from ... import _keras, _rows, errors
 from ..._rows import Fallback, Reason, splitting
@@ -16,7 +17,7 @@ from .replicas import Replicas, rows_differ
 from .trial import ReplicasTrial
 from .verification import VerifiedStep
 
-# What TensorFlow calls what runs a part of the batch, and what puts the parts together.
+# Names of operations that run a shard of the batch, and of those that merge tensors of replicas.
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
 
 _HINT = (
@@ -25,33 +26,38 @@ _HINT = (
     "K.shape(x)[0], or one device: parallelize(model, gpus=1)."
 )
 
-# What is made of a graph, one thread at a time: the scopes in which it makes operations are those
-# of all threads.
+# Held while operations are added to a graph, whose scopes are those of all threads.
 _making = threading.RLock()
 
 
 class ReplicatedGraphFunctions:
-    """The functions of a Keras model, made to run its batch part on several devices.
+    """Functions of a Keras model that run its batch part on several devices.
 
     Keras makes a function when it is first needed, by a method of the model. The instance gets
-    methods of its own for that, which call Keras' and rewire what it made. On one device this is
-    done to the training function alone, so that its first step is step 1.
+    other methods for that, which call Keras' and rewire the function. On one device this is done to
+    the training function alone, so that its optimizer counts the first step as step 1.
+
+    Arguments:
+        model: the model.
+        devices: the devices, as TensorFlow names them.
+
+    Attributes:
+        trying: held while a thread tries the replicas.
     """
 
     def __init__(self, model, devices):
         self.owner, self.model = model, None
         self.devices, self.verification = list(devices), None
-        self._made = {}  # type: Dict[str, ReplicatedGraphFunction]
-        self._replicas = None  # type: Optional[Replicas]
-        self._replicas_key = []  # type: List[Any]
-        self._tried = {}  # type: Dict[Any, Any]
-        #: Held while a thread tries the replicas.
+        self._made: "Dict[str, ReplicatedGraphFunction]" = {}
+        self._replicas: "Optional[Replicas]" = None
+        self._replicas_key: "List[Any]" = []
+        self._tried: "Dict[Any, Any]" = {}
         self.trying = threading.RLock()
         patching.attach(model, "_compat_functions", self)
         _keras.InnerModel.have_prepared(model, self._prepare)
 
     def _prepare(self, model):
-        """Of an old Sequential these are several models, one after the other."""
+        """Install the methods on a model; an old ``Sequential`` has several models in turn."""
         self.model = model
         for kind in _KINDS:
             is_wanted = len(self.devices) > 1 or _keras.trains(kind.function)
@@ -61,6 +67,7 @@ class ReplicatedGraphFunctions:
             VerifiedStep.install_on(model, self.verification)
 
     def uninstall(self):
+        """Remove the methods from the model."""
         for model in (self.owner, self.model):
             for kind in [_keras.InnerModel, *_KINDS] if model is not None else ():
                 method = kind.of(model)
@@ -69,18 +76,22 @@ class ReplicatedGraphFunctions:
         patching.detach(self.owner, "_compat_functions")
 
     def made(self, name, made):
-        """Take over a function that Keras has just made for the model."""
+        """Replace a function that Keras has just made for the model."""
         self._made[name] = ReplicatedGraphFunction(self, made, _keras.trains(name))
         setattr(self.model, name, self._made[name])
         _learning_phase(self._backend())  # made now: the graph may be finalized later
 
     def try_on(self, replicas, fed):
-        """Try what a function takes of the replicas on the first rows that it is fed.
+        """Try the tensors that functions take of the replicas, on rows of a first batch.
 
-        Where that gives other rows than the whole batch would, its functions are made anew.
+        If replicas compute other rows than the whole batch does, all functions are made anew.
+
+        Arguments:
+            replicas: the ``Replicas``.
+            fed: the values that a function is fed, by tensor.
 
         Returns:
-            Whether they were.
+            Whether functions were made anew.
         """
         taken = [tensor for tensor in replicas.taken() if tensor not in replicas.tried]
         if not taken:
@@ -118,7 +129,7 @@ class ReplicatedGraphFunctions:
             )
 
     def _make_anew(self):
-        """Make all functions again; those that were there do from then on what the new ones do."""
+        """Make all functions again; the existing ones run from then on what the new ones run."""
         self._replicas = None
         for name, function in list(self._made.items()):
             current = getattr(self.model, name)
@@ -150,7 +161,7 @@ class ReplicatedGraphFunctions:
         return self._replicas
 
     def training(self):
-        """Within, the optimizer counts its steps in order.
+        """Have the optimizer count its steps in order, within a block.
 
         It takes its gradients from the replicas, if there are any, each on its device.
         """
@@ -168,7 +179,7 @@ def _learning_phase(backend):
 
 
 class MakeGraphFunction(patching.InstanceMethod):
-    """The method by which Keras makes one of a model's functions, which becomes a replicated one.
+    """Method by which Keras makes one of a model's functions, which becomes a replicated one.
 
     Arguments:
         functions: the model's ``ReplicatedGraphFunctions``.
@@ -181,16 +192,17 @@ class MakeGraphFunction(patching.InstanceMethod):
         self.functions = functions
 
     def invoke(self, model):
+        """Call Keras' method, and rewire the function that it makes."""
         name = self.function
         trains = _keras.trains(name)
         with _making:
             before = getattr(model, name, None)
-            with self.functions.training() if trains else contextlib.ExitStack() as asked:
+            with self.functions.training() if trains else contextlib.ExitStack() as losses:
                 self.plain(model)()
             made = getattr(model, name)
-            # What stands there already may be the user's own.
+            # A function that stands there already may be the user's.
             if made is not before and len(self.devices) > 1:
-                if trains and not asked:
+                if trains and not losses:
                     self._warn_of_gradients()
                 self.functions.made(name, made)
 
@@ -241,7 +253,7 @@ class RewiredFunction:
 
 
 class ReplicatedGraphFunction:
-    """A function of a model that runs replicas: it checks and counts what it is fed.
+    """A function of a model that runs replicas, and checks and counts the batches that it is fed.
 
     The model and callbacks keep this object, while what it runs may be made anew. It has the
     attributes of the function that Keras made, and passes on what is set.
@@ -269,7 +281,7 @@ class ReplicatedGraphFunction:
         return self.rewired.results
 
     def become(self, other):
-        """Run what another function runs, which was made anew, with what was added to this one."""
+        """Run what a function runs that was made anew, and keep what callbacks have added."""
         self.results.give_to(other)
         if hasattr(self, "fetch_callbacks"):
             other.fetch_callbacks = self.fetch_callbacks
@@ -300,7 +312,7 @@ class ReplicatedGraphFunction:
         return results
 
     def try_on(self, inputs):
-        """Try what it takes of the replicas on the first rows; returns the rows it is fed."""
+        """Try the tensors that it takes of the replicas; return the numbers of rows it is fed."""
         rows, replicas = self._checked_rows(inputs), self.rewired.replicas
         with self.owner.trying:  # other threads wait for the first one
             while self.results.wire() or not self.rewired.is_tried:
@@ -320,7 +332,7 @@ class ReplicatedGraphFunction:
         work.count(devices, sizes, self.training)  # None: the model has tensors that are not fed
 
     def _checked_rows(self, inputs):
-        """Return the number of rows of each divided tensor that is fed, by name."""
+        """Return the number of rows of each tensor that is split and fed, by name."""
         divided = set(map(id, self.rewired.replicas.part.divided))
         rows = {
             getattr(tensor, "name", ""): _rows_of(value)
@@ -334,13 +346,13 @@ class ReplicatedGraphFunction:
 
 
 def _rows_of(value):
-    """How many rows an array has; of a tensor of the graph, where that is known; else None."""
+    """Return the number of rows of an array or, if it is known, of a tensor; else None."""
     shape = getattr(value, "shape", None)
     return getattr(shape[0], "value", shape[0]) if shape else None
 
 
 def devices_of(model):
-    """Return the devices that a model runs on, by the names that were configured, or None."""
+    """Return the devices that a model runs on, by their configured names, or None."""
     functions = vars(model).get("_compat_functions")
     return functions and _as_configured(functions.devices)
 

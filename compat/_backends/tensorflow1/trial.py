@@ -1,4 +1,4 @@
-"""A trial of replicas: whether they compute the rows that the whole batch would have."""
+"""Trial of replicas: do they compute the same rows as the whole batch?"""
 
 import contextlib
 
@@ -12,12 +12,12 @@ from .side_effects import PythonFunctions
 
 
 class ReplicasTrial:
-    """A trial of replicas on three rows, of two of them and of the third.
+    """A trial of replicas on three rows, together and in parts.
 
     Arguments:
         backend: Keras' backend.
         replicas: the ``Replicas``.
-        fed: what the function is fed, by its tensors.
+        fed: the values that the function is fed, by tensor.
         phase: the learning phase, if that is a tensor.
     """
 
@@ -26,17 +26,17 @@ class ReplicasTrial:
         self.replicas, self.replica = replicas, replicas.copies[0]
         self.part, self.propagation = replicas.part, replicas.part.propagation
         divided = replicas.read_in_shards()
-        given = {t: v for t, v in fed.items() if v is not None}  # one with a default has None
-        self._given = {t: v for t, v in given.items() if not hasattr(v, "op") and hasattr(t, "op")}
-        self._fed = {t: v for t, v in self._given.items() if not any(t is d for d in divided)}
+        fed = {t: v for t, v in fed.items() if v is not None}  # one with a default has None
+        self._values = {t: v for t, v in fed.items() if not hasattr(v, "op") and hasattr(t, "op")}
+        self._fed = {t: v for t, v in self._values.items() if not any(t is d for d in divided)}
         if hasattr(phase, "op"):
             self._fed[phase] = False
         self._python = PythonFunctions(self.part.once.union(self.part.needed))
 
     def _value_of(self, tensor):
-        """Return rows of a tensor that the replica reads a shard of, as fed, or made up."""
-        if tensor in self._given:
-            return self._given[tensor]
+        """Return rows of a tensor of which the replica reads a shard, as fed, or made up."""
+        if tensor in self._values:
+            return self._values[tensor]
         if not tensor.op.type.startswith(("Placeholder", "Iterator", "Queue")):
             return self.session.run(tensor)
         shape = [3 if size is None else size for size in tensor.shape.as_list()]
@@ -107,7 +107,7 @@ class ReplicasTrial:
         return isinstance(self.propagation.placement_of(tensor), Unknown)
 
     def _tried(self, tensors, ran):
-        """Return placements of tensors by a trial, which adds to ``ran`` what it has computed."""
+        """Return placements of tensors by a trial, which adds its results to ``ran``."""
         random = [t for t in self.part.drawn() if graph.is_outermost(t.op)]
         written = list(settable(graph.variables_of(self.part.once)))
         before = self.session.run(written)
@@ -123,7 +123,7 @@ class ReplicasTrial:
                 return dict(zip(tensors, trial.tried(compute)))
         finally:
             for variable, value in zip(written, before):
-                # By an operation that is there: the graph may be finalized.
+                # By an operation that exists: the graph may be finalized.
                 initializer = variable.initializer
                 self.session.run(initializer, {initializer.inputs[1]: value})
 
@@ -145,20 +145,20 @@ class ReplicasTrial:
             if isinstance(placement, Sharded) and rows != trial.WHOLE:
                 value = trial.chosen(value, placement, rows)
             feed[self.replica.tensor(tensor)] = value
-        asked = [self.replica.tensor(tensor) for tensor in tensors]
-        return list(map(np.asarray, self.session.run(asked, feed)))
+        fetches = [self.replica.tensor(tensor) for tensor in tensors]
+        return list(map(np.asarray, self.session.run(fetches, feed)))
 
 
 def _rows_of(value, rows):
-    """Return some rows of an array, or parts of a sparse one; they repeat where it has fewer."""
+    """Return rows of an array, or the parts of a sparse one; if it has fewer, they repeat."""
     if hasattr(value, "tocoo"):
         value = value.tocoo()
-        places, values, shape = np.stack([value.row, value.col], 1), value.data, value.shape
+        indices, values, shape = np.stack([value.row, value.col], 1), value.data, value.shape
     elif hasattr(value, "dense_shape"):
-        places, values, shape = value
+        indices, values, shape = value
     else:
         return [np.asarray(value)[[row % len(value) for row in rows]]]
-    taken = [np.flatnonzero(places[:, 0] == row % shape[0]) for row in rows]
-    places, values = places[np.concatenate(taken)], values[np.concatenate(taken)]
-    places[:, 0] = np.repeat(range(len(rows)), list(map(len, taken)))
-    return [places.astype("int64"), values, np.array([len(rows)] + list(shape[1:]), "int64")]
+    taken = [np.flatnonzero(indices[:, 0] == row % shape[0]) for row in rows]
+    indices, values = indices[np.concatenate(taken)], values[np.concatenate(taken)]
+    indices[:, 0] = np.repeat(range(len(rows)), list(map(len, taken)))
+    return [indices.astype("int64"), values, np.array([len(rows)] + list(shape[1:]), "int64")]
