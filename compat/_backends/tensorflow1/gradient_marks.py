@@ -89,6 +89,6 @@ def _operations(fetches):
     if isinstance(fetches, dict):
         fetches = list(fetches.values())
     if isinstance(fetches, (list, tuple)):
-        return [op for each in fetches for op in _operations(each)]
+        return [op for fetch in fetches for op in _operations(fetch)]
     op = getattr(fetches, "op", fetches)
     return [op] if hasattr(op, "inputs") else []

@@ -119,7 +119,7 @@ def _of_all_ranks(plain, loss_of):
     @functools.wraps(plain)
     def gradients_of(ys, xs, grad_ys=None, *args, **options):
         gradients = list(plain(ys, xs, grad_ys, *args, **options))
-        ys, xs = [each if isinstance(each, (list, tuple)) else [each] for each in (ys, xs)]
+        ys, xs = [t if isinstance(t, (list, tuple)) else [t] for t in (ys, xs)]
         indices = [i for i, x in enumerate(xs) if gradients[i] is not None and _is_variable(x)]
         if not indices:
             return gradients

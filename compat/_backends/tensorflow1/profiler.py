@@ -82,7 +82,7 @@ def keras_functions():
     modules = [sys.modules[k.backend.get_session.__module__] for k in imported_keras_packages()]
     names = ("Function", "GraphExecutionFunction")
     classes = {getattr(module, name, None) for module in modules for name in names}
-    return [each for each in classes if isinstance(each, type)]
+    return [kind for kind in classes if isinstance(kind, type)]
 
 
 _around_calls: "List[Any]" = []
@@ -130,7 +130,7 @@ def _made_anew():
     functions: "List[Any]" = []
 
     def make_anew(call, function):
-        if not any(known is function for known in functions):
+        if all(other is not function for other in functions):
             functions.append(function)
             function._callable_fn = None
         return call()

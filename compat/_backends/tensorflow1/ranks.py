@@ -177,7 +177,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
                 return of_ranks
         share = self.share_of_step(model)
         made = loss_gradients.TensorFlow1Loss(self.engine, model, loss, share, self.number)
-        self.losses = [each for each in self.losses if each.loss is model.total_loss] + [made]
+        self.losses = [used for used in self.losses if used.loss is model.total_loss] + [made]
         return made
 
     def share_of_step(self, model):
@@ -225,8 +225,8 @@ def _loss_of_ranks(tensor):
     """Return the ``TensorFlow1Loss`` of the model whose loss a tensor is, or None."""
     for model in own_functions.models():
         maker = MakeTensorFlow1TrainFunction.of(model)
-        losses = [each.loss for each in maker.losses] + [getattr(model, "total_loss", None)]
-        if any(tensor is each for each in losses):
+        losses = [used.loss for used in maker.losses] + [getattr(model, "total_loss", None)]
+        if any(tensor is loss for loss in losses):
             return maker.loss_of_ranks(model, tensor)
     return None
 

@@ -49,12 +49,12 @@ def compiled(device: "Any", body: "Body", compile_function: "Any") -> "Tuple[Lis
         keeps; where a cut has a gradient also that of the backward pass, from the shard, what is
         kept and the upstream gradients. And the weights that have a gradient.
     """
-    own, randoms, count = device.variables, list(filter(is_random, body.used)), len(body.at_cuts)
+    copies, randoms, count = device.variables, list(filter(is_random, body.used)), len(body.at_cuts)
     shard = [placeholder_like(v, device.place if v in body.sharded else "cpu") for v in body.inputs]
     replaced = {v: value_like(v, placeholder) for v, placeholder in zip(body.inputs, shard)}
-    replaced.update((v, value_like(v, own[v])) for v in body.used)
+    replaced.update((v, value_like(v, copies[v])) for v in body.used)
     values = theano.clone(body.at_cuts + [v.default_update for v in randoms], replaced)
-    updates = [(own[v], new) for v, new in zip(randoms, values[count:])]
+    updates = [(copies[v], new) for v, new in zip(randoms, values[count:])]
     values = values[:count]
 
     def place_of(variable):
@@ -71,7 +71,7 @@ def compiled(device: "Any", body: "Body", compile_function: "Any") -> "Tuple[Lis
     upstream = [placeholder_like(value, device.place) for value in at_cuts]
     # Copies, since one value at the cuts may depend on another one.
     upstream_of = [(tensor_copy(v), value_like(v, u)) for v, u in zip(at_cuts, upstream)]
-    weights = [own[weight] for weight in body.weights]
+    weights = [copies[weight] for weight in body.weights]
     gradients_by_weight = gradients_of(None, weights, OrderedDict(upstream_of))
     gradients = list(gradients_by_weight.values())
     kept = _kept(gradients, shard + [state for state, _ in updates], values)
@@ -79,7 +79,7 @@ def compiled(device: "Any", body: "Body", compile_function: "Any") -> "Tuple[Lis
     handed_over = {v: value_like(v, placeholder) for v, placeholder in zip(kept, placeholders)}
     forward = function(shard, values + kept, updates)
     backward = function(shard + placeholders + upstream, theano.clone(gradients, handed_over))
-    return [forward, backward], [w for w in body.weights if own[w] in gradients_by_weight]
+    return [forward, backward], [w for w in body.weights if copies[w] in gradients_by_weight]
 
 
 def _kept(gradients, leaves, values):

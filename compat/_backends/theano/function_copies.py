@@ -28,7 +28,7 @@ def copied(function, swap):
         swap: the variables of the copy, by those that they replace.
     """
     maker = function.maker
-    of_theano, inputs = type(maker), [given.variable for given in maker.inputs]
+    of_theano, inputs = type(maker), [source.variable for source in maker.inputs]
 
     class Maker(of_theano):
         def __init__(self, *args, **options):

@@ -1,4 +1,6 @@
-"""The graph of a model's outputs, cut into what devices compute and what runs once."""
+"""Partition of a model's graph: cuts between the part that devices compute and the rest."""
+
+from typing import Any, List
 
 import numpy as np
 from theano.gof import graph
@@ -12,38 +14,37 @@ from .sizes import ROWS, Sizes
 class Cut:
     """A variable that leaves the body.
 
-    Attributes:
+    Arguments:
         variable: the variable.
-        placement: how it depends on the rows: ``Sharded``, or ``Unknown`` until it is tried.
+        placement: its placement: ``Sharded``, or ``Unknown`` until it is tried.
     """
 
-    def __init__(self, variable, placement):
+    def __init__(self, variable: "Any", placement: "_rows.Placement") -> None:
         self.variable = variable
         self.placement = placement
 
 
 class ModelGraph(Propagation):
-    """The graph of a model's outputs, and how it depends on the rows of a batch.
+    """The graph of a model's outputs, with the placements of its variables.
 
     Arguments:
         outputs: the model's.
-        sharded: the variables that are given to the model in parts, whose rows come first.
-        given: the values of these, and of other variables that the outputs depend on.
-        tries: whether what no rule knows may be tried.
+        sharded: the variables of which devices get shards, along the first dimension.
+        values: the values of these, and of other variables that the outputs depend on.
+        tries: whether operations without a rule may be tried.
         changing: operations that run once for the whole batch, as ``PythonOperations`` has them.
     """
 
-    def __init__(self, outputs, sharded, given, tries=True, changing=frozenset()):
-        self.changing = changing
-        sizes = {variable: list(np.shape(value)) for variable, value in given.items()}
+    def __init__(self, outputs, sharded, values, tries=True, changing=frozenset()):
+        sizes = {variable: list(np.shape(value)) for variable, value in values.items()}
         for variable in sharded:
             sizes[variable][0] = list(ROWS)
-        super().__init__({variable: Sharded(0) for variable in sharded}, Sizes(sizes))
-        self.follow(outputs)
+        placements = {variable: Sharded(0) for variable in sharded}
+        super().__init__(placements, Sizes(sizes), outputs, changing)
         self._outputs = outputs
         self._tries = tries
 
-    def cuts(self, wanted):
+    def cuts(self, wanted: "List[Any]") -> "List[Cut]":
         """Return cuts at the nearest variables that a device can compute from its own shard."""
         return [Cut(v, self.placement_of(v)) for v in nearest(wanted, self._can_be_cut)]
 
@@ -51,8 +52,8 @@ class ModelGraph(Propagation):
         placement = self.placement_of(variable)
         if isinstance(placement, Unknown):
             return self._tries and bool(self.sizes.grown(variable))
-        whole = isinstance(placement, Sharded) and placement.copies == 1
-        return whole and hasattr(variable, "broadcastable")
+        has_rows = isinstance(placement, Sharded) and placement.copies == 1
+        return has_rows and hasattr(variable, "broadcastable")
 
     def fallback(self, doubt):
         """Return the first cross-batch operation whose results grow with the batch; or None.

@@ -78,7 +78,7 @@ class CompiledPlan:
         self.differentiated = [i for i, v in enumerate(in_head.values()) if v in gradients]
         self._compile_bodies(function, at_cuts)
         gradients = self._with_those_of_bodies(function, gradients, list(in_head.values()))
-        replaced = {own: value_like(own, gradients[weight]) for weight, own in function.weights}
+        replaced = {v: value_like(v, gradients[weight]) for weight, v in function.weights}
         replaced.update(in_head)
         results = theano.clone(function.outputs + list(function.updates.values()), replaced)
         count = len(function.outputs)
@@ -134,13 +134,13 @@ class CompiledPlan:
             is_alike = number and device.target == owner.devices[0].target
             if is_alike and all(map(function_copies.can_be_copied, made[0])):
                 swap = {owner.devices[0].variables[v]: device.variables[v] for v in self.used}
-                made.append([function_copies.copied(each, swap) for each in made[0]])
+                made.append([function_copies.copied(compiled, swap) for compiled in made[0]])
             else:
                 with device.current():
                     functions, weights = compilation.compiled(device, body, function.compile)
                 made.append(functions)
-                for each in functions:
-                    owner.python.follow(each.maker.fgraph.outputs)
+                for compiled in functions:
+                    owner.python.follow(compiled.maker.fgraph.outputs)
             device.functions.update(made[number])
         if not self.differentiated:
             owner.forward[key] = made

@@ -1,5 +1,7 @@
 """Placements of the variables of a graph, inferred from those of its inputs."""
 
+from typing import Any, Dict
+
 from theano.gof import graph
 
 from ... import _rows
@@ -9,83 +11,82 @@ from .sizes import Sizes
 
 
 class Propagation:
-    """Placements of the variables of a graph, inferred from its inputs on.
+    """Placements of the variables of a graph, inferred from its inputs on; complete once made.
 
     Arguments:
         placements: those of the graph's inputs that have rows.
         sizes: a ``Sizes`` for its inputs.
+        outputs: the variables that the graph computes.
+        changing: operations that have side effects, so that they run once, for the whole batch.
 
     Attributes:
-        placements: of all variables that were followed, in the order in which they are computed.
-        changing: operations of the user's that change more than they return.
+        placements: those of all variables of the graph, in the order in which they are computed.
+        sizes: the ``Sizes``, with those of all variables.
     """
 
-    changing = frozenset()  # type: frozenset
-
-    def __init__(self, placements, sizes):
-        self.placements = dict(placements)
+    def __init__(self, placements, sizes, outputs, changing=frozenset()):
+        self.placements: "Dict[Any, _rows.Placement]" = dict(placements)
         self.sizes = sizes
-
-    def follow(self, wanted):
-        """Find the placements of what these variables depend on, and return this."""
-        for node in graph.io_toposort([], wanted):
+        self.changing = changing
+        for node in graph.io_toposort([], outputs):
             self.sizes.infer(node)
             for variable, placement in zip(node.outputs, self._after(node)):
                 if isinstance(placement, Count) and self.sizes.constant(variable) is not None:
                     placement = REPLICATED
                 self.placements[variable] = placement
-        return self
 
-    def placement_of(self, variable):
+    def placement_of(self, variable: "Any") -> "_rows.Placement":
+        """Return the placement of a variable; random numbers are ``Drawn``."""
         return self.placements.get(variable, REPLICATED)
 
-    def value(self, variable):
+    def value(self, variable: "Any") -> "_rows.Value":
+        """Return a variable as rules take it: random numbers have rows or none."""
         placement = self.placement_of(variable)
         if isinstance(placement, Drawn):
             placement = self.as_drawn(variable)
         return _rows.Value(placement, self.sizes.shape(variable))
 
-    def as_drawn(self, variable):
-        """Return where random numbers have rows: along the one dimension that grows with them."""
+    def as_drawn(self, variable: "Any") -> "_rows.Placement":
+        """Return the placement of random numbers: they have rows along the dimension that grows."""
         grown = self.sizes.grown(variable)
         if not grown:
             return REPLICATED
-        whole = len(grown) == 1 and self.sizes.in_proportion(variable, grown[0])
-        return Sharded(grown[0], inner=None) if whole else Mixed()
+        is_split = len(grown) == 1 and self.sizes.in_proportion(variable, grown[0])
+        return Sharded(grown[0], inner=None) if is_split else Mixed()
 
     def _after(self, node):
+        """Return the placements of a node's results."""
         if node.op in self.changing:
             return [Mixed()] * len(node.outputs)
         name, rule = _entry(node.op)
-        given = [self.placement_of(variable) for variable in node.inputs]
-        kinds = set(map(type, given))
+        kinds = {type(self.placement_of(variable)) for variable in node.inputs}
         if kinds <= {Replicated} and rule is not drawn:
             return [REPLICATED] * len(node.outputs)
         if Drawn in kinds and kinds <= {Replicated, Count, Drawn} and name in ARRANGING:
             return [Drawn()] * len(node.outputs)
         values = [self.value(variable) for variable in node.inputs]
-        found = _rows.without_rows([value.placement for value in values])
-        if found is None or rule in OF_SIZES:
-            found = rule(AppliedOp(node, self), values)
-        return found if isinstance(found, list) else [found] * len(node.outputs)
+        result = _rows.without_rows([value.placement for value in values])
+        if result is None or rule in OF_SIZES:
+            result = rule(AppliedOp(node, self), values)
+        return result if isinstance(result, list) else [result] * len(node.outputs)
 
-    def inside(self, pairs, wanted):
-        """Follow the graph inside of an operation.
+    def inside(self, inputs, outputs):
+        """Return the ``Propagation`` over the graph inside of an operation.
 
         Arguments:
-            pairs: for its inputs: the variable there, the one here that its values are from, its
-                placement, and how many of that one's first dimensions it lacks.
-            wanted: variables in there.
+            inputs: for each input of the inner graph: the variable, the outer one from which its
+                values are, its placement, and how many of the first dimensions it lacks.
+            outputs: variables of the inner graph.
         """
         sizes = Sizes(
-            {v: self.sizes.dimensions(outer)[lacking:] for v, outer, _, lacking in pairs},
-            {v: self.sizes.numbers(outer) for v, outer, _, lacking in pairs if not lacking},
+            {v: self.sizes.dimensions(outer)[lacking:] for v, outer, _, lacking in inputs},
+            {v: self.sizes.numbers(outer) for v, outer, _, lacking in inputs if not lacking},
         )
-        return Propagation({v: placement for v, _, placement, _ in pairs}, sizes).follow(wanted)
+        return Propagation({v: placement for v, _, placement, _ in inputs}, sizes, outputs)
 
 
 def _entry(op):
-    """Return the name and the rule of an operation of Theano's own, not of a user's class."""
+    """Return the name and the rule of an operation; only those of Theano have rules."""
     if type(op).__module__.partition(".")[0] == "theano":
         for kind in type(op).__mro__:
             if kind.__name__ in RULES:

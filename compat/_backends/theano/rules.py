@@ -17,7 +17,7 @@ from .rules_loops import looped
 
 
 class Drawn(_rows.Placement):
-    """Random numbers, none of which depends on another one, or on a row."""
+    """Placement of random numbers, which are independent of each other and of the batch."""
 
     __slots__ = ()
 
@@ -68,12 +68,12 @@ def _are_replicated(values):
 
 
 def unknown(op, values):
-    """Return the placement of what no rule knows; what needs the whole batch cannot be tried."""
-    united = any(isinstance(value.placement, Partial) for value in values)
-    return Mixed() if united else Unknown()
+    """Return the placement for an operation without a rule; one of partial values is not tried."""
+    is_partial = any(isinstance(value.placement, Partial) for value in values)
+    return Mixed() if is_partial else Unknown()
 
 
-# Element by element, and nothing at all:
+# Pointwise operations and identities:
 
 
 def _pointwise(op, values):
@@ -90,11 +90,11 @@ def _all(rule):
 
 def _checked(op, values):
     """Follow ``Assert``: each device may check its own rows, but not how many it has."""
-    own = all(value.placement in (REPLICATED, Partial("min")) for value in values[1:])
-    return values[0].placement if own else Mixed()
+    are_by_row = all(value.placement in (REPLICATED, Partial("min")) for value in values[1:])
+    return values[0].placement if are_by_row else Mixed()
 
 
-# Reductions, and what goes along dimensions:
+# Reductions, and operations along dimensions:
 
 _HOW = {"add": "sum", "maximum": "max", "minimum": "min", "or": "any", "and": "all"}
 
@@ -111,15 +111,15 @@ def _maximum(op, values):
 
 
 def _along(op, values):
-    """Follow what goes along ``op.axis`` (None: all, as one), or along the second input's axis."""
+    """Follow an operation along ``axis`` (None: all, as one), or along the second input's value."""
     has_axis = hasattr(op.type, "axis")
     axis = op.type.axis if has_axis else op.constant(1)
-    known = axis is not None and _are_replicated(values[1:])
-    return _rows.along(values[0], axis) if known else Mixed()
+    is_known = axis is not None and _are_replicated(values[1:])
+    return _rows.along(values[0], axis) if is_known else Mixed()
 
 
 def _along_last(values):
-    """Follow what goes along the last dimension: of several matrices the corresponding rows."""
+    """Follow an operation along the last dimension, of corresponding rows of its inputs."""
     return _rows.along(Value(_rows.pointwise(values), values[0].shape), -1)
 
 
@@ -128,7 +128,9 @@ def _along_last(values):
 
 def _batched_product(op, values):
     letters = {2: "bj", 3: "bij"}[values[0].rank], {2: "bj", 3: "bjk"}[values[1].rank]
-    return _rows.contracted(values, letters, [each for each in "bik" if each in "".join(letters)])
+    return _rows.contracted(
+        values, letters, [letter for letter in "bik" if letter in "".join(letters)]
+    )
 
 
 # Views:
@@ -191,8 +193,8 @@ def _assigned(op, values):
 
 
 def _repeated(op, values):
-    found = _rows.repeated(values[0], op.type.axis, op.constant(1))
-    return found if _are_replicated(values[1:]) else Mixed()
+    placement = _rows.repeated(values[0], op.type.axis, op.constant(1))
+    return placement if _are_replicated(values[1:]) else Mixed()
 
 
 # Layers, new values:
@@ -203,38 +205,42 @@ def _by_row(axes):
 
 
 def _pooled(op, values):
-    """Follow what pools along the last dimensions."""
+    """Follow pooling along the last dimensions."""
     if not _are_replicated(values[1:]):
         return Mixed()
     return _rows.resized(values[0], list(range(-op.type.ndim, 0)))
 
 
 def _normalized(op, values):
-    """Follow batch normalization: by device in Keras' layer, elsewhere as on one device.
+    """Follow batch normalization: in Keras' layer each device normalizes its own rows.
 
-    Its statistics are those of the whole batch.
+    Elsewhere it needs the whole batch, and so do the statistics that it returns.
     """
     frames = frames_of(op.outputs[0])
     layer = os.path.join("keras", "layers", "normalization.py")
-    found = _rows.pointwise(values[:3])
+    placement = _rows.pointwise(values[:3])
     of_layer = not frames or any(path.endswith(layer) for path, _ in frames)
-    alone = isinstance(found, Sharded) and (of_layer or found.axis not in op.type.axes)
-    return [found if alone else Mixed()] + [Mixed()] * (len(op.outputs) - 1)
+    has_rows = isinstance(placement, Sharded)
+    is_split = has_rows and (of_layer or placement.axis not in op.type.axes)
+    return [placement if is_split else Mixed()] + [Mixed()] * (len(op.outputs) - 1)
 
 
 def drawn(op, values):
-    """Follow random numbers of a shape. The generator's state is each device's own."""
-    known = all(isinstance(op.placement_of(v), (Replicated, Count, Drawn)) for v in op.inputs[1:])
-    return [REPLICATED, Drawn() if known else _plain(values) or Unknown()]  # a draw for each row
+    """Follow random numbers of a shape. Each device has its own state of the generator."""
+    is_drawn = all(
+        isinstance(op.placement_of(v), (Replicated, Count, Drawn)) for v in op.inputs[1:]
+    )
+    # Otherwise it may draw for each row.
+    return [REPLICATED, Drawn() if is_drawn else _plain(values) or Unknown()]
 
 
 def _filled(op, values):
     """Follow ``Alloc``, a value of the sizes after it; ``AllocEmpty`` has none."""
     result = op.outputs[0]
     filling, others = values[: -result.ndim or None], values[len(values) - result.ndim :]
-    found = _plain(others)
-    if not isinstance(found, (Replicated, Count)):
-        return found or Mixed()
+    placement = _plain(others)
+    if not isinstance(placement, (Replicated, Count)):
+        return placement or Mixed()
     return _rows.pointwise(filling + [Value(op.result_as_drawn(), op.result_shape())])
 
 
@@ -288,10 +294,10 @@ _KINDS = [
 #: By the names of the classes of operations, or of their parents.
 RULES = {name: rule for rule, names in _KINDS for name in names.split()}
 
-#: Those which tell more of what has no rows than ``without_rows``: of sizes, and of each result.
+#: Rules that distinguish more than ``without_rows`` does where no input has rows.
 OF_SIZES = (_filled, _shape, drawn, _branched)
 
-#: What leaves random numbers what they are.
+#: Operations whose results are random numbers if their inputs are.
 ARRANGING = set(
     "AdvancedSubtensor AdvancedSubtensor1 Alloc DimShuffle Elemwise Join Nonzero Rebroadcast "
     "Reshape Subtensor".split()

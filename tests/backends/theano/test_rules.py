@@ -248,7 +248,7 @@ def prove(name, inputs, function, found):
                 [n * size // row_proof.ROWS if place == axis else size for n in ROWS]
                 for place, size in enumerate(np.shape(array))
             ]
-        followed = Propagation(dict(zip(given, placements)), Sizes(sizes)).follow(outputs)
+        followed = Propagation(dict(zip(given, placements)), Sizes(sizes), outputs)
         claims = [followed.value(output).placement for output in outputs]
         with_rows.extend(each for each in claims if isinstance(each, Sharded))
         return claims
