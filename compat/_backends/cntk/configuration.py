@@ -4,13 +4,19 @@ import os
 
 from ... import errors
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, List
 
-def name_of(device):
+    from ..._configuration.settings import Settings
+
+
+def name_of(device: "Any") -> str:
     """Return a device's name as CNTK's functions are written: "cpu()", "gpu(0)"."""
     return "cpu()" if device.type() == 0 else f"gpu({device.id()})"
 
 
-def wanted_device(cntk, settings, warnings):
+def wanted_device(cntk: "Any", settings: "Settings", warnings: "List[str]") -> "Any":
     """Return the device to make the default one; None where CNTK is to choose.
 
     Arguments:
@@ -33,7 +39,7 @@ def wanted_device(cntk, settings, warnings):
     return None
 
 
-def set_default(cntk, device, imported):
+def set_default(cntk: "Any", device: "Any", imported: "List[str]") -> str:
     """Fix the default device, and check that it is the requested one.
 
     ``try_set_default_device`` may return False for a device that it does not take, and True for

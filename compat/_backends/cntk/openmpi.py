@@ -6,11 +6,17 @@ import sys
 
 from ... import errors
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Mapping, Optional
+
 # Names in OpenMPI 1.10 of the libraries with which CNTK's are linked, and those of today.
 _LIBRARIES = {"libmpi.so.12": "libmpi.so.40", "libmpi_cxx.so.1": "libmpi_cxx.so.40"}
 
 
-def without_openmpi(environ):
+def without_openmpi(
+    environ: "Mapping[str, str]",
+) -> "Optional[errors.BrokenInstallError]":
     """Return an error if libraries of OpenMPI are missing with which CNTK's are linked, or None.
 
     Links to OpenMPI 4's files in CNTK's folder serve as well.
@@ -20,7 +26,7 @@ def without_openmpi(environ):
     spec = importlib.util.find_spec("cntk")
     if not sys.platform.startswith("linux") or spec is None:
         return None
-    of_cntk = os.path.join(list(spec.submodule_search_locations)[0], "libs")
+    of_cntk = os.path.join(list(spec.submodule_search_locations or ())[0], "libs")
     folders = [of_cntk] + environ.get("LD_LIBRARY_PATH", "").split(":")
     cache = b""
     with contextlib.suppress(OSError), open("/etc/ld.so.cache", "rb") as file:

@@ -10,6 +10,12 @@ from ... import _keras, errors
 from ..._runtime import patching
 from .._tensorflow.graph import v1_names
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, List, Optional
+
+    from ..._configuration.settings import Settings
+
 #: Options of ``configure_gpu()``: fields of ``ConfigProto``.
 OPTIONS = (
     "allow_soft_placement",
@@ -22,7 +28,7 @@ OPTIONS = (
 _defaults = None  # a function that returns the ConfigProto
 
 
-def set_session_defaults(defaults):
+def set_session_defaults(defaults: "Optional[Callable[[], Any]]") -> None:
     """Give every session made from now on ``defaults()``; a config that it is given wins.
 
     A session is made by Keras, again after ``clear_session``, and by users: all of them through
@@ -85,7 +91,7 @@ def _missing(config, other):
     return ", ".join(missing)
 
 
-def ensure_no_other_session(tf, config):
+def ensure_no_other_session(tf: "Any", config: "Any") -> None:
     """Check that no session with another configuration is in use.
 
     Raises:
@@ -116,7 +122,7 @@ def ensure_no_other_session(tf, config):
             )
 
 
-def sessions_made():
+def sessions_made() -> bool:
     """Return whether this process has made a session, which initializes GPUs."""
     from tensorflow.python.client import session
 
@@ -124,7 +130,7 @@ def sessions_made():
     return counter is not None and counter.get_cell().value() > 0
 
 
-def imported_keras_packages():
+def imported_keras_packages() -> "List[Any]":
     """Return the imported Keras packages, each of which may have a session."""
     keras = sys.modules.get("keras")
     packages = [keras] if keras and _keras.backend_name(keras) == "tensorflow" else []
@@ -133,7 +139,7 @@ def imported_keras_packages():
     return [keras for keras in packages if hasattr(keras.backend, "get_session")]
 
 
-def session_of(keras):
+def session_of(keras: "Any") -> "Any":
     """Return the session that a Keras package has made for itself, or None."""
     module = sys.modules[keras.backend.get_session.__module__]
     session = getattr(module, "_SESSION", None)  # keras 2.3 has none of its own
@@ -141,7 +147,7 @@ def session_of(keras):
     return getattr(session, "session", None) if is_local else session
 
 
-def session_config(tf, settings, late):
+def session_config(tf: "Any", settings: "Settings", late: "Optional[str]") -> "Any":
     """Return the settings as a ``ConfigProto``.
 
     Arguments:
@@ -197,7 +203,7 @@ def memory_total_unknown(memory):
     )
 
 
-def devices_to_train_on(session, simulated):
+def devices_to_train_on(session: "Any", simulated: int) -> "List[str]":
     """Return the names of a session's GPUs, or else of its CPUs."""
 
     # XLA_GPU and XLA_CPU are further names for the same devices (keras#11644).
@@ -208,7 +214,7 @@ def devices_to_train_on(session, simulated):
     return named("GPU") or named("CPU")[: max(1, simulated)]
 
 
-def may_list_gpus(tf):
+def may_list_gpus(tf: "Any") -> bool:
     """Return whether there may be GPUs: on Linux CUDA needs the driver's library for them."""
     if not tf.test.is_built_with_cuda():
         return getattr(tf.test, "is_built_with_rocm", lambda: True)()

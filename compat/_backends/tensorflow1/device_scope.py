@@ -9,6 +9,10 @@ from ..._runtime import patching
 from . import graph
 from .colocation import ColocateGradients
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Iterator, List
+
 
 class ApplyDeviceFunctions(patching.InstanceMethod):
     """The method by which a graph gives an operation its device, with those of gradients.
@@ -31,7 +35,7 @@ class ApplyDeviceFunctions(patching.InstanceMethod):
 
 
 @contextlib.contextmanager
-def placed_on(tf, device):
+def placed_on(tf: "Any", device: str) -> "Iterator[None]":
     """Place operations of a block, and later those of their gradients, on a device."""
     within = tf.get_default_graph()
     if ApplyDeviceFunctions.of(within) is None:
@@ -40,7 +44,7 @@ def placed_on(tf, device):
         yield
 
 
-def placed_parts(model):
+def placed_parts(model: "Any") -> "List[str]":
     """Return the devices to which ``device()`` has assigned parts of a model."""
     inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
     if not inputs or not outputs or ApplyDeviceFunctions.of(outputs[0].graph) is None:

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import threading
 from _thread import get_ident
-from typing import Any, List
+from typing import Any, Iterator, List
 
 from ... import _keras
 from ..._runtime import patching
@@ -28,7 +28,7 @@ _patches = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def executed(model, devices):
+def executed(model: "Any", devices: "List[str]") -> "Iterator[Executed]":
     """Record the first step of a model within a block, on this thread; yield an ``Executed``.
 
     Arguments:

@@ -30,7 +30,7 @@ class ReplicatedResults:
                 setattr(self, name, getattr(made, name))
         self.wire()
 
-    def wire(self):
+    def wire(self) -> bool:
         """Take from the replicas what was added since the last call.
 
         Returns:
@@ -54,7 +54,7 @@ class ReplicatedResults:
             self._originals[merged] = tensor
         return self._merged[tensor]
 
-    def give_to(self, function):
+    def give_to(self, function: "Any") -> None:
         """Have another function compute the same outputs and fetches, without callbacks."""
         function.outputs = [self._originals.get(tensor, tensor) for tensor in self._made.outputs]
         if hasattr(self, "fetches"):

@@ -4,6 +4,8 @@ A script may compute gradients of other tensors than the model's loss, which are
 are marked, so that a step that uses them is found.
 """
 
+from typing import Any, List
+
 from ..._runtime import patching
 from . import graph
 
@@ -13,23 +15,23 @@ _EXCHANGED_BY = "_compat_exchanged_by"
 _OF_THIS_RANK = "_compat_of_this_rank"
 
 
-def identity(variable):
+def identity(variable: "Any") -> "Any":
     """Return what a variable and its handle have in common: the handle, if there is one."""
     return getattr(variable, "handle", variable)
 
 
-def mark_exchanged(tensor, engine):
+def mark_exchanged(tensor: "Any", engine: "Any") -> None:
     """Mark a tensor whose value is that of all ranks, exchanged through an engine."""
     patching.attach(tensor.op, _EXCHANGED_BY, engine)
 
 
-def exchanging_engine(fetches):
+def exchanging_engine(fetches: "Any") -> "Any":
     """Return the engine through which ranks exchange what is in these, or None."""
     needed = graph.ancestors(_operations(fetches), ())[0]
     return next((vars(op)[_EXCHANGED_BY] for op in needed if _EXCHANGED_BY in vars(op)), None)
 
 
-def marked(variable, gradient, line):
+def marked(variable: "Any", gradient: "Any", line: str) -> "Any":
     """Return the gradient of a variable, marked as that of this rank's rows alone.
 
     Arguments:
@@ -47,7 +49,7 @@ def marked(variable, gradient, line):
     return gradient
 
 
-def depend_on_rows(tensors):
+def depend_on_rows(tensors: "List[Any]") -> bool:
     """Return whether any of these is computed from a batch, by what is not exchanged."""
     return any(map(_takes_rows, graph.ancestors(tensors, _Exchanged())[0]))
 
@@ -58,7 +60,7 @@ def _takes_rows(op):
     return not op.inputs and not of_weights and any(t.shape.ndims != 0 for t in op.outputs)
 
 
-def lines_of_marked(model, fetches):
+def lines_of_marked(model: "Any", fetches: "Any") -> "List[str]":
     """Return the script's lines that computed the marked gradients in fetches.
 
     Those with respect to the model's weights; the model's loss may contain any.

@@ -6,7 +6,7 @@ from .._tensorflow.graph import v1_names
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict
+    from typing import Any, Callable, Container, Dict, Iterable, List, Set, Tuple
 
 
 def _loops(op):
@@ -18,17 +18,17 @@ def _loops(op):
         context = context.outer_context
 
 
-def loop_of(op):
+def loop_of(op: "Any") -> "Any":
     """Return the context of the innermost loop around an operation, or None."""
     return next(_loops(op), None)
 
 
-def is_loop(context):
+def is_loop(context: "Any") -> bool:
     """Return whether a control flow context, or None, is that of a loop."""
     return hasattr(context, "loop_exits")
 
 
-def is_outermost(op):
+def is_outermost(op: "Any") -> bool:
     """Return whether an operation runs unconditionally: outside of loops and conditions."""
     context = op._get_control_flow_context()
     if context is not None and op.type in ("Exit", "RefExit"):
@@ -36,7 +36,7 @@ def is_outermost(op):
     return context is None
 
 
-def whole_loops(operations, among):
+def whole_loops(operations: "Iterable[Any]", among: "Iterable[Any]") -> "List[Any]":
     """Return those ``among`` operations that are in the same loops as some, or enter these."""
     loops = {loop for op in operations for loop in list(_loops(op))[-1:]}  # the outermost
 
@@ -55,7 +55,7 @@ def whole_loops(operations, among):
 _WRITES = ("Assign", "Scatter", "Apply", "SparseApply")  # maybe after "Resource"
 
 
-def dense_parts(*tensors):
+def dense_parts(*tensors: "Any") -> "List[Any]":
     """Return the dense tensors in tensors: a sparse one has indices, values and a shape."""
     parts = []
     for tensor in tensors:
@@ -64,7 +64,11 @@ def dense_parts(*tensors):
     return parts
 
 
-def ancestors(fetches, stop, cut=lambda source: False):
+def ancestors(
+    fetches: "Iterable[Any]",
+    stop: "Container[Any]",
+    cut: "Callable[[Any], bool]" = lambda source: False,
+) -> "Tuple[List[Any], Dict[Any, List[Any]]]":
     """Return the operations that fetches need, and their consumers.
 
     Arguments:
@@ -98,7 +102,7 @@ def ancestors(fetches, stop, cut=lambda source: False):
     return list(needed), consumers
 
 
-def reached(starts, consumers):
+def reached(starts: "Iterable[Any]", consumers: "Dict[Any, List[Any]]") -> "Set[Any]":
     """Return the operations that depend on ``starts``, and these."""
     dependent, pending = set(), list(starts)
     while pending:
@@ -109,7 +113,7 @@ def reached(starts, consumers):
     return dependent
 
 
-def is_shared(op):
+def is_shared(op: "Any") -> bool:
     """Return whether all replicas use an operation itself: a variable, its value, a placeholder."""
     if op.type.startswith(("Placeholder", "VarHandle", "Variable")):
         return True
@@ -117,12 +121,12 @@ def is_shared(op):
     return reads and op.inputs[0].op.type.startswith(("VarHandle", "Variable"))
 
 
-def handles(op):
+def handles(op: "Any") -> "List[Any]":
     """Return the variables and arrays among an operation's inputs, which fix its device."""
     return [t for t in op.inputs if t.dtype._is_ref_dtype or t.dtype.name == "resource"]
 
 
-def value_of(variable):
+def value_of(variable: "Any") -> "Any":
     """Return the value of a variable's handle: one tensor, which goes to each device once."""
     from tensorflow.python.ops import gen_resource_variable_ops
 
@@ -134,12 +138,12 @@ def value_of(variable):
     return gen_resource_variable_ops.read_variable_op(variable, dtype)
 
 
-def writes(op):
+def writes(op: "Any") -> bool:
     """Return whether an operation writes a variable."""
     return op.type.replace("Resource", "").startswith(_WRITES) and bool(handles(op))
 
 
-def source_of(handle):
+def source_of(handle: "Any") -> "Any":
     """Return the variable's operation of a handle, which may be in a condition for example."""
     source = handle.op
     while source.type in ("Switch", "RefSwitch", "Enter", "RefEnter", "Identity"):
@@ -147,7 +151,7 @@ def source_of(handle):
     return source
 
 
-def variables_written(updates, others=()):
+def variables_written(updates: "Iterable[Any]", others: "Iterable[Any]" = ()) -> "Set[Any]":
     """Return the variables that are written when updates are run.
 
     Arguments:
@@ -157,7 +161,7 @@ def variables_written(updates, others=()):
     return variables_of([op for op in ancestors(updates, ())[0] if writes(op)], others)
 
 
-def variables_of(operations, others=()):
+def variables_of(operations: "Iterable[Any]", others: "Iterable[Any]" = ()) -> "Set[Any]":
     """Return the variables that operations write.
 
     Arguments:

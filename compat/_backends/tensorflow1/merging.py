@@ -1,5 +1,7 @@
 """Tensors of replicas, merged into one of the whole batch."""
 
+from typing import Any, Sequence
+
 from ..._rows.merging import merge
 from ..._rows.placements import REPLICATED, Partial, Sharded
 from .._tensorflow.graph import v1_names
@@ -18,7 +20,7 @@ class Merging:
         self.devices, self.sizes = devices, sizes
         self._operations = TensorOperations(v1_names())
 
-    def rows_in_order(self, parts):
+    def rows_in_order(self, parts: "Sequence[Any]") -> "Any":
         """Return the replicas' rows, one replica's after the other's."""
         tf = v1_names()
         kept = []
@@ -28,7 +30,7 @@ class Merging:
                 kept.append(part[: tf.shape(part)[0] * tf.minimum(size, 1)])
         return self._merged(Sharded(0), kept, "rows_in_order")
 
-    def mean(self, parts):
+    def mean(self, parts: "Sequence[Any]") -> "Any":
         """Return the replicas' mean, weighted by their rows; of whole numbers the first one."""
         placement = Partial("mean") if parts[0].dtype.is_floating else REPLICATED
         return self._merged(placement, parts, "mean_by_rows")

@@ -1,13 +1,14 @@
 """Order in which an optimizer of Keras reads and increments its step counter."""
 
 import contextlib
+from typing import Any
 
 from ... import _keras
 from ..._runtime import patching
 from . import graph
 
 
-def counts_without_order(model):
+def counts_without_order(model: "Any") -> bool:
     """Return whether Adam in a model's Keras may read its step counter after the increment."""
     get_updates = vars(_keras.keras_of(model).optimizers.Adam).get("get_updates")
     code = getattr(get_updates, "__code__", None)  # none: that of all later optimizers

@@ -10,6 +10,8 @@ BatchNorm is the exception, as everywhere: each replica normalizes by its own ro
 average becomes the mean of the replicas' values.
 """
 
+from typing import Any, List, Set
+
 from ... import _keras, _rows
 from ..._rows import Fallback, Reason
 from .._tensorflow.custom_gradients import has_custom_gradient
@@ -80,11 +82,11 @@ class BatchPart:
         taken = {tensor for op in self.operations for tensor in op.inputs}
         self.divided = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
 
-    def before(self, tensor):
+    def before(self, tensor: "Any") -> "Set[Any]":
         """Return the tensors from which a tensor is computed, and the tensor itself."""
         return {t for op in graph.ancestors([tensor], self._starts)[0] for t in op.outputs}
 
-    def drawn(self):
+    def drawn(self) -> "List[Any]":
         """Return the random numbers and the statistics of BatchNorm that replicas compute."""
         random = [op.outputs[0] for op in self.needed if "seed2" in op.node_def.attr]
         return random + [t for t in self.propagation.statistics if t.op in self.operations]

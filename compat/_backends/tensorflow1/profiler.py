@@ -5,7 +5,7 @@ import functools
 import sys
 import threading
 from _thread import get_ident
-from typing import Any, List
+from typing import Any, Dict, Iterator, List
 
 from ..._runtime import patching
 from ..._runtime.operation_times import converted, count_products
@@ -77,7 +77,7 @@ def recorded(tf, thread=None, **options):
         yield runs
 
 
-def keras_functions():
+def keras_functions() -> "List[type]":
     """Return the classes of the functions that Keras compiles for many runs."""
     modules = [sys.modules[k.backend.get_session.__module__] for k in imported_keras_packages()]
     names = ("Function", "GraphExecutionFunction")
@@ -91,7 +91,7 @@ _patches_of_calls = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def around_calls(wrapper):
+def around_calls(wrapper: "Any") -> "Iterator[None]":
     """Have ``wrapper(call, function)`` run in place of each call of a Keras function.
 
     Several may be in force at once, of several threads.
@@ -149,7 +149,7 @@ MATRIX_PRODUCTS = ("MatMul", "Conv2D")
 BACKWARD_PRODUCT = "Conv2DBackprop"
 
 
-def partitions(metadata):
+def partitions(metadata: "Any") -> "Dict[str, List[Any]]":
     """Return the operations that ran, by device, without constants."""
     graphs = [list(graph.node) for graph in metadata.partition_graphs if len(graph.node)]
     return {nodes[0].device[nodes[0].device.index("/device:") :]: nodes for nodes in graphs}
@@ -165,5 +165,5 @@ def products(ran):
     )
 
 
-def is_product(node):
+def is_product(node: "Any") -> bool:
     return node.op.endswith(MATRIX_PRODUCTS)

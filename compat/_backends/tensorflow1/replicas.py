@@ -1,7 +1,7 @@
 """Replicas of a model in a static graph of TensorFlow 1: its batch part, once per device."""
 
 import contextlib
-from typing import Any, Set
+from typing import Any, Iterator, List, Set
 
 from ... import _keras
 from ..._rows import splitting
@@ -72,11 +72,11 @@ class Replicas:
             fixed_batch=self.part.fixed,
         )
 
-    def read_in_shards(self):
+    def read_in_shards(self) -> "List[Any]":
         """Return the tensors of which each replica reads a shard."""
         return self.inputs + self.states + self.part.constants
 
-    def taken(self):
+    def taken(self) -> "List[Any]":
         """Return the tensors that are concatenated from those of the replicas."""
         return [tensor for tensor in self._whole.replaced if tensor not in self.part.averaged]
 
@@ -107,7 +107,7 @@ class Replicas:
         return tf.sparse_slice(tensor, start, tf.concat([bounds[1:], others], axis=0))
 
     @contextlib.contextmanager
-    def gradients_colocated(self):
+    def gradients_colocated(self) -> "Iterator[None]":
         """Place gradients that are made in a block beside the operations that they differentiate.
 
         Keras 2 requests that of TensorFlow (``colocate_gradients_with_ops``), tf.keras does not.
@@ -117,7 +117,7 @@ class Replicas:
 
     # Tensors of the whole batch -----------------------------------------------------------------
 
-    def whole(self, fetch):
+    def whole(self, fetch: "Any") -> "Any":
         """Return a tensor or operation, computed once, of the whole batch of the replicas.
 
         The operations between the batch part and ``fetch`` are copied.
@@ -170,7 +170,7 @@ class Replicas:
         return self._whole.tensor(tensor)
 
 
-def rows_differ(model, found=""):
+def rows_differ(model: str, found: str = "") -> str:
     """Return the text of an error for inputs with different numbers of rows."""
     return (
         f"parallelize() splits each input of model {model!r} along its first dimension, but their "

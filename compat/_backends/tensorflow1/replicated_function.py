@@ -66,7 +66,7 @@ class ReplicatedGraphFunctions:
         if self.verification is not None:
             VerifiedStep.install_on(model, self.verification)
 
-    def uninstall(self):
+    def uninstall(self) -> None:
         """Remove the methods from the model."""
         for model in (self.owner, self.model):
             for kind in [_keras.InnerModel, *_KINDS] if model is not None else ():
@@ -81,7 +81,7 @@ class ReplicatedGraphFunctions:
         setattr(self.model, name, self._made[name])
         _learning_phase(self._backend())  # made now: the graph may be finalized later
 
-    def try_on(self, replicas, fed):
+    def try_on(self, replicas: "Replicas", fed: "Dict[Any, Any]") -> bool:
         """Try the tensors that functions take of the replicas, on rows of a first batch.
 
         If replicas compute other rows than the whole batch does, all functions are made anew.
@@ -145,7 +145,7 @@ class ReplicatedGraphFunctions:
             if state is not None:
                 self.model.optimizer.set_weights(state)
 
-    def replicas_now(self):
+    def replicas_now(self) -> "Replicas":
         """Return the replicas of the model as it is now: layers may have been added or frozen."""
         model = self.model
         updates = list(model.updates) + list(model.state_updates)
@@ -220,7 +220,7 @@ class MakeGraphFunction(patching.InstanceMethod):
         errors.warn(text)
 
 
-_KINDS = [
+_KINDS: "List[Any]" = [
     type(
         "MakeGraphFunction",
         (MakeGraphFunction,),
@@ -247,7 +247,7 @@ class RewiredFunction:
         self.results = ReplicatedResults(replicas, made)
         made.updates_op = replicas.whole(made.updates_op)
 
-    def holder_of(self, name):
+    def holder_of(self, name: str) -> "Any":
         """Return the object that has an attribute of the function: callbacks add to ``results``."""
         return self.results if name in ReplicatedResults.added else self.made
 
@@ -280,7 +280,7 @@ class ReplicatedGraphFunction:
         """Outputs and fetches, taken from the replicas."""
         return self.rewired.results
 
-    def become(self, other):
+    def become(self, other: "ReplicatedGraphFunction") -> None:
         """Run what a function runs that was made anew, and keep what callbacks have added."""
         self.results.give_to(other)
         if hasattr(self, "fetch_callbacks"):
@@ -311,7 +311,7 @@ class ReplicatedGraphFunction:
         self._count(inputs, rows)
         return results
 
-    def try_on(self, inputs):
+    def try_on(self, inputs: "List[Any]") -> "Dict[str, int]":
         """Try the tensors that it takes of the replicas; return the numbers of rows it is fed."""
         rows, replicas = self._checked_rows(inputs), self.rewired.replicas
         with self.owner.trying:  # other threads wait for the first one
@@ -351,7 +351,7 @@ def _rows_of(value):
     return getattr(shape[0], "value", shape[0]) if shape else None
 
 
-def devices_of(model):
+def devices_of(model: "Any") -> "Optional[List[str]]":
     """Return the devices that a model runs on, by their configured names, or None."""
     functions = vars(model).get("_compat_functions")
     return functions and _as_configured(functions.devices)

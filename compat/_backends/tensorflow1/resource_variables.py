@@ -6,8 +6,12 @@ from ... import errors
 from ..._runtime import patching
 from .._tensorflow.graph import v1_names
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
-def warn_of_reference_variables(model):
+
+def warn_of_reference_variables(model: "Any") -> None:
     """Warn where a model's weights are reference variables."""
     weights = model.weights if model.built else ()  # a Sequential of unknown input
     if any(weight.dtype._is_ref_dtype for weight in weights):
@@ -18,7 +22,7 @@ def warn_of_reference_variables(model):
         )
 
 
-def switch_resource_variables_on(tf):
+def switch_resource_variables_on(tf: "Any") -> str:
     """Switch resource variables on: keras 2.2's reference variables race, and train wrongly.
 
     An update may overwrite a weight that the gradient, or another replica, has yet to read.
@@ -66,7 +70,7 @@ def _with_changing_shapes(make, variable_scope):
     return make_variable
 
 
-def settable(variables):
+def settable(variables: "Any") -> "Any":
     """Return variables, such that Keras' ``batch_set_value`` can set those whose shape may change.
 
     Keras makes an operation for that once, for values of the shape of the first one.

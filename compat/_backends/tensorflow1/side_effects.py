@@ -6,12 +6,13 @@ so would a trial and a verified step.
 
 import contextlib
 import random
+from typing import Any, Iterator
 
 from ..._runtime.effects import Effects
 from ..._runtime.on_demand import numpy as np
 
 
-def is_call(op):
+def is_call(op: "Any") -> bool:
     """Return whether an operation calls a Python function."""
     return op.type in ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
@@ -41,7 +42,7 @@ class PythonFunctions:
             effects.note()
 
     @contextlib.contextmanager
-    def unchanged(self):
+    def unchanged(self) -> "Iterator[None]":
         """Restore all that they can change after a block, and record which have changed it."""
         self._note()
         try:
@@ -52,7 +53,7 @@ class PythonFunctions:
                     self.changing.add(op)
             self.put_back()
 
-    def put_back(self):
+    def put_back(self) -> None:
         """Restore the state of when this was made, or of when the last such block began."""
         for effects in self._effects.values():
             effects.restore(randoms=True)

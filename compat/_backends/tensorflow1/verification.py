@@ -1,6 +1,7 @@
 """Verification of Keras models on TensorFlow 1: a step compared with that of one device."""
 
 from _thread import get_ident
+from typing import Any
 
 from ... import errors
 from ..._verification import keras2
@@ -71,6 +72,6 @@ class VerifiedStep(keras2.VerifiedKeras2Step):
     ordering = staticmethod(counting_in_order)
 
 
-def verify(model, verification):
+def verify(model: "Any", verification: "Any") -> None:
     """Verify the first steps of a model from now on; with None, no longer."""
     keras2.verify(VerifiedStep, model, vars(model).get("_compat_functions"), verification)

@@ -8,8 +8,16 @@ from ... import errors
 from ..._ranks import launchers
 from .flags import Flags
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Dict, Iterable, Mapping, Optional
 
-def requested_flags(settings, environ, ids):
+    from ..._configuration.settings import Settings
+
+
+def requested_flags(
+    settings: "Settings", environ: "Mapping[str, str]", ids: "Iterable[int]"
+) -> "Dict[str, str]":
     """Return the flags for the settings.
 
     Arguments:
@@ -74,7 +82,7 @@ def invalid(flags, problem):
     )
 
 
-def importer():
+def importer() -> "Optional[str]":
     """Return the name of the module that imported Theano, or None.
 
     It is the last one that was begun before Theano and refers to it. From Python 3.8 on the order

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from typing import Any, Dict
+from typing import Any, Dict, Iterator
 
 import numpy as np
 import theano
@@ -10,7 +10,7 @@ import theano
 from .graph import context_of, is_random
 
 
-def independent_state(value, number):
+def independent_state(value: "Any", number: int) -> "Any":
     """Return a random generator's state that is independent of another one.
 
     Arguments:
@@ -48,7 +48,7 @@ class Device:
         self.functions: "Any" = weakref.WeakSet()
 
     @contextlib.contextmanager
-    def current(self):
+    def current(self) -> "Iterator[None]":
         """Make this device's context Theano's default one within a block."""
         if self.target == self.place:
             yield
@@ -64,7 +64,7 @@ class Device:
             del registered[None]
             registered.update(default)
 
-    def adopt(self, variable, number, is_apart=False):
+    def adopt(self, variable: "Any", number: int, is_apart: bool = False) -> None:
         """Make this device's copy of a variable, unless there is one.
 
         Arguments:
@@ -89,7 +89,7 @@ class Device:
         copy.is_state = is_random(variable)
 
     @contextlib.contextmanager
-    def randomness_kept(self):
+    def randomness_kept(self) -> "Iterator[None]":
         """Restore the generators of random numbers after a block."""
         states = list(filter(is_random, self.variables.values()))
         before = [state.get_value() for state in states]
@@ -100,7 +100,7 @@ class Device:
                 for state, value in zip(states, before):
                     state.set_value(value)
 
-    def take_weights(self):
+    def take_weights(self) -> None:
         """Bring this device's weights up to date."""
         for variable, copy in self.variables.items():
             if copy is not variable and not is_random(variable):

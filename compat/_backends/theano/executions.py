@@ -8,7 +8,7 @@ are all the CPU, and are distinguished by their functions.
 import contextlib
 import threading
 from _thread import get_ident
-from typing import Any, List, Set
+from typing import Any, Dict, Iterator, List, Set
 
 from theano.compile.function_module import Function
 
@@ -40,7 +40,7 @@ class CallRecorder:
         self.counts = dict.fromkeys([device.name for device in replicas.devices], 0)
         self._called: "Set[Any]" = set()  # functions that a step calls once
 
-    def note(self, function, results):
+    def note(self, function: "Any", results: "Any") -> None:
         """Count the operations of a call, of whichever function of Theano."""
         home, *others = self.replicas.devices
         device = next((other for other in others if function in other.functions), home)
@@ -53,14 +53,14 @@ class CallRecorder:
             if name in self.counts:
                 self.counts[name] += len(function.maker.fgraph.apply_nodes)
 
-    def begin(self):
+    def begin(self) -> None:
         """Start to record."""
         with _lock:
             if not _recorders:
                 _patches.append(patching.Patch(Function, "__call__", _recording(Function.__call__)))
             _recorders.append(self)
 
-    def end(self):
+    def end(self) -> None:
         """Stop recording, if it has not stopped."""
         with _lock:
             if self in _recorders:
@@ -89,7 +89,7 @@ def _gpus(function, results):
 
 
 @contextlib.contextmanager
-def executed(replicas):
+def executed(replicas: "Any") -> "Iterator[Dict[str, int]]":
     """Record the first step within a block; yield the numbers of operations by device."""
     recorder = CallRecorder(replicas)
     recorder.begin()
@@ -99,7 +99,7 @@ def executed(replicas):
         recorder.end()
 
 
-def products(function):
+def products(function: "Any") -> "List[Any]":
     """Return the nodes of a compiled function's graph that are products of layers."""
     nodes = function.maker.fgraph.apply_nodes
     return [node for node in nodes if type(node.op).__name__.replace("Gpu", "") in PRODUCTS]

@@ -18,10 +18,10 @@ from ..._runtime.safe_files import plain
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, Optional
+    from typing import Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 
-def split_flags(text):
+def split_flags(text: str) -> "List[Tuple[str, Optional[str]]]":
     """Return name and value of each entry of ``THEANO_FLAGS``, with None for a value without ``=``.
 
     Commas separate; a backslash or quotes take them, and each other, literally; ``#`` begins a
@@ -44,7 +44,7 @@ def split_flags(text):
     return [(name, value if equals else None) for name, equals, value in pairs]
 
 
-def merge_flags(text, flags):
+def merge_flags(text: str, flags: "Mapping[str, str]") -> str:
     """Return a ``THEANO_FLAGS`` text with the settings of ``text``, overridden by ``flags``.
 
     Entries without a value stay: Theano warns that it ignores them.
@@ -57,7 +57,7 @@ def merge_flags(text, flags):
     return ",".join(re.sub("[\\\\,'\"#]", r"\\\g<0>", entry) for entry in entries)
 
 
-def files(environ):
+def files(environ: "Mapping[str, str]") -> "List[str]":
     """Return the files that Theano reads, present or not; a later one takes precedence."""
     usual = "~/.theanorc" + f"{os.pathsep}~/.theanorc.txt" * (sys.platform == "win32")
     named = environ.get("THEANORC", usual).split(os.pathsep)
@@ -93,7 +93,7 @@ class Flags:
         self._parser = configparser.ConfigParser(defaults)
         self.files = [path for path in files(environ) if read_into(path, self._parser)]
 
-    def get(self, name):
+    def get(self, name: str) -> "Optional[str]":
         """Return the text that Theano would take as this flag's value, or None for its default."""
         if name in self._flags:
             return self._flags[name]
@@ -103,7 +103,7 @@ class Flags:
         except configparser.InterpolationError:  # such as compiledir_format's %(platform)s
             return self._parser.get(section, option, raw=True)
 
-    def spelled_as(self, defined):
+    def spelled_as(self, defined: "Iterable[str]") -> "Iterator[Tuple[str, str]]":
         """Yield names and values of the flags, those in files first.
 
         Names in files ignore case, and are yielded as Theano spells them. Options of [DEFAULT],
@@ -124,13 +124,13 @@ class Flags:
             yield name.strip(), value.strip()
 
 
-def section_and_option(name):
+def section_and_option(name: str) -> "Tuple[str, str]":
     """Return the section and option of a flag in a file."""
     section, _, option = name.rpartition(".")
     return section or "global", option
 
 
-def read_into(path, parser):
+def read_into(path: str, parser: "configparser.RawConfigParser") -> bool:
     """Have a parser read a file, as its ``read()``; return whether there is a readable one.
 
     Raises:
@@ -150,7 +150,7 @@ def read_into(path, parser):
 
 
 @contextlib.contextmanager
-def readable(path):
+def readable(path: str) -> "Iterator[None]":
     """Convert errors of reading a file, within a block, to ``ConfigurationFileError``."""
     try:
         yield

@@ -1,11 +1,13 @@
 """Copies of a compiled function, with other shared variables."""
 
+from typing import Any, Dict
+
 import theano
 
 from ..._runtime import patching
 
 
-def can_be_copied(function):
+def can_be_copied(function: "Any") -> bool:
     """Return whether Theano's ``copy()`` supports a function.
 
     A copy in ``DebugMode``, which has another class of makers, would lose its shared variables;
@@ -16,7 +18,7 @@ def can_be_copied(function):
     )
 
 
-def copied(function, swap):
+def copied(function: "Any", swap: "Dict[Any, Any]") -> "Any":
     """Return a copy of a function with other shared variables.
 
     Theano's copy() alone loses the order in which operations may overwrite what others read: it
@@ -28,7 +30,8 @@ def copied(function, swap):
         swap: the variables of the copy, by those that they replace.
     """
     maker = function.maker
-    of_theano, inputs = type(maker), [source.variable for source in maker.inputs]
+    of_theano: "Any" = type(maker)
+    inputs = [source.variable for source in maker.inputs]
 
     class Maker(of_theano):
         def __init__(self, *args, **options):

@@ -6,7 +6,7 @@ from ... import errors
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Dict, Optional
+    from typing import Any, Dict, Optional, Tuple
 
 
 class Failure(logging.Handler):
@@ -30,7 +30,7 @@ def _contexts(theano):
     return requested, active
 
 
-def active_gpus(theano):
+def active_gpus(theano: "Any") -> "Dict[str, Optional[str]]":
     """Return the GPUs that came up, each with the first of its contexts."""
     requested, active = _contexts(theano)
     contexts: "Dict[str, Optional[str]]" = {}
@@ -67,7 +67,7 @@ def check(theano, failure, settings):
     return [f"{gpus} did not come up: {problem}"], [str(error)]
 
 
-def reason(theano, failure):
+def reason(theano: "Any", failure: "Optional[BaseException]") -> "Tuple[str, str]":
     """Return why a GPU did not come up, and what to do."""
     if failure is not None:
         texts = [a.decode("utf-8", "replace") if isinstance(a, bytes) else a for a in failure.args]

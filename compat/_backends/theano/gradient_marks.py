@@ -4,12 +4,14 @@ A script may compute gradients of other variables than the model's loss, which a
 They are marked, so that a step that uses them is found.
 """
 
+from typing import Any, List, Set
+
 from theano import tensor
 from theano.compile import SharedVariable
 from theano.gof import graph
 
 
-def marked(variable, gradient, line):
+def marked(variable: "Any", gradient: "Any", line: str) -> "Any":
     """Return the gradient of a variable, marked as that of this rank's rows alone.
 
     Arguments:
@@ -22,7 +24,7 @@ def marked(variable, gradient, line):
     return gradient
 
 
-def depends_on_rows(cost, exchanged):
+def depends_on_rows(cost: "Any", exchanged: "Set[Any]") -> bool:
     """Return whether a cost is computed from a batch, by what is not exchanged.
 
     Arguments:
@@ -41,7 +43,7 @@ def _has_rows(variable):
     )
 
 
-def lines_of_marked(model, outputs, exchanged):
+def lines_of_marked(model: "Any", outputs: "Any", exchanged: "Set[Any]") -> "List[str]":
     """Return the script's lines that computed the marked gradients in outputs.
 
     Those with respect to the model's weights; the model's loss may contain any.

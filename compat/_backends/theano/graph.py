@@ -1,6 +1,7 @@
 """Queries on Theano's graphs, and variables that are added to them."""
 
 import types
+from typing import Any, Iterable, List, Optional, Set, Tuple
 
 from theano import tensor
 from theano.compile.ops import as_op
@@ -9,18 +10,18 @@ from theano.gof import graph
 from ... import _rows, errors
 
 
-def is_random(variable):
+def is_random(variable: "Any") -> bool:
     """Return whether a variable is the state of a random generator, Keras' or a device's copy."""
     of_device = getattr(variable, "is_state", False)
     return of_device or getattr(variable, "default_update", None) is not None
 
 
-def context_of(variable):
+def context_of(variable: "Any") -> "Optional[str]":
     """Return the name of the context that a variable lies on, or "cpu"."""
     return getattr(variable.type, "context_name", "cpu")
 
 
-def depending_on(starts, wanted):
+def depending_on(starts: "Iterable[Any]", wanted: "List[Any]") -> "Set[Any]":
     """Return ``starts``, and the variables that depend on them and that ``wanted`` need."""
     following = set(starts)
     for node in graph.io_toposort([], wanted):
@@ -80,7 +81,7 @@ def computed_by(function, inputs, like, shapes_of=None):
     return operation.make_node(*inputs).outputs
 
 
-def placeholder_like(variable, place):
+def placeholder_like(variable: "Any", place: "Optional[str]") -> "Any":
     """Return a placeholder on a device for values like those of a variable."""
     if not hasattr(variable, "broadcastable"):
         return variable.type()
@@ -91,23 +92,23 @@ def placeholder_like(variable, place):
     return GpuArrayType(variable.dtype, variable.broadcastable, context_name=place)()
 
 
-def value_like(variable, value):
+def value_like(variable: "Any", value: "Any") -> "Any":
     """Return a value on the device of a variable."""
     return value if variable.type == value.type else value.transfer(context_of(variable))
 
 
-def frames_of(variable):
+def frames_of(variable: "Any") -> "List[Tuple[str, int]]":
     """Return the stack where a variable was made: pairs of a file and a line, innermost last."""
     traces = getattr(variable.tag, "trace", None) or [[]]
     return [(frame[0], frame[1]) for frame in traces[0]]
 
 
-def line_of(variable):
+def line_of(variable: "Any") -> "Optional[str]":
     """Return the user's line where a variable was made, such as "train.py, line 12", or None."""
     return errors.innermost_line(frames_of(variable))
 
 
-def is_custom(op):
+def is_custom(op: "Any") -> bool:
     """Return whether an operation is not Theano's, or calls a user-defined function."""
     functions = [value for value in vars(op).values() if isinstance(value, types.FunctionType)]
     return type(op).__module__.partition(".")[0] != "theano" or any(

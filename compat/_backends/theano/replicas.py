@@ -15,7 +15,7 @@ import contextlib
 import threading
 import weakref
 from _thread import get_ident
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 from theano.gof import graph
 
@@ -28,7 +28,7 @@ from .side_effects import PythonOperations
 from .verification import VerifiedStep
 
 
-def parallelize(model, devices):
+def parallelize(model: "Any", devices: "List[Tuple[str, str]]") -> None:
     """Run a model on several devices, or restore its plain behaviour.
 
     Arguments:
@@ -96,7 +96,7 @@ class Replicas:
     def __reduce__(self):
         return type(None), ()  # a copy of the model is plain
 
-    def uninstall(self):
+    def uninstall(self) -> None:
         """Remove the methods from the model."""
         for kind in _KINDS if self.model is not None else ():
             kind.of(self.model).remove(self.model)
@@ -157,7 +157,7 @@ class MakeReplicatedFunction(patching.InstanceMethod):
         return {"gradients": gradients, "function": function}
 
 
-_KINDS = [
+_KINDS: "List[Any]" = [
     type("MakeReplicatedFunction", (MakeReplicatedFunction,), {"method": "_make_" + name})
     for name in _keras.FUNCTIONS
 ]

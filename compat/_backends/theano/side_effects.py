@@ -7,7 +7,7 @@ operation runs once, with the whole batch.
 
 import contextlib
 import random
-from typing import Any, Dict, Set
+from typing import Any, Dict, Iterable, Iterator, Set
 
 import numpy as np
 from theano.gof import Op, graph
@@ -31,7 +31,7 @@ class PythonOperations:
         self.changing: "Set[Any]" = set()
         self._effects: "Dict[Any, Any]" = {}
 
-    def follow(self, outputs):
+    def follow(self, outputs: "Iterable[Any]") -> None:
         """Add those in the graph of some variables."""
         generators = [np.random.mtrand._rand, random._inst]
         for outer, op in _operations(graph.io_toposort([], list(outputs))):
@@ -39,7 +39,7 @@ class PythonOperations:
                 self._effects[op] = outer, Effects([op] + generators, _is_value)
 
     @contextlib.contextmanager
-    def unchanged(self):
+    def unchanged(self) -> "Iterator[None]":
         """Check that they have no side effects in a block, and undo those that they have.
 
         Raises:

@@ -7,7 +7,7 @@ values of a batch.
 import contextlib
 import functools
 import sys
-from typing import Any, Dict
+from typing import Any, Dict, List, Optional
 
 import numpy as np
 from theano import tensor
@@ -41,7 +41,7 @@ class Sizes:
         for variable, sizes in of_leaves.items():
             self.set(variable, sizes)
 
-    def dimensions(self, variable):
+    def dimensions(self, variable: "Any") -> "List[Any]":
         """Return for each dimension a list of sizes, or None; nothing for other than tensors."""
         return [self._numbers[symbol] for symbol in self._symbolic(variable) or ()]
 
@@ -56,23 +56,23 @@ class Sizes:
             self.set(variable, np.shape(value) if has_value else None)
         return self._symbols[variable]
 
-    def shape(self, variable):
+    def shape(self, variable: "Any") -> "Optional[List[Optional[int]]]":
         """Return the sizes, None for those that are unknown or depend on the number of rows."""
         if not hasattr(variable, "ndim"):
             return None
         dimensions = self.dimensions(variable)
         return [sizes[0] if sizes and len(set(sizes)) == 1 else None for sizes in dimensions]
 
-    def grown(self, variable):
+    def grown(self, variable: "Any") -> "List[int]":
         """Return the dimensions whose sizes are unknown or depend on the number of rows."""
         return [axis for axis, size in enumerate(self.shape(variable) or []) if size is None]
 
-    def in_proportion(self, variable, axis):
+    def in_proportion(self, variable: "Any", axis: int) -> bool:
         """Return whether a dimension grows in proportion to the number of rows."""
         sizes = self.dimensions(variable)[axis]
         return sizes is not None and all(n * sizes[0] == s * ROWS[0] for n, s in zip(ROWS, sizes))
 
-    def infer(self, node):
+    def infer(self, node: "Any") -> None:
         """Infer the sizes of a node's outputs."""
         try:
             direct = _DIRECT.get(type(node.op).__name__)
@@ -83,7 +83,7 @@ class Sizes:
         for variable, shape in zip(node.outputs, shapes):
             self.set(variable, shape)
 
-    def set(self, variable, shape):
+    def set(self, variable: "Any", shape: "Any") -> None:
         """Set the sizes of a variable; other values than tensors have none.
 
         Arguments:
@@ -125,7 +125,7 @@ class Sizes:
 
     # Numbers -------------------------------------------------------------------------------------
 
-    def numbers(self, variable):
+    def numbers(self, variable: "Any") -> "Any":
         """Return a variable's values for each of ``ROWS`` if it depends on sizes alone, or None."""
         if variable not in self._numbers:
             self._numbers[variable] = None  # meanwhile
@@ -133,9 +133,9 @@ class Sizes:
                 self._numbers[variable] = self._computed(variable)
         return self._numbers[variable]
 
-    def constant(self, variable):
+    def constant(self, variable: "Any") -> "Any":
         """Return the value of a variable that is the same for any number of rows, or None."""
-        numbers = None if self.grown(variable) else self.numbers(variable)
+        numbers: "Any" = None if self.grown(variable) else self.numbers(variable)
         same = numbers is not None and all(np.array_equal(numbers[0], n) for n in numbers)
         return numbers[0] if same else None
 
@@ -162,7 +162,7 @@ class Sizes:
         node.op.make_py_thunk(node, storage, done, [])()
         return storage[variable][0]
 
-    def takes_all(self, part, variable, axis):
+    def takes_all(self, part: slice, variable: "Any", axis: int) -> bool:
         """Return whether a slice takes all of a dimension, in order."""
         bounds = [part.start, part.stop, part.step]
         numbers = [self.numbers(b) if hasattr(b, "owner") else _for_each(b) for b in bounds]

@@ -12,8 +12,12 @@ from ... import errors
 from ..._runtime.safe_files import NOFOLLOW, plain, replacement
 from .flags import files, read_into, readable, section_and_option
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Iterable, Mapping, Optional
 
-def file_to_write(environ):
+
+def file_to_write(environ: "Mapping[str, str]") -> str:
     """Return the file that takes precedence: the last of those that Theano reads.
 
     Raises:
@@ -30,7 +34,7 @@ def file_to_write(environ):
     return paths[-1]
 
 
-def write(path, flags, before=()):
+def write(path: str, flags: "Mapping[str, str]", before: "Iterable[str]" = ()) -> "Optional[str]":
     """Set flags in a file, and keep its other contents, its permissions and links to it.
 
     A crash at any point leaves either the old file or the new one; of two processes that write at
@@ -78,7 +82,7 @@ def write(path, flags, before=()):
         ) from error
 
 
-def set_options(text, flags):
+def set_options(text: str, flags: "Mapping[str, str]") -> str:
     """Return the text of a ``.theanorc`` with flags set and all else unchanged.
 
     Raises:

@@ -1,11 +1,13 @@
 """Verification of Keras models on Theano: a step compared with that of one device."""
 
+from typing import Any
+
 from ..._verification import keras2
 from .executions import products
 from .graph import is_random
 
 
-def verify(model, verification):
+def verify(model: "Any", verification: "Any") -> None:
     """Verify the first steps of a model from now on; with None, no longer."""
     keras2.verify(VerifiedStep, model, vars(model).get("_compat_replicas"), verification)
 
