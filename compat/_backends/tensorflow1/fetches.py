@@ -10,7 +10,7 @@ class ReplicatedResults:
 
     Arguments:
         replicas: the ``Replicas``.
-        made: what ``K.function`` returned.
+        made: the function that ``K.function`` returned.
 
     Attributes:
         fetches: the tensors that are computed besides the outputs, as Keras or callbacks gave them.

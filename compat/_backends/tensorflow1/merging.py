@@ -1,4 +1,4 @@
-"""Tensors of replicas, merged into one of the whole batch."""
+"""Merging of replicas' tensors into those of the whole batch."""
 
 from typing import Any, Sequence
 
@@ -13,7 +13,7 @@ class Merging:
 
     Arguments:
         devices: those of the replicas.
-        sizes: tensors: how many rows each replica has of its own.
+        sizes: the number of rows of each replica's shard, tensors.
     """
 
     def __init__(self, devices, sizes):
@@ -21,17 +21,17 @@ class Merging:
         self._operations = TensorOperations(v1_names())
 
     def rows_in_order(self, parts: "Sequence[Any]") -> "Any":
-        """Return the replicas' rows, one replica's after the other's."""
+        """Return the replicas' rows, concatenated."""
         tf = v1_names()
         kept = []
         for part, size, device in zip(parts, self.sizes, self.devices):
             with tf.device(device):
-                # A replica without rows of its own has computed one, to be dropped.
+                # A replica whose shard is empty has computed one row, which is dropped.
                 kept.append(part[: tf.shape(part)[0] * tf.minimum(size, 1)])
         return self._merged(Sharded(0), kept, "rows_in_order")
 
     def mean(self, parts: "Sequence[Any]") -> "Any":
-        """Return the replicas' mean, weighted by their rows; of whole numbers the first one."""
+        """Return the mean of the replicas' values by their rows; of integers the first value."""
         placement = Partial("mean") if parts[0].dtype.is_floating else REPLICATED
         return self._merged(placement, parts, "mean_by_rows")
 

@@ -41,9 +41,9 @@ class BatchPart:
             called with rows.
         averaged: the tensors that BatchNorm writes, of each replica's rows.
         constants: constant tensors that have a row for each row of the batch.
-        divided: the inputs that replicas read shards of.
-        fallback: what runs whole on the way to the outputs, where that costs something: a
-            ``Fallback``, or None.
+        split_inputs: the inputs of which replicas read shards.
+        fallback: why costly operations on the way to the outputs run unsplit, a ``Fallback``, or
+            None.
     """
 
     def __init__(self, model, losses, updates, tried):
@@ -80,7 +80,7 @@ class BatchPart:
         self.operations = graph.reached(starts, consumers) - starts
         self.constants = list(self.propagation.constants) + self._constants_of_loops()
         taken = {tensor for op in self.operations for tensor in op.inputs}
-        self.divided = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
+        self.split_inputs = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
 
     def before(self, tensor: "Any") -> "Set[Any]":
         """Return the tensors from which a tensor is computed, and the tensor itself."""

@@ -139,7 +139,7 @@ class Propagation:
     def _is_mixed(self, tensor):
         placement = self.placement_of(tensor)
         mixed = isinstance(placement, Mixed) and not isinstance(placement, Positions)
-        # A bool tells whether all rows are so, or any: RNNs choose among implementations by that.
+        # A bool is a condition on all rows, by which RNNs choose among implementations.
         return mixed and tensor.dtype.name != "bool"
 
     def _with_rows_of_constants(self, op, inputs):

@@ -34,7 +34,7 @@ class Replicas:
         self.part = BatchPart(model, losses, updates, tried)
         with self._apart():
             self._checks = self._checks_of_rows()
-            rows = self.tf.shape((self.part.divided or self.inputs)[0])[0]
+            rows = self.tf.shape((self.part.split_inputs or self.inputs)[0])[0]
             self.merging = Merging(devices, splitting.sizes(rows, len(devices)))
             self.copies = [self._replica(index) for index in range(len(devices))]
         device_of = {
@@ -83,11 +83,11 @@ class Replicas:
     def _checks_of_rows(self):
         """Return operations that check that inputs, if not fed, have as many rows as the others."""
         tf = self.tf
-        fed = [t.op.type.startswith("Placeholder") for t in self.part.divided]
+        fed = [t.op.type.startswith("Placeholder") for t in self.part.split_inputs]
         if len(fed) < 2 or all(fed):
             return []
         with tf.device("/cpu:0"):
-            counts = [tf.shape(tensor)[0] for tensor in self.part.divided]
+            counts = [tf.shape(tensor)[0] for tensor in self.part.split_inputs]
             same = tf.reduce_all(tf.equal(counts, counts[0]))
             return [tf.Assert(same, [rows_differ(self.name) + " Rows:"] + counts)]
 
@@ -125,7 +125,7 @@ class Replicas:
         if self._leaves_replicas(fetch):
             return self._whole_tensor(fetch)
         ops, consumers = graph.ancestors([fetch], self._copied, self._leaves_replicas)
-        between = graph.reached(filter(self._is_divided, consumers), consumers)
+        between = graph.reached(filter(self._is_replicated, consumers), consumers)
         between.update(graph.whole_loops([op for op in ops if op in between], ops))
         new = [op for op in ops if op in between and op not in self._whole.operations]
         boundary = {
@@ -140,7 +140,8 @@ class Replicas:
             return self._whole.operations.get(fetch, fetch)
         return self._whole_tensor(fetch)
 
-    def _is_divided(self, source):
+    def _is_replicated(self, source):
+        """Return whether a tensor or an operation is computed by the replicas."""
         return getattr(source, "op", source) in self.part.operations
 
     def _leaves_replicas(self, source):
@@ -148,7 +149,7 @@ class Replicas:
 
         A tensor without rows is computed again, of the whole batch.
         """
-        if not self._is_divided(source):
+        if not self._is_replicated(source):
             return False
         if isinstance(source, self.tf.Operation):
             return graph.loop_of(source) is None

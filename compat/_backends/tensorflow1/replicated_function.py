@@ -235,7 +235,7 @@ class RewiredFunction:
 
     Arguments:
         replicas: the ``Replicas`` of the model.
-        made: what ``K.function`` returned.
+        made: the function that ``K.function`` returned.
 
     Attributes:
         results: its outputs and fetches, a ``ReplicatedResults``.
@@ -260,7 +260,7 @@ class ReplicatedGraphFunction:
 
     Arguments:
         owner: the ``ReplicatedGraphFunctions`` of the model.
-        made: what ``K.function`` returned.
+        made: the function that ``K.function`` returned.
         training: whether it trains.
     """
 
@@ -272,7 +272,7 @@ class ReplicatedGraphFunction:
 
     @property
     def made(self):
-        """What ``K.function`` returned."""
+        """The function that ``K.function`` returned."""
         return self.rewired.made
 
     @property
@@ -327,17 +327,17 @@ class ReplicatedGraphFunction:
         devices, sizes = _as_configured(replicas.devices), None
         if rows:
             sizes = splitting.sizes(next(iter(rows.values())), len(devices))
-        elif not replicas.part.divided and inputs and _rows_of(inputs[0]) is not None:
+        elif not replicas.part.split_inputs and inputs and _rows_of(inputs[0]) is not None:
             sizes = work.undivided(devices, _rows_of(inputs[0]))
         work.count(devices, sizes, self.training)  # None: the model has tensors that are not fed
 
     def _checked_rows(self, inputs):
         """Return the number of rows of each tensor that is split and fed, by name."""
-        divided = set(map(id, self.rewired.replicas.part.divided))
+        split = set(map(id, self.rewired.replicas.part.split_inputs))
         rows = {
             getattr(tensor, "name", ""): _rows_of(value)
             for tensor, value in zip(self.made.inputs, inputs)
-            if id(tensor) in divided and _rows_of(value) is not None
+            if id(tensor) in split and _rows_of(value) is not None
         }
         if len(set(rows.values())) > 1:
             sizes = ", ".join(f"{name} has {rows[name]}" for name in sorted(rows))

@@ -1,4 +1,4 @@
-"""Trial of replicas: do they compute the same rows as the whole batch?"""
+"""Trial of replicas: they must compute the same rows as the whole batch."""
 
 import contextlib
 
@@ -25,10 +25,10 @@ class ReplicasTrial:
         self.session = backend.get_session()
         self.replicas, self.replica = replicas, replicas.copies[0]
         self.part, self.propagation = replicas.part, replicas.part.propagation
-        divided = replicas.read_in_shards()
+        split = replicas.read_in_shards()
         fed = {t: v for t, v in fed.items() if v is not None}  # one with a default has None
         self._values = {t: v for t, v in fed.items() if not hasattr(v, "op") and hasattr(t, "op")}
-        self._fed = {t: v for t, v in self._values.items() if not any(t is d for d in divided)}
+        self._fed = {t: v for t, v in self._values.items() if not any(t is s for s in split)}
         if hasattr(phase, "op"):
             self._fed[phase] = False
         self._python = PythonFunctions(self.part.once.union(self.part.needed))

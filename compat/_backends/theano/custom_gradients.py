@@ -1,4 +1,4 @@
-"""User-defined gradients: whether those of parts of a batch add up to those of the whole."""
+"""Trial of user-defined gradients: those of shards must add up to those of the batch."""
 
 from typing import Any, Dict
 

@@ -1,4 +1,4 @@
-"""The plan of a Keras function on several devices: what is compiled of its graph, cut in two."""
+"""Plan of a Keras function on several devices: the functions compiled from its cut graph."""
 
 import functools
 import operator
@@ -19,7 +19,7 @@ from .side_effects import HasEffectsError
 
 
 class ForwardPass(NamedTuple):
-    """What the devices have computed of a batch in the forward pass.
+    """Results of the devices' forward pass.
 
     Attributes:
         sizes: the number of rows of each device's shard.
@@ -43,8 +43,8 @@ class CompiledPlan:
         values: those of its inputs, and of states that have rows, by variable.
 
     Attributes:
-        sharded: the variables that each device has its own rows of.
-        body_inputs: the variables that a body is given: these, and others as they are.
+        sharded: the variables of which each device gets its shard.
+        body_inputs: the inputs of a body: these, and others that are replicated.
         cuts: where the graph is cut, each a ``Cut``; none where the head computes all.
         differentiated: the indices of the cuts that have a gradient.
         used: the shared variables that the bodies read.
@@ -168,7 +168,7 @@ class CompiledPlan:
             for weight, value in zip(self.body_weights, computed_by(of_bodies, upstream, like)):
                 gradients[weight] = gradients[weight] + value if weight in gradients else value
         without = [weight for weight in weights if weight not in gradients]
-        if without:  # as on one device: zeros, of what is no float, or Theano's error
+        if without:  # as on one device: zeros with respect to integers, or Theano's error
             gradients.update(zip(without, theano.grad(function.loss, without)))
         return gradients
 
@@ -179,7 +179,7 @@ class CompiledPlan:
 
         Arguments:
             values: those of the function's inputs, and of states that have rows, by variable.
-            rows: a slice, or numbers of rows: what to take of those that are sharded.
+            rows: a slice, or the numbers of rows to take of those that are sharded.
         """
         return [values[v][rows] if v in self.sharded else values[v] for v in self.body_inputs]
 
@@ -213,7 +213,7 @@ class CompiledPlan:
         return ForwardPass(splitting.sizes(rows, count), parts, kept)
 
     def compute_on_one(self, values: "Dict[Any, Any]") -> None:
-        """Compute all rows on the first device. What fails there, too, is the user's error."""
+        """Compute all rows on the first device. If that fails, too, the error is the user's."""
         self.run(self.forward[:1], [self.given_to_body(values, slice(None))])
 
     def finish(self, step: "ForwardPass", inputs: "List[Any]") -> "List[Any]":

@@ -1,7 +1,7 @@
 """Rule of loops (``scan``): they have rows along another dimension than that of the steps.
 
 A ``scan`` has *sequences*, of which each step sees one element, and *states*, which each step
-passes on to the next one. What else it returns is collected step by step. Sequences, states and
+passes on to the next one. Its other results are collected step by step. Sequences, states and
 results have the steps along their first dimension, which a step does not see.
 """
 
@@ -24,7 +24,7 @@ def looped(op, values):
         return Mixed()
     placements, step = loop.stable_step()
     if not _are_replicated(map(step.value, loop.args.cond)):
-        return Mixed()  # the rows tell where it ends
+        return Mixed()  # it ends by a condition on rows
     loop.set_sizes(step)
     placements += [step.value(v).placement for v in loop.args.inner_out_nit_sot]
     after = [_moved(placement, 1) for placement in placements]

@@ -18,7 +18,7 @@ class _Step(keras2.Keras2Step):
     def operations(self):
         """Return numbers of products in each device's functions that this step calls."""
         made = self.function.made
-        if not hasattr(made, "owner"):  # Keras' own function: nothing is divided
+        if not hasattr(made, "owner"):  # Keras' own function: nothing is split
             return {}
         made(self.data)
         devices = [device.name for device in made.owner.devices]
