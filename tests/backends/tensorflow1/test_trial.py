@@ -55,4 +55,4 @@ def test_fixed_number_of_rows_is_tried(keras, mixes):
 
     difference, texts = trained(one_and_three(build), steps=(7, 7))
     assert difference <= 1e-5
-    assert len(texts) == mixes and all("runs on " in text for text in texts)
+    assert len(texts) == mixes and all("runs unsplit on " in text for text in texts)

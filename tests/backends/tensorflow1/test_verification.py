@@ -86,7 +86,7 @@ def test_a_function_that_a_trial_has_made_anew(keras):
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), "mse")
         if steps:
             record = verified(backend, model, steps)
-        with pytest.warns(compat.CompatWarning, match="runs on /device:CPU:0"):
+        with pytest.warns(compat.CompatWarning, match="runs unsplit on /device:CPU:0"):
             for _ in range(3):
                 model.train_on_batch(inputs, targets)
         trained.append(model.get_weights())
