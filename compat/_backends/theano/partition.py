@@ -5,7 +5,7 @@ from typing import Any, List
 import numpy as np
 from theano.gof import graph
 
-from ..._rows import Fallback, Mixed, Partial, Reason, Sharded, Unknown
+from ..._rows import Fallback, Mixed, Partial, Placement, Reason, Sharded, Unknown
 from .graph import depending_on, line_of, nearest
 from .propagation import Propagation
 from .sizes import ROWS, Sizes
@@ -19,7 +19,7 @@ class Cut:
         placement: its placement: ``Sharded``, or ``Unknown`` until it is tried.
     """
 
-    def __init__(self, variable: "Any", placement: "_rows.Placement") -> None:
+    def __init__(self, variable: "Any", placement: "Placement") -> None:
         self.variable = variable
         self.placement = placement
 
@@ -56,23 +56,27 @@ class ModelGraph(Propagation):
         return has_rows and hasattr(variable, "broadcastable")
 
     def fallback(self, doubt):
-        """Return the first cross-batch operation whose results grow with the batch; or None.
+        """Return the ``Fallback`` for the first operation that needs the whole batch, or None.
+
+        None, too, if no result of such operations grows with the batch: then they cost little.
 
         Arguments:
             doubt: the ``Reason`` for operations without a rule.
         """
         kinds = Mixed if self._tries else (Mixed, Unknown)
         needed = set(graph.ancestors(self._outputs))
-        lost = [v for v, p in self.placements.items() if isinstance(p, kinds) and v in needed]
-        if not any(map(self.sizes.grown, lost)):
+        unsplit = [v for v, p in self.placements.items() if isinstance(p, kinds) and v in needed]
+        if not any(map(self.sizes.grown, unsplit)):
             return None
-        is_mixed, united = isinstance(self.placement_of(lost[0]), Mixed), lost
-        reason = Reason.CROSS_BATCH if is_mixed else doubt
-        if lost[0].owner.op in self.changing:
+        first = unsplit[0]
+        reason = Reason.CROSS_BATCH if isinstance(self.placement_of(first), Mixed) else doubt
+        if first.owner.op in self.changing:
             reason = Reason.SIDE_EFFECTS
-        while united:  # a sum over the rows, from where it is one
-            first = united[0]
-            united = [v for v in first.owner.inputs if isinstance(self.placement_of(v), Partial)]
+        # An operation on a total over rows is reported as the operation that computes the total.
+        totals = [first]
+        while totals:
+            first = totals[0]
+            totals = [v for v in first.owner.inputs if isinstance(self.placement_of(v), Partial)]
         following = depending_on([first], self._outputs)
         layers = [v for v in self.placements if v in following and hasattr(v, "_keras_history")]
         name = f"layer {layers[0]._keras_history[0].name!r}" if layers else None
