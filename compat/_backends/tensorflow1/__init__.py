@@ -99,22 +99,22 @@ class TensorFlow1(Backend):
     # Parallelizing ----------------------------------------------------------------------------
 
     def parallelize(self, model, devices):
-        """Run ``model`` on ``devices``, the same object; see the head of this file.
+        """Run a model on devices, and return the same object; see the docstring of the module.
 
         Raises:
             UnsupportedError: in a loop, an operation's gradient is by ``tf.custom_gradient``; when
                 Keras makes the model's functions.
 
-        BatchNorm normalises each replica's rows by their own statistics, and its moving
+        BatchNorm normalizes each replica's rows by their own statistics, and its moving
         averages take the mean of the replicas' updates, once a step. Dropout masks of replicas
         are independent. A stateful RNN keeps one state per row of the batch, as on one device:
         each replica reads and writes the states of its rows.
 
-        What computes across rows, and all that needs it, runs undivided, with a warning where
-        that costs something; see ``propagation`` for how it is found.
+        Cross-batch operations, and all that depend on them, run unsplit, with a warning where that
+        costs something; ``propagation`` infers which these are.
 
-        Functions of the user's own (``K.function``, a loss of their own training loop) run the
-        undivided graph.
+        User-defined functions (``K.function``, the loss of a custom training loop) run the original
+        graph.
         """
         from . import optimizer_order, replicated_function  # here for start-up time
 

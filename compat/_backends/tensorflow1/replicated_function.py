@@ -102,14 +102,10 @@ class ReplicatedGraphFunctions:
             failed = trial.differing(taken)
             if failed:
                 self._refuse_finalized(replicas.graph)
-                found = trial.placements(failed)
-                # Nothing new: then all of it runs whole.
-                self._tried.update(
-                    found
-                    or dict.fromkeys(
-                        self.model.outputs, _rows.Mixed(Fallback(Reason.TRIAL_DIFFERS))
-                    )
-                )
+                unsplit = _rows.Mixed(Fallback(Reason.TRIAL_DIFFERS))
+                # If there are no new placements, the model runs unsplit.
+                placements = trial.placements(failed) or dict.fromkeys(self.model.outputs, unsplit)
+                self._tried.update(placements)
                 self._make_anew()
         replicas.tried.update(taken)
         return bool(failed)

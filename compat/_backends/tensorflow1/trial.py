@@ -1,10 +1,11 @@
 """Trial of replicas: they must compute the same rows as the whole batch."""
 
 import contextlib
+from typing import Any, Dict, List
 
 import numpy as np
 
-from ..._rows import Fallback, Mixed, Reason, Sharded, Unknown, trial
+from ..._rows import Fallback, Mixed, Placement, Reason, Sharded, Unknown, trial
 from . import graph
 from .propagation import is_in_order
 from .resource_variables import settable
@@ -44,21 +45,21 @@ class ReplicasTrial:
             return np.random.RandomState(0).normal(size=shape).astype(tensor.dtype.as_numpy_dtype)
         return np.arange(np.prod(shape)).reshape(shape).astype(tensor.dtype.as_numpy_dtype) % 2
 
-    def differing(self, tensors):
+    def differing(self, tensors: "List[Any]") -> "Dict[Any, Fallback]":
         """Return the tensors that are not the replicas' rows in order, each with a ``Fallback``.
 
-        Random ones are not among them where rules tell.
+        Random tensors are left out where rules give their placements.
         """
-        ran = []
+        runs: "List[Any]" = []
         try:
-            found = self._tried(tensors, ran)
+            results = self._tried(tensors, runs)
         except Exception:
-            if ran:  # of all rows, but not of some of them
+            if runs:  # it succeeded for all rows, but not for some of them
                 return dict.fromkeys(tensors, Fallback(Reason.FAILS_ON_SHARD))
-            found = dict.fromkeys(tensors, Unknown())
+            results = dict.fromkeys(tensors, Unknown())
         fallbacks = {}
-        for tensor, placement in found.items():
-            if isinstance(placement, Unknown):  # also where it is random
+        for tensor, placement in results.items():
+            if isinstance(placement, Unknown):  # such as that of a random tensor
                 if not self.propagation.assumed.isdisjoint(self.part.before(tensor)):
                     fallbacks[tensor] = Fallback(Reason.NO_RULE)
             elif not is_in_order(placement):
@@ -73,48 +74,54 @@ class ReplicasTrial:
         """Return the operations of the batch part whose Python functions have side effects."""
         return self._python.changing.intersection(self.part.operations)
 
-    def placements(self, failed):
-        """Return the placements to divide the graph anew by, after some tensors failed the trial.
+    def placements(self, failed: "Dict[Any, Fallback]") -> "Dict[Any, Placement]":
+        """Return new placements by which to partition the graph again.
 
         Arguments:
-            failed: as ``differing`` gives.
+            failed: the tensors that have failed the trial, as ``differing`` returns them.
         """
-        asked = [
+        candidates = [
             tensor
             for op in filter(graph.is_outermost, self.part.needed)
             if op in self.part.operations and op.type not in ("Switch", "Assert")
             for tensor in op.outputs
             if tensor not in self.part.averaged
             and tensor.dtype.name not in ("resource", "variant")
-            and (self._is_untold(tensor) or hasattr(tensor, "_keras_history"))
+            and (self._is_unknown(tensor) or hasattr(tensor, "_keras_history"))
         ]
-        tried, found = {}, {}
+        results: "Dict[Any, Placement]" = {}
+        placements: "Dict[Any, Placement]" = {}
         with contextlib.suppress(Exception):
-            tried = self._tried(asked, [])
-        for tensor, placement in tried.items():
-            if self._is_untold(tensor) and not isinstance(placement, Unknown):
-                found[tensor] = placement
+            results = self._tried(candidates, [])
+        for tensor, placement in results.items():
+            if self._is_unknown(tensor) and not isinstance(placement, Unknown):
+                placements[tensor] = placement
             elif isinstance(placement, Mixed):
-                found[tensor] = Mixed(Fallback(Reason.TRIAL_DIFFERS))
+                placements[tensor] = Mixed(Fallback(Reason.TRIAL_DIFFERS))
         for tensor, fallback in failed.items():
-            if not isinstance(found.get(tensor), Mixed):
-                found[tensor] = Mixed(fallback)
+            if not isinstance(placements.get(tensor), Mixed):
+                placements[tensor] = Mixed(fallback)
         for op in self._changing():
-            found.update(dict.fromkeys(op.outputs, Mixed(Fallback(Reason.SIDE_EFFECTS))))
-        return {t: p for t, p in found.items() if self.propagation.tried.get(t) != p}
+            placements.update(dict.fromkeys(op.outputs, Mixed(Fallback(Reason.SIDE_EFFECTS))))
+        return {t: p for t, p in placements.items() if self.propagation.tried.get(t) != p}
 
-    def _is_untold(self, tensor):
+    def _is_unknown(self, tensor):
         return isinstance(self.propagation.placement_of(tensor), Unknown)
 
-    def _tried(self, tensors, ran):
-        """Return placements of tensors by a trial, which adds its results to ``ran``."""
+    def _tried(self, tensors, runs):
+        """Return placements of tensors by a trial.
+
+        Arguments:
+            tensors: the tensors.
+            runs: a list to which the results of each run are added, also if a later run fails.
+        """
         random = [t for t in self.part.drawn() if graph.is_outermost(t.op)]
         written = list(settable(graph.variables_of(self.part.once)))
         before = self.session.run(written)
 
         def compute(rows):
-            ran.append(self._run(tensors, values, drawn, rows))
-            return ran[-1]
+            runs.append(self._run(tensors, values, drawn, rows))
+            return runs[-1]
 
         try:
             values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}

@@ -192,22 +192,22 @@ class Theano(Backend):
     # Parallelizing ----------------------------------------------------------------------------
 
     def parallelize(self, model, devices):
-        """Run ``model`` on ``devices``, the same object; see ``replicas.py``.
+        """Run a model on devices, and return the same object; see ``replicas``.
 
-        BatchNorm normalises each device's rows by their own statistics; its moving averages are
+        BatchNorm normalizes each device's rows by their own statistics; its moving averages are
         those of the whole batch. Dropout masks of the devices are independent. A stateful RNN keeps
-        one state per row of the batch, as on one device. What computes across the rows of a batch,
-        and all that follows from it, runs on the first device, with a warning; so does all of a
-        model whose inputs have different numbers of rows, or that fails for a part of a batch.
+        one state per row of the batch, as on one device. Cross-batch operations, and all that
+        depend on them, run unsplit on the first device, with a warning; so does a model whose
+        inputs have different numbers of rows, or that fails on a shard.
 
-        Functions of the user's own (``K.function``) run on the first device, undivided.
+        User-defined functions (``K.function``) run unsplit on the first device.
 
-        While a device's functions are made or called its context is Theano's default one, also
+        While a device's functions are made or called, its context is Theano's default one, also
         in other threads.
 
         Raises:
-            UnsupportedError: an input is a tensor of the user's, and not fed. Or, with the first
-                batch and under ``strict=True``: what runs on the first device alone.
+            UnsupportedError: an input is a user-defined tensor, and not fed. Or, with the first
+                batch and under ``strict=True``: a part of the model runs unsplit.
         """
         several = [] if list(devices) == self.devices()[:1] else devices
         contexts = gpu_start.active_gpus(self.import_framework())

@@ -12,9 +12,10 @@ from .side_effects import HasEffectsError
 
 
 def is_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
-    """Return whether a trial, in inference, finds at the cuts what was inferred.
+    """Return whether a trial, in inference, finds the placements that were inferred at the cuts.
 
-    Otherwise what no rule knows is doubted from now on; where all is known, the model is.
+    Otherwise operations without a rule are not split from now on; without any at the cuts, the
+    model is not.
 
     Arguments:
         plan: the ``CompiledPlan``.
