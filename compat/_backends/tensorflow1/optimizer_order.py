@@ -55,7 +55,7 @@ def updates_in_order(optimizer, get_updates, loss, params):
     tf.keras orders them itself.
     """
     optimizers = _keras.wrapped_optimizers(optimizer)
-    attributes = [value for each in optimizers for value in vars(each).values()]
+    attributes = [value for wrapped in optimizers for value in vars(wrapped).values()]
     counters = [value for value in attributes if hasattr(value, "handle")]
     # Operations that were there before, such as those that save the counter, do not count.
     others = {op for counter in counters for op in counter.handle.consumers()}

@@ -135,8 +135,8 @@ class BatchPart:
             return None
         op = min(needed, key=lambda op: op._id)
         placements = map(self.propagation.placement_of, op.outputs)
-        known = (getattr(placement, "fallback", None) for placement in placements)
-        reason = next((each.reason for each in known if each), Reason.CROSS_BATCH)
+        fallbacks = (getattr(placement, "fallback", None) for placement in placements)
+        reason = next((known.reason for known in fallbacks if known), Reason.CROSS_BATCH)
         return Fallback(reason, f"{op.name} ({op.type})", self._layer_of(op), line_of(op))
 
     def _layer_of(self, op):

@@ -171,10 +171,10 @@ class Replicas:
         return self._whole.tensor(tensor)
 
 
-def rows_differ(model: str, found: str = "") -> str:
+def rows_differ(model: str, details: str = "") -> str:
     """Return the text of an error for inputs with different numbers of rows."""
     return (
         f"parallelize() splits each input of model {model!r} along its first dimension, but their "
-        f"sizes there differ{found}. Give each input one row for each sample, or use one device: "
+        f"sizes there differ{details}. Give each input one row for each sample, or use one device: "
         "parallelize(model, gpus=1)."
     )

@@ -67,22 +67,22 @@ def in_inference(plan, values, rows, chosen) -> "Tuple[List[Any], List[Any]]":
     return list(map(np.asarray, computed[:count])), shard + computed[count:]
 
 
-def _confirms(found, cut):
+def _confirms(result, cut):
     """Return whether a trial found what was inferred at a cut.
 
     Where nothing was inferred, the cut gets the placement that was found.
 
     Arguments:
-        found: the placement that the trial found; None where it failed.
+        result: the placement that the trial found; None where it failed.
         cut: the ``Cut``.
     """
-    rows = isinstance(found, Sharded) and found.copies == 1
+    has_rows = isinstance(result, Sharded) and result.copies == 1
     if isinstance(cut.placement, Sharded):
-        same = rows and found.axis == cut.placement.axis
-        return same or isinstance(found, Unknown) or _is_normalized(cut.variable)
-    if rows:
-        cut.placement = found
-    return rows
+        same = has_rows and result.axis == cut.placement.axis
+        return same or isinstance(result, Unknown) or _is_normalized(cut.variable)
+    if has_rows:
+        cut.placement = result
+    return has_rows
 
 
 def _is_normalized(variable):
