@@ -493,10 +493,11 @@ def test_a_model_that_is_parallelized_again_is_split_until_it_shows_otherwise(ke
     configure(simulate=3)
     model = compat.parallelize(keras.Model())
     with pytest.warns(compat.CompatWarning):
-        _rows.warn_unsplit("Model", _rows.Fallback(_rows.Reason.CROSS_BATCH, "Mean"), "cpu:0")
-    assert list(compat.report().whole) == ["Model"]
+        fallback = _rows.Fallback(_rows.Reason.CROSS_BATCH, "Mean")
+        _rows.warn_unsplit(model, "Model", fallback, "cpu:0")
+    assert list(compat.report().unsplit) == ["Model"]
     compat.parallelize(model)
-    assert compat.report().whole == {}
+    assert compat.report().unsplit == {}
 
 
 def test_a_model_that_was_parallelized_before_is_told_of(keras, monkeypatch):

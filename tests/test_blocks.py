@@ -260,7 +260,7 @@ def _is_a_warning_of_rows(text):
         _rows.Reason.CROSS_BATCH, "lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12"
     )
     with pytest.warns(compat.CompatWarning) as caught:
-        _rows.warn_unsplit("net", fallback, "cpu:0")
+        _rows.warn_unsplit(object(), "net", fallback, "cpu:0")
     assert " ".join(text.split()) == str(caught[0].message)
 
 

@@ -1,17 +1,21 @@
 """What cannot be split runs unsplit, with a warning, or is an error under ``strict=True``."""
 
+import gc
+
 import pytest
 from conftest import refusal
 
 import compat
 from compat import _rows
-from compat._runtime import reporting
+from compat._runtime import reporting, unsplit_models
 
 pytestmark = pytest.mark.usefixtures("process")
 
 MEAN = _rows.Fallback(
     _rows.Reason.CROSS_BATCH, "lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12"
 )
+QR = _rows.Fallback(_rows.Reason.NO_RULE, "qr")
+TRIED = _rows.Fallback(_rows.Reason.TRIAL_DIFFERS)
 STRICT = (
     " It would have to run unsplit on cpu:0, which strict=True makes an error. Compute it in the "
     "loss passed to compile(), which sees the whole batch; run the model on one device, with "
@@ -35,30 +39,31 @@ FOUND = {
 }
 
 
+class Model:
+    pass
+
+
 @pytest.mark.parametrize("fallback", FOUND)
 def test_it_is_a_warning_that_names_operation_layer_and_line_and_an_error_under_strict(
     toy, fallback
 ):
     with pytest.warns(compat.CompatWarning) as caught:
-        _rows.warn_unsplit("net", fallback, "cpu:0", "The model")
+        _rows.warn_unsplit(Model(), "net", fallback, "cpu:0", "The model")
     assert [str(each.message) for each in caught] == [
         FOUND[fallback] + " The model runs unsplit on cpu:0."
     ]
     compat.configure_gpu(simulate=2, strict=True)
-    call = _rows.warn_unsplit, "net", fallback, "cpu:0"
+    call = _rows.warn_unsplit, Model(), "net", fallback, "cpu:0"
     assert refusal(compat.UnsupportedError, *call) == FOUND[fallback] + STRICT
 
 
 def test_the_report_says_how_much_was_split():
-    assert reporting.of_this_process(["cpu:0"], None, {}, {}).as_dict()["whole"] == {}
+    models = Model(), Model(), Model()
+    assert reporting.of_this_process(["cpu:0"], None, {}, {}).as_dict()["unsplit"] == {}
     with pytest.warns(compat.CompatWarning):
-        _rows.warn_unsplit("net", MEAN, "cpu:0")
-        _rows.warn_unsplit(
-            "other", _rows.Fallback(_rows.Reason.NO_RULE, "qr"), "cpu:0", "The model"
-        )
-        _rows.warn_unsplit(
-            "third", _rows.Fallback(_rows.Reason.TRIAL_DIFFERS), "cpu:0", "The model"
-        )
+        _rows.warn_unsplit(models[0], "net", MEAN, "cpu:0")
+        _rows.warn_unsplit(models[1], "other", QR, "cpu:0", "The model")
+        _rows.warn_unsplit(models[2], "third", TRIED, "cpu:0", "The model")
     report = reporting.of_this_process(["cpu:0"], None, {}, {})
     assert str(report).endswith(
         "Model 'net' ran split up to the operation lambda/Mean (Mean) in layer 'lambda'\n"
@@ -66,10 +71,27 @@ def test_the_report_says_how_much_was_split():
         "Model 'other' ran unsplit, because of the operation qr.\n"
         "Model 'third' ran unsplit."
     )
-    whole = {
+    unsplit = {
         "net": "split up to the operation lambda/Mean (Mean) in layer 'lambda' (train.py, line "
         "12), unsplit from there on",
         "other": "unsplit, because of the operation qr",
         "third": "unsplit",
     }
-    assert report.whole == reporting.joined([report.as_dict()]).whole == whole
+    assert report.unsplit == reporting.joined([report.as_dict()]).unsplit == unsplit
+
+
+def test_two_models_of_one_name_have_two_records_and_those_that_are_gone_do_not_add_up():
+    unsplit, models = unsplit_models.UnsplitModels(), [Model(), Model()]
+    for number, model in enumerate(models):
+        unsplit.record(model, "net", f"unsplit, because of {number}")
+    assert unsplit.by_name() == {
+        "net": "unsplit, because of 0",
+        "net (2)": "unsplit, because of 1",
+    }
+    unsplit.record(models[0], "net", "unsplit")
+    assert unsplit.by_name() == {"net": "unsplit, because of 1", "net (2)": "unsplit"}
+    del models, model
+    gc.collect()
+    assert len(unsplit.by_name()) == 2, "a report at the end of a script says so, too"
+    unsplit.record(Model(), "net", "unsplit, because of a third")
+    assert unsplit.by_name() == {"net": "unsplit, because of a third"}

@@ -33,12 +33,22 @@ UNREACHED = (
 )
 
 
-def check_of(executed=None, hooks=HOOKS):
+class Model:
+    """A model of the framework's; all are named "net"."""
+
+
+def check_of(executed=None, hooks=HOOKS, model=None):
     @contextlib.contextmanager
     def record():
         yield executed
 
-    return UsageCheck("net", THREE, None if executed is None else record, lambda: hooks)
+    return UsageCheck(
+        "net",
+        THREE,
+        None if executed is None else record,
+        lambda: hooks,
+        is_unsplit=lambda: model in process.unsplit,
+    )
 
 
 def warned(check, step, kind="train", name="fit"):
@@ -112,14 +122,25 @@ def test_a_device_that_computed_every_batch_alone():
         "way: call parallelize() after such libraries have changed the model, and report it with "
         "the output of `python -m compat env` if there is none."
     )
-    process.whole["net"] = "unsplit, because its layer is stateful"
-    assert warned(check_of({"cpu:0": 9}), count((7, 0, 0))) == []
+    model = Model()
+    process.unsplit.record(model, "net", "unsplit, because its layer is stateful")
+    assert warned(check_of({"cpu:0": 9}, model=model), count((7, 0, 0))) == []
 
 
 def test_nothing_is_reported_of_what_was_not_computed_or_said_before():
     assert warned(check_of(dict.fromkeys(THREE, 0)), lambda: None) == []
-    process.whole["net"] = "unsplit, because its layer is stateful"
-    assert warned(check_of({"cpu:0": 9}), lambda: None) == []
+    model = Model()
+    process.unsplit.record(model, "net", "unsplit, because its layer is stateful")
+    assert warned(check_of({"cpu:0": 9}, model=model), lambda: None) == []
+
+
+def test_a_model_that_runs_unsplit_hides_nothing_of_another_one_of_its_name():
+    """As of two modules of one class in torch, whose name is that of the class."""
+    unsplit, other = Model(), Model()
+    process.unsplit.record(unsplit, "net", "unsplit, because its layer is stateful")
+    assert warned(check_of({"cpu:0": 9}, model=other), lambda: None) == [UNREACHED]
+    process.unsplit.discard(other)  # as where it is parallelized again
+    assert unsplit in process.unsplit and other not in process.unsplit
 
 
 def test_a_step_within_another_one_of_its_kind_belongs_to_it():

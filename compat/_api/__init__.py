@@ -220,7 +220,7 @@ def _parallelize(model, gpus=None, strategy=None):
             f"configured, or pass backend={backend.name!r} to configure_gpu()."
         )
     name = getattr(model, "name", None) or type(model).__name__
-    process.whole.pop(name, None)
+    process.unsplit.discard(model)
     if place is not None:
         model, where = backend.distribute(model, place), str(place)
         use_checks.watch_rank(model, name, place)

@@ -18,6 +18,7 @@ def watch(backend, model, name, devices):
             lambda: backend.executed(of()),
             lambda: _hooks(of()),
             lambda: steps.why_unsplit(of()),
+            lambda: of() in process.unsplit,
         )
     if _keras.keras_of(model) is None:
         backend.watch(model, check)

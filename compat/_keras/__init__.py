@@ -162,9 +162,9 @@ def undivided(model: "Any") -> "Optional[str]":
     return None
 
 
-def warn_not_divided(model: "Any", reason: str, device: str) -> None:
+def warn_left_unsplit(model: "Any", reason: str, device: str) -> None:
     """Warn that a model stays on one device, and note it for reports."""
-    process.whole[model.name] = f"unsplit, because {reason}"
+    process.unsplit.record(model, model.name, f"unsplit, because {reason}")
     errors.warn(
         f"parallelize() leaves model {model.name!r} on {device}: {reason}, so its batches cannot "
         "be split. The results are those of one device, and so is the speed."

@@ -45,7 +45,7 @@ def install(kind: "Type[Any]", model: "Any", devices: "Sequence[str]", first: st
     for part in called_models(model):
         reason = _keras.undivided(part)
         if reason:
-            _keras.warn_not_divided(part, reason, first)
+            _keras.warn_left_unsplit(part, reason, first)
         elif kind.of(part) is None:
             kind(devices, belongs_to_step=True).install(part)
 

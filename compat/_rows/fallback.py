@@ -101,12 +101,18 @@ class Fallback(NamedTuple):
 
 
 def warn_unsplit(
-    model: str, fallback: Fallback, device: str, scope: str = DOWNSTREAM, owner: Any = None
+    model: Any,
+    name: str,
+    fallback: Fallback,
+    device: str,
+    scope: str = DOWNSTREAM,
+    owner: Any = None,
 ) -> None:
     """Warn that a model, or a part of it, runs unsplit on one device.
 
     Arguments:
-        model: its name.
+        model: the parallelized model, for reports and checks.
+        name: its name.
         fallback: the reason.
         device: the device that it runs on.
         scope: what runs there, as the subject of a sentence in the singular, such as "The model".
@@ -117,7 +123,7 @@ def warn_unsplit(
     """
     if getattr(owner, "has_warned_unsplit", False):
         return
-    sentence = fallback.sentence(model)
+    sentence = fallback.sentence(name)
     configuration = process.configuration
     if configuration is not None and configuration.settings.strict:
         raise errors.UnsupportedError(
@@ -130,7 +136,7 @@ def warn_unsplit(
         extent = "split up to the operation {}, unsplit from there on"
     elif fallback.operation is None:
         extent = "unsplit"
-    process.whole[model] = extent.format(fallback)
+    process.unsplit.record(model, name, extent.format(fallback))
     errors.warn(f"{sentence} {scope} runs unsplit on {device}.")
     if owner is not None:
         owner.has_warned_unsplit = True

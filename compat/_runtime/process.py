@@ -3,6 +3,8 @@
 import os
 from _thread import RLock  # threading costs an import
 
+from .unsplit_models import UnsplitModels
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, Dict, List, Optional, Set, Tuple
@@ -27,7 +29,7 @@ class Process:
         parallelizes_compiled: whether Keras models are parallelized when they are compiled.
         on_parallelized: callbacks, which get the name of each model that is parallelized, and its
             devices.
-        whole: by the names of models that are not divided, or not all of them, how far they are.
+        unsplit: models that run unsplit, or some of whose operations do.
         batches: how many batches were computed, by the arguments of ``work.count()``.
         unused: the warnings of models that did not run on all of their devices, by model name.
         idle_devices: those on which the framework executed nothing of their rows.
@@ -55,7 +57,7 @@ class Process:
         self.parallelizes_compiled = False
         self.on_parallelized: "List[Callable[[str, str], None]]" = []
         self.parallelized_before: "List[Tuple[str, List[str]]]" = []
-        self.whole: "Dict[str, str]" = {}
+        self.unsplit = UnsplitModels()
         self.batches: "Dict[Any, int]" = {}
         self.unused: "Dict[str, str]" = {}
         self.idle_devices: "Set[str]" = set()

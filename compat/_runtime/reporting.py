@@ -55,7 +55,7 @@ class Report(NamedTuple):
     Attributes:
         devices: a ``DeviceUse`` for each configured device; or for each rank.
         models: where each parallelized model runs, by its name.
-        whole: how far each model is divided that is not divided in full, by its name.
+        unsplit: how far each model is split that is not split in full, by its name.
         not_told: how many batches had an unknown number of rows.
         absent: ranks that ended without a report.
         comparisons: how often the ranks have compared their weights.
@@ -64,7 +64,7 @@ class Report(NamedTuple):
 
     devices: "List[DeviceUse]"
     models: "Mapping[str, str]"
-    whole: "Mapping[str, str]" = {}
+    unsplit: "Mapping[str, str]" = {}
     not_told: int = 0
     absent: "Sequence[int]" = ()
     comparisons: int = 0
@@ -157,7 +157,7 @@ class Report(NamedTuple):
         return f"<Report {self.verdict}>"
 
     def __str__(self) -> str:
-        sentences = [self.verdict] + self._undivided() + list(self.unused.values())
+        sentences = [self.verdict] + self._unsplit_lines() + list(self.unused.values())
         lines = [line for text in sentences for line in textwrap.wrap(text, WIDTH)]
         return "\n".join(_table(self.devices) + lines)
 
@@ -171,7 +171,7 @@ class Report(NamedTuple):
         lanes = [markup.Lane(u.title, _rows(u.rows), share, wrong=not share) for u, share in shares]
         lanes += [markup.Lane(f"rank {n}", "no report", 0, wrong=True) for n in self.absent]
         shown = [markup.sentence(self.verdict, not self.all_worked)]
-        shown += map(markup.sentence, self._undivided())
+        shown += map(markup.sentence, self._unsplit_lines())
         shown += [markup.sentence(text, True) for text in self.unused.values()]
         shown += [markup.picture("Rows that each device has computed", lanes)] if lanes else []
         recorded = [(use.title, use) for use in uses if use.busy_parts]
@@ -189,8 +189,8 @@ class Report(NamedTuple):
             shown.append(markup.table(rows, idle, heading=True))
         return "\n".join(shown)
 
-    def _undivided(self) -> "List[str]":
-        return ["Model {!r} ran {}.".format(*pair) for pair in sorted(self.whole.items())]
+    def _unsplit_lines(self) -> "List[str]":
+        return ["Model {!r} ran {}.".format(*pair) for pair in sorted(self.unsplit.items())]
 
 
 def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ()) -> "Report":
@@ -201,14 +201,14 @@ def joined(reports: "Sequence[Mapping[str, Any]]", absent: "Sequence[int]" = ())
         absent: ranks that have left none.
     """
     uses = [DeviceUse(**use) for report in reports for use in report["devices"]]
-    models, whole, unused = (
+    models, unsplit, unused = (
         {name: where for report in reports for name, where in report[key].items()}
-        for key in ("models", "whole", "unused")
+        for key in ("models", "unsplit", "unused")
     )
     not_told = sum(report["not_told"] for report in reports)
     comparisons = min([report["comparisons"] for report in reports] or [0])
     uses.sort(key=lambda use: use.rank or 0)
-    return Report(uses, models, whole, not_told, absent, comparisons, unused)
+    return Report(uses, models, unsplit, not_told, absent, comparisons, unused)
 
 
 def _models(names: "Mapping[str, str]") -> str:
@@ -296,8 +296,8 @@ def of_this_process(
             **process.activities[name]._asdict() if name in process.activities else {},
         )
         uses.append(use)
-    whole, unused = dict(process.whole), dict(process.unused)
-    return Report(uses, models, whole, not_told, (), process.comparisons, unused)
+    unsplit, unused = process.unsplit.by_name(), dict(process.unused)
+    return Report(uses, models, unsplit, not_told, (), process.comparisons, unused)
 
 
 def _why_idle(name: str, batches: "Sequence[Sequence[int]]") -> str:

@@ -122,6 +122,7 @@ class UsageCheck:
             ``calls``.
         why_unsplit: returns the text of the warning where a user-defined training step splits no
             batch, or None.
+        is_unsplit: returns whether a warning has said that the model runs unsplit, or some of it.
     """
 
     def __init__(
@@ -131,9 +132,11 @@ class UsageCheck:
         record: "Optional[Callable[[], ContextManager[Dict[str, int]]]]",
         hooks: "Callable[[], Dict[str, Any]]",
         why_unsplit: "Callable[[], Optional[str]]" = lambda: None,
+        is_unsplit: "Callable[[], bool]" = lambda: False,
     ) -> None:
         self.model, self.devices = model, list(devices)
-        self.record, self.hooks, self.why_unsplit = record, hooks, why_unsplit
+        self.record, self.hooks = record, hooks
+        self.why_unsplit, self.is_unsplit = why_unsplit, is_unsplit
         self._confirmed: "Dict[str, Any]" = {}  # by kind, the function that was checked
         self._own = object()  # in keys of steps, where this would be kept alive
         self._told: "Set[str]" = set()  # kinds of which a problem is reported already
@@ -216,10 +219,10 @@ class UsageCheck:
     ) -> "Optional[str]":
         """Return the problem, a clause that follows the name of the step, or None."""
         if not counted:
-            if self.model in process.whole or executed is not None and not any(executed.values()):
+            if self.is_unsplit() or executed is not None and not any(executed.values()):
                 return None  # a warning has said so; or nothing was computed
             return "no batch was split."
-        if self.model not in process.whole and all(_is_alone(sizes) for _, sizes, _ in counted):
+        if not self.is_unsplit() and all(_is_alone(sizes) for _, sizes, _ in counted):
             return "one device computed every batch alone. " + self._unreached(calls)
         claimed = {
             device

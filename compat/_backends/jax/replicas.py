@@ -128,7 +128,7 @@ class ReplicatedCall(patching.InstanceMethod):
         rows = batch.shape[0]
         if not arguments.is_staged(batch):
             if rows > 1 and not self.divides(rows):
-                _rows.warn_unsplit(model.name, _EAGER, "every device", "The model", self)
+                _rows.warn_unsplit(model, model.name, _EAGER, "every device", "The model", self)
         if not isinstance(batch, jax.core.Tracer):
             self.place(model)
             if not self.running.steps:  # which count

@@ -57,7 +57,8 @@ class Phase:
             propagation, fallback = self._propagate(graph, inputs)
         if fallback is not None:
             reach = _rows.DOWNSTREAM if fallback.operation else "The model"
-            _rows.warn_unsplit(model.name, fallback, self.contexts[0], reach, replicas)
+            context = self.contexts[0]
+            _rows.warn_unsplit(model, model.name, fallback, context, reach, replicas)
         self.body, self.head_symbol, self.cuts, self.places = partition.cut(propagation)
 
     def _propagate(self, graph, inputs):

@@ -71,7 +71,7 @@ class _BindDivided(InstanceMethod):
         ]
         fallback = _fallback(module, inputs, self.devices[0])
         if fallback is not None:
-            _rows.warn_unsplit("Module", fallback, self.devices[0], "The Module")
+            _rows.warn_unsplit(module, "Module", fallback, self.devices[0], "The Module")
         module._context = self.devices if fallback is None else self.devices[:1]
         with making, replaced(mx.module.module, DataParallelExecutorGroup=_Group):
             bind(data_shapes, label_shapes, True, *args, **kwargs)
@@ -122,7 +122,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         """Show a Monitor what a single executor computes of the whole batch."""
         if len(self.contexts) > 1 and not self.is_monitored:
             fallback = Fallback(Reason.MONITOR)
-            _rows.warn_unsplit("Module", fallback, self.contexts[0], "The Module")
+            _rows.warn_unsplit(self.module, "Module", fallback, self.contexts[0], "The Module")
             self.is_monitored = True
             self._default_execs = self._default_execs or list(self.execs)
             self.bind_exec(self.data_shapes, self.label_shapes, reshape=True)

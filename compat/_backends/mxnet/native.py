@@ -179,6 +179,7 @@ class BlockReplicas(Replicas):
     def _run_where_arrays_lie(self, args, contexts):
         """Run the block of a script that splits its batches by itself."""
         _rows.warn_unsplit(
+            self.block,
             self.block.name,
             Fallback(Reason.SEVERAL_CONTEXTS),
             contexts,
@@ -301,7 +302,8 @@ class BlockReplicas(Replicas):
         return kind
 
     def _leave_whole(self, kind, fallback):
-        _rows.warn_unsplit(self.block.name, fallback, self.contexts[0], "The block", self)
+        name, context = self.block.name, self.contexts[0]
+        _rows.warn_unsplit(self.block, name, fallback, context, "The block", self)
         self._kinds[kind] = None, 2
 
     def arrays_of(self, parameter):

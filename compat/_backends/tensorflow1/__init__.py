@@ -122,7 +122,7 @@ class TensorFlow1(Backend):
         kinds = {"nested_row_splits": "ragged", "assign": "a variable"}
         refused = [kinds[name] for name in kinds if any(hasattr(x, name) for x in inputs)]
         if len(devices) > 1 and refused:
-            _keras.warn_not_divided(model, f"an input of it is {refused[0]}", devices[0])
+            _keras.warn_left_unsplit(model, f"an input of it is {refused[0]}", devices[0])
             devices = devices[:1]
         current = vars(model).get("_compat_functions")
         if current is not None:

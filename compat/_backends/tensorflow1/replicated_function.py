@@ -153,7 +153,7 @@ class ReplicatedGraphFunctions:
             self._replicas_key = key
             fallback = self._replicas.part.fallback
             if fallback is not None:
-                _rows.warn_unsplit(model.name, fallback, self.devices[0], owner=self)
+                _rows.warn_unsplit(self.owner, model.name, fallback, self.devices[0], owner=self)
         return self._replicas
 
     def training(self):

@@ -206,7 +206,7 @@ class TensorFlow2(Backend):
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
             reason = _keras.undivided(model)
             if reason:
-                _keras.warn_not_divided(model, reason, self.devices()[0])
+                _keras.warn_left_unsplit(model, reason, self.devices()[0])
                 replicated = False
             else:
                 refusals.refuse_unreached(tf, model)

@@ -350,7 +350,7 @@ class ReplicatedCall(patching.InstanceMethod):
             results = call(*args, **kwargs)
         count(self.devices, arguments.rows, recording(), work.undivided)
         name = getattr(model, "name", None) or type(model).__name__
-        _rows.warn_unsplit(name, fallback, self.devices[0], "The model", self)  # said once
+        _rows.warn_unsplit(model, name, fallback, self.devices[0], "The model", self)  # said once
         return results
 
     def _trace(self, call, arguments, state, effects):

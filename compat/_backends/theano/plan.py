@@ -98,7 +98,8 @@ class CompiledPlan:
             cuts = of_model.cuts(function.outputs + list(function.updates.values()))
             fallback, reach = of_model.fallback(owner.doubt), _rows.DOWNSTREAM
         if fallback is not None:
-            _rows.warn_unsplit(owner.owner.name, fallback, owner.devices[0].name, reach, owner)
+            name, device = owner.owner.name, owner.devices[0].name
+            _rows.warn_unsplit(owner.owner, name, fallback, device, reach, owner)
         return cuts
 
     @staticmethod

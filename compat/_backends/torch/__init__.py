@@ -115,7 +115,7 @@ class Torch(Backend):
         steps.remove(keras_replicas.ReplicatedKerasCall, model)
         reason = _keras.undivided(model) if replicated else None
         if reason:
-            _keras.warn_not_divided(model, reason, self.devices()[0])
+            _keras.warn_left_unsplit(model, reason, self.devices()[0])
         elif replicated:
             steps.install(keras_replicas.ReplicatedKerasCall, model, devices, "one device")
         return model

@@ -196,7 +196,7 @@ class ReplicatedCall(patching.InstanceMethod):
         work.count(self.devices, sizes, torch.is_grad_enabled())
         if fallback is not None:
             name = type(model).__name__ if _keras.keras_of(model) is None else model.name
-            _rows.warn_unsplit(name, fallback, self.devices[0], "The model", self)
+            _rows.warn_unsplit(model, name, fallback, self.devices[0], "The model", self)
         return result
 
     def first_call(self, call, layouts, numbers):

@@ -6,6 +6,7 @@ import compat
 from compat._backends.mxnet import executions
 from compat._runtime import patching
 from compat._runtime.process import process
+from compat._runtime.unsplit_models import UnsplitModels
 
 from .. import hooks
 from ..messages import refusal, told
@@ -25,7 +26,7 @@ NOT_REACHED = (
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
     """What is found here is not in the reports of other tests."""
-    for name, empty in (("unused", {}), ("idle_devices", set()), ("whole", {})):
+    for name, empty in (("unused", {}), ("idle_devices", set()), ("unsplit", UnsplitModels())):
         monkeypatch.setattr(process, name, empty)
 
 

@@ -14,6 +14,7 @@ from compat._backends.tensorflow1 import ranks
 from compat._ranks import keras2
 from compat._runtime import patching
 from compat._runtime.process import process
+from compat._runtime.unsplit_models import UnsplitModels
 from compat.testing import CASES, DEVICES, keras_under_test, optimizer, span
 
 from .. import hooks, tensorflow1_hooks
@@ -25,9 +26,10 @@ INPUTS, TARGETS = CASES["dense"].data(13)
 @pytest.fixture
 def keras(monkeypatch):
     compat.configure_gpu(simulate=DEVICES)
-    for name in ("batches", "unused", "whole"):
+    for name in ("batches", "unused"):
         monkeypatch.setattr(process, name, {})
     monkeypatch.setattr(process, "idle_devices", set())
+    monkeypatch.setattr(process, "unsplit", UnsplitModels())
     keras = keras_under_test()
     yield keras
     keras.backend.clear_session()

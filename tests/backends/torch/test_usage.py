@@ -13,6 +13,7 @@ import torch
 import compat
 from compat._runtime import work
 from compat._runtime.process import process
+from compat._runtime.unsplit_models import UnsplitModels
 from compat.testing import CASES, keras_under_test
 
 from .. import hooks
@@ -60,7 +61,7 @@ def modes():
 @pytest.fixture
 def forgotten(monkeypatch):
     """What is found here is not in the reports of other tests."""
-    for name, empty in (("unused", {}), ("idle_devices", set()), ("whole", {})):
+    for name, empty in (("unused", {}), ("idle_devices", set()), ("unsplit", UnsplitModels())):
         monkeypatch.setattr(process, name, empty)
 
 
