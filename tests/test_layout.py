@@ -421,15 +421,10 @@ def test_an_import_of_compat_within_a_function_says_why():
 BY_HAND = {
     "compat._runtime.patching": "the functions that do it for all others",
     "compat.backend": "the class of its own module",
-    "compat._backends.tensorflow1.copying": "a context of control flow, which it has made",
-    "compat._backends.torch.containers": "contents of a container, given back as they were",
-    "compat._commands.pytest_plugin.own_process": "options that its parent was given",
+    "compat._backends.tensorflow1.copying": "a context of control flow, which is its own copy",
+    "compat._backends.torch.containers": "contents of a container, restored",
+    "compat._commands.pytest_plugin.own_process": "the options of its parent",
     "compat._commands.reported_script": "the module that it runs a script as",
-    # To be moved to patching.
-    "compat._backends.mxnet.keras_replicas": "",
-    "compat._backends.mxnet.native": "",
-    "compat._backends.mxnet.replicas": "",
-    "compat._backends.mxnet.watched_calls": "",
 }
 
 
@@ -472,7 +467,7 @@ def test_attributes_and_classes_of_other_objects_are_changed_by_patching_alone()
             written = [each for each in _written_by_hand(node) if each is not None]
             if any(getattr(each, "id", "") not in own for each in written):
                 found.add(module)
-    assert found <= set(BY_HAND)
+    assert found == set(BY_HAND)
 
 
 # What a module may keep: it belongs to a lock, a thread, a block or an object, or only counts on.
@@ -501,7 +496,6 @@ KEPT_BY_MODULES = {
     "compat._runtime.on_import._waiting": "as a patch, until the module is imported",
     "compat._runtime.patching._patches": "patches outlast what a process was configured to",
     "compat._runtime.progress._doing": "empty but while something takes long",
-    "compat._runtime.usage._running": "empty but while a step is checked",
 }
 
 
@@ -532,7 +526,7 @@ def test_what_lasts_from_call_to_call_is_kept_in_process_alone():
             by_others = "{}.{}".format(module.rpartition(".")[2], name) in anywhere
             if not is_passing and (name in changed[module] or by_others):
                 found.add("{}.{}".format(module, name))
-    assert found <= set(KEPT_BY_MODULES)
+    assert found == set(KEPT_BY_MODULES)
 
 
 # How files are written --------------------------------------------------------------------------
