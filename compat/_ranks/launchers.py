@@ -59,8 +59,9 @@ def launched(environ: "Mapping[str, str]") -> "Optional[Place]":
     for launcher, names in LAUNCHERS:
         four = names.split()
         if all(name in environ for name in four):
-            place = variables.from_values(launcher, four, [environ[name].strip() for name in four])
-            return place if place.size > 1 else None
+            values = [environ[name].strip() for name in four]
+            place: "Optional[Place]" = variables.from_values(launcher, four, values)
+            return place if place is not None and place.size > 1 else None
     # A scheduler comes after what may have been started within one of its tasks.
     in_cluster = tf_config.worker, sagemaker.place
     for find in (_jax, _keras, _jaxjob) + in_cluster + (srun, _torch_alike):
@@ -83,7 +84,8 @@ def _jax(environ):
 
 def _keras(environ):
     """Return the place by the variables of ``keras.distribution.initialize()``."""
-    names = map("KERAS_DISTRIBUTION_{}".format, ("PROCESS_ID", "NUM_PROCESSES", "JOB_ADDRESSES"))
+    kinds = "PROCESS_ID", "NUM_PROCESSES", "JOB_ADDRESSES"
+    names = [f"KERAS_DISTRIBUTION_{kind}" for kind in kinds]
     place = variables.from_rank_and_size("Keras' variables", names, environ)
     addresses = keras_addresses(environ)
     if place is None or len(addresses) != place.size:

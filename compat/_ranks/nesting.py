@@ -37,7 +37,7 @@ def started_by(environ: "Mapping[str, str]") -> "Optional[places.Place]":
     """
     if places.stays_alone(environ):
         return None
-    candidates = []
+    candidates: List[Optional[places.Place]] = []
     for launcher, names in launchers.LAUNCHERS:
         four = names.split()
         by_hand = launcher == "torchrun" and not any(map(_is_of_torchrun, environ))

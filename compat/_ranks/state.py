@@ -1,11 +1,11 @@
-"""Variables that a step sets besides the weights that it trains, over the rows of all ranks.
+"""Variables that a step sets besides the weights that it trains, merged over all ranks.
 
-Each rank computes them from its own rows. What one process computes of all rows follows from how a
-value depends on them, in the words of ``_rows.placements``: sums are added, means are weighted by
-rows, of maxima the largest is taken, and what depends on no rows is the same on all ranks.
+Each rank computes them from its own rows. The value of one process, for all rows, follows from the
+placement of the value over rows (``_rows.placements``): sums are added, means are weighted by rows,
+the largest of maxima is taken, and replicated values are the same on all ranks.
 
-The moving averages of Keras' own layers are means. Of other variables a trial decides in front of
-the first step.
+The moving averages of Keras' own layers are means. For other variables a trial before the first
+step decides.
 """
 
 import contextlib
@@ -22,7 +22,8 @@ class StepState:
     """The variables that a model's steps set.
 
     Arguments:
-        names: of all of them.
+        engine: that of the ranks.
+        names: those of all variables.
         dtypes: the names of their types.
         tried: the places of those that are tried; the others are means.
     """
@@ -34,19 +35,19 @@ class StepState:
         self.is_decided = not self.tried
 
     def decide(self, rows, values, run):
-        """Try how the variables in question are merged. All ranks do so at once.
+        """Decide by a trial how variables are merged. All ranks do so at once.
 
         Arguments:
             rows: the number of rows of this rank's batch.
-            values: of the variables that are tried, as arrays.
-            run: as that of ``state_trial.samples_of``.
+            values: those of the variables that are tried, as arrays.
+            run: as ``state_trial.samples_of`` takes it.
         """
         self.is_decided = True
         dtypes, problem = [self.dtypes[place] for place in self.tried], None
         try:
             samples = state_trial.samples_of(run, rows, values, dtypes)
             merges = list(map(state_trial.merge_of, samples, dtypes))
-        except Exception as error:  # whatever a step of the user's does with such rows
+        except Exception as error:  # of a custom step, which may take no such rows
             if trial.is_fault(error):
                 raise
             problem = "{}: {}".format(type(error).__name__, str(error).split("\n")[0])
@@ -54,8 +55,8 @@ class StepState:
         # By rank 0's rows, unless those of another rank contradict.
         merges = self.engine.broadcast(merges)
         fits = [
-            bool(samples) and self._fits(merge, each)
-            for merge, each in zip(merges, samples or merges)
+            bool(samples) and self._fits(merge, of_variable)
+            for merge, of_variable in zip(merges, samples or merges)
         ]
         for place, merge, *all_fit in zip(self.tried, merges, *self.engine.gather(fits)):
             if not all(all_fit):
@@ -71,11 +72,11 @@ class StepState:
 
     def warn_of(self, place, merge, problem):
         """Warn that the ranks' value is not one process's."""
-        what = "the mean of the ranks' values, weighted by rows" if merge.is_float else "rank 0's"
+        value = "the mean of the ranks' values, weighted by rows" if merge.is_float else "rank 0's"
         if problem is None:
             errors.warn(
                 f"Training sets variable {self.names[place]!r} from the rows of a batch, but not "
-                f"to their sum, mean, maximum or minimum. All ranks get {what}, which is not what "
+                f"to their sum, mean, maximum or minimum. All ranks get {value}, which is not what "
                 "one process computes. Set the variable to one of these, and compute the rest "
                 "where it is used."
             )
@@ -83,7 +84,7 @@ class StepState:
             errors.warn(
                 f"Training sets variable {self.names[place]!r}, and how that depends on the rows "
                 f"of a batch is not known: a step on some of them failed ({problem}). All ranks "
-                f"get {what}, which may not be what one process computes."
+                f"get {value}, which may not be what one process computes."
             )
 
 
@@ -91,43 +92,40 @@ class StepState:
 
 
 def tried(model):
-    """Return the variables of a model that a trial decides of.
-
-    Those of layers that are not Keras' own.
-    """
+    """Return the variables of a model that are tried: those of user-defined layers."""
     has_all = hasattr(model, "_flatten_layers")
     layers = _keras.all_layers(model) if has_all else _keras.all_layers_of_keras2(model)
-    own = {
+    untried = {
         id(variable)
         for layer in layers
         if type(layer).__module__.startswith(KERAS)
         for variable in _variables_of(layer)
     }
-    own.update(map(id, metrics.variables(model) + _keras.states(model, "dtype")))
-    found = {id(variable): variable for layer in layers for variable in _variables_of(layer)}
+    untried.update(map(id, metrics.variables(model) + _keras.states(model, "dtype")))
+    variables = {id(variable): variable for layer in layers for variable in _variables_of(layer)}
     kinds = ("float", "int", "bool")
     return [
         variable
-        for key, variable in found.items()
-        if key not in own and any(kind in str(getattr(variable, "dtype", "")) for kind in kinds)
+        for key, variable in variables.items()
+        if key not in untried and any(kind in str(getattr(variable, "dtype", "")) for kind in kinds)
     ]
 
 
 def _variables_of(layer):
-    """Return the variables that a layer itself, not one within it, has and does not train."""
+    """Return the non-trainable variables of a layer itself, without those of layers within it."""
     attribute = "_non_trainable_variables"  # of Keras 3
     return getattr(layer, attribute, None) or getattr(layer, "_non_trainable_weights", None) or ()
 
 
-# What draws random numbers, or has the rows of a batch depend on one another, unlike in inference.
+# Attributes of layers that draw random numbers in training, or make rows depend on one another.
 _RANDOM = ("rate", "stddev", "dropout", "recurrent_dropout")
 
 
 @contextlib.contextmanager
 def steady(model):
-    """The context of a trial: a row's values depend neither on chance nor on the other rows.
+    """Have no row's values depend on chance or on other rows within, where a trial runs.
 
-    In it dropout and noise do nothing, and batch normalization takes its moving averages.
+    Dropout and noise do nothing, and batch normalization uses its moving averages.
     """
     changed = []
     for layer in _keras.all_layers(model):
@@ -160,7 +158,14 @@ def _in_inference(call):
 
 
 def some_rows(keras, data, rows, places):
-    """Return what Keras hands to a step, of these rows alone."""
+    """Return some rows of the data that Keras passes to a step.
+
+    Arguments:
+        keras: the Keras of the model.
+        data: a structure of tensors.
+        rows: how many the batch has.
+        places: those of the rows.
+    """
 
     def chosen(leaf):
         has_rows = getattr(leaf, "shape", None) and leaf.shape[0] == rows

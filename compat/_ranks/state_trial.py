@@ -1,11 +1,12 @@
-"""How a step's variables are merged, found by running it on some rows together and in parts.
+"""A trial of how a step's variables are merged: it runs on some rows together and in parts.
 
 The step starts from several values of the variables: from those that they have, and from others
 around those that a step leaves. A sum with a constant part, such as ``0.9 * n + 0.1 * sum(rows)``,
-has another constant for each, and a maximum hides no rows behind what was there before.
+has another constant for each, and no maximum is hidden by an earlier one.
 """
 
 import collections
+from typing import Any, List
 
 import numpy as np
 
@@ -27,7 +28,8 @@ class Sample:
 
     Arguments:
         before: that value.
-        whole, again: the values after two steps on all rows.
+        whole: the value after a step on all rows.
+        again: the value after another such step.
         splits: pairs: the sizes of two parts of the rows, and the values after a step on each.
         dtype: the name of the variable's type.
     """
@@ -47,7 +49,7 @@ class Sample:
             self.is_finite = True
 
     def fits(self, merge):
-        """Return whether two ranks, with one part of the rows each, get the value of all rows."""
+        """Return whether two ranks, each with a part of the rows, get the value of all rows."""
         return self._is_near(self.again, self.whole) and all(
             all(self._is_near(value, self.whole) for value in self._merged(merge, sizes, parts))
             for sizes, parts in self.splits
@@ -72,15 +74,15 @@ def samples_of(run, rows, values, dtypes):
     """Return the samples of each variable, a list of lists.
 
     Arguments:
+        run: a function of numbers of rows, and of values of the variables, that returns the values
+            after a step on these rows that began with those. It has no side effects.
         rows: how many the batch has.
-        values: of the variables.
-        run: takes numbers of rows, and values; returns the values after a step on these rows that
-            began with those. It leaves no trace.
+        values: those of the variables.
         dtypes: the names of the variables' types.
     """
     count = max(3, min(rows, _MOST))
     whole, cut = tuple(place % rows for place in range(count)), count // 3
-    found = []  # type: list
+    runs: List[Any] = []
     after = values
     changes = [_start, _above, _below] + [_far] * any("int" in dtype for dtype in dtypes)
     for change in changes:
@@ -92,11 +94,11 @@ def samples_of(run, rows, values, dtypes):
                 for first, last in ((whole[:cut], whole[cut:]), (whole[:-cut], whole[-cut:]))
             ]
         except Exception:
-            if not found:
+            if not runs:
                 raise
             continue  # values that the step cannot begin with
-        after = of_whole if not found else after
-        found.append((starts, of_whole, again, splits))
+        after = of_whole if not runs else after
+        runs.append((starts, of_whole, again, splits))
     return [
         [
             Sample(
@@ -106,7 +108,7 @@ def samples_of(run, rows, values, dtypes):
                 [(sizes, [part[place] for part in parts]) for sizes, parts in splits],
                 dtype,
             )
-            for starts, of_whole, again, splits in found
+            for starts, of_whole, again, splits in runs
         ]
         for place, dtype in enumerate(dtypes)
     ]
@@ -118,7 +120,7 @@ def usable(samples):
 
 
 def merge_of(samples, dtype):
-    """Return how a variable is merged; ``Mixed`` where nothing fits."""
+    """Return the merge of a variable that fits its samples; with ``Mixed`` where none fits."""
     is_float = "float" in dtype
     samples = usable(samples)
     placements = [REPLICATED, MEAN, SUM, MAX, MIN] if is_float else [REPLICATED, SUM, MAX, MIN]
@@ -130,13 +132,13 @@ def merge_of(samples, dtype):
 
 
 def _decay(samples, is_float):
-    """Return the multiple of the old value in a sum, by which the constants differ."""
+    """Return the multiple of the old value that a sum contains, by which the constants differ."""
     pairs = [
         (sample.before.astype("float64"), (first + last - sample.whole).astype("float64"))
         for sample in samples
         for _, (first, last) in sample.splits
     ]
-    before, constant = [np.concatenate([np.ravel(each) for each in side]) for side in zip(*pairs)]
+    before, constant = [np.concatenate(list(map(np.ravel, side))) for side in zip(*pairs)]
     finite = np.isfinite(before) & np.isfinite(constant)
     before, constant = before[finite], constant[finite]
     norm = float(before @ before)
@@ -152,7 +154,7 @@ def _start(value, after, dtype):
 
 
 def _far(value, after, dtype):
-    """Return whole numbers that show whether a step counts them round, in a circle."""
+    """Return whole numbers by which a step that counts modulo a number is detected."""
     if "int" not in dtype:
         return after
     return np.asarray(after) + min(1000003, np.iinfo(dtype).max // 2)
@@ -179,6 +181,6 @@ def _moved(value, after, dtype, sign):
 
 
 def _largest(array):
-    """Return the largest finite size of an array's elements, or 0."""
+    """Return the largest finite absolute value of an array's elements, or 0."""
     finite = np.abs(array[np.isfinite(array)])
     return float(finite.max()) if finite.size else 0.0

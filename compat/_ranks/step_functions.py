@@ -1,23 +1,28 @@
-"""Functions that a step has to call in place of a framework's, for as long as it runs."""
+"""Functions that replace a framework's while a step runs, and that the step has to call."""
 
 import contextlib
 import functools
 import types
+from typing import Dict
 
 from .._runtime import patching
 
 
 @contextlib.contextmanager
 def replaced(engine, owner, is_due=bool, **functions):
-    """Within, which is a step, attributes of ``owner`` are these functions.
+    """Replace attributes of ``owner`` by functions while a step runs within.
 
-    What the step has to call and has not goes to ``engine.unreached``, for a ``RanksCheck``.
+    Those that the step has to call and does not call are put into ``engine.unreached``, for a
+    ``RanksCheck``.
 
     Arguments:
-        is_due: called with the names of the functions that the step has called; returns whether it
-            has to call all of them. By default that is so if it calls any.
+        engine: that of the ranks, or None.
+        owner: a module, a class or an instance.
+        is_due: a function of the names of the functions that the step has called, which returns
+            whether it has to call all of them. By default it has if it calls any.
+        **functions: by the names of the attributes.
     """
-    called = {}  # type: dict
+    called: Dict[str, None] = {}
 
     def noting(name, function):
         @functools.wraps(function)
@@ -36,5 +41,5 @@ def replaced(engine, owner, is_due=bool, **functions):
 
 
 def always(called):
-    """Return True: for functions that each step has to call."""
+    """Return True, the ``is_due`` of functions that each step has to call."""
     return True

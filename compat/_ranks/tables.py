@@ -1,6 +1,6 @@
-"""Lookup tables of a model's layers, which hold no array: they must be equal on all ranks.
+"""Lookup tables of a model's layers, which are not arrays: they must be equal on all ranks.
 
-So is whatever else a layer learns by ``adapt()`` and does not keep in an array.
+So must be whatever else a layer learns by ``adapt()`` and does not keep in an array.
 """
 
 from .. import _keras, errors
@@ -8,7 +8,7 @@ from . import checksum
 
 
 def is_table(weight):
-    """Return whether one of a model's weights is a table: tf.keras lists those that it saves."""
+    """Return whether a weight is a table: tf.keras lists those that it saves among the weights."""
     return hasattr(weight, "get_tensors")
 
 
@@ -21,6 +21,8 @@ def agree(model, engine, rows):
     """Check that all ranks have the same tables.
 
     Arguments:
+        model: the one that has the tables.
+        engine: that of the ranks.
         rows: the ranks' ``numbers``.
 
     Raises:
@@ -31,9 +33,9 @@ def agree(model, engine, rows):
     tables = _tables(model)
     if not checksum.same(engine.gather([len(tables)])):
         raise errors.ranks_differ(engine.place, model.name)
-    each = engine.gather_each([checksum.of_text(repr(content)) for _, content in tables])
-    for (layer, content), found in zip(tables, each):
-        ranks = [rank for rank, row in enumerate(found) if row != found[0]]
+    checksums = engine.gather_each([checksum.of_text(repr(content)) for _, content in tables])
+    for (layer, content), of_ranks in zip(tables, checksums):
+        ranks = [rank for rank, row in enumerate(of_ranks) if row != of_ranks[0]]
         if ranks:
             raise errors.RankError(
                 f"Layer {layer.name!r} of model {model.name!r} looks its input up in a table that "
@@ -45,19 +47,19 @@ def agree(model, engine, rows):
 
 
 def _tables(model):
-    """Pairs of a layer and what is in its table, in an order that is the same on all ranks."""
+    """Return pairs of a layer and the content of its table, in one order on all ranks."""
     if not hasattr(model, "_flatten_layers"):  # of a Keras that has no such layers
         return []
-    found = []
+    tables = []
     for layer in _keras.all_layers(model):
         weights = getattr(layer, "_non_trainable_weights", ())  # as tf.keras has them
         if hasattr(layer, "get_vocabulary"):
-            found.append((layer, list(layer.get_vocabulary())))
+            tables.append((layer, list(layer.get_vocabulary())))
         elif getattr(layer, "bin_boundaries", None) is not None:
-            found.append((layer, [float(value) for value in layer.bin_boundaries]))
+            tables.append((layer, [float(value) for value in layer.bin_boundaries]))
         else:
-            found += [(layer, _entries(weight)) for weight in weights if is_table(weight)]
-    return found
+            tables += [(layer, _entries(weight)) for weight in weights if is_table(weight)]
+    return tables
 
 
 def _entries(table):

@@ -8,21 +8,21 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
-#: The variable that tells TensorFlow's workers the cluster and their task in it, as JSON.
+#: The variable from which TensorFlow's workers read the cluster and their task in it, as JSON.
 TF_CONFIG = "TF_CONFIG"
 
 #: The same of Vertex AI's containers: one process a machine.
 CLUSTER_SPEC = "CLUSTER_SPEC"
 
-# What AI Platform and SageMaker, and Vertex AI, call a kind of task.
-_KINDS = {"master": "chief", "workerpool0": "chief", "workerpool1": "worker",
-          "workerpool2": "ps", "workerpool3": "evaluator"}  # type: dict  # fmt: skip
+# Names of kinds of tasks on AI Platform and SageMaker, and on Vertex AI.
+_KINDS: "Dict[Any, str]" = {"master": "chief", "workerpool0": "chief", "workerpool1": "worker",
+          "workerpool2": "ps", "workerpool3": "evaluator"}  # fmt: skip
 
 
 def evaluator_in(environ: "Mapping[str, str]") -> "Optional[Place]":
-    """Return the place of the process of ``TF_CONFIG`` that evaluates what the others have saved.
+    """Return the place of the process of ``TF_CONFIG`` that evaluates checkpoints, or None.
 
-    It is none of the ranks: its number is -1. None: this is another process.
+    It is not one of the ranks: its number is -1.
     """
     if stays_alone(environ) or from_json(TF_CONFIG, environ, _kind, _invalid) != "evaluator":
         return None
@@ -30,25 +30,20 @@ def evaluator_in(environ: "Mapping[str, str]") -> "Optional[Place]":
 
 
 def environ_of_worker(addresses: "Sequence[str]", index: int) -> "Dict[str, str]":
-    """Return the variable that tells a worker its cluster and its number in it."""
+    """Return the variable by which a worker knows its cluster and its number in it."""
     import json  # not at start-up
 
-    tells = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-    return {TF_CONFIG: json.dumps(tells)}
+    config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+    return {TF_CONFIG: json.dumps(config)}
 
 
-def worker(environ):
-    """As ``_worker``, of the first variable that tells."""
+def worker(environ: "Mapping[str, str]") -> "Optional[Place]":
+    """Return the place of one of a cluster's workers, or None for other processes."""
     return _worker(TF_CONFIG, environ) or _worker(CLUSTER_SPEC, environ)
 
 
 def _worker(name, environ):
-    """Return the place of one of a cluster's workers, or None.
-
-    Alone, or the one that evaluates.
-
-    The chief, where there is one, is rank 0.
-    """
+    """Return the place of a worker by one variable. The chief, where there is one, is rank 0."""
     if (
         not environ.get(name, "").strip()
         or from_json(name, environ, _kind, _invalid) == "evaluator"
@@ -73,12 +68,12 @@ def cluster_in(environ: "Mapping[str, str]", name: str = TF_CONFIG) -> "Tuple[An
     text = environ[name]
 
     def read(config):
-        found = config.get("cluster")
-        if found is None and config.get("sparseCluster"):
-            # TFJob's dynamic workers know themselves and the parameter servers, and no other.
+        described = config.get("cluster")
+        if described is None and config.get("sparseCluster"):
+            # TFJob's dynamic workers know themselves and the parameter servers only.
             raise _sparse_cluster(text)
-        cluster = {}  # type: dict
-        for kind, part in (found or {}).items():
+        cluster: "Dict[Any, List[str]]" = {}
+        for kind, part in (described or {}).items():
             cluster.setdefault(_KINDS.get(kind, kind), []).extend(_addresses(part, text))
         if cluster.get("ps"):
             raise errors.RankError(
@@ -96,18 +91,12 @@ def _kind(config):
 
 
 def addresses_of(cluster: "Mapping[str, List[str]]") -> "List[str]":
-    """Return the addresses of a cluster's ranks, in their order.
-
-    The chief is rank 0.
-    """
+    """Return the addresses of a cluster's ranks, in their order. The chief is rank 0."""
     return cluster.get("chief", []) + cluster.get("worker", [])
 
 
 def _addresses(part, text):
-    """Return a part of a cluster as a list.
-
-    TensorFlow takes a dictionary by index, too.
-    """
+    """Return the addresses of one kind of task, which may be a list or a dictionary by index."""
     if isinstance(part, dict):
         by_index = {int(index): address for index, address in part.items()}
         if sorted(by_index) != list(range(len(by_index))):

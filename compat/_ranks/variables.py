@@ -1,31 +1,31 @@
-"""Places made of the values of environment variables, as launchers set them."""
+"""Places by the values of the environment variables that launchers set."""
 
-from typing import Any, List
+from typing import Any, Callable, List, Mapping, Optional, Sequence
 
 from .. import errors
 from .._configuration.numeric import whole_number
 from .addresses import host_of, is_loopback
 from .place import Place
 
-# What JSON raises that is none, or is nested too deeply, or has other types than are expected.
+# Errors of text that is not JSON, is nested too deeply, or has unexpected types.
 _MALFORMED = ValueError, TypeError, AttributeError, LookupError, OverflowError, RecursionError
 
 
-def number(name, environ):
+def number(name: str, environ: Mapping[str, str]) -> Optional[int]:
     """Return a variable's number from 0, or None where it is not set.
 
     Raises:
         RankError: it is something else.
     """
     text = environ.get(name, "").strip()
-    found = whole_number(text)
-    if text and found is None:
+    value = whole_number(text)
+    if text and value is None:
         raise not_a_rank(name, text)
-    return found
+    return value
 
 
-def not_a_rank(name, text, problem=None):
-    """Return the error of a variable that does not tell a rank."""
+def not_a_rank(name: str, text: str, problem: Any = None) -> errors.RankError:
+    """Return the error for a variable from whose text no rank can be read."""
     return errors.RankError(
         "{}={} does not tell the rank of this process in a way that compat understands. Set "
         "COMPAT_RANK, COMPAT_SIZE, COMPAT_LOCAL_RANK and COMPAT_LOCAL_SIZE instead, or "
@@ -33,11 +33,19 @@ def not_a_rank(name, text, problem=None):
     )
 
 
-def from_json(name, environ, read, invalid):
-    """Return what ``read`` makes of a variable's JSON, or None where it is not set.
+def from_json(
+    name: str,
+    environ: Mapping[str, str],
+    read: Callable[[Any], Any],
+    invalid: Callable[[str, str, Any], Exception],
+) -> Any:
+    """Return a value read from a variable's JSON, or None where the variable is not set.
 
     Arguments:
-        invalid: makes the error of the variable's name, its text and the problem.
+        name: that of the variable.
+        environ: the environment.
+        read: a function of the JSON's value that returns the result.
+        invalid: a function of the variable's name, its text and the problem that returns the error.
     """
     text = environ.get(name, "").strip()
     if not text:
@@ -50,23 +58,35 @@ def from_json(name, environ, read, invalid):
         raise invalid(name, text, error) from error
 
 
-def texts(found):
-    """Return a list of texts, such as addresses, as it is."""
-    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise TypeError(f"not a list of texts: {found!r}")
-    return found
+def texts(value: Any) -> List[str]:
+    """Return a list of texts, such as addresses, as it is.
+
+    Raises:
+        TypeError: the value is not such a list.
+    """
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise TypeError(f"not a list of texts: {value!r}")
+    return value
 
 
-def from_values(launcher, names, values, on_one_machine=None):
-    """Return the place of this rank, size, local rank and local size, which may be texts.
+def from_values(
+    launcher: str,
+    names: Sequence[str],
+    values: Sequence[Any],
+    on_one_machine: Optional[bool] = None,
+) -> Place:
+    """Return the place with a rank, a size, a local rank and a local size, which may be texts.
 
     Arguments:
-        names: of the variables that tell the first of them.
+        launcher: its name, for reports.
+        names: those of the variables that have the first of these values.
+        values: the four.
+        on_one_machine: as ``Place`` takes it.
 
     Raises:
         RankError: they are no numbers, or contradict each other.
     """
-    numbers: "List[Any]" = [whole_number(str(value)) for value in values]
+    numbers: List[Any] = [whole_number(str(value)) for value in values]
     rank, size, local_rank, local_size = numbers
     if None in numbers or not (rank < size and local_rank < local_size <= size):
         raise errors.RankError(
@@ -77,20 +97,24 @@ def from_values(launcher, names, values, on_one_machine=None):
     return Place(rank, size, local_rank, local_size, launcher, on_one_machine)
 
 
-def from_addresses(launcher, addresses, rank):
+def from_addresses(launcher: str, addresses: Sequence[str], rank: int) -> Place:
     """Return the place among ranks whose addresses are known, in the order of ranks."""
     hosts = [host_of(address) for address in addresses]
     mine = hosts[rank]
     return Place(rank, len(hosts), hosts[:rank].count(mine), hosts.count(mine), launcher)
 
 
-def from_rank_and_size(launcher, names, environ):
-    """Return a place by rank and size alone: one rank a machine, or all on this one.
+def from_rank_and_size(
+    launcher: str, names: Sequence[str], environ: Mapping[str, str]
+) -> Optional[Place]:
+    """Return a place by rank and size alone: one rank on each machine, or all on this one.
 
     Arguments:
+        launcher: its name, for reports.
         names: the variables of the rank, of the size, and of rank 0's address, or all addresses. If
-            it is on this machine's loopback interface, so are all. But on Kubernetes, PyTorchJob
-            tells rank 0 "localhost" and the others its name.
+            it is on this machine's loopback interface, so are all ranks; but on Kubernetes,
+            PyTorchJob has "localhost" for rank 0 itself, and its name for the others.
+        environ: the environment.
     """
     *names, address = names
     rank, size = (number(name, environ) for name in names)

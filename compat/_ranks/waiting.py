@@ -16,12 +16,11 @@ TIMEOUT = 600.0
 
 
 def timeout(environ: "Mapping[str, str]", name: str = "COMPAT_TIMEOUT") -> float:
-    """Return how long a rank waits for the others, in seconds.
-
-    ``COMPAT_TIMEOUT``, or ``TIMEOUT``.
+    """Return how long a rank waits for the others, in seconds: ``COMPAT_TIMEOUT``, or ``TIMEOUT``.
 
     Arguments:
-        name: of what has set it, for the error.
+        environ: the environment.
+        name: the name of the setting, for the error.
     """
     text = environ.get("COMPAT_TIMEOUT", str(TIMEOUT))
     try:

@@ -1,4 +1,4 @@
-"""When the ranks' weights are compared, and what is said where they differ."""
+"""Comparison of the ranks' weights as training goes on."""
 
 from .. import _keras
 from .._runtime.process import process
@@ -16,7 +16,7 @@ _OFTEN = 100
 
 
 class WeightComparison:
-    """When the ranks' variables are compared, which they must be at the same step on all ranks."""
+    """Comparisons of the ranks' variables, which all ranks make at the same steps."""
 
     def __init__(self, engine):
         self.engine = engine
@@ -31,16 +31,21 @@ class WeightComparison:
             self.compare(model, self.steps)
 
     def epoch_ended(self, steps):
+        """Count the steps of an epoch, unless they were counted one by one."""
         if self.steps == self.begun:  # engines that compare weights in steps count none here
             self.steps += steps
         self.begun = self.steps
 
     def is_due(self, ends):
-        """Return whether to compare at the end of this epoch, with which all training may end."""
+        """Return whether a comparison is due at the end of an epoch.
+
+        Arguments:
+            ends: whether training ends with it.
+        """
         return self.steps - self.compared >= (1 if ends else _OFTEN)
 
     def compare(self, model, when, causes=checksum.CAUSES):
-        """See ``checksum.verify``."""
+        """Compare the variables of a model: see ``checksum.verify``."""
         self.resolve(model, when, self.engine.gather(self.numbers(model)), causes)
 
     def numbers(self, model):
@@ -51,17 +56,17 @@ class WeightComparison:
         return checksum.numbers(read(self.variables(model)))
 
     def resolve(self, model, when, rows, causes=checksum.CAUSES):
-        """Act upon the checksums of all ranks: see ``checksum.verify``."""
+        """Resolve differences of the ranks' gathered checksums: see ``checksum.verify``."""
         if not checksum.same(rows):
             self._resolve(model, self.variables(model), when, causes)
 
     def held(self, model):
-        """Return the checksum of what a model computes with, which is not the optimizer's state."""
+        """Return the checksum of the variables with which a model computes its outputs."""
         read, _ = _keras.reader_and_writer(model)
         return checksum.numbers(read(self._shared(model, arrays_of(model))))
 
     def resolve_held(self, model, when, rows):
-        """As ``resolve``, of the checksums that ``held`` gives."""
+        """Resolve differences of the ranks' checksums that ``held`` has returned."""
         if not checksum.same(rows):
             self._resolve(model, self._shared(model, arrays_of(model)), when, _SET_ON_ONE_RANK)
 
@@ -75,12 +80,13 @@ class WeightComparison:
         checksum.resolve(self.engine, names, read(variables), write_one, when, causes)
 
     def variables(self, model):
+        """Return the variables of a model and its training that are the same on all ranks."""
         return self._shared(model, variables_of(model, self.engine))
 
     def _shared(self, model, variables):
-        """Return those that are the same on all ranks.
+        """Return those variables that are the same on all ranks.
 
-        Each rank has its own metrics, whole numbers, and states of stateful RNNs.
+        Metrics, whole numbers, and the states of stateful RNNs differ.
         """
         merged = set(map(id, state.tried(model))) if hasattr(model, "train_step") else ()
         numbers = [
@@ -88,6 +94,6 @@ class WeightComparison:
             for weight in model.weights
             if "int" in str(getattr(weight, "dtype", "")) and id(weight) not in merged
         ]
-        own = metrics.variables(model) + numbers + _keras.states(model, "dtype")
-        ids = set(map(id, own))
-        return [each for each in variables if id(each) not in ids]
+        differing = metrics.variables(model) + numbers + _keras.states(model, "dtype")
+        ids = set(map(id, differing))
+        return [variable for variable in variables if id(variable) not in ids]

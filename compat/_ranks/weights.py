@@ -5,10 +5,10 @@ from . import checksum, horovod_optimizers, tables
 
 
 class Start:
-    """The weights and the optimizer's state with which a model begins: rank 0's, on all ranks.
+    """The start of training from rank 0's weights and optimizer's state, on all ranks.
 
     Attributes:
-        numbers: their checksum and that of the model's tables, which the ranks gather.
+        numbers: the checksum of these and of the model's tables, which the ranks gather.
     """
 
     def __init__(self, model, engine):
@@ -17,7 +17,7 @@ class Start:
         self.variables = variables_of(model, engine)
         self.read, self.write = _keras.reader_and_writer(model)
         self.mine = self.read(self.variables)
-        # MXNet's optimizers make their state as they train, so that rank 0's may have more of it.
+        # MXNet's optimizers make their state in training, so that rank 0's may have more of it.
         self.optimizer = model.optimizer if _is_of_mxnet(model) else None
         self.state = self.optimizer.get_weights() if self.optimizer else []
         self.numbers = tables.numbers(model) + checksum.numbers(self.mine + list(self.state))
@@ -53,24 +53,24 @@ def _is_of_mxnet(model):
 
 
 def variables_of(model, engine):
-    """Return the variables of a model, of its optimizer, and others that training sets."""
+    """Return the variables of a model and of its optimizer, and others that training sets."""
     # For MXNet's see same_start().
     optimizer = None if _is_of_mxnet(model) else getattr(model, "optimizer", None)
     state = []
     maker = _keras.inner_model(model)
     if optimizer is not None and hasattr(maker, "_make_train_function"):
         maker._make_train_function()  # before that Keras 2's optimizers have no state
-        # The second is what keeps the state of one of TensorFlow's own, in Keras 2.
-        own = getattr(optimizer, "optimizer", None)
-        state = optimizer.weights if own is None else own.variables
+        # In Keras 2 an optimizer of TensorFlow's keeps its state itself.
+        wrapped = getattr(optimizer, "optimizer", None)
+        state = optimizer.weights if wrapped is None else wrapped.variables
     elif optimizer is not None and maker is not None:
-        # The second is what tf.keras' legacy optimizers have.
+        # tf.keras' legacy optimizers have the second one.
         make = getattr(optimizer, "build", None) or optimizer._create_all_weights
         if not getattr(optimizer, "built", False) and model.trainable_variables:
             make(model.trainable_variables)
         state = optimizer.variables
     state = list(state() if callable(state) else state)
-    # What a LossScaleOptimizer of tf.keras has besides.
+    # A LossScaleOptimizer of tf.keras has more.
     scale = getattr(optimizer, "_loss_scale", None)
     if scale is not None and hasattr(scale, "current_loss_scale"):
         state += [scale.current_loss_scale, scale.counter]

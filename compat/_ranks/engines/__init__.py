@@ -1,6 +1,6 @@
-"""What the ranks of a framework talk through: its part that carries numbers between processes.
+"""Engines: the communication of a framework's ranks, which carries numbers between processes.
 
-Here is what all engines have in common; each is a subclass beside its backend.
+This is their base class. Each engine is a subclass in a module beside this one.
 """
 
 import collections
@@ -19,7 +19,7 @@ from ..place import Place
 
 
 class Engine:
-    """What the ranks of one framework talk through. Subclasses join the others when created.
+    """The communication of one framework's ranks. Subclasses join the others when created.
 
     Every rank calls the same methods in the same order. A subclass has ``sum``, ``problem``, and
     ``broadcast`` or ``broadcast_bytes``, at least; ``Backend.distribute`` gets this process's
@@ -33,13 +33,13 @@ class Engine:
         others: the other ranks.
         timeout: how long this rank waits for the others, in seconds.
         steps: how many steps the ranks have done together since the last epoch began.
-        totals: of the last step, the sums over all ranks of the numbers that ``share`` was given.
-        unreached: the names of what replaces a framework's functions for the time of a step, and
-            was not called in one.
-        unexchanged: likewise of what has a step exchange gradients, if it did so without.
+        totals: the sums over all ranks of the numbers that ``share`` got in the last step.
+        unreached: the names of functions that replace a framework's during a step, and that a step
+            did not call.
+        unexchanged: likewise of those by which a step exchanges gradients, if it exchanged none.
     """
 
-    #: What errors call it; None for the name of its class.
+    #: Its name in errors; None for the name of its class.
     name: Optional[str] = None
 
     def __init__(self, place: Place) -> None:
@@ -47,18 +47,18 @@ class Engine:
         self.others = [rank for rank in range(place.size) if rank != place.rank]
         self.timeout = waiting.timeout(os.environ)
         self.steps = 0
-        self.totals = []  # type: Any
-        self._exchanged = collections.Counter()  # type: Any  # by what was exchanged
-        self.unreached = {}  # type: Any  # as a set that keeps its order
-        self.unexchanged = {}  # type: Any  # likewise
-        self.calls = None  # type: Any  # a ``calls.Calls``, where the ranks keep a store
+        self.totals: Any = []
+        self._exchanged: Any = collections.Counter()  # by the kind of values
+        self.unreached: Any = {}  # as a set that keeps its order
+        self.unexchanged: Any = {}  # likewise
+        self.calls: Any = None  # a ``calls.Calls``, where the ranks keep a store
         self.exchanges = 0  # since the last of these calls began
-        # What for this rank waits, which exchange that is, and until when.
-        self.inside = None  # type: Any
+        # While this rank waits: a phrase for the wait, the number of the exchange, and a deadline.
+        self.inside: Any = None
 
     @classmethod
     def join(cls, place: Place) -> Any:
-        """Return this process's place in the engine, where it joins the others the first time."""
+        """Return this process's engine, which joins the others the first time."""
         if cls not in process.engines:
             left_threads.end_with_main_thread(place)
             process.engines[cls] = cls(place)
@@ -68,12 +68,12 @@ class Engine:
         """Return the host and the port of rank 0, for ranks whose launcher keeps no store.
 
         Raises:
-            RankError: nothing tells where.
+            RankError: they are not known.
         """
         return rendezvous.require_rendezvous(self.place, self.name or type(self).__name__)
 
     def listen(self) -> Any:
-        """Rank 0's socket, which listens there, and for no more machines than it must.
+        """Return rank 0's socket, which listens there on no more interfaces than it must.
 
         Raises:
             RankError: as ``rendezvous``, or the port is taken.
@@ -99,9 +99,9 @@ class Engine:
         return self._gather_and_sum(numbers, [])[0]
 
     def gather_each(self, lists: Sequence[Sequence[int]]) -> List[List[List[int]]]:
-        """As ``gather``, of several lists at once: what that gives for each of them."""
-        rows = list(map(iter, self.gather([number for each in lists for number in each])))
-        return [[[next(row) for _ in each] for row in rows] for each in lists]
+        """Gather several lists at once, and return for each list those of all ranks."""
+        rows = list(map(iter, self.gather([number for numbers in lists for number in numbers])))
+        return [[[next(row) for _ in numbers] for row in rows] for numbers in lists]
 
     def gather_texts(self, text: str) -> List[str]:
         """Return each rank's text, in the order of ranks."""
@@ -113,15 +113,16 @@ class Engine:
     def gather_and_sum(
         self, numbers: Sequence[int], values: Sequence[float], expected: int
     ) -> Tuple[List[List[int]], Any]:
-        """As ``gather`` and as ``sum``, in one exchange if there are no more values than expected.
+        """Gather numbers and sum values, in one exchange if no more values than expected.
 
         Arguments:
-            values: there may be more of them on some ranks than on others.
-            expected: a number that is the same on all ranks.
+            numbers: as ``gather`` takes them.
+            values: numbers to sum up, of which some ranks may have more than others.
+            expected: how many of them fit into the first exchange, the same on all ranks.
 
         Returns:
-            What ``gather`` gives, and the sums; None in their place where the ranks have different
-            numbers of values.
+            The result of ``gather``; and the sums, or None where the ranks have different numbers
+            of values.
         """
         padded = (list(values) + [0.0] * expected)[:expected]
         rows, sums = self._gather_and_sum([len(values), *numbers], padded)
@@ -134,17 +135,14 @@ class Engine:
         return [numbers for _, *numbers in rows], sums
 
     def _gather_and_sum(self, numbers, values):
-        """As ``gather_and_sum``, of as many values on all ranks."""
+        """Gather numbers and sum values, of which all ranks have as many."""
         mine = [flag * number for flag in self.flags(True) for number in numbers]
         sums, count = self.sum(mine + values), len(numbers)
         starts = [rank * count for rank in range(self.place.size)]
         return [list(map(int, sums[start : start + count])) for start in starts], sums[len(mine) :]
 
     def broadcast(self, value: Any) -> Any:
-        """Return what rank 0 passes.
-
-        Numbers, texts, arrays and lists of them.
-        """
+        """Return the value that rank 0 passes: numbers, texts, arrays, or lists of these."""
         content = pickle.dumps(value, 4) if self.place.rank == 0 else b""
         size = int(self.sum([len(content)])[0])
         content = numpy.frombuffer(content or bytes(size), "uint8")
@@ -153,27 +151,32 @@ class Engine:
             return pickle.loads(self.broadcast_bytes(content).tobytes())
 
     def broadcast_bytes(self, content: Any) -> Any:
-        """Rank 0's array of uint8; what other ranks pass is as long, and all zeros."""
+        """Return rank 0's array of uint8. Other ranks pass zeros, as many."""
         raise NotImplementedError
 
     def state_besides(self, model: Any) -> List[Any]:
-        """Variables that training a model of Keras' sets, and that are not among its weights."""
+        """Return variables that training sets, and that are not among a Keras model's weights."""
         return []
 
     def problem(self, error: Exception) -> Optional[str]:
-        """Return the phrase in which this exception tells of a failure between ranks, or None.
+        """Return a phrase for the failure between ranks that an exception means, or None.
 
         Arguments:
-            error: what an operation within ``waiting`` has raised.
+            error: one that an operation within ``waiting`` has raised.
         """
         raise NotImplementedError
 
     def absent(self) -> List[int]:
-        """Return the ranks known not to wait here as well, after such a failure."""
+        """Return the ranks that are known not to wait in the same exchange after a failure."""
         return []
 
     def missing(self, has_come: Callable[[int], Any], seconds: float = 2.0) -> List[int]:
-        """Return the other ranks that do not come in that time."""
+        """Return the other ranks that do not come in time.
+
+        Arguments:
+            has_come: a function of a rank.
+            seconds: how long they may take.
+        """
         others, until = self.others, time.monotonic() + seconds
         while others and time.monotonic() < until:
             time.sleep(0.1)
@@ -191,20 +194,20 @@ class Engine:
         if self.calls is not None:
             self.calls.begin(call)
 
-    def count(self, what: str) -> None:
-        """Count an exchange of "gradients" or "results", which a ``RanksCheck`` asks for."""
-        self._exchanged[what] += 1
+    def count(self, kind: str) -> None:
+        """Count an exchange of "gradients" or "results", for a ``RanksCheck``."""
+        self._exchanged[kind] += 1
 
-    def exchanged(self, what: str) -> int:
-        """Return how often this rank has exchanged that with the others so far."""
-        return int(self._exchanged[what])
+    def exchanged(self, kind: str) -> Optional[int]:
+        """Return how often this rank has exchanged "gradients" or "results" so far."""
+        return int(self._exchanged[kind])
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Turn the engine's own error within into the loss of a rank that it stands for.
+        """Wait for other ranks within; an error of the engine becomes that of a lost rank.
 
         Arguments:
-            what: what for, in a phrase.
+            what: the purpose, in a phrase: "for the others' gradients".
         """
         self.exchanges += 1
         outer = self.inside
@@ -213,7 +216,7 @@ class Engine:
             yield
         except Exception as error:
             problem = self.problem(error)
-            if problem is None or isinstance(error, errors.RankError):  # which says so itself
+            if problem is None or isinstance(error, errors.RankError):  # which names the ranks
                 raise
             raise errors.rank_lost(self.place, what, self.absent(), problem) from error
         finally:
@@ -221,7 +224,7 @@ class Engine:
             self.resume()
 
     def look_while_waiting(self, look: Callable[[Any], None], seconds: float) -> None:
-        """From now on call ``look(self.inside)``, in a thread, as often as this rank waits."""
+        """Call ``look(self.inside)`` in a thread, time and again, while this rank waits."""
 
         def watch():
             while True:
@@ -234,14 +237,14 @@ class Engine:
 
     @contextlib.contextmanager
     def watched(self, what: str, seconds: float = 0.0, absent: Any = tuple) -> Iterator[None]:
-        """Within, the main thread waits for others in a way that cannot be interrupted.
+        """Limit a wait of the main thread within that cannot be interrupted.
 
-        After so many seconds this process ends, with the traceback of an error.
+        When time is over, this process ends with the traceback of an error.
 
         Arguments:
-            what: what for, in a phrase.
-            seconds: 0: ``timeout``.
-            absent: returns the ranks that are known to be missing; called after these seconds.
+            what: the purpose of the wait, in a phrase.
+            seconds: the limit; 0: ``timeout``.
+            absent: a function that returns the ranks that are known to be missing.
         """
         limit = seconds or self.timeout
 
@@ -258,17 +261,18 @@ class Engine:
             timer.cancel()
 
     def arrive(self) -> None:
-        """Called where this rank begins to wait for the others in a graph."""
+        """Note that this rank begins to wait for the others in a graph."""
 
     def resume(self) -> None:
-        """Called where that wait has ended, and the step goes on, or any other wait."""
+        """Note that this rank waits no longer, in a graph or elsewhere."""
 
     def share(self, rows: int, numbers: Sequence[float] = ()) -> float:
-        """Return this rank's share of the step that all ranks begin, where it has so many rows.
+        """Return this rank's share of the step that all ranks begin.
 
         Gradients times the shares sum up to the gradient of all rows.
 
         Arguments:
+            rows: those of this rank's batch.
             numbers: more to sum up on the way, as many on all ranks: to ``totals``.
 
         Raises:
@@ -280,7 +284,10 @@ class Engine:
         return rows / total
 
     def stepped(self, ended: Sequence[int]) -> None:
-        """Count a step. ``ended`` are the ranks that had no more batches.
+        """Count a step.
+
+        Arguments:
+            ended: the ranks that had no more batches.
 
         Raises:
             RankLostError: there are such ranks.
@@ -294,7 +301,7 @@ class Engine:
         self.steps += 1
 
     def close(self) -> None:
-        """Say that this rank has no more batches in this epoch. All say so at once.
+        """Report that this rank has no more batches in this epoch. All ranks do so at once.
 
         Raises:
             RankError: other ranks have more.
@@ -310,20 +317,21 @@ class Engine:
         self.steps = 0
 
     def _close(self, flag=True):
-        """Return the ranks that have no more batches, this one among them, whose flag says so."""
+        """Return the ranks that have no more batches, this one among them."""
         numbers = [0.0] * len(self.totals)  # as many as those that go on have
         return self.rows_and_ended(self.sum([0.0, *self.flags(flag), *numbers]))[1]
 
     def rows_and_ended(self, sums: Any) -> Tuple[float, List[int]]:
-        """Return what was summed up in a step.
+        """Return the rows of all ranks in a step, and the ranks without more batches.
 
-        All ranks' rows, and the ranks without more batches.
+        Arguments:
+            sums: those of the numbers that ``share`` exchanges.
         """
         self.totals = sums[1 + self.place.size :]
         return float(sums[0]), [rank for rank in range(self.place.size) if sums[1 + rank]]
 
     def flags(self, flag: float) -> List[float]:
-        """Return this rank's flag in its place, which sums up to all ranks' flags."""
+        """Return a list with this rank's flag in its place; all ranks' lists sum up to theirs."""
         return [float(flag) * (rank == self.place.rank) for rank in range(self.place.size)]
 
 

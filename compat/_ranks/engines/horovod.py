@@ -1,8 +1,8 @@
-"""Horovod: what the ranks of TensorFlow and MXNet talk through.
+"""Horovod, the engine of TensorFlow's and MXNet's ranks.
 
 Horovod's own ``DistributedOptimizer`` is another class than the user's, which saved models then
-name, and weights all ranks alike. Here Horovod carries numbers, and no more. Rendezvous, waiting
-and failing are the same for all frameworks; how numbers get to Horovod is each framework's.
+name, and weights all ranks alike. Here Horovod carries numbers only. Rendezvous, waits and failures
+are the same for all frameworks; each framework has its own way to hand numbers to Horovod.
 """
 
 import importlib
@@ -49,6 +49,7 @@ class HorovodEngine(engines.Engine):
         threading.Thread(target=self._watch, name="compat waits for ranks", daemon=True).start()
 
     def sum(self, values):
+        """Return the sum over all ranks: see ``Engine.sum``."""
         with self.waiting("for the others' numbers"):
             self.arrive()
             return self.sum_numbers(values)
@@ -67,9 +68,9 @@ class HorovodEngine(engines.Engine):
         self.deadline = None
 
     def _watch(self):
-        """End a wait that takes too long: Horovod, shut down, fails it on all ranks.
+        """End a wait that takes too long by shutting Horovod down, which fails it on all ranks.
 
-        Horovod's own check for stalls finds none between CPUs: it goes through a list of ranks
+        Horovod's own check for stalls detects none between CPUs: it iterates over a list of ranks
         that its gloo part leaves empty (0.28.1, ``GlooController::DoInitialization``).
         """
         deadline = None
@@ -79,7 +80,7 @@ class HorovodEngine(engines.Engine):
         self.horovod.shutdown()
 
     def _rendezvous(self):
-        """Wait until all ranks come: Horovod itself would abort the process where one does not."""
+        """Wait until all ranks come: Horovod itself would abort the process if one does not."""
         if "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in os.environ:  # no horovodrun
             return
         try:
@@ -91,23 +92,20 @@ class HorovodEngine(engines.Engine):
             raise errors.rank_lost(self.place, "to start", absent, problem)
 
     def absent(self):
-        """As far as horovodrun still tells."""
+        """Return the ranks that do not report to horovodrun's store, if it is still there."""
         try:
             return self._missing("failure", 2.0)
         except (KeyError, OSError):  # no horovodrun, or it has gone, too
             return []
 
     def _missing(self, place, seconds):
-        """Return the ranks that do not come to the place in that time.
-
-        Horovodrun keeps a store.
-        """
+        """Return the ranks that do not come to a place in time, by horovodrun's store."""
         _in_store("PUT", place, self.place.rank)
         return self.missing(lambda rank: _in_store("GET", place, rank), seconds)
 
 
 def _in_store(method, place, rank):
-    """Note in horovodrun's store that a rank is at a place, or ask whether it is."""
+    """Record in horovodrun's store that a rank is at a place, or return whether it is."""
     address = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
     port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
     url = "http://{}:{}/compat_{}/{}".format(address, port, place, rank)
@@ -120,15 +118,12 @@ def _in_store(method, place, rank):
 
 
 def is_missing(python):
-    """Return whether Horovod is not installed.
-
-    In another interpreter than this one that is not known.
-    """
+    """Return whether Horovod is not installed, which is only known of this interpreter."""
     return python == sys.executable and packages.version("horovod") is None
 
 
 def launcher(job, framework):
-    """horovodrun, which needs no ssh on this machine, and reaches others by it.
+    """Return horovodrun's command, which reaches other machines by ssh.
 
     Raises:
         NotInstalledError: Horovod is not installed.

@@ -1,4 +1,4 @@
-"""Which engines are installed, and for which frameworks: told by files, nothing is imported."""
+"""The engines that are installed, and for which frameworks, by their files: nothing is imported."""
 
 import collections
 import glob
@@ -9,7 +9,7 @@ import shutil
 
 from ..._configuration import packages
 
-# What Horovod can be built for, each with a library of its own.
+# The frameworks for which Horovod can be built, each with a library of its own.
 _HOROVOD = "tensorflow", "mxnet", "torch"
 
 
@@ -20,7 +20,7 @@ class Installed(collections.namedtuple("Installed", "name version frameworks thr
         name: "Horovod".
         version: its own, or that of the framework that it is a part of.
         frameworks: those whose ranks it can connect, as built.
-        through: the libraries that it is linked with: "libmpi.so.40"; empty: not told.
+        through: the libraries that it is linked with: "libmpi.so.40"; empty: unknown.
         launcher: the path of the program that starts its ranks, where that is separate.
     """
 
@@ -32,7 +32,7 @@ class Installed(collections.namedtuple("Installed", "name version frameworks thr
 
 
 def engines():
-    """Yield all of them, in order of their names."""
+    """Yield the engines that are installed, in order of their names."""
     for version, folder in _found("horovod"):
         frameworks = [name for name in _HOROVOD if _files(folder, name, "mpi_lib*.so")]
         yield Installed("Horovod", version, frameworks, [], None)
@@ -50,7 +50,7 @@ def engines():
 
 
 def _found(module, *others):
-    """Version and folder of a module, in a list, if it or another distribution brings it."""
+    """Return the version and the folder of an installed module, in a list, which may be empty."""
     version = packages.version(module, *others)
     spec = importlib.util.find_spec(module) if version else None
     folders = list((spec and spec.submodule_search_locations) or [])

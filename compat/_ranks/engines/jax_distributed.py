@@ -1,4 +1,4 @@
-"""jax.distributed: what the ranks of JAX talk through."""
+"""jax.distributed, the engine of JAX's ranks."""
 
 import atexit
 import contextlib
@@ -12,11 +12,11 @@ from .. import engines, rendezvous, waiting
 from ..addresses import with_port
 from . import calls
 
-# How often a rank that waits looks whether another one has gone, in seconds.
+# How often a rank that waits checks whether another one has gone, in seconds.
 _LOOK = 0.2
 # How long it waits for an answer of rank 0, which may be stopped, in seconds.
 _ANSWER = 2.0
-# How long one that gives up waits for the others to do so, in seconds.
+# How long a rank that gives up waits for the others to do so, in seconds.
 _GIVE_UP = 3.0
 # How much longer than the other ranks rank 0 waits to start, in seconds.
 _LATER = 1.0
@@ -27,7 +27,7 @@ _SPARE = 10.0
 class JaxDistributed(engines.Engine):
     """jax.distributed: its coordination service, and sums over an array of one row per process.
 
-    It has to be joined before JAX makes its devices.
+    A process has to join before JAX makes its devices.
     """
 
     def __init__(self, place):
@@ -44,7 +44,7 @@ class JaxDistributed(engines.Engine):
                 bound = listening.getsockname()[0]
             addresses["coordinator_bind_address"] = with_port(bound, port)
         for name, value in (
-            # Else JAX ends a rank by a signal when another one fails, and lets none end alone.
+            # Else JAX kills a rank when another one fails, and lets none end alone.
             ("jax_enable_recoverability", True),
             # It would ignore the signal by which launchers end ranks.
             ("jax_enable_preemption_service", False),
@@ -84,7 +84,8 @@ class JaxDistributed(engines.Engine):
         self.look_while_waiting(self.look, _LOOK)
 
     def sum(self, values):
-        # By their bytes: unless told to, JAX makes float32 of float64.
+        """Return the sum over all ranks: see ``Engine.sum``."""
+        # By their bytes: by default JAX makes float32 of float64.
         row = np.asarray(values, "float64").view("uint32")
         rows = np.asarray(self.collect(self.all_rows, row, "for the others"))
         return rows.view("float64").sum(0)
@@ -94,7 +95,7 @@ class JaxDistributed(engines.Engine):
         return self.collect(self.total, array, what)
 
     def collect(self, function, array, what):
-        """Return what a function makes of all ranks' arrays, on this process's device."""
+        """Return a function's result for all ranks' arrays, on this process's device."""
         jax = self.jax
         with self.waiting(what):
             row = jax.device_put(array[None], jax.local_devices()[0])
@@ -103,18 +104,20 @@ class JaxDistributed(engines.Engine):
             return function(rows).addressable_data(0).block_until_ready()
 
     def broadcast_bytes(self, content):
+        """Return rank 0's array: see ``Engine.broadcast_bytes``."""
         return np.asarray(self.sum_array(content, "for the broadcast from rank 0"))
 
-    # Nothing waits for ever -------------------------------------------------------------------
+    # Limited waits ----------------------------------------------------------------------------
 
     def problem(self, error):
+        """Return the message of JAX's error: see ``Engine.problem``."""
         if not isinstance(error, (self.jax.errors.JaxRuntimeError, ValueError)):  # gloo's, NCCL's
             return None
         line = str(error).split("\n")[0]
         return line.partition("] ")[2] or line  # "Gloo ... failed: [...pair.cc:547] Conn..."
 
     def absent(self):
-        """Tell the others that this rank gives up, and return those that do not as well."""
+        """Report that this rank gives up, and return the others that do not give up as well."""
         self.inside = None
         self.mark("gave up")
         until = time.monotonic() + _GIVE_UP
@@ -127,7 +130,7 @@ class JaxDistributed(engines.Engine):
         return absent
 
     def look(self, inside):
-        """End this process where it waits for a rank that has ended, or too long.
+        """End this process if it waits for a rank that has ended, or too long.
 
         JAX's own collectives have no limit.
         """
@@ -139,35 +142,35 @@ class JaxDistributed(engines.Engine):
             error = errors.rank_lost(self.place, what, ended or lost, problem)
             waiting.end_process(error, self.end)
 
-    def mark(self, what):
-        def tell():
+    def mark(self, state):
+        """Record a state of this rank, "gave up" or "ended", in the store of rank 0."""
+
+        def record():
             with contextlib.suppress(self.jax.errors.JaxRuntimeError):
-                self.store.key_value_set("compat/{}/{}".format(what, self.place.rank), "-")
+                self.store.key_value_set("compat/{}/{}".format(state, self.place.rank), "-")
 
-        waiting.answer(tell, _ANSWER, None)
+        waiting.answer(record, _ANSWER, None)
 
-    def marked(self, what):
-        """Return the other ranks that have left this mark.
+    def marked(self, state):
+        """Return the other ranks that have recorded a state, or None if rank 0 does not answer.
 
-        Rank 0, which keeps them, where it is gone.
-
-        None: it does not answer.
+        Rank 0 itself is returned where it is gone, since it keeps the store.
         """
 
-        def ask():
+        def query():
             try:
-                found = self.store.key_value_dir_get("compat/{}".format(what))
+                entries = self.store.key_value_dir_get("compat/{}".format(state))
             except self.jax.errors.JaxRuntimeError:
                 return [0]
-            marked = {int(key.rsplit("/", 1)[1]) for key, _ in found}
+            marked = {int(key.rsplit("/", 1)[1]) for key, _ in entries}
             return [rank for rank in self.others if rank in marked]
 
-        return waiting.answer(ask, _ANSWER, None)
+        return waiting.answer(query, _ANSWER, None)
 
     def end(self):
-        """At the end of the program. Rank 0 is the last to go.
+        """Leave the ranks at the end of the program, rank 0 after all others.
 
-        It keeps the marks, and without it JAX ends the others before they have told anything.
+        Rank 0 keeps their states, and without it JAX ends them before they have recorded any.
         """
         self.mark("ended")
         if self.gave_up:
@@ -186,7 +189,7 @@ class JaxDistributed(engines.Engine):
 
 
 def _silent(place, host, port):
-    """Rank 0, if its service does not respond: an HTTP/2 server sends the first bytes."""
+    """Return rank 0 in a list if its service, an HTTP/2 server, does not send the first bytes."""
     if place.rank == 0:
         return []
     try:

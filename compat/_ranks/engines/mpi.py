@@ -1,11 +1,11 @@
-"""MPI, by mpi4py: what the ranks of Theano and of CNTK talk through.
+"""MPI, by mpi4py, the engine of Theano's and CNTK's ranks.
 
-MPI knows no timeouts, and in its own ``MPI_Finalize`` a rank waits for all others, also for those
+MPI has no timeouts, and in its own ``MPI_Finalize`` a rank waits for all others, also for those
 that wait for it elsewhere. So everything here is non-blocking and polled in a loop that
 
-- gives up after ``COMPAT_TIMEOUT`` seconds, having asked the others who waits as well,
-- sees at once when a rank has come to its end: it says so, and how far it got, before it waits
-  for the others to come to theirs.
+- gives up after ``COMPAT_TIMEOUT`` seconds, after a query which of the others wait as well,
+- notices at once that a rank has come to its end: the rank reports that, and how far it got, before
+  it waits for the others to come to theirs.
 
 A rank that fails does not call ``MPI_Finalize``: the launcher then ends the others.
 """
@@ -17,6 +17,7 @@ import shutil
 import sys
 import time
 import zlib
+from typing import Dict, Set
 
 from ... import errors
 from ..._configuration import packages
@@ -25,16 +26,15 @@ from .. import engines
 from ..launch import starter
 from . import calls
 
-# What ranks tell one another besides: that one has come to its end; a question who waits, too;
-# and the answer.
-_LEFT, _ASKS, _WAITS = range(3)
-# How long a rank that ended too early stays, for those that wait for it to tell of it, in seconds.
+# Notes between ranks: that one has come to its end; a query which others wait; and the answer.
+_LEFT, _QUERIES, _WAITS = range(3)
+# How long a rank that ended too early stays, for those that wait for it to report it, in seconds.
 _HOLD = 0.5
-# Bytes of a message. MPI goes on with one only while it is asked about it, a little at each time,
-# and ``_wait`` asks the less often the longer it has waited: 26 MB took two ranks 4 seconds whole,
+# Bytes of a message. MPI makes progress only while it is polled, a little at each time, and
+# ``_wait`` polls the less often the longer it has waited: 26 MB took two ranks 4 seconds at once,
 # and 0.01 in pieces.
 _PIECE = 2**18
-# Bytes of a text by which a rank says what it waits for.
+# Bytes of a text that describes a wait.
 _LONGEST = 200
 
 
@@ -45,9 +45,9 @@ class MPI(engines.Engine):
         super().__init__(place)
         self.mpi = _import(place)
         self.done = 0  # calls of the others that have come to their ends
-        self.left = {}  # type: dict  # rank that has come to its end -> its ``done``
-        self.waiters = set()  # type: set  # ranks that answered that they wait
-        self.notes = None  # where ranks tell one another what is above
+        self.left: Dict[int, int] = {}  # rank that has come to its end -> its ``done``
+        self.waiters: Set[int] = set()  # ranks that answered that they wait
+        self.notes = None  # the communicator of the notes above
         self.lost = False
         self.process = os.getpid()
         if not self.mpi.Is_initialized():
@@ -59,18 +59,16 @@ class MPI(engines.Engine):
         self.check_size(world.Get_size())
         # The framework, or the script, may use the world as well.
         with self.waiting("to start"):
-            self.comm = self._of_our_own(world)
-            self.notes = self._of_our_own(world)
+            self.comm = self._duplicate(world)
+            self.notes = self._duplicate(world)
         atexit.register(self._leave)
 
     def sum(self, values):
+        """Return the sum over all ranks: see ``Engine.sum``."""
         return self.sum_array(numpy.array(values, "float64"), "for the others")
 
     def sum_array(self, array, what="for the others' gradients"):
-        """Return the sum of an array over all ranks, in its place.
-
-        On all of them the same bits.
-        """
+        """Sum an array over all ranks, in place, to the same bits on all of them."""
         flat = array.view()
         flat.shape = -1  # no copy, or an error
         with self.waiting(what):
@@ -78,6 +76,7 @@ class MPI(engines.Engine):
         return array
 
     def broadcast_bytes(self, content):
+        """Return rank 0's array: see ``Engine.broadcast_bytes``."""
         received = content.copy()  # may be written to
         self._in_pieces(received, self.comm.Ibcast)
         return received
@@ -90,9 +89,9 @@ class MPI(engines.Engine):
             self._wait(begin(array[start : start + size]))
 
     def _agree(self, what, size):
-        """Refuse to exchange where ranks come for different things.
+        """Refuse to exchange where ranks wait for different things.
 
-        MPI adds up whatever has one size, and ends the process without a word where sizes differ.
+        MPI adds up whatever has one size, and ends the process silently where sizes differ.
         """
         code = zlib.crc32("{} {}".format(what, size).encode())
         codes = numpy.array([code, -code], "int64")
@@ -100,26 +99,26 @@ class MPI(engines.Engine):
         if codes[0] == -codes[1]:
             return
         mine = (what + errors.users_line()).encode()[:_LONGEST].ljust(_LONGEST)
-        found = numpy.empty([self.place.size, _LONGEST], "uint8")
-        self._wait(self.comm.Iallgather(numpy.frombuffer(mine, "uint8"), found))
-        waits = [row.tobytes().decode("utf-8", "replace").rstrip() for row in found]
+        gathered = numpy.empty([self.place.size, _LONGEST], "uint8")
+        self._wait(self.comm.Iallgather(numpy.frombuffer(mine, "uint8"), gathered))
+        waits = [row.tobytes().decode("utf-8", "replace").rstrip() for row in gathered]
         raise calls.different_calls(enumerate(waits))
 
     # Joining and leaving ----------------------------------------------------------------------
 
-    def _of_our_own(self, world):
+    def _duplicate(self, world):
         comm, request = world.Idup()
         self._wait(request)
         comm.Set_errhandler(self.mpi.ERRORS_RETURN)
         return comm
 
     def _leave(self):
-        """At the end of this process."""
+        """Leave the ranks at the end of this process."""
         if os.getpid() != self.process or self.mpi.Is_finalized():  # a fork is no rank
             return
         failed = self.lost or hasattr(sys, "last_type")  # of an exception that ended the script
         if not failed:
-            self._tell(_LEFT, self.others)
+            self._send(_LEFT, self.others)
             while len(self.left) < len(self.others) and not self.waiters:
                 self._listen()
                 time.sleep(0.01)
@@ -137,7 +136,7 @@ class MPI(engines.Engine):
     # Waiting ----------------------------------------------------------------------------------
 
     def _wait(self, request):
-        """Wait until all ranks have done what this one asks for."""
+        """Wait until all ranks have taken part in a request."""
         what, *_ = self.inside
         start = time.monotonic()
         while not request.Test():
@@ -145,34 +144,35 @@ class MPI(engines.Engine):
             self._listen()
             ended = sorted(rank for rank, done in self.left.items() if done <= self.done)
             if ended:
-                self._tell(_WAITS, ended)
+                self._send(_WAITS, ended)
                 raise errors.rank_lost(self.place, what, ended, "its script has ended")
             if waited > self.timeout:
                 problem = f"{self.timeout:g} seconds are over"
                 raise errors.rank_lost(self.place, what, self.absent(), problem)
-            # At first without a pause; later the fewer looks the longer it takes.
+            # At first without a pause; later the less often the longer it takes.
             time.sleep(0 if waited < 0.002 else min(waited / 50, 0.01))
         self.done += 1
 
     def problem(self, error):
+        """Return MPI's message: see ``Engine.problem``."""
         self.lost = True  # whatever it is, this rank has left an exchange
         return str(error) if isinstance(error, self.mpi.Exception) else None
 
     def absent(self):
-        """Return the ranks that do not answer that they wait as well."""
+        """Return the ranks that do not answer that they wait, too."""
         if self.notes is None or self.lost:
             return []
-        self._tell(_ASKS, self.others)
+        self._send(_QUERIES, self.others)
         return self.missing(lambda rank: self._listen() or rank in self.waiters)
 
-    def _tell(self, what, ranks):
-        note = numpy.array([what, self.done])
+    def _send(self, kind, ranks):
+        note = numpy.array([kind, self.done])
         for rank in ranks:
             self.notes.Isend(note, rank).Free()
-        self._told = note  # until it has left
+        self._sent = note  # kept until it has left
 
     def _listen(self):
-        """Take what others tell, and answer."""
+        """Receive the notes of others, and answer queries."""
         if self.notes is None:
             return
         status = self.mpi.Status()
@@ -182,8 +182,8 @@ class MPI(engines.Engine):
             self.notes.Recv(note, sender)
             if note[0] == _LEFT:
                 self.left[sender] = int(note[1])
-            elif note[0] == _ASKS:
-                self._tell(_WAITS, [sender])
+            elif note[0] == _QUERIES:
+                self._send(_WAITS, [sender])
             else:
                 self.waiters.add(sender)
 
@@ -207,7 +207,7 @@ def _no_mpi4py(needs):
 
 
 def leave_to_engine():
-    """Have the import of ``mpi4py.MPI``, wherever it is, neither begin nor end MPI by itself.
+    """Keep the import of ``mpi4py.MPI``, wherever it is, from starting and finalizing MPI.
 
     Returns:
         Whether mpi4py is installed.
@@ -222,7 +222,7 @@ def leave_to_engine():
 
 
 def launcher(job):
-    """As ``Backend.launcher``.
+    """Return mpirun's command for a job: see ``Backend.launcher``.
 
     Open MPI refuses more ranks than cores, ties each rank with all its threads to one core or
     socket, and refuses root; torchrun and horovodrun do none of that. Other MPIs do not read this.

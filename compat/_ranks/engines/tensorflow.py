@@ -1,13 +1,14 @@
-"""What the engines of TensorFlow share: Horovod, and its own workers."""
+"""The base class of TensorFlow's engines: Horovod, and TensorFlow's own workers."""
 
 import contextlib
 import math
 import re
+from typing import Any, Sequence
 
 from .. import engines
 from . import buckets
 
-#: A tensor of so many bytes is sent alone: to put it together with others would copy it.
+#: A tensor of so many bytes is sent alone: to concatenate it with others would copy it.
 LARGE = 2**20
 
 
@@ -26,7 +27,7 @@ def _is_alike(tensor):
 
     So it is the same on all ranks, whatever their rows: such as numbers of positions.
     """
-    if hasattr(tensor, "numpy"):  # of an eager step, which does not tell what it is computed from
+    if hasattr(tensor, "numpy"):  # of an eager step, which has no graph to traverse
         return False
     todo, seen = [tensor], set()
     while todo:
@@ -35,7 +36,9 @@ def _is_alike(tensor):
             continue
         seen.add(id(tensor))
         op = tensor.op
-        outside = [e for e, inside in getattr(tensor.graph, "captures", ()) if inside is tensor]
+        outside = [
+            outer for outer, inside in getattr(tensor.graph, "captures", ()) if inside is tensor
+        ]
         # Not so the batch, random numbers, and variables: a seed may be another one on each rank.
         if not outside and op.type != "Const" and not op.inputs or tensor.dtype.name == "resource":
             return False
@@ -51,15 +54,15 @@ class TensorFlowEngine(engines.Engine):
     Subclasses set ``tf``.
     """
 
-    #: What is found in the messages of TensorFlow's errors that mean the loss of a rank.
+    #: A pattern in the messages of TensorFlow's errors that mean the loss of a rank.
     mark = ""
     failure = None  # noted last
-    order = ()  # see order_of_steps()
+    order: Sequence[Any] = ()  # see order_of_steps()
 
     def mean(self, tensors, share, name):
-        """Return the mean over all ranks, weighted by their shares of the rows.
+        """Return the mean of tensors over all ranks, weighted by their shares of the rows.
 
-        In buckets, each of which leaves as soon as it is computed.
+        They are sent in buckets, each of which leaves as soon as it is computed.
 
         Arguments:
             tensors: dense ones and ``IndexedSlices``, the same on all ranks, in the order of the
@@ -67,9 +70,9 @@ class TensorFlowEngine(engines.Engine):
             share: this rank's, a float64 tensor.
             name: of the operation; the ranks' operations of one name belong together.
         """
-        tf, given, before = self.tf, tensors, []
+        tf, originals, before = self.tf, tensors, []
         # Where all ranks look the same rows up, one process has one gradient for each of them.
-        # Keras 3 would square one by one what stands side by side.
+        # Keras 3 would square duplicates one by one.
         alike = [isinstance(t, tf.IndexedSlices) and _is_alike(t.indices) for t in tensors]
         tensors = [t.values if same else t for t, same in zip(tensors, alike)]
         results = list(tensors)
@@ -89,31 +92,30 @@ class TensorFlowEngine(engines.Engine):
                 before = [results[place]]
         return [
             tf.IndexedSlices(result, one.indices, one.dense_shape) if same else result
-            for result, one, same in zip(results, given, alike)
+            for result, one, same in zip(results, originals, alike)
         ]
 
     def sum_in_graph(self, tensor, name, before):
         """Return the sum over all ranks of a tensor of one axis.
 
         Arguments:
-            before: what was exchanged before, which engines that need an order wait for.
+            tensor: this rank's.
+            name: that of the operation, the same on all ranks.
+            before: tensors that were exchanged before, for which engines that need an order wait.
         """
 
     def concatenate(self, slices, name, before):
         """Return all ranks' ``IndexedSlices``, concatenated: optimizers sum rows of one index."""
 
     def sum_numbers_in_graph(self, numbers):
-        """Return the sum over all ranks of a float64 tensor of one axis.
-
-        What ``sum`` does, in a graph.
-        """
+        """Return the sum over all ranks of a float64 tensor of one axis: ``sum`` in a graph."""
         return self.sum_in_graph(numbers, "numbers", [])
 
     def share_in_graph(self, rows, count):
         """Return this rank's share of the step that all ranks begin, as a float64 tensor.
 
-        As ``share()``, but nothing waits for it besides what needs it: the ranks' rows, and
-        whether they have more batches, are exchanged while the step computes.
+        This is ``share()`` in a graph, where only operations that need the share wait for it: the
+        ranks' rows, and whether they have more batches, are exchanged while the step computes.
 
         Arguments:
             rows: this rank's, a tensor or a number.
@@ -135,17 +137,17 @@ class TensorFlowEngine(engines.Engine):
         if tf.executing_eagerly():
             return tf.constant(self.share(begin(rows)), tf.float64)
         order = self.order_of_steps()
-        with tf.control_dependencies([each.read_value() for each in order]):
+        with tf.control_dependencies([variable.read_value() for variable in order]):
             mine = self.called(begin, [rows], tf.float64)
             numbers = tf.concat([[mine], tf.zeros([self.place.size], tf.float64)], 0)
             result = self.called(share, [mine, self.sum_numbers_in_graph(numbers)], tf.float64)
         with tf.control_dependencies([result]):
-            for each in order:
-                each.assign_add(1)
+            for variable in order:
+                variable.assign_add(1)
         return result
 
     def order_of_steps(self):
-        """Return a variable that steps read and set, so that TensorFlow 2 runs one after the other.
+        """Return variables that steps read and set, so that TensorFlow 2 runs them in turn.
 
         It may have several in a graph (``steps_per_execution``); TensorFlow 1 has one.
         """
@@ -157,7 +159,7 @@ class TensorFlowEngine(engines.Engine):
         return self.order
 
     def called(self, function, arguments, dtype, shape=()):
-        """Return a tensor: what ``function`` returns for values of tensors, as the graph runs."""
+        """Return a tensor with a Python function's result for values of tensors in a graph."""
 
         def call(*values):
             with self.noting():
@@ -168,7 +170,7 @@ class TensorFlowEngine(engines.Engine):
         return result
 
     def total(self, values):
-        """Scalars of a graph summed up over all ranks, in float64."""
+        """Return the sums over all ranks of scalars of a graph, in float64."""
         tf = self.tf
         mine = tf.stack([tf.cast(value, tf.float64) for value in values])
         shape = [len(values)]
@@ -177,7 +179,7 @@ class TensorFlowEngine(engines.Engine):
 
     @contextlib.contextmanager
     def noting(self):
-        """Keep the exception that is raised within: TensorFlow replaces it by another."""
+        """Keep the exception that is raised within, which TensorFlow replaces by another."""
         try:
             yield
         except Exception as error:
@@ -185,11 +187,12 @@ class TensorFlowEngine(engines.Engine):
             raise
 
     def waiting(self, what):
+        """Wait for other ranks within: see ``Engine.waiting``."""
         self.failure = None
         return super().waiting(what)
 
     def problem(self, error):
-        """As the base class's; raises the exception noted last, for which TensorFlow's stands."""
+        """Return a phrase for TensorFlow's error, or raise the exception that it stands for."""
         failure, self.failure = self.failure, None
         if failure is not None and failure is not error:
             raise failure from error
@@ -199,8 +202,8 @@ class TensorFlowEngine(engines.Engine):
 
 
 def problem_of(error):
-    """Return what one of TensorFlow's errors says has happened, in a line."""
-    # TensorFlow puts before it where the node was made, and the node and its reports behind it.
+    """Return the problem that an error of TensorFlow's reports, in a line."""
+    # The place where the node was made stands before it, and the node and its reports behind it.
     message = error.message.partition("[[")[0].partition("\nAdditional")[0]
     message = message.partition("\nThe error could be from a previous operation")[0]
     return message.strip().split("\n")[-1].split(". ")[0].rstrip(".")

@@ -1,7 +1,7 @@
 """TF_CONFIG's workers: the cluster of tf.distribute.MultiWorkerMirroredStrategy, and its sums.
 
-The strategy joins the workers and bounds what they send each other. A model is as Keras made it:
-in the strategy's own scope Keras would weigh all workers alike in an uneven last batch, shuffle
+The strategy joins the workers and limits their waits. A model stays as Keras made it: in the
+strategy's own scope Keras would weigh all workers alike in an uneven last batch, shuffle
 otherwise on each worker the rows that it then deals out, and have rank 0 wait for the others
 wherever it reads a moving average, to save it for example. So steps are those of the backend's
 ``ranks``, and the gradients are summed by the operations that the strategy uses.
@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import zlib
+from typing import List
 
 import numpy as np
 
@@ -29,12 +30,12 @@ from ..tf_config import addresses_of, cluster_in
 from . import calls
 from . import tensorflow as tensorflow_engine
 
-# What sums together, and how TensorFlow numbers these groups; its strategies begin at 1.
+# The devices of sums, and TensorFlow's numbers of their groups; its strategies begin at 1.
 _HOST, _GPU = "/cpu:0", "/gpu:0"
 _GROUPS = {_HOST: 1000001, _GPU: 1000002}
 # How long a rank that fails waits for the others to be notified, in seconds.
 _EXIT_TIMEOUT = 3.0
-# In place of the flag of a rank that closes its epoch: that of a process that exits.
+# The flag of a process that exits, in place of that of a rank that closes its epoch.
 _EXITS = 2.0
 
 
@@ -52,10 +53,10 @@ def join_at_start(place: Place) -> None:
     if started or patching.find(owner, "ensure_initialized") is not None:
         return
     start, lock = owner.ensure_initialized, threading.RLock()
-    begun = []  # type: list
+    begun: List[bool] = []
 
     def join_and_start(self):
-        with lock:  # other threads wait; what is called within starts TensorFlow
+        with lock:  # other threads wait; the calls within start TensorFlow
             if not begun:
                 begun.append(True)
                 try:
@@ -95,7 +96,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     """The strategy's cluster. It has to be joined as TensorFlow starts: see ``join_at_start``."""
 
     mark = "ollective|compat/call"
-    means = None  # a variable: how often gradients have become their mean
+    means = None  # a variable that counts the means of gradients
 
     def __init__(self, place):
         import tensorflow as tf
@@ -107,7 +108,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         self.tf = tf
         self.lost = False
         options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=self.timeout)
-        # In TensorFlow 2's words, which have no "master".
+        # In TensorFlow 2's terms, which have no "master".
         cluster, kind, index = cluster_in(os.environ)
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec(cluster), task_type=kind, task_id=index, rpc_layer="grpc"
@@ -138,6 +139,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         atexit.register(self.leave)
 
     def sum(self, values):
+        """Return the sum over all ranks: see ``Engine.sum``."""
         with self.waiting("for the others"):
             return self._sum(np.asarray(values, "float64"))
 
@@ -147,7 +149,8 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             return self.sum_numbers_in_graph(self.tf.convert_to_tensor(array)).numpy()
 
     def broadcast_bytes(self, content):
-        words = np.zeros(-(-content.size // 4), "int32")  # what all sum operations take
+        """Return rank 0's array: see ``Engine.broadcast_bytes``."""
+        words = np.zeros(-(-content.size // 4), "int32")  # a type that all sum operations take
         words.view("uint8")[: content.size] = content
         return self._sum(words).view("uint8")[: content.size]
 
@@ -161,7 +164,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             )
 
     def _options(self, tensor, device, name):
-        """Return what the ranks' operations of one name have in common.
+        """Return the attributes that the ranks' operations of one name have in common.
 
         The strategy numbers operations as they are traced; ranks may trace differently often.
         TensorFlow takes tensors of one shape and type for each number.
@@ -179,14 +182,17 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         }
 
     def sum_numbers_in_graph(self, numbers):
-        # By a name that what is summed up outside of graphs has, too.
+        """Return the sum over all ranks: see ``TensorFlowEngine.sum_numbers_in_graph``."""
+        # By the name of the sums outside of graphs.
         return self.reduce(numbers, _HOST, "at once " + numbers.dtype.name)
 
     def sum_in_graph(self, tensor, name, before):
+        """Return the sum over all ranks: see ``TensorFlowEngine.sum_in_graph``."""
         with self.tf.control_dependencies(before):  # one after the other, on all ranks
             return self.reduce(tensor, self.device, name)
 
     def mean(self, tensors, share, name):
+        """Return the mean over all ranks: see ``TensorFlowEngine.mean``."""
         tf, results = self.tf, super().mean(tensors, share, name)
         if name.startswith("gradients") and results:
             # Counted by the graph, which calls nothing of Python's for that.
@@ -197,12 +203,14 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
                 self.means.assign_add(1)
         return results
 
-    def exchanged(self, what):
-        if what == "gradients" and self.means is not None:
+    def exchanged(self, kind):
+        """Return how often this rank has exchanged values: see ``Engine.exchanged``."""
+        if kind == "gradients" and self.means is not None:
             return int(self.means.numpy())
-        return super().exchanged(what)
+        return super().exchanged(kind)
 
     def concatenate(self, slices, name, before):
+        """Return all ranks' ``IndexedSlices``: see ``TensorFlowEngine.concatenate``."""
         tf, values = self.tf, slices.values
         with tf.control_dependencies(before):
             mine = tf.one_hot(self.place.rank, self.place.size, dtype=tf.int32)
@@ -222,12 +230,12 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         indices = of_all(slices.indices, "indices", [])
         return tf.IndexedSlices(of_all(values, "values", [indices]), indices, slices.dense_shape)
 
-    # No wait is unbounded ---------------------------------------------------------------------
+    # Limited waits ----------------------------------------------------------------------------
 
     def _await_all(self, address):
         """Wait until all workers have connected.
 
-        TensorFlow would wait for them for an hour, or for ever, and holds Python's lock meanwhile.
+        TensorFlow would wait for them for an hour, or forever, and holds Python's lock meanwhile.
         """
         host, _, port = address.rpartition(":")
         connect = self._await_ranks if self.place.rank == 0 else self._find_rank_0
@@ -265,6 +273,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         return [0]
 
     def rows_and_ended(self, sums):
+        """Return the rows and the ranks without more batches, unless a process has exited."""
         left = [rank for rank in range(self.place.size) if sums[1 + rank] == _EXITS]
         if left:
             self.lost = True
@@ -272,7 +281,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         return super().rows_and_ended(sums)
 
     def leave(self):
-        """At the end of the program: notify ranks that go on, and wait for them."""
+        """Notify ranks that go on, and wait for them, at the end of the program."""
 
         def announce():
             if self.calls is not None:
@@ -285,5 +294,6 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
             waiting.answer(announce, _EXIT_TIMEOUT if failed else self.timeout, None)
 
     def absent(self):
+        """Return no ranks: TensorFlow does not know which are missing."""
         self.lost = True
         return []

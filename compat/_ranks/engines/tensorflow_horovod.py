@@ -1,4 +1,4 @@
-"""Horovod for TensorFlow: what its ranks talk through, in graphs and eagerly."""
+"""Horovod for TensorFlow, in graphs and eagerly."""
 
 from . import horovod
 from .tensorflow import TensorFlowEngine
@@ -31,13 +31,15 @@ class TensorFlowHorovod(TensorFlowEngine, horovod.HorovodEngine):
         self.session = tf.Session(graph=graph, config=config)
 
     def sum_numbers(self, values):
+        """Return the sum over all ranks: see ``HorovodEngine.sum_numbers``."""
         return self.session.run(self.summed, {self.numbers: values})
 
     def broadcast_bytes(self, content):
+        """Return rank 0's array: see ``Engine.broadcast_bytes``."""
         return self.session.run(self.sent, {self.bytes: content})
 
     def state_besides(self, model):
-        """In graphs: the running sums of moving averages.
+        """Return the running sums of moving averages in graphs.
 
         assign_moving_average(zero_debias=True), which keras 2 calls, keeps them in variables
         below the average: "moving_mean/biased".
@@ -48,12 +50,14 @@ class TensorFlowHorovod(TensorFlowEngine, horovod.HorovodEngine):
         return [v for v in self.tf.global_variables() if v.op.name.startswith(scopes)]
 
     def sum_in_graph(self, tensor, name, before):
+        """Return the sum over all ranks: see ``TensorFlowEngine.sum_in_graph``."""
         # The scopes of functions, one in the other, may differ between ranks.
         return self.horovod.allreduce(
             tensor, op=self.horovod.Sum, name="horovod_" + name, ignore_name_scope=True
         )
 
     def mean(self, tensors, share, name):
+        """Return the mean over all ranks: see ``TensorFlowEngine.mean``."""
         tf = self.tf
 
         def arrive():
@@ -75,6 +79,8 @@ class TensorFlowHorovod(TensorFlowEngine, horovod.HorovodEngine):
         return results
 
     def concatenate(self, slices, name, before):
+        """Return all ranks' ``IndexedSlices``: see ``TensorFlowEngine.concatenate``."""
+
         def gather(tensor, part):
             name_of_part = "horovod_{}_{}".format(name, part)
             return self.horovod.allgather(tensor, name=name_of_part, ignore_name_scope=True)

@@ -1,4 +1,4 @@
-"""torch.distributed: what the ranks of torch talk through."""
+"""torch.distributed, the engine of torch's ranks."""
 
 import atexit
 import contextlib
@@ -32,8 +32,8 @@ class TorchDistributed(engines.Engine):
             if not distributed.is_initialized():
                 self._make_default_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
             self.check_size(distributed.get_world_size())
-            # What ranks sum up while a backward pass goes on keeps its order within a group of its
-            # own, whatever layers or the script exchange meanwhile, as SyncBatchNorm does.
+            # Sums that ranks begin during a backward pass keep their order in a separate group,
+            # whatever layers or the script exchange meanwhile, as SyncBatchNorm does.
             self.group = distributed.new_group(timeout=self.limit)
         if not cuda:
             # One of gloo's threads that still lets go of a tensor while Python finalizes ends the
@@ -43,7 +43,7 @@ class TorchDistributed(engines.Engine):
     def _make_default_group(self, backends):
         place = self.place
         store = self.store = self._store_of_all()
-        # All come to the store first, so that it knows who has not.
+        # All come to the store first, so that it knows which have not.
         store.set("compat/came/{}".format(place.rank), "")
         store.wait(["compat/came/{}".format(r) for r in range(place.size)], self.limit)
         prefixed = self.distributed.PrefixStore("compat", store)
@@ -63,8 +63,8 @@ class TorchDistributed(engines.Engine):
         """Return the store that is the rendezvous."""
         distributed, place = self.distributed, self.place
         if rendezvous.torchrun_keeps_store(os.environ):  # it outlives every rank
-            found = distributed.rendezvous("env://", place.rank, place.size, timeout=self.limit)
-            return next(found)[0]
+            stores = distributed.rendezvous("env://", place.rank, place.size, timeout=self.limit)
+            return next(stores)[0]
         host, port = rendezvous.require_rendezvous(place, "torch.distributed")
         # This class names the ranks that do not come; the store would only count them.
         options = {"is_master": place.rank == 0, "timeout": self.limit, "wait_for_workers": False}
@@ -74,13 +74,14 @@ class TorchDistributed(engines.Engine):
         return distributed.TCPStore(host, port, place.size, **options)
 
     def _leave(self):
-        """At the end of this process: the groups made here go, unless the script has done so."""
+        """Destroy the groups made here as this process ends, unless the script has done so."""
         group, self.group = self.group, None
         if self.distributed.is_initialized():
             with contextlib.suppress(ValueError):  # the script has destroyed it, and made others
                 self.distributed.destroy_process_group(None if self.made else group)
 
     def sum(self, values):
+        """Return the sum over all ranks: see ``Engine.sum``."""
         torch = sys.modules["torch"]
         tensor = torch.tensor(values, dtype=torch.float64)
         with self.waiting("for the others' gradients"):
@@ -93,31 +94,34 @@ class TorchDistributed(engines.Engine):
             return self.distributed.all_reduce(tensor, group=self.group, async_op=True)
 
     def end_sum(self, work):
+        """Wait for a sum that ``begin_sum`` has begun."""
         with self.waiting("for the others' gradients"):
             work.wait()
 
     def concatenate(self, tensor):
-        """Return all ranks' tensors of any numbers of rows, one below the other."""
+        """Return all ranks' tensors, of any numbers of rows, concatenated."""
         torch = sys.modules["torch"]
         sizes = [size for (size,) in self.gather([len(tensor)])]
         padded = tensor.new_zeros((max(sizes),) + tensor.shape[1:])
         padded[: len(tensor)] = tensor
-        found = [torch.empty_like(padded) for _ in sizes]
+        gathered = [torch.empty_like(padded) for _ in sizes]
         with self.waiting("for the others' gradients"):
-            self.distributed.all_gather(found, padded)
-        return torch.cat([part[:size] for part, size in zip(found, sizes)])
+            self.distributed.all_gather(gathered, padded)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes)])
 
     def _close(self, flag=True):
         # Others that have more batches are in an exchange like the last one.
         return super()._close(flag) if self.last is None else self.last.close()
 
     def broadcast(self, value):
+        """Return the value that rank 0 passes: see ``Engine.broadcast``."""
         box = [value]
         with self.waiting("for the broadcast from rank 0"):
             self.distributed.broadcast_object_list(box, device="cpu")
         return box[0]
 
     def problem(self, error):
+        """Return the message of gloo, NCCL or the store: see ``Engine.problem``."""
         if not isinstance(error, RuntimeError):  # of gloo, NCCL and the store
             return None
         # "[.../gloo/transport/tcp/pair.cc:553] Connection closed by peer [...]. This is ...", or
@@ -126,20 +130,20 @@ class TorchDistributed(engines.Engine):
         return line.split(". ")[0].partition(", keys: ")[0]
 
     def absent(self):
-        """As far as the store still tells."""
+        """Return the ranks that do not report to the store, or the one whose store is gone."""
         store = self.store
         if store is None:  # it could not be reached, or the script has made the group
             return [] if self.distributed.is_initialized() else self._keeper()
 
-        def who_waits_not():
+        def not_waiting():
             try:
                 store.set("compat/waits/{}".format(self.place.rank), "")
                 return self.missing(lambda rank: store.check(["compat/waits/%d" % rank]))
             except RuntimeError:  # the store has gone, too
                 return self._keeper()
 
-        return waiting.answer(who_waits_not, 4.0, self._keeper())
+        return waiting.answer(not_waiting, 4.0, self._keeper())
 
     def _keeper(self):
-        """Return the rank that keeps the store, if it is another one."""
+        """Return the rank that keeps the store in a list, if it is another one."""
         return [0] if self.place.rank and not rendezvous.torchrun_keeps_store(os.environ) else []
