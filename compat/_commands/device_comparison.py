@@ -3,6 +3,7 @@
 import functools
 import os
 import warnings
+from typing import Any, Dict, Optional
 
 from .. import _api, _keras, _verification, errors
 from .._configuration import detection, device_choice, gpu_selection
@@ -16,14 +17,16 @@ TOLERANCE = 1e-5  # the largest difference of a weight that still counts as roun
 
 
 @progress.shown("comparing one device with several")
-def compare_devices(devices, backend, simulate, outcome):
+def compare_devices(
+    devices: Optional[int], backend: Optional[str], simulate: bool, outcome: Dict[str, Any]
+) -> bool:
     """Configure, train twice side by side, and print the comparison as it goes.
 
     Arguments:
         devices: how many, or None for all GPUs, or 3 simulated ones where there are not two.
         backend: its name, or None for the one that Keras would use.
-        simulate: use CPU devices even if there are enough GPUs.
-        outcome: a dictionary that gets what is printed.
+        simulate: whether to use CPU devices even if there are enough GPUs.
+        outcome: a dictionary for the results that are printed.
 
     Returns:
         Whether the weights were the same, to ``TOLERANCE``, after every step, and every device
@@ -51,9 +54,10 @@ def compare_devices(devices, backend, simulate, outcome):
 
 
 def _show_where(devices, outcome):
-    """Print where the first step's products ran; whether each device had its part."""
+    """Print where the first step's products ran, and return whether each device ran some."""
     ran = process.verified[-1].operations if process.verified else {}
-    products = outcome["products"] = {each: list(ran.get(each, (0, 0))) for each in devices}
+    products = {device: list(ran.get(device, (0, 0))) for device in devices}
+    outcome["products"] = products
     worked = [device for device in devices if min(products[device]) > 0]
     _say("\nMatrix products of a step that each device ran, forward + backward:")
     _say("\n".join("  {}: {} + {}".format(device, *products[device]) for device in devices))
@@ -68,8 +72,8 @@ def _configure(devices, backend, simulate):
         simulate = len(device_choice.choose(everything, None, os.environ)) < (devices or 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", errors.CompatWarning)  # the report shows them
-        asked = {"simulate": devices or 3} if simulate else {"gpus": devices}
-        return _api.configure_gpu(backend=backend, verify=1, **asked)
+        request: Dict[str, Any] = {"simulate": devices or 3} if simulate else {"gpus": devices}
+        return _api.configure_gpu(backend=backend, verify=1, **request)
 
 
 def _dense(keras):
@@ -79,7 +83,7 @@ def _dense(keras):
 
 
 def _compare(keras, count, outcome):
-    """Train the model on one device, and its equal on all."""
+    """Train the model on one device, and an equal one on all; return whether they stay equal."""
     import numpy as np
 
     single, several = (_api.parallelize(_dense(keras), gpus) for gpus in (1, count))
@@ -97,7 +101,7 @@ def _compare(keras, count, outcome):
         difference = _verification.largest_difference(*weights)
         outcome["steps"].append({"rows": rows, "losses": losses, "difference": difference})
         _say("{:4}  {:4}  {:9.7f}  {:10.7f}  {:.1e}".format(step, rows, *losses + [difference]))
-    same = all(each["difference"] <= TOLERANCE for each in outcome["steps"])  # NaN is not
+    same = all(step["difference"] <= TOLERANCE for step in outcome["steps"])  # NaN is not
     verdict = "The same: no weight ever differs" if same else "NOT the same: a weight differs"
     _say(f"\n{verdict} by more than {TOLERANCE:g}.")
     return same

@@ -16,7 +16,7 @@ class PythonRequires(NamedTuple):
     Attributes:
         source: the name of the file that has it; None where the project sets no limit.
         text: as written there; None where it is computed.
-        specifiers: what it says, a ``SpecifierSet``; None where it could not be read.
+        specifiers: a ``SpecifierSet``; None where the text could not be read.
     """
 
     source: Optional[str] = None
@@ -31,11 +31,11 @@ class PythonRequires(NamedTuple):
         return self.specifiers is None or "{}.{}.{}".format(*python, _LAST) in self.specifiers
 
 
-# In a file of TOML, of which Python 3.6 has no parser, and of Python: a text in quotes. What stands
-# there otherwise is computed.
+# In a file of TOML, for which Python 3.6 has no parser, and of Python: a text in quotes. Anything
+# else is computed.
 _QUOTED = r"\s*=\s*(?:(['\"])(?P<specifier>.*?)\1)?"
 _WITHIN = r"^\[(?:{})\][^\n]*\n(?:(?!\[).*\n)*?"
-# The files in which it is looked for, in this order, as setuptools does.
+# The files that may have it, in the order of setuptools.
 PROJECT_FILES = {
     "pyproject.toml": _WITHIN.format(r"project|tool\.poetry\.dependencies")
     + r"(?:requires-python|python)" + _QUOTED,
@@ -49,20 +49,20 @@ def python_requires(folder: str) -> PythonRequires:
     """Return the ``python_requires`` of the project in a folder.
 
     Raises:
-        NotInstalledError: it is there, and ``packaging`` is not installed.
+        NotInstalledError: there is one, and ``packaging`` is not installed.
     """
     for name, pattern in PROJECT_FILES.items():
-        found = re.search(pattern, text_of(folder, name), re.MULTILINE)
-        if found is not None:
-            text = found.group("specifier")
+        match = re.search(pattern, text_of(folder, name), re.MULTILINE)
+        if match is not None:
+            text = match.group("specifier")
             return PythonRequires(name, text, _specifiers(text))
     return PythonRequires()
 
 
 def text_of(folder: str, name: str) -> str:
-    """Return the text of a file of a project; "" where there is none, or no regular one.
+    """Return the text of a regular file of a project, or "" where there is none.
 
-    Names of authors may be in another encoding; what is looked for is in ASCII.
+    Names of authors may be in another encoding; keywords are in ASCII.
     """
     path = os.path.join(folder, name)
     if not os.path.isfile(path):

@@ -8,7 +8,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from typing import Any, List, Optional
+from typing import Any, Dict, List, Optional
 
 from .. import _ranks, _verification, errors
 from .._configuration import detection
@@ -31,20 +31,26 @@ VERDICTS = {
 }
 
 
-def verify_script(script, devices, backend, ranks, outcome) -> bool:
-    """Run a script as it is, twice, and print a verdict on what was verified.
+def verify_script(
+    script: List[str],
+    devices: Optional[int],
+    backend: Optional[str],
+    ranks: Optional[int],
+    outcome: Dict[str, Any],
+) -> bool:
+    """Run a script as it is, twice, and print a verdict.
 
     Arguments:
         script: its path, or "-m" and a module, and its arguments.
         devices: how many simulated ones; None: 3.
         backend: its name; None: the one that Keras would use.
         ranks: as how many ranks the second time; None: 2; 0: not at all.
-        outcome: a dictionary that gets what is printed.
+        outcome: a dictionary for the results that are printed.
 
     Returns:
-        Whether several devices did what one does, and ranks stayed the same, wherever that could
-        be compared; False, too, where nothing was, where the script failed, or where ``ranks`` were
-        asked for and their engine is not installed.
+        Whether several devices did the same as one, and ranks stayed the same, wherever that could
+        be compared. False, too, where nothing was compared, where the script failed, or where
+        ``ranks`` were requested and their engine is not installed.
 
     Raises:
         InvalidArgumentError: there is no such script, or it is a notebook.
@@ -74,11 +80,11 @@ def verify_script(script, devices, backend, ranks, outcome) -> bool:
             outcome["ranks"] = ranks and {"size": size, "status": None, "same": None}
         elif size and has_ranks:
             lines += [""] + _as_ranks(script, environ, chosen, size, outcome, folder)
-    runs = [each for each in (outcome["simulated"], outcome["ranks"]) if each]
-    found = [each["same"] for each in runs]
-    outcome["same"] = next((same for same in (False, None) if same in found), True)
+    runs = [run for run in (outcome["simulated"], outcome["ranks"]) if run]
+    results = [run["same"] for run in runs]
+    outcome["same"] = next((same for same in (False, None) if same in results), True)
     print("\n".join(["", "-" * 72] + lines), flush=True)
-    return bool(outcome["same"]) and not any(each["status"] for each in runs)
+    return bool(outcome["same"]) and not any(run["status"] for run in runs)
 
 
 def _on_replicas(script, environ, chosen, devices, outcome, folder):
@@ -86,7 +92,7 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
     output.say(f"compat test: {outcome['script']} on {devices} simulated devices ({chosen.name})")
     environ = dict(environ, COMPAT_SIMULATE=str(devices), COMPAT_VERIFY_REPORT=str(folder))
     status = _status([sys.executable] + script, environ)
-    reports = [json.loads(each.read_text("utf-8")) for each in sorted(folder.iterdir())]
+    reports = [json.loads(path.read_text("utf-8")) for path in sorted(folder.iterdir())]
     records: List[Any] = sum(reports, [])
     script_name = os.path.basename(outcome["script"])
     lines = [f"compat test: {script_name} on {devices} simulated devices of {chosen.name}", ""]
@@ -107,10 +113,7 @@ def _on_replicas(script, environ, chosen, devices, outcome, folder):
 
 
 def _missing_engine(chosen, ranks, environ):
-    """Return which engine of the backend's ranks is to be installed, and how.
-
-    None: there is one.
-    """
+    """Return how to install the engine of the backend's ranks, or None if it is installed."""
     try:
         chosen.launcher(_ranks.Job(ranks, sys.executable, environ))
     except errors.NotInstalledError as error:
@@ -119,10 +122,7 @@ def _missing_engine(chosen, ranks, environ):
 
 
 def _as_ranks(script, environ, chosen, ranks, outcome, folder):
-    """Return the verdict on ranks, as lines.
-
-    What they print as errors is shown where all ended well.
-    """
+    """Return the verdict on ranks, as lines. Their standard error is shown if all ended well."""
     output.say(f"compat test: {outcome['script']} as {ranks} ranks")
     options = ["run", "-n", str(ranks), "--gpus", "cpu", "--backend", chosen.framework]
     report = folder / "ranks.json"
@@ -130,17 +130,17 @@ def _as_ranks(script, environ, chosen, ranks, outcome, folder):
     with open(folder / "errors", "w+", encoding="utf-8", errors="replace") as file:
         status = _status(command, environ, stderr=file)
         file.seek(0)
-        said = file.read()
+        printed = file.read()
     compared = report.exists() and json.loads(report.read_text("utf-8"))["comparisons"]
-    # A script that ends like this on simulated devices, too, does so for a reason of its own.
-    is_own = status == outcome["simulated"]["status"] != 0
-    same = not status if compared and not is_own else None
+    # A script that ends with this status on simulated devices, too, has another problem.
+    is_scripts = status == outcome["simulated"]["status"] != 0
+    same = not status if compared and not is_scripts else None
     outcome["ranks"] = {"size": ranks, "status": status, "same": same}
     if status:
         shown = " ".join(map(shlex.quote, ["python", "-m", "compat"] + options + script))
-        verdict = f"NOT well, exit status {status}: {_last_error(said.splitlines())}"
+        verdict = f"NOT well, exit status {status}: {_last_error(printed.splitlines())}"
         return [f"As {ranks} ranks: {verdict}", f"This shows more: {shown}"]
-    print(said, end="", file=sys.stderr, flush=True)
+    print(printed, end="", file=sys.stderr, flush=True)
     if not compared:
         verdict = "all ended well, but nothing was compared: they trained no model together."
     else:
@@ -149,21 +149,19 @@ def _as_ranks(script, environ, chosen, ranks, outcome, folder):
 
 
 def _last_error(lines):
-    """Return in a line what ``compat run`` reports of the rank that failed, or its error."""
+    """Return the error of the rank that failed in a line, or how ``compat run`` reports it."""
     if reported_script.REPORT in lines:
         lines = lines[: lines.index(reported_script.REPORT)]
     begins = [line.startswith("compat run: ") for line in lines]
     last = len(lines) - 1 - begins[::-1].index(True)  # it says with what it begins, at least
     frames = [place for place in range(last, len(lines)) if lines[place].startswith("  File ")]
     behind = lines[frames[-1] :] if frames else []
-    said = lines[last].partition(": ")[2]
-    return next((line for line in behind if line.strip() and not line.startswith(" ")), said)
+    report = lines[last].partition(": ")[2]
+    return next((line for line in behind if line.strip() and not line.startswith(" ")), report)
 
 
 def _status(command, environ, stderr=None):
-    """Return the exit status of a command, which a Ctrl-C reaches, too.
-
-    It ends by itself, in ``GRACE``.
+    """Return the exit status of a command, which has ``GRACE`` to end after Ctrl-C.
 
     ``subprocess.call()`` would kill it a quarter of a second later, and at once on Python 3.6.
     """

@@ -9,10 +9,12 @@ as ranks. A verdict at the end says what was verified and what could not be.
 exit status: 0 the same, 1 something differs or nothing was compared, 2 wrong arguments or no
 backend."""
 
+import argparse
 import contextlib
 import json
 import os
 import sys
+from typing import Any, Dict
 
 from .. import errors
 from . import BACKEND, add_script, device_comparison, number, script_of, script_test
@@ -23,44 +25,49 @@ compat test [options]
        compat test [options] -m module [its arguments]"""
 
 
-def add_options(parser):
-    told = "how many, 2 or more (default: all GPUs where there are two or more, else 3; of a "
-    told += "script: 3)"
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``compat test``."""
+    text = "how many, 2 or more (default: all GPUs where there are two or more, else 3; of a "
+    text += "script: 3)"
     devices = number("devices, 2 or more", 2)
-    parser.add_argument("--devices", type=devices, metavar="N", help=told)
+    parser.add_argument("--devices", type=devices, metavar="N", help=text)
     parser.add_argument("--backend", metavar="NAME", help=BACKEND)
-    told = "use CPU devices even where there are GPUs (with a script always)"
-    parser.add_argument("--simulate", action="store_true", help=told)
-    told = "of a script: as so many ranks the second time (default: 2; 0: not at all)"
+    text = "use CPU devices even where there are GPUs (with a script always)"
+    parser.add_argument("--simulate", action="store_true", help=text)
+    text = "of a script: as so many ranks the second time (default: 2; 0: not at all)"
     ranks = number("ranks to compare: 2 or more, or 0 for none", 2, others=[0])
-    parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=told)
-    told = "print the outcome as one JSON object, and all else to stderr"
-    parser.add_argument("--json", action="store_true", help=told)
-    told = "show no line about work that takes long"
-    parser.add_argument("--quiet", action="store_true", help=told)
+    parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=text)
+    text = "print the outcome as one JSON object, and all else to stderr"
+    parser.add_argument("--json", action="store_true", help=text)
+    text = "show no line about work that takes long"
+    parser.add_argument("--quiet", action="store_true", help=text)
     add_script(parser)
 
 
-def execute(arguments):
+def execute(arguments: argparse.Namespace) -> int:
+    """Compare devices, or test a script, and return the exit status."""
     script = script_of(arguments)
     if arguments.ranks is not None and not script:
         arguments.parser.error("argument -n: a script is needed, or -m and a module")
-    asked = arguments.devices, arguments.backend
+    options = arguments.devices, arguments.backend
     with _outcome(arguments.json) as outcome:
         if not script:
-            return not device_comparison.compare_devices(*asked, arguments.simulate, outcome)
-        return not script_test.verify_script(script, *asked, arguments.ranks, outcome)
+            return not device_comparison.compare_devices(*options, arguments.simulate, outcome)
+        return not script_test.verify_script(script, *options, arguments.ranks, outcome)
 
 
 @contextlib.contextmanager
 def _outcome(is_printed):
-    """The outcome, to be filled with what is printed, under the keys of docs/command-line.md.
+    """Yield a dictionary for the outcome, with the keys of docs/command-line.md.
 
     "same" stays None where nothing could be compared, and "error" gets the text of the error that
-    is the reason. Where the outcome is printed, as a JSON object to stdout in the end, all that is
+    is the reason. Where the outcome is printed, as a JSON object to stdout at the end, all that is
     started prints to stderr until then.
+
+    Arguments:
+        is_printed: whether it is.
     """
-    outcome = {"same": None, "error": None}  # type: dict
+    outcome: Dict[str, Any] = {"same": None, "error": None}
     failure = None
     if not is_printed:
         yield outcome
@@ -68,7 +75,7 @@ def _outcome(is_printed):
     sys.stdout.flush()
     stdout = os.dup(1)
     try:
-        os.dup2(2, 1)  # what libraries and other processes print
+        os.dup2(2, 1)  # for the output of libraries and other processes
         with contextlib.redirect_stdout(sys.stderr):
             yield outcome
     except errors.CompatError as error:

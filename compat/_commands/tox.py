@@ -33,23 +33,25 @@ Row = Tuple[str, Tuple[int, int]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    told = "such as theano,tensorflow1: names of `compat pins` (default: each backend once)"
-    parser.add_argument("--backends", type=_names, metavar="NAMES", help=told)
-    told = "a row for every tested pair, not only for the newest Python of each backend"
-    parser.add_argument("--all", action="store_true", dest="every", help=told)
+    """Add the options of ``compat tox``."""
+    text = "such as theano,tensorflow1: names of `compat pins` (default: each backend once)"
+    parser.add_argument("--backends", type=_names, metavar="NAMES", help=text)
+    text = "a row for every tested pair, not only for the newest Python of each backend"
+    parser.add_argument("--all", action="store_true", dest="every", help=text)
     parser.add_argument("--ci", action="store_true", help="also .github/workflows/compat.yml")
-    told = "the project's (default: this)"
-    parser.add_argument("-o", dest="folder", default=".", metavar="FOLDER", help=told)
-    told = "what installs keras-gpu-compat: a requirement, or a path of a checkout or a wheel "
-    told += "(default: %(default)s)"
-    parser.add_argument("--compat", default=COMPAT, metavar="REQUIREMENT", help=told)
+    text = "the project's (default: this)"
+    parser.add_argument("-o", dest="folder", default=".", metavar="FOLDER", help=text)
+    text = "what installs keras-gpu-compat: a requirement, or a path of a checkout or a wheel "
+    text += "(default: %(default)s)"
+    parser.add_argument("--compat", default=COMPAT, metavar="REQUIREMENT", help=text)
 
 
 def _names(text):
     return text.replace(" ", "").split(",")
 
 
-def execute(arguments):
+def execute(arguments: argparse.Namespace) -> int:
+    """Write the files that the options request, and return the exit status."""
     folder = arguments.folder
     if not os.path.isdir(folder):
         raise errors.InvalidArgumentError(
@@ -66,34 +68,34 @@ def execute(arguments):
     chosen = rows(arguments.backends, arguments.every, allowed)
     compat = _requirement(arguments.compat, folder, arguments.ci)
     path = "src" if os.path.isdir(os.path.join(folder, "src")) else ""
-    own = _own_configuration(folder)
-    aside = ASIDE if own else ""
+    existing = _existing_configuration(folder)
+    aside = ASIDE if existing else ""
     files = {os.path.join(aside, "tox.ini"): tox_ini(chosen, compat, path, aside)}
     files[os.path.join(aside, "toxfile.py")] = _beside("toxfile.py")
     if arguments.ci:
         files[".github/workflows/compat.yml"] = workflow(chosen, compat, path, aside)
     write(folder, files)
     print("wrote  {}".format(", ".join(files)))
-    if own:
-        print(f"kept   the project's own configuration of tox, in {own}")
+    if existing:
+        print(f"kept   the project's own configuration of tox, in {existing}")
     if allowed.source is None:
         print("python any: no limit in {}".format(", ".join(PROJECT_FILES)))
     print("rows   {}".format(", ".join(map(_name, chosen))))
-    there = LEFT_OUT + tuple(pip_extras.BACKENDS[extra] for extra, _ in chosen)
-    missing = ", ".join(each for each in pip_extras.EXTRAS if each not in there)
+    backends = LEFT_OUT + tuple(pip_extras.BACKENDS[extra] for extra, _ in chosen)
+    missing = ", ".join(name for name in pip_extras.EXTRAS if name not in backends)
     if arguments.backends is None and missing:
         print(f"none   {missing}: {allowed}")
     print(f"next   pip install tox tox-uv && {_run_command(aside)}")
     return 0
 
 
-# What tox reads, in its order; and what in there is for tox, where not all of it is.
+# The files that tox reads, in its order; and its sections in files that have others, too.
 _CONFIGURATIONS = "tox.ini", "setup.cfg", "pyproject.toml", "tox.toml", "toxfile.py"
 _SECTIONS = {"setup.cfg": r"^\[tox:tox\]", "pyproject.toml": r"^\[tool\.tox[].]"}
 
 
-def _own_configuration(folder):
-    """Return the file with a configuration of tox that is not written by this command, or None."""
+def _existing_configuration(folder):
+    """Return the file with a configuration of tox that this command did not write, or None."""
     for name in _CONFIGURATIONS:
         if os.path.lexists(os.path.join(folder, name)):
             text = text_of(folder, name)
@@ -115,19 +117,20 @@ def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> L
     """Return the extras and Pythons to test on.
 
     Arguments:
-        extras: those that were asked for; None: of each backend the first that the project allows,
+        extras: those that were requested; None: of each backend the first that the project allows,
             or, where ``every`` is true, all.
         every: on all Pythons that the project allows, not only on the newest.
+        allowed: the Pythons that the project allows.
 
     Raises:
         InvalidArgumentError: there is no such extra, no row of it can be generated, or the project
             allows no Python that it is tested on.
     """
-    found: List[Row] = []
-    asked = [[extra] for extra in dict.fromkeys(map(pins.known, extras or ()))]
-    of_each_backend = [each for name, each in pip_extras.EXTRAS.items() if name not in LEFT_OUT]
-    for brought in asked or of_each_backend:
-        first = brought[0]
+    rows: List[Row] = []
+    requested = [[extra] for extra in dict.fromkeys(map(pins.known, extras or ()))]
+    of_each_backend = [extras for name, extras in pip_extras.EXTRAS.items() if name not in LEFT_OUT]
+    for alternatives in requested or of_each_backend:
+        first = alternatives[0]
         if first in LEFT_OUT:
             raise errors.InvalidArgumentError(
                 f"--backends {first}: no row can be generated for it, since it needs libraries of "
@@ -135,23 +138,23 @@ def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> L
                 f"{pip_extras.spelled(pip_extras.TESTED[first][-1])}` prints its requirements, and "
                 "`compat env` the command that installs the libraries."
             )
-        options = list(filter(None, (_rows_of(extra, every, allowed) for extra in brought)))
-        if asked and not options:
+        options = list(filter(None, (_rows_of(extra, every, allowed) for extra in alternatives)))
+        if requested and not options:
             raise errors.InvalidArgumentError(
                 f"--backends {first}: it is tested on {pip_extras.tested(first)}, which {allowed} "
                 "does not allow."
             )
-        found += sum(options if every else options[:1], [])
-    if not found:
+        rows += sum(options if every else options[:1], [])
+    if not rows:
         tested = map(pip_extras.spelled, sorted(set(sum(pip_extras.TESTED.values(), ()))))
         raise errors.InvalidArgumentError(
             f"{allowed} allows no Python that a backend is tested on: none of {', '.join(tested)}."
         )
-    return found
+    return rows
 
 
 def _rows_of(extra, every, allowed):
-    """Return the rows of an extra, the newest Python's only unless every one is asked for."""
+    """Return the rows of an extra: that of the newest Python only, unless ``every`` is true."""
     pythons = list(filter(allowed.allows, pip_extras.TESTED[extra]))
     return [(extra, python) for python in (pythons if every else pythons[-1:])]
 
@@ -166,7 +169,7 @@ _REQUIREMENT = re.compile(r"\w[\w.-]*\s*(\[[^][]*\]\s*)?([<>=!~(;@].*)?$|[A-Za-z
 
 
 def _requirement(compat, folder, ci):
-    """Return what installs keras-gpu-compat, a path as ``{tox_root}`` or an absolute one."""
+    """Return the requirement on keras-gpu-compat, a path from ``{tox_root}`` or an absolute one."""
     is_path = os.path.exists(compat)
     path = os.path.realpath(compat) if is_path else compat
     if not is_path and not _REQUIREMENT.match(compat):
@@ -197,10 +200,7 @@ GENERAL = {"COMPAT_SIMULATE": "3", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS
 
 
 def _beside(name):
-    """Return the text of a file in this folder.
-
-    In those of templates lines of ``%%`` are between them.
-    """
+    """Return the text of a file in this folder. Lines of ``%%`` separate templates in a file."""
     return pathlib.Path(__file__).with_name(name).read_text(encoding="utf-8")
 
 
@@ -208,6 +208,7 @@ def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
     """Return the text of tox.ini.
 
     Arguments:
+        chosen: its rows.
         compat: the requirement that installs keras-gpu-compat.
         path: the folder that the project's package is in, from the project's; "": that itself.
         aside: the folder that it is written to, from the project's; "": that itself.
@@ -232,9 +233,9 @@ def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
 
 
 def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
-    """Return the text of a workflow for GitHub's CI: a job for each row.
+    """Return the text of a workflow for GitHub's CI, with a job for each row.
 
-    Arguments as ``tox_ini()``.
+    The arguments are those of ``tox_ini()``.
     """
     head, job, container = _beside("compat.yml.txt").split("%%\n")
     text = head.format(version=__version__)
@@ -242,7 +243,7 @@ def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
         python = pip_extras.spelled(row[1])
         if row[1] in IMAGES:
             needed = [compat.replace("{tox_root}", "."), "pytest"] + pins.pins(*row)
-            needed = ['"{}"'.format(re.sub(r'(["$`\\])', r"\\\1", each)) for each in needed]
+            needed = ['"{}"'.format(re.sub(r'(["$`\\])', r"\\\1", pin)) for pin in needed]
             variables = dict(GENERAL, **_variables(row)).items()
             text += container.format(
                 name=_name(row),
@@ -266,7 +267,7 @@ def _run_command(aside):
 
 
 def _variables(row):
-    """Return what the tests of a row find in their environment, besides what all find."""
+    """Return the environment variables of a row's tests, besides those of all rows."""
     from .._configuration import registry  # for start-up time
 
     extra, _ = row
@@ -285,13 +286,14 @@ def write(folder: str, files: Dict[str, str]) -> None:
     """Write files, all of them or none.
 
     Arguments:
+        folder: the path.
         files: texts, by the paths from the folder.
 
     Raises:
-        ConfigurationFileError: one is there that this command did not write, or cannot be written.
+        ConfigurationFileError: one exists that this command did not write, or cannot be written.
     """
-    there = [path for path in files if os.path.lexists(os.path.join(folder, path))]
-    others = [path for path in there if not _is_ours(text_of(folder, path))]
+    existing = [path for path in files if os.path.lexists(os.path.join(folder, path))]
+    others = [path for path in existing if not _is_ours(text_of(folder, path))]
     if others:
         raise errors.ConfigurationFileError(
             f"{' and '.join(others)} in {os.path.abspath(folder)}: there already, so nothing was "

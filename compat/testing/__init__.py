@@ -10,21 +10,21 @@ A backend's test file is mostly one subclass::
         def placement(self, model, inputs, targets):
             ...
 
-``backend`` is a name or an instance: what another package brings passes the same tests.
+``backend`` is a name or an instance: a backend of another package passes the same tests.
 
 - ``ParallelContract``: Keras models on several devices in one process.
 - ``BackendContract``: no more than one device in one process.
-- ``NativeContract``: models of the framework's own kind on several devices, without Keras.
+- ``NativeContract``: models without Keras on several devices.
 - ``compat.testing.ranks``: one process per device.
 
 Run it with the environment variable ``COMPAT_TEST_KERAS`` set to the Keras under test:
 ``keras`` (the default), ``tensorflow.keras``, ``tf_keras``, or ``tensorflow.compat.v1.keras``
 for TensorFlow 2 in v1 mode. Needs pytest and numpy.
 
-Every test is the whole contract. ``-m span`` runs the span contract, a part that takes about a
-minute and sees what differs between versions of one backend; ``-m "not slow"`` leaves out what
-takes long and is tested in fewer cases besides, and ``any_backend`` is on what is the same on all
-backends. Register the three markers in your pytest's configuration.
+All tests are the whole contract. ``-m span`` runs the span contract, a part that takes about a
+minute and detects differences between versions of one backend; ``-m "not slow"`` leaves out tests
+that take long, whose subject others cover in fewer cases; ``any_backend`` marks tests of subjects
+that are the same on all backends. Register the three markers in your pytest's configuration.
 """
 
 from .._verification import largest_difference

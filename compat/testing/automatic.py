@@ -1,4 +1,4 @@
-"""That every Keras model which is compiled runs on all devices: ``parallelize=True``."""
+"""Tests of ``parallelize=True``: every Keras model that is compiled runs on all devices."""
 
 import contextlib
 import copy
@@ -7,6 +7,7 @@ import pickle
 import re
 import subprocess
 import weakref
+from typing import Any, Callable, Dict, Tuple
 
 import numpy as np
 import pytest
@@ -23,14 +24,15 @@ from .models import CASES, DEVICES, UNCHANGED, clear_session, initialise, optimi
 
 @contextlib.contextmanager
 def compiled_on_all_devices(backend):
-    """Within, it is as after ``configure_gpu(parallelize=True)``."""
+    """Parallelize the models that are compiled within, as ``configure_gpu(parallelize=True)``."""
     before = patching.patches()
     automatic_parallel.install(backend, _api._parallelize_compiled)
     try:
         yield
     finally:
-        for patch in reversed([each for each in patching.patches() if each not in before]):
-            patch.take_back()
+        for patch in reversed(patching.patches()):
+            if patch not in before:
+                patch.take_back()
         on_import.forget()
         process.parallelizes_compiled = False
 
@@ -38,16 +40,17 @@ def compiled_on_all_devices(backend):
 class AutomaticContract(BackendContract):
     """Models of scripts that do not call ``parallelize()``."""
 
-    #: What makes copies that train by themselves, where the Keras can make them so.
-    copies = (copy.copy, copy.deepcopy)  # type: tuple
+    #: Functions that make copies which train by themselves, where the Keras supports that.
+    copies: Tuple[Callable[[Any], Any], ...] = (copy.copy, copy.deepcopy)
 
     @pytest.fixture
     def automatic(self, configuration):
-        """Yield what ``configure_gpu(parallelize=True)`` adds; taken back when the test is over."""
+        """Parallelize compiled models until the test is over."""
         with compiled_on_all_devices(self.instance()):
             yield
 
     def check_on_all_devices(self, model):
+        """Check that a step of a model runs on all devices."""
         devices = self.devices_of(model, *CASES["dense"].data(61))
         assert devices == sorted(self.instance().devices()) and len(devices) == DEVICES
 
@@ -81,7 +84,7 @@ class AutomaticContract(BackendContract):
         monkeypatch.setenv("COMPAT_VERIFY", "1")
         script = tmp_path / "unchanged.py"
         script.write_text(UNCHANGED)
-        on_one = {}  # type: dict
+        on_one: Dict[str, Any] = {}
         exec(UNCHANGED, on_one)
         command = ["-m", "compat", "run", "--backend", self.instance().framework]
         command += ["--parallelize", "--simulate", str(DEVICES), str(script)]
@@ -99,8 +102,8 @@ class AutomaticContract(BackendContract):
         model.compile(optimizer(keras, "sgd"), CASES["dense"].loss)
         path = str(tmp_path / ("model" + (".keras" if hasattr(keras, "ops") else ".h5")))
         model.save(path)
-        for each in (model, keras.models.load_model(path)):
-            self.check_on_all_devices(each)
+        for compiled in (model, keras.models.load_model(path)):
+            self.check_on_all_devices(compiled)
 
     def test_an_unpickled_model_runs_on_all_devices(self, keras, automatic):
         """Of each Keras whose own models can be pickled."""
@@ -122,7 +125,7 @@ class AutomaticContract(BackendContract):
             model.train_on_batch(inputs, targets)
             return model.get_weights() + [model.predict(inputs, verbose=0)]
 
-        def found():
+        def results_of_copies():
             results, model = [], self.compiled(keras, "dense")
             model.train_on_batch(inputs, targets)
             for made_by in self.copies:
@@ -132,15 +135,15 @@ class AutomaticContract(BackendContract):
                     results.append(type(error))
             return results + [trained(model)]
 
-        expected = found()
+        expected = results_of_copies()
         with compiled_on_all_devices(self.instance()):
-            for one, several in zip(expected, found()):
+            for one, several in zip(expected, results_of_copies()):
                 assert one is several if isinstance(one, type) else len(one) == len(several)
                 if not isinstance(one, type):
                     self.close(one, several)
 
     def test_models_are_freed_and_sessions_cleared(self, keras, automatic, configuration):
-        """What a process trains one after the other must not fill its memory."""
+        """Models that a process trains one after the other must not fill its memory."""
         inputs, targets = CASES["dense"].data(13)
         for _ in range(2):
             model = self.compiled(keras, "dense")

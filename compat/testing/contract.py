@@ -1,8 +1,9 @@
-"""What every backend must pass, whatever it can do besides."""
+"""Tests that every backend must pass."""
 
 import os
 import subprocess
 import sys
+from typing import Any, Dict
 
 import pytest
 
@@ -18,7 +19,7 @@ from .models import BATCHES, CASES, DEVICES, UNEVEN, initialise, keras_under_tes
 span = pytest.mark.span
 #: Marks tests that take long, and whose subject other tests cover in fewer cases.
 slow = pytest.mark.slow
-#: Marks tests of what is the same on all backends, so that one with each Keras may run them.
+#: Marks tests whose subject is the same on all backends, so that one with each Keras may run them.
 any_backend = pytest.mark.any_backend
 
 
@@ -28,16 +29,21 @@ def contract_of(config):
 
 
 def in_span(values, chosen):
-    """Values for ``parametrize``, of which those chosen are in the span contract, too."""
-    given = [(value if isinstance(value, tuple) else (value,), value in chosen) for value in values]
-    return [pytest.param(*each, marks=[span] if is_chosen else []) for each, is_chosen in given]
+    """Return values for ``parametrize``, the chosen ones of which are in the span contract, too."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[span] if value in chosen else [],
+        )
+        for value in values
+    ]
 
 
 class OfBackend:
-    """What tests of one backend need. Subclasses set ``backend``."""
+    """Base class of tests of one backend. Subclasses set ``backend``."""
 
     #: The backend: its name, or the instance.
-    backend = ""  # type: object
+    backend: object = ""
     #: How far weights may be from one device's, or one process's, after some steps.
     tolerance = 1e-5
 
@@ -49,17 +55,17 @@ class OfBackend:
         """
         if not isinstance(self.backend, str):
             return self.backend
-        found = registry.find(self.backend)
-        if found is None:
+        backend = registry.find(self.backend)
+        if backend is None:
             raise LookupError(f"no backend {self.backend!r} is installed or registered")
-        return found
+        return backend
 
     def python(self, *arguments, **options):
-        """Run Python in a process of its own, which uses this backend, and keep its output.
+        """Run Python in a subprocess that uses this backend, and keep its output.
 
         Arguments:
-            arguments: of its command line.
-            options: of ``subprocess.run()``.
+            *arguments: those of its command line.
+            **options: those of ``subprocess.run()``.
         """
         options.update(stdout=subprocess.PIPE, universal_newlines=True)
         environ = dict(os.environ, KERAS_BACKEND=self.instance().framework)
@@ -68,9 +74,9 @@ class OfBackend:
 
 
 class Contract(OfBackend):
-    """What asks for no model of any kind."""
+    """Tests and helpers that need no model."""
 
-    # What a subclass must say, if the backend runs several devices in one process ---------------
+    # For subclasses to override, if the backend runs several devices in one process --------------
 
     def placement(self, model, inputs, targets):
         """Return where one training step ran, from the framework's own record.
@@ -94,19 +100,19 @@ class Contract(OfBackend):
     # Fixtures ---------------------------------------------------------------------------------
 
     def configure(self, simulate):
-        """Configure so many simulated devices; compat's own backends are found without a name."""
+        """Configure simulated devices; compat's own backends are detected without a name."""
         name = self.instance().name
-        named = None if name in registry.names() else name
-        return compat.configure_gpu(backend=named, simulate=simulate)
+        backend = None if name in registry.names() else name
+        return compat.configure_gpu(backend=backend, simulate=simulate)
 
     @pytest.fixture(scope="class")
     def configuration(self):
-        """Three simulated devices; the same call again does nothing, so every class may ask."""
+        """Configure three simulated devices. The same call in another class does nothing."""
         return self.configure(DEVICES)
 
     @pytest.fixture
     def counted_anew(self, monkeypatch):
-        """``compat.report()`` tells only of what this test computes."""
+        """Have ``compat.report()`` count the batches of this test only."""
         monkeypatch.setattr(process, "batches", {})
         monkeypatch.setattr(process, "graph_counters", {})
         monkeypatch.setattr(process, "unused", {})
@@ -118,6 +124,7 @@ class Contract(OfBackend):
         return UNEVEN if contract_of(request.config) == "span" else BATCHES
 
     def close(self, first, second, tolerance=None):
+        """Check that two lists of arrays differ by no more than a tolerance."""
         difference = _verification.largest_difference(first, second)
         assert difference <= (tolerance or self.tolerance), difference
 
@@ -176,7 +183,7 @@ class Contract(OfBackend):
     # Verification -----------------------------------------------------------------------------
 
     def verified(self, model, steps=1):
-        """Have the model's first steps verified, and return the record of what was."""
+        """Have the model's first steps verified, and return the record of the verification."""
         devices = self.instance().devices()
         name = getattr(model, "name", type(model).__name__)
         verification = Verification(name, devices, steps)
@@ -187,24 +194,26 @@ class Contract(OfBackend):
 class BackendContract(Contract):
     """Subclass this in the test file of a backend for Keras, and set the attributes below."""
 
-    #: Keyword arguments of recurrent layers, for backends with a trap there.
-    lstm_options = {}  # type: dict
+    #: Keyword arguments that recurrent layers need on this backend.
+    lstm_options: Dict[str, Any] = {}
     #: The endings of files of whole models, and of weights.
     extension, weights_extension = ".h5", ".weights.h5"
-    #: What a program of its own begins with, where it imports the framework.
+    #: The beginning of programs that import the framework.
     prelude = ""
 
     @pytest.fixture
     def keras(self, configuration):
+        """Return the Keras under test, after ``configure_gpu()``."""
         return keras_under_test()
 
     def build(self, keras, name):
-        """Return a model of the zoo with known weights, not compiled."""
+        """Return the model of a case with known weights, not compiled."""
         case = CASES[name]
         options = self.lstm_options if name in ("lstm", "simplernn") else {}
         return initialise(case.build(keras, **options))
 
     def compiled(self, keras, name, optimizer_name="sgd", parallel=False):
+        """Return the model of a case, compiled."""
         model = self.build(keras, name)
         return self.ready(keras, model, parallel, CASES[name].loss, optimizer_name)
 
@@ -214,7 +223,7 @@ class BackendContract(Contract):
         return self.both_ready(keras, models, loss, optimizer_name)
 
     def both_ready(self, keras, models, loss="mse", optimizer_name="sgd"):
-        """Two equal models, compiled, the second one on all devices."""
+        """Compile two equal models, the second one on all devices, and return them."""
         for parallel, model in enumerate(models):
             self.ready(keras, model, parallel, loss, optimizer_name)
         if hasattr(keras, "ops") and keras.backend.backend() == "tensorflow":
@@ -223,7 +232,7 @@ class BackendContract(Contract):
         return models
 
     def parallel_and_data(self, keras, name, rows):
-        """Return a model on all devices, and inputs and targets of so many rows."""
+        """Return a model on all devices, and inputs and targets of a number of rows."""
         return (self.compiled(keras, name, parallel=True),) + CASES[name].data(rows)
 
     def ready(self, keras, model, parallel=True, loss="mse", optimizer_name="sgd"):

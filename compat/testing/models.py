@@ -1,4 +1,4 @@
-"""The models that contracts train, their data, and what compares what came of it."""
+"""The models that contracts train, and their data."""
 
 import collections
 import functools
@@ -19,10 +19,7 @@ SHARDS = {61: [20, 20, 21], 14: [4, 5, 5], 2: [1, 1, 1]}
 
 
 def keras_under_test():
-    """Return the Keras that ``COMPAT_TEST_KERAS`` names.
-
-    A missing one is an error, never a skip.
-    """
+    """Return the Keras that ``COMPAT_TEST_KERAS`` names. If it is missing, that is an error."""
     name = os.environ.get("COMPAT_TEST_KERAS", "keras")
     if name.startswith("tensorflow."):  # attributes; not all of them can be imported
         return functools.reduce(getattr, name.split(".")[1:], importlib.import_module("tensorflow"))
@@ -32,8 +29,11 @@ def keras_under_test():
 class Case(collections.namedtuple("Case", "name build loss data")):
     """A model to build, and data to train it on.
 
-    ``build(keras)`` gives a model not compiled; ``loss`` goes to its ``compile``; ``data(n)``
-    gives inputs and targets of n rows.
+    Attributes:
+        name: that of the case.
+        build: a function of a Keras that returns a model, not compiled.
+        loss: the loss for ``compile()``.
+        data: a function of a number of rows that returns inputs and targets.
     """
 
 
@@ -67,7 +67,7 @@ def _convolutional_data(rows):
 
 
 def _multi(keras):
-    """Two inputs, a layer that both share, a nested model, two outputs with names."""
+    """Return a model of two inputs, a layer that both share, a nested model, and two outputs."""
     layers = keras.layers
     left, right = (layers.Input(shape=(5,), name=name) for name in ("left", "right"))
     rows = layers.Input(shape=(6,))
@@ -87,7 +87,7 @@ def _multi_data(rows):
 
 
 def _words(kind, units, keras, **options):
-    """Return an embedding, whose gradient is sparse on some backends, and a layer of this kind."""
+    """Return a model of an embedding, whose gradient may be sparse, and a layer of a kind."""
     layers = keras.layers
     words = layers.Input(shape=(6,), name="words")
     x = layers.Embedding(20, 5, name="embedding")(words)
@@ -117,13 +117,13 @@ CASES = {case.name: case for case in _CASES}
 def initialise(model, seed=0):
     """Set all weights from numpy's generator, the same on every Keras."""
     random = np.random.RandomState(seed)
-    weights = [random.normal(size=each.shape) * 0.3 for each in model.get_weights()]
-    model.set_weights([each.astype("float32") for each in weights])
+    weights = [random.normal(size=weight.shape) * 0.3 for weight in model.get_weights()]
+    model.set_weights([weight.astype("float32") for weight in weights])
     return model
 
 
 def optimizer(keras, name):
-    """SGD with momentum, or Adam, whatever this Keras calls the learning rate."""
+    """Return SGD with momentum, or Adam, whatever this Keras calls the learning rate."""
     kind, rate, options = {
         "sgd": (keras.optimizers.SGD, 0.05, {"momentum": 0.9}),
         "adam": (keras.optimizers.Adam, 0.01, {}),
@@ -135,7 +135,7 @@ def optimizer(keras, name):
 
 
 def clear_session(keras):
-    """Forget earlier models where Keras keeps them; Keras 3 would look for garbage, too."""
+    """Clear the models that Keras keeps; in Keras 3 without its garbage collection."""
     if hasattr(keras, "ops"):
         keras.backend.clear_session(free_memory=False)
     elif hasattr(keras.backend, "clear_session"):  # Theano has none
@@ -143,18 +143,18 @@ def clear_session(keras):
 
 
 def new_graph():
-    """Leave the models built so far behind: more of them make building one slower in Keras 2."""
-    if not hasattr(keras_under_test(), "ops"):  # Keras 3 has no graph to leave
+    """Drop the models built so far: more of them make building one slower in Keras 2."""
+    if not hasattr(keras_under_test(), "ops"):  # Keras 3 has no graph to drop
         clear_session(keras_under_test())
 
 
 def fit_in_order(model, inputs, targets, batch_size=16, epochs=1, **options):
-    """Train on the batches in their order, without a word. Returns what ``model.fit()`` does."""
+    """Train on the batches in their order, print nothing, and return ``model.fit()``'s result."""
     options.update(batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
     return model.fit(inputs, targets, **options)
 
 
-# A script that knows nothing of compat, and is run as it is: on devices, and on ranks.
+# A script without compat, which is run as it is: on devices, and on ranks.
 # Its last batches are uneven on two ranks, and on three.
 UNCHANGED = """\
 import importlib, os, sys

@@ -1,6 +1,6 @@
-"""What a backend must pass besides that runs a Keras model on several devices in one process.
+"""Tests for backends that run a Keras model on several devices in one process.
 
-It is trained to the numbers of one device, saved, loaded and freed as there.
+It is trained to the results of one device, saved, loaded and freed as there.
 """
 
 import contextlib
@@ -22,31 +22,36 @@ from .models import CASES, DEVICES, SHARDS, fit_in_order, initialise, keras_unde
 from .several import SeveralDevicesContract
 from .verification import VerificationContract
 
-# Three batches of 16 rows, which three devices do not share evenly. A partial one would be compiled
-# by itself, and is tried elsewhere.
+# Three batches of 16 rows, which do not divide evenly over three devices. A partial one would be
+# compiled separately, and is tried elsewhere.
 SAMPLES = 48
 
 
 class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesContract):
     """Subclass this in the test file of a backend, and set the attributes here and of its bases."""
 
-    #: Whether Keras without compat reads Adam's number of the step before or after it is counted.
+    #: Whether plain Keras may read Adam's number of the step before or after its increment.
     plain_adam_is_random = False
 
     def plain(self):
+        """Return a compiled model that is not parallelized."""
         return self.compiled(keras_under_test(), "dense")
 
     def fit(self, model, samples, batch):
+        """Train one epoch, and return its losses."""
         inputs, targets = self.data(samples)
         return fit_in_order(model, inputs, targets, batch).history["loss"]
 
     def train(self, model, inputs, targets):
+        """Do one step of training, and return the loss."""
         return model.train_on_batch(inputs, targets)
 
     def predict(self, model, inputs):
+        """Return the model's outputs."""
         return model.predict(inputs, verbose=0)
 
     def weights(self, model):
+        """Return copies of the model's weights."""
         return model.get_weights()
 
     # The same numbers -------------------------------------------------------------------------
@@ -90,7 +95,7 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
         assert [p.shape for p in predicted] == [e.shape for e in expected]
         self.close(expected, predicted, 1e-6)
 
-    # What models and losses there are ---------------------------------------------------------
+    # Models and losses ------------------------------------------------------------------------
 
     def train_both(self, keras, build, loss, inputs, targets, batch=16, **options):
         """Train one model plain and one parallel from the same weights, and compare."""
@@ -101,7 +106,7 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
         return models
 
     def train_dense(self, keras, loss=None, **options):
-        """The same with the dense model."""
+        """Train the dense model plain and parallel, and compare."""
         loss = loss or CASES["dense"].loss
         data = CASES["dense"].data(SAMPLES)
         self.train_both(keras, lambda: self.build(keras, "dense"), loss, *data, **options)
@@ -178,7 +183,7 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
             np.testing.assert_allclose(*[m.train_on_batch(*batch) for m in models], rtol=1e-5)
         first, later = (inputs[:26], targets[:26]), (inputs[26:], targets[26:])
         fitted = [fit_in_order(m, *first, 13, epochs=2, validation_data=later) for m in models]
-        losses = [each.history["val_loss"] for each in fitted]
+        losses = [history.history["val_loss"] for history in fitted]
         np.testing.assert_allclose(*losses, rtol=1e-4, atol=1e-6)
         self.close(*[model.get_weights() for model in models])
 
@@ -222,7 +227,7 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
 
     @span
     def test_save_and_load_model_with_optimizer_state(self, keras, tmp_path, pytestconfig):
-        """What a callback saved of several devices goes on as if nothing had been, on one, too."""
+        """A file that a callback saves on several devices continues the training, on one, too."""
         whole = contract_of(pytestconfig) == "whole"
         name = "multi" if whole else "dense"
         inputs, targets = CASES[name].data(48)
@@ -237,9 +242,9 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
                 assert compat.parallelize(loaded) is loaded
             self.close(plain.get_weights(), loaded.get_weights())
             models.append(loaded)
-        for each in models:  # saving has not disturbed the one that was saved
-            fit_in_order(each, inputs, targets)
-            self.close(plain.get_weights(), each.get_weights())
+        for model in models:  # saving has not disturbed the one that was saved
+            fit_in_order(model, inputs, targets)
+            self.close(plain.get_weights(), model.get_weights())
 
     @span
     def test_weights_go_both_ways(self, keras, tmp_path):
@@ -253,7 +258,7 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
             self.close(source.get_weights(), target.get_weights(), 1e-12)
 
     def test_it_is_freed_once_nobody_holds_it(self, keras):
-        """What a process trains one after the other must not fill its memory."""
+        """Models that a process trains one after the other must not fill its memory."""
         model, inputs, targets = self.parallel_and_data(keras, "dense", 13)
         model.fit(inputs, targets, verbose=0)
         model.predict(inputs, verbose=0)
@@ -305,6 +310,7 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
         assert self.summary(model) == summary
 
     def summary(self, model):
+        """Return the lines of ``model.summary()``."""
         lines = []
         model.summary(print_fn=lambda line, **_: lines.append(line))
         return lines
@@ -312,7 +318,7 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
 
 @contextlib.contextmanager
 def _interrupting(seconds):
-    """Interrupt what is within, so long after it has set the event that it is given."""
+    """Interrupt the block, some seconds after it has set the event that is yielded."""
     begun, ended = threading.Event(), threading.Event()
 
     def press():

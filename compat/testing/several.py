@@ -1,4 +1,4 @@
-"""What a backend must pass that runs models on several devices in one process, whatever models."""
+"""Tests for backends that run models of any kind on several devices in one process."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from .models import CASES, DEVICES, SHARDS
 
 
 class TrainedModels:
-    """How models are trained, of whatever kind they are."""
+    """Training of models of any kind, for subclasses to implement."""
 
     def train(self, model, inputs, targets):
         """Do one step of training: forward, a loss that is a mean over rows, backward, update.
@@ -22,20 +22,20 @@ class TrainedModels:
         raise NotImplementedError
 
     def predict(self, model, inputs):
-        """Return what the model computes of the inputs, as an array."""
+        """Return the model's outputs for inputs, as an array."""
         raise NotImplementedError
 
     def weights(self, model):
-        """Copies of the model's weights, a list of arrays."""
+        """Return copies of the model's weights, a list of arrays."""
         raise NotImplementedError
 
     def data(self, rows):
-        """Inputs and targets."""
+        """Return inputs and targets of a number of rows."""
         return CASES["dense"].data(rows)
 
 
 class SeveralDevicesContract(TrainedModels, Contract):
-    """Tests of one model. Subclasses say how it is built and trained."""
+    """Tests of one model. Subclasses implement how it is built and trained."""
 
     def plain(self):
         """Return a model that is not parallelized, ready to be trained."""
@@ -52,10 +52,15 @@ class SeveralDevicesContract(TrainedModels, Contract):
         return model
 
     def check_placement(self, placement, configuration):
-        """That one step ran on all devices, of a model and data for ``placement()``."""
+        """Check that one step ran on all devices.
+
+        Arguments:
+            placement: the result of ``placement()``.
+            configuration: that of this process.
+        """
         assert sorted(placement) == sorted(configuration.devices)
         assert all(min(products) > 0 for products in placement.values()), placement
-        # No device runs more than its replica: nothing was computed undivided.
+        # No device runs more than its replica: nothing ran unsplit.
         assert len(set(placement.values())) == 1, placement
 
     @any_backend
@@ -64,8 +69,8 @@ class SeveralDevicesContract(TrainedModels, Contract):
         plain, model = self.plain(), self.parallel()
         for devices in ([2, 0], [1], [0, 1, 2]):
             assert compat.parallelize(model, gpus=devices) is model
-            for each in (plain, model):
-                self.fit(each, 28, 14)
+            for trained in (plain, model):
+                self.fit(trained, 28, 14)
             self.close(self.weights(plain), self.weights(model))
             if len(devices) > 1:
                 names = sorted(configuration.devices[i] for i in devices)
@@ -79,18 +84,18 @@ class SeveralDevicesContract(TrainedModels, Contract):
 
     @any_backend
     def test_trained_before(self, configuration):
-        """What the optimizer keeps stays as it is."""
+        """The state of the optimizer is kept."""
         plain, model = self.plain(), self.plain()
         for epoch in range(2):
-            for each in (plain, model):
-                self.fit(each, 28, 14)
+            for trained in (plain, model):
+                self.fit(trained, 28, 14)
             if epoch == 0:
                 assert compat.parallelize(model) is model
         self.close(self.weights(plain), self.weights(model))
         assert len(self.devices_of(model, *self.data(14))) == DEVICES
 
     def test_a_difference_is_found_and_the_model_left_as_it_was(self, configuration, monkeypatch):
-        """Something that a step on several devices changes by a tenth too much."""
+        """A weight or gradient that a step on several devices changes by a tenth too much."""
         inputs, targets = self.data(45)
         model = self.parallel()
         self.train(model, inputs, targets)
@@ -99,14 +104,14 @@ class SeveralDevicesContract(TrainedModels, Contract):
         changed = []
         verify = Comparison.compare
 
-        def compare(comparison, found):
-            for label in sorted(found, reverse=True):  # weights come before gradients
-                change = found[label] - comparison.start.get(label, 0.0)
+        def compare(comparison, values):
+            for label in sorted(values, reverse=True):  # weights come before gradients
+                change = values[label] - comparison.start.get(label, 0.0)
                 if label.startswith(("weight", "gradient")) and np.any(change):
                     changed.append(label)
-                    found = dict(found, **{label: found[label] + 0.1 * change})
+                    values = dict(values, **{label: values[label] + 0.1 * change})
                     break
-            verify(comparison, found)
+            verify(comparison, values)
 
         monkeypatch.setattr(Comparison, "compare", compare)
         with pytest.raises(compat.ResultsDifferError) as caught:
@@ -119,24 +124,28 @@ class SeveralDevicesContract(TrainedModels, Contract):
 
 
 class NativeModels(TrainedModels):
-    """How a test file builds and trains a model of the framework's own kind.
+    """A model without Keras, which a test file builds and trains.
 
     It maps 8 inputs to 4 outputs, and nothing in it is random or reads several rows at once.
     """
 
     def build(self, seed=0):
-        """Return a model that is not parallelized, with the weights that belong to the seed."""
+        """Return a model that is not parallelized, with weights by a seed."""
         raise NotImplementedError
 
 
 class NativeContract(NativeModels, SeveralDevicesContract):
-    """Subclass this in a backend's test file: methods of ``NativeModels``, ``placement`` and
-    ``shard_sizes`` say how."""
+    """Tests of models without Keras, to subclass in a backend's test file.
+
+    Subclasses implement the methods of ``NativeModels``, ``placement`` and ``shard_sizes``.
+    """
 
     def plain(self):
+        """Return a model that is not parallelized."""
         return self.build()
 
     def fit(self, model, samples, batch):
+        """Train one epoch, and return its losses."""
         inputs, targets = self.data(samples)
         parts = [slice(start, start + batch) for start in range(0, samples, batch)]
         return [float(self.train(model, inputs[part], targets[part])) for part in parts]
@@ -164,9 +173,9 @@ class NativeContract(NativeModels, SeveralDevicesContract):
         plain, parallel = self.build(), self.parallel()
         for batch, _ in batches:
             inputs, _ = self.data(batch)
-            expected, found = (self.predict(model, inputs) for model in (plain, parallel))
-            assert found.shape == expected.shape
-            self.close([expected], [found], 1e-6)
+            expected, predicted = (self.predict(model, inputs) for model in (plain, parallel))
+            assert predicted.shape == expected.shape
+            self.close([expected], [predicted], 1e-6)
 
     # Really on three devices ------------------------------------------------------------------
 
@@ -184,15 +193,15 @@ class NativeContract(NativeModels, SeveralDevicesContract):
     def test_report_says_what_each_device_did(self, configuration, counted_anew):
         model = self.parallel()
         self.fit(model, 61, 16)
-        before = [each.rows for each in compat.report().devices]
+        before = [use.rows for use in compat.report().devices]
         assert sum(before) == 61 and min(before) >= 19
         self.predict(model, self.data(7)[0])
         report = compat.report()
-        assert [each.device for each in report.devices] == configuration.devices
-        rows = [each.rows for each in report.devices]
+        assert [use.device for use in report.devices] == configuration.devices
+        rows = [use.rows for use in report.devices]
         assert sum(rows) == 68
-        assert [each.training_rows for each in report.devices] == before
-        assert [each.steps for each in report.devices] == [5] * DEVICES
+        assert [use.training_rows for use in report.devices] == before
+        assert [use.steps for use in report.devices] == [5] * DEVICES
         verdict = "All 3 devices worked: {} to {} rows each."
         assert report.verdict == verdict.format(min(rows), max(rows))
 
@@ -200,7 +209,7 @@ class NativeContract(NativeModels, SeveralDevicesContract):
 
     @span
     def test_first_steps_are_verified(self, configuration):
-        """They leave the model as steps do that are not, and say what they compared."""
+        """They leave the model as other steps do, and record what they compared."""
         models = [self.parallel(), self.parallel()]
         record = self.verified(models[1], 2)
         for model in models:

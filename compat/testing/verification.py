@@ -1,10 +1,11 @@
-"""What is seen of a Keras model on several devices: verification, reports and timelines."""
+"""Tests of verification, reports and timelines of Keras models on several devices."""
 
 import functools
 import json
 import os
 import re
 import warnings
+from typing import Any, Dict
 
 import numpy as np
 import pytest
@@ -16,23 +17,23 @@ from .._verification import largest_difference
 from .contract import BackendContract, any_backend, contract_of, slow, span
 from .models import CASES, DEVICES, clear_session, fit_in_order, initialise, optimizer
 
-#: Names of optimizers: the one that keeps most besides a value for each weight, and others that
-#: are least like it.
+#: Names of optimizers: the one that keeps most state besides a value for each weight, and others
+#: that differ from it most.
 MANY_SLOTS, OTHERS = "Nadam ", "RMSprop |LossScale"
 
 
 class VerificationContract(BackendContract):
-    """What ``verify=`` finds and leaves behind, and what ``compat.report()`` counts."""
+    """Tests of the differences and side effects of ``verify=``, and of ``compat.report()``."""
 
-    #: What becomes of an operation across the rows of a batch: "right", or "found" and refused.
+    #: The outcome of a cross-batch operation: "right", or "found" and refused.
     across_rows = "found"
     #: Whether random numbers are those of training without verification.
     random_numbers_come_back = True
-    #: How to compile a model whose steps are to start quickly.
-    quick = {}  # type: dict
+    #: Options of ``compile()`` for a model whose steps are to start quickly.
+    quick: Dict[str, Any] = {}
 
-    #: What the names of operations that are matrix products have in common, in a timeline; None
-    #: where the framework does not record when its devices execute what.
+    #: A text in the names of matrix products in a timeline; None where the framework does not
+    #: record when its devices execute which operations.
     product_in_timelines = None
 
     def sizes_of(self, rows):
@@ -40,12 +41,12 @@ class VerificationContract(BackendContract):
         return splitting.sizes(rows, DEVICES)
 
     def seed(self, keras, number):
-        """Seed what shuffles the rows, and what draws random numbers."""
+        """Seed the shuffling of rows, and other random numbers."""
         getattr(keras.utils, "set_random_seed", np.random.seed)(number)
 
     @span
     def test_first_steps_are_verified(self, keras, pytestconfig):
-        """They leave the model as steps do that are not, and say what they compared."""
+        """They leave the model as other steps do, and record what they compared."""
         name = "dense" if contract_of(pytestconfig) == "span" else "multi"
         inputs, targets = CASES[name].data(48)  # three batches of one size, which compiles once
         models = [self.compiled(keras, name, parallel=True) for _ in range(2)]
@@ -69,10 +70,10 @@ class VerificationContract(BackendContract):
     )
     def test_leaves_no_trace_whatever_the_optimizer(self, keras, which):
         """Weights to the bit, after a verified step and one that is not."""
-        optimizers = [each for each in optimizers_of(keras) if re.match(which, each[0])]
+        optimizers = [pair for pair in optimizers_of(keras) if re.match(which, pair[0])]
         assert optimizers
         inputs, targets = CASES["dense"].data(16)
-        found = {}
+        outcomes = {}
         for name, make in optimizers:
             trained = []
             for steps in (0, 1):
@@ -84,11 +85,11 @@ class VerificationContract(BackendContract):
                     record = self.verified(model, steps)
                 fit_in_order(model, inputs, targets, 8)
                 trained.append(model.get_weights())
-            found[name] = record.steps["train"], largest_difference(*trained)
-        assert found == dict.fromkeys(found, (1, 0.0))
+            outcomes[name] = record.steps["train"], largest_difference(*trained)
+        assert outcomes == dict.fromkeys(outcomes, (1, 0.0))
 
     def test_random_numbers_are_those_without_verification(self, keras):
-        """Of dropout, of numpy, and of what shuffles the rows."""
+        """Of dropout, of numpy, and of the shuffling of rows."""
         inputs, targets = CASES["dense"].data(16)
         trained = []
         for steps in (0, 1):
@@ -105,7 +106,7 @@ class VerificationContract(BackendContract):
     @any_backend
     @pytest.mark.parametrize("switch", [pytest.param("frozen", marks=slow), "called", "wrapped"])
     def test_statistics_of_replicas_are_no_difference(self, keras, switch):
-        """However batch normalization was switched; a warning says what is not compared."""
+        """However batch normalization was switched; a warning names what is not compared."""
         layers = keras.layers
         normalize = layers.BatchNormalization(trainable=switch != "frozen")
         rows = layers.Input(shape=(3, 4))
@@ -119,7 +120,7 @@ class VerificationContract(BackendContract):
         inputs, targets = random.normal(size=(14, 3, 4)), random.normal(size=(14, 2))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", compat.CompatWarning)
-            if switch == "called":  # so they matter where nothing is trained, too
+            if switch == "called":  # so they matter in inference, too
                 model.predict(inputs)
                 model.evaluate(inputs, targets, verbose=0)
             model.train_on_batch(inputs, targets)
@@ -129,7 +130,7 @@ class VerificationContract(BackendContract):
     @any_backend
     @pytest.mark.parametrize("rate", [0.0, pytest.param(0.5, marks=slow)])
     def test_a_loss_that_is_rounding_is_no_difference(self, keras, rate):
-        """What a model fits already, with dropout and without."""
+        """Of a model that fits the targets already, with dropout and without."""
         layers, (inputs, _) = keras.layers, CASES["dense"].data(14)
         dropout = [layers.Dropout(rate)] if rate else []
         first = layers.Dense(6, activation="tanh", input_shape=(8,))
@@ -140,7 +141,7 @@ class VerificationContract(BackendContract):
 
     @any_backend
     def test_a_step_that_cannot_be_compared_is_taken_all_the_same(self, keras):
-        """Its weights and slots are those of a step that nobody looked at."""
+        """Its weights and slots are those of a step without verification."""
         inputs, targets = CASES["dense"].data(45)
         models = [self.normalized(keras), self.normalized(keras)]
         models[1].set_weights(models[0].get_weights())
@@ -177,8 +178,8 @@ class VerificationContract(BackendContract):
         except (compat.ResultsDifferError, compat.UnsupportedError) as error:
             assert self.across_rows == "found", error
         else:
-            warned = any(issubclass(each.category, compat.CompatWarning) for each in caught)
-            assert warned == (self.across_rows == "found")  # it runs whole, and that is said
+            warned = any(issubclass(one.category, compat.CompatWarning) for one in caught)
+            assert warned == (self.across_rows == "found")  # it runs unsplit, with a warning
             self.close(plain.get_weights(), parallel.get_weights())
 
     # Reports and timelines --------------------------------------------------------------------
@@ -188,25 +189,25 @@ class VerificationContract(BackendContract):
     def test_report_says_what_each_device_did(self, keras, configuration, counted_anew):
         model, inputs, targets = self.parallel_and_data(keras, "dense", 32)
         report = compat.report()
-        assert [each.device for each in report.devices] == configuration.devices
+        assert [use.device for use in report.devices] == configuration.devices
         assert report.verdict.startswith("No batch was split: model ")
         assert not report.all_worked
         batches = [16, 16]
         fit_in_order(model, inputs, targets, epochs=2)
         trained = [2 * sum(part) for part in zip(*map(self.sizes_of, batches))]
         report = compat.report()
-        assert [each.rows for each in report.devices] == trained
+        assert [use.rows for use in report.devices] == trained
         model.evaluate(inputs, targets, batch_size=16, verbose=0)
         model.predict(inputs, batch_size=16, verbose=0)
         report = compat.report()
-        assert [each.rows for each in report.devices] == [2 * rows for rows in trained]
-        assert [each.training_rows for each in report.devices] == trained
-        assert [each.steps for each in report.devices] == [8] * DEVICES
+        assert [use.rows for use in report.devices] == [2 * rows for rows in trained]
+        assert [use.training_rows for use in report.devices] == trained
+        assert [use.steps for use in report.devices] == [8] * DEVICES
         verdict = "All 3 devices worked: {} to {} rows each."
         assert report.verdict == verdict.format(2 * min(trained), 2 * max(trained))
-        found = json.loads(report.to_json())
-        assert found["all_worked"] and found["verdict"] == report.verdict
-        assert [each["rows"] for each in found["devices"]] == [2 * rows for rows in trained]
+        as_json = json.loads(report.to_json())
+        assert as_json["all_worked"] and as_json["verdict"] == report.verdict
+        assert [device["rows"] for device in as_json["devices"]] == [2 * rows for rows in trained]
 
     @span
     @pytest.mark.row("compat.timeline()")
@@ -239,7 +240,7 @@ class VerificationContract(BackendContract):
             products = [e for e in here if self.product_in_timelines in e["name"]]
             # Two layers in five steps; some of the backward products may be part of fused kernels.
             assert 10 <= len(products) <= 100, (device, sorted({e["name"] for e in here}))
-            (busy,) = [each.busy for each in uses if each.device == device]
+            (busy,) = [use.busy for use in uses if use.device == device]
             assert 0 < busy <= 1
             assert busy * end <= sum(e["dur"] for e in here) + 1
 

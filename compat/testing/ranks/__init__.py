@@ -7,12 +7,12 @@ A backend's test file is mostly one subclass::
     class TestMyBackendRanks(RanksContract):
         backend = "mybackend"
 
-Run it as ``compat.testing``'s. All that trains and compares runs in one job for each number of
-ranks: two on this machine and three on two machines, each ended by a fault. Each other fault is a
-job of its own. Most of the time goes into starting processes that import a framework, so that no
-job has more ranks than it needs.
+Run it as those of ``compat.testing``. One job for each number of ranks trains all models: two
+ranks on this machine, three on two machines; a fault ends each. Each other fault has a job of its
+own. Most of the time goes into starting processes that import a framework, so that no job has more
+ranks than it needs.
 
-``NativeRanksContract`` is the same for models of the framework's own kind.
+``NativeRanksContract`` is the same for models without Keras.
 """
 
 import importlib
@@ -20,6 +20,7 @@ import json
 import os
 import re
 import sys
+from typing import Any, List, Tuple
 
 import numpy as np
 import pytest
@@ -44,8 +45,8 @@ class RanksContract(Jobs):
     #: train the first one, and two the others.
     trials = (("multi", "sgd"), ("words", "sgd"), ("dense", "adam"))
     #: Policies of mixed precision that this Keras has on this backend: of ``POLICIES``.
-    policies = ()  # type: tuple
-    #: Whether Keras is to compute items of a Sequence in processes of its own, too.
+    policies: Tuple[str, ...] = ()
+    #: Whether Keras is to compute items of a Sequence in other processes, too.
     processes = False
     functions = ("train", "train_on", "batches")
     last_faults = {2: "exit", 3: "kill"}
@@ -55,17 +56,19 @@ class RanksContract(Jobs):
     compared_of_batches = 2
 
     def script(self):
+        """Return the script of a job."""
         return SCRIPT
 
     def trials_of(self, size):
+        """Return the trials of a job by its number of ranks."""
         return {1: self.trials, 2: self.trials[1:], 3: self.trials[:1]}[size]
 
     def calls(self, size):
-        """Return what a job of so many ranks calls.
+        """Return the calls of a job by its number of ranks.
 
-        Three leave out what does not depend on machines.
+        Three leave out the ones that do not depend on machines.
         """
-        calls = [("train", [self.trials_of(size)])]  # type: list
+        calls: List[Any] = [("train", [self.trials_of(size)])]
         for name in self.going_on:
             if size > 1:
                 calls.append((name, self.stage(size - 2, size - 1)))
@@ -82,19 +85,21 @@ class RanksContract(Jobs):
         return calls
 
     def calls_of(self, config, size):
+        """Return the calls of the contract that this run of pytest tests."""
         calls = super().calls_of(config, size)
         if contract_of(config) == "whole":
             return calls
         return [("train", [self.trials_of(2)])] + [call for call in calls if call[0] == "train_on"]
 
     def stage(self, first, last):
-        """Return what ``programs.go_on`` is called with: a range of epochs.
+        """Return the arguments of ``programs.go_on`` for a range of epochs.
 
         The last of ``trials`` has the most state.
         """
         return [self.trials[-1][1], self.extension, first, last]
 
     def call_of_fault(self, fault):
+        """Return the call of ranks one of which has a fault."""
         return "fail", [fault, self.extension]
 
     # The same numbers -------------------------------------------------------------------------
@@ -262,10 +267,12 @@ ranks.main({!r}, {!r}, *sys.argv[1:])
 
 
 def main(module, name, folder, functions):
-    """Call ``train`` with a test class, and leave its arrays in the folder.
+    """Call ``train`` with a test class, and write its arrays into a folder.
 
     Arguments:
-        module, name: of the test class.
+        module: that of the test class.
+        name: that of the test class.
+        folder: the path.
         functions: as ``programs.main()`` takes them.
     """
     compat.configure_gpu(gpus="cpu")
@@ -276,7 +283,9 @@ def train(contract, folder, fault=""):
     """Train a test class's model for two epochs.
 
     Arguments:
-        fault: what happens to one rank at its third batch: of ``FAULTS``, or nothing.
+        contract: an instance of the class.
+        folder: that of the job.
+        fault: the one of ``FAULTS`` that one rank has at its third batch; empty: none.
     """
     model = contract.build(seed=compat.rank())  # on all ranks but rank 0 other weights
     assert compat.parallelize(model) is model
@@ -293,19 +302,22 @@ def train(contract, folder, fault=""):
 
 
 class NativeRanksContract(NativeModels, Jobs):
-    """Subclass this in a backend's test file: methods of ``NativeModels`` say how."""
+    """Tests to subclass in a backend's test file, with the methods of ``NativeModels``."""
 
     before = ("--report",)
-    # In a loop of one's own nothing tells that an epoch has ended, where batches run short.
+    # In a custom loop the end of an epoch is not known, where batches run short.
     failing_jobs = tuple(job for job in FAILING_JOBS if job.fault != "short")
 
     def script(self):
+        """Return the script of a job."""
         return NATIVE_SCRIPT.format(sys.path, type(self).__module__, type(self).__name__)
 
     def calls(self, size):
+        """Return the functions that ranks call."""
         return [("train", [])]
 
     def call_of_fault(self, fault):
+        """Return the function that ranks call when one of them has a fault."""
         return "train", [fault]
 
     @pytest.mark.parametrize("size", in_span(SIZES, [2]))

@@ -1,6 +1,6 @@
 """Jobs of several ranks, on this machine or on two, started as a user starts them.
 
-What they leave is compared here as far as that is the same for models of every kind.
+Comparisons of their results that are the same for models of every kind are here, too.
 """
 
 import collections
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Dict, Tuple
 
 import numpy as np
 import pytest
@@ -34,7 +35,7 @@ FAULTY = 1
 
 
 def _raise():
-    """Python waits for this thread, and so would the other ranks and the launcher."""
+    """Raise an error beside a thread, for which Python, other ranks and the launcher would wait."""
     threading.Thread(target=time.sleep, args=(1000,)).start()
     raise ValueError("this rank's data is bad")
 
@@ -49,12 +50,13 @@ FAULTS = {
 
 # A job in which a rank has one of these faults.
 #     elsewhere: whether that rank is on another machine.
-#     said: what ``compat run`` says of that rank, after its number.
+#     said: the report of ``compat run`` on that rank, after its number.
 #     last: a pattern of the last line of its report, or None.
 FailingJob = collections.namedtuple("FailingJob", "fault size elsewhere said status last")
 
 
 def name_of(job):
+    """Return the name of a failing job."""
     return job.fault + " on another machine" * job.elsewhere
 
 
@@ -65,7 +67,7 @@ _SHORT = (
     r"more. Give every rank the same number: compat.shard\(\) does."
 )
 # The first job mostly waits. A rank that is killed leaves two, one of them on its machine, since
-# engines tell its neighbours apart from others.
+# engines distinguish its neighbours from others.
 FAILING_JOBS = [
     FailingJob("sleep", 2, False, "did not come to the others, which waited for it", 1, _WAITED),
     FailingJob("kill", 3, True, "was killed by signal 9; the others were ended.", 128 + 9, None),
@@ -82,14 +84,22 @@ def failing(slowly):
     return [pytest.param(job, marks=[slow] if job.fault in slowly else []) for job in FAILING_JOBS]
 
 
-def call(found, functions, first, folder, before=lambda: None):
-    """Call functions by their names, ``before`` first; leave what they return in the folder.
+def call(known, functions, first, folder, before=lambda: None):
+    """Call functions by their names, and write their results into a folder.
 
-    That is by the function's name, or by another one that follows its arguments.
+    Results are stored by the function's name, or by another one that follows its arguments.
+
+    Arguments:
+        known: functions by their names.
+        functions: a list of those to call, as JSON: the name, its further arguments, and optionally
+            the name of the results.
+        first: the first argument of each.
+        folder: the second argument of each, where the results go.
+        before: a function to call before each.
     """
     for name, arguments, *other in json.loads(functions):
         before()
-        arrays, facts = found[name](first, folder, *arguments)
+        arrays, facts = known[name](first, folder, *arguments)
         name = (other or [name])[0]
         stem = os.path.join(folder, "{}-{}-{}".format(name, compat.size(), compat.rank()))
         np.savez(stem, **arrays)
@@ -98,20 +108,21 @@ def call(found, functions, first, folder, before=lambda: None):
 
 
 def read(name, folder, size, rank):
+    """Return the arrays and the facts that a rank has written, by the name of its results."""
     stem = os.path.join(folder, "{}-{}-{}".format(name, size, rank))
     with np.load(stem + ".npz") as arrays, open(stem + ".json") as file:
         return dict(arrays), json.load(file)
 
 
 class Jobs(OfBackend):
-    """What starts jobs of ranks of one backend."""
+    """Base class of tests that start jobs of ranks of one backend."""
 
     #: Functions whose arrays are the same on all ranks, to the bit.
-    functions = ("train",)  # type: tuple
+    functions: Tuple[str, ...] = ("train",)
     #: Options of ``compat run`` for the jobs that train.
-    before = ()  # type: tuple
-    #: By the number of ranks, the fault of theirs that ends the job which trains.
-    last_faults = {}  # type: dict
+    before: Tuple[str, ...] = ()
+    #: By the number of ranks, the fault that ends the job which trains.
+    last_faults: Dict[int, str] = {}
     #: Whether the engine may abort a process whose peer has left, as Horovod 0.28 sometimes does.
     may_abort = False
     #: Seconds that ranks wait for each other in the tests of faults.
@@ -124,37 +135,39 @@ class Jobs(OfBackend):
         raise NotImplementedError
 
     def calls(self, size):
-        """Return what so many ranks do: the name of a function and a list of arguments each.
+        """Return the calls of a number of ranks: each the name of a function and its arguments.
 
         A third item is the name of the results, where that is another one.
         """
         raise NotImplementedError
 
     def calls_of(self, config, size):
-        """Return those of the contract that this run of pytest tests."""
+        """Return the calls of the contract that this run of pytest tests."""
         return self.calls(size)
 
     def call_of_fault(self, fault):
-        """Return what ranks do of which one has a fault."""
+        """Return the call of ranks one of which has a fault."""
         raise NotImplementedError
 
     @pytest.fixture(scope="class")
     def folder(self, tmp_path_factory):
+        """Return the folder of the results."""
         return str(tmp_path_factory.mktemp("ranks"))
 
     def start(self, size, folder, *calls, **options):
-        """Call functions in so many ranks (1: one process), as ``run()`` does."""
+        """Call functions in a number of ranks (1: one process): see ``run()``."""
         script = os.path.join(folder, "script.py")
         with open(script, "w") as file:
             file.write(self.script())
         return self.run(size, script, folder, json.dumps(calls), **options)
 
     def run(self, size, script, *arguments, two_machines=False, timeout=120, limit=400, before=()):
-        """Run a script by ``compat run`` as so many ranks (1: one process), to its end.
+        """Run a script by ``compat run`` to its end.
 
         Arguments:
+            size: the number of ranks; 1: one process.
             script: its path.
-            arguments: the script's own.
+            *arguments: those of the script.
             two_machines: whether all ranks but the first are on another machine.
             timeout: seconds that ranks wait for each other.
             limit: seconds after which the job counts as hanging.
@@ -186,11 +199,10 @@ class Jobs(OfBackend):
 
     @pytest.fixture(scope="class")
     def trained(self, folder, request):
-        """Return the ended job of each size, which leaves its results in the folder.
+        """Return a function of a size that returns the ended job, with its results in the folder.
 
         Three ranks are on two machines.
         """
-
         whole = contract_of(request.config) == "whole"
 
         @functools.lru_cache(None)
@@ -203,7 +215,7 @@ class Jobs(OfBackend):
             if fault:
                 calls = calls + [self.call_of_fault(fault)]
             job = self.start(size, folder, *calls, **options)
-            expected = {each.fault: each.status for each in FAILING_JOBS}[fault] if fault else 0
+            expected = {one.fault: one.status for one in FAILING_JOBS}[fault] if fault else 0
             assert job.status == expected or self.aborted(job, fault), job.out + job.err
             done = os.path.join(folder, "{}-{}-0.json".format(last, size))  # before the fault
             assert os.path.exists(done), job.out + job.err
@@ -215,7 +227,7 @@ class Jobs(OfBackend):
 
     @pytest.fixture(scope="class")
     def results(self, folder, trained):
-        """Return what each rank of each size left, by the function's name."""
+        """Return a function of a size and a name that returns the results of all ranks."""
 
         def results(size, name):
             trained(size)
@@ -224,12 +236,12 @@ class Jobs(OfBackend):
         return results
 
     def close(self, arrays, one, keys, tolerance=None):
-        """That arrays of a rank are those of one process."""
+        """Check that arrays of a rank are those of one process."""
         difference = largest_difference([arrays[key] for key in keys], [one[key] for key in keys])
         assert difference <= (tolerance or self.tolerance), (keys, difference)
 
     def same_as_one(self, results, size, name, prefix=""):
-        """Check that ranks' arrays are those of one process: all, or those whose names begin so.
+        """Check that ranks' arrays are those of one process, if their names begin with a prefix.
 
         Returns:
             The facts of that process, and a list of those of each rank.
@@ -244,7 +256,7 @@ class Jobs(OfBackend):
         return one_facts, [facts for _, facts in ranks]
 
     def check_same_bits(self, arrays, others):
-        """That two ranks have the same arrays."""
+        """Check that two ranks have the same arrays."""
         assert sorted(arrays) == sorted(others)
         for key in arrays:
             np.testing.assert_array_equal(arrays[key], others[key], err_msg=key)
@@ -264,7 +276,7 @@ class Jobs(OfBackend):
     # Faults -----------------------------------------------------------------------------------
 
     def fails(self, folder, job, trained):
-        """Return the job, ended: it does so in time, and no process of it is left."""
+        """Return a failing job once it has ended in time, with no process of it left."""
         if self.last_faults.get(job.size) == job.fault:
             ended = trained(job.size)
         else:
@@ -275,7 +287,7 @@ class Jobs(OfBackend):
         return ended
 
     def check_no_process_is_left(self, script):
-        """Of a job that has ended."""
+        """Check that no process of a job that has ended is left."""
         for _ in range(50):
             left = [number for number, command in machines.processes() if script in command]
             if not left:
@@ -290,19 +302,20 @@ class Jobs(OfBackend):
             trained(size)
         items = [item for item in request.session.items if request.node in item.listchain()]
         tests = [item.callspec.params for item in items if hasattr(item, "callspec")]
-        found = {}
+        ends = {}
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             for job in [test["job"] for test in tests if "job" in test]:
-                own = self.last_faults.get(job.size) != job.fault
-                place = str(tmp_path_factory.mktemp(job.fault)) if own else folder
-                found[job] = pool.submit(self.fails, place, job, trained)
-            yield found
+                is_separate = self.last_faults.get(job.size) != job.fault
+                place = str(tmp_path_factory.mktemp(job.fault)) if is_separate else folder
+                ends[job] = pool.submit(self.fails, place, job, trained)
+            yield ends
 
     def aborted(self, ended, fault):
+        """Return whether the engine has aborted a process whose peer has left, as it may."""
         return self.may_abort and fault == "exit" and ended.status == 128 + signal.SIGABRT
 
     def check_failed(self, failed, job):
-        """That a fault has ended the job, and that the rank was named."""
+        """Check that a fault has ended the job, and that the rank was named."""
         ended = failed[job].result()
         report = ended.err[ended.err.rindex("compat run: rank") :]
         assert "rank {} of {} {}".format(FAULTY, job.size, job.said) in report

@@ -1,4 +1,4 @@
-"""What a rank of a Keras model, or one process, does; ``contract`` starts it.
+"""Programs that a rank, or one process, runs with Keras models in the tests of ranks.
 
 Most of the time goes into starting processes that import a framework: ``main`` runs several of
 the functions here in one.
@@ -7,6 +7,7 @@ the functions here in one.
 import importlib.util
 import os
 import time
+from typing import Any, Dict, List
 
 import numpy as np
 
@@ -25,16 +26,17 @@ from .jobs import FAULTS, FAULTY, call
 
 # Rows of a batch of all ranks, and of the data: two whole batches and one of 13 rows.
 BATCH, ROWS = 61, 135
-# What a job's script is.
+# The script of a job.
 SCRIPT = "import sys\nfrom compat.testing.ranks import programs\nprograms.main(*sys.argv[1:])\n"
 
 
 def main(folder, functions, **others):
-    """Run some of the functions below, and leave their arrays and their facts in the folder.
+    """Run some of the functions below, and write their arrays and facts into a folder.
 
     Arguments:
-        functions: their names and what each is called with, as JSON.
-        others: functions to run besides, by their names.
+        folder: the path.
+        functions: their names and arguments, as JSON: see ``jobs.call()``.
+        **others: more functions, by their names.
     """
     compat.configure_gpu(gpus="cpu")
     call(dict(globals(), **others), functions, keras_under_test(), folder, new_graph)
@@ -58,7 +60,7 @@ def _weights(model, prefix="weight"):
 
 
 def _start(keras, name):
-    """Return a model with known weights on rank 0, and other ones on each other rank."""
+    """Return the model of a case, with known weights that differ between ranks."""
     return initialise(CASES[name].build(keras), seed=compat.rank())
 
 
@@ -66,6 +68,8 @@ def train(keras, folder, trials):
     """Train every case: two epochs, and then one more.
 
     Arguments:
+        keras: the Keras under test.
+        folder: that of the job.
         trials: pairs of a case and an optimizer.
     """
     arrays, facts = {}, {}
@@ -108,19 +112,19 @@ def train_on(keras, folder, extension):
     backs_up = hasattr(keras.callbacks, "BackupAndRestore")
 
     def writing():
-        """They write into the same files on all ranks."""
-        own = [keras.callbacks.CSVLogger(log)]
+        """Return callbacks that write into the same files on all ranks."""
+        callbacks = [keras.callbacks.CSVLogger(log)]
         if backs_up:
-            own.append(keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False))
+            callbacks.append(keras.callbacks.BackupAndRestore(backup, delete_checkpoint=False))
         if importlib.util.find_spec("tensorflow") and importlib.util.find_spec("tensorboard"):
-            own.append(keras.callbacks.TensorBoard(board, write_graph=False))
-        return own
+            callbacks.append(keras.callbacks.TensorBoard(board, write_graph=False))
+        return callbacks
 
     losses = _fit(model, "dense", 2, callbacks=callbacks + writing())
     left = 1
     if backs_up:  # all ranks go on with the third epoch
         left = len(_fit(model, "dense", 3, callbacks=writing()[1:]))
-        # What restoring has left: Keras 3 would begin every fit() there, and tf.keras finds none.
+        # Left by restoring: Keras 3 would begin every fit() there; tf.keras does not read it.
         model._initial_epoch = model._training_state = None
     paths = [os.path.join(folder, "{}-{}{}".format(compat.size(), rank, extension))
              for rank in range(compat.size())]  # fmt: skip
@@ -180,7 +184,7 @@ def _stop(keras, moment):
 
 
 def _saved_over(model, folder, extension):
-    """Return what saving leaves of a link with a long name and of its private target."""
+    """Return the state of a link with a long name, and of its private target, after saving."""
     folder = os.path.join(folder, "saved-over-{}".format(compat.size()))
     os.mkdir(folder)
     target = os.path.join(folder, "target")
@@ -194,11 +198,16 @@ def _saved_over(model, folder, extension):
 
 
 def go_on(keras, folder, optimizer_name, extension, first, last, others=()):
-    """Train epochs, from the file of whoever has trained the epoch before: two ranks, then three.
+    """Train epochs from the file of the epoch before: two ranks, then three.
 
     Arguments:
-        first, last: the first epoch, and the one before which training stops.
-        others: files in the folder to load besides.
+        keras: the Keras under test.
+        folder: that of the files.
+        optimizer_name: as ``models.optimizer()`` takes it.
+        extension: that of the files.
+        first: the first epoch.
+        last: the epoch before which training stops.
+        others: more files in the folder that are to be loaded.
     """
     for name in others:
         keras.models.load_model(os.path.join(folder, name))
@@ -236,9 +245,11 @@ def normalise(keras, folder):
 
 
 def batches(keras, folder, processes):
-    """Train from what comes in batches, with a last one that is uneven and one that is too small.
+    """Train from sources of batches, the last of which are uneven and too small.
 
     Arguments:
+        keras: the Keras under test.
+        folder: that of the job.
         processes: whether Keras is to compute items in processes, too.
     """
     inputs, targets = CASES["dense"].data(ROWS)
@@ -251,7 +262,7 @@ def batches(keras, folder, processes):
             if options:
                 super().__init__(**options)
             self.rows = rows
-            self.shift = shift  # by how many rows each epoch's batches are others
+            self.shift = shift  # by how many rows each epoch's batches move
 
         def __len__(self):
             return len(starts)
@@ -275,18 +286,18 @@ def batches(keras, folder, processes):
     fit = model.fit_generator if hasattr(model, "fit_generator") else model.fit
 
     def fitted(source, **options):
-        given, own = (options, {}) if in_fit else ({}, options)
+        of_fit, of_items = (options, {}) if in_fit else ({}, options)
         if isinstance(source, Items):
-            source = Items(source.rows, source.shift, **own)
-            given["shuffle"] = False
+            source = Items(source.rows, source.shift, **of_items)
+            of_fit["shuffle"] = False
         else:
-            given["steps_per_epoch"] = len(starts)
-        history = fit(compat.shard(source), epochs=2, verbose=0, **given)
+            of_fit["steps_per_epoch"] = len(starts)
+        history = fit(compat.shard(source), epochs=2, verbose=0, **of_fit)
         return [float(loss) for loss in history.history["loss"]]
 
     arrays, facts = {}, {}
     rows = np.arange(ROWS)
-    trials = [("sequence", Items(rows, 7), {}), ("generator", draw(3), {})]  # type: list
+    trials: List[Any] = [("sequence", Items(rows, 7), {}), ("generator", draw(3), {})]
     if not in_fit:  # Keras 2 has computed them in a thread
         trials.append(("threads", Items(rows), {"workers": 2}))
     if processes:
@@ -313,7 +324,7 @@ def batches(keras, folder, processes):
     return arrays, facts
 
 
-# How far weights may be from one process's, whose matrix products sum up in that type, too.
+# How far weights may be from one process's, whose matrix products are in that type, too.
 POLICIES = {"mixed_float16": 3e-3, "mixed_bfloat16": 1e-2}
 
 
@@ -344,7 +355,7 @@ def mixed(keras, folder, policies):
 
 
 def _loss_scale(optimizer):
-    """Of mixed_float16's optimizer; other optimizers have none."""
+    """Return the loss scale of mixed_float16's optimizer, or None of others."""
     for name in ("loss_scale", "dynamic_scale"):
         if getattr(optimizer, name, None) is not None:
             return float(np.asarray(getattr(optimizer, name)))
@@ -352,8 +363,8 @@ def _loss_scale(optimizer):
 
 
 def unchanged(keras, folder):
-    """Run that script, which knows nothing of compat, in this process, which has configured it."""
-    names = {}  # type: dict
+    """Run the script without compat in this process, where compat is configured."""
+    names: Dict[str, Any] = {}
     exec(UNCHANGED, names)
     return {}, {"history": names["numbers"]}
 
