@@ -23,7 +23,7 @@ ROWS = 64  # of each device: the activations that cross are few beside the weigh
 
 
 def sent(metadata):
-    """The bytes of the tensors that devices sent to others."""
+    """Return the bytes of the tensors that devices sent to others."""
     sizes = {}
     for device in metadata.step_stats.dev_stats:
         for node in device.node_stats:

@@ -30,7 +30,7 @@ Setup = collections.namedtuple("Setup", "name devices bandwidth moved messages p
 
 
 def setups():
-    """The setups, and what each moves over the busiest link, in times the weights.
+    """Return the setups, and the bytes that each moves over the busiest link, in times the weights.
 
     One process sums gradients on one device and sends weights from there (see "bytes across
     devices"): 2 (N - 1) W pass that device's link, half in each direction. Ranks form a ring, where
@@ -45,7 +45,7 @@ def setups():
 
 
 def efficiency(model, setup):
-    """The part of N times one GPU's speed: without any overlap, and with all of it."""
+    """Return the share of N times one GPU's speed: without any overlap, and with all of it."""
     compute = BATCH / model.images_per_second
     weights = 4 * model.parameters
     buckets = max(1.0, weights // BUCKET)
@@ -55,7 +55,7 @@ def efficiency(model, setup):
 
 
 def table():
-    """The rows of a table of all setups and models, the first its headings."""
+    """Return the rows of a table of all setups and models, the first its headings."""
     names = ["{}, share of linear speed".format(model.name) for model in MODELS]
     headings = ["", "GPUs", "bytes over the busiest link", "messages per bucket"]
     yield headings + names + ["published"]

@@ -19,7 +19,7 @@ from interleaved import MARK
 
 
 def count():
-    """What this process holds; objects that nothing refers to are collected before."""
+    """Return what this process holds, after a collection of unreferenced objects."""
     for _ in range(3):
         gc.collect()
     with open("/proc/self/statm") as file:
@@ -38,7 +38,7 @@ def count():
 
 
 def gained(times, act):
-    """What so many calls have added, from a tenth of them on."""
+    """Return what a number of calls have added, from a tenth of them on."""
     first = max(1, times // 10)
     for _ in range(first):
         act()

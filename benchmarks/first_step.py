@@ -80,7 +80,7 @@ def main():
 
 
 def first_step(compat, keras, backend, work):
-    """The seconds of a model's first step, and those of the trial within."""
+    """Return the seconds of a model's first step, and those of the trial within."""
     getattr(keras.backend, "clear_session", int)()
     inputs, targets = works.data(work, DEVICES * works.WORKS[work][1])
     model = compat.parallelize(works.build(keras, work))

@@ -32,7 +32,7 @@ def seconds(program):
 
 
 def compare(programs, rounds):
-    """The ratio of the medians of the second program to the first, and the medians."""
+    """Return the ratio of the medians of the second program to the first, and the medians."""
     for program in programs * (rounds > 1):
         seconds(program)
     times = {program: [] for program in programs}

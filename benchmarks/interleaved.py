@@ -22,7 +22,7 @@ MARK = "measured: "
 
 
 def parser(description, work="dense"):
-    """What all scripts are told on the command line."""
+    """Return a parser of the options that all scripts have."""
     made = argparse.ArgumentParser(description=description.splitlines()[0])
     made.add_argument("--work", default=work, help="a model of works.py")
     made.add_argument("--rounds", type=int, default=10)
@@ -32,10 +32,11 @@ def parser(description, work="dense"):
 
 
 def measure(candidates, steps, rounds, fits=1):
-    """Wall-clock and CPU seconds per step.
+    """Return wall-clock and CPU seconds per step.
 
     Arguments:
-        candidates: name -> a function that does ``steps`` training steps.
+        candidates: name -> a function that does training steps.
+        steps: how many each call does.
         rounds: how often each is measured, after two times that build and are not counted.
         fits: how often each is called in a round.
 

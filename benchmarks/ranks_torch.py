@@ -20,7 +20,7 @@ import compat
 
 
 def build(torch, work):
-    """The model of ``works.build``, of torch's own layers."""
+    """Return the model of ``works.build``, of torch's layers."""
     nn = torch.nn
     torch.manual_seed(0)
 
@@ -44,7 +44,7 @@ def build(torch, work):
 
 
 def of_keras(torch, arguments):
-    """What trains models of Keras: compat's, the peer's, and a plain one."""
+    """Return functions that train models of Keras: compat's, the peer's, and a plain one."""
     import keras
 
     class Distributed(keras.Model):
@@ -76,7 +76,7 @@ def of_keras(torch, arguments):
 
 
 def of_torch(torch, arguments):
-    """The same of modules of torch."""
+    """Return functions that train modules of torch: compat's, the peer's, and a plain one."""
     batch = works.WORKS[arguments.work][1]
     inputs, targets = works.data(arguments.work, batch * compat.size())
     if arguments.work == "conv":

@@ -21,7 +21,7 @@ DEVICES = 2
 
 
 def multi_gpu_model(keras, work, gpus=DEVICES):
-    """That of tf.keras, with CPUs in the place of GPUs."""
+    """Return the model of tf.keras' function of this name, with CPUs in place of GPUs."""
     module = importlib.import_module(keras.utils.multi_gpu_model.__module__)
     kinds = ["CPU:0"] + ["GPU:{}".format(place) for place in range(gpus)]
     module._get_available_devices = lambda: ["/device:" + kind for kind in kinds]

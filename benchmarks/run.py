@@ -212,7 +212,7 @@ FITS = list(_fits())
 
 
 def scripts(environment):
-    """A command for each script that measures something in an environment."""
+    """Return a command for each script that measures something in an environment."""
     commands = [row.command for row in ROWS + FITS if row.environment == environment]
     commands += [command for place, command in FIGURES.values() if place == environment]
     of_scripts = {}
@@ -223,7 +223,7 @@ def scripts(environment):
 
 
 def measured(environment, command):
-    """What a script measured, from its last line, or None; what it printed is printed."""
+    """Return the measurement in the last line of a script's output, or None; print its output."""
     tox = [sys.executable, "-m", "tox", "exec", "-q", "-e", environment, "--"]
     done = subprocess.run(
         tox + shlex.split(command),

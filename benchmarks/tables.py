@@ -20,7 +20,7 @@ END = "<!-- end of {} -->\n"
 
 
 def markdown(rows):
-    """A table in Markdown; the first row is its headings."""
+    """Return a table in Markdown; the first row is its headings."""
     rows = [list(map(str, row)) for row in rows]
     lines = ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join([lines[0], "|" + " --- |" * len(rows[0])] + lines[1:]) + "\n"
@@ -55,13 +55,13 @@ def is_slower(measured):
 
 
 def with_reasons(rows, reasons):
-    """A table, and below it a list of (what is slower, a sentence that says why)."""
+    """Return a table, and below it a list of (what is slower, a sentence that says why)."""
     listed = "".join("- {}: {}\n".format(what, why) for what, why in reasons)
     return markdown(rows) + ("\nWhere compat is slower:\n\n" + listed if listed else "")
 
 
 def peers(results, rows):
-    """The table of these rows, and the reasons."""
+    """Return the table of these rows, and the reasons."""
     slower = [row for row in rows if is_slower(results["rows"][row.name])]
     return with_reasons(against_peers(results, rows), [(row.title, row.reason) for row in slower])
 
@@ -198,7 +198,7 @@ def fits(results):
 
 
 def sections(results):
-    """The text of each marked part of the page."""
+    """Return the text of each marked part of the page."""
     return {
         "peers": peers(results, run.ROWS),
         "fits": fits(results),
@@ -214,7 +214,7 @@ def sections(results):
 
 
 def page_with(page, found):
-    """The page with these texts in its marked parts."""
+    """Return the page with these texts in its marked parts."""
     for name, text in found.items():
         before, begin, rest = page.partition(BEGIN.format(name))
         _, end, after = rest.partition(END.format(name))

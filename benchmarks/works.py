@@ -22,7 +22,7 @@ WORKS = {
 
 
 def build(keras, work):
-    """A ``Sequential`` of this Keras, not compiled, with the same weights each time."""
+    """Return a ``Sequential`` of this Keras, not compiled, with the same weights each time."""
     layers, shape = keras.layers, {"input_shape": WORKS[work][0]}
 
     def dense(units, **more):

@@ -56,7 +56,7 @@ def load_data(samples):
 
 
 def flipped(x, y, batch_size):
-    """What ImageDataGenerator(horizontal_flip=True) does."""
+    """Flip images, as ImageDataGenerator(horizontal_flip=True) does."""
     axis = 3 if K.image_data_format() == "channels_first" else 2
     while True:
         order = np.random.permutation(len(x))

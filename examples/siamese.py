@@ -41,7 +41,7 @@ LETTERS = """
 
 
 def load_letters():
-    """The drawing above, as five images of 7 by 5 pixels."""
+    """Return the drawing above, as five images of 7 by 5 pixels."""
     lines = [line.ljust(33) for line in LETTERS.strip("\n").split("\n")]
     pixels = np.array([[pixel == "#" for pixel in line] for line in lines], "float32")
     return np.array([pixels[:, start : start + 5] for start in range(0, 33, 7)])

@@ -41,7 +41,7 @@ def data():
 
 
 def build():
-    """The model, with the same weights each time and on each backend."""
+    """Return the model, with the same weights each time and on each backend."""
     layers = keras.layers
     image = layers.Input((144,))
     hidden = layers.Dense(64, activation="tanh")(image)

@@ -68,7 +68,7 @@ def pip(command, *arguments, **options):
 
 
 def wheel(folder):
-    """The path of the wheel, which is built if it is not there."""
+    """Return the path of the wheel, which is built if it is not there."""
     (framework,) = filter(importlib.util.find_spec, FRAMEWORKS)
     version = importlib.import_module(framework).__version__
     recipe = hashlib.sha256(repr((HOROVOD, sorted(BUILD.items()), TOOLCHAIN)).encode()).hexdigest()

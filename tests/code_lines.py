@@ -21,7 +21,7 @@ def _lines_of(found):
 
 
 def code_lines(source):
-    """The number of lines of a module that have code."""
+    """Return the number of lines of a module that have code."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     code = [(each.start[0], each.end[0]) for each in tokens if each.type not in _NO_CODE]
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

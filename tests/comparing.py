@@ -62,7 +62,7 @@ def compare(expected, found, tolerance):
 
 
 def verdict(run, tolerance):
-    """What becomes of ``run(parallel)``, which returns what was observed."""
+    """Return the outcome of ``run(parallel)``, which returns what was observed."""
     try:
         expected = run(False)
         compare(expected, expected, tolerance)

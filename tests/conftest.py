@@ -65,7 +65,7 @@ exit {status}
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked ``gpu`` run where they are asked for, ``-m gpu``, and fail without a GPU.
+    """Run tests marked ``gpu`` with ``-m gpu`` only, and fail them without a GPU.
 
     Those marked ``slow`` run where COMPAT_TEST_SLOW is set, and with ``-m slow``. The rows that
     tests are marked with go to the results, for tests/support_table.py.
@@ -83,7 +83,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session", autouse=True)
 def record_cpu(record_testsuite_property):
-    """The seconds of CPU of this process and its children, for tests/support_table.py.
+    """Record the seconds of CPU of this process and its children, for tests/support_table.py.
 
     The outermost conftest.py sets up the first fixture of the session and tears down the last.
     """
@@ -137,7 +137,7 @@ def machine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def process(tmp_path, monkeypatch, machine):
-    """This process as if new: no GPU, nothing configured, an environment and a home of its own."""
+    """Yield this process as if new: no GPU, nothing configured, a new environment and home."""
     from compat._configuration import discovery
     from compat._runtime.process import process
 
@@ -157,7 +157,7 @@ def process(tmp_path, monkeypatch, machine):
 
 
 def refusal(kind, call, *args, **kwargs):
-    """The text of the error, of this class and no other, that a call raises."""
+    """Return the text of the error, of exactly this class, that a call raises."""
     with pytest.raises(kind) as caught:
         call(*args, **kwargs)
     assert type(caught.value) is kind
@@ -203,7 +203,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """A Python in which nothing is installed but what a test installs there."""
+    """Return a Python with no packages but those that a test installs there."""
     folder = tmp_path / "site"
     folder.mkdir()
     others = [path for path in sys.path if "-packages" not in path]
@@ -301,7 +301,7 @@ def register(monkeypatch):
 
 @pytest.fixture
 def toy(site, register):
-    """The toy backend, registered and installed."""
+    """Return the toy backend, registered and installed."""
     backend = Toy()
     register(backend)
     site.install("toy-framework", "1.2", "toyframework", TOY_FRAMEWORK)

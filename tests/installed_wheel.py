@@ -32,7 +32,7 @@ def main(folder, tested):
 
 
 def contents(wheel):
-    """The files of a wheel, but for those that name the tool that built it."""
+    """Return the files of a wheel, without those that name the tool that built it."""
     with zipfile.ZipFile(wheel) as file:
         return {
             name: file.read(name)

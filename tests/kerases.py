@@ -48,7 +48,7 @@ def runs_eagerly(keras):
 
 
 def variables(model):
-    """The variables of a model, in the order of ``get_weights()``."""
+    """Return the variables of a model, in the order of ``get_weights()``."""
     if "keras.engine" in str(type(model).__mro__):  # Keras 2 lists those that are trained first
         return [variable for layer in model.layers for variable in layer.weights]
     return model.weights
@@ -70,7 +70,7 @@ def one(values):
 
 
 def optimizer(keras, kind, options):
-    """An optimizer from its text, whatever this Keras calls the learning rate."""
+    """Return an optimizer from its text, whatever this Keras calls the learning rate."""
     cls = getattr(keras.optimizers, kind)
     for name in ("learning_rate", "lr"):
         try:

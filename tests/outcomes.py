@@ -5,11 +5,12 @@ import subprocess
 
 
 def ended(command, environ=(), **options):
-    """The exit status of a program, and what it printed to each stream.
+    """Return the exit status of a program, and what it printed to each stream.
 
     Arguments:
+        command: the program and its arguments.
         environ: variables that differ.
-        options: as ``subprocess.run()`` takes them.
+        **options: as ``subprocess.run()`` takes them.
     """
     done = subprocess.run(
         list(map(str, command)),

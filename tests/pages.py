@@ -21,7 +21,7 @@ ENVIRON = dict(os.environ)
 
 
 def blocks(document, sections=None):
-    """The fenced blocks of a page: their languages ("" where none is named) and their texts.
+    """Return the fenced blocks of a page: their languages ("" where none is named) and their texts.
 
     Arguments:
         document: its path in the project.
@@ -37,13 +37,13 @@ def blocks(document, sections=None):
 
 
 def fragment(document, beginning):
-    """The one block of a page that begins so, for a test that runs it in a place of its own."""
+    """Return the block of a page with this beginning, for a test that runs it separately."""
     (text,) = {text for _, text in blocks(document) if text.startswith(beginning)}
     return text
 
 
 def changed(script, change):
-    """A script with the lines of a diff replaced."""
+    """Return a script with the lines of a diff replaced."""
     lines = change.splitlines(True)
     before, after = (
         "".join(line[1:] or line for line in lines if line[0] not in skipped) for skipped in "+-"
@@ -53,14 +53,14 @@ def changed(script, change):
 
 
 def commands(console):
-    """The commands of a block, and a pattern of what each prints."""
+    """Return the commands of a block, each with a pattern of its output."""
     for part in re.split(r"^\$ ", console, flags=re.MULTILINE)[1:]:
         command, _, printed = part.partition("\n")
         yield command, re.escape(printed).replace(re.escape("..."), ".*")
 
 
 def taken(document, sections=None):
-    """The blocks that ``run`` runs: not a script that another one replaces before a command."""
+    """Return the blocks that ``run`` runs, without scripts that are replaced before a command."""
     scripts = []  # and changes, that no command has run yet
     for language, text in blocks(document, sections):
         if language == "python":
@@ -73,11 +73,14 @@ def taken(document, sections=None):
 
 
 def run(document, folder, environ, sections=None, changes=()):
-    """Do what a page says in a folder, and compare.
+    """Run the commands of a page in a folder, and compare their output.
 
     ``python`` and ``compat`` are this interpreter and its compat.
 
     Arguments:
+        document: the path of the page.
+        folder: the current folder of the commands.
+        environ: their environment.
         sections: the headings of those to run; None: the whole page.
         changes: pairs of a part of one command and of what runs in its place.
 

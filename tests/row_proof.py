@@ -82,7 +82,7 @@ def agree(claimed, true):
 
 
 def placements_of(array):
-    """The placements that an input can have."""
+    """Return the placements that an input can have."""
     found = [REPLICATED]  # type: list
     found += [Sharded(axis, n // ROWS) for axis, n in enumerate(array.shape) if n % ROWS == 0]
     if array.dtype.kind == "f":
@@ -91,7 +91,7 @@ def placements_of(array):
 
 
 def split(array, placement):
-    """The parts of an array that two devices have by a placement."""
+    """Return the parts of an array that two devices have by a placement."""
     if isinstance(placement, Sharded):
         return trial.cut(array, placement)
     if isinstance(placement, Partial):

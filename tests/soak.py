@@ -117,7 +117,7 @@ def _cut_network(pid):
 
 
 def _on_the_switch(value):
-    """A process on the first of a job's two machines, by its number outside of them."""
+    """Return the process on the first of a job's two machines, by its number outside of them."""
     for pid in processes(value):
         with open("/proc/{}/net/dev".format(pid)) as file:
             if "port2:" in file.read():
@@ -137,7 +137,7 @@ FAULTS = {
 
 
 def processes(value):
-    """The processes that have ``VARIABLE`` with this value in their environment, but this one."""
+    """Return the other processes that have ``VARIABLE`` with this value in their environment."""
     wanted = "{}={}".format(VARIABLE, value).encode()
     found = []
     for pid in filter(str.isdecimal, os.listdir("/proc")):
@@ -151,7 +151,7 @@ def processes(value):
 
 
 def _wait_for(path, process, until):
-    """The process id that a rank has written there; None: the job has ended before."""
+    """Wait for the process id that a rank writes, and return it; None: the job has ended."""
     while not os.path.exists(path):
         if process.poll() is not None:
             return None
@@ -278,7 +278,7 @@ def _whole(folder, extension):
 
 
 def _broken(folder, before, extension, environ):
-    """What is wrong with the checkpoints: all those before the fault are there, and all load."""
+    """Return the problems of checkpoints: those before the fault must exist, and all must load."""
     there = _whole(folder, extension)
     wrong = ["{} is gone".format(name) for name in before if name not in there]
     if there:

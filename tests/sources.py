@@ -29,7 +29,7 @@ MODULES = _modules()
 
 @functools.lru_cache(None)
 def tree(source):
-    """A source, parsed."""
+    """Return a source, parsed."""
     return ast.parse(source)
 
 
@@ -40,7 +40,7 @@ def nodes(parsed):
 
 
 def template(node):
-    """What a text is, an f-string as ``str.format()`` would take it; None of other constants."""
+    """Return a text, of an f-string as a format for ``str.format()``; None of other constants."""
     if isinstance(node, ast.JoinedStr):
         return "".join(
             template(part)
@@ -57,7 +57,7 @@ def template(node):
 
 
 def text_nodes(parsed):
-    """The nodes of all texts, an f-string as a whole."""
+    """Return the nodes of all texts, an f-string as a whole."""
     strings = [node for node in nodes(parsed) if isinstance(node, ast.JoinedStr)]
     parts = {part for node in strings for part in ast.walk(node) if part is not node}
     kinds = "Constant", "Str", "JoinedStr"
@@ -66,7 +66,7 @@ def text_nodes(parsed):
 
 @functools.lru_cache(None)
 def texts(source):
-    """The texts in a source, without docstrings."""
+    """Return the texts in a source, without docstrings."""
     parsed = tree(source)
     docstrings = {
         node.body[0].value

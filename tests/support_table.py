@@ -39,7 +39,7 @@ PROMISED_MINUTES = 55  # what the README says of a machine of two cores
 
 
 def environments():
-    """The rows of the matrix: the tox environments that run tests, as (name, Python version)."""
+    """Return the rows of the matrix: tox environments that run tests, as (name, Python version)."""
     tox = configparser.ConfigParser()
     tox.read(os.path.join(ROOT, "tox.ini"), encoding="utf-8")
     for line in tox["tox"]["env_list"].split():
@@ -105,7 +105,7 @@ def _first_lines(message):
 
 
 def _name(case):
-    """A test's class, or its module where it has none, and its name."""
+    """Return a test's class, or its module where it has none, and its name."""
     return "{}::{}".format(case.get("classname").rpartition(".")[2], case.get("name"))
 
 
@@ -124,7 +124,7 @@ def read(folder):
 
 
 def _new(since, folder, *files):
-    """The paths of those files that are not older."""
+    """Return the paths of those files that are not older."""
     paths = [os.path.join(folder, file) for file in files]
     return [p for p in paths if os.path.exists(p) and os.path.getmtime(p) >= since]
 
@@ -141,7 +141,7 @@ def _since(folder):
 
 
 def _code():
-    """The files that results are results of."""
+    """Yield the files on which results depend."""
     for name in ("setup.cfg", "tox.ini"):
         yield os.path.join(ROOT, name)
     for top in ("compat", "examples", "tests"):
@@ -190,7 +190,7 @@ def feature_rows(results, kept=()):
 
 
 def verdicts():
-    """What docs/idioms.md says of each environment's idioms, by environment and idiom."""
+    """Return the verdicts of docs/idioms.md, by environment and idiom."""
     heading, _, *lines = [_cells(line) for line in page_tables(IDIOMS).splitlines()] or [[], []]
     return {
         environment: {line[0]: line[column] for line in lines}
@@ -200,7 +200,7 @@ def verdicts():
 
 
 def idiom_table(results):
-    """The table of docs/idioms.md: one row for each idiom, one column for each environment."""
+    """Return the table of docs/idioms.md: a row for each idiom, a column for each environment."""
     found = verdicts()
     for name, result in results.items():
         if result.verdicts:
@@ -218,7 +218,7 @@ def _cells(line):
 
 
 def markdown(heading, table):
-    """A table, its columns aligned but for a long last one."""
+    """Return a table, its columns aligned but for a long last one."""
     lines = [heading] + list(table)
     widths = [max(len(line[i]) for line in lines) for i in range(len(heading))]
     if widths[-1] > 40:
@@ -237,13 +237,13 @@ def tables(results, kept=((), ())):
 
 
 def page_tables(page=None):
-    """The tables that the page has."""
+    """Return the tables that the page has."""
     with open(page or PAGE, encoding="utf-8") as file:
         return file.read().partition(BEGIN)[2].partition(END)[0]
 
 
 def page_rows():
-    """The rows of both, as lists of cells."""
+    """Return the rows of both tables, as lists of cells."""
     return [
         [_cells(line) for line in table.strip().splitlines()[2:]]
         for table in page_tables().partition("\n\n")[::2]
@@ -267,7 +267,7 @@ def interpreter_answers(python):
 
 
 def not_run(results):
-    """What was not run and why, and whether that is a failure: (lines, failures)."""
+    """Return what was not run and why, and whether that is a failure: (lines, failures)."""
     lines, failures = [], []
     for name, python in environments():
         if name in results:
@@ -283,7 +283,7 @@ def not_run(results):
 
 
 def failed_commands(folder):
-    """What failed of which environment, those without a result of tests among them."""
+    """Return the failures by environment, those without a result of tests among them."""
     for path in _new(_since(folder), folder, *sorted(_listed(folder))):
         if path.endswith(".json"):
             with open(path, encoding="utf-8") as file:
@@ -293,7 +293,7 @@ def failed_commands(folder):
 
 
 def slowest_tests(results):
-    """The slowest tests of all environments, the slowest first."""
+    """Return the slowest tests of all environments, the slowest first."""
     tests = [test + (name,) for name, result in results.items() for test in result.durations]
     width = max(len(name) for name, _ in environments())
     yield "the slowest tests:"

@@ -88,7 +88,7 @@ class Seen:
         return self.screens[-1]
 
     def lines(self):
-        """The lines about long work that were seen, without the seconds, each once."""
+        """Return the lines on long work that were shown, without the seconds, each once."""
         found = re.findall("^compat: (.*) \\.\\.\\. \\d+ s$", "\n".join(self.screens), re.MULTILINE)
         return list(dict.fromkeys(found))
 
@@ -99,12 +99,15 @@ def _own_terminal():
 
 
 def seen(*arguments, when=None, send=b"", columns=300, PYTHONPATH="", **environ):
-    """Run Python on a terminal of its own.
+    """Run Python on a new terminal.
 
     Arguments:
-        arguments: of its command line.
+        *arguments: those of its command line.
         when: a text after which ``send`` is typed.
-        environ: variables that differ; None: it is not set.
+        send: bytes.
+        columns: the width of the terminal.
+        PYTHONPATH: the variable.
+        **environ: variables that differ; None: it is not set.
     """
     variables = dict(
         os.environ, PYTHONPATH=os.pathsep.join(filter(None, [ROOT, PYTHONPATH])), TERM="xterm"

@@ -29,7 +29,7 @@ def configure(*args, **kwargs):
 
 
 def warned(call, *args, **kwargs):
-    """What a call returns, and the texts of its warnings, each of which is at its caller's line.
+    """Return a call's result, and the texts of its warnings, which must have the caller's line.
 
     Those of configure_gpu() are the configuration's, too.
     """
@@ -49,7 +49,7 @@ FEWER = "Ask for fewer, or drop strict=True to go on with what there is."
 
 
 def contradiction(first, second):
-    """The text of the error where two calls are for other devices, or for another backend."""
+    """Return the text of the error for two calls with different devices or backends."""
     return (
         "configure_gpu() was called before in this process, with other settings.\n"
         "first:  {}\n"
@@ -100,7 +100,7 @@ def test_without_a_gpu_nothing_is_hidden_and_the_report_says_why(toy):
 
 @pytest.fixture
 def metal(toy, site):
-    """The toy's framework with two GPUs that no command of a driver knows."""
+    """Have the toy's framework see two GPUs that no command of a driver knows."""
     own = (
         "\n\ndef devices():\n    return ['cpu:0'] if visible == '-1' else ['metal:0', 'metal:1']\n"
     )
@@ -210,7 +210,7 @@ class Other(Toy):
 
 @pytest.fixture
 def other(toy, register, site):
-    """A second backend, installed like the first one."""
+    """Return a second backend, installed as the first one."""
     register(toy, Other())
     site.install("other", "1.0", "other", TOY_FRAMEWORK)
 
@@ -374,7 +374,7 @@ def test_an_idle_gpu_stays_chosen(toy, machine):
 
 @pytest.fixture
 def imported(toy, machine, monkeypatch):
-    """The framework is imported already, and sees the second of two GPUs."""
+    """Import the framework, which sees the second of two GPUs."""
     machine.plug(2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     import toyframework  # noqa: F401

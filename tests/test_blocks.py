@@ -34,7 +34,7 @@ from compat._verification import comparison
 
 
 def runs():
-    """The blocks of pages that tests run: (the page, the block, the file of the tests)."""
+    """Yield the blocks of pages that tests run: (the page, the block, the file of the tests)."""
     for folder, _, names in os.walk(os.path.join(ROOT, "tests")):
         for name in names:
             if name.endswith(".py"):
@@ -51,7 +51,7 @@ def runs():
 
 
 def _calls_of_pages(source):
-    """Calls of ``pages.run`` and ``pages.fragment``, with the arguments that are no variables."""
+    """Yield calls of ``pages.run`` and ``pages.fragment``, with the literal arguments."""
     for node in ast.walk(ast.parse(source)):
         function = getattr(node, "func", None)
         if getattr(getattr(function, "value", None), "id", None) == "pages":
@@ -79,7 +79,7 @@ def read(document):
 
 
 def check_python(text):
-    """It compiles, and compat takes the arguments of each of its calls."""
+    """Check that a text compiles, and that compat takes the arguments of its calls."""
     tree = ast.parse(text)
     compile(text, "block", "exec")
     for node in ast.walk(tree):
@@ -110,7 +110,7 @@ def _check_call(function, node):
 
 
 def check_shell(text):
-    """It is bash, and compat's command line takes its options."""
+    """Check that a text is bash, and that compat's command line takes its options."""
     subprocess.check_output(["bash", "-n", "-c", text], stderr=subprocess.STDOUT)
     for line in text.replace("\\\n", " ").splitlines():
         for part in re.split(r"\s(?:&&|\|\||\||;)\s", line):
@@ -130,7 +130,7 @@ def check_words(words):
 
 
 def check_arguments(arguments):
-    """compat's own command line takes them, where it ends in an error otherwise."""
+    """Check that compat's command line takes arguments, which otherwise is an error."""
     try:
         _, unknown = __main__._parser(arguments).parse_known_args(arguments)
     except SystemExit as error:
@@ -150,7 +150,7 @@ COMMANDS = _subparsers()
 
 
 def check_mention(words):
-    """A command in a sentence, such as ``compat run -n``: its options are there."""
+    """Check that the options of a command in a sentence, such as ``compat run -n``, exist."""
     options = set(COMMANDS[words[0]]._option_string_actions)
     for word in words[1:]:
         if word.endswith(".py"):
@@ -176,7 +176,7 @@ def check_console(text):
 
 
 def check_printed(text):
-    """What compat printed is what compat prints: see ``PRINTED``."""
+    """Check that a text in a page is what compat prints: see ``PRINTED``."""
     (compare,) = [check for start, (check, _) in PRINTED.items() if text.startswith(start)]
     compare(text)
 
@@ -187,7 +187,7 @@ def _is_of_the_example(text):
 
 
 def _is_verdict(text):
-    """The last lines of ``compat test SCRIPT``."""
+    """Check the last lines of ``compat test SCRIPT``."""
     record = _verification.report.Record("net", ["cpu:0", "cpu:1", "cpu:2"])
     record.steps.update(train=3, evaluate=1)
     record.compared, record.largest = 12, (7.8e-06, "weight dense_1/kernel")
@@ -200,7 +200,7 @@ def _is_verdict(text):
 
 
 def _is_difference(text):
-    """An error of verification: its template, and the cause that it names, are in the source."""
+    """Check an error of verification: its template, and the cause that it names."""
     _, _, said = " ".join(text.split()).partition("ResultsDifferError: ")
     assert comparison.cause_of("output 1", None, 3) in said
     (template,) = [
@@ -213,7 +213,7 @@ def _is_difference(text):
 
 
 def _is_a_difference_of_twins(text):
-    """What the plugin for pytest says of twins: its words, and the record of verification."""
+    """Check the report of the plugin for pytest on twins, with the record of verification."""
     source = inspect.getsource(twins)
     for words in ("trained differently", "differs by ", ", the tolerance is ", " on one device, "):
         assert words in text and words in source, words
@@ -225,7 +225,7 @@ def _is_a_difference_of_twins(text):
 
 
 def _is_a_failure(text):
-    """What ``compat run`` says of a rank that failed, and before it starts all again."""
+    """Check the report of ``compat run`` on a rank that failed, and on a restart."""
     failed = watching._rank_ended(watching.Ended(1, 137, None), 4)
     again = "compat run: restart {} of {}, because {}."
     assert again in inspect.getsource(watching)
@@ -234,7 +234,7 @@ def _is_a_failure(text):
 
 
 def _is_a_report_of_devices(text):
-    """What ``compat run --report`` prints of these numbers."""
+    """Check the report of ``compat run --report`` with these numbers."""
     first, header, *rows = text.splitlines()[:-1]
     assert first in inspect.getsource(reported_script)
     names = re.split(r" {2,}", header.strip())
@@ -248,14 +248,14 @@ def _is_a_report_of_devices(text):
 
 
 def _is_a_drawing(text):
-    """The modules that it names exist; test_distribution.py sees to their names elsewhere."""
+    """Check that the modules in a drawing exist; test_distribution.py checks other names."""
     for module in re.findall(r"^ +(_\w+)\.", text, re.M):
         found = os.path.join(ROOT, "compat", module)
         assert os.path.exists(found) or os.path.exists(found + ".py"), module
 
 
 def _is_a_warning_of_rows(text):
-    """What is said of a model that cannot be split from an operation on."""
+    """Check the warning of a model that cannot be split from an operation on."""
     fallback = _rows.Fallback(
         _rows.Reason.CROSS_BATCH, "lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12"
     )
@@ -265,7 +265,7 @@ def _is_a_warning_of_rows(text):
 
 
 def _is_a_warning_of_a_rank(text):
-    """What is said of a rank whose hook is not reached."""
+    """Check the warning of a rank whose hook is not reached."""
     found = "rank 0 of 2 (compat run) exchanged no gradients with the other ranks. "
     found += usage.unreached(["model.make_train_function"])
     with pytest.warns(compat.CompatWarning) as caught:

@@ -18,7 +18,7 @@ MINE = "print('my own')\n"
 
 @pytest.fixture
 def folder(tmp_path):
-    """The current folder, with a script and what it uses."""
+    """Return the current folder, with a script and its modules."""
     folder = tmp_path / "work"
     folder.mkdir()
     (folder / "compat.py").write_text(MINE)

@@ -496,7 +496,7 @@ sys.stdin.read()
 
 
 def pick():
-    """A process that takes an idle GPU, says which, and keeps it until it is to end."""
+    """Start a process that claims an idle GPU, prints it, and keeps it until it ends; return it."""
     return subprocess.Popen(
         [sys.executable, "-c", PICK],
         env=dict(os.environ, PYTHONPATH=ROOT),
@@ -529,7 +529,7 @@ def test_a_claim_holds_for_the_next_call_of_the_same_process(machine):
 
 @pytest.fixture
 def lock_paths(machine):
-    """The lock files of two idle GPUs, which are not there yet."""
+    """Return the lock files of two idle GPUs, which do not exist yet."""
     machine.plug(2)
     paths = ["/tmp/keras-gpu-compat-{}.lock".format(name) for name in machine.uuids]
     yield paths

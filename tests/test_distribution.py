@@ -21,7 +21,7 @@ LEFT = {".git", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".tox", ".venv", 
 
 
 def files():
-    """The project's files: those that git tracks; in a source distribution, those that are here."""
+    """Return the project's files: those that git tracks; in a source distribution, those there."""
     if os.path.exists(os.path.join(ROOT, ".git")):
         listed = subprocess.check_output(["git", "ls-files"], cwd=ROOT).decode().splitlines()
         return {path for path in listed if os.path.exists(os.path.join(ROOT, path))}
@@ -34,7 +34,7 @@ def files():
 
 @pytest.fixture(scope="module")
 def sdist(tmp_path_factory):
-    """The files of a source distribution made of a copy of the tree: names and contents."""
+    """Return the files of a source distribution made of a copy of the tree: names and contents."""
     tree, made = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("made")
     for path in files():
         target = tree / path
@@ -79,7 +79,7 @@ def test_description_for_an_index_has_no_link_that_leads_nowhere(sdist):
 
 
 def headings(path):
-    """The anchors of a document's headings."""
+    """Return the anchors of a document's headings."""
     with open(path, encoding="utf-8") as file:
         found = re.findall("^#+ (.*)$", file.read(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", text).lower().replace(" ", "-") for text in found}

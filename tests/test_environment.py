@@ -65,13 +65,13 @@ def found(capsys):
 
 
 def plain(out):
-    """A text without the breaks of its lines."""
+    """Return a text without the breaks of its lines."""
     return " ".join(out.split())
 
 
 @pytest.fixture
 def whole(toy, site, machine, monkeypatch, tmp_path):
-    """An environment with something of everything; returns keras.json."""
+    """Make an environment with something of everything, and return keras.json."""
     machine.add(used=1234, utilization=56)
     machine.add(name="NVIDIA A100-SXM4-40GB", total=40960, used=0)
     machine.plug()

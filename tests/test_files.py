@@ -18,7 +18,7 @@ NEW = "new\n"
 
 
 def reader(path):
-    """What gives all that is written to a FIFO. It never waits, and no writer waits for it."""
+    """Return a function that reads all that is written to a FIFO. No reader or writer waits."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     return lambda: os.read(descriptor, 100000).decode()
 
@@ -34,7 +34,7 @@ def fifo(path):
 
 
 def device(path):
-    """A device of the test's own: a null device where it may make one, or else a terminal."""
+    """Return a device of this test: a null device where it may make one, or else a terminal."""
     try:
         os.mknod(path, stat.S_IFCHR | 0o666, os.makedev(1, 3))
         with open(path, "w"):
@@ -77,7 +77,7 @@ PLACES = fifo, device, descriptor, private, link, dangling, long_name
 
 
 def kept(path):
-    """What writing keeps of a link and what it leads to: of a regular file only the mode."""
+    """Return the state of a link and its target that writing keeps: of a file only the mode."""
     found = [look(path) for look in (os.lstat, os.stat)[: 1 + os.path.exists(path)]]
     return [(each.st_mode, stat.S_ISREG(each.st_mode) or each.st_ino) for each in found]
 
@@ -88,7 +88,7 @@ def files(folder):
 
 @pytest.fixture(params=PLACES, ids=lambda place: place.__name__)
 def stays(request, tmp_path):
-    """A function that writes to what is there, which has to stay what it is."""
+    """Return a function that writes to an existing file, which has to stay as it is."""
 
     def stays(look, write):
         path, content = request.param(str(tmp_path / "file.keras"))

@@ -61,7 +61,7 @@ def cased(draw, text):
 
 
 def read(parse, given, shown):
-    """What a grammar makes of it; None if it refuses, saying what it was given."""
+    """Return the result of a grammar, or None if it refuses and names its input."""
     try:
         return parse(given)
     except compat.InvalidArgumentError as error:
@@ -85,7 +85,7 @@ def some_ids(draw):
 
 
 def written_gpus(draw):
-    """A value of ``gpus=``, and the selection that it means."""
+    """Draw a value of ``gpus=``, and return it with the selection that it means."""
     kind = draw.choice(["all", "count", "ids", "free", "none"])
     if kind == "all":
         return draw.choice([None, -1, "-1", spaced(draw, cased(draw, "all"))]), Selection("all")
@@ -333,7 +333,7 @@ JSON = [
 
 
 def a_cluster(draw):
-    """A description of a cluster, most of it right."""
+    """Draw a description of a cluster, mostly a correct one."""
     kinds = draw.choice([["chief", "worker"], ["workerpool0", "workerpool1"]])
     task = {"type": draw.choice(kinds), "index": 0}
     cluster = {kind: ["{}:1".format(kind)] for kind in kinds}
@@ -344,7 +344,7 @@ def a_cluster(draw):
 
 
 def an_environment(draw):
-    """Some launcher's variables, most of them right, and what has nothing to do with them."""
+    """Draw some launcher's variables, mostly correct ones, and unrelated ones."""
     environ = dict(draw.choice([draw.choice(WHOLE), a_cluster(draw)]))
     names = draw.sample(sorted(environ), draw.choice([0, 0, 1, 1, 2]) % (len(environ) + 1))
     for name in names + draw.sample(OTHER_NAMES, draw.randint(0, 3)):
@@ -353,7 +353,7 @@ def an_environment(draw):
 
 
 def outcomes(environ):
-    """What each call makes of an environment: a value, or an error of compat's."""
+    """Return the result of each call for an environment: a value, or an error of compat."""
 
     def chosen():
         place = launchers.launched(environ)

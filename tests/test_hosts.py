@@ -161,7 +161,7 @@ def job(tmp_path):
 
 
 def finished(process):
-    """The exit status, the lines printed, and what went to stderr, survivors included."""
+    """Return the exit status, the lines printed, and standard error, survivors included."""
     # Less than compat run gives the launcher to end the others, which it has to do by itself.
     out, err = process.communicate(timeout=watching.GRACE - 1)
     return process.returncode, sorted(out.splitlines()), err

@@ -60,7 +60,7 @@ MESSAGES = {
 
 @pytest.fixture(scope="module")
 def opened():
-    """A function that opens an address, and returns the page after its scripts have run."""
+    """Return a function that opens an address, and returns the page after its scripts have run."""
     root = os.environ["COMPAT_TEST_BROWSER"]
     libraries = [os.path.join(root, "libraries"), os.path.join(root, "libraries", "pulseaudio")]
     path = os.path.join(root, "usr", "lib", "chromium", "chromium-headless-shell")

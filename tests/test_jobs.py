@@ -27,7 +27,7 @@ def read(name):
 
 
 def documented(launcher, **changes):
-    """A launcher's environment with other values; it has no other variables."""
+    """Return a launcher's environment with other values; it has no other variables."""
     environ = JOINED[launcher][0]
     assert set(changes) <= set(environ)
     return dict(environ, **{name: str(value) for name, value in changes.items()})
@@ -98,7 +98,7 @@ def vertex():
 
 
 def arguments(name, function):
-    """The arguments of a call in a Python file that are literals."""
+    """Return the arguments of a call in a Python file that are literals."""
     for node in ast.walk(ast.parse(read(name))):
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == function:
             return {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}

@@ -684,7 +684,7 @@ def _read(pid, name):
 
 
 def _found(process, target, rank):
-    """The number of that process of a job, once it is there: no longer its parent's fork."""
+    """Return the number of that process of a job, once it has replaced its parent's fork."""
     found = process.pid
     for kind in TARGETS[1 : TARGETS.index(target) + 1]:
         place, parent, children = rank if kind == "rank's process" else 0, found, []

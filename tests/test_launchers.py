@@ -24,7 +24,7 @@ def environment(variables, **changes):
 
 
 def port_of(job):
-    """The port that follows from what a launcher calls its job."""
+    """Return the port that is derived from a launcher's name of its job."""
     return 61440 + zlib.crc32(job.encode()) % 4096
 
 
@@ -533,7 +533,7 @@ def test_a_port_that_is_taken_is_an_error():
 
 
 def choose(environ, gpus):
-    """What a rank gets on a machine with so many GPUs that it sees."""
+    """Return the choice of a rank on a machine where it sees a number of GPUs."""
     machine = [device_choice.GPU(index) for index in range(gpus)]
     place = launchers.launched(environ)
     return device_choice.choose_for_rank(

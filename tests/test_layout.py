@@ -84,7 +84,7 @@ def _statements(node):
 
 @functools.lru_cache(None)
 def _imports(module):
-    """The modules of compat that a module imports, anywhere in it."""
+    """Return the modules of compat that a module imports, anywhere in it."""
     return list(_imported(module))
 
 
@@ -111,7 +111,7 @@ def _imported(module):
 
 @functools.lru_cache(None)
 def _level(module):
-    """The line of ``ROOMS`` that a module belongs to, and its room."""
+    """Return the line of ``ROOMS`` that a module belongs to, and its room."""
     module = UPPER_FLOORS.get(module, module)
     rooms = [(len(room), level, room) for level, rooms in enumerate(ROOMS) for room in rooms]
     inside = [
@@ -192,7 +192,7 @@ NAMING = {
 
 
 def _naming():
-    """The modules that have a framework's name in a text, docstrings excepted."""
+    """Return the modules that have a framework's name in a text, docstrings excepted."""
     for module, (_, source) in MODULES.items():
         if module.startswith(("compat._backends", "compat._ranks.engines", "compat.testing")):
             continue
@@ -429,7 +429,7 @@ BY_HAND = {
 
 
 def _attributes_of(node):
-    """The object whose ``__dict__`` an expression is: an expression, too, or None."""
+    """Return the object whose ``__dict__`` an expression is: an expression, too, or None."""
     if isinstance(node, ast.Attribute) and node.attr == "__dict__":
         return node.value
     is_vars = isinstance(node, ast.Call) and getattr(node.func, "id", "") == "vars"
@@ -437,7 +437,7 @@ def _attributes_of(node):
 
 
 def _written_by_hand(node):
-    """The objects whose ``__dict__`` or ``__class__`` a node writes to."""
+    """Return the objects whose ``__dict__`` or ``__class__`` a node writes to."""
     if isinstance(node, ast.Subscript) and isinstance(node.ctx, (ast.Store, ast.Del)):
         yield _attributes_of(node.value)
     if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -451,7 +451,7 @@ def _written_by_hand(node):
 
 
 def _globals(source):
-    """The variables of a module, and the expressions that they are bound to."""
+    """Return the variables of a module, and the expressions that they are bound to."""
     for node in tree(source).body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
@@ -500,7 +500,7 @@ KEPT_BY_MODULES = {
 
 
 def _changed(node):
-    """What a node changes: a name, or "module.name", if it has one."""
+    """Return the name that a node changes, or "module.name", or None."""
     if isinstance(node, ast.Global):
         return node.names[0]
     owner = None

@@ -35,7 +35,7 @@ def command(*arguments):
 
 
 def here(*arguments):
-    """The same of this process: for what starts nothing and configures nothing."""
+    """Run a command in this process, which starts and configures nothing; return its outcome."""
     out, err = io.StringIO(), io.StringIO()
     with mock.patch.dict(os.environ, COLUMNS="80"):
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -47,7 +47,7 @@ def here(*arguments):
 
 
 def refused(*arguments):
-    """What a command says of arguments that it does not take; it prints and does nothing."""
+    """Return the refusal of a command for its arguments; it prints and does nothing else."""
     status, out, err = here(*arguments)
     assert (status, out) == (2, "")
     return err

@@ -25,7 +25,7 @@ def parsed(html):
 
 
 def rows(html):
-    """The texts of a table's cells, and whether each row is red."""
+    """Return the texts of a table's cells, and whether each row is red."""
     found = []
     for row in parsed(html).iter("tr"):
         red = {"background:#fee2e2" in cell.get("style") for cell in row}
@@ -35,7 +35,7 @@ def rows(html):
 
 
 def texts(svg):
-    """The texts of a picture, in pairs of what is at the left and at the right; those in red."""
+    """Return the texts of a picture, in pairs of left and right; and those in red."""
     found = list(ElementTree.fromstring(svg).iter(SVG + "text"))
     pairs = [(a.text, b.text) for a, b in zip(found[::2], found[1::2])]
     return pairs, [each.text for each in found if each.get("fill") == "#dc2626"]

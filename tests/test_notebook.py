@@ -34,7 +34,7 @@ class Notebook:
         self.client = client
 
     def run(self, source):
-        """What the cell shows last: by its types, or the text of its error."""
+        """Run a cell, and return its last output by type, or the text of its error."""
         cells = self.client.nb.cells
         cells.append(nbformat.v4.new_code_cell(source))
         (*_, last) = self.client.execute_cell(cells[-1], len(cells) - 1).outputs

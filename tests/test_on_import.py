@@ -9,7 +9,7 @@ from compat._runtime import on_import
 
 @pytest.fixture
 def called(tmp_path, monkeypatch):
-    """The names of modules that a call was made for, in order."""
+    """Return a list of the modules for which there was a call, in order."""
     (tmp_path / "toy_package").mkdir()
     (tmp_path / "toy_package" / "__init__.py").write_text("from . import late\n")
     (tmp_path / "toy_package" / "late.py").write_text("value = 5\n")

@@ -16,7 +16,7 @@ PAIRS = [(extra, python) for extra in pip_extras.TESTED for python in pip_extras
 
 
 def declared(extra, python):
-    """What setup.cfg has for an extra on a Python: names and specifiers."""
+    """Return the names and specifiers that setup.cfg has for an extra on a Python."""
     setup = configparser.ConfigParser()
     setup.read(os.path.join(ROOT, "setup.cfg"), encoding="utf-8")
     lines = filter(None, setup["options.extras_require"][extra].splitlines())
@@ -120,7 +120,7 @@ Requires-Dist: theano ; extra == 'theano'
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """The pins of a copy of this package with this metadata, which is what pip leaves."""
+    """Return a function of metadata that returns the pins of an installed copy of this package."""
 
     def pins_of(metadata):
         folder = tmp_path / "keras_gpu_compat-0.1.0.dist-info"

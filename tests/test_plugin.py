@@ -30,7 +30,7 @@ pytestmark = pytest.mark.row("third parties' backends")
 
 @pytest.fixture(scope="module", autouse=True)
 def configured_here_only():
-    """The contract configures this process."""
+    """Begin with a process that is not configured, and leave one."""
     environ = dict(os.environ)
     process.start_afresh()
     yield

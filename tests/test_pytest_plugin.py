@@ -19,7 +19,7 @@ pytest_plugins = ["pytester"]
 
 @pytest.fixture
 def project(pytester, monkeypatch):
-    """A folder in which pytest runs in a process of its own."""
+    """Return a folder in which pytest runs in a subprocess."""
     for name in ("COMPAT_SIMULATE", "PYTEST_ADDOPTS", "COMPAT_VERIFY", "CI"):
         monkeypatch.delenv(name, raising=False)
     return pytester
@@ -463,7 +463,7 @@ def test_ctrl_c_ends_the_process(project):
 
 
 def read(name):
-    """A file of tests that pytest does not find here."""
+    """Return a file of tests that pytest does not find here."""
     with open(os.path.join(os.path.dirname(__file__), "twins_project", name)) as file:
         return file.read()
 

@@ -268,7 +268,7 @@ def finished(*arguments, **options):
 
 
 def report_in(found):
-    """The report of a file."""
+    """Return the report of a file."""
     return reporting.joined([found], found["absent"])
 
 

@@ -20,7 +20,7 @@ def array(*shape):
 
 
 def values(placements, inputs):
-    """What a rule is given: sizes that grow with the batch are not known."""
+    """Return the values for a rule, whose sizes that grow with the batch are unknown."""
     found = []
     for placement, each in zip(placements, inputs):
         shape = list(each.shape)
@@ -173,7 +173,7 @@ CASES = list(cases())
 
 @functools.lru_cache(None)
 def proved(place):
-    """What the proof of a case finds. It is made once, for two tests."""
+    """Return the results of the proof of a case, made once for two tests."""
     name, inputs, operation, rule = CASES[place]
     return row_proof.prove(
         name,

@@ -36,7 +36,7 @@ def script(tmp_path):
 
 
 def prepared(gpus, backend, python, environ, ranks=None, hosts=None):
-    """What ``compat run`` starts a script with, asked with these options."""
+    """Return the command and environment with which ``compat run`` starts a script."""
     asked = argparse.Namespace(gpus=gpus, backend=backend, python=python, ranks=ranks, hosts=hosts)
     return run_command.prepare(asked, environ)
 

@@ -72,7 +72,7 @@ def as_rank(monkeypatch):
 
 @pytest.fixture
 def shards(as_rank):
-    """What each of three ranks gets, and what it is warned of while it shards and draws."""
+    """Return the shards of three ranks, and the warnings while they shard and draw."""
 
     def shards(make, draw=list, batch_size=None):
         found, warned = [], []
@@ -146,7 +146,7 @@ def test_rows_of_tables_keep_their_index(as_rank, batch_size):
 
 
 def check_parts(shards, whole, few, draw=list):
-    """A batch with too few rows is left out on all ranks."""
+    """Check that a batch with too few rows is left out on all ranks."""
     for make, expected, told in ((whole, PARTS, []), (few, [part[:4] for part in PARTS], [FEW])):
         found, warned = shards(make, draw)
         assert [of_x(batches) for batches in found] == expected
@@ -357,7 +357,7 @@ def parts(as_rank, *made):
 
 
 def begun(engine, *sources):
-    """The agreement of a ``fit()`` on what it was given."""
+    """Return the agreement of a ``fit()`` on its data."""
     agreed = batch_agreement.Agreement(engine, sources)
     agreed.compare(engine.gather(agreed.advance(engine.gather(agreed.positions()))))
     return agreed

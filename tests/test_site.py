@@ -32,7 +32,7 @@ def read(*path):
 
 
 def pages():
-    """The pages' names as Sphinx knows them."""
+    """Return the pages' names as Sphinx knows them."""
     for folder, _, names in os.walk(DOCS):
         for name in sorted(names):
             if name.endswith(".md"):

@@ -61,7 +61,7 @@ def run(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """A page of features without rows."""
+    """Return a page of features without rows."""
     page = tmp_path / "support.md"
     page.write_text("before\n" + support_table.BEGIN + support_table.END + "after\n")
     monkeypatch.setattr(support_table, "PAGE", str(page))
@@ -69,7 +69,7 @@ def page(tmp_path, monkeypatch):
 
 
 def row_of(lines, name):
-    """The cells of the row of an environment, or of a feature."""
+    """Return the cells of the row of an environment, or of a feature."""
     (row,) = [line for line in lines if line.startswith("| {} ".format(name))]
     return support_table._cells(row)
 
@@ -110,7 +110,7 @@ def test_result_of_older_code_does_not_count(run):
 
 
 def test_result_counts_when_another_environment_is_run_later(run):
-    """tox builds a wheel each time, of the same code."""
+    """Each run of tox builds a wheel, of the same code."""
     run({"py37-theano": 0})
     later = time.time() + 1000
     os.utime(str(run.results.parent / ".pkg" / "dist" / "a.whl"), (later, later))
@@ -260,7 +260,7 @@ def test_verdicts_that_differ_have_a_reason():
 
 
 def rows_of_times(lines):
-    """The table of times: setting up, tests and CPU by environment."""
+    """Return the table of times: setting up, tests and CPU by environment."""
     start = lines.index("   setup     tests       CPU  (minutes:seconds)") + 1
     rows = [line.split() for line in lines[start : lines.index("", start)]]
     return {row[-1]: row[:-1] for row in rows}

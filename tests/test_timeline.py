@@ -85,7 +85,7 @@ def run(*command):
 
 
 def ran(path):
-    """The names of the operations of each device in a file."""
+    """Return the names of the operations of each device in a file."""
     with open(str(path), encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}

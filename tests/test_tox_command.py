@@ -87,7 +87,7 @@ jobs:
 
 @pytest.fixture
 def project(tmp_path):
-    """A copy of the project, which allows Python 3.6 to 3.8."""
+    """Return a copy of the project, which allows Python 3.6 to 3.8."""
     folder = tmp_path / "project"
     shutil.copytree(os.path.join(ROOT, "tests", "legacy_project"), str(folder))
     return folder
@@ -112,7 +112,7 @@ def settings(project, *sections):
 
 
 def rows(project):
-    """The rows of a tox.ini, in their order."""
+    """Return the rows of a tox.ini, in their order."""
     names = settings(project, "tox")["tox"]["env_list"]
     found = settings(project, *["testenv:" + name for name in names])
     return dict(zip(names, found.values()))

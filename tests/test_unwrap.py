@@ -160,7 +160,7 @@ def test_names_that_leave_the_order_open(weights, problem):
 
 
 def wrapper(calls, joint):
-    """A wrapper's configuration: on which layers the model inside is called, what joins."""
+    """Return a wrapper's configuration: on which layers the model inside is called, what joins."""
     called = [[[name, 0, 0, {}]] for name in calls]
     inner = dict(layer("inner", "Sequential"), inbound_nodes=called)
     inner["config"] = [{"class_name": "Dense", "config": {"name": "d"}}]  # as Keras 2.0 has it

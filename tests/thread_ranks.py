@@ -31,7 +31,7 @@ class Threads(engines.Engine):
 
 
 def together(size, call):
-    """What ``call`` of an engine returns on each of so many ranks, or the text of its error."""
+    """Return the results, or texts of errors, of an engine's ``call`` on each of several ranks."""
     barrier, box = threading.Barrier(size), {}
     outcomes = [None] * size  # type: list
 

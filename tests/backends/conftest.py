@@ -52,7 +52,7 @@ BENCHMARKS = [
 
 
 def _is_tested(folder, file):
-    """A backend's tests are in the folder of its name; those of a mode are test_MODE*.py there."""
+    """Return whether a folder has tests of a backend here; those of a mode are in test_MODE*.py."""
     if not folder:
         return MODE is None if file == "test_examples.py" else bool(BENCHMARKS)
     if folder not in [each.name for each in INSTALLED]:
@@ -105,7 +105,7 @@ if packages.version("transformers") is None and "TOX_ENV_NAME" not in os.environ
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """What is the same on all backends is slow but on one with each Keras, where it takes least.
+    """Mark tests of subjects that all backends share as slow, but on one backend with each Keras.
 
     That is MXNet for Keras 2 and torch for Keras 3.
     """
@@ -126,7 +126,7 @@ def collect_iterators():
 
 @pytest.fixture(scope="session", autouse=True)
 def modules_are_no_garbage():
-    """What the frameworks' modules hold stays: no collection of garbage looks at it again."""
+    """Freeze the frameworks' modules, so that no collection of garbage traverses them again."""
     if hasattr(gc, "freeze"):  # from Python 3.7
         gc.collect()
         gc.freeze()
@@ -134,7 +134,7 @@ def modules_are_no_garbage():
 
 @pytest.fixture(scope="session", autouse=True)
 def record_versions(record_testsuite_property, pytestconfig):
-    """What tests/support_table.py reads from the results."""
+    """Record the versions that tests/support_table.py reads from the results."""
     frameworks = [(b.name, b.framework, detection.installed_version(b)) for b in INSTALLED]
     keras, version = KERAS, packages.version("keras-mxnet")
     if version is not None:

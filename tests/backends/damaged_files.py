@@ -40,7 +40,7 @@ JSONS = [
 
 
 def bytes_changed(draw, path):
-    """Some bytes are others."""
+    """Change some bytes of a file."""
     with open(path, "r+b") as file:
         size = os.path.getsize(path)
         for _ in range(draw.choice([1, 3, 30])):
@@ -49,7 +49,7 @@ def bytes_changed(draw, path):
 
 
 def cut_off(draw, path):
-    """The end is missing, or a part in the middle is empty."""
+    """Remove the end of a file, or clear a part in the middle."""
     size = os.path.getsize(path)
     with open(path, "r+b") as file:
         if draw.random() < 0.5:
@@ -60,7 +60,7 @@ def cut_off(draw, path):
 
 
 def parts_replaced(draw, path):
-    """An attribute, a group or an array is gone, or another."""
+    """Remove or replace an attribute, a group or an array."""
     with h5py.File(path, "r+") as file:
         found = [file]
         file.visititems(lambda _, item: found.append(item))
@@ -81,7 +81,7 @@ def parts_replaced(draw, path):
 
 
 def names_changed(draw, path):
-    """Some names of weights or layers are others."""
+    """Change some names of weights or layers."""
     with h5py.File(path, "r+") as file:
         found = [file]
         file.visititems(lambda _, item: found.append(item))
@@ -127,7 +127,7 @@ DAMAGES = [bytes_changed, cut_off, parts_replaced, names_changed, configuration_
 
 
 def problem(folder, original, number):
-    """What is wrong in a case, or None."""
+    """Return the problem of a case, or None."""
     draw = random.Random(number)
     path = os.path.join(folder, "damaged.h5")
     shutil.copyfile(original, path)
@@ -181,7 +181,7 @@ def read_all(path):
 
 
 def all_problems(cases, files):
-    """What is wrong, in lines."""
+    """Return the problems of all cases, in lines."""
     found = []
     with contextlib.redirect_stderr(io.StringIO()):
         __main__.main(["unwrap", ""])  # imports what all children need
@@ -196,7 +196,7 @@ def all_problems(cases, files):
 
 
 def in_a_child(function, *arguments):
-    """The text that a function returns in a process of its own, and how that ended."""
+    """Return the text that a function returns in a subprocess, and how that ended."""
     reads, writes = os.pipe()
     child = os.fork()
     if not child:

@@ -32,7 +32,7 @@ def model_of(keras, function):
 
 
 def totals(keras, kind):
-    """A model with a layer whose state grows with each batch, and whose outputs depend on that."""
+    """Return a model with a layer whose state grows with each batch, and is in its outputs."""
     K = keras.backend
 
     class Total(keras.layers.Layer):
@@ -134,14 +134,14 @@ def check_training_function_of_ones_own(keras, backend, kind):
 
 
 def small(keras, *hidden):
-    """A parallel model with these layers in its middle."""
+    """Return a parallel model with these layers in its middle."""
     layers = [keras.layers.Dense(6, activation="tanh", input_shape=(8,))]
     layers += list(hidden) + [keras.layers.Dense(4)]
     return compat.parallelize(initialise(keras.models.Sequential(layers)))
 
 
 def accumulating(keras):
-    """An SGD of two batches at a time, whose sums are not among its weights."""
+    """Return an SGD of two batches at a time, whose sums are not among its weights."""
     K = keras.backend
 
     class Accumulating(keras.optimizers.SGD):
@@ -178,7 +178,7 @@ def check_state_that_an_optimizer_does_not_list(keras, backend, make):
 
 
 def check_prediction_in_the_learning_phase_of_training(keras, backend):
-    """It is no alarm.
+    """Check that it raises no alarm.
 
     Returns:
         The warnings that a prediction could not be verified.

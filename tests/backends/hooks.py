@@ -12,7 +12,7 @@ from compat._runtime import patching
 
 
 def name_of(owner, attribute):
-    """A hook's name: the class or module that has it, and the attribute."""
+    """Return a hook's name: the class or module that has it, and the attribute."""
     if isinstance(owner, dict):
         return f"dictionary[{attribute}]"
     kind = owner if isinstance(owner, (type, types.ModuleType)) else type(owner)
@@ -79,7 +79,7 @@ def _watched(left_out=None):
 
 
 def left_out_one_by_one(program, exempt):
-    """What a program says of each hook that it has compat make, where that hook is left out.
+    """Return the reports of a program on each hook that compat makes, with that hook left out.
 
     Arguments:
         program: a function that parallelizes a new model, and trains, evaluates and predicts.
@@ -97,7 +97,7 @@ def left_out_one_by_one(program, exempt):
 
 
 def said_without(name, program):
-    """What a program says first without this hook: a warning, an error, or None."""
+    """Return the first report of a program without a hook: a warning, an error, or None."""
     with _watched(name) as left_out, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         error = None

@@ -25,7 +25,7 @@ _reserved = []
 
 
 def free_port():
-    """A port that nobody else gets until a server listens there: as ``starter._reserved_ports``."""
+    """Return a port that is free until a server listens there: see ``starter._reserved_ports``."""
     _reserved.append(socket.socket())
     _reserved[-1].setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     _reserved[-1].bind(("", 0))
@@ -68,7 +68,7 @@ PartitionName=all Nodes={host} Default=YES State=UP
 
 @pytest.fixture(scope="session")
 def slurm(tmp_path_factory):
-    """The environment in which SLURM's commands find a cluster of this machine alone."""
+    """Return an environment in which SLURM's commands find a cluster of this machine alone."""
     folder = str(tmp_path_factory.mktemp("slurm"))
     plugins = os.path.join(LIBRARIES, "slurm-wlm")
     configuration = os.path.join(folder, "slurm.conf")
@@ -114,7 +114,7 @@ def slurm(tmp_path_factory):
 
 
 def run(command, environ, timeout=300):
-    """A launcher's standard output, by line and in order; a failure shows all."""
+    """Return a launcher's standard output, by line and in order; a failure shows all."""
     job = subprocess.run(
         command,
         env=environ,

@@ -9,7 +9,7 @@ import compat
 
 
 def refusal(kind, function, *arguments):
-    """The text of the error of this kind with which a call ends."""
+    """Return the text of the error of a class with which a call ends."""
     with pytest.raises(kind) as caught:
         function(*arguments)
     return str(caught.value)
@@ -17,7 +17,7 @@ def refusal(kind, function, *arguments):
 
 @contextlib.contextmanager
 def told():
-    """A list, to which the texts of the warnings within are added at the end."""
+    """Yield a list that gets the texts of the warnings within."""
     texts = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", compat.CompatWarning)

@@ -193,7 +193,8 @@ def check(found, adapts=""):
     """Check what each rank says, and its weights.
 
     Arguments:
-        found: what ``ranks.run_all()`` returns of these programs, and of others.
+        found: the result of ``ranks.run_all()`` for these programs, and others.
+        adapts: the warning of a layer that is adapted to a shard; empty: not checked.
     """
     size = len(found["data"][1])
     _check_decisions(*found["decisions"], size=size)

@@ -407,7 +407,7 @@ if compat.size() > 1:
 
 
 def left_in(keras, native):
-    """The program of what is left in, for a Keras (a module's name)."""
+    """Return the program whose hooks are left in, for a Keras (a module's name)."""
     module = "horovod.tensorflow.keras" if keras != "keras" else "horovod.keras"
     program = LEFT_IN.replace("HVD\n", f"import {module} as hvd\n")
     return program.replace("WITH_NATIVE", str(native))

@@ -18,6 +18,8 @@ def left_out(keras, folder, exempt):
     """Leave out each hook in turn, in the same two ranks, and note what each rank says.
 
     Arguments:
+        keras: the Keras under test.
+        folder: that of the job.
         exempt: hooks that no step depends on, by name, each with the reason.
     """
     with warnings.catch_warnings():  # of what is said with all hooks

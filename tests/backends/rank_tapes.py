@@ -392,10 +392,11 @@ for kind in *kinds, RowByRow, Noisy, Clipped:
 
 
 def check_steps(alone, *jobs):
-    """Steps that use gradients in any way train to the numbers of one process.
+    """Check that steps which use gradients in any way train to the results of one process.
 
     Arguments:
-        alone, jobs: of one process, and of several ranks: what they left, and what they said.
+        alone: the arrays and reports of one process.
+        *jobs: those of several ranks.
     """
     (one,), (expected,) = alone
     for arrays, said in jobs:

@@ -303,7 +303,7 @@ NO_MEAN = (
 
 
 def _numbers(text):
-    """The losses in such a text, whatever they are."""
+    """Return the losses in a text in the form of the error."""
     losses = re.findall(r"-?\d+\.\d+(?:e[+-]\d+)?", text)
     return "{} of 4 rows, {} of the first 1 and {} of the others".format(*losses)
 
@@ -449,9 +449,10 @@ weights["decided"] = decided.get_weights()
 
 
 def check_metrics(jobs, but=()):
-    """Metrics as one process has them, from what the METRICS program said.
+    """Check that metrics are those of one process.
 
     Arguments:
+        jobs: the results of ``run_both()``, with the METRICS program.
         but: names in the history that are not compared.
     """
     (_, (alone,)), (_, both) = (job["metrics"] for job in jobs)
@@ -474,7 +475,7 @@ def check_metrics(jobs, but=()):
 
 
 def of_keras_3(program):
-    """A program of those above, on Keras 3's other backends."""
+    """Return a program of those above for Keras 3's other backends."""
     program = program.replace("keras.backend.", "keras.ops.").replace(", inputs=inputs)", ")")
     # Its logs are in another order than what evaluate() returns.
     program = program.replace("test[2], verbose=0)", "test[2], verbose=0, return_dict=True)")
@@ -495,10 +496,13 @@ for place, path in enumerate(sys.argv[1:]):
 
 
 def run_all(programs, folder, size, backend="tensorflow"):
-    """Run programs in turn in so many ranks, since most of the time goes into starting them.
+    """Run programs in turn in the same ranks, since most of the time goes into starting them.
 
     Arguments:
-        programs: by their names. What one changes besides its own names stays so for the others.
+        programs: by their names. Changes that one makes besides its own names last for the others.
+        folder: that of the files.
+        size: the number of ranks.
+        backend: its name.
 
     Returns:
         By the programs' names, each rank's arrays, and what each rank said.
@@ -534,9 +538,12 @@ def run(program, folder, size, backend="tensorflow"):
 
 
 def run_both(programs, folder, backend="tensorflow", ranks_alone=()):
-    """What one process and two ranks leave of programs, which ``run_all()`` returns of each.
+    """Return the results of one process and two ranks for programs, as ``run_all()`` does.
 
     Arguments:
+        programs: by their names.
+        folder: that of the files.
+        backend: its name.
         ranks_alone: names of programs that one process does not run.
     """
     common = {name: program for name, program in programs.items() if name not in ranks_alone}
@@ -544,7 +551,7 @@ def run_both(programs, folder, backend="tensorflow", ranks_alone=()):
 
 
 def check_same(jobs, name):
-    """Two ranks end with the same bits, and as one process does. Gives what the ranks said.
+    """Check that two ranks end with the same bits, and as one process; return their reports.
 
     Arguments:
         jobs: what ``run_both()`` returns.
@@ -585,7 +592,7 @@ model = compat.parallelize(build)
 
 
 def check_restarts(jobs, folder):
-    """The example of docs/ranks.md goes on after a rank was killed, to one process's numbers."""
+    """Check that the example of docs/ranks.md continues after a rank was killed."""
     page = os.path.join(os.path.dirname(__file__), "..", "..", "docs", "ranks.md")
     with open(page) as file:
         (program,) = [text for text in re.findall("```python\n(.*?)```", file.read(), re.DOTALL)
@@ -622,7 +629,7 @@ def check_restarts(jobs, folder):
 
 
 def refused_alone(program):
-    """What a program dies of that mpirun has started, though Horovod knows no MPI."""
+    """Return the error of a program that mpirun has started, though Horovod knows no MPI."""
     place = {"RANK": "1", "SIZE": "2", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}
     environ = {"OMPI_COMM_WORLD_" + name: place[name] for name in place}
     status, _, err = ended([sys.executable, "-c", BEGIN + program], environ, timeout=300)
@@ -700,7 +707,7 @@ DOES_A_STEP = "model.train_on_batch(x[:4], y[:4])"
 
 
 def check_evaluation_on_one_rank(folder, backend):
-    """The error names the line at which that rank waits, and not only that it does."""
+    """Check that the error names the line at which that rank waits."""
     said = what_a_failed_job_says(folder, backend, EVALUATES_ALONE, size=2)
     waited = (
         r"^compat.errors.RankLostError: Rank 0 of 2 waited for the .* \(script.py, line 13\), but "
@@ -736,7 +743,7 @@ model.fit(x, y, compat.local_batch_size(8), verbose=0, callbacks=[Leave()])
 
 
 def check_a_rank_that_leaves(folder, backend):
-    """It is named, though it said nothing and its exit status is 0."""
+    """Check that a rank is named which left without a report, and with exit status 0."""
     said = what_a_failed_job_says(folder, backend, LEAVES, size=2)
     told = (
         "rank 1 of 2 ended (exit status 0) while others were still training; the others were ended."
@@ -768,7 +775,7 @@ def check_a_rank_that_is_stopped_before_it_joins(folder, backend):
 
 
 def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
-    """What ``compat run`` prints as errors for a program some of whose ranks do not go on."""
+    """Return the errors that ``compat run`` prints for a program some of whose ranks fail."""
     script = folder / "script.py"
     script.write_text(program)
     command = [sys.executable, "-m", "compat", "run", "-n", str(size), "--timeout", str(timeout)]
@@ -779,7 +786,7 @@ def what_a_failed_job_says(folder, backend, program, size=3, timeout=8):
 
 
 def check_compat_test(script, *options, backend="tensorflow"):
-    """That ``compat test``, as docs/checks.md has it, says that all is well."""
+    """Check that ``compat test``, as in docs/checks.md, reports no problem."""
     command = [sys.executable, "-m", "compat", "test", "--backend", backend, str(script)]
     status, out, err = ended(command + list(options), timeout=600)
     verdict = out[out.rindex("-" * 72) :]
@@ -789,7 +796,7 @@ def check_compat_test(script, *options, backend="tensorflow"):
 
 
 def verdict(said):
-    """What ``compat run`` says of the rank for which the job failed."""
+    """Return the report of ``compat run`` on the rank for which the job failed."""
     (line,) = [line for line in said.splitlines() if line.endswith("; the others were ended.")]
     return line
 
@@ -805,7 +812,7 @@ WAITED = (
 
 
 def check_stopped_rank_0(folder, backend, program):
-    """It is named, though the other's questions to it, such as who waits as well, get no answer."""
+    """Check that rank 0 is named, though it answers no query of the other."""
     said = what_a_failed_job_says(folder, backend, program, size=2)
     assert ", but rank 0 failed, ended or did not come: " in said
     assert verdict(said) in (DID_NOT_COME.format(0, 2), WAITED.format(1, 2, 0))

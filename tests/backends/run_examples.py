@@ -43,7 +43,7 @@ def verify_steps(wanted):
 
 
 def outcome(framework, script):
-    """What a script printed, its models' weights, and where their products ran."""
+    """Return the output of a script, its models' weights, and where their products ran."""
     sys.argv = [script]
     seed(framework)
     printed, error, weights = io.StringIO(), None, []
@@ -63,13 +63,13 @@ def outcome(framework, script):
 
 
 def models(namespace):
-    """The Keras models in a script's variables, by name."""
+    """Return the Keras models in a script's variables, by name."""
     values = [namespace[name] for name in sorted(namespace)]
     return [v for v in values if hasattr(v, "train_on_batch") and not isinstance(v, type)]
 
 
 def seed(framework):
-    """What a script's own seeds do not reach: tf.keras before 2.7, and MXNet.
+    """Seed what a script's seeds do not reach: tf.keras before 2.7, and MXNet.
 
     Theano draws from 15,360 streams, each of which takes a call of Python without a compiler.
     """
@@ -83,7 +83,7 @@ def seed(framework):
 
 
 def records():
-    """What compat verified in this process."""
+    """Return the records of verification in this process."""
     kept = sys.modules.get("compat._runtime.process")
     return kept.process.verified[:] if kept else []
 

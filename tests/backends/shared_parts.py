@@ -296,7 +296,7 @@ class NativeParts(SharedParts, NativeContract):
 
 
 def keras_step(keras, rows, parallel):
-    """A training step of a model with a kernel, statistics and products; and the model."""
+    """Return a training step of a model with a kernel, statistics and products; and the model."""
     layers = keras.layers
     model = keras.models.Sequential(
         [

@@ -99,7 +99,7 @@ def prove(case, found):
 
 
 def check():
-    """The proof of the whole table, as a test of each TensorFlow has it."""
+    """Check the proof of the whole table, as a test of each TensorFlow does."""
     found, types = row_proof.Found(), set(NOT_COMPUTED)
     for case in cases():
         types |= prove(case, found)
@@ -129,11 +129,13 @@ def cases():
 
 
 def simple(names, *inputs, label=None, **others):
-    """Operations of one kind, each a case of its name or of this label.
+    """Yield cases of operations of one kind.
 
     Arguments:
-        inputs: arrays, for the first of an operation's inputs, in their order.
-        others: the other inputs, and attributes.
+        names: those of the operations, in one text.
+        *inputs: arrays, for the first of an operation's inputs, in their order.
+        label: the name of all cases; None: that of the operation.
+        **others: the other inputs, and attributes.
     """
     for name in names.split():
         operation = getattr(raw, name, None)

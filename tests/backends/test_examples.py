@@ -66,7 +66,7 @@ def examples(names):
 
 @pytest.fixture(scope="module")
 def outcomes(request, tmp_path_factory):
-    """What the scripts of the selected tests did, by variant and name; see run_examples.py."""
+    """Return the outcomes of the selected scripts, by variant and name; see run_examples.py."""
     chosen = [
         item.callspec.params["example"]
         for item in request.session.items
@@ -116,7 +116,7 @@ def run(folder, names, with_compat=True, command=(), **environ):
 
 
 def source(name, with_compat):
-    """A script, for the Keras under test; without compat, that is all lines that name it."""
+    """Return a script for the Keras under test; without compat, that is all lines that name it."""
     with open(os.path.join(ROOT, "examples", name + ".py")) as file:
         lines = file.read().splitlines(True)
     return "".join(

@@ -44,7 +44,7 @@ def get_slice(data, index, parts):
 
 
 def make_parallel(keras, model, monkeypatch=None):
-    """The recipe of 2016, with the names of Keras 2."""
+    """Return a model by the recipe of 2016, with the names of Keras 2."""
     towers = []
     for index in range(2):
         with tf.device("/gpu:{}".format(index)), tf.name_scope("tower_{}".format(index)):
@@ -99,7 +99,7 @@ def sequential(keras):
 
 
 def branched(keras):
-    """A model within the model, a layer that is not trained, two outputs, a name with a slash."""
+    """Return a model with a model in it, a frozen layer, two outputs, and a name with a slash."""
     layers = keras.layers
     encoder = keras.models.Sequential(
         [layers.Dense(5, input_shape=(5,)), layers.BatchNormalization(), layers.Dense(5)]
@@ -118,7 +118,7 @@ def arrays(values):
 
 
 def state(model):
-    """What the optimizer keeps."""
+    """Return the state of the optimizer."""
     if hasattr(model.optimizer, "get_weights"):
         return arrays(model.optimizer.get_weights())
     return arrays(variable.numpy() for variable in model.optimizer.variables)  # TensorFlow 2.11
@@ -131,7 +131,7 @@ def assert_equal(expected, found):
 
 
 def unwrapped(capsys, path, *options):
-    """The path of the new file, and what the command printed after it."""
+    """Return the path of the new file, and what the command printed after it."""
     capsys.readouterr()
     status = __main__.main(["unwrap", path] + list(options))
     out, err = capsys.readouterr()
@@ -141,7 +141,7 @@ def unwrapped(capsys, path, *options):
 
 
 def refused(capsys, path, *options):
-    """The text of the error."""
+    """Return the text of the error."""
     capsys.readouterr()
     folder = os.path.dirname(path)
     before = sorted(os.listdir(folder))
@@ -172,7 +172,7 @@ class Unwrapping:
         return wrapper(keras, model, monkeypatch)
 
     def trained(self, keras, model, wrapper, monkeypatch, optimizer):
-        """The wrapper after a step, and the targets, one for each output."""
+        """Return the wrapper after a step, and the targets, one for each output."""
         wrapped = self.wrapped(keras, model, wrapper, monkeypatch)
         loss = {name: "mse" for name in wrapped.output_names}
         wrapped.compile(optimizer, loss)

@@ -22,7 +22,7 @@ def verified(backend, model, steps=1):
 
 
 def check_quantized_tables(keras):
-    """A device may have one row, or none."""
+    """Check shards of one row, and of none."""
     for kind, rows in ("int8", 2), ("int8", 13), ("int4", 2), ("int4", 13):
         inputs = keras.layers.Input((1,), dtype="int32")
         model = keras.Model(inputs, keras.layers.Embedding(12, 16, name="table")(inputs))
@@ -36,7 +36,7 @@ def check_quantized_tables(keras):
 
 
 def mixes_rows_from_a_later_batch(keras, parallel):
-    """A model that subtracts the mean over its rows once one of them is above 5."""
+    """Return a model that subtracts the mean over its rows once one of them is above 5."""
 
     class Centred(keras.layers.Layer):
         def call(self, x):

@@ -44,5 +44,5 @@ collect_ignore = ["test_one_device.py" if several else "test_multi_gpu_model.py"
 
 @pytest.fixture
 def contract():
-    """The contract's subclass of the backend under test: it can read where operations ran."""
+    """Return the contract's subclass of the tested backend, which reads where operations ran."""
     return CONTRACT

@@ -10,7 +10,7 @@ from compat.testing import ParallelContract, any_backend
 
 
 def batches():
-    """The generator of the page's script."""
+    """Yield the batches of the page's script."""
     random = np.random.RandomState(0)
     while True:
         x = random.normal(size=(20, 8)).astype("float32")

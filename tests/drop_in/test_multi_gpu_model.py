@@ -20,7 +20,7 @@ def dense(keras):
 
 
 def data(rows=62):
-    """The last of its batches of 16 divides by two devices, and not by eight."""
+    """Return data whose last batch of 16 divides by two devices, and not by eight."""
     return CASES["dense"].data(rows)
 
 

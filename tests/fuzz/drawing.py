@@ -10,7 +10,7 @@ Tensor.__new__.__defaults__ = (False,)
 
 
 def call_of(kind, *arguments):
-    """The text of a call; empty arguments are none."""
+    """Return the text of a call, without empty arguments."""
     return "{}({})".format(kind, ", ".join(str(a) for a in arguments if a != ""))
 
 
@@ -62,7 +62,7 @@ class Drawing:
         return "activation={!r}".format(self.pick("tanh", "relu", "sigmoid", "linear", "softplus"))
 
     def weights(self, name="kernel"):
-        """A regularizer or a constraint of a layer's weights, or nothing."""
+        """Return a regularizer or a constraint of a layer's weights, or nothing."""
         if self.chance(0.7):
             return ""
         return name + self.pick(

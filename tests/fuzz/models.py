@@ -171,7 +171,7 @@ class Program(Drawing):
         return tensor
 
     def _middle(self, tensor):
-        """A layer that leaves a vector a vector, a sequence a sequence, an image an image."""
+        """Return a layer that maps a vector to a vector, a sequence to one, an image to one."""
         draw = {1: self._vector, 2: self._sequence, 3: self._image}[len(tensor.shape)]
         return draw(tensor)
 
@@ -205,7 +205,7 @@ class Program(Drawing):
         return self.layer("Dense", dense, (width,), tensor)
 
     def _twice(self, layer, shape, tensor):
-        """A shared layer: on this tensor and, where there is one of its shape, on another."""
+        """Return a shared layer on this tensor and, where there is one of its shape, on another."""
         others = [t for t in self.tensors if t.shape == tensor.shape and not t.masked]
         first = self.apply(layer, shape, tensor)
         second = self.apply(layer, shape, self.pick(*others or [tensor]))

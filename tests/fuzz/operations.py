@@ -72,8 +72,9 @@ class Operations:
                     return text, kind
 
     def usable(self, name, choices):
-        """The first of these arguments that an operation takes: the text, its kind, and whether
-        it computes across rows.
+        """Return the first arguments that an operation takes, with their kind.
+
+        Also whether the operation is cross-batch.
         """
         if self.apart:
             return self.apart.usable(name, choices)
@@ -120,7 +121,7 @@ class Operations:
                          for v in p[1:])  # fmt: skip
 
     def _kind(self, text):
-        """What comes of it, and whether it computes across rows; None if nothing usable."""
+        """Return the kind of its result, and whether it is cross-batch; None if not usable."""
         x = np.random.RandomState(0).uniform(-1, 1, size=(ROWS, WIDTH)).astype(self.floatx)
         try:
             whole, again = self.evaluate(text, x), self.evaluate(text, x)

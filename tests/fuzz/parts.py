@@ -39,7 +39,7 @@ def lacks(keras):
 
 
 def namespace(keras, operations=None):
-    """The names that a program's text uses; ``operations``: where they are drawn from."""
+    """Return the names that a program's text uses; ``operations``: where they are drawn from."""
     names = {name: getattr(keras.layers, name) for name in dir(keras.layers)}
     names.update(l1=keras.regularizers.l1, l2=keras.regularizers.l2)
     names.update(Sequential=keras.models.Sequential, Model=keras.models.Model)
@@ -58,7 +58,7 @@ def _input(keras, shape=None, batch_shape=None):
 
 
 def _own_layers(keras, operations):
-    """The layers of the tests' own, as a user would write them for this Keras."""
+    """Return the layers that tests define, as a user would write them for this Keras."""
     K = keras.ops if is_keras_3(keras) else keras.backend
     eager = runs_eagerly(keras)
     reduce = {"mean": K.mean, "sum": K.sum}

@@ -14,7 +14,7 @@ MAY_REFUSE = ("across rows", "row counts", "state", "loss in a layer", "loss of 
 
 
 def data(program, step, rows, floatx):
-    """Inputs and targets of ``rows`` rows, the same for each run of a step."""
+    """Return inputs and targets of a number of rows, the same for each run of a step."""
     random = np.random.RandomState([program.seed % 2**32, step])
     inputs = []
     for place, (kind, shape) in enumerate(program.inputs):

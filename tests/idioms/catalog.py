@@ -14,7 +14,7 @@ def _add(name, run, native=False):
 
 
 def model(name):
-    """An idiom that is a model: the function makes its ``Setup`` of a ``Kit``."""
+    """Return an idiom that is a model: a function makes its ``Setup`` of a ``Kit``."""
 
     def add(function):
         _add(name, lambda kit, parallel: kit.train(function(kit), parallel))
@@ -24,7 +24,7 @@ def model(name):
 
 
 def script(name):
-    """An idiom that does more than ``fit``: the function is called with whether to parallelize."""
+    """Return an idiom that does more than ``fit``: a function of whether to parallelize."""
 
     def add(function):
         _add(name, function)
@@ -34,7 +34,7 @@ def script(name):
 
 
 def native(name):
-    """An idiom without Keras; see natives.py."""
+    """Return an idiom without Keras; see natives.py."""
 
     def add(function):
         _add(name, lambda kit, parallel: kit.run(function, parallel), native=True)

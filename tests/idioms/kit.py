@@ -64,7 +64,7 @@ class Ops:
         return self.all.cast(self.all.shape(x)[0], self.floatx)
 
     def swap(self, x):
-        """The first two axes, exchanged."""
+        """Return an array with its first two axes exchanged."""
         axes = (1, 0) + tuple(range(2, len(x.shape) if self.is_3 else self.all.ndim(x)))
         return self.all.transpose(x, axes) if self.is_3 else self.all.permute_dimensions(x, axes)
 
@@ -78,11 +78,11 @@ class Ops:
         return x / self.all.sqrt(self.all.sum(self.all.square(x)) + 1e-6)
 
     def similar(self, x, y):
-        """The products of all rows of ``x`` with all rows of ``y``."""
+        """Return the products of all rows of ``x`` with all rows of ``y``."""
         return self.matmul(x, self.all.transpose(y))
 
     def over_rows(self, x, function):
-        """A softmax or the like over the rows of each column."""
+        """Return a softmax or the like over the rows of each column."""
         return self.all.transpose(function(self.all.transpose(x)))
 
     def random(self, x, stddev):
@@ -116,14 +116,14 @@ class Kit:
         return self.layers.Dense(width, activation=activation, **options)(x)
 
     def apply(self, function, x, *shape):
-        """A Lambda layer; ``shape``: of what comes out, without the rows."""
+        """Return a Lambda layer; ``shape`` is that of its outputs, without the rows."""
         return self.layers.Lambda(function, output_shape=shape or (WIDTH,))(x)
 
     def model(self, inputs, outputs):
         return self.keras.models.Model(inputs, outputs)
 
     def around(self, function, *shape):
-        """A model with a Lambda layer between two others."""
+        """Return a model with a Lambda layer between two others."""
         x = self.input()
         found = self.apply(function, self.dense(x), *shape)
         if len(shape) > 1:
@@ -131,18 +131,18 @@ class Kit:
         return Setup(self.model(x, self.dense(found, 2, None)))
 
     def with_layer(self, layer):
-        """A model with this layer between two others."""
+        """Return a model with this layer between two others."""
         x = self.input()
         return Setup(self.model(x, self.dense(layer(self.dense(x)), 2, None)))
 
     def with_loss(self, loss, width=4, activation=None, data=None, **options):
-        """A model that is trained on a loss of one's own."""
+        """Return a model that is trained on a custom loss."""
         x = self.input()
         return Setup(self.model(x, self.dense(self.dense(x), width, activation)), loss, data,
                      **options)  # fmt: skip
 
     def layer(self, call, build=None, output_shape=None):
-        """A layer whose ``call(layer, x)`` and ``build(layer)`` are these functions."""
+        """Return a layer whose ``call(layer, x)`` and ``build(layer)`` are these functions."""
 
         class Own(self.layers.Layer):
             def build(self, input_shape):
@@ -159,7 +159,7 @@ class Kit:
         return Own()
 
     def weight(self, layer, name, *shape, **options):
-        """A variable of a layer, made in its ``build``."""
+        """Make a variable of a layer in its ``build``, and return it."""
         options.setdefault("initializer", "zeros")
         return layer.add_weight(name=name, shape=shape, **options)
 
@@ -200,7 +200,7 @@ class Kit:
         return self.ops.convert_to_tensor(values) if self.is_3 else values
 
     def gradients(self, model, loss_of):
-        """A loss, and pairs of gradient and weight, by a tape or autograd."""
+        """Return a loss, and pairs of gradient and weight, by a tape or autograd."""
         if self.backend == "torch":
             model.zero_grad()
             loss = loss_of()
@@ -214,7 +214,7 @@ class Kit:
         return loss, list(zip(tape.gradient(loss, variables), variables))
 
     def untracked(self):
-        """The context in which autograd does not follow what is computed."""
+        """Return the context in which autograd does not track computations."""
         if self.backend != "torch":
             return contextlib.ExitStack()
         import torch
@@ -228,7 +228,7 @@ class Kit:
         return [tuple(shape)[1:] for shape in shapes]
 
     def normal(self, random, model, rows):
-        """Inputs and targets for any model."""
+        """Return random inputs and targets for a model."""
         return tuple(
             [random.normal(size=(rows,) + shape).astype(self.floatx) for shape in shapes]
             for shapes in (self.shapes(model.inputs), self.shapes(model.outputs))
@@ -246,7 +246,7 @@ class Kit:
         model.compile(optimizer(self.keras, "SGD", "momentum=0.5"), loss, **options)
 
     def parallel(self, model, parallel):
-        """The model, on several devices if it is to be."""
+        """Return the model, on several devices if it is to be."""
         if parallel:
             compat.parallelize(model, gpus=DEVICES)
         return model
@@ -261,7 +261,7 @@ class Kit:
         return lambda random, rows: self.normal(random, setup.model, rows)
 
     def train(self, setup, parallel):
-        """Some steps of a model, with what they show."""
+        """Train some steps of a model, and return what was observed."""
         observed, model = Observed(), setup.model
         self.initialise(model)
         self.parallel(model, parallel)

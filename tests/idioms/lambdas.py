@@ -5,10 +5,11 @@ from kit import WIDTH, Setup
 
 
 def around(name, *shape):
-    """An idiom that is a Lambda layer, a function of the operations and a value.
+    """Return an idiom that is a Lambda layer, a function of the operations and a value.
 
     Arguments:
-        shape: of what comes out, without the rows.
+        name: that of the idiom.
+        *shape: that of the layer's outputs, without the rows.
     """
 
     def add(function):
@@ -108,13 +109,13 @@ ACROSS = {
 
 @model("gradient of a fixed length")
 def fixed_length(kit):
-    """What comes back is one vector, of all rows."""
+    """Scale a gradient to a fixed length over all rows."""
     return kit.around(lambda x: kit.with_gradient(x, kit.ops.unit_in_all))
 
 
 @model("gradient of a weight, of a fixed length")
 def fixed_length_of_weight(kit):
-    """What comes back to it is a sum over the rows."""
+    """Scale a weight's gradient, which is a sum over the rows, to a fixed length."""
 
     def build(layer):
         layer.kernel = kit.weight(layer, "kernel", WIDTH, WIDTH)
@@ -162,7 +163,7 @@ def sinkhorn(o, x):
 
 @model("graph convolution: a batch is a graph")
 def graph(kit):
-    """The adjacency has a row and a column for each node."""
+    """Convolve over a graph whose adjacency has a row and a column for each node."""
     nodes, edges = kit.input(), kit.input(12)
     hidden = kit.apply(lambda both: kit.ops.matmul(both[1], both[0]), [kit.dense(nodes), edges])
     setup = _setup(kit, [nodes, edges], hidden)

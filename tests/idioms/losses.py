@@ -6,10 +6,12 @@ from kit import Setup
 
 
 def loss(name, width=4, activation=None, targets=None):
-    """An idiom that is a loss, a function of the operations, the targets and the predictions.
+    """Return an idiom that is a loss, a function of operations, targets and predictions.
 
     Arguments:
-        width, activation: of the model's last layer.
+        name: that of the idiom.
+        width: that of the model's last layer.
+        activation: that of the model's last layer.
         targets: makes them of a ``RandomState`` and a number of rows; default: any numbers.
     """
 
@@ -115,7 +117,7 @@ def ranking(o, t, p):
 
 @loss("loss: Cox partial likelihood", width=1)
 def cox(o, t, p):
-    """The rows are sorted by time."""
+    """Return Cox's loss, of rows that are sorted by time."""
     at_risk = o.log(o.cumsum(o.exp(p), axis=0))
     return o.mean((at_risk - p) * o.abs(t))
 
@@ -144,7 +146,7 @@ def switched(o, t, p):
 
 @model("CTC")
 def ctc(kit):
-    """The loss is computed by a layer, the targets are inputs, as in Keras' own example."""
+    """Return a loss that a layer computes, with targets as inputs, as in Keras' own example."""
     x, labels = kit.input(5, 4), kit.input(2)
     soft = kit.layers.Dense(4, activation="softmax")(x)
 
@@ -170,7 +172,7 @@ def ctc(kit):
 
 @model("CRF, unrolled")
 def crf(kit):
-    """The partition function of a linear chain, with its transitions as weights."""
+    """Return the partition function of a linear chain, with its transitions as weights."""
     o = kit.ops
 
     def build(layer):
@@ -213,7 +215,7 @@ def looped(kit):
 
 @model("center loss")
 def centres(kit):
-    """The distance to the centre of each row's class, which an Embedding learns."""
+    """Train on the distance to the centre of each row's class, which an Embedding learns."""
     x, label = kit.input(), kit.input(1)
     code = kit.dense(x, 4)
     centre = kit.layers.Flatten()(kit.layers.Embedding(3, 4)(label))
@@ -284,7 +286,7 @@ def added_covariance(kit):
 
 @model("add_loss: importance of experts")
 def experts(kit):
-    """A mixture's gates are to be used alike: the variance of their sums over the batch."""
+    """Add a loss for the equal use of experts: the variance of their sums over the batch."""
 
     def importance(x):
         sums = kit.ops.sum(kit.ops.softmax(x), axis=0)

@@ -320,12 +320,12 @@ NATIVES = {"tensorflow2": TensorFlow, "torch": Torch, "mxnet": Gluon}
 
 
 def _rows(o, function, **options):
-    """A model that returns rows; the loss is computed outside of it."""
+    """Return a model that returns rows, with a loss outside of it."""
     return (lambda net, h: net.last(function(h)), lambda y: o.mean(o.square(y)), options)
 
 
 def _loss(function, **options):
-    """A model that returns its loss."""
+    """Return a model that returns its loss."""
     return function, lambda loss: loss, options
 
 

@@ -32,7 +32,7 @@ def _weights(models):
 
 @script("GAN: trainable off and on")
 def toggled(kit, parallel):
-    """The discriminator is compiled first, and is frozen in the model of both."""
+    """Freeze a discriminator in the model of both, after it was compiled by itself."""
     if kit.backend == "mxnet":
         raise NotImplementedError("of models that share layers, it may return old weights")
     observed = Observed()
@@ -62,7 +62,7 @@ def toggled(kit, parallel):
 
 @script("WGAN-GP: gradient penalty by K.gradients")
 def penalty(kit, parallel):
-    """A layer computes the gradient of the critic by its input."""
+    """Return a layer that computes the gradient of the critic by its input."""
     K = kit.keras.backend
     x = kit.input()
     critic = kit.model(x, kit.dense(kit.dense(x), 1, None))
@@ -141,7 +141,7 @@ def saliency(kit, parallel):
 
 @script("K.function with an optimizer's updates")
 def updates(kit, parallel):
-    """A training function of one's own, as agents of reinforcement learning have."""
+    """Make a training function, as agents of reinforcement learning do."""
     K = kit.keras.backend
     observed, model = Observed(), _compiled(kit, parallel)
     advantage = K.placeholder(shape=(None, 2))
@@ -224,7 +224,7 @@ def subclassed(kit, parallel):
 
 @script("loop of one's own around a Keras model")
 def loop(kit, parallel):
-    """A tape or autograd, and a loss over the whole batch outside of the model."""
+    """Train by a tape or autograd, with a loss over the whole batch outside of the model."""
     o, observed, model = kit.ops, Observed(), _small(kit, 4)
     kit.parallel(model, parallel)
 

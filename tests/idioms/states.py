@@ -7,11 +7,13 @@ from kit import Setup
 
 
 def keeping(name, use, *shape, **weight):
-    """An idiom that is a layer with a variable: its next value, of the operations, it and ``x``.
+    """Return an idiom that is a layer with a variable: its next value, of operations, it and ``x``.
 
     Arguments:
-        use: what the layer puts out, of the same.
-        shape: of the variable.
+        name: that of the idiom.
+        use: a function of the same that returns the layer's outputs.
+        *shape: that of the variable.
+        **weight: options of ``add_weight()``.
     """
 
     def add(value):
@@ -147,7 +149,7 @@ def masked(kit):
 
 @model("masked mean over steps")
 def masked_mean(kit):
-    """A layer of one's own that heeds the mask of an Embedding."""
+    """Use the mask of an Embedding in a custom layer."""
 
     class Mean(kit.layers.Layer):
         def __init__(self):
@@ -221,7 +223,7 @@ def outputs(kit):
 
 @model("teacher and student")
 def distillation(kit):
-    """The outputs of a frozen model are targets of another."""
+    """Train a model on the outputs of a frozen one."""
     x = kit.input()
     teacher = kit.model(x, kit.dense(x, 2))
     teacher.trainable = False

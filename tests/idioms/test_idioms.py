@@ -49,7 +49,7 @@ def idioms():
 
 
 def found(name, keras):
-    """The verdict on an idiom, and the reason."""
+    """Return the verdict on an idiom, and the reason."""
     idiom, (backend,) = IDIOMS[name], INSTALLED
     if idiom.native:
         make = natives.NATIVES.get(backend.name)

@@ -48,7 +48,7 @@ def below(limit, *shape):
 
 
 def keras_and_layers():
-    """The Keras that is installed: the package of that name, or TensorFlow's own."""
+    """Return the Keras that is installed: the package of that name, or TensorFlow's own."""
     keras = importlib.import_module("keras" if packages.version("keras") else "tensorflow.keras")
     return keras, keras.layers
 
@@ -60,7 +60,7 @@ def dense(*more, outputs=2, units=8):
 
 
 def fit(model, x, y, loss="mse", optimizer="sgd", batch=BATCH):
-    """What trains a model of Keras, later, and returns what is compared."""
+    """Return a function that trains a model of Keras, and returns values to compare."""
 
     def train():
         begin(model)
@@ -91,7 +91,7 @@ def predicted(model, x, batch=BATCH):
 
 
 def loop(net, x, y, accelerator=None):
-    """What trains a module of torch, later, in a loop such as everyone's."""
+    """Return a function that trains a module of torch in a common loop."""
     import torch
 
     data = torch.utils.data.TensorDataset(torch.tensor(x), torch.tensor(y))
@@ -115,7 +115,7 @@ def loop(net, x, y, accelerator=None):
 
 
 def called(module, x):
-    """What a module of torch predicts; it is in training mode before and after."""
+    """Return the outputs of a module of torch, which is in training mode before and after."""
     import torch
 
     module.eval()
@@ -496,7 +496,7 @@ def working():
 
 
 def flat(values):
-    """The arrays of a structure, each as a list of numbers."""
+    """Return the arrays of a structure, each as a list of numbers."""
     if isinstance(values, dict):
         values = [values[key] for key in sorted(values)]
     if isinstance(values, (list, tuple)) and any(np.ndim(each) for each in values):
@@ -505,7 +505,7 @@ def flat(values):
 
 
 def run(name, devices, verify):
-    """The results of a process of its own; or None, having told why there are none."""
+    """Return the results of a subprocess; print why there are none, and return None."""
     with tempfile.TemporaryDirectory() as folder:
         written = os.path.join(folder, "results.json")
         given = {"PACKAGES_DEVICES": devices, "PACKAGES_RESULTS": written, "COMPAT_VERIFY": verify}
@@ -520,7 +520,7 @@ def run(name, devices, verify):
 
 
 def difference(one, other):
-    """The largest, relative to the largest number of its array; 0 where there are none."""
+    """Return the largest difference, relative to the largest number of its array, or 0."""
     if [len(array) for array in one] != [len(array) for array in other]:
         return float("inf")
     pairs = [(np.array(a), np.array(b)) for a, b in zip(one, other) if a]

@@ -25,7 +25,7 @@ Result = collections.namedtuple("Result", "outcome cause divided")
 
 
 def run(checkout, arguments, **environ):
-    """The results of pytest in a checkout, by the tests' names."""
+    """Return the results of pytest in a checkout, by the tests' names."""
     path = os.pathsep.join([HERE, ROOT] + os.environ.get("PYTHONPATH", "").split(os.pathsep))
     with tempfile.TemporaryDirectory() as folder:
         written = os.path.join(folder, "results.xml")
@@ -42,7 +42,7 @@ def run(checkout, arguments, **environ):
 
 
 def read(path):
-    """The results in a file of pytest's ``--junitxml``."""
+    """Return the results in a file of pytest's ``--junitxml``."""
     found = {}
     for case in xml.etree.ElementTree.parse(path).getroot().iter("testcase"):
         bad = [child for child in case if child.tag in ("failure", "error")]
@@ -57,13 +57,13 @@ def read(path):
 
 
 def cause_of(message):
-    """What failures of one cause have in common: the message without its numbers and names."""
+    """Return a message without its numbers and names, the same for all failures of one cause."""
     message = message.strip().split("\n")[0]
     return re.sub(r"'[^']*'|\d[\d.e+-]*", "#", message)[:160]
 
 
 def compared(plain, parallel):
-    """What there is to tell of two runs, in lines; and the tests that fail in the second alone."""
+    """Return a comparison of two runs, in lines; and the tests that fail in the second alone."""
     lines = []
     for title, results in ("plain", plain), ("parallel", parallel):
         counts = collections.Counter(result.outcome for result in results.values())

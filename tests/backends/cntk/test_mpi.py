@@ -43,7 +43,7 @@ weights["data"] = [x, labels]
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What one process and two ranks left of the program above and of those for all backends."""
+    """Return the results of one process and two ranks for these programs and all backends'."""
     programs = {"losses": "REDUCTIONS = False\n" + ranks.LOSSES, "metrics": METRICS}
     programs.update(own_losses=ranks.OWN_LOSSES, of_keras_2=ranks.OF_KERAS_2, drift=ranks.DRIFT)
     programs.update(state=rank_state.KERAS_2, optimizers=rank_gradients.OPTIMIZERS)

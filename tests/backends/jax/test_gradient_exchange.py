@@ -278,7 +278,7 @@ trained("OfOneSize", OfOneSize)
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What one process left of the first program above, and three ranks of both."""
+    """Return the results of one process for the first program, and of three ranks for both."""
     folder = tmp_path_factory.mktemp("jobs")
     alone = ranks.run_all({"steps": STEPS}, folder, 1, "jax")
     return alone, ranks.run_all({"steps": STEPS, "refused": REFUSED}, folder, 3, "jax")
@@ -300,7 +300,7 @@ def test_steps_use_gradients_of_all_ranks(jobs):
 
 
 def of_program(text):
-    """A text without the numbers of lines."""
+    """Return a text without the numbers of lines in it."""
     return re.sub(r"(refused-3.py, line) \d+", r"\1 N", text)
 
 

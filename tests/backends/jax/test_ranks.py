@@ -145,7 +145,7 @@ said["loop"] = refusal(lambda: model.stateless_call(*values, inputs, training=Tr
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What one process and two ranks left of the programs here and of those for all backends."""
+    """Return the results of one process and two ranks for these programs and all backends'."""
     programs = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
     programs.update(own_losses=ranks.OWN_LOSSES, late_drift=ranks.LATE_DRIFT)
     programs = {name: ranks.of_keras_3(program) for name, program in programs.items()}
@@ -175,7 +175,7 @@ def test_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_told(job
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory):
-    """What one process and two ranks left of programs that are not slow."""
+    """Return the results of one process and two ranks for programs that are not slow."""
     programs = rank_decisions.programs("numbers")
     both = dict(programs, steps_state=rank_state.STATE)
     return ranks.run_both(both, tmp_path_factory.mktemp("reports"), "jax", programs)

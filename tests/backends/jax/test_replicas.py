@@ -27,7 +27,7 @@ def keras():
 
 
 def pair(build):
-    """The same model twice, the second one parallel."""
+    """Return the same model twice, the second one parallel."""
     return initialise(build()), compat.parallelize(initialise(build()))
 
 
@@ -44,7 +44,7 @@ def train(keras, model, **options):
 
 
 def check_same(keras, build, tolerance=1e-5, **options):
-    """A model, on one device and on all, is trained to the same numbers."""
+    """Check that a model is trained to the same results on one device and on all."""
     models = pair(build)
     losses = [train(keras, model, **options) for model in models]
     np.testing.assert_allclose(losses[0], losses[1], rtol=tolerance)

@@ -66,7 +66,7 @@ def observers(keras):
 
 
 def kept(layer):
-    """What an observer has: arrays, or where it was traced, their shapes."""
+    """Return the values that an observer has: arrays, or where it was traced, their shapes."""
 
     def plain(value):
         return value.shape if isinstance(value, jax.core.Tracer) else np.array(value)
@@ -133,7 +133,7 @@ def test_a_momentum_encoder(keras):
 
 
 def at_once(function):
-    """The results of a function that eight threads call at the same moment."""
+    """Return the results of a function that eight threads call at the same moment."""
     results, ready = [None] * 8, threading.Barrier(8)
 
     def run(number):

@@ -70,7 +70,7 @@ def trainer(mx, net, name="sgd", **options):
 
 
 def train(mx, net, steps, batches=BATCHES):
-    """The loop of Gluon's documentation, for one context."""
+    """Train by the loop of Gluon's documentation, on one context."""
     loss = mx.gluon.loss.SoftmaxCrossEntropyLoss()
     first = every_context(net)[0]
     for rows in batches:
@@ -95,7 +95,7 @@ def difference(first, second):
 
 
 def check_same(run, tolerance=1e-5):
-    """That ``run(parallel)`` gives the same arrays on one context and on several."""
+    """Check that ``run(parallel)`` gives the same arrays on one context and on several."""
     assert difference(run(False), run(True)) < tolerance
 
 
@@ -106,13 +106,13 @@ class Unfollowed(list):
 
 
 def shards_of(inputs):
-    """The rows that each replica has, if any."""
+    """Return the rows that each replica has, if any."""
     parts = [inputs[slice(*splitting.bounds(len(inputs), 3, i))] for i in range(3)]
     return [part for part in parts if len(part)]
 
 
 def running_statistics(inputs):
-    """A mean and a variance after one step, with momentum 0.75: of shards, weighted by size."""
+    """Return mean and variance after one step with momentum 0.75: of shards, weighted by size."""
     shards = shards_of(inputs)
     mean, variance = [
         sum(statistic(shard, axis=0) * len(shard) for shard in shards) / len(inputs)
@@ -177,7 +177,7 @@ class Around:
             self.net.hybridize()
 
     def results(self, optimizer="adam"):
-        """Outputs and weights, of batches of several sizes, trained and predicted."""
+        """Train on batches of several sizes, predict, and return the outputs and weights."""
         mx, found = self.mx, []
         steps = trainer(mx, self.net, optimizer)
         for rows in (13, 2, 1, 11):
@@ -212,7 +212,7 @@ def centred(F, x):
 
 
 def whole(mx, block, *calls):
-    """The block's results for the calls, those of one context; and the warnings."""
+    """Return the block's results for the calls, equal to those of one context; and the warnings."""
     expected = [block(*args).asnumpy() for args in calls]
     compat.parallelize(block)
     with told() as texts:

@@ -13,7 +13,7 @@ def keras():
 
 
 def lambda_model(keras, function, name=None):
-    """A model with an operation of MXNet's own between two layers."""
+    """Return a model with an operation of MXNet's own between two layers."""
     from keras.backend import mxnet_backend
 
     @mxnet_backend.keras_mxnet_symbol

@@ -28,7 +28,7 @@ from .gluon_models import running_statistics
 
 
 def executors(model):
-    """The executors of a plain model."""
+    """Return the executors of a plain model."""
     return model._module._curr_module._exec_group.execs
 
 

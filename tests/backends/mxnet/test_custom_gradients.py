@@ -25,7 +25,7 @@ BACK = {
 
 
 def with_gradient(mx, function):
-    """A function of rows: themselves, and the gradient that a function makes."""
+    """Return a function that returns rows, with the gradient that another function computes."""
 
     class Own(mx.autograd.Function):
         def forward(self, x):

@@ -28,7 +28,7 @@ def anywhere(device):
 
 
 def tweets(keras, device, **options):
-    """The example of Keras' FAQ: one LSTM for two sequences on two devices, merged on the CPU."""
+    """Return the example of Keras' FAQ: one LSTM for two sequences, on two devices."""
     layers = keras.layers
     first, second = layers.Input(shape=(6, 4)), layers.Input(shape=(6, 4))
     shared = layers.LSTM(5, implementation=2, **options)

@@ -25,13 +25,13 @@ NOT_REACHED = (
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    """What is found here is not in the reports of other tests."""
+    """Keep the problems found here out of the reports of other tests."""
     for name, empty in (("unused", {}), ("idle_devices", set()), ("unsplit", UnsplitModels())):
         monkeypatch.setattr(process, name, empty)
 
 
 def fitted(mx, parallel=True, kvstore="local", **options):
-    """A module that was trained, scored, and has predicted."""
+    """Return a module that was trained, scored, and has predicted."""
     inputs, labels = data(11)
     module = mx.mod.Module(test_module.symbol(mx, **options))
     if parallel:

@@ -11,7 +11,7 @@ from .keras_models import keras as keras  # the fixture
 
 @span
 def test_predicts_with_the_weights_of_now(keras):
-    """oneDNN's fused operations kept those of their first batch, on the first device."""
+    """Fused operations of oneDNN kept those of their first batch, on the first device."""
     random = np.random.RandomState(0)
     inputs = random.normal(size=(13, 5, 5, 2)).astype("float32")
     targets = random.normal(size=(13, 1)).astype("float32")

@@ -250,7 +250,7 @@ weights["means"] = [array.asnumpy() for array in arrays]
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What one process and two ranks left of all programs above: arrays, and what they said."""
+    """Return the arrays and reports of one process and two ranks for all programs above."""
     programs = {"iterators": ITERATORS, "own": ROWS + WAYS + ranks.GENERATOR}
     programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
     programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT, others=NATIVE + ENGINE)

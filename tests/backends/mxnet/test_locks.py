@@ -22,7 +22,7 @@ THREADS = 8
 
 
 def at_once(action):
-    """What an action returns for each number, in threads that begin at once."""
+    """Return an action's results for several numbers, in threads that begin at once."""
     barrier, found = threading.Barrier(THREADS), [None] * THREADS
 
     def run(number):

@@ -274,7 +274,7 @@ def test_what_computes_across_rows_runs_whole(mx, name):
 
 
 def custom(mx, name, backward):
-    """An operation of one's own for symbols: itself, and a function of what comes back."""
+    """Return a custom operation for symbols: its input, and a function of upstream gradients."""
 
     class Own(mx.operator.CustomOp):
         def forward(self, is_train, req, in_data, out_data, aux):
@@ -397,7 +397,7 @@ def test_rows_in_another_dimension(mx):
 
 @span
 def test_bound_for_inference_it_takes_new_weights(mx):
-    """oneDNN's fused operations keep those of their first batch, on the first context."""
+    """Fused operations of oneDNN keep those of their first batch, on the first context."""
     sym = mx.sym
     net = sym.Activation(
         sym.Convolution(sym.var("data"), num_filter=3, kernel=(2, 2), name="c"), act_type="relu"

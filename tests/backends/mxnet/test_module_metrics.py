@@ -33,7 +33,7 @@ def metric(mx, name):
 
 
 def trained(mx, parallel, name, rows, size):
-    """A module after a fit; the metric's values after each batch, and the last epoch's."""
+    """Return a module after a fit; the metric's values after each batch, and the last epoch's."""
     found, values = module(mx, parallel), []
 
     def note(param):

@@ -21,7 +21,7 @@ def parameters(net):
 
 
 def backward(mx, net, rows):
-    """A backward pass of a loss that is a sum over the rows."""
+    """Run a backward pass of a loss that is a sum over the rows."""
     with mx.autograd.record():
         loss = (net(mx.nd.array(data(rows)[0])) ** 2).sum()
     loss.backward()
@@ -79,7 +79,7 @@ def reduce_and_update(mx, net, steps):
 
 
 def by_autograd(mx, net, steps):
-    """Updates by the script itself, of gradients that it asks for."""
+    """Update parameters in the script by gradients of autograd, and yield these."""
     for rows in (13, 2):
         with mx.autograd.record():
             loss = (net(mx.nd.array(data(rows)[0])) ** 2).sum()
@@ -183,7 +183,7 @@ def test_gradients_of_an_argument_without_rows_add_up(mx):
 
 
 def split_by_script(mx, net, several, together):
-    """The loop of Gluon's documentation, for several contexts."""
+    """Train by the loop of Gluon's documentation, on several contexts."""
     steps = trainer(mx, net)
     for rows in (12, 6):
         inputs, labels = data(rows)

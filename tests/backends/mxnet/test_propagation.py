@@ -16,7 +16,7 @@ from .keras_models import lambda_model, unknown
 
 
 def stateful(keras, fixed):
-    """An LSTM that knows its batch size, beside an operation that may hold it, too."""
+    """Return an LSTM that knows its batch size, beside an operation that may hold it, too."""
     layers = keras.layers
     rows = layers.Input(batch_shape=(7, 4, 3))
     branch = layers.Dense(5)(layers.Flatten()(rows))

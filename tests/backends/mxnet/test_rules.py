@@ -339,7 +339,7 @@ def test_every_line_of_the_table_is_proved(mx):
 
 
 def known_operations(mx):
-    """The names of all operations that this MXNet has."""
+    """Return the names of all operations that this MXNet has."""
     import ctypes
 
     from mxnet.base import _LIB, check_call, mx_uint, py_str

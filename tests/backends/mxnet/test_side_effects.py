@@ -19,7 +19,7 @@ MIXED = "The operation that {} of {!r} needs the whole batch, but each device se
 
 
 def block_of(mx, forward, **attributes):
-    """A block with two layers, and a ``forward(self, x)``."""
+    """Return a block with two layers, and a ``forward(self, x)``."""
 
     class Own(mx.gluon.Block):
         def __init__(self):

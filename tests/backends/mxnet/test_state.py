@@ -76,7 +76,7 @@ def counting(mx, kind):
 
 
 def counted(mx, kind, parallel, training):
-    """The block, and what all contexts have of its state after some calls."""
+    """Return the block, and its state on all contexts after some calls."""
     block = counting(mx, kind)
     if parallel:
         compat.parallelize(block)
@@ -130,7 +130,7 @@ def test_running_statistics_behind_an_operation_across_rows(mx):
 
 
 def add_statistics(block):
-    """Running statistics of its own, for a block of the user's."""
+    """Add running statistics to a user-defined block."""
     options = {"shape": (8,), "grad_req": "null", "differentiable": False}
     block.mean = block.params.get("mean", init="zeros", **options)
     block.var = block.params.get("var", init="ones", **options)

@@ -34,7 +34,7 @@ def one_and_three(build, loss="mse"):
 
 
 def train_both(models, steps=STEPS, columns=2):
-    """The largest difference between the models' weights and losses after some steps."""
+    """Return the largest difference between the models' weights and losses after some steps."""
     results = []
     for model in models:
         losses = [model.train_on_batch(rows_of(n), rows_of(n, columns, seed=7)) for n in steps]
@@ -43,7 +43,7 @@ def train_both(models, steps=STEPS, columns=2):
 
 
 def warned(function):
-    """The texts of compat's warnings while ``function`` runs."""
+    """Return the texts of compat's warnings while a function runs."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
@@ -51,7 +51,7 @@ def warned(function):
 
 
 def trained(models, **options):
-    """The largest difference of ``train_both()``, and the texts of compat's warnings."""
+    """Return the largest difference of ``train_both()``, and the texts of compat's warnings."""
     differences = []
     texts = warned(lambda: differences.append(train_both(models, **options)))
     return differences[0], texts
@@ -73,11 +73,13 @@ def assert_runs_whole(texts, model, operation, layer, why=MIXED):
 
 
 def layer_of(keras, name, call, **state):
-    """A layer whose outputs have the shape of its inputs.
+    """Return a layer whose outputs have the shape of its inputs.
 
     Arguments:
-        call: takes the layer and the inputs, and gives the outputs.
-        state: name of a variable -> its shape.
+        keras: the Keras under test.
+        name: that of the layer.
+        call: a function of the layer and the inputs that returns the outputs.
+        **state: name of a variable -> its shape.
     """
 
     class Own(keras.layers.Layer):

@@ -53,7 +53,7 @@ def record(model, inputs, targets):
 
 
 def unordered_reads(model):
-    """Reads of what the optimizer counts that may come before or after it has grown."""
+    """Return reads of the optimizer's counters that may come before or after their increment."""
     operations, _ = ancestors([function_of(model).updates_op], set())
     found = []
     for counter in vars(model.optimizer).values():
@@ -235,11 +235,11 @@ class TestTensorFlow1(KerasParts):
         assert three[0] - two[0] <= plain[0]
 
     def name(self, device):
-        """What compat calls the device that TensorFlow's graphs name so."""
+        """Return compat's name of a device of TensorFlow's graphs."""
         return device
 
     def ran(self, model, inputs, targets):
-        """The operations that one training step ran, by device."""
+        """Return the operations that one training step ran, by device."""
         ran = partitions(record(model, inputs, targets))
         return {self.name(device): nodes for device, nodes in ran.items()}
 
@@ -260,9 +260,9 @@ class TestTensorFlow1(KerasParts):
 
     @pytest.mark.parametrize("devices", [1, DEVICES])
     def test_one_step_is_right_200_times_of_200(self, keras, devices):
-        """keras 2.2.4 alone is wrong in some of 200: its reference variables race.
+        """Plain Keras 2.2.4 is wrong in some of 200: its reference variables race.
 
-        That a step is right as such, the contract's tests tell.
+        The contract's tests check that one step is right.
         """
         inputs, targets = CASES["dense"].data(61)
         layers = keras.layers
@@ -284,9 +284,11 @@ class TestTensorFlow1(KerasParts):
         assert max(largest_difference(found[0], each) for each in found) <= 1e-6
 
     def check_nothing_undivided(self, model, ran, more_than=0):
-        """That a step ran no operation of the part of the graph that computes the whole batch.
+        """Check that a step ran no operation of the graph's unsplit part.
 
         Arguments:
+            model: one on several devices.
+            ran: the operations of the step, by device.
             more_than: that part has more operations than these.
         """
         names = {node.name for nodes in ran.values() for node in nodes}
@@ -358,7 +360,7 @@ class TestTensorFlow1(KerasParts):
 
     @span
     def test_losses_of_layers_are_those_of_the_whole_batch(self, keras):
-        """keras 2 sums an activity regulariser over the batch, tf.keras averages it."""
+        """Keras 2 sums an activity regulariser over the batch, tf.keras averages it."""
 
         def build():
             layers = keras.layers
@@ -643,7 +645,7 @@ def square(x):
 
 
 def subclassed(keras):
-    """A model whose layers are called by a method, not wired."""
+    """Return a model whose layers are called by a method."""
 
     class Classifier(keras.models.Model):
         def __init__(self):
@@ -673,7 +675,7 @@ def reference_variables():
 
 
 def whole_outputs(keras, model, inputs, training=False):
-    """What the model's predict function gives for a batch, in training mode if asked."""
+    """Return the outputs of the model's predict function, in training mode if requested."""
     K = keras.backend
     phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
     feed = {model.inputs[0]: inputs, phase: training}

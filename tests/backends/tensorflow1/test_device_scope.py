@@ -26,7 +26,7 @@ def keras_of_devices(configuration):
 
 
 def ran_on(configuration, model, inputs, targets):
-    """The operations that one training step ran, by device."""
+    """Return the operations that one training step ran, by device."""
     ran = partitions(record(model, inputs, targets))
     return dict(zip(as_configured(ran, configuration.devices), ran.values()))
 
@@ -41,7 +41,7 @@ def assert_close(arrays, others, tolerance):
 
 
 def placed(which):
-    """The scope of ``compat.device()``, or none."""
+    """Return the scope of ``compat.device()``, or none."""
     return contextlib.ExitStack() if which is None else compat.device(which)
 
 

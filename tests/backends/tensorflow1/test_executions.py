@@ -36,14 +36,14 @@ def keras(monkeypatch):
 
 
 def parallel(keras):
-    """A compiled model on all devices, and the one that makes its functions."""
+    """Return a compiled model on all devices, and the one that makes its functions."""
     model = compat.parallelize(CASES["dense"].build(keras))
     model.compile(optimizer(keras, "sgd"), "mse")
     return model, _keras.inner_model(model)
 
 
 def warned(call, *args, **kwargs):
-    """The texts of compat's warnings in a call."""
+    """Return the texts of compat's warnings in a call."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call(*args, **kwargs)
@@ -112,7 +112,7 @@ def test_hooks_of_a_model_that_is_not_built_are_never_silent(keras):
 
 
 def replaced_step(keras, inner):
-    """A training function as libraries make it that do more in a step."""
+    """Return a training function that does more in a step, as libraries make it."""
     K = keras.backend
     feeds = inner._feed_inputs + inner._feed_targets + inner._feed_sample_weights
     phase = getattr(K, "symbolic_learning_phase", K.learning_phase)()
@@ -123,7 +123,7 @@ def replaced_step(keras, inner):
 
 
 def step_in_a_session(keras, inner):
-    """A training function that runs a session by itself."""
+    """Return a training function that runs a session by itself."""
     session = keras.backend.get_session()
     output = v1.reduce_sum(inner.outputs[0])
     return lambda inputs: session.run([output], {inner.inputs[0]: inputs[0]})

@@ -20,7 +20,7 @@ ROWS = 13
 
 
 def dropped(keras):
-    """A model whose outputs are random in training."""
+    """Return a model whose outputs are random in training."""
     layers = keras.layers
     return initialise(
         keras.models.Sequential(
@@ -35,7 +35,7 @@ def has_fetches(keras):
 
 
 def kept_by(keras, tensor):
-    """A variable, and the operation that keeps a batch of a tensor in it."""
+    """Return a variable, and the operation that keeps a batch of a tensor in it."""
     kept = keras.backend.variable(np.zeros((ROWS, 2)))
     return kept, tf.identity(v1.assign(kept, tf.reshape(tensor, (ROWS, 2))))
 

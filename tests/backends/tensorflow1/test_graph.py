@@ -15,7 +15,7 @@ from .row_models import (  # noqa: F401  # the fixture
 
 
 def layer_that_waits(keras, value):
-    """A layer that passes its input on when a variable has grown by a value, which it waits for."""
+    """Return a layer that outputs its input once a variable has grown by a value."""
 
     def call(layer, x):
         with tf.control_dependencies([keras.backend.update_add(layer.state, value(x))]):

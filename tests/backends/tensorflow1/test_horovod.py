@@ -121,7 +121,7 @@ long = (lambda test: test) if KERAS else slow
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What one process and two ranks left of the programs above and of those for all backends."""
+    """Return the results of one process and two ranks for these programs and all backends'."""
     programs = {"stateful": STATEFUL} if STATELESS else {"metrics": ranks.METRICS}
     programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
     programs.update(started=STARTED, ways=WAYS + ranks.GENERATOR)

@@ -21,7 +21,7 @@ from .test_contract import whole_outputs
 
 
 def accumulating(K):
-    """What layers keep, by any function of the whole batch."""
+    """Return kinds of state of layers, by any function of the whole batch."""
 
     def rows(x):
         return K.cast(K.shape(x)[0], "float32")
@@ -42,7 +42,6 @@ def accumulating(K):
 
 def test_state_of_layers_is_computed_of_the_whole_batch(keras):
     """Sums add up, counters count once, means are means, and so is anything else."""
-
     states = sorted(accumulating(keras.backend).items())
 
     def call(layer, inputs):

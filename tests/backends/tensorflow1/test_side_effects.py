@@ -1,5 +1,6 @@
-"""TensorFlow 1: what leaves a call besides its results: effects of Python functions, kept tensors,
-weights that a call moves, and gradients between outputs.
+"""TensorFlow 1: side effects of calls.
+
+Of Python functions, kept tensors, weights that a call moves, and gradients between outputs.
 """
 
 import random
@@ -23,10 +24,13 @@ ROWS = 7
 
 
 def on_one_and_three(keras, build, run, verify=0):
-    """What ``run`` returns of models on one device and on three, and the warnings of the latter.
+    """Return ``run``'s results for models on one device and on three, and the latter's warnings.
 
     Arguments:
-        build: returns a model, and what it is compiled with: a function of no arguments.
+        keras: the Keras under test.
+        build: a function that returns a model, and a function that returns options of ``compile``.
+        run: a function of a model.
+        verify: how many steps are verified.
     """
     found = []
 
@@ -46,13 +50,13 @@ def on_one_and_three(keras, build, run, verify=0):
 
 
 def trained(model, steps=2, targets=lambda: rows_of(ROWS, 2)):
-    """The losses of some steps, and the weights after them."""
+    """Return the losses of some steps, and the weights after them."""
     losses = [np.array(model.train_on_batch(rows_of(ROWS), targets())) for _ in range(steps)]
     return losses + model.get_weights()
 
 
 def with_layer(keras, call):
-    """A model with a layer that computes by a function of its input."""
+    """Return a model with a layer that computes by a function of its input."""
     layers = keras.layers
     inputs = layers.Input(shape=(4,))
     x = layers.Lambda(call, output_shape=(3,), name="calling")(layers.Dense(3)(inputs))
@@ -60,7 +64,7 @@ def with_layer(keras, call):
 
 
 def devices_of(model):
-    """The devices that compute products, forward and backward, in a training step of a model."""
+    """Return the devices that compute products, forward and backward, in a training step."""
     with profiler.recorded(v1, output_partition_graphs=True) as runs:
         model.train_on_batch(rows_of(ROWS), rows_of(ROWS, 2))
     ran = profiler.products(profiler.partitions(max(runs, key=v1.RunMetadata.ByteSize)))
@@ -203,7 +207,7 @@ def test_tensors_that_a_call_keeps_are_those_of_the_batch(keras, kept):
 
 
 def momentum_encoder(keras, way):
-    """A layer whose second kernel follows its first one, moved in each call."""
+    """Return a layer whose second kernel follows its first one, moved in each call."""
     K = keras.backend
 
     class Following(keras.layers.Layer):
@@ -250,7 +254,7 @@ def test_weights_that_a_call_moves_are_moved_once(keras, way):
 
 
 def generator(keras, within=False):
-    """A model of images and what they are made of; or of the gradient by that, in a layer."""
+    """Return a model of images and their sources; or of the gradient by these, in a layer."""
     K, layers = keras.backend, keras.layers
     inputs = layers.Input(shape=(4,))
     style = layers.Dense(3, activation="tanh", name="style")(inputs)

@@ -29,7 +29,7 @@ def keras(monkeypatch):
 
 
 def across_rows(keras):
-    """A model that computes across rows, as no rule knows."""
+    """Return a model with a cross-batch operation that no rule knows."""
 
     def centered(x):
         result = v1.py_func(lambda rows: rows - rows.mean(0), [x], tf.float32)
@@ -49,7 +49,7 @@ def expected(model, inputs):
 
 
 def in_threads(calls):
-    """What functions return, that eight threads begin to call at the same time; or their errors."""
+    """Return the results or errors of functions that eight threads call at the same time."""
     results, barrier = [None] * len(calls), threading.Barrier(len(calls))
 
     def run(place):
@@ -75,7 +75,7 @@ def make_functions(keras, model, *names):
 
 
 def sessions_of_all_threads(keras, within, session):
-    """The scopes in which a thread finds a graph and a session of this Keras."""
+    """Yield the scopes in which a thread finds a graph and a session of this Keras."""
     scopes = contextlib.ExitStack()
     scopes.enter_context(within.as_default())
     scopes.enter_context(session.as_default())

@@ -28,7 +28,7 @@ class Attending(keras_.Model):
 
 
 def check_attending(queries, memory, call):
-    """Calls of a model that attends to a memory, without parallelize() and with it."""
+    """Check that calls of a model that attends to a memory are right with parallelize()."""
 
     def build():
         model = Attending()

@@ -43,7 +43,7 @@ class Generator(tf.Module):
 
 
 def by_output(model, rows, variables):
-    """The gradient by each other output, and the weights' gradients of a penalty on it."""
+    """Return the gradient by each other output, and the weights' gradients of a penalty on it."""
     with tf.GradientTape() as around:
         with tf.GradientTape() as tape:
             first, *others = model(rows)

@@ -36,7 +36,7 @@ from ..shared_parts import KerasParts
 
 
 def train_in_a_new_graph(model, inputs, targets):
-    """A step on one batch; a graph is recorded when it is first made."""
+    """Train a step on one batch; a graph is recorded when it is first made."""
     _keras.forget_compiled_steps(model)
     if TRAIN_STEP:
         model.train_on_batch(inputs, targets)
@@ -156,7 +156,7 @@ def regularized(keras):
 
 
 def pair(build):
-    """The same model twice, the second one parallel."""
+    """Return the same model twice, the second one parallel."""
     return initialise(build()), compat.parallelize(initialise(build()))
 
 
@@ -349,7 +349,7 @@ def test_replicas_never_nest(keras):
 
 
 def penalty(model, rows):
-    """A gradient of a gradient."""
+    """Return a gradient of a gradient."""
     with tf.GradientTape() as inner:
         inner.watch(rows)
         loss = tf.reduce_sum(model(rows, training=True) ** 2)

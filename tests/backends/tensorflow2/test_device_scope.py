@@ -44,7 +44,7 @@ WORDS = 3
 
 
 def shared_lstm(keras, placed, unroll=True):
-    """The Keras FAQ's example: two sequences encoded by one LSTM."""
+    """Return the Keras FAQ's example: two sequences encoded by one LSTM."""
     layers = keras.layers
     a, b = (layers.Input((WORDS, 8), name=name) for name in "ab")
     lstm, last = layers.LSTM(4, unroll=unroll, name="shared"), layers.Dense(1, name="last")
@@ -68,7 +68,7 @@ ENDS = np.random.RandomState(6).normal(size=(20, 1)).astype("float32")
 
 @pytest.fixture(scope="module")
 def placed(keras):
-    """The placed model, trained, and the plain one, trained the same."""
+    """Return the placed model, trained, and the plain one, trained likewise."""
     models = [shared_lstm(keras, placed) for placed in (True, False)]
     for model in models:
         for _ in range(2):

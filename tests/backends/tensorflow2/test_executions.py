@@ -128,7 +128,7 @@ class OwnStep(keras_under_test().Model):
 
 
 def variables_of(model):
-    """A Keras 3 variable has one of TensorFlow's."""
+    """Return the model's trainable variables as TensorFlow's, which those of Keras 3 contain."""
     return [v if isinstance(v, tf.Variable) else v.value for v in model.trainable_variables]
 
 

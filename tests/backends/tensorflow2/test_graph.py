@@ -14,7 +14,7 @@ def configuration():
 
 
 def traced(function, *tensors):
-    """A function with a graph, which is there as long as it is."""
+    """Return a function with a graph, which exists as long as the function."""
     return tf.function(function).get_concrete_function(*tensors)
 
 

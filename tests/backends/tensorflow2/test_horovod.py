@@ -198,7 +198,7 @@ def check_overlap(said, upstream):
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory, request):
-    """What one process and two ranks left of programs; those of the span contract, or all."""
+    """Return the results of one process and two ranks for programs of the tested contract."""
     programs = {"tables": rank_tables.TABLES, "steps": rank_tapes.STEPS}
     ranks_alone = ["unproven", "overlap", *DECISIONS]
     if not KERAS3:

@@ -135,7 +135,7 @@ if hasattr(context.context(), "list_function_names"):  # not 2.3, which records 
 
 
 def devices_that_sent(plane):
-    """The devices of each run of a graph that sent something, by the key of that."""
+    """Return the devices of each run of a graph that sent something, by the key of that."""
     found = {}
     for line in plane.lines:
         enclosing = []

@@ -17,7 +17,7 @@ SIZE, BATCH = 3, 5
 
 @pytest.fixture
 def shards(monkeypatch):
-    """What each of three ranks gets of a dataset, as lists, and what it is warned of."""
+    """Return the shards of a dataset on three ranks, as lists, and the warnings."""
 
     def shards(make, batch_size):
         found, warned = [], []

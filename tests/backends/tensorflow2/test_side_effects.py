@@ -75,7 +75,7 @@ class Model(Keras.Model):
 
 
 def weights_of(model):
-    """A Keras 3 variable has one of TensorFlow's."""
+    """Return the model's trainable variables as TensorFlow's, which those of Keras 3 contain."""
     return [v if isinstance(v, tf.Variable) else v.value for v in model.trainable_variables]
 
 
@@ -87,14 +87,14 @@ def initialised(model):
 
 
 def left_by(model):
-    """What its calls have left; of a graph's tensors their shapes."""
+    """Return the values that its calls have left; of a graph's tensors their shapes."""
     noting = model.noting
     shapes = [noting.last.shape[1:].as_list(), noting.pair[0].shape.as_list(), noting.pair[1]]
     return noting.calls, len(noting.seen), noting.log["calls"], len(CALLS), shapes, sum(CALLS)
 
 
 def both(compute, build=Model):
-    """What ``compute`` returns of a plain model, and of one on three devices; and the warnings."""
+    """Return ``compute``'s results for a plain model and one on three devices; and the warnings."""
     found = []
     for parallel in (False, True):
         del CALLS[:]

@@ -25,7 +25,7 @@ def devices():
 
 
 def trained(model, steps, **options):
-    """The model's weights after training, of which so many steps were verified."""
+    """Return the model's weights after training, some steps of which were verified."""
     compat.parallelize(initialise(model))
     model.compile(options.pop("optimizer", "sgd"), **options)
     if steps:

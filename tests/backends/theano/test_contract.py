@@ -74,7 +74,6 @@ def theano():
 @pytest.fixture
 def theano_process(run, tmp_path, monkeypatch):
     """Run a program in a process with a home of its own; it calls ``show`` on what to return."""
-
     # Set by the tests in this process:
     for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "THEANO_GPU_IS_ALREADY_ACTIVE"):
         monkeypatch.delenv(name, raising=False)

@@ -15,7 +15,7 @@ keras, profiles_not_printed = test_replicas.keras, test_contract.profiles_not_pr
 
 
 def with_gradient(keras, kept, is_on):
-    """A model with an operation whose gradient counts."""
+    """Return a model with an operation that has a custom gradient."""
 
     def count(values):
         return kept.counts(values) if is_on else values.copy()

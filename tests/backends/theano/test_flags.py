@@ -118,7 +118,7 @@ def value(rng, name):
 
 
 def generate_flags(rng):
-    """A THEANO_FLAGS text: escapes, quotes, duplicates, spaces, comments, entries gone wrong."""
+    """Generate a THEANO_FLAGS text: escapes, quotes, duplicates, spaces, comments, faults."""
     entries = []
     for _ in range(rng.randint(0, 6)):
         name = rng.choice(list(VALUES))
@@ -142,7 +142,7 @@ def generate_flags(rng):
 
 
 def generate_file(rng):
-    """A .theanorc: sections, comments, indentation, continued and odd values, CRLF."""
+    """Generate a .theanorc: sections, comments, indentation, continued and odd values, CRLF."""
     lines = []
     sections = {}
     margin = rng.choice(["", "", "", "  ", "\t"])
@@ -169,7 +169,7 @@ def generate_file(rng):
 
 
 def generate_environ(rng, folder):
-    """An environment with THEANO_FLAGS and files, in a new folder."""
+    """Generate an environment with THEANO_FLAGS and files, in a new folder."""
     folder.mkdir()
     environ = {name: os.environ[name] for name in ("PATH", "LANG", "LC_ALL") if name in os.environ}
     environ.update(HOME=str(folder), TMPDIR="/tmp/a,b", USER="ann")
@@ -205,7 +205,7 @@ def generate_settings(rng):
 
 
 def readings(environ):
-    """What compat says Theano's flags are in this environment, or None where it refuses it."""
+    """Return Theano's flags in an environment by compat, or None where it refuses them."""
     try:
         flags = theano_flags.Flags(environ)
     except compat.CompatError:
@@ -214,7 +214,7 @@ def readings(environ):
 
 
 def ask_theano(how, claims, folder):
-    """What Theano reports otherwise than claimed, for each claim."""
+    """Return the differences between Theano's flags and those claimed, for each claim."""
     path = folder / "claims.json"
     path.write_text(json.dumps(claims), encoding="utf-8")
     command = [sys.executable, "-c", PROBE, how, str(path)]
@@ -264,7 +264,7 @@ def generate_claims(seed, folder):
 
 
 def comments_and_order(path):
-    """A file's comments, and its options and headers, in their order."""
+    """Return a file's comments, and its options and headers, in their order."""
     if not os.path.exists(path):
         return [], []
     with open(path, encoding="utf-8") as file:

@@ -35,7 +35,7 @@ class TestTheanoRanks(RankedParts):
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What one process and two ranks left of programs for all backends."""
+    """Return the results of one process and two ranks for the programs of all backends."""
     programs = {"losses": "REDUCTIONS = False\n" + ranks.LOSSES, "generator": ranks.GENERATOR}
     programs.update(own_losses=ranks.OWN_LOSSES, of_keras_2=ranks.OF_KERAS_2, drift=ranks.DRIFT)
     programs.update(lookahead=ranks.LOOKAHEAD)
@@ -288,7 +288,7 @@ engine.close()
 
 
 def alone(run, first):
-    """What comes of a process that torchrun started, with no MPI around it."""
+    """Return the outcome of a process that torchrun started, without MPI around it."""
     join = "\ntry: mpi.MPI.join(ranks)\nexcept Exception as error: print(error)\n"
     variables = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     return run(PROGRAM.format(first + join), **variables)

@@ -34,7 +34,7 @@ def dense(keras):
 
 
 def old_sequential(keras):
-    """A Sequential as it was before Keras 2.2: another model inside does the work."""
+    """Return a Sequential as before Keras 2.2, which contains another model."""
     built = dense(keras)
     if _keras.wraps_a_model(built):
         return built
@@ -172,7 +172,7 @@ def test_a_library_that_makes_the_training_function_itself_is_warned_of(keras, f
 
 
 def in_threads(function, count=8):
-    """What a function of a number returns in so many threads that begin at once."""
+    """Return a function's results for numbers, in threads that begin at once."""
     barrier, results = threading.Barrier(count), {}
 
     def call(number):

@@ -36,7 +36,7 @@ def test_no_step_is_kept_after_an_error(keras):
 
 
 def assert_runs_whole(model, inputs, text):
-    """A call of it is one device's; so is the next one, without a warning."""
+    """Check that a call of it runs on one device, and so does the next, without a warning."""
     expected = model.predict_on_batch(inputs)
     compat.parallelize(model)
     with told() as texts:

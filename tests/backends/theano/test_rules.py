@@ -32,7 +32,7 @@ def gradient(function):
 
 
 def cases():
-    """(a name of the table, inputs, a function of Theano's variables)."""
+    """Return (a name of the table, inputs, a function of Theano's variables)."""
     import theano
     from theano import ifelse, sparse, tensor
     from theano.sandbox.rng_mrg import MRG_RandomStreams

@@ -17,7 +17,7 @@ INPUTS, TARGETS = test_replicas.INPUTS, test_replicas.TARGETS
 
 
 def as_op(function, backward=None):
-    """An operation that calls a function of an array."""
+    """Return an operation that calls a function of an array."""
     from theano import tensor
     from theano.compile import ops
 
@@ -57,14 +57,14 @@ class Kept:
 
 
 def with_operation(keras, operation):
-    """A model with an operation between its layers."""
+    """Return a model with an operation between its layers."""
     between = keras.layers.Lambda(operation, output_shape=lambda shape: shape)
     layers = [keras.layers.Dense(4, activation="tanh", input_shape=(4,)), between]
     return keras.models.Sequential(layers + [keras.layers.Dense(2)])
 
 
 def trained(keras, build, parallel, kept, loss="mse"):
-    """What training, evaluation and prediction give, and what they leave."""
+    """Return the results of training, evaluation and prediction, and their side effects."""
     model = initialise(build())
     if parallel:
         compat.parallelize(model)
@@ -93,7 +93,7 @@ def check(keras, build, makes_whole=None):
 
 
 def effects(operation, model, line):
-    """What is wrong with the operation of a layer of a model."""
+    """Return the fallback for side effects of the operation of a model's layer."""
     layer = f"layer {model.layers[1].name!r}"
     return _rows.Fallback(_rows.Reason.SIDE_EFFECTS, operation, layer, line)
 
@@ -207,7 +207,7 @@ def momentum_encoder(keras):
 
 
 def keeping(keras):
-    """A layer that keeps what it computes, also what the model's output does not depend on."""
+    """Return a layer that keeps its results, also those that do not affect the model's output."""
     K = keras.backend
 
     class Keeping(keras.layers.Dense):

@@ -19,13 +19,13 @@ keras, profiles_not_printed = test_replicas.keras, test_contract.profiles_not_pr
 def whole(
     operation, name, layer=None, line=None, reach=_rows.DOWNSTREAM, why=_rows.Reason.CROSS_BATCH
 ):
-    """The text of the warning."""
+    """Return the text of the warning."""
     found = _rows.Fallback(why, operation, layer, line).sentence(name)
     return "{} {} runs unsplit on cpu:0.".format(found, reach)
 
 
 def own_softmax():
-    """A class of the user's own, which computes rows of what it is given."""
+    """Return a user-defined class, which computes rows of its inputs."""
     from theano import tensor
 
     class OwnSoftmax(tensor.nnet.Softmax):
@@ -35,7 +35,7 @@ def own_softmax():
 
 
 def named(keras, function):
-    """A model with names, and the line of its function."""
+    """Return a model with names, and the line of its function."""
     layers = keras.layers
     model = keras.models.Sequential(
         [

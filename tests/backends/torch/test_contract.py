@@ -15,7 +15,7 @@ from ..shared_parts import KerasParts
 
 
 def shard_sizes(step):
-    """The rows of the first layer's products, forward, on each device."""
+    """Return the rows of the first layer's products, forward, on each device."""
     sizes = collections.OrderedDict()
     with torch.profiler.profile(record_shapes=True) as profile:
         step()

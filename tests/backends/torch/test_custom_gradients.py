@@ -57,7 +57,7 @@ def with_hook_of_a_module(back):
 
 
 def checkpointed(back):
-    """torch's own function, which computes again what it has not kept."""
+    """Return a forward pass by torch's checkpoint(), which recomputes values in backward."""
     from torch.utils.checkpoint import checkpoint
 
     return lambda net, x: net.second(checkpoint(net.first, x, use_reentrant=True))

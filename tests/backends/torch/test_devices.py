@@ -38,7 +38,7 @@ def recurrent():
 
 
 def with_state():
-    "A mean over the rows, a buffer and an attribute, put together of all replicas."
+    """Return a mean over the rows, a buffer and an attribute, merged from all replicas."""
 
     class WithState(nn.Module):
         def __init__(self):
@@ -56,7 +56,7 @@ def with_state():
 
 
 def with_a_cache():
-    """That it fills, and returns: each device's part lies there, and says so."""
+    """Return a module with a cache, which holds each device's shard."""
 
     class Cache:
         def __init__(self):
@@ -90,7 +90,7 @@ def with_a_cache():
 
 
 def trained(module, device, shape):
-    """The losses of three steps, and the weights and buffers after them."""
+    """Return the losses of three steps, and the weights and buffers after them."""
     module = module.to(device)
     inputs = torch.randn((ROWS,) + shape, generator=torch.Generator().manual_seed(1)).to(device)
     optimizer = torch.optim.Adam(module.parameters(), 0.01)

@@ -31,7 +31,7 @@ def data(step=0):
 
 
 def build(keras, leave, closure=None):
-    """A model with a layer whose values a function is given, and a Lambda layer with a closure."""
+    """Return a model with a layer whose values go through a function, and a Lambda layer."""
 
     class Observed(keras.layers.Layer):
         def __init__(self):
@@ -94,7 +94,7 @@ def in_place(self, y):
 
 
 def carry(self, y):
-    """The state of a batch, on which the next one's depends."""
+    """Carry the state of a batch to the next one."""
     if y.device.type != "meta":
         last = getattr(self, "last", None)
         is_alike = last is not None and last.shape == y.shape

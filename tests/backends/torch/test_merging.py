@@ -23,9 +23,14 @@ ROWS = 13
 
 
 def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
-    """Run ``module`` plain and on three devices: results, gradients and buffers are the same.
+    """Check that a module's results, gradients and buffers are the same on three devices.
 
     Arguments:
+        module: a plain one.
+        *args: those of its calls.
+        steps: the number of calls.
+        atol: the tolerance.
+        **kwargs: keyword arguments of its calls.
         whole: the texts of warnings, where it runs unsplit.
     """
     module = module.double()
@@ -65,7 +70,7 @@ DIVERGED = "takes another code path on a shard of the batch, which is all that e
 
 
 def whole(operation, function, why=MIXED, name="Mine"):
-    """The warning about an operation in a function of a test's, or about all of a module."""
+    """Return the warning about an operation in a function of a test, or in all of a module."""
     found = "Model {!r}".format(name)
     if operation is not None:
         code = function if isinstance(function, types.CodeType) else function.__code__
@@ -116,7 +121,7 @@ def backward(module, result):
 
 
 def computing(function, **buffers):
-    """A module with a layer of 5 features from 4, and a function of its own."""
+    """Return a module with a layer of 5 features from 4, and a custom function."""
 
     class Mine(torch.nn.Module):
         def __init__(self):

@@ -71,7 +71,7 @@ def network():
 
 
 def train(model, rows=61, steps=3):
-    """The user's loop, which knows nothing of devices."""
+    """Train by a user's loop, without any device."""
     inputs, targets = (torch.as_tensor(array) for array in CASES["dense"].data(rows))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(steps):
@@ -125,7 +125,7 @@ class TestModule:
 
     @pytest.mark.parametrize("rows", [5, 3, 2])
     def test_batch_normalization_of_small_batches(self, devices, rows):
-        """torch refuses to normalise one row, so fewer replicas take two and more."""
+        """Batch normalization refuses to normalise one row, so fewer replicas take two and more."""
         counts = placement(lambda: train(compat.parallelize(network()), rows, steps=1))
         assert sorted(counts) == devices[: rows // 2 if rows > 3 else 1]
 

@@ -30,7 +30,7 @@ def test_each_replica_is_recorded_forward_and_backward(tmp_path):
 
 
 def test_a_profiler_that_is_recording_is_left_alone(tmp_path):
-    """torch would end it, silently."""
+    """Another one would end it, silently."""
     compat.configure_gpu(simulate=3)
     with torch.profiler.profile() as profile:
         with pytest.raises(compat.InvalidArgumentError) as caught:

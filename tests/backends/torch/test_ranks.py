@@ -1542,7 +1542,7 @@ def test_keras_metrics_and_losses_are_those_of_all_rows_and_what_cannot_be_is_to
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
-    """What one process and two ranks left of the programs above."""
+    """Return the results of one process and two ranks for the programs above."""
     own = {"loaders": LOADERS, "buckets": BUCKETS, "calls": CALLS, "passes": PASSES}
     own.update(targets=TARGETS, reduced=REDUCED, state=STATE, drifting=DRIFTING, refused=REFUSED)
     own.update(hooks=HOOKS, threads=THREADS)
@@ -1560,7 +1560,7 @@ def jobs(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory):
-    """What three ranks left of those programs that are run as two ranks and as three."""
+    """Return the results of three ranks for programs that run as two ranks and as three."""
     return ranks.run_all(THREE_RANKS, tmp_path_factory.mktemp("three"), 3, "torch")
 
 

@@ -56,7 +56,7 @@ def test_replicas_without_rows_of_their_own_get_gradients():
 
 
 def in_threads(call, count=8):
-    """What a function gives in so many threads at once, by their numbers."""
+    """Return a function's results in threads that begin at once, by their numbers."""
     results, barrier = {}, threading.Barrier(count)
 
     def run(number):

@@ -311,7 +311,7 @@ def new_values():
 
 
 def cases():
-    """The name of a case, its inputs, and a function of them."""
+    """Return the name of a case, its inputs, and a function of them."""
     for kind in (
         elementwise, said_by_torch, along_dimensions, products, layers, losses, views, lookups,
         new_values,
@@ -345,7 +345,7 @@ class Case:
             return list(graph.call_tensors([self.function(*given)]))
 
     def followed(self, values, placements, count):
-        """The results, tagged."""
+        """Return the results, tagged."""
         given = self.given(values)
         for place, placement in zip(self.tensors, placements):
             if isinstance(placement, _rows.Sharded):
@@ -409,7 +409,7 @@ class Case:
                 found.wrong.append("{} is put together wrongly, and is {}".format(text, true))
 
     def merged(self, place, parts, given):
-        """What the parts, as they were followed, are together; None where that is an error."""
+        """Return the merged values of parts that were traced; None where that is an error."""
         try:
             followed = [
                 self.followed(part, given, count) for part, count in zip(parts, _rows.trial.SIZES)

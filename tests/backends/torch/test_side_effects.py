@@ -36,7 +36,7 @@ class Net(torch.nn.Module):
 
 
 def net(leave, hook=None):
-    """A module whose hidden values a function is given, or a hook of its first layer."""
+    """Return a module whose hidden values go through a function, or a hook of its first layer."""
 
     class Mine(Net):
         pass
@@ -55,11 +55,14 @@ def state(value):
 
 
 def differ(make, steps=3, loss=None, split=True, told=()):
-    """Train on one device and on three: what is left outside, results and gradients are the same.
+    """Check that side effects, results and gradients are the same on three devices.
 
     Arguments:
-        make: returns a module, and a function that gives what is looked at besides.
-        loss: of the module and its result.
+        make: a function that returns a module, and a function that returns its side effects.
+        steps: the number of steps.
+        loss: a function of the module and its result.
+        split: whether batches are split.
+        told: the texts of the warnings.
     """
     (plain, seen), (parallel, found) = make(), make()
     compat.parallelize(parallel)
@@ -131,7 +134,7 @@ def test_an_attribute_that_is_a_result_is_that_very_tensor():
 
 
 def hooked(register):
-    """A module, and what a hook of its first layer keeps in a closure."""
+    """Return a module, and the values that a hook of its first layer keeps in a closure."""
 
     def make():
         model, kept = net(None), {}
@@ -231,14 +234,14 @@ def count_kinds(self, y):
 
 
 def queue(self, y):
-    """The last two of something."""
+    """Keep the last two values."""
     self.seen.append(y.mean(0).detach())
     if len(self.seen) > 2:
         self.seen.pop(0)
 
 
 def in_place(self, y):
-    """A tensor that is no buffer."""
+    """Change a tensor that is not a buffer in place."""
     self.average.mul_(0.9).add_(y.detach().mean(0), alpha=0.1)
 
 

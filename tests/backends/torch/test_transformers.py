@@ -57,7 +57,7 @@ def t5():
 
 
 def both(make):
-    """The model on one device, and on three."""
+    """Return the model on one device, and on three."""
     torch.manual_seed(0)
     plain = make()
     return plain, compat.parallelize(copy.deepcopy(plain))

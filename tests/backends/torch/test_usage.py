@@ -47,7 +47,7 @@ def train(model, steps=1):
 
 
 def told(action):
-    """The warnings of compat's that an action causes."""
+    """Return the warnings of compat during an action."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         action()
@@ -60,7 +60,7 @@ def modes():
 
 @pytest.fixture
 def forgotten(monkeypatch):
-    """What is found here is not in the reports of other tests."""
+    """Keep the problems found here out of the reports of other tests."""
     for name, empty in (("unused", {}), ("idle_devices", set()), ("unsplit", UnsplitModels())):
         monkeypatch.setattr(process, name, empty)
 
@@ -172,7 +172,7 @@ def test_modules_that_torch_compiles_are_checked():
 
 
 def own_steps(keras):
-    """A model whose training step is its own, and trains a model within it."""
+    """Return a model with a custom training step, which trains a model within it."""
 
     class Trained(keras.Model):
         def __init__(self):

@@ -45,7 +45,7 @@ class Network:
         return self._activations(inputs)[-1]
 
     def gradients(self, inputs, targets):
-        """The loss, and its gradient for each weight."""
+        """Return the loss, and its gradient for each weight."""
         activations = self._activations(inputs)
         errors = activations[-1] - targets
         upstream = 2 * errors / len(inputs)
@@ -59,7 +59,7 @@ class Network:
         return float((errors**2).sum() / len(inputs)), gradients[::-1]
 
     def _activations(self, inputs):
-        """The inputs, and what each layer makes of them."""
+        """Return the inputs, and the outputs of each layer."""
         activations = [np.asarray(inputs, floatx)]
         for place in range(0, len(self.weights), 2):
             kernel, bias = self.weights[place : place + 2]
@@ -104,5 +104,5 @@ class Device:
 
 @functools.lru_cache(maxsize=None)
 def device(name):
-    """The device of that name."""
+    """Return the device with a name."""
     return Device(name)

@@ -24,7 +24,7 @@ class Sockets(Engine):
             self.connections = self._accept() if place.rank == 0 else [self._connect()]
 
     def _accept(self):
-        """The connections of the other ranks, in their order."""
+        """Accept the connections of the other ranks, and return them in order of rank."""
         found = {}
         with self.listen() as listening:
             listening.settimeout(self.timeout)

@@ -87,7 +87,7 @@ def undivided(network):
 
 
 def _shards(rows, devices):
-    """A device, and the slice of the batch that it computes; none is without rows."""
+    """Yield a device, and the slice of the batch that it computes, if it has rows."""
     count = min(len(devices), rows)
     for number, name in enumerate(devices[:count]):
         yield name, slice(number * rows // count, (number + 1) * rows // count)
