@@ -16,7 +16,7 @@ _THREADS = "NPROC"  # of XLA on the CPU; by default one for each core
 
 
 class JAX(Backend):
-    """JAX."""
+    """JAX devices: XLA partitions the program of a step among them."""
 
     name = "jax"
     framework = "jax"
@@ -56,9 +56,9 @@ class JAX(Backend):
         # after 40 seconds (GetPjRtCpuClient and CpuPjRtRawLoadedExecutable::Execute in
         # xla/pjrt/cpu/cpu_client.cc). With three per device, two Python threads can launch programs
         # at the same time; more than that would slow down small operations.
-        asked, needed = environ.get(_THREADS), 3 * settings.devices.simulated
-        has = usable_cores() if asked is None else whole_number(asked) or 0
-        if settings.devices.simulated > 1 and has < needed:
+        requested, needed = environ.get(_THREADS), 3 * settings.devices.simulated
+        available = usable_cores() if requested is None else whole_number(requested) or 0
+        if settings.devices.simulated > 1 and available < needed:
             variables[_THREADS] = str(needed)
         return variables
 
@@ -70,6 +70,7 @@ class JAX(Backend):
     # After the import -------------------------------------------------------------------------
 
     def configure(self, settings):
+        """Choose devices and memory: JAX's options, and variables that it has yet to read."""
         jax = self.import_framework()
         from . import configuration  # imports jax
 
@@ -129,7 +130,7 @@ class JAX(Backend):
     # Replicas ---------------------------------------------------------------------------------
 
     def parallelize(self, model, devices):
-        """Give the instance a ``call`` that is sharded, or the class's own one back."""
+        """Install a sharded ``call`` on the instance, or remove it for a single device."""
         self.import_framework()
         from . import configuration, replicas  # import jax
 
@@ -140,11 +141,12 @@ class JAX(Backend):
         if list(devices) != self.devices()[:1]:
             replicas.install(model, [by_name[name] for name in devices])
         if replicas.ReplicatedCall.of(model) is not before:
-            # Keras traces its steps again: the ones it has hold the call that was.
+            # Keras traces its steps again: its compiled ones contain the former call.
             _keras.forget_compiled_steps(model)
         return model
 
     def device(self, device):
+        """Refuse to place parts of a model: a step is one program."""
         raise self._cannot(
             f"place parts of a model on {device}: under jax.jit a step is one program, all of "
             "which runs on the same devices",
@@ -152,6 +154,7 @@ class JAX(Backend):
         )
 
     def verify(self, model, verification):
+        """Compare the first steps with those of one device; see ``verification``."""
         from .verification import VerifiedStep  # not at start-up
 
         VerifiedStep.install_on(model, verification)
@@ -172,8 +175,8 @@ class JAX(Backend):
         from . import configuration  # imports jax
 
         devices, key = configuration.devices_by_name(), "peak_bytes_in_use"
-        told = {name: device.memory_stats() or {} for name, device in devices.items()}
-        return {name: stats[key] for name, stats in told.items() if key in stats}
+        statistics = {name: device.memory_stats() or {} for name, device in devices.items()}
+        return {name: stats[key] for name, stats in statistics.items() if key in stats}
 
     def profiled(self):
         """Record by JAX's profiler."""
@@ -197,7 +200,7 @@ class JAX(Backend):
         return starter.launcher(job)
 
     def distribute(self, model, place):
-        """Make the model one of the ranks'; see ``ranks``."""
+        """Have the ranks train the model together; see ``ranks``."""
         self.import_framework()
         from . import ranks, replicas  # they import jax
 

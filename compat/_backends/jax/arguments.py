@@ -9,17 +9,17 @@ from ... import _keras
 
 
 def leaves(values):
-    """Return leaves by Keras, for which a sparse array is one, as for ``mapped``; not for JAX."""
+    """Return the leaves of nested values by Keras, for which a sparse array is a single leaf."""
     return sys.modules["keras"].tree.flatten(values)
 
 
 def mapped(function, values):
-    """Map by Keras, which leaves dictionaries in their order: JAX sorts them."""
+    """Map nested values by Keras, which keeps the order of dictionaries, unlike JAX."""
     return sys.modules["keras"].tree.map_structure(function, values)
 
 
 def as_array(value):
-    """Return an array of numpy, which eager steps and direct calls may get, as one of JAX's."""
+    """Return an array of NumPy, as eager steps and direct calls may get, as an array of JAX."""
     is_array = isinstance(value, np.ndarray) and value.dtype.kind in "biufc"
     return jax.numpy.asarray(value) if is_array else value
 
@@ -47,6 +47,7 @@ def has_rows(value):
 
 
 def rows_of(model, data):
+    """Return the number of rows of a batch."""
     # By Keras, for which a sparse array is one leaf: JAX takes it apart.
     batch = next(leaf for leaf in _keras.keras_of(model).tree.flatten(data) if leaf is not None)
     return int(batch.shape[0])

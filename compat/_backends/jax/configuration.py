@@ -32,8 +32,8 @@ def simulated():
     """Return the number of CPU devices that JAX will make; 0 where that was not set."""
     if hasattr(jax.config, "jax_num_cpu_devices"):
         return max(jax.config.jax_num_cpu_devices, 0)
-    found = re.findall(rf"{_SIMULATED}=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    return int(found[-1]) if found else 0
+    numbers = re.findall(rf"{_SIMULATED}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return int(numbers[-1]) if numbers else 0
 
 
 def reads_profiles():
@@ -52,11 +52,12 @@ def devices_by_name():
 
 
 def gpus():
+    """Return JAX's devices other than CPUs."""
     return [device for device in jax.local_devices() if device.platform != "cpu"]
 
 
 def check_devices_made(settings):
-    """Refuse what would have to change now that JAX has made its devices."""
+    """Raise an error if settings differ from the devices that JAX has made already."""
     made, chosen = jax.local_devices(), settings.devices
     on_cpu = made[0].platform == "cpu"
     if chosen.simulated:
@@ -89,6 +90,7 @@ def fraction(settings):
 
 
 def one_fraction_for_all_gpus(memory):
+    """Return the error of a memory limit that is no single fraction for all GPUs."""
     return errors.unsupported(
         "jax",
         f"limit memory to {memory}: it takes one fraction for all GPUs, and nvidia-smi does not "

@@ -10,7 +10,8 @@ def install(model, replicated):
     """Have the batches of a model's steps counted.
 
     Arguments:
-        replicated: the model's ``ReplicatedCall``.
+        model: a parallelized model.
+        replicated: its ``ReplicatedCall``.
     """
     kinds = [CountedSteps] if hasattr(type(model), CountedSteps.method) else _FUNCTIONS
     for kind in kinds:
@@ -18,7 +19,7 @@ def install(model, replicated):
 
 
 def remove(model):
-    """Count them no more."""
+    """Stop counting the batches of a model's steps."""
     for kind in [CountedSteps, *_FUNCTIONS]:
         if kind.of(model) is not None:
             kind.of(model).remove(model)
@@ -30,17 +31,17 @@ def runs_programs(model):
 
 
 class Running(threading.local):
-    """Steps of Keras' loops that a thread is within, innermost last.
+    """Steps of Keras' loops that a thread is executing, innermost last.
 
     Attributes:
-        steps: for each the numbers of rows of the batches that it has split.
+        steps: for each step the batch sizes that it has split.
     """
 
     def __init__(self):
         self.steps = []
 
     def note_split(self, rows):
-        """Note that a batch of so many rows is split, now or in the program that is traced."""
+        """Record that a batch of so many rows is split, now or in the program being traced."""
         if self.steps:
             self.steps[-1].add(rows)
 
@@ -51,13 +52,14 @@ class _Counting(patching.InstanceMethod):
         self.replicated = replicated
 
     def counted(self, model, step, kind, batches):
-        """Return a function of state and data that does a step, and counts its batches.
+        """Return a function of state and data that runs a step, and counts its batches.
 
         Arguments:
+            model: the model.
+            step: the function of its step.
             kind: of the step: "train", for example.
-            batches: returns the batches within the data.
+            batches: a function that returns the batches within the data.
         """
-
         running = self.replicated.running
         split = self.replicated.split.setdefault(kind, set())
 
@@ -66,13 +68,13 @@ class _Counting(patching.InstanceMethod):
             try:
                 results = step(state, data)
             finally:
-                found = running.steps.pop()
+                split_now = running.steps.pop()
             if runs_programs(model):
-                split.update(found)  # a program is traced once, also for functions made later
-                found = split
+                split.update(split_now)  # a program is traced once, also for functions made later
+                split_now = split
             if not unsplit.here():
                 for batch in batches(data):
-                    self.replicated.count_step(batch, found, kind == "train")
+                    self.replicated.count_step(batch, split_now, kind == "train")
             return results
 
         counted.counts = True

@@ -1,12 +1,13 @@
 """A training step as several programs, with an exchange between ranks after each but the last.
 
-The whole step is traced with this rank's shapes. What is marked in it (``gradient_marks``) becomes
-the mean over ranks, so that an operation belongs to the program after as many exchanges as there
-are on the way to it; what is marked at the same level is exchanged at once. Values that a later
-program needs stay on the device.
+The whole step is traced with this rank's shapes. Values that are marked in it
+(``gradient_marks``) become means over ranks, so that an operation belongs to the program after as
+many exchanges as there are on the way to it; values marked at the same level are exchanged at once.
+Values that a later program needs stay on the device.
 """
 
 import collections
+from typing import Any, Dict, List
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,14 @@ class CutStep:
     Arguments:
         step: the function; ``totals`` are the same on all ranks.
         exchange: a function of a flat array of this rank's part, which gives the sum of all ranks.
-        is_local: a function of the state: a structure like it, of whether a value is a rank's own.
+        is_local: a function of the state that returns a structure like it, of whether each value
+            may differ between ranks.
         check: a function of a ``Program`` and these arguments, called when one was made.
     """
 
     def __init__(self, step, exchange, is_local, check):
         self.step, self.exchange, self.is_local, self.check = step, exchange, is_local, check
-        self.programs = {}  # type: dict
+        self.programs: "Dict[Any, Program]" = {}  # by structure and types of the arguments
 
     def __call__(self, *args):
         leaves, tree = jax.tree.flatten(args)
@@ -48,8 +50,9 @@ class Program:
     """The step for one set of shapes.
 
     Attributes:
-        jaxpr: the whole step; ``results``: the structure of what it returns.
-        marks: what is exchanged after each program.
+        jaxpr: the whole step.
+        results: the structure of its results.
+        marks: the marks whose values are exchanged after each program, by its level.
     """
 
     def __init__(self, step, is_local, state, data, share, totals):
@@ -64,110 +67,116 @@ class Program:
         self.share = len(local) - 1
         local += [False] * (len(jaxpr.invars) - len(local))
         self.inputs = set(jaxpr.invars)
-        self.origins = {}  # type: dict  # variable -> the operation that made it a rank's own
-        self.origins.update((each, None) for each, flag in zip(jaxpr.invars, local) if flag)
-        self.marks = collections.defaultdict(list)  # type: dict  # level -> what is exchanged
-        self.levels = {}  # type: dict  # variable -> how many exchanges come before it
+        # For each variable that may differ between ranks: the operation because of which it does,
+        # or None for an input.
+        self.origins: "Dict[Any, Any]" = {v: None for v, flag in zip(jaxpr.invars, local) if flag}
+        self.marks: "Dict[int, List[Any]]" = collections.defaultdict(list)
+        self.levels: "Dict[Any, int]" = {}  # by variable: how many exchanges come before it
         levels = self._earliest()
         self.last = max(self.marks, default=-1) + 1
         self.groups = self._groups(levels)
         self.segments = self._segments()
 
     def _earliest(self):
-        """Return for each operation after how many exchanges its inputs are there."""
-        levels, found = self.levels, []
+        """Return for each operation the number of exchanges that its inputs depend on."""
+        levels, earliest = self.levels, []
         levels.update(dict.fromkeys([*self.jaxpr.invars, *self.jaxpr.constvars], 0))
         for operation in self.jaxpr.eqns:
             inputs = variables_among(operation.invars)
-            level = max([levels[each] for each in inputs], default=0)
-            found.append(level)
+            level = max([levels[variable] for variable in inputs], default=0)
+            earliest.append(level)
             is_mark = operation.primitive is gradient_marks.mark_p
             if is_mark and self._is_exchanged(operation, level):
                 self.marks[level].append(operation)
                 level += 1
-            elif any(each in self.origins for each in inputs):
+            elif any(variable in self.origins for variable in inputs):
                 self.origins.update(dict.fromkeys(operation.outvars, operation))
             levels.update(dict.fromkeys(operation.outvars, level))
-        return found
+        return earliest
 
     def _groups(self, levels):
         """Return the operations of each program.
 
-        What depends on a rank's rows is computed at once, so that activations need not be kept; the
-        rest, such as an optimizer's, as late as it can be.
+        Operations that depend on a rank's rows are computed as early as possible, so that
+        activations need not be kept; others, such as an optimizer's, as late as possible.
         """
-        groups = collections.defaultdict(list)  # type: dict
-        due = {}  # type: dict  # variable -> the first program that needs it
+        groups: "Dict[int, List[Any]]" = collections.defaultdict(list)
+        due: "Dict[Any, int]" = {}  # by variable: the first program that needs it
         exchanged = {id(mark) for marks in self.marks.values() for mark in marks}
         for operation, level in reversed(list(zip(self.jaxpr.eqns, levels))):
-            is_own = any(variable in self.origins for variable in operation.outvars)
+            differs = any(variable in self.origins for variable in operation.outvars)
             if id(operation) not in exchanged:
-                if not is_own:
-                    level = min([due.get(each, self.last) for each in operation.outvars] or [level])
+                if not differs:
+                    level = min([due.get(v, self.last) for v in operation.outvars] or [level])
                 groups[level].append(operation)
             for variable in variables_among(operation.invars):
                 due[variable] = min(due.get(variable, self.last), level)
         return {level: operations[::-1] for level, operations in groups.items()}
 
     def _is_exchanged(self, mark, level):
-        """Return whether a mark is of this rank's part of a mean over all ranks' rows."""
+        """Return whether marked values are this rank's contribution to a mean over all ranks."""
         kind, (by, values) = kind_of(mark), map(variables_among, _parts(mark))
         if kind == gradient_marks.INNER or kind == gradient_marks.APPLIED and level:
-            return False  # the latter was made of means, and of something else
+            return False  # the latter was computed from means, among others
         if kind == gradient_marks.GRADIENT and any(variable in self.origins for variable in by):
-            return False  # what depends on a rank's rows, such as an input, has its own there
-        is_own = any(variable in self.origins for variable in values)
-        return is_own or kind == gradient_marks.SUM
+            return False  # a gradient with respect to a rank's rows, such as an input
+        differs = any(variable in self.origins for variable in values)
+        return differs or kind == gradient_marks.SUM
 
     def origin_of(self, variables):
-        """Return the operation that made the first of these a rank's own, or None."""
+        """Return the operation because of which the first of these differs between ranks."""
         return next(filter(None, map(self.origins.get, variables_among(variables))), None)
 
     def decision_of(self, variables):
-        """Return where means were put together with what makes the first of these a rank's own.
+        """Return the operation that combines means with values of one rank alone.
 
-        None: all of them are the same on all ranks.
+        It makes the first of these variables differ between ranks. None: none of them does.
         """
         last = self.origin_of(variables)
-        found, due = {}, [last] if last else []  # type: dict, list
+        origins, due = set(), [last] if last else []
         while due:
             operation = due.pop()
-            if id(operation) not in found:
-                found[id(operation)] = operation
+            if id(operation) not in origins:
+                origins.add(id(operation))
                 due += filter(None, map(self.origins.get, variables_among(operation.invars)))
         for operation in self.jaxpr.eqns:
             inputs = variables_among(operation.invars)
-            if id(operation) in found and any(
-                self.levels[each] and each not in self.origins for each in inputs
+            if id(operation) in origins and any(
+                self.levels[variable] and variable not in self.origins for variable in inputs
             ):
                 return operation
         return last
 
     def applied(self):
-        """Return the operation that made what an optimizer is given a rank's own, or None."""
+        """Return the operation because of which an optimizer's inputs differ between ranks."""
         marks = [mark for marks in self.marks.values() for mark in marks]
         applied = [mark for mark in marks if kind_of(mark) == gradient_marks.APPLIED]
         return self.origin_of([variable for mark in applied for variable in mark.invars])
 
     def inner(self):
-        """Return a gradient by what all ranks have, within a differentiated function, or None."""
-        for each in self.jaxpr.eqns:
-            if each.primitive is gradient_marks.mark_p and kind_of(each) == gradient_marks.INNER:
-                by, values = map(variables_among, _parts(each))
-                own = [any(variable in self.origins for variable in some) for some in (by, values)]
-                if own == [False, True]:
-                    return each
+        """Return a mark of a gradient within a differentiated function, or None.
+
+        One with respect to values that all ranks share, such as weights.
+        """
+        for mark in self.jaxpr.eqns:
+            if mark.primitive is gradient_marks.mark_p and kind_of(mark) == gradient_marks.INNER:
+                by, values = map(variables_among, _parts(mark))
+                by_differs, differs = [
+                    any(v in self.origins for v in some) for some in (by, values)
+                ]
+                if differs and not by_differs:
+                    return mark
         return None
 
     def _segments(self):
         needed = set(variables_among(self.jaxpr.outvars))  # after the segment under way
         state = set(self.jaxpr.invars[: self.donated])
-        found = []  # type: list
+        segments: "List[_Segment]" = []
         for level in range(self.last, -1, -1):
             segment = _Segment(self, level, needed, state)
-            needed = (needed - segment.made).union(segment.given)
-            found.insert(0, segment)
-        return found
+            needed = (needed - segment.made).union(segment.inputs)
+            segments.insert(0, segment)
+        return segments
 
     def __call__(self, leaves, exchange):
         values = dict(zip(self.jaxpr.invars, leaves))
@@ -176,38 +185,41 @@ class Program:
             parts = segment(values, share, mean)
             mean = None if parts is None else exchange(parts)
         values.update(self.constants)
-        found = [
-            each.val if isinstance(each, Literal) else values[each] for each in self.jaxpr.outvars
+        results = [
+            atom.val if isinstance(atom, Literal) else values[atom] for atom in self.jaxpr.outvars
         ]
-        return jax.tree.unflatten(self.results, found)
+        return jax.tree.unflatten(self.results, results)
 
 
 class _Segment:
     """The operations between two exchanges, compiled.
 
     Arguments:
+        program: the whole step.
+        level: the number of exchanges before this segment.
         needed: the variables that are needed after it.
-        state: those whose memory it may use if they are not.
+        state: variables whose memory it may reuse if they are not needed after it.
     """
 
     def __init__(self, program, level, needed, state):
         self.operations = program.groups.get(level, [])
         self.marks = program.marks[level]
-        self.means = [each for mark in program.marks[level - 1] for each in mark.outvars]
-        made = [each for operation in self.operations for each in operation.outvars] + self.means
+        self.means = [mean for mark in program.marks[level - 1] for mean in mark.outvars]
+        made = [v for operation in self.operations for v in operation.outvars] + self.means
         self.made = set(made)
         parts = [value for mark in self.marks for value in _parts(mark)[1]]
-        used = [variable for each in self.operations for variable in variables_among(each.invars)]
+        used = [v for operation in self.operations for v in variables_among(operation.invars)]
         used += variables_among(parts)
         self.results = [variable for variable in made if variable in needed]
-        self.given = [
-            each
-            for each in dict.fromkeys(used)
-            if each not in self.made and each not in program.constants
+        self.inputs = [
+            variable
+            for variable in dict.fromkeys(used)
+            if variable not in self.made and variable not in program.constants
         ]
         free = collections.Counter(map(_type, self.results))
-        self.donated, self.kept = [], []  # type: list, list
-        for variable in self.given:
+        self.donated: "List[Any]" = []
+        self.kept: "List[Any]" = []
+        for variable in self.inputs:
             is_state = variable in state or variable not in program.inputs
             is_free = is_state and variable not in needed and free[_type(variable)] > 0
             free[_type(variable)] -= is_free
@@ -223,10 +235,11 @@ class _Segment:
         self.run = jax.jit(self.compute, donate_argnums=0)
 
     def compute(self, donated, kept, share, mean):
+        """Return variables that are needed later, and this rank's part of the next exchange."""
         means = arrays.like([variable.aval for variable in self.means], mean) if self.means else []
         constants = list(self.constants.values())
-        found = jax.core.eval_jaxpr(self.body, constants, *means, *donated, *kept)
-        results, parts = found[: len(self.results)], found[len(self.results) :]
+        values = jax.core.eval_jaxpr(self.body, constants, *means, *donated, *kept)
+        results, parts = values[: len(self.results)], values[len(self.results) :]
         flags = [mark.params["is_weighted"] for mark in self.marks for _ in mark.outvars]
         parts = [
             jnp.asarray(part, self.dtype).ravel() * (share if flag else 1)
@@ -235,10 +248,15 @@ class _Segment:
         return results, jnp.concatenate(parts) if parts else None
 
     def __call__(self, values, share, mean):
-        """Compute; ``values`` by variables gets what is needed later.
+        """Run the segment.
+
+        Arguments:
+            values: by variable; those that are needed later are added, and donated ones removed.
+            share: of the rows, this rank's.
+            mean: the flat result of the exchange before it.
 
         Returns:
-            This rank's part of what is exchanged next, or None.
+            This rank's part of the next exchange, or None.
         """
         donated = [values.pop(variable) for variable in self.donated]
         kept = [values[variable] for variable in self.kept]
@@ -248,7 +266,7 @@ class _Segment:
 
 
 def kind_of(mark):
-    """Return what is marked: see ``gradient_marks``."""
+    """Return the kind of values that are marked: see ``gradient_marks``."""
     return mark.params["kind"]
 
 

@@ -26,18 +26,18 @@ _PARTITIONED = re.compile(
 def executed(names, variables, is_compiled=True):
     """Count the operations by which each device computes a shard within a block.
 
-    They are those of the largest program that is compiled within. Where steps are not compiled, or
-    their program is there already, the arrays count that the step has computed.
+    These are the operations of the largest program that is compiled within. Where steps are not
+    compiled, or were compiled before, the arrays that the step has computed are counted instead.
 
     Arguments:
         names: of the devices.
-        variables: returns the variables that a step may assign.
+        variables: a function that returns the variables that a step may assign.
         is_compiled: whether a step is one program.
     """
-    found = Executed.fromkeys(names, 0)
+    counts = Executed.fromkeys(names, 0)
     before = {id(variable): _reference(variable) for variable in variables()}
     with programs.compiled() as compiled:
-        yield found
+        yield counts
     steps = [
         (program.to_string(), devices)
         for program, devices in compiled
@@ -47,16 +47,16 @@ def executed(names, variables, is_compiled=True):
         text, devices = max(steps, key=lambda step: len(step[0]))
         is_partitioned = len(devices) > 1 and _PARTITIONED.search(text)
         for device in devices if is_partitioned else devices[:1]:
-            if device_name(device) in found:
-                found[device_name(device)] += text.count(" = ")
+            if device_name(device) in counts:
+                counts[device_name(device)] += text.count(" = ")
         return
     for variable in variables():
         reference = before.get(id(variable), lambda: None)
         if variable._value is not None and reference() is not variable._value:
             for device in variable._value.devices():
-                if device_name(device) in found:
-                    found[device_name(device)] += 1
-    found.is_known = any(found.values())
+                if device_name(device) in counts:
+                    counts[device_name(device)] += 1
+    counts.is_known = any(counts.values())
 
 
 def _reference(variable):

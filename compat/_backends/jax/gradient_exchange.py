@@ -1,4 +1,4 @@
-"""Gradients in a step of a rank: exchanged at once, or found to be those of this rank alone."""
+"""Gradients in a rank's step: exchanged eagerly, or checked to be means over all ranks."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from . import gradient_marks
 
 
 class EagerStep:
-    """A step that is not compiled, which exchanges what ``gradient_marks`` would mark.
+    """A step that is not compiled, which exchanges eagerly what ``gradient_marks`` would mark.
 
     Arguments:
         step: a ``RankedJAXStep``.
@@ -24,7 +24,7 @@ class EagerStep:
         self.has_exchanged = False
 
     def mark(self, kind, primals, values, is_weighted=True):
-        """Return the mean over ranks of gradients of weights, others as they are."""
+        """Return the mean over ranks of gradients of weights; other values unchanged."""
         is_due = kind == gradient_marks.SUM
         if kind == gradient_marks.APPLIED:
             is_due = self.step.has_local or not self.has_exchanged
@@ -55,10 +55,10 @@ class EagerStep:
 
 
 def check(model, program):
-    """Check that what a compiled step does with weights is the same on all ranks.
+    """Check that a compiled step updates weights and the optimizer's state alike on all ranks.
 
     Raises:
-        UnsupportedError: it is not.
+        UnsupportedError: they depend on values of each rank's own rows.
     """
     places = jax.tree.unflatten(program.results, program.jaxpr.outvars)
     _, (trainable, _, optimizer, _) = places
@@ -76,7 +76,7 @@ def check(model, program):
 
 
 def warn_of_inner(model, program):
-    """Say that a loss depends on a gradient of weights, which ranks do not exchange within it."""
+    """Warn that a loss depends on a gradient of weights, which ranks do not exchange within it."""
     inner = program.inner()
     if inner is not None:
         errors.warn(
@@ -87,21 +87,24 @@ def warn_of_inner(model, program):
 
 
 def check_applied(step, program, state, data):
-    """Check what an optimizer is given, if it was not made of gradients of all ranks.
+    """Check an optimizer's inputs, if they were not computed from gradients of all ranks.
 
-    Then ranks average it, which is right if it is a mean over rows: in the first step it is
-    computed of parts of a batch, too. All ranks call this at once.
+    Then ranks average them, which is right if they are means over rows: in the first step they are
+    computed from parts of a batch as well. All ranks call this at once.
 
     Arguments:
         step: a ``RankedJAXStep``.
+        program: the ``cut_steps.Program`` of the step.
+        state: the state with which the step begins.
+        data: its batch.
 
     Raises:
-        RankError: it is not a mean over rows.
+        RankError: they are not means over rows.
     """
     line = line_of(program.applied())
     is_random = draws_numbers(program) or keras3_state.averaged(step.model)
-    found = None if is_random else _is_mean(step.applied, state, data)
-    answers = [answer for (answer,) in step.engine.gather([_ANSWERS.index(found)])]
+    is_mean = None if is_random else _is_mean(step.applied, state, data)
+    answers = [answer for (answer,) in step.engine.gather([_ANSWERS.index(is_mean)])]
     if _ANSWERS.index(False) in answers:
         raise errors.RankError(
             "What the optimizer of model {!r} is given is computed in {} from gradients of each "
@@ -114,7 +117,7 @@ def check_applied(step, program, state, data):
 
 
 def _is_mean(applied, state, data):
-    """Return whether that of a batch is the mean of those of its parts; None: it is not known."""
+    """Return whether the value of a batch is the mean of its parts' values; None: inconclusive."""
     leaves = [leaf for leaf in jax.tree.leaves(data) if getattr(leaf, "shape", None)]
     rows, compute = batch_parts.rows_of(leaves), jax.jit(applied)
     if rows is None or rows < 2:
@@ -133,7 +136,7 @@ def _is_mean(applied, state, data):
     return bool(distance <= losses.rounding("float32") * jnp.abs(whole).max())
 
 
-#: Of whether it is a mean, as ranks tell each other.
+#: Results of ``_is_mean``, of which ranks gather the indices.
 _ANSWERS = [True, False, None]
 _UNCHECKED = (
     "What the optimizer of model {!r} is given is computed in {} from gradients of each rank's own "
@@ -150,7 +153,7 @@ def draws_numbers(program):
 
 
 def line_of(operation, unknown="an operation"):
-    """Return the line of the script that made an operation, or what stands for one unknown."""
+    """Return the line of the script that created an operation, or ``unknown``."""
     frames = source_info_util.user_frames(operation.source_info.traceback)
     lines = [(frame.file_name, frame.start_line) for frame in frames]
     return errors.innermost_line(lines[::-1]) or unknown

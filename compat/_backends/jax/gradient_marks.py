@@ -1,8 +1,8 @@
 """Gradients that a training step computes, marked for the ranks to average.
 
-While a step is traced, ``jax.grad()`` and its like mark what they return, with what they have
-differentiated by: a primitive that changes nothing, and at which the step is cut in programs with
-an exchange in between (``cut_steps``). A step that is not compiled exchanges right there.
+While a step is traced, ``jax.grad()`` and its like mark the gradients that they return, and what
+they have differentiated by, with a primitive that is the identity. There the step is cut into
+programs with an exchange in between (``cut_steps``). A step that is not compiled exchanges at once.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from ..._runtime.within import Within
 #: What ``jax.grad()`` and ``jax.value_and_grad()`` call.
 VJP = "_vjp" if hasattr(api, "_vjp") else "vjp"
 
-# A gradient; one within a function that is differentiated; what an optimizer is given; what is
-# summed up over ranks in any case.
+# A gradient; one within a function that is differentiated; an optimizer's inputs; values that are
+# summed over ranks in any case.
 GRADIENT, INNER, APPLIED, SUM = "gradient", "inner", "applied", "sum"
 
 mark_p = Primitive("mean_over_ranks")
@@ -52,12 +52,13 @@ _differentiated = Within()  # a function, by another call of ``jax.grad()``
 
 @contextlib.contextmanager
 def marked(engine, is_due, mark, is_scaled):
-    """Mark what is differentiated within a block.
+    """Mark the gradients that are computed within a block.
 
     Arguments:
+        engine: the ranks' engine.
         is_due: as ``step_functions.replaced`` has it.
         mark: as ``mark`` below.
-        is_scaled: a function that returns how many losses were scaled by that share already.
+        is_scaled: a function that returns how many losses were scaled by the share of rows already.
     """
     plain = getattr(api, VJP)
 
@@ -86,8 +87,10 @@ def mark(kind, primals, values, is_weighted=True):
     """Mark values in a step that is traced.
 
     Arguments:
-        primals: what they are gradients by.
-        is_weighted: whether a rank's count by its share of the rows.
+        kind: ``GRADIENT``, for example.
+        primals: what the values are gradients with respect to.
+        values: to exchange.
+        is_weighted: whether a rank's values are weighted by its share of the rows.
     """
     options = {"primals": len(primals), "kind": kind, "is_weighted": is_weighted}
     return mark_p.bind(*primals, *values, **options)

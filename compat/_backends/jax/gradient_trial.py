@@ -1,8 +1,8 @@
 """A trial of a step: whether the gradients that ranks exchange in it are means over samples.
 
-A loss of the user's own may compare the rows of a batch with one another, or be their sum. So the
-step is done again with the first batch and with its halves: what it would exchange of it is the
-mean of what it would exchange of the halves.
+A custom loss may compare the rows of a batch with one another, or be their sum. So the step is run
+again with the first batch and with its halves: the gradients of the batch must be the means of
+those of the halves.
 """
 
 import jax
@@ -17,12 +17,15 @@ from .gradient_exchange import draws_numbers, line_of
 
 
 def check(step, program, state, data, share, totals):
-    """Warn where a step of the user's computes gradients that are no mean over the rows of a batch.
+    """Warn if the gradients of a custom step are not means over the rows of a batch.
 
     Arguments:
         step: a ``RankedJAXStep``.
-        program: the ``cut_steps.Program`` of the step, with these arguments: the state, the data,
-            this rank's share of the rows, and totals of all ranks.
+        program: the ``cut_steps.Program`` of the step, for the following arguments.
+        state: the model's.
+        data: the batch.
+        share: of the rows, this rank's.
+        totals: of all ranks, by which losses divide.
     """
     rows, name = batch_parts.rows_of(jax.tree.leaves(data)), step.model.name
     if draws_numbers(program) or rows is None or rows < 2:
@@ -33,7 +36,7 @@ def check(step, program, state, data, share, totals):
     try:
         whole, sums = trial.run(batch_parts.WHOLE)
         parts = [trial.run(half, sums)[0] for half in batch_parts.in_two(rows, rows // 2)]
-    except Exception as error:  # of the step, whatever is wrong with such a batch
+    except Exception as error:  # whatever a step raises for a half of a batch
         problem = "{}: {}".format(type(error).__name__, str(error).split("\n")[0])
         losses.warn_of_untried_step(name, errors.at_lines(dict.fromkeys(lines)), problem)
         return
@@ -54,11 +57,11 @@ class _Trial:
         self.share, self.totals = share, totals
 
     def run(self, part, sums=()):
-        """Do the step of some rows.
+        """Run the step on some rows.
 
         Arguments:
             part: of this rank's batch.
-            sums: with which the step goes on, in place of what it would exchange.
+            sums: the results of exchanges, in place of the values that the step contributes.
 
         Returns:
             The gradients that it would exchange, with their lines; and all that it would exchange.
@@ -68,11 +71,11 @@ class _Trial:
         with rank_state.steady(self.step.model):
             is_local = self.step.is_local(self.state)
             program = cut_steps.Program(self.step.compute.reduced, is_local, *args)
-        exchanged, given = [], iter(sums)
+        exchanged, results = [], iter(sums)
 
         def exchange(values):
             exchanged.append(np.array(values))
-            return next(given, values)
+            return next(results, values)
 
         program(jax.tree.leaves(args), exchange)
         return list(_gradients(program, dict(enumerate(exchanged)))), exchanged
@@ -82,11 +85,12 @@ def _gradients(program, exchanged):
     """Yield the line of each gradient that a program exchanges, and its values.
 
     Arguments:
+        program: a ``cut_steps.Program``.
         exchanged: all that it exchanges, by level; values are None for levels that are not there.
     """
     for level in sorted(program.marks):
         marks = program.marks[level]
-        sizes = [sum(each.aval.size for each in mark.outvars) for mark in marks]
+        sizes = [sum(variable.aval.size for variable in mark.outvars) for mark in marks]
         values = exchanged.get(level)
         parts = [None] * len(marks) if values is None else np.split(values, np.cumsum(sizes)[:-1])
         for mark, part in zip(marks, parts):

@@ -21,20 +21,20 @@ def _evaluate(jaxpr, constants, args):
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *args]))
 
     def read(atoms):
-        return [each.val if isinstance(each, Literal) else values[each] for each in atoms]
+        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
 
     for operation in jaxpr.eqns:
         inputs = read(operation.invars)
         if _is_call_with_marks(operation):
             inner = operation.params["jaxpr"]
-            found = _evaluate(inner.jaxpr, inner.consts, inputs)
+            results = _evaluate(inner.jaxpr, inner.consts, inputs)
         else:
             names = dict.fromkeys(variables_among(operation.invars))
             one = jaxpr.replace(
                 eqns=[operation], constvars=[], invars=list(names), outvars=operation.outvars
             )
-            found = jax.core.eval_jaxpr(one, [], *[values[each] for each in names])
-        values.update(zip(operation.outvars, found))
+            results = jax.core.eval_jaxpr(one, [], *[values[name] for name in names])
+        values.update(zip(operation.outvars, results))
     return read(jaxpr.outvars)
 
 
@@ -51,4 +51,5 @@ def _has_marks(operation):
 
 
 def variables_among(atoms):
-    return [each for each in atoms if not isinstance(each, Literal)]
+    """Return the inputs of an operation that are no literals."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]

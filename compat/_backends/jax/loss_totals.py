@@ -1,6 +1,7 @@
-"""Totals by which losses of a rank's step divide, exchanged before it."""
+"""Totals by which the losses of a rank's step divide, exchanged before the step."""
 
 from functools import partial
+from typing import Dict, Tuple
 
 import jax
 
@@ -10,17 +11,19 @@ from ..._runtime import patching
 
 
 class Reduced:
-    """Step in which Keras' losses divide by what all ranks have, where they are not means.
+    """A step in which Keras' losses that are no means divide by totals over all ranks.
 
-    Their totals (the rows that a mask leaves, for example) are exchanged before, by a program of
-    their own. It has the whole step in it, of which XLA leaves out all that they do not need.
+    The totals (the number of rows that a mask leaves, for example) are exchanged before, and
+    computed by a separate program. It is traced from the whole step, of which XLA drops all other
+    operations.
     """
 
     def __init__(self, model, engine, step, compiled=None):
         self.model, self.engine = model, engine
         self.keras = _keras.keras_of(model)
         self.step = step  # of state, data and this rank's share of the rows
-        self.asked = {}  # shapes of data -> whether losses ask for the share, and for totals
+        # By shapes of data: whether losses need the share of rows, and totals.
+        self.needs: "Dict[str, Tuple[bool, bool]]" = {}
         self.compiled = not model.run_eagerly and model.jit_compile
         self.ask = jax.jit(self.parts) if self.compiled else self.parts
         compiled = compiled or partial(jax.jit, donate_argnums=0)
@@ -28,15 +31,17 @@ class Reduced:
         self.is_asking = False  # whether a step runs for these totals alone
 
     def __call__(self, state, data, share):
-        """Do the step.
+        """Run the step.
 
         Arguments:
-            share: a function that gives the share, and is called only where it is needed.
+            state: of the model.
+            data: the batch.
+            share: a function that returns the share of rows, and is called only where it is needed.
         """
         key = str([getattr(leaf, "shape", None) for leaf in self.keras.tree.flatten(data)])
-        if key not in self.asked:
-            self.asked[key] = self.what_is_asked(state, data)
-        needs_share, needs_totals = self.asked[key]
+        if key not in self.needs:
+            self.needs[key] = self.needs_of(state, data)
+        needs_share, needs_totals = self.needs[key]
         mine = share() if needs_share else 1.0
         totals = []
         if needs_totals:
@@ -45,8 +50,11 @@ class Reduced:
             totals = [[float(next(sums)) for _ in group] for group in parts]
         return self.run(state, data, mine, totals)
 
-    def what_is_asked(self, state, data):
-        """Trace the step to find it out; one that cannot be traced is taken to ask for all."""
+    def needs_of(self, state, data):
+        """Return whether the step's losses need the share of rows, and totals, by tracing it.
+
+        A step that is not compiled is assumed to need both.
+        """
         if not self.compiled:
             return True, True
         shares = []
@@ -59,10 +67,13 @@ class Reduced:
         return bool(shares or parts), bool(parts)
 
     def within(self, share, totals, state, data):
-        """Return the step's results, and the lists of which losses ask the totals.
+        """Return the step's results, and the lists of values of which losses need totals.
 
         Arguments:
-            totals: what they get, one after the other; None: each gets its own.
+            share: a function that returns the share of rows.
+            totals: the totals, in this order; None: each loss gets its own values.
+            state: of the model.
+            data: the batch.
         """
         parts = []
 
@@ -74,8 +85,10 @@ class Reduced:
             return self.step(state, data, share), parts
 
     def parts(self, state, data, share):
+        """Return this rank's part of each total."""
         with patching.replaced(self, is_asking=True):
             return self.within(lambda: share, None, state, data)[1]
 
     def reduced(self, state, data, share, totals):
+        """Return the results of the step, for totals of all ranks."""
         return self.within(lambda: share, totals, state, data)[0]

@@ -5,6 +5,7 @@ import glob
 import os
 import re
 import tempfile
+from typing import Any, Dict, List
 
 import jax
 
@@ -14,37 +15,40 @@ from . import configuration, programs
 
 
 def executed_operations(step):
-    """Do a step whose program is new; return, by device, the operations it executed.
+    """Run a step whose program is yet to be compiled; return the operations that each device ran.
 
-    The profiler records which instruction ran on which device; what an instruction computes, the
-    program tells that XLA compiled for this step.
+    The profiler records which instruction ran on which device; the compiled program has the
+    products that each instruction computes.
     """
     recording = recorded() if configuration.reads_profiles() else contextlib.ExitStack()
     with programs.compiled() as compiled, recording as events:
         step()
-    computed, found = {}, {}  # type: dict, dict
+    computed: "Dict[str, Dict[str, List[programs.ProgramOperation]]]" = {}
+    executed: "Dict[str, List[programs.ProgramOperation]]" = {}  # by device
     for program, devices in compiled:
         if program.name.endswith("_step"):
             computed[program.name] = programs.operations(program.to_string())
             if events is None:  # all devices of a program execute all of it
                 ran = sum(computed[program.name].values(), [])
-                found.update((configuration.device_name(device), list(ran)) for device in devices)
+                names = map(configuration.device_name, devices)
+                executed.update((name, list(ran)) for name in names)
     if events is None:
-        return found
+        return executed
     for *_, record in events:
         if record.get("hlo_module") in computed and "hlo_op" in record:
             device = "{}:{}".format(jax.devices()[0].platform, record["device_ordinal"])
             ran = computed[record["hlo_module"]][record["hlo_op"]]
-            found.setdefault(device, []).extend(ran)
-    return found
+            executed.setdefault(device, []).extend(ran)
+    return executed
 
 
-def products(found):
+def products(executed):
     """Return the numbers of matrix products and convolutions by device, forward and backward."""
     counts = {}
-    for device, ran in found.items():
-        backward = sum("transpose(jvp(" in each.name for each in ran)
-        forward = sum("jvp(" in each.name and "transpose(" not in each.name for each in ran)
+    for device, operations in executed.items():
+        names = [operation.name for operation in operations]
+        backward = sum("transpose(jvp(" in name for name in names)
+        forward = sum("jvp(" in name and "transpose(" not in name for name in names)
         counts[device] = forward, backward
     return counts
 
@@ -56,11 +60,11 @@ def profiled(devices):
 
 @contextlib.contextmanager
 def recorded():
-    """Record by JAX's profiler within a block; give a list, which afterwards has each event.
+    """Record by JAX's profiler within a block; yield a list, to which events are added at its end.
 
-    With the names of plane, line and event, its start and duration, and its statistics.
+    Each has the names of plane, line and event, its start and duration, and its statistics.
     """
-    events = []  # type: list
+    events: "List[Any]" = []
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # each call of a Python function
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +89,7 @@ def recorded():
 
 
 def _operations(events, devices):
-    """Yield kernels of GPUs, which have planes of their own; of CPU devices XLA's instructions."""
+    """Yield the kernels of GPUs, one plane for each; of CPU devices XLA's instructions."""
     for plane, line, name, span, statistics in events:
         gpu, place = re.match(r"/device:GPU:(\d+)", plane), None
         if gpu and line.startswith("Stream"):

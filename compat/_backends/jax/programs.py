@@ -1,43 +1,44 @@
-"""Compiled programs, as XLA describes them."""
+"""Programs that XLA compiles, and the operations in their text form."""
 
 import collections
 import contextlib
 import re
+from typing import Any, Dict, List, Tuple
 
 import jax
 
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%(\S+) = (.+?) ([\w-]+)\((.*)")
 
 
-#: A matrix product or convolution of a compiled program, as one device executes it. Its name tells
-#: where it comes from: "jit(train_step)/jvp(hidden)/dot_general", or is empty; the shapes are those
-#: of the result and of the operands.
+#: A matrix product or convolution of a compiled program, as one device executes it. Its name is
+#: where it comes from, "jit(train_step)/jvp(hidden)/dot_general", or empty; the shapes are those of
+#: the result and of the operands.
 ProgramOperation = collections.namedtuple("ProgramOperation", "name shapes")
 
 
 @contextlib.contextmanager
 def compiled():
-    """Note the programs that are compiled within a block.
+    """Record the programs that are compiled within a block.
 
-    Returns:
-        A context manager that gives a list, which has each of them, with its devices, when the
-        block ends.
+    Yields:
+        A list, to which each program is added, with its devices, at the end of the block.
     """
     client = jax.devices()[0].client
     before = client.live_executables()
-    found = []  # type: list
-    yield found
+    programs: "List[Tuple[Any, Any]]" = []
+    yield programs
     for executable in client.live_executables():
         if all(executable is not other for other in before):
-            found.append((executable.hlo_modules()[0], executable.local_devices()))
+            programs.append((executable.hlo_modules()[0], executable.local_devices()))
 
 
 def operations(program):
-    """Return what each instruction of a program in XLA's text form computes, by its name.
+    """Return the products that each instruction of a program computes, by its name.
 
-    That is the products and convolutions, fused or not.
+    Arguments:
+        program: in XLA's text form.
     """
-    everything = {}  # type: dict  # instructions by name, in each computation
+    everything: "Dict[str, Dict[str, Any]]" = {}  # by computation: its instructions by name
     for line in program.splitlines():
         header = re.match(r"(?:ENTRY )?%(\S+) \(.*\{$", line)
         if header:
@@ -56,11 +57,11 @@ def operations(program):
             return []
         operands = re.findall(r"%([\w.-]+)", rest.split(")")[0])
         shapes = [shape] + [computation[operand][0] for operand in operands]
-        dimensions = [re.search(r"\[([\d,]*)\]", each).group(1) for each in shapes]
-        sizes = [list(map(int, re.findall(r"\d+", each))) for each in dimensions]
+        dimensions = [re.search(r"\[([\d,]*)\]", shape).group(1) for shape in shapes]
+        sizes = [list(map(int, re.findall(r"\d+", numbers))) for numbers in dimensions]
         source = re.search(r'op_name="([^"]*)"', rest)
         return [ProgramOperation(source.group(1) if source else "", sizes)]
 
-    fused = set(re.findall(r"calls=%([\w.-]+)", program))  # which what calls them executes
+    fused = set(re.findall(r"calls=%([\w.-]+)", program))  # executed by their callers
     bodies = [body for name, body in everything.items() if name not in fused]
     return {name: inside(body, name) for body in bodies for name in body}

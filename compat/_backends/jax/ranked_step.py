@@ -34,7 +34,7 @@ class RankedJAXStep:
         tried = rank_state.tried(model)
         ids = set(map(id, keras3_state.averaged(model) + tried))
         set_by_steps = [v for v in enumerate(model.non_trainable_variables) if id(v[1]) in ids]
-        #: The places of variables that the step sets, and how those of all ranks are merged.
+        #: The indices of variables that the step sets, and how those of all ranks are merged.
         self.places = [place for place, _ in set_by_steps]
         variables, ids = [variable for _, variable in set_by_steps], set(map(id, tried))
         self.state = rank_state.StepState(
@@ -67,7 +67,7 @@ class RankedJAXStep:
         return logs, self.verified(state) if checksum.is_due(self.count) else state
 
     def try_state(self, before, data, rows):
-        """Find out how variables that the step sets are merged. See ``_ranks.state``."""
+        """Decide by a trial how variables that the step sets are merged. See ``_ranks.state``."""
         model, places = self.model, [self.places[number] for number in self.state.tried]
         keras = _keras.keras_of(model)
 
@@ -90,12 +90,13 @@ class RankedJAXStep:
             self.state.decide(rows, [np.asarray(before[1][place]) for place in places], run)
 
     def sum(self, parts):
+        """Return the sum of a flat array over all ranks."""
         self.exchanges += 1
         return self.engine.sum_array(parts)
 
     def step(self, state, data, share):
-        """Do Keras' own step, with gradients and averages that are marked, or exchanged now."""
-        share()  # with which what is marked is weighted
+        """Run Keras' own step, with gradients and averages marked, or exchanged at once."""
+        share()  # which weights marked values
         trainable, before, _, _ = state
         model, optimizer = self.model, self.model.optimizer
         mark = gradient_marks.mark
@@ -122,7 +123,7 @@ class RankedJAXStep:
         return logs, (trainable, others, variables, metrics)
 
     def merged(self, before, others, share, mark):
-        """Return the state that steps set besides the weights, merged over all ranks."""
+        """Return the state that a step sets besides the weights, merged over all ranks."""
         old, new = [[values[place] for place in self.places] for values in (before, others)]
         merges, place = self.state.merges, self.engine.place
         parts = merging.parts(merges, _OPERATIONS, old, new, share, place)
@@ -133,16 +134,16 @@ class RankedJAXStep:
         return others
 
     def is_local(self, state):
-        """Return a structure like the state, of whether ranks have values of their own there."""
+        """Return a structure like the state, of whether each value may differ between ranks."""
         trainable, others, optimizer, metrics = (list(values) for values in state)
         weights_of_rank = set(map(id, self.model.weights)) - set(
             map(id, keras3_state.same(self.model))
         )
-        own = [id(each) in weights_of_rank for each in self.model.non_trainable_variables]
-        return [False] * len(trainable), own, [False] * len(optimizer), [True] * len(metrics)
+        differ = [id(each) in weights_of_rank for each in self.model.non_trainable_variables]
+        return [False] * len(trainable), differ, [False] * len(optimizer), [True] * len(metrics)
 
     def check(self, program, state, data, share, totals):
-        """Check a step that was compiled: see ``gradient_exchange`` and ``gradient_trial``."""
+        """Check a step that was compiled; see ``gradient_exchange`` and ``gradient_trial``."""
         gradient_exchange.check(self.model, program)
         if self.count:
             return  # ranks may not compile the others at once
@@ -153,24 +154,24 @@ class RankedJAXStep:
             gradient_trial.check(self, program, state, data, share, totals)
 
     def applied(self, state, data):
-        """Return what a step of these rows alone gives the optimizer."""
-        given, _ = self.stepped(state, data)
-        return jnp.concatenate([gradient.astype("float32").ravel() for gradient in given])
+        """Return the gradients that a step of these rows alone passes to the optimizer, flat."""
+        gradients, _ = self.stepped(state, data)
+        return jnp.concatenate([gradient.astype("float32").ravel() for gradient in gradients])
 
     def stepped(self, state, data):
-        """Return what a step of these rows alone gives the optimizer, and the state it sets."""
-        given = []
+        """Return the gradients that a step of these rows alone computes, and the state it sets."""
+        gradients = []
 
         def capture(optimizer_variables, grads, trainable_variables):
-            given.extend(jax.tree.leaves(grads))
+            gradients.extend(jax.tree.leaves(grads))
             return trainable_variables, optimizer_variables
 
         with under_way, patching.replaced(self.model.optimizer, stateless_apply=capture):
             _, (_, others, _, _) = self.model.train_step(state, data)
-        return given, others
+        return gradients, others
 
     def verified(self, state):
-        """Return the state, compared with the other ranks'. See ``_ranks.checksum.verify``."""
+        """Return the state after it was compared between ranks. See ``_ranks.checksum.verify``."""
         model, (values, tree) = self.model, jax.tree.flatten(state)
         slots = list(model.optimizer.variables)
         same = set(map(id, keras3_state.same(model) + slots))
@@ -187,7 +188,7 @@ class RankedJAXStep:
 
 
 def _loss(state, model, data):
-    """Return the loss in inference, whatever the model's own variables hold."""
+    """Return the loss in inference, for this state in place of the model's variables."""
     x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
     trainable, non_trainable, _, metrics = state
     loss, _ = model.compute_loss_and_updates(

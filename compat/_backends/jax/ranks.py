@@ -1,7 +1,7 @@
 """JAX as one of several ranks: jax.distributed, and one array over all processes for each sum.
 
-A step is two programs of this process, with the sum of the gradients between: the shapes of a
-program that spans processes would have to be the same on all ranks, and batches need not be.
+A step is two programs of this process, with the sum of the gradients between: a program that spans
+processes would need the same shapes on all ranks, and batches may differ.
 """
 
 from ... import errors
@@ -13,7 +13,7 @@ from .ranked_step import RankedJAXStep, under_way
 
 
 def distribute(model, place):
-    """Make a model one of the ranks', in place. A second time changes nothing."""
+    """Have the ranks train a model together. Repeated calls have no effect."""
     engine = JaxDistributed.join(place)
     if RankedJAXTrainFunction.of(model) is None:
         model.train_function = model.test_function = None
@@ -25,7 +25,7 @@ def distribute(model, place):
 
 
 class RankedJAXTrainFunction(keras_model.RankedMethod):
-    """Method by which Keras makes a function of ``train_step``: a step in two programs."""
+    """Method by which Keras makes a function of ``train_step``: a ``RankedJAXStep``."""
 
     method = "make_train_function"
     steps = ("train",)
@@ -64,9 +64,9 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
 
 
 class RankedStatelessCall(keras_model.RankedMethod):
-    """``stateless_call``, refused where a loop of the user's own trains with it.
+    """``stateless_call``, an error where a custom loop trains with it.
 
-    It would do so alone, since no part of it is the model's.
+    Such a loop calls nothing by which the ranks could exchange gradients.
     """
 
     method = "stateless_call"

@@ -1,9 +1,11 @@
-"""A model on several devices: a ``call`` by which XLA shards the rows of a batch.
+"""A model on several devices: a ``call`` by which XLA shards the batch dimension.
 
 It is an attribute of the instance that hides its class's method. The step stays one program, in
 which XLA splits everything that depends on the batch, and sums the gradients. See
 ``ReplicatedCall``.
 """
+
+from typing import Any, Dict, Set
 
 import jax
 import numpy as np
@@ -18,7 +20,7 @@ from .configuration import device_name
 
 
 def check_distribution(model):
-    """Refuse a model that Keras distributes itself: each would undo what the other does."""
+    """Raise an error if Keras distributes the model itself: one would undo the other."""
     keras = _keras.keras_of(model)
     laid_out = any(getattr(v, "_layout", None) is not None for v in model.variables)
     if laid_out or keras.distribution.distribution() is not None:
@@ -32,7 +34,7 @@ def check_distribution(model):
 
 
 def install(model, devices):
-    """Have a model run on several devices, and what steps of its own call in its place."""
+    """Have a model run on several devices, and models that its custom steps call in its place."""
     sort_derivative.install()
     replicated = ReplicatedCall(devices)
     replicated.install(model)
@@ -46,7 +48,7 @@ def install(model, devices):
 
 
 def remove(model):
-    """Make a model plain, and the models within that are sharded because it is."""
+    """Restore a model's own methods, and those of models within that were sharded with it."""
     replicated = ReplicatedCall.of(model)
     for part in _keras.all_layers(model):
         call = ReplicatedCall.of(part)
@@ -69,39 +71,40 @@ class ReplicatedCall(patching.InstanceMethod):
     """The ``call`` of a model on several devices.
 
     Where it is traced (``jax.jit``, as in all of Keras' loops), inputs and outputs get a sharding
-    of their rows, an annotation that changes no value: XLA partitions the program, and hides
-    from sums, means and batch statistics the rows with which it fills up the last shards. (A
-    constraint within a program may be uneven; an array that is an argument may not.) Weights
-    stay replicated. So any batch gives the numbers of one device, also for whole-batch losses,
-    batch normalization, dropout, stateful layers.
+    constraint along their batch dimension, which changes no value: XLA partitions the program, and
+    masks the rows with which it pads the last shards in sums, means and batch statistics. (A
+    constraint within a program may be uneven; an array that is an argument may not.) Weights stay
+    replicated. So the results of any batch are numerically equal to those of one device, also for
+    whole-batch losses, batch normalization, dropout and stateful layers.
 
-    What comes into a program uneven is declared whole on each device, and what leaves it. Where
-    nothing says so, XLA infers how a program's arguments and results are sharded: ten rows on four
-    devices become two parts, each on two devices, which JAX fails to express (IndivisibleError).
+    Arguments and results of a program that do not divide evenly are declared replicated. Otherwise
+    XLA infers a sharding for them: ten rows on four devices become two shards, each on two devices,
+    which JAX fails to express (IndivisibleError).
 
-    Called directly, outside of ``jax.jit``, a batch that divides is sharded; any other is
-    computed whole on each device.
+    Called directly, outside of ``jax.jit``, a batch that divides evenly is sharded; any other is
+    computed as a whole on each device.
     """
 
     def __init__(self, devices, belongs_to=None):
         super().__init__(devices)
         self.belongs_to = belongs_to  # that of the model whose steps call this one
         self.names = [device_name(device) for device in devices]
-        # The numbers of rows of the batches that the programs of each kind of step split.
-        self.split = {}  # type: dict
+        # By kind of step: the batch sizes that its programs split.
+        self.split: "Dict[str, Set[int]]" = {}
         self.running = counted_steps.Running() if belongs_to is None else belongs_to.running
         mesh = jax.sharding.Mesh(np.array(devices), ("batch",))
         self.rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("batch"))
         self.whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
 
     def install(self, model):
+        """Have the model call this method, and place its variables on all devices."""
         super().install(model)
         for state in _STATE:
             if hasattr(type(model), state.method):
                 state(self.devices).install(model)
 
     def remove(self, model):
-        """Give the variables back to JAX's default device, too."""
+        """Restore the model's own method; move the variables to JAX's default device."""
         super().remove(model)
         for state in _STATE:
             if state.of(model) is not None:
@@ -111,7 +114,7 @@ class ReplicatedCall(patching.InstanceMethod):
                 variable.assign(np.asarray(variable._value))
 
     def place(self, model):
-        """Replicate the variables: also those that are new, or that were set since."""
+        """Replicate the variables, including those that are new or were set since."""
         check_distribution(model)
         for variable in variables_of(model):
             value = variable._value  # None: a variable whose making is deferred
@@ -119,6 +122,7 @@ class ReplicatedCall(patching.InstanceMethod):
                 variable.assign(jax.device_put(value, self.whole))
 
     def invoke(self, model, *args, **kwargs):
+        """Call the model with sharded inputs; shard its outputs."""
         call = self.plain(model)
         args, kwargs = arguments.mapped(arguments.as_array, (args, kwargs))
         batch = next(filter(arguments.has_rows, arguments.leaves((args, kwargs))), None)
@@ -138,8 +142,8 @@ class ReplicatedCall(patching.InstanceMethod):
             outputs = call(*args, **kwargs)
         return self.replicate_uneven(self.shard(outputs, rows), rows)
 
-    def shard(self, values, rows):
-        """Return the same nested values, with the arrays of so many rows sharded."""
+    def shard(self, values: "Any", rows: int) -> "Any":
+        """Return nested values with the arrays of so many rows sharded."""
 
         def shard(value):
             if not arguments.has_rows(value) or value.shape[0] != rows:
@@ -152,25 +156,27 @@ class ReplicatedCall(patching.InstanceMethod):
 
         return arguments.mapped(shard, self.replicate_uneven(values, rows))
 
-    def count(self, rows, is_split, training):
-        """Count a batch that has been computed: XLA's shards are of one size, the last shorter."""
-        sizes, each = work.undivided(self.names, rows), -(-rows // len(self.names))
+    def count(self, rows: int, is_split: bool, training: bool) -> None:
+        """Count a batch that was computed. XLA's shards have one size, the last ones fewer rows."""
+        sizes, shard_size = work.undivided(self.names, rows), -(-rows // len(self.names))
         if is_split:
-            sizes = [min(each, max(0, rows - i * each)) for i in range(len(self.names))]
+            places = range(len(self.names))
+            sizes = [min(shard_size, max(0, rows - i * shard_size)) for i in places]
         work.count(self.names, sizes, training)
 
-    def count_step(self, data, split, training):
-        """Count the batch of a step of Keras' loops, with the numbers of rows that it splits."""
+    def count_step(self, data: "Any", split: "Set[int]", training: bool) -> None:
+        """Count the batch of a step of Keras' loops, which splits these batch sizes."""
         arrays = (leaf for leaf in arguments.leaves(data) if getattr(leaf, "shape", None))
         rows = next((array.shape[0] for array in arrays), None)
         if rows is not None:
             self.count(rows, rows in split, training)
 
-    def divides(self, rows):
+    def divides(self, rows: int) -> bool:
+        """Return whether a batch divides evenly among the devices."""
         return rows % len(self.devices) == 0
 
-    def replicate_uneven(self, values, rows):
-        """Return the same nested values, replicated if so many rows do not divide."""
+    def replicate_uneven(self, values: "Any", rows: int) -> "Any":
+        """Return nested values, replicated if so many rows do not divide evenly."""
 
         def replicate(value):
             is_one = arguments.is_staged(value) and arguments.has_rows(value)
@@ -180,14 +186,14 @@ class ReplicatedCall(patching.InstanceMethod):
 
 
 class StateOnDevices(patching.InstanceMethod):
-    """Method with which each of Keras' loops begins: it hands out the variables' values."""
+    """Method by which each of Keras' loops reads the variables' values when it begins."""
 
     def invoke(self, model, *args, **kwargs):
         ReplicatedCall.of(model).place(model)
         return self.plain(model)(*args, **kwargs)
 
 
-# The second one notes on which devices the values are. Keras 3.12 does not need it any more.
+# The second one records on which devices the values are. Keras 3.12 has no such method.
 _STATE = [
     type("StateOnDevices", (StateOnDevices,), {"method": name})
     for name in ("_get_jax_state", "_record_training_state_sharding_spec")

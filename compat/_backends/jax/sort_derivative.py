@@ -1,4 +1,4 @@
-"""A derivative of sorts that XLA's partitioner takes for any number of rows."""
+"""A derivative of sorting that XLA's partitioner accepts for any number of rows."""
 
 import threading
 
@@ -11,11 +11,11 @@ _patching = threading.Lock()
 
 
 def install():
-    """Have JAX differentiate sorts by it, in the whole process."""
+    """Have JAX differentiate sorts by this rule, in the whole process."""
     with _patching:
         if patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
             patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
-            jax.clear_caches()  # also of what it has differentiated so far
+            jax.clear_caches()  # which have derivatives by JAX's own rule
 
 
 def _differentiate_sort(primals, tangents, dimension, **options):
@@ -26,10 +26,10 @@ def _differentiate_sort(primals, tangents, dimension, **options):
     among the devices.
     """
     order = jax.lax.broadcasted_iota("int32", primals[0].shape, dimension)
-    *found, order = jax.lax.sort_p.bind(*primals, order, dimension=dimension, **options)
+    *results, order = jax.lax.sort_p.bind(*primals, order, dimension=dimension, **options)
 
     def sort(tangent):
         along = jax.numpy.take_along_axis
         return along(tangent, order, dimension, mode="promise_in_bounds")
 
-    return found, [t if isinstance(t, ad.Zero) else sort(t) for t in tangents]
+    return results, [t if isinstance(t, ad.Zero) else sort(t) for t in tangents]

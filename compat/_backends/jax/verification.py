@@ -1,7 +1,7 @@
-"""Verification of models on several devices: a step done again on one device.
+"""Verification of models on several devices: a step is run again on one device.
 
-A step of Keras on JAX is a pure function of the state, which it hands from step to step itself.
-Its random numbers do not depend on how it is sharded, so that they are compared as well.
+A step of Keras on JAX is a pure function of the state, which Keras passes from step to step. Its
+random numbers do not depend on how it is sharded, so they are compared as well.
 """
 
 import functools
@@ -19,16 +19,16 @@ from . import profiler
 
 
 class _UsersObjects:
-    """State of the objects of user-defined layers, and of numbers of all others.
+    """State of the objects of user-defined layers, and of numbers that other objects hold.
 
     Arguments:
-        numbers: those numbers.
+        numbers: the latter.
         model: the model.
     """
 
     def __init__(self, numbers, model):
         self.numbers, self.have_changed = numbers, numbers.have_changed
-        layers = [each for each in _keras.all_layers(model) if _keras.is_users(type(each))]
+        layers = [layer for layer in _keras.all_layers(model) if _keras.is_users(type(layer))]
         self.effects = Effects(layers, _is_value, _names_of_keras)
         self.effects.note()
 
@@ -38,7 +38,7 @@ class _UsersObjects:
 
 
 def _is_value(value):
-    """Return whether this is an array, a variable, or another object of Keras' own."""
+    """Return whether an object is an array, a variable, or another object of Keras'."""
     of_keras = type(value).__module__.startswith("keras.") and not isinstance(value, (dict, list))
     return of_keras or isinstance(value, jax.Array)
 
@@ -66,7 +66,7 @@ class _Step(keras_steps.KerasStep):
         if self.kind != "predict":
             groups.append(("metric state", model.metrics_variables))
         # In the order of Keras' state.
-        self.labels = [self.label_of(word, each) for word, group in groups for each in group]
+        self.labels = [self.label_of(word, v) for word, group in groups for v in group]
         leaves, self.tree = jax.tree.flatten(state)
         self.values = dict(zip(self.labels, map(np.asarray, leaves)))
         # Of values that lie elsewhere JAX would compile a program of their own.
@@ -82,7 +82,7 @@ class _Step(keras_steps.KerasStep):
         self.values.update((label, values[label]) for label in self.values if label in values)
 
     def give_up(self, values):
-        """Restore the variables, whose values Keras has taken out for as long as it loops."""
+        """Restore the variables, whose values Keras has removed for the duration of its loop."""
         self.write(values)
         for label, variable in self._labelled.items():
             variable.assign(self.values[label])
@@ -97,10 +97,10 @@ class _Step(keras_steps.KerasStep):
         return None  # one program, with the statistics of the whole batch
 
     def _state(self, shardings):
-        """Return the values as a program takes them, to which it gives their memory.
+        """Return copies of the values for a program, which reuses their memory.
 
         Arguments:
-            shardings: on which devices each is, by label; the others are on JAX's default device.
+            shardings: by label; values without one are on JAX's default device.
         """
         pairs = self.values.items()
         placed = [jax.device_put(np.array(value), shardings.get(label)) for label, value in pairs]
