@@ -5,7 +5,7 @@ import glob
 import os
 import re
 import tempfile
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Tuple
 
 import jax
 
@@ -42,7 +42,7 @@ def executed_operations(step):
     return executed
 
 
-def products(executed):
+def products(executed: "Dict[str, List[Any]]") -> "Dict[str, Tuple[int, int]]":
     """Return the numbers of matrix products and convolutions by device, forward and backward."""
     counts = {}
     for device, operations in executed.items():

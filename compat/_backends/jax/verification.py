@@ -139,6 +139,6 @@ class VerifiedStep(keras_steps.Verified):
         # another object, or what was traced undivided would run in the place of the other.
         name = keras_steps.STEPS[self.kind]
         step = functools.partial(getattr(model, name))
-        step.__name__ = name  # by which `CountedSteps` tells it
+        step.__name__ = name  # by which ``CountedSteps`` recognises it
         with patching.replaced(model, **{name: step}):
             return super().made_anew(model)

@@ -20,12 +20,12 @@ from .model_kinds import is_block, is_module
 class MXNet(Backend):
     """MXNet contexts as devices: ``gpu(0)``, or ``cpu(0)``, ``cpu(1)``... where simulated.
 
-    A model that is not parallelized runs on the first device configured, whenever it was built,
-    loaded or cloned. A context given to Keras by name is taken as it is.
+    A model that is not parallelized runs on the first configured device, whenever it was built,
+    loaded or cloned. A context passed to Keras by name is used as it is.
 
-    ``memory=``: MXNet takes GPU memory as it needs it, so "grow" is what it always does. For a
-    fraction its pool gives cached memory back while less than the rest is free; it refuses no
-    allocation. A limit by size it does not have: a warning says so.
+    ``memory=``: MXNet allocates GPU memory as it needs it, so "grow" changes nothing. For a
+    fraction its pool releases cached memory while less than the rest is free; no allocation fails
+    because of it. MXNet has no limit by size: a warning says so.
     """
 
     name = "mxnet"
@@ -45,12 +45,15 @@ class MXNet(Backend):
     # Configuring ------------------------------------------------------------------------------
 
     def environ(self, settings, environ):
+        """Return the variables that MXNet reads when it is imported."""
         return configuration.variables(settings, environ)
 
     def initialised(self):
+        """Return why it is too late: MXNet is imported, and reads its variables then."""
         return "mxnet is imported, and reads its variables then" if "mxnet" in sys.modules else None
 
     def configure(self, settings):
+        """Choose the contexts, and fix keras-mxnet where it is installed."""
         reserve = self.environ(settings, os.environ).get(RESERVE)
         if reserve is not None:
             raise errors.too_late(
@@ -66,30 +69,32 @@ class MXNet(Backend):
         return lines, warnings
 
     def devices(self):
+        """Return the names of the configured contexts, or of all GPUs."""
         if "names" not in self.kept:  # nothing was configured: what MXNet sees
             self.kept["names"] = configuration.all_contexts(self.import_framework())
         return list(self.kept["names"])
 
     def profiled(self):
-        """From the profiler of MXNet's engine."""
+        """Record by the profiler of MXNet's engine."""
         from . import profiler  # it imports mxnet
 
         return profiler.profiled(self.devices())
 
     def executed(self, model):
-        """From the contexts of the results of operations and of executors."""
+        """Count by the contexts of the results of operations and of executors."""
         from . import executions  # it imports mxnet
 
         return executions.executed(model, self.devices())
 
     def watch(self, model, check):
-        """By hooks of Gluon's own; of a ``Module`` by its ``forward``."""
+        """Observe calls by Gluon's hooks; those of a ``Module`` by its ``forward``."""
         from . import watched_calls  # it imports mxnet
 
         kind = watched_calls.WatchedForward if is_module(model) else watched_calls.WatchedBlock
         kind.install_on(model, check)
 
     def problems(self, environ):
+        """Return installed packages with which keras-mxnet cannot load models."""
         h5py = packages.version("h5py")
         if not h5py or packages.release(h5py) < (3,):
             return []
@@ -101,10 +106,11 @@ class MXNet(Backend):
     # Parallelizing ----------------------------------------------------------------------------
 
     def is_native(self, model):
+        """Return whether a model is a Gluon block or a ``Module``."""
         return is_block(model) or is_module(model)
 
     def parallelize(self, model, devices):
-        """Run ``model`` on ``devices``; see ``keras_replicas`` for what that means.
+        """Run ``model`` on ``devices``; see ``keras_replicas``.
 
         keras-mxnet's own several contexts are not used: they sum gradients of shard means, drop
         weights set after compile, and fail on a batch smaller than their number.
@@ -128,6 +134,7 @@ class MXNet(Backend):
     # Ranks ------------------------------------------------------------------------------------
 
     def verify(self, model, verification):
+        """Compare the first steps with those of one device; see ``verification``."""
         replicas = getattr(model, "_compat_replicas", None)
         if is_module(model):
             super().verify(model, verification)
@@ -140,12 +147,13 @@ class MXNet(Backend):
             replicas.verification = verification
 
     def launcher(self, job):
+        """Return the launcher of Horovod."""
         from ..._ranks.engines import horovod  # here for start-up time
 
         return horovod.launcher(job, self.framework)
 
     def distribute(self, model, place):
-        """See ``ranks`` and ``keras2.install``; for models of Keras."""
+        """Have the ranks train a Keras model together; see ``ranks`` and ``keras2.install``."""
         if self.is_native(model):
             raise self._cannot(
                 f"train a {type(model).__name__} of MXNet's own as one of several ranks",
@@ -165,11 +173,11 @@ class MXNet(Backend):
     def device(self, device):
         """Build Keras layers, symbols, parameters and arrays for ``device``.
 
-        What Keras layers compute gets the attribute ``ctx_group``, which names the device, and
-        which the executors of the model follow; MXNet copies between them, and the backward pass
-        runs where the forward pass did. Arrays, and Gluon's parameters that are initialised
-        here, lie on the device themselves; a symbol of one's own needs ``group2ctxs=`` in its
-        ``Module``, with the names of devices as keys.
+        Symbols of Keras layers get the attribute ``ctx_group``, the name of the device, which the
+        executors of the model follow; MXNet copies between devices, and the backward pass runs
+        where the forward pass did. Arrays, and Gluon parameters that are initialised here, are
+        created on the device; a custom symbol needs ``group2ctxs=`` in its ``Module``, with the
+        names of devices as keys.
         """
         from . import device_scope  # it imports mxnet
 

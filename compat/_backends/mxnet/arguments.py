@@ -1,45 +1,49 @@
 """Arguments of a Gluon block: which arrays among them are split, and their shards."""
 
+from typing import Any, Dict, Tuple
+
 from .arrays import leaves, mapped, on_context
 
 
 class Arguments:
-    """The arrays that a block takes, by their places, as its calls have had them.
+    """The array arguments of a block, by their places in its calls.
 
     Attributes:
-        split: by the place of an array: whether it is split.
+        split: by the place of an array, a tuple of keys: whether it is split.
     """
 
-    def __init__(self):
-        self.split = {}  # type: dict
+    def __init__(self) -> None:
+        self.split: "Dict[Tuple[Any, ...], bool]" = {}
 
-    def kind(self, args):
-        """Note which arrays are split.
+    def kind(self, args: "Any") -> "Tuple[bool, Tuple[Any, ...]]":
+        """Decide which arrays are split.
 
         Returns:
-            Whether those that were split before still can be; and what the arguments have in common
-            with others of which the same is split.
+            Whether those that were split before still can be; and the kind of these arguments,
+            which is the same for all arguments that are split alike.
         """
-        rows, kept, places = next(leaves(args)).shape[0], True, {}  # type: int, bool, dict
-        mapped(places.__setitem__, args)
-        for place, array in places.items():
-            # Arrays with as many rows as the first; what was whole before stays whole.
+        rows, can_be_split = next(leaves(args)).shape[0], True
+        arrays: "Dict[Tuple[Any, ...], Any]" = {}
+        mapped(arrays.__setitem__, args)
+        for place, array in arrays.items():
+            # Arrays with as many rows as the first one; those that were whole before stay whole.
             has_rows = array.shape[:1] == (rows,)
-            kept = kept and (has_rows or not self.split.get(place, False))
+            can_be_split = can_be_split and (has_rows or not self.split.get(place, False))
             self.split.setdefault(place, has_rows)
-        return kept, tuple(
-            (place, self.split[place], array.ndim) for place, array in places.items()
-        )
+        kind = tuple((place, self.split[place], array.ndim) for place, array in arrays.items())
+        return can_be_split, kind
 
     def shard(self, args, rows, context):
         """Return the arguments of a replica.
 
         Arguments:
-            rows: takes a replica's part out of an array that is split.
+            args: those of the whole batch.
+            rows: a function that returns a replica's shard of an array.
+            context: the replica's.
         """
 
         def part(place, array):
-            # Not the array itself: gradients that come back from another context are not added.
+            # Not the array itself: gradients from another context would not be added to its own.
             return on_context(
                 context, rows(array) if self.split[place] else array.reshape(array.shape)
             )

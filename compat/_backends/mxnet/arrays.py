@@ -6,25 +6,25 @@ from ..._runtime import nested
 
 
 def leaves(value, kind=mx.nd.NDArray):
-    """Return all arrays, or all of another kind, within lists, tuples and dictionaries."""
+    """Return all arrays, or objects of another kind, in lists, tuples and dictionaries."""
     return (part for part in nested.leaves(value) if isinstance(part, kind))
 
 
 def mapped(function, value, place=()):
-    """Return the same with ``function(place, array)`` for each array.
+    """Return a nested value with ``function(place, array)`` in place of each array.
 
     A place is a tuple of keys.
     """
     if isinstance(value, (list, tuple)):
-        parts = [mapped(function, each, place + (key,)) for key, each in enumerate(value)]
+        parts = [mapped(function, part, place + (key,)) for key, part in enumerate(value)]
         return type(value)(parts)
     if isinstance(value, dict):
-        return {key: mapped(function, each, place + (key,)) for key, each in value.items()}
+        return {key: mapped(function, part, place + (key,)) for key, part in value.items()}
     return function(place, value) if isinstance(value, mx.nd.NDArray) else value
 
 
 def without_arrays(value):
-    """Return the same with None for each array."""
+    """Return a nested value with None in place of each array."""
     return mapped(lambda place, array: None, value)
 
 
@@ -34,7 +34,7 @@ def is_numpy(array):
 
 
 def on_context(context, array):
-    """Return an array, or a copy of it on this context."""
+    """Return an array, or a copy of it on this context if it is on another."""
     return getattr(array, "as_in_ctx", array.as_in_context)(context)  # mx.np has the short one
 
 
@@ -50,6 +50,6 @@ def like(values, array):
 
 
 def are_equal(arrays):
-    """Return whether some arrays have the same numbers."""
+    """Return whether all arrays are equal."""
     first, *others = [array.asnumpy() for array in arrays]
     return all((other == first).all() for other in others)

@@ -1,4 +1,4 @@
-"""Which contexts MXNet has, the variables that it reads when it is imported, and GPU memory."""
+"""Contexts of MXNet, the variables that it reads when it is imported, and GPU memory."""
 
 import os
 
@@ -7,7 +7,7 @@ RESERVE = "MXNET_GPU_MEM_POOL_RESERVE"
 
 
 def variables(settings, environ):
-    """Return the variables to set, as ``MXNet.environ()`` does."""
+    """Return the environment variables to set, for ``MXNet.environ()``."""
     changed = settings.devices.environ(environ)
     if settings.memory is not None and settings.memory.fraction:
         reserve = str(int(round(100 * (1 - settings.memory.fraction))))
@@ -17,7 +17,7 @@ def variables(settings, environ):
 
 
 def contexts(mx, devices):
-    """Return the names of the contexts that are chosen."""
+    """Return the names of the contexts that settings choose."""
     if devices.undecided is not None:
         devices.settle(visible_gpus(mx))
     if devices.simulated:
@@ -28,7 +28,7 @@ def contexts(mx, devices):
 
 
 def all_contexts(mx):
-    """Return the names of the contexts where none was chosen: of all GPUs that MXNet sees."""
+    """Return the names of all GPUs that MXNet sees, or of the CPU."""
     return [f"gpu({i})" for i in range(visible_gpus(mx))] or ["cpu(0)"]
 
 
@@ -41,7 +41,7 @@ def context_named(name):
 
 
 def visible_gpus(mx):
-    """Return how many GPUs MXNet sees."""
+    """Return the number of GPUs that MXNet sees."""
     try:
         return mx.context.num_gpus()
     except mx.base.MXNetError:  # built with CUDA, and no driver there
@@ -49,12 +49,14 @@ def visible_gpus(mx):
 
 
 def report_lines(mx, settings, first):
-    """Return lines for the report of what is configured, and warnings.
+    """Return lines of the configuration's report, and warnings.
 
     Arguments:
+        mx: the module ``mxnet``.
+        settings: the arguments of ``configure_gpu()``.
         first: the name of the first context.
     """
-    lines, warnings = [f"models not parallelized run on {first}"], []  # type: list, list
+    lines, warnings = [f"models not parallelized run on {first}"], []
     if settings.devices.gpus and not visible_gpus(mx):
         lines.append(_no_gpu())
     elif settings.devices.gpus and not settings.devices.are_shown_by(os.environ):

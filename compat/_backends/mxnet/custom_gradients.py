@@ -1,8 +1,8 @@
-"""User-defined gradients of Gluon blocks: whether they mix rows, found by a trial.
+"""User-defined gradients of Gluon blocks: a trial of whether they mix rows.
 
-They may compute across rows in the backward pass, and an ``mx.autograd.Function`` in a Gluon block
-is seen by nobody. So the gradients of three rows together are compared with those of two of them
-and of the third, and with those of the three in another order.
+They may need the whole batch in the backward pass, and an ``mx.autograd.Function`` in a Gluon block
+is in no graph. So the gradients of three rows together are compared with those of two of them and
+of the third, and with those of the three in another order.
 """
 
 import contextlib
@@ -22,17 +22,18 @@ def gradients_mix_rows(parameters, args, placements, context, compute):
 
     Arguments:
         parameters: the block's.
-        args: what it is given.
+        args: its arguments.
         placements: of its results.
-        context: the one for that.
-        compute: takes such arguments and numbers of rows, and returns what it gives for them.
+        context: where the results are merged.
+        compute: a function of arguments and of the numbers of some rows that returns the block's
+            result for these rows.
     """
     trained = [p for p in parameters if p._data is not None and p.grad_req != "null"]
-    found = []
+    runs = []  # the gradients of the whole, of its parts, and of the whole in reverse order
     with mx.autograd.pause(), gradients_kept(trained):
-        given = mapped(lambda place, array: _marked(array), args)
+        inputs = mapped(lambda place, array: _marked(array), args)
         gradients = [gradient for parameter in trained for gradient in parameter.list_grad()]
-        gradients += [array.grad for array in leaves(given) if array.grad is not None]
+        gradients += [array.grad for array in leaves(inputs) if array.grad is not None]
         try:
             for parts in (trial.WHOLE,), trial.PARTS, (trial.WHOLE[::-1],):
                 for gradient in gradients:
@@ -40,7 +41,7 @@ def gradients_mix_rows(parameters, args, placements, context, compute):
                 order = [row for part in parts for row in part]
                 heads, upstream, random = [], [], np.random.RandomState(0)
                 with mx.autograd.record(train_mode=False):
-                    results = [compute(given, part) for part in parts]
+                    results = [compute(inputs, part) for part in parts]
                     whole = merging.merged(placements, results, list(map(len, parts)), context)
                     for array, placement in zip(leaves(whole), placements):
                         if _is_float(array):
@@ -52,22 +53,22 @@ def gradients_mix_rows(parameters, args, placements, context, compute):
                             upstream.append(like(values, array))
                 if heads:
                     mx.autograd.backward(heads, upstream, train_mode=False)
-                found.append([gradient.asnumpy() for gradient in gradients])
-        except Exception:  # whatever a function of the user's does
+                runs.append([gradient.asnumpy() for gradient in gradients])
+        except Exception:  # whatever a user-defined function raises
             clear_errors()
             return True
-    whole, *others = found
-    return not all(all(map(trial.close, each, whole)) for each in others)
+    whole, *others = runs
+    return not all(all(map(trial.close, gradients, whole)) for gradients in others)
 
 
 @contextlib.contextmanager
 def gradients_kept(parameters):
-    """Have gradients begin with zeros; restore them afterwards."""
+    """Set the gradients of parameters to zero within a block; restore them afterwards."""
     with contextlib.ExitStack() as afterwards:
         for parameter in parameters:
             for array, gradient in zip(parameter.list_data(), parameter.list_grad()):
                 afterwards.callback(gradient.copy().copyto, gradient)
-                # What tells a trainer of stale ones.
+                # By which a trainer recognises stale gradients.
                 afterwards.callback(setattr, array, "_fresh_grad", array._fresh_grad)
                 gradient[:] = 0
         yield
@@ -75,15 +76,15 @@ def gradients_kept(parameters):
 
 @contextlib.contextmanager
 def symbols_refused():
-    """Have ``mx.autograd`` raise an error where it is given symbols in place of arrays.
+    """Have ``mx.autograd`` raise an error for symbols in place of arrays.
 
-    By itself it passes them to MXNet as arrays, which may end the process with a segmentation
+    It passes them to MXNet as arrays otherwise, which may end the process with a segmentation
     fault; and where nothing is recorded, a ``Function`` leaves its gradient out of their graph.
     """
     handles, call = mx.autograd.c_handle_array, mx.autograd.Function.__call__
 
     def of_arrays(arrays):
-        if any(isinstance(each, mx.sym.Symbol) for each in arrays):
+        if any(isinstance(array, mx.sym.Symbol) for array in arrays):
             raise TypeError("mx.autograd takes arrays, and no symbols")
         return handles(arrays)
 
@@ -97,7 +98,7 @@ def symbols_refused():
 
 
 def _marked(array):
-    """Return a copy of an array that gets a gradient, if numbers like these do."""
+    """Return a copy of an array that gets a gradient, if it is of floats."""
     array = array.copy()
     if _is_float(array):
         array.attach_grad()

@@ -1,6 +1,7 @@
-"""Parts of a model on devices of their own, by MXNet's groups of contexts.
+"""Parts of a model on different devices, by MXNet's groups of contexts.
 
-What is built under ``compat.device()`` has the attribute ``ctx_group``, the name of its device.
+Symbols that are built under ``compat.device()`` have the attribute ``ctx_group``, the name of their
+device.
 """
 
 import contextlib
@@ -12,12 +13,12 @@ from ..._runtime.patching import InstanceMethod
 from .configuration import context_named
 from .graph import Graph
 
-OTHERS = "default"  # the group of what was built outside of device()
+OTHERS = "default"  # the group of symbols that were built outside of device()
 
 
 @contextlib.contextmanager
 def placed_on(device):
-    """Build symbols, parameters and arrays for a device, as ``MXNet.device()`` says."""
+    """Build symbols, parameters and arrays for a device; see ``MXNet.device()``."""
     name = "cpu(0)" if device == "cpu" else device
     with mx.AttrScope(ctx_group=name), context_named(name):
         yield
@@ -31,7 +32,7 @@ def placed_parts(model):
 
 
 def place_groups(model):
-    """Let a model's executors, which are yet to be bound, run parts where they were built for."""
+    """Have a model's executors, which are yet to be bound, run parts on their devices."""
     groups, module = placed_parts(model), model._module
     if not groups:
         return
@@ -51,20 +52,22 @@ def place_groups(model):
 
 
 class _BindForTraining(InstanceMethod):
-    """Binds for training always: MXNet 1.9 rewrites a graph for inference, without groups."""
+    """Always binds for training: MXNet 1.9 rewrites graphs for inference, and drops groups."""
 
     method = "bind"
 
     def invoke(self, module, **arguments):
+        """Bind the module."""
         self.plain(module)(**dict(arguments, for_training=True))
 
 
 class _SwitchBucket(InstanceMethod):
-    """Binds a bucket anew for other shapes: reshaping drops the groups on MXNet 1.5."""
+    """Binds a bucket again for other shapes: reshaping drops the groups on MXNet 1.5."""
 
     method = "switch_bucket"
 
     def invoke(self, module, key, data_shapes, label_shapes=None):
+        """Switch to a bucket, which is bound again if its shapes differ."""
         bound = module._buckets.get(key)
         if bound is not None and key != module._default_bucket_key:
             if [d.shape for d in bound.data_shapes] != [d.shape for d in data_shapes]:
@@ -75,9 +78,9 @@ class _SwitchBucket(InstanceMethod):
 def copied_between_groups(symbol):
     """Return the graph with a group for each node, and a copy for each group that uses a value.
 
-    So the gradients of one value are summed on each device first. MXNet's own way, adding each
-    to the sum in its place, silently leaves some out where they lie on several devices; and the
-    sum for a weight is refused unless it is computed where the weight lies.
+    So the gradients of one value are summed on each device first. MXNet adds each of them to the
+    sum in place, and silently drops some that are on other devices; and it refuses to sum those of
+    a weight unless the sum is computed on the weight's device.
     """
     graph = Graph([], symbol)
     groups = [node["attrs"].get("__ctx_group__", OTHERS) for node in graph.nodes]
@@ -117,6 +120,7 @@ def copied_between_groups(symbol):
 
 
 def device_with_replicas(model):
+    """Return the error of a model that is both parallelized and placed by ``device()``."""
     return errors.UnsupportedError(
         f"Parts of the model {model} were placed by compat.device(), which parallelize() on "
         "several devices would undo. Use one of the two."

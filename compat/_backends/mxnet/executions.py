@@ -1,12 +1,14 @@
-"""Proof of use: on which contexts MXNet executed operations, by their results' contexts.
+"""Counts of the operations that MXNet executed on each context, by the contexts of results.
 
-Nothing here depends on the methods that ``parallelize()`` replaces on a model.
+They prove that contexts are used: nothing here depends on the methods that ``parallelize()``
+replaces on a model.
 """
 
 import contextlib
 import ctypes
 import threading
 from _thread import get_ident
+from typing import Any, Dict
 
 import mxnet as mx
 
@@ -21,14 +23,14 @@ class ContextCounter:
 
     Arguments:
         devices: the names of the contexts.
-        listener: reports them.
+        listener: the ``_Listener`` that reports operations to this counter.
     """
 
     def __init__(self, devices, listener):
         self.counts = dict.fromkeys(devices, 0)
         self._listener = listener
         self._thread = get_ident()
-        self._executors = {}  # type: dict  # by id: those that have run
+        self._executors: "Dict[int, Any]" = {}  # by id: those that have run
 
     def note(self, arrays):
         """Count an operation that has these results."""
@@ -48,7 +50,7 @@ class ContextCounter:
 
 
 class _Listener:
-    """Methods of MXNet's own that report what they do to counters, as long as there are any."""
+    """Patches of MXNet that report operations to counters, as long as there are any."""
 
     def __init__(self, listen):
         self.listen = listen
@@ -62,7 +64,7 @@ class _Listener:
 
     def remove(self, counter):
         with _lock:
-            self.counters = [each for each in self.counters if each is not counter]
+            self.counters = [other for other in self.counters if other is not counter]
             while self._patches and not self.counters:
                 self._patches.pop().take_back()
 
@@ -80,7 +82,7 @@ def executed(model, devices):
 
 
 def _operations(listener):
-    """Of Gluon: operations that run one by one, and blocks that are compiled."""
+    """Return patches that report Gluon's imperative operations and compiled blocks."""
     register, cached = mx.nd.register, mx.nd.CachedOp
     invoke, call, copy = register._imperative_invoke, cached.__call__, _handle("_copyto")
 
@@ -90,7 +92,7 @@ def _operations(listener):
 
     def invoked(handle, inputs, *args, **kwargs):
         result = invoke(handle, inputs, *args, **kwargs)
-        if inputs and handle != copy:  # what only makes an array, or brings one, is no proof
+        if inputs and handle != copy:  # creating or copying an array proves nothing
             note(result)
         return result
 
@@ -106,7 +108,7 @@ def _operations(listener):
 
 
 def _executors(listener):
-    """Of keras-mxnet and ``Module``: executors of graphs."""
+    """Return patches that report executors of graphs, of keras-mxnet and ``Module``."""
     forward = mx.executor.Executor.forward
 
     def run(self, *args, **kwargs):

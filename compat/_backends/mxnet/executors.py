@@ -1,21 +1,23 @@
-"""Executors: graphs bound to a context, with the arrays that they compute with."""
+"""Executors: graphs bound to a context and to arrays."""
 
 import mxnet as mx
 
 from .graph import inferred
 
-_UNUSED = "compat_unused"  # a variable that has a gradient, and that nothing depends on
+_UNUSED = "compat_unused"  # a variable with a gradient on which nothing depends
 
 
 def bound(symbol, context, shapes, types, held, differentiated=(), sparse=()):
-    """Return an executor of a symbol, with new arrays for what is not held.
+    """Return an executor of a symbol, with new arrays for variables that are not held.
 
     Arguments:
-        shapes: of what will be fed, by name.
-        types: of what is not held, by name.
-        held: arrays of weights and states by name; new states are kept there, too.
-        differentiated: the names of what gets a gradient, and is in the symbol.
-        sparse: of those whose gradient has some rows only.
+        symbol: the graph.
+        context: where it runs.
+        shapes: of inputs, by name.
+        types: of variables that are not held, by name.
+        held: arrays of weights and states by name; new states are added.
+        differentiated: the names of variables that get a gradient, as far as the symbol has them.
+        sparse: the names of those whose gradient is row-sparse.
     """
     if not differentiated:
         # Bound without any gradient, MXNet 1.9 runs oneDNN's fused convolutions on cpu(0),

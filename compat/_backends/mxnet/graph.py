@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from typing import Tuple
+from typing import Any, Dict, Iterable, List, Optional, Set, Tuple
 
 import mxnet as mx
 
@@ -13,11 +13,18 @@ class Graph:
     """A graph in the form that MXNet writes to JSON, of which parts can be cut out.
 
     Arguments:
-        outputs: symbols whose batch dimension is followed; none for those of ``symbol``, which has
-            all that is wanted of the graph.
+        outputs: symbols whose placements are inferred; none for those of ``symbol``.
+        symbol: the group of all values that are to be computed.
+
+    Attributes:
+        nodes: as in JSON.
+        inputs: the entries that each node has as inputs.
+        outputs: the entries of ``outputs``.
+        heads: those of ``symbol``.
+        auxiliary: the names of auxiliary states.
     """
 
-    def __init__(self, outputs, symbol):
+    def __init__(self, outputs: "List[Any]", symbol: "Any") -> None:
         self.json = json.loads(mx.sym.Group(outputs + [symbol]).tojson())
         self.nodes = [dict(node, attrs=node.get("attrs", {})) for node in self.json["nodes"]]
         self.inputs = [[tuple(i[:2]) for i in node["inputs"]] for node in self.nodes]
@@ -26,7 +33,7 @@ class Graph:
         self.outputs = heads[: len(outputs)] or self.heads
         self.auxiliary = set(symbol.list_auxiliary_states())
 
-    def sparse_gradients(self):
+    def sparse_gradients(self) -> "Set[str]":
         """Return the names of weights of embeddings whose gradient is row-sparse."""
         return {
             self.nodes[entries[1][0]]["name"]
@@ -35,24 +42,24 @@ class Graph:
             if node["op"] == "Embedding" and node["attrs"].get("sparse_grad") == "True"
         }
 
-    def symbol(self, heads, nodes=None):
-        """Return a symbol of these entries, of this graph's nodes or of others."""
+    def symbol(self, heads: "List[Entry]", nodes: "Optional[List[Any]]" = None) -> "Any":
+        """Return a symbol of entries of this graph, or of other nodes."""
         graph = {"nodes": nodes or self.nodes, "arg_nodes": [], "heads": [h + (0,) for h in heads]}
         return mx.sym.load_json(json.dumps(dict(graph, attrs=self.json.get("attrs", {}))))
 
-    def ancestors(self, entries):
-        """Return the nodes that entries follow from, which stand before those that use them."""
-        found = {number for number, _ in entries}
-        for number in reversed(range(len(self.nodes))):
-            if number in found:
-                found.update(source for source, _ in self.inputs[number])
-        return found
+    def ancestors(self, entries: "Iterable[Entry]") -> "Set[int]":
+        """Return the numbers of the nodes that entries depend on, and of their own."""
+        ancestors = {number for number, _ in entries}
+        for number in reversed(range(len(self.nodes))):  # a node comes after its inputs
+            if number in ancestors:
+                ancestors.update(source for source, _ in self.inputs[number])
+        return ancestors
 
-    def custom_gradients(self):
-        """Return the nodes whose gradient is user-defined."""
+    def custom_gradients(self) -> "List[int]":
+        """Return the numbers of the nodes whose gradient is user-defined."""
         return [number for number, node in enumerate(self.nodes) if node["op"] == "Custom"]
 
-    def states(self):
+    def states(self) -> "Dict[str, str]":
         """Return the operation that writes each of the auxiliary states, by the state's name."""
         return {
             self.nodes[source]["name"]: node["op"]
@@ -63,10 +70,15 @@ class Graph:
 
 
 def inferred(infer, symbol, known):
-    """Return what a method of a symbol infers from what is known of its arguments, by name.
+    """Return the shapes or types that a method of a symbol infers.
+
+    Arguments:
+        infer: the method.
+        symbol: the symbol.
+        known: shapes or types by name; those of other variables are ignored.
 
     Raises:
-        UserWarning: it does not follow; MXNet only warns of that.
+        UserWarning: they cannot be inferred; MXNet only warns of that.
     """
     names = symbol.list_arguments()
     with warnings.catch_warnings():

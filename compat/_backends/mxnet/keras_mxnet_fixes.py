@@ -66,9 +66,9 @@ def fix(default_device):
 class _Models:
     """All compiled models, where keras-mxnet keeps only the one compiled last (``_MODEL``).
 
-    With the last one only, ``get_weights()`` of any other model misses what was trained, and
-    ``set_weights()`` on it is overwritten by the values trained before. This object stands in
-    its place, has no weights of its own, and passes on to all models what is read and set.
+    With the last one alone, ``get_weights()`` of any other model returns untrained weights, and
+    values of its ``set_weights()`` are overwritten by those trained before. This object replaces
+    that model, has no weights itself, and has all models read and set theirs.
     """
 
     _args = _auxs = ()
@@ -77,7 +77,7 @@ class _Models:
         self._models = weakref.WeakSet()
 
     def add(self, model):
-        """Do what ``set_model`` did, which is called when a model was compiled, or will predict."""
+        """Add a model that was compiled or will predict, in place of ``set_model``."""
         before = mxnet_backend._MODEL
         if before is not self:  # at first, and after clear_session() has set it to None
             self._sync_weights()
@@ -95,6 +95,7 @@ class _Models:
             model._sync_weights()
 
     def set_weight(self, name, array):
+        """Set a weight or auxiliary state in all models that have one of this name."""
         if mxnet_backend._MODEL is self:
             for model in list(self._models):
                 replicas = getattr(model, "_compat_replicas", None)
@@ -106,11 +107,11 @@ class _Models:
 
 
 def _add_missing_weights(model):
-    """Tell a model the weights that keras-mxnet did not find in its graph.
+    """Add the weights that keras-mxnet did not find in a model's graph.
 
-    It walks the graph by the arguments of Keras functions, and misses what the loop of an RNN
-    layer that is not unrolled takes from outside: such a layer began with zeros whatever its
-    initialiser, and ``get_weights()`` and ``save()`` missed what it had learnt.
+    It traverses the graph by the arguments of Keras functions, and misses weights that are used in
+    the loop of an RNN layer that is not unrolled: such a layer began with zeros whatever its
+    initializer, and its trained weights were missing in ``get_weights()`` and ``save()``.
     """
     for weight in model.weights:
         for names, held in ((model._arg_names, model._args), (model._aux_names, model._auxs)):
@@ -121,8 +122,8 @@ def _add_missing_weights(model):
 def keep_state(optimizer_class):
     """Give keras-mxnet's optimizers the ``weights`` that ``save()`` and ``load_model()`` use.
 
-    Its own are always empty, so momentum and step count were lost on the way (keras#9197). The
-    first array holds the step count and Nadam's schedule; then come the arrays of each weight.
+    keras-mxnet's are always empty, so momentum and step count were not saved (keras#9197). The
+    first array holds the step count and Nadam's schedule, the others the state of each weight.
     """
 
     def arrays(self):

@@ -1,5 +1,7 @@
 """The graphs of a Keras model on several contexts: cut in two, and their executors."""
 
+from typing import Any, List
+
 import mxnet as mx
 from keras.backend import mxnet_backend as K
 
@@ -18,7 +20,7 @@ class Phase:
 
     Attributes:
         bodies: an executor for each replica, on its context.
-        head: the executor that runs once, or None where bodies give all there is to give.
+        head: the executor that runs once, or None where the bodies compute all results.
         updates: new values by variable, after ``forward``.
         parameters: all weights of the graph, in MXNet's order.
     """
@@ -29,8 +31,8 @@ class Phase:
         self.is_train = name == "train"
         updates = model.updates if self.is_train else model.state_updates
         outputs, states = _symbols(model, self.is_train)
-        # All outputs, results, and the updates' values. How many results there are is not told by
-        # the updates: what is trainable may have changed since compile().
+        # All outputs, results, and the updates' values. The number of results cannot be derived
+        # from that of updates: layers may have become trainable since compile().
         if name == "predict":  # Keras' own graph leaves out values that are outputs, too
             symbol, self.results, labels = mx.sym.Group(outputs + states), len(outputs), []
         else:
@@ -62,47 +64,47 @@ class Phase:
         self.body, self.head_symbol, self.cuts, self.places = partition.cut(propagation)
 
     def _propagate(self, graph, inputs):
-        """Find where the outputs' rows are, and try it.
+        """Infer placements, and try them.
 
         Returns:
-            The ``Propagation``; and what mixes the rows, or None.
+            The ``Propagation``; and a ``Fallback`` if outputs mix rows, or None.
         """
         batch = self._batch(inputs)
-        given = dict.fromkeys(self.fed, _rows.Mixed())
-        given.update(dict.fromkeys(self.sharded, _rows.Sharded(0)))
-        # As NumPy has them: MXNet 1.5 refuses to slice past the end.
+        placements = dict.fromkeys(self.fed, _rows.Mixed())
+        placements.update(dict.fromkeys(self.sharded, _rows.Sharded(0)))
+        # As arrays of NumPy: MXNet 1.5 refuses to slice past the end.
         batch.update((name, batch[name].asnumpy()) for name in self.states)
         fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
         propagation, unknown = propagate_and_try(
-            graph, given, fed, self.contexts[0], {}, self.arrays[0]
+            graph, placements, fed, self.contexts[0], {}, self.arrays[0]
         )
         return propagation, unknown or propagation.fallback(graph.outputs)
 
     def _batch(self, inputs):
-        """Return all that has rows, by name: what is fed, and the states of layers."""
+        """Return all arrays with a batch dimension by name: inputs, and the states of layers."""
         dense = [x.toarray() if hasattr(x, "toarray") else x for x in inputs]  # of scipy's matrices
         held = self.replicas.model._args
         return dict(zip(self.fed, dense), **{name: held[name] for name in self.states})
 
     def _divides(self, inputs):
-        """Return whether each input has a row for each of the batch."""
+        """Return whether all inputs have the same number of rows."""
         return len({x.shape[0] for x in inputs[: len(self.replicas.model.inputs)]}) == 1
 
-    def is_for(self, inputs):
-        """Return whether it can run these, or a new one has to be made."""
-        # Of a single row a trial tells nothing.
+    def is_for(self, inputs: "List[Any]") -> bool:
+        """Return whether this phase can run these inputs; a new one has to be made otherwise."""
+        # A trial on a single row is inconclusive.
         is_tried = self.is_tried or inputs[0].shape[0] == 1
         return not self.cuts or (self._divides(inputs) and is_tried)
 
     # Executors ----------------------------------------------------------------------------------
 
-    def bind(self, inputs):
-        """Make executors for inputs of these shapes, unless there are."""
+    def bind(self, inputs: "List[Any]") -> None:
+        """Make executors for inputs of these shapes, unless there are some."""
         shapes = {name: tuple(array.shape) for name, array in self._batch(inputs).items()}
         if shapes == self.shapes:
             return
-        self.bodies, self.filled, self.head = [], [], None  # give their memory back first
-        self.shapes = None  # until all is made, if that is not interrupted
+        self.bodies, self.filled, self.head = [], [], None  # release their memory first
+        self.shapes = None  # until all are made, in case that is interrupted
         rows, count = inputs[0].shape[0], len(self.contexts)
         self.sizes = splitting.sizes(rows, count)
         for replica, (context, held) in enumerate(zip(self.contexts, self.arrays)):
@@ -125,7 +127,7 @@ class Phase:
 
     # One batch ----------------------------------------------------------------------------------
 
-    def forward(self, inputs):
+    def forward(self, inputs: "List[Any]") -> "List[Any]":
         """Run the bodies on their shards and the head on the whole; return Keras' results."""
         batch = self._batch(inputs)
         for body, part in self.filled:
@@ -149,9 +151,10 @@ class Phase:
         return executor.forward(is_train=self.is_train, **fed)
 
     def backward(self):
-        """Gradients: the head's at the cut, and from there on each context its shard's."""
+        """Compute gradients: the head's at the cut, and from there each body's, of its shard."""
         self.head.backward()
-        # Of no rows even zeros would not do, before a loss layer. Without cuts the head does all.
+        # Bodies without rows are left out: even zeros at the cut would not do, before a loss layer.
+        # Without cuts the head computes all gradients.
         for body, part in self.filled if self.cuts else ():
             context = body.outputs[0].context
             gradients = [self.head.grad_dict[name][part] for name in self.cuts]

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from typing import Any, List
 
 import mxnet as mx
 from keras.backend import mxnet_backend as K
@@ -17,7 +18,7 @@ from .synchronization import wait_for_updates
 
 
 def parallelize(model, contexts):
-    """Run ``model`` on ``contexts``; one context gives the plain behaviour back."""
+    """Run ``model`` on ``contexts``; a single one restores the plain behaviour."""
     replicas = getattr(model, "_compat_replicas", None)
     if len(contexts) > 1:
         if placed_parts(model):
@@ -28,7 +29,7 @@ def parallelize(model, contexts):
 
 
 def run_plain(model, context, updater):
-    """Let a model run as Keras alone would, on one context, with the optimizer's state."""
+    """Have a model run as without ``compat``, on one context, with the optimizer's state."""
     model._context = [context]
     if not model.compiled:
         return  # Keras makes a module for each prediction
@@ -42,7 +43,7 @@ def run_plain(model, context, updater):
 
 
 class _InitOptimizerWithState(InstanceMethod):
-    """Brings the state along: a module takes none before it is bound to shapes."""
+    """Sets the optimizer's state, which a module does not accept before it is bound to shapes."""
 
     method = "init_optimizer"
 
@@ -51,6 +52,7 @@ class _InitOptimizerWithState(InstanceMethod):
         self.updater = updater
 
     def invoke(self, module, **arguments):
+        """Initialize the optimizer, and set its state."""
         self.plain(module)(**arguments)
         module._curr_module._updater = self.updater
 
@@ -58,8 +60,8 @@ class _InitOptimizerWithState(InstanceMethod):
 class ExportedBuckets(dict):
     """The buckets of the module of a model on several contexts, which runs no batch itself.
 
-    ``save_mxnet_model()`` and ``get_mxnet_model_info()`` read the one that predicts: the module
-    is bound then, and takes the weights.
+    ``save_mxnet_model()`` and ``get_mxnet_model_info()`` read the one that predicts: then the
+    module is bound, and gets the weights.
     """
 
     def __init__(self, model, inputs):
@@ -84,7 +86,7 @@ class _SyncWeights(ReplicatedCall):
 
 
 class _MakeFunction(ReplicatedCall):
-    """Makes the function of a phase of Keras', which the replicas run."""
+    """Makes the function of one of Keras' phases, which the replicas run."""
 
     phase = ""
 
@@ -97,10 +99,10 @@ class KerasReplicas(Replicas):
 
     Keras' graph of a phase (train, test, predict) is cut in two. The *body*, all that the
     model's outputs depend on, runs on each context with its shard of the batch. The *head*, the
-    rest, runs once, on the first context, with the whole batch gathered from there: losses,
-    metrics, penalties, masks' means. Its gradient at the cut is what the bodies go back from.
-    So any loss, also one that compares rows with one another, and every metric is that of one
-    device, however uneven the shards; summed over the replicas, the gradients are, too. One
+    rest, runs once, on the first context, with the whole batch gathered from the bodies: losses,
+    metrics, penalties, masks' means. Its gradients at the cut are the upstream gradients of the
+    bodies. So any loss, even one that compares rows with one another, and every metric equals that
+    of one device, however uneven the shards, and so do the gradients, summed over the replicas. One
     optimizer updates the first context's weights, which are then copied to the others.
 
     Differs from one device:
@@ -110,15 +112,15 @@ class KerasReplicas(Replicas):
       tf.distribute.MirroredStrategy does.
     - Dropout draws an independent mask in each replica.
 
-    What computes across the rows of a batch, and all that follows from it, is the head's, with a
-    warning, since it runs on one device; so is an operation with states other than moving
-    averages. Sums and other states that layers update are the head's, too.
+    Cross-batch operations, and all that depend on them, belong to the head, with a warning, since
+    they run on one device; so do operations with states other than moving averages. Sums and other
+    states that layers update belong to the head, too.
 
-    Stateful RNNs do not differ: each replica has the states of its rows. What no output depends
-    on (a layer's own loss or averages) is computed by the head.
+    Stateful RNNs do not differ: each replica has the states of its rows. Values on which no output
+    depends (a loss or averages of a layer) are computed by the head.
 
-    keras-mxnet calls a model's own methods at a few points. These are replaced on the instance,
-    so it stays the same object, and compile(), whenever it comes, is followed at the next batch.
+    keras-mxnet calls a few methods of a model. These are replaced on the instance, so it stays the
+    same object, and a ``compile()`` takes effect at the next batch.
     """
 
     calls = (_SyncWeights,) + tuple(
@@ -141,7 +143,7 @@ class KerasReplicas(Replicas):
         model._sync_weights()
         self.install_on(model)
 
-    def move(self, contexts):
+    def move(self, contexts: "List[Any]") -> None:
         """Go on with other contexts."""
         self.sync_weights()
         self._forget()
@@ -149,50 +151,50 @@ class KerasReplicas(Replicas):
         if self._updater is not None:
             move_updater(self._updater, contexts[0])
 
-    def remove(self):
-        """Leave the model without replicas; return the updater."""
+    def remove(self) -> "Any":
+        """Restore the model's own methods; return the updater."""
         self.sync_weights()
         self._follow()
         self.remove_from(self.model)
         return self._updater
 
     @contextlib.contextmanager
-    def undivided(self):
-        """Have the first replica run the whole batch."""
+    def unsplit(self):
+        """Have the first replica run the whole batch within a block."""
         self._hold_arrays()
         first = {"contexts": self.contexts[:1], "arrays": self.arrays[:1]}
         try:
-            with replaced(self, phases=self._undivided_phases, **first):
+            with replaced(self, phases=self._unsplit_phases, **first):
                 yield
                 self.sync_weights()
         finally:
             self._stale = True
 
     def _forget(self):
-        """Drop arrays and executors; they are made again when a batch comes."""
+        """Drop arrays and executors, which are made again for the next batch."""
         self.arrays = None  # of weights and auxiliary states by name, for each replica
-        self.phases, self._undivided_phases = {}, {}
+        self.phases, self._unsplit_phases = {}, {}
         self._stale = False  # whether Keras' variables have newer values than the arrays
         self._is_newer = False  # whether the arrays have; compile() forgets Keras' own flag
 
     # Called by Keras ----------------------------------------------------------------------------
 
-    def sync_weights(self):
-        """Bring what was trained to the arrays of Keras' variables, where Keras reads it."""
+    def sync_weights(self) -> None:
+        """Copy trained weights to the arrays of Keras' variables, which Keras reads."""
         if self.arrays is not None and self._is_newer:
             _copy(self.arrays[0], dict(self.model._args, **self.model._auxs))
             self._is_newer = self.model._weights_dirty = False
 
     def set_weights(self, arg_params=None, auxs_params=None):
-        """Take values for Keras' variables; the replicas take them before the next batch."""
+        """Set Keras' variables; the replicas get the values before the next batch."""
         self.sync_weights()
         arrays = dict(self.model._args, **self.model._auxs)
         for name, value in dict(arg_params or {}, **(auxs_params or {})).items():
             arrays[name][:] = value
         self._stale = True
 
-    def run(self, kind, inputs):
-        """Do what the function of a phase does: "train", "test" or "predict"."""
+    def run(self, kind: str, inputs: "List[Any]") -> "List[Any]":
+        """Run a batch, as Keras' function of a phase does: "train", "test" or "predict"."""
         with self._calling:
             return self._run(kind, inputs)
 
@@ -203,7 +205,7 @@ class KerasReplicas(Replicas):
         results = phase.forward(inputs)
         if kind == "train":
             phase.backward()
-            # If that is interrupted, replicas may differ, and take what the first has.
+            # If that is interrupted, replicas may differ: then they get the first one's weights.
             self.model._weights_dirty = self._is_newer = self._stale = True
             self._update_weights(phase)
             self._average_auxiliary_states(phase)
@@ -218,7 +220,7 @@ class KerasReplicas(Replicas):
     # Arrays -------------------------------------------------------------------------------------
 
     def _follow(self):
-        """Begin anew where the model was compiled since the last batch, or its layers changed."""
+        """Start again if the model was compiled or its layers changed since the last batch."""
         model = self.model
         if model.compiled:
             if self._source is not model._pred_mxnet_symbol:
@@ -233,7 +235,7 @@ class KerasReplicas(Replicas):
             K.set_model(model)
 
     def _hold_arrays(self):
-        """See that each replica has the values of the weights and auxiliary states."""
+        """Give each replica the current weights and auxiliary states."""
         self._follow()
         held = dict(self.model._args, **self.model._auxs)
         if self.arrays is None:
@@ -286,7 +288,7 @@ class KerasReplicas(Replicas):
             _copy(self.arrays[first], weights)
 
     def _average_auxiliary_states(self, phase):
-        """Give moving averages one update: to the mean of the replicas', weighted by shard size."""
+        """Update moving averages once, to the means of the replicas', weighted by shard size."""
         names = phase.body.list_auxiliary_states()
         unite([[held[name] for held in self.arrays] for name in names], phase.sizes)
         if phase.head.aux_dict:  # of the whole batch
@@ -296,7 +298,7 @@ class KerasReplicas(Replicas):
 
 
 def _copy(arrays, others):
-    """Copy to the others what there is of them, by name."""
+    """Copy arrays to the others of the same names."""
     for name, array in others.items():
         if name in arrays:
             arrays[name].copyto(array)

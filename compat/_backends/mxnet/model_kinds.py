@@ -1,4 +1,4 @@
-"""Kinds of native models, told apart by the names of their classes, without importing mxnet."""
+"""Kinds of native models, by the names of their classes: mxnet is not imported."""
 
 
 def is_block(model):

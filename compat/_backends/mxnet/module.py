@@ -1,9 +1,9 @@
 """``mx.mod.Module`` on several contexts.
 
-MXNet's own executors are used, which split a batch, sum the gradients and merge the outputs.
-What they get wrong is fixed here: a batch of fewer rows than contexts, running statistics that
-drift apart, and gradients not summed under ``kvstore=None``. What computes across the rows of a
-batch, such as a loss that is divided by their number, runs on the first context, with a warning.
+MXNet's executors split a batch, sum the gradients and merge the outputs. Fixed here are batches of
+fewer rows than contexts, running statistics that drift apart, and gradients that are not summed
+under ``kvstore=None``. A module with cross-batch operations, such as a loss that is divided by the
+number of rows, runs on the first context, with a warning.
 """
 
 import types
@@ -23,9 +23,9 @@ from .trial import propagate_and_try
 
 
 def parallelize(module, contexts):
-    """Run ``module`` on ``contexts``; one context gives the plain behaviour back.
+    """Run ``module`` on ``contexts``; a single one restores the plain behaviour.
 
-    Before ``bind()``: once it is bound, it stays where it is.
+    This must come before ``bind()``.
 
     Differs from one context: BatchNorm normalises each shard by its own statistics; the running
     ones take one step to the mean of the shards' new values, weighted by size.
@@ -57,7 +57,7 @@ def parallelize(module, contexts):
 
 
 class _BindDivided(InstanceMethod):
-    """Splits batches as ``compat`` does, also those of fewer rows than contexts."""
+    """Binds a module so that batches are split evenly, even those of fewer rows than contexts."""
 
     method = "bind"
 
@@ -66,8 +66,8 @@ class _BindDivided(InstanceMethod):
         if module.binded and not kwargs.get("force_rebind"):
             return bind(data_shapes, label_shapes, for_training, *args, **kwargs)
         inputs = [
-            each if isinstance(each, mx.io.DataDesc) else mx.io.DataDesc(*each)
-            for each in list(data_shapes) + list(label_shapes or ())
+            desc if isinstance(desc, mx.io.DataDesc) else mx.io.DataDesc(*desc)
+            for desc in list(data_shapes) + list(label_shapes or ())
         ]
         fallback = _fallback(module, inputs, self.devices[0])
         if fallback is not None:
@@ -83,7 +83,7 @@ class _BindDivided(InstanceMethod):
 
 
 class _InitOptimizerWithKVStore(InstanceMethod):
-    """Without a kvstore gradients would not be summed, and the contexts' weights drift apart."""
+    """Initializes the optimizer with a kvstore, without which gradients are not summed."""
 
     method = "init_optimizer"
 
@@ -92,34 +92,36 @@ class _InitOptimizerWithKVStore(InstanceMethod):
 
 
 class _Group(mx.module.executor_group.DataParallelExecutorGroup):
-    """MXNet's group of executors, of which some may have no rows of their own.
+    """MXNet's group of executors, of which some may have no rows.
 
-    Where the batch runs whole, there is the first context's alone; from the time on at which a
-    Monitor is installed, the others have no rows.
+    Where the module runs unsplit, there is the first context's executor alone; once a Monitor is
+    installed, the others have no rows.
     """
 
     is_monitored = False
 
     @property
     def sizes(self):
+        """The shard sizes of a batch."""
         sizes = splitting.sizes(self.batch_size, len(self.contexts))
         return work.undivided(sizes, self.batch_size) if self.is_monitored else sizes
 
     def decide_slices(self, data_shapes):
+        """Set the slices of a batch, and return the batch dimensions of inputs."""
         axes = [_axis(desc.layout) for desc in data_shapes]
         for desc, axis in zip(data_shapes, axes):
             if axis >= 0:
                 self.batch_size = desc.shape[axis]
         stops = np.cumsum(self.sizes).tolist()
         self.slices = [
-            # The first row where there is none, which is loaded and not computed.
+            # Where there is no row, the first one is loaded, but not used.
             slice(stop - size, stop) if size else slice(0, 1)
             for stop, size in zip(stops, self.sizes)
         ]
         return axes
 
     def install_monitor(self, mon):
-        """Show a Monitor what a single executor computes of the whole batch."""
+        """Have a Monitor observe a single executor, which computes the whole batch."""
         if len(self.contexts) > 1 and not self.is_monitored:
             fallback = Fallback(Reason.MONITOR)
             _rows.warn_unsplit(self.module, "Module", fallback, self.contexts[0], "The Module")
@@ -129,7 +131,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         self._where_rows_are(super().install_monitor, mon)
 
     def _where_rows_are(self, method, *args, **kwargs):
-        """Call a method as if there were only the executors that have rows of their own."""
+        """Call a method as if the executors that have rows were the only ones."""
         filled = [i for i, size in enumerate(self.sizes) if size]
         whole = {name: getattr(self, name) for name in ("execs", "slices", "contexts")}
         parts = {name: [items[i] for i in filled] for name, items in whole.items()}
@@ -137,12 +139,14 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
             return method(*args, **kwargs)
 
     def forward(self, data_batch, is_train=None):
+        """Run the executors on their shards, and count the batch."""
         self._where_rows_are(super().forward, data_batch, is_train)
         training = self.for_training if is_train is None else is_train
         idle = len(self.names) - len(self.contexts)
         work.count(self.names, self.sizes + [0] * idle, training)
 
     def backward(self, out_grads=None):
+        """Compute gradients, and unite running statistics."""
         module = self.module
         if len(self.contexts) > 1 and module.optimizer_initialized and module._kvstore is None:
             raise errors.UnsupportedError(
@@ -155,15 +159,17 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         for name, arrays in zip(self.param_names, self.grad_arrays):
             for array, size in zip(arrays, sizes):
                 if array is not None and not size and self.grad_req[name] == "write":
-                    # A sparse one has no rows then: those that it has would be updated.
+                    # A sparse one then has no rows: any that it had would be updated.
                     array[:] = 0 if array.stype == "default" else mx.nd.zeros_like(array)
         if len(sizes) > 1:  # else it would only wait
             unite(self.aux_arrays, sizes)
 
     def get_outputs(self, *args, **kwargs):
+        """Return the outputs of all rows."""
         return self._where_rows_are(super().get_outputs, *args, **kwargs)
 
     def get_input_grads(self, merge_multi_context=True):
+        """Return the gradients of inputs, of all rows."""
         filled = [
             [array for array, size in zip(arrays, self.sizes) if size]
             for arrays in self.input_grad_arrays
@@ -172,7 +178,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
             return super().get_input_grads(merge_multi_context)
 
     def update_metric(self, eval_metric, labels, pre_sliced):
-        """From the outputs of the whole batch: metrics of shards do not add up."""
+        """Update a metric by the outputs of the whole batch: metrics of shards do not add up."""
         if pre_sliced:  # by the script, for each executor
             return self._where_rows_are(super().update_metric, eval_metric, labels, pre_sliced)
         whole = types.SimpleNamespace(outputs=self.get_outputs())
@@ -186,13 +192,13 @@ def _fallback(module, inputs, context):
     A module has its contexts before it has a batch, so it is tried with random numbers.
     """
     axes = {d.name: _axis(d.layout) for d in inputs}
-    given = dict.fromkeys(module.label_names, _rows.Sharded(0))  # not described in inference
-    given.update((name, _rows.Sharded(axis)) for name, axis in axes.items() if axis >= 0)
+    placements = dict.fromkeys(module.label_names, _rows.Sharded(0))  # not described in inference
+    placements.update((name, _rows.Sharded(axis)) for name, axis in axes.items() if axis >= 0)
     random, count = np.random.RandomState(0), len(_rows.trial.WHOLE)
-    shapes = {d.name: grown(d.shape, given.get(d.name), count) for d in inputs}
+    shapes = {d.name: grown(d.shape, placements.get(d.name), count) for d in inputs}
     fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
     graph, types = Graph([], module.symbol), {d.name: d.dtype for d in inputs}
-    propagation, unknown = propagate_and_try(graph, given, fed, context, types, {})
+    propagation, unknown = propagate_and_try(graph, placements, fed, context, types, {})
     if unknown is not None:
         return unknown
     for head, output in zip(graph.heads, module.symbol):

@@ -1,10 +1,12 @@
 """Gluon blocks on several contexts."""
 
+from typing import Any, Dict, List, Optional, Set, Tuple
+
 import mxnet as mx
 
 from ... import _rows, errors
 from ..._configuration import settings
-from ..._rows import Fallback, Reason, splitting
+from ..._rows import Fallback, Placement, Reason, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import work
 from . import merging, state
@@ -22,7 +24,7 @@ from .watched_calls import WatchedBlock
 
 
 def parallelize(block, contexts):
-    """Run ``block`` on ``contexts``; one context gives the plain behaviour back."""
+    """Run ``block`` on ``contexts``; a single one restores the plain behaviour."""
     replicas = vars(block).get("_compat_replicas")
     if len(contexts) > 1:
         (replicas or BlockReplicas(block)).move(contexts)
@@ -33,9 +35,9 @@ def parallelize(block, contexts):
 
 
 def move(block, context):
-    """Bring parameters, and the trainers that have them, to this context where they are not.
+    """Move parameters, and the trainers that have them, to this context.
 
-    Those on several contexts stay: their script splits its batches by itself.
+    Those on several contexts are left there: their script splits its batches by itself.
     """
     for parameter in parameters_of(block):
         if len(_contexts_of(parameter)) == 1 and _contexts_of(parameter) != [context]:
@@ -44,7 +46,7 @@ def move(block, context):
 
 
 def move_trainers(block, context):
-    """Bring the trainers that have a block's parameters to this context where they are not."""
+    """Move the trainers that have a block's parameters to this context."""
     for trainer in {parameter._trainer for parameter in parameters_of(block)} - {None}:
         if trainer._contexts != [context]:
             move_trainer(trainer)
@@ -57,12 +59,12 @@ def _contexts_of(parameter):
 
 def contexts_of(block):
     """Return the contexts of a block's parameters, as far as these are made."""
-    # Of contexts that are equal there are many objects, which are slow to compare.
-    found = {}  # type: dict
+    # By numbers: there are many objects of one context, which are slow to compare.
+    contexts: "Dict[Tuple[int, int], Any]" = {}
     for parameter in parameters_of(block):
-        for each in _contexts_of(parameter):
-            found.setdefault((each.device_typeid, each.device_id), each)
-    return [found[key] for key in sorted(found)]
+        for context in _contexts_of(parameter):
+            contexts.setdefault((context.device_typeid, context.device_id), context)
+    return [contexts[key] for key in sorted(contexts)]
 
 
 class ReplicatedForward(ReplicatedCall):
@@ -71,6 +73,7 @@ class ReplicatedForward(ReplicatedCall):
     method = "forward"
 
     def invoke(self, block, *args):
+        """Run the replicas."""
         try:
             return self.replicas.forward(args)
         except BaseException:
@@ -82,11 +85,11 @@ class ReplicatedForward(ReplicatedCall):
 class BlockReplicas(Replicas):
     """The replicas of one block: a ``forward`` that splits, and copies of its parameters.
 
-    Each array given is split by its first dimension, where it has as many rows as the first one
-    given, and handed over whole where not; each replica's part runs on its context, and what
-    comes out is merged on the first. All of that is recorded by autograd, also where the
-    replicas get copies of the parameters (``state``): after a backward pass the one
-    gradient of each parameter is that of the whole batch, for whoever reads or changes it.
+    Each array argument with as many rows as the first one is split along its first dimension,
+    others are passed whole; each replica runs its shard on its context, and the results are merged
+    on the first context. Autograd records all of that, including the copying of parameters to
+    replicas (``state``): after a backward pass the one gradient of each parameter is that of the
+    whole batch, for any code that reads or changes it.
 
     Differs from one context:
 
@@ -96,13 +99,12 @@ class BlockReplicas(Replicas):
     - Dropout draws an independent mask in each replica.
 
     Before its first call of a kind a block is tried: three rows together, against two of them and
-    the third. A HybridBlock is traced, too: where its results have their rows, whether they are
-    sums or means over the rows, and which operations write states. A block that mixes rows, or
-    whose own states depend on them, runs on the first context with the whole batch, with a
-    warning.
+    the third. A HybridBlock is traced, too, for the placements of its results, and for the
+    operations that write states. A block that mixes rows, or whose custom states depend on them,
+    runs unsplit on the first context, with a warning.
 
     A script that has the parameters on several contexts splits its batches by itself: each array
-    runs where it lies, with a warning.
+    runs on its own context, with a warning.
 
     ``Block.__call__`` calls a block's ``forward`` on the instance, where it is replaced: it stays
     the same object, and its children stay plain.
@@ -115,42 +117,46 @@ class BlockReplicas(Replicas):
         self._sizes = None  # of the shards of the last batch trained, while statistics may differ
         self.arguments = Arguments()
         self.operations = {}  # that write states, by name: of what was traced
-        self._kinds = {}  # by kind of arguments: the results' placements (None: whole), if tried
-        self._done = set()  # the kinds of which there was a call
+        # By kind of arguments: the results' placements, or None if they run unsplit; and the rows
+        # of the trial, of which a single one is inconclusive.
+        self._kinds: "Dict[Any, Tuple[Optional[List[Placement]], int]]" = {}
+        self._done: "Set[Any]" = set()  # the kinds of which there was a call
         self.effects = SideEffects(block)
         self.verification = None  # of the first calls
         state.follow_replicas()
         self.install_on(block)
 
-    def move(self, contexts):
-        """Go on with other contexts."""
+    def move(self, contexts: "List[Any]") -> None:
+        """Run on other contexts from now on."""
         self._unite_statistics()
         self.contexts = contexts
         self.names = [str(context) for context in contexts]
         self.copies = state.Copies(contexts)
         move(self.block, contexts[0])
 
-    def prepare(self, found):
-        """Follow the block: it may have been initialised, or given a Trainer, since.
+    def prepare(self, present):
+        """Follow changes of the block since the last call: initialized parameters, new trainers.
 
         Arguments:
-            found: the contexts on which its parameters are.
+            present: the contexts on which its parameters are.
         """
-        if len(found) == 1 and found[0] in self.contexts:
-            if found != self.contexts[:1]:
-                self.move(found + [each for each in self.contexts if each != found[0]])
-            move_trainers(self.block, found[0])
+        if len(present) == 1 and present[0] in self.contexts:
+            if present != self.contexts[:1]:
+                self.move(present + [other for other in self.contexts if other != present[0]])
+            move_trainers(self.block, present[0])
         else:
             self._unite_statistics()
             move(self.block, self.contexts[0])
 
-    def remove(self):
+    def remove(self) -> None:
+        """Restore the block's own ``forward``."""
         self._unite_statistics()
         self.remove_from(self.block)
 
     # Called by Gluon ----------------------------------------------------------------------------
 
-    def forward(self, args):
+    def forward(self, args: "Tuple[Any, ...]") -> "Any":
+        """Return the block's result for the whole batch."""
         arrays = list(leaves(args))
         if not arrays or not arrays[0].shape or unsplit.here():
             # Symbols, too: the block is being exported.
@@ -166,14 +172,15 @@ class BlockReplicas(Replicas):
         self._check_contexts(arrays)
         verification = self.verification
         if verification is not None and self._kinds[self._kind(args)][0] is not None:
-            # Batch normalization and dropout go by this, not by whether gradients are wanted.
+            # On which batch normalization and dropout depend, not on whether autograd records.
             kind = "train" if mx.autograd.is_training() else "predict"
             if verification.is_due(kind):
                 self._unite_statistics()
                 return verification.verify(kind, BlockCall(self, args))
         return self.run(args)
 
-    def plain(self, args):
+    def plain(self, args: "Tuple[Any, ...]") -> "Any":
+        """Return the result of the block's own ``forward``."""
         return ReplicatedForward.of(self.block).plain(self.block)(*args)
 
     def _run_where_arrays_lie(self, args, contexts):
@@ -192,17 +199,17 @@ class BlockReplicas(Replicas):
             return self.plain(args)
 
     def _check_contexts(self, arrays):
-        found = {str(context_of(array)) for array in arrays}.intersection(self.names[1:])
-        if found:
+        others = {str(context_of(array)) for array in arrays}.intersection(self.names[1:])
+        if others:
             raise errors.UnsupportedError(
-                f"The block {self.block.name!r} was given an array on {min(found)}, but its "
+                f"The block {self.block.name!r} was given an array on {min(others)}, but its "
                 f"parameters are on {self.names[0]}: parallelize() splits each batch by itself. "
                 f"Give the block whole batches on {self.names[0]}, without "
                 "gluon.utils.split_and_load(); or initialize it on all contexts of the script, "
                 "which then runs as if it were not parallelized."
             )
 
-    def run_undivided(self, args):
+    def run_unsplit(self, args: "Tuple[Any, ...]") -> "Any":
         """Run the block on the first context alone, where no replica is running."""
         self._unite_statistics()
         self.copies.begin()
@@ -211,20 +218,22 @@ class BlockReplicas(Replicas):
         return self.written(self.contexts[0], args, lambda array: array)
 
     def written(self, context, args, rows):
-        """Run the block as it is written, on a context, where parts of it do not split again.
+        """Run the block's own ``forward`` on a context, where blocks within do not split again.
 
         Arguments:
-            rows: takes a replica's part out of an array that is split.
+            context: the replica's.
+            args: those of the whole batch.
+            rows: a function that returns a replica's shard of an array.
         """
         with unsplit, context:
             return self.plain(self.arguments.shard(args, rows, context))
 
-    def run(self, args):
-        """Run the block on all contexts, or on the first one where it cannot be divided."""
+    def run(self, args: "Tuple[Any, ...]") -> "Any":
+        """Run the block on all contexts, or unsplit on the first one."""
         kind = self._kind(args)
         placements, _ = self._kinds[kind]
         if placements is None:
-            return self._run_whole(args)
+            return self._run_counted(args)
         self._unite_statistics()
         rows, count = next(leaves(args)).shape[0], len(self.contexts)
         all_sizes = splitting.sizes(rows, count)
@@ -236,22 +245,22 @@ class BlockReplicas(Replicas):
         effects.begin()
         if kind not in self._done:
             copies.guard([p for p in parameters_of(self.block) if p not in statistics])
-        fallback = Fallback(Reason.NO_RULE)  # unless it all works out
+        fallback = Fallback(Reason.NO_RULE)  # unless all replicas succeed
         try:
             for i in replicas:
                 part = slice(*splitting.run_bounds(rows, count, i))
                 with copies.replica(i):
                     results.append(self.written(self.contexts[i], args, lambda a: a[part]))  # noqa: B023
                 changes.append(effects.taken())
-            found = copies.united(replicas)
-            if found is None and not merging.are_of(placements, results, sizes):
-                found = Fallback(Reason.TRIAL_DIFFERS)
-            if found is None:
+            unmerged = copies.united(replicas)
+            if unmerged is None and not merging.are_of(placements, results, sizes):
+                unmerged = Fallback(Reason.TRIAL_DIFFERS)
+            if unmerged is None:
                 result = merging.merged(placements, results, sizes, self.contexts[0])
-                found = effects.write(changes, sizes, self.contexts[0])
-            fallback = found
+                unmerged = effects.write(changes, sizes, self.contexts[0])
+            fallback = unmerged
         except Exception:
-            # Of the user's own, which comes again; or of a shard, whose shape does not do.
+            # The user's, which the unsplit run raises again; or because of a shard's shape.
             clear_errors()
         finally:  # also where it is interrupted
             if fallback is not None:
@@ -260,19 +269,19 @@ class BlockReplicas(Replicas):
         if fallback is None or not effects.lack_rules(changes):
             self._done.add(kind)
         elif kind in self._kinds:
-            # Something new has changed, of which there was no trial.
+            # The call has changed values of which there was no trial.
             del self._kinds[kind]
             return self.run(args)
         if fallback is not None:
-            result = self._run_whole(args)  # what is wrong on one device, too, is the user's
-            self._leave_whole(kind, fallback)
+            result = self._run_counted(args)  # raises errors that are the user's
+            self._leave_unsplit(kind, fallback)
             return result
         self._note_batch(all_sizes, statistics)
         return result
 
-    def _run_whole(self, args):
-        """Run all rows on the first context."""
-        result = self.run_undivided(args)
+    def _run_counted(self, args):
+        """Run the block unsplit, and count the batch."""
+        result = self.run_unsplit(args)
         statistics, _ = states_of(self.block, self.operations)
         self._note_batch(work.undivided(self.names, next(leaves(args)).shape[0]), statistics)
         return result
@@ -284,42 +293,45 @@ class BlockReplicas(Replicas):
                 state.pending[parameter] = self._unite_statistics
         work.count(self.names, sizes, mx.autograd.is_training())
 
-    # What can be divided ------------------------------------------------------------------------
+    # Kinds of calls -----------------------------------------------------------------------------
 
     def _kind(self, args):
-        """Return the kind of these arguments, of which it is decided whether they are divided."""
-        kept, known = self.arguments.kind(args)
-        kind, rows = (mx.autograd.is_recording(), kept, known), next(leaves(args)).shape[0]
-        # Of a single row a trial tells nothing: it is tried again.
+        """Return the kind of a call, after it was decided whether calls of this kind are split."""
+        can_be_split, arguments = self.arguments.kind(args)
+        kind = mx.autograd.is_recording(), can_be_split, arguments
+        rows = next(leaves(args)).shape[0]
+        # A trial on a single row is inconclusive, and repeated.
         if kind not in self._kinds or self._kinds[kind][1] < min(rows, 2):
             self._unite_statistics()
             with making:
-                found = BlockTrial(self).decide(args) if kept else Fallback(Reason.CROSS_BATCH)
-            if isinstance(found, Fallback):
-                self._leave_whole(kind, found)
+                decision = Fallback(Reason.CROSS_BATCH)
+                if can_be_split:
+                    decision = BlockTrial(self).decide(args)
+            if isinstance(decision, Fallback):
+                self._leave_unsplit(kind, decision)
             else:
-                self._kinds[kind] = found, rows
+                self._kinds[kind] = decision, rows
         return kind
 
-    def _leave_whole(self, kind, fallback):
+    def _leave_unsplit(self, kind, fallback):
         name, context = self.block.name, self.contexts[0]
         _rows.warn_unsplit(self.block, name, fallback, context, "The block", self)
         self._kinds[kind] = None, 2
 
-    def arrays_of(self, parameter):
-        """Return all arrays that replicas have of a parameter."""
+    def arrays_of(self, parameter: "Any") -> "List[Any]":
+        """Return the arrays of a parameter in all replicas."""
         return list(self.copies.arrays_of(parameter).values())
 
     # States -------------------------------------------------------------------------------------
 
-    def custom_states(self):
-        """Return the parameters that the block sets, and that are not running statistics."""
+    def custom_states(self) -> "List[Any]":
+        """Return the parameters that the block sets, other than running statistics."""
         return states_of(self.block, self.operations)[1]
 
     def _unite_statistics(self):
-        """Give all contexts one set of running statistics.
+        """Give all contexts the same running statistics.
 
-        At the next use, since the backward pass writes them, which comes after ``forward``.
+        This is called before their next use, since the backward pass writes them after ``forward``.
         """
         if self._sizes is None:
             return

@@ -1,24 +1,24 @@
-"""States and step counts of optimizers, which follow their parameters to another context."""
+"""States and step counts of optimizers, moved with their parameters to another context."""
 
 import mxnet as mx
 
 
 def move_updater(updater, context):
-    """Move an updater's states, of one of its optimizer's models, and step counts to a context."""
+    """Move an updater's states and step counts to a context."""
     optimizer = updater.optimizer
     updater.set_states(updater.get_states())  # copies, which move when they are next used
     optimizer._compat_states = updater.states
-    # Steps are counted per device id: Adam would begin anew on another one.
+    # Steps are counted by device id: Adam would start again on another one.
     optimizer._all_index_update_counts[context.device_id] = dict(optimizer._index_update_count)
     optimizer._set_current_context(context.device_id)
 
 
 def move_trainer(trainer):
-    """Let a Gluon trainer follow its parameters, with the optimizer's state and step counts."""
+    """Move a Gluon trainer to its parameters' contexts, with the optimizer's state and counts."""
     try:
         contexts = trainer._check_contexts()
     except (AssertionError, RuntimeError):
-        return  # it has another block's parameters, too, which are elsewhere as yet, or not there
+        return  # it also has parameters of another block, which are elsewhere, or not made yet
     if trainer._contexts == contexts:
         return
     updater = _updaters(trainer)[0]
@@ -28,7 +28,7 @@ def move_trainer(trainer):
     trainer._contexts = contexts
     optimizer = trainer._optimizer
     trainer._updaters = [mx.optimizer.get_updater(optimizer) for _ in contexts]
-    # Steps are counted per device id: Adam would begin anew on another one.
+    # Steps are counted by device id: Adam would start again on another one.
     counts = optimizer._all_index_update_counts
     ids = {context.device_id for context in contexts} | set(counts)
     counts.update((i, dict(optimizer._index_update_count)) for i in ids)

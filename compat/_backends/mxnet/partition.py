@@ -1,21 +1,36 @@
-"""A graph cut in two: what runs on shards of the batch, and the rest, whose batch is whole."""
+"""A graph cut in two: a body that runs on shards of the batch, and a head that runs unsplit."""
+
+from typing import Any, List, NamedTuple
 
 from ... import _rows
+from .propagation import Propagation
 
 
-def cut(propagation):
-    """Cut a graph between what can run on shards of the batch and the rest.
+class Partition(NamedTuple):
+    """A graph cut in two.
 
-    What an operation across rows gives, and what follows from it, is left to the head, whose
-    batch is whole.
+    Attributes:
+        body: a symbol whose outputs are the entries at the cut.
+        head: a symbol of the other outputs, or None where the body computes all.
+        cuts: the names of the head's variables that stand for the entries at the cut.
+        places: for each of the graph's heads, its number among the entries at the cut and, after
+            them, the head's outputs.
+    """
+
+    body: Any
+    head: Any
+    cuts: "List[str]"
+    places: "List[int]"
+
+
+def cut(propagation: "Propagation") -> Partition:
+    """Cut a graph into a body, which can run on shards of the batch, and a head.
+
+    Cross-batch operations, and all that depend on them, belong to the head, which gets the whole
+    batch.
 
     Arguments:
         propagation: the placements of the graph's entries.
-
-    Returns:
-        The body, which gives the entries at the cut; the head, or None; the names that the
-        head knows those entries by; and for each of the heads its number among the entries at
-        the cut and, after them, the head's outputs.
     """
     graph = propagation.graph
     body = graph.ancestors(frontier(propagation, graph.outputs))
@@ -32,13 +47,13 @@ def cut(propagation):
         ]
         nodes += [{"op": "null", "name": name, "inputs": []} for name in names]
         head = graph.symbol(rest, nodes)
-    return graph.symbol(cut), head, names, places
+    return Partition(graph.symbol(cut), head, names, places)
 
 
 def frontier(propagation, entries, inside=None):
-    """Return the nearest entries with a row for each of the batch that ``entries`` follow from.
+    """Return the nearest entries with a row for each of the batch that ``entries`` depend on.
 
-    Variables are left out, and, where ``inside`` is given, what other nodes compute.
+    Variables are left out, and entries of nodes that are not ``inside``, unless that is None.
     """
     graph = propagation.graph
 

@@ -1,27 +1,28 @@
-"""Which operations each context executed, and when, by the profiler of MXNet's engine."""
+"""Operations that each context executed, and when, by the profiler of MXNet's engine."""
 
 import collections
 import contextlib
 import json
 import os
 import tempfile
+from typing import Any, Callable, Counter, Dict, List, Tuple
 
 import mxnet as mx
 
 from ..._runtime.operation_times import Operation, converted, count_products
 
-# What a layer computes with: matrix products, convolutions, look-ups. The loss has none of them.
+# Products of layers: matrix products, convolutions, look-ups. A loss has none of them.
 PRODUCTS = ("dot", "Convolution", "FullyConnected", "Embedding")
 
 
 @contextlib.contextmanager
 def recorded():
-    """Record what MXNet's engine does; yield a list, to which its events are added at the end."""
-    events = []  # type: list
+    """Record MXNet's engine; yield a list, to which its events are added at the end."""
+    events: "List[Dict[str, Any]]" = []
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
-        # By default MXNet also writes once a second, from a thread of its own: into a file that
-        # is being read, or a folder that is being removed.
+        # By default MXNet also writes once a second, from another thread: into a file that is
+        # being read, or a folder that is being removed.
         mx.profiler.set_config(
             profile_symbolic=True, profile_imperative=True, continuous_dump=False, filename=path
         )
@@ -40,14 +41,14 @@ def recorded():
             events += json.loads("[" + listed.lstrip().lstrip(",") + "]")
 
 
-def operations(step):
+def operations(step: "Callable[[], Any]") -> "Counter[Tuple[str, str]]":
     """Count the operations in ``step()`` by device and name, as MXNet's engine records them."""
     with recorded() as events:
         step()
     return collections.Counter((each.device, each.name) for each in _executed(events, "cpu"))
 
 
-def products(step):
+def products(step: "Callable[[], Any]") -> "Dict[str, Tuple[int, int]]":
     """Count the products of layers in ``step()``; see ``count_products``."""
     return count_products(
         (device, "_backward_" in name)
@@ -57,13 +58,14 @@ def products(step):
 
 
 def profiled(contexts):
-    """Return what ``MXNet.profiled()`` does, for the configured contexts."""
+    """Return the result of ``MXNet.profiled()``, for the configured contexts."""
     kind = contexts[0].partition("(")[0]
     return converted(recorded(), lambda events: _executed(events, kind))
 
 
 def _executed(events, kind):
-    begun = {}  # type: dict
+    """Yield the operations that a profiler's events record, on contexts of a kind."""
+    begun: "Dict[Any, List[Dict[str, Any]]]" = {}  # by process and thread: events without end
     # In the record CPUs come first, one for each core. There are CPU contexts beyond the cores,
     # under the numbers of what comes next; but contexts are all CPUs, or all GPUs (MXNet's
     # src/profiler/profiler.cc).

@@ -20,8 +20,8 @@ from ..._rows import (
 from . import rules
 from .graph import Entry, Graph, inferred
 
-# Two batch sizes, far from any width and from one another, so that shapes tell what grows with the
-# batch.
+# Two batch sizes, far from any width and from one another: dimensions that differ between them grow
+# with the batch.
 ROWS = (1009, 2003)
 
 
@@ -30,7 +30,7 @@ class EntryShape(NamedTuple):
 
     Attributes:
         sizes: of its dimensions, None for those that grow with the batch or are not known; or None
-            where not even their number is known.
+            where the number of dimensions is unknown.
         grows: the dimensions that grow with the batch; None where that is not known.
         has_one_each: whether it has one element for each row of the batch along these.
     """
@@ -55,8 +55,8 @@ class EntryShape(NamedTuple):
 class Propagation:
     """Placements of a graph's entries, as far as its outputs follow from them.
 
-    What has no rule is taken for rows where its shape has them, and listed in ``without_rule``:
-    ``trial.propagate_and_try`` tries it.
+    An entry without a rule is assumed to be sharded along the dimension that grows with the batch,
+    and is listed in ``without_rule``: ``trial.propagate_and_try`` tries it.
 
     Arguments:
         graph: a ``Graph``.
@@ -119,12 +119,12 @@ class Propagation:
             return inputs.get(node["name"], Mixed() if first.grows else REPLICATED)
         sources = {self.graph.nodes[source]["name"] for source, _ in self.graph.inputs[number]}
         if node["op"] not in rules.MEANS and not sources.isdisjoint(self.graph.auxiliary):
-            return Mixed()  # a state, of which nobody knows how those of devices go together
+            return Mixed()  # a state, and it is not known how those of devices are merged
         op = rules.SymbolNode(node["op"], node["attrs"], first.sizes, first.grows)
         return rules.placements(op, values)
 
     def _agreeing(self, placement, entry):
-        """Return a rule's placement, unless the shape has another: then nothing is known."""
+        """Return a rule's placement, or ``Unknown`` if the shape contradicts it."""
         grows = self._shapes[entry].grows
         if grows is None or isinstance(placement, (Mixed, Unknown, Count)):
             return placement
@@ -134,10 +134,10 @@ class Propagation:
             return placement.replace(inner=1)
         return placement
 
-    def fallback(self, outputs, with_rows=True):
-        """Return the first operation that mixes rows, if outputs follow from one.
+    def fallback(self, outputs: "List[Entry]", with_rows: bool = True) -> "Optional[Fallback]":
+        """Return the first operation that mixes rows, if outputs depend on one.
 
-        Or an output whose rows are not those of the first axis, one for each of the batch.
+        Or an output whose batch dimension is not the first one, with an element for each row.
         """
         for entry in outputs:
             has_rows = self._shapes[entry].grows != []
@@ -150,14 +150,14 @@ class Propagation:
         return None
 
     def _origin(self, number):
-        """Return a node, or the reduction that it goes on from."""
+        """Return a node, or the reduction whose result it uses."""
         for entry in self.graph.inputs[number]:
             if isinstance(self._placements[entry], (Count, Partial)):
                 return self._origin(entry[0])
         return number
 
-    def has_rows(self, entry):
-        """Return whether an entry has a row for each of the batch, each computed by itself."""
+    def has_rows(self, entry: "Entry") -> bool:
+        """Return whether an entry has a row for each of the batch, computed from it alone."""
         return self._placements.get(entry) == Sharded(0)
 
 
@@ -173,8 +173,8 @@ def entry_shapes(graph, entries, placements, shapes):
     entries = sorted(entries)
     symbol, inferences = graph.symbol(entries), []
     for rows in ROWS:
-        known = {name: grown(shape, placements.get(name), rows) for name, shape in shapes.items()}
-        _, sizes, _ = inferred(symbol.infer_shape_partial, symbol, known)
+        inputs = {name: grown(shape, placements.get(name), rows) for name, shape in shapes.items()}
+        _, sizes, _ = inferred(symbol.infer_shape_partial, symbol, inputs)
         sizes = sizes or [None] * len(entries)
         # None: the number of dimensions is not known. ``()`` is a number's shape in MXNet's
         # numpy mode only.
@@ -183,7 +183,7 @@ def entry_shapes(graph, entries, placements, shapes):
 
 
 def grown(shape, placement, rows):
-    """Return the shape that a value with a placement has where the batch has so many rows."""
+    """Return the shape of a value with a placement, for a batch of so many rows."""
     if not isinstance(placement, Sharded):
         return tuple(shape)
     length = rows * placement.inner * placement.copies

@@ -1,10 +1,11 @@
 """keras-mxnet as one of several ranks: Horovod carries the gradients.
 
-keras-mxnet's train function has its module go forward and backward, and then update. In between,
-the gradients in the module's executor become the mean of all ranks', so that whatever the
-optimizer does with gradients (it clips them, for example) it does with that mean, and it is the
-user's own.
+keras-mxnet's train function calls its module's forward and backward passes, and then updates the
+weights. In between, the gradients in the module's executor become the means over all ranks, so that
+the user's optimizer, unchanged, processes these means: it clips them, for example.
 """
+
+from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
 import numpy as np
@@ -17,29 +18,33 @@ from .synchronization import wait_for_updates
 
 
 class MXNetHorovod(horovod.HorovodEngine):
+    """Horovod's operations on arrays of MXNet."""
+
     framework = "mxnet"
 
-    def sum_numbers(self, values):
+    def sum_numbers(self, values: "Any") -> "Any":
+        """Return the sums of numbers over all ranks."""
         array = mx.nd.array(values, mx.cpu(), "float64")
         return self.horovod.allreduce_(array, op=self.horovod.Sum, name="horovod_sum").asnumpy()
 
-    def broadcast_bytes(self, content):
+    def broadcast_bytes(self, content: "Any") -> "Any":
+        """Return the bytes of rank 0."""
         array = mx.nd.array(content, mx.cpu(), "uint8")
         return self.horovod.broadcast_(array, 0, name="horovod_broadcast").asnumpy()
 
-    def mean(self, arrays, share, name):
+    def mean(self, arrays: "List[Any]", share: float, name: str) -> None:
         """Set arrays to their means over all ranks, weighted by their shares of the rows.
 
         Arguments:
-            arrays: dense and row-sparse ones, the same on all ranks.
+            arrays: dense and row-sparse ones, in the same order on all ranks.
             share: this rank's.
-            name: of the operation; the ranks' operations of one name belong together.
+            name: of the operation, by which Horovod matches those of ranks.
         """
         # Without CUDA, Horovod would look for arrays of a GPU in the host's memory.
         sent = arrays if self.horovod.cuda_built() else [a.as_in_context(mx.cpu()) for a in arrays]
-        groups = {}  # type: dict  # by dtype: an operation is of one
+        groups: "Dict[str, List[Any]]" = {}  # by dtype: an operation has a single one
         for array in sent:
-            array.wait_to_read()  # what goes wrong there is not Horovod's, nor a wait for others
+            array.wait_to_read()  # so that errors and time of computing it are not Horovod's
             if array.stype == "default":
                 groups.setdefault(array.dtype.__name__, []).append(array)
         with self.waiting("for the others' gradients"):
@@ -54,13 +59,13 @@ class MXNetHorovod(horovod.HorovodEngine):
                 if array.stype != "default":
                     self._mean_of_rows(array, share, "horovod_{}_{}".format(name, place))
             for array in sent:
-                array.wait_to_read()  # MXNet computes, and fails, in threads of its own
+                array.wait_to_read()  # MXNet computes asynchronously, and raises errors here
         for array, mean in zip(arrays, sent):
             if mean is not array:
                 mean.copyto(array)
 
     def _mean_of_rows(self, array, share, name):
-        """The rows that any rank has; those of one index are summed up."""
+        """Gather the rows that any rank has, and sum those of the same index."""
         indices = self.horovod.allgather(array.indices, name=name + "_rows")
         values = self.horovod.allgather(array.data * share, name=name + "_values")
         rows, places = np.unique(indices.asnumpy(), return_inverse=True)
@@ -69,7 +74,8 @@ class MXNetHorovod(horovod.HorovodEngine):
         mean = mx.nd.sparse.row_sparse_array((sums, rows), array.shape, array.context, array.dtype)
         mean.copyto(array)
 
-    def problem(self, error):
+    def problem(self, error: BaseException) -> "Optional[str]":
+        """Return the first sentence of an error of Horovod's, or None for other errors."""
         if not isinstance(error, mx.base.MXNetError):
             return None
         # "MXNetError: Horovod has been shut down. This was caused by an exception on one of ..."
@@ -77,25 +83,28 @@ class MXNetHorovod(horovod.HorovodEngine):
 
 
 class MakeMXNetTrainFunction(keras2.MakeFunction):
+    """The method by which keras-mxnet makes the function of a training step."""
+
     updates_by_itself = True
 
     def update(self, function, inputs):
-        """Do what a step does besides training."""
+        """Run a step without updating the weights."""
         with patching.replaced(function.model._module, update=lambda: None):
             function.made(inputs)
         wait_for_updates()
 
     def run(self, function, inputs):
+        """Run a training step with the means of gradients and moving averages over all ranks."""
         share, inputs = self.share(function, inputs)
         model, module = function.model, function.model._module
-        # Moving averages, MXNet's own and those of Keras' layers; no row of the batch's.
+        # Moving averages, MXNet's and those of Keras' layers; no states of rows.
         rows = {variable.name for variable, _ in model.state_updates}
         rows.update(variable.name for variable in rank_state.tried(model))  # see keras2_state
         names = sorted(model._aux_names | set(model._train_updates) - rows)
-        state = []  # type: list  # of the arrays that the step may set, and their values before
+        state: "List[Tuple[Any, Any]]" = []  # arrays that the step may set, and their values before
 
         def forward_backward(batch):
-            """The module then has the gradients of all ranks."""
+            """Compute gradients, which become the means over all ranks."""
             (executor,) = module._curr_module._exec_group.execs
             held = dict(executor.arg_dict, **executor.aux_dict)
             state.extend((held[name], held[name].copy()) for name in names)
@@ -111,7 +120,7 @@ class MakeMXNetTrainFunction(keras2.MakeFunction):
             result = function.made(inputs)
         if state:
             wait_for_updates()
-            # Of the changes: what has none stays as it is to the bit.
+            # Means of the changes: states that do not change stay bitwise equal.
             changes = [array - before for array, before in state]
             self.engine.mean(changes, share, "state")
             for (array, before), change in zip(state, changes):

@@ -1,5 +1,7 @@
 """Replicas of a model of any kind, and the methods of the model that they replace."""
 
+from typing import Any, Tuple
+
 from ..._runtime.patching import InstanceMethod, attach, detach
 from .locks import CallLock
 
@@ -11,24 +13,24 @@ class Replicas:
         calls: the kinds of ``ReplicatedCall`` that replace the model's methods.
     """
 
-    calls = ()  # type: tuple
+    calls: "Tuple[Any, ...]" = ()
 
-    def install_on(self, model):
-        """Have the replicas do what the model's methods did: one call at a time."""
+    def install_on(self, model: "Any") -> None:
+        """Have the replicas run in place of the model's methods, one call at a time."""
         self._calling = CallLock()
         attach(model, "_compat_replicas", self)
         for kind in self.calls:
             kind(self).install(model)
 
-    def remove_from(self, model):
-        """Give the model its own methods back."""
+    def remove_from(self, model: "Any") -> None:
+        """Restore the model's own methods."""
         for kind in self.calls:
             kind.of(model).remove(model)
         detach(model, "_compat_replicas")
 
 
 class ReplicatedCall(InstanceMethod):
-    """A method of a model, done by its replicas."""
+    """A method of a model that its replicas run."""
 
     def __init__(self, replicas):
         super().__init__([])

@@ -10,9 +10,10 @@ import collections
 import itertools
 import string
 from functools import partial
+from typing import Any, Dict, List, Union
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Replicated, Unknown, Value, listed
+from ..._rows import REPLICATED, Count, Mixed, Placement, Replicated, Unknown, Value, listed
 
 # Operations whose states are moving averages of means over the rows of a batch.
 MEANS = ("BatchNorm", "BatchNorm_v1", "_contrib_SyncBatchNorm", "IdentityAttachKLSparseReg")
@@ -28,7 +29,7 @@ class SymbolNode(collections.namedtuple("SymbolNode", "type attributes result gr
         grows: the dimensions of it that grow with the batch, or None.
     """
 
-    def get(self, name, default=None):
+    def get(self, name: str, default: "Any" = None) -> "Any":
         """Return the value of an attribute."""
         text = self.attributes.get(name)
         try:
@@ -37,7 +38,7 @@ class SymbolNode(collections.namedtuple("SymbolNode", "type attributes result gr
             return text
 
 
-def placements(op, values):
+def placements(op: SymbolNode, values: "List[Value]") -> "Union[Placement, List[Placement]]":
     """Return the placement of all of an operation's outputs, or a list of those of each.
 
     Arguments:
@@ -45,9 +46,9 @@ def placements(op, values):
         values: a ``Value`` for each of its inputs.
     """
     rule = RULES.get(op.type)
-    known = _rows.without_rows([value.placement for value in values])
-    if values and known is not None and not (rule is None and isinstance(known, Count)):
-        return known
+    unsharded = _rows.without_rows([value.placement for value in values])
+    if values and unsharded is not None and not (rule is None and isinstance(unsharded, Count)):
+        return unsharded
     if rule is None and not values:  # made by its attributes: numbers by their places, for example
         return REPLICATED if op.grows == [] else Mixed()
     if rule is None:
@@ -97,7 +98,7 @@ def product(op, values, transposed=False):
     Arguments:
         op: the operation.
         values: of its inputs.
-        transposed: whether the second matrix is transposed where no attribute tells.
+        transposed: whether the second matrix is transposed without an attribute.
     """
     if op.get("axis", -2) != -2:
         return Unknown()  # a product of other dimensions
@@ -275,7 +276,7 @@ SHIFTED = (
 #: Of two inputs.
 PAIRS = _named(_BINARY, "_{}", "broadcast_{}") + _named(_IN_NUMPY, "_npi_{}")
 
-RULES = {}
+RULES: "Dict[str, Any]" = {}  # by operation: a rule(op, values)
 for _names, _rule in [
     # Each element by itself
     (" ".join([POINTWISE, SCALAR, PAIRS, "_npi_where broadcast_like"]), _all(_rows.pointwise)),

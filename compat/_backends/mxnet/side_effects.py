@@ -1,17 +1,18 @@
-"""Side effects of the calls of a Gluon block, as one context leaves them.
+"""Side effects of the calls of a Gluon block, merged to those of one context.
 
-Attributes, lists, dictionaries, closures: all that a call reaches and changes besides its results,
-by itself or in the hooks of blocks. Each replica begins with the same, its changes are taken back,
-and what they make together is written once: arrays and numbers are merged as results are.
+Attributes, lists, dictionaries, closures: all objects that a call can reach and change, by itself
+or in the hooks of blocks. Each replica begins with the same state, its changes are reverted, and
+the merged changes are written once: arrays and numbers are merged as results are.
 """
 
 import collections
 import numbers
+from typing import Any, Dict, List, NamedTuple
 
 import mxnet as mx
 import numpy as np
 
-from ..._rows import REPLICATED, Fallback, Partial, Reason, Sharded, trial
+from ..._rows import REPLICATED, Fallback, Partial, Placement, Reason, Sharded, trial
 from ..._rows.merging import NUMBERS, merge
 from ..._runtime import containers
 from ..._runtime.effects import Effects
@@ -19,7 +20,7 @@ from . import merging
 from .arrays import are_equal, on_context
 from .state import blocks
 
-# Where Gluon keeps parts, parameters, hooks and what it has compiled: the names in its code.
+# Attributes in which Gluon keeps blocks, parameters, hooks and compiled graphs: names in its code.
 _GLUON = {"_compat_replicas", "_compat_watched", "forward"}
 _GLUON.update(
     name
@@ -30,12 +31,12 @@ _GLUON.update(
 )
 
 
-# So many containers that calls change are known by number.
+# How many containers that calls change are numbered.
 _MOST_PLACES = 1000
 
 
 class _Attributes(containers.Owner):
-    """The attributes of a block that are its own, and not Gluon's."""
+    """The attributes of a block that are not Gluon's."""
 
     def read(self):
         return {name: value for name, value in self.held.items() if name not in _GLUON}
@@ -47,7 +48,7 @@ class _Attributes(containers.Owner):
 
 
 class _Followed(Effects):
-    """The ``Effects`` of calls of a block: of what it, those within, and their hooks hold."""
+    """The ``Effects`` of calls of a block, on objects of it, of blocks within, and their hooks."""
 
     def __init__(self, block):
         super().__init__(roots_of(block), _is_value)
@@ -60,20 +61,21 @@ class _Followed(Effects):
 
 
 class BlockState(_Followed):
-    """All that calls of a block can reach, and the arrays there, at one time."""
+    """The state of all objects that calls of a block can reach, arrays included, at one time."""
 
     def __init__(self, block):
         super().__init__(block)
         self.note()
 
     def note(self):
+        """Take the current state as that before a call."""
         super().note()
-        found = (each for values in self._before.values() for each in values.values())
-        held = {id(each): each for each in found if isinstance(each, mx.nd.NDArray)}
+        contents = (value for values in self._before.values() for value in values.values())
+        held = {id(value): value for value in contents if isinstance(value, mx.nd.NDArray)}
         self._arrays = [(array, array.copy()) for array in held.values()]
 
     def put_back(self):
-        """Put all back, also arrays that were changed in place, which are returned."""
+        """Restore the state; return the arrays that were changed in place."""
         self.restore(randoms=True)
         changed = []
         with mx.autograd.pause():
@@ -85,7 +87,7 @@ class BlockState(_Followed):
 
 
 def roots_of(block):
-    """Return the user-defined blocks within a block, and what hooks call."""
+    """Return the user-defined blocks within a block, and the functions of hooks."""
     parts = list(dict.fromkeys(blocks(block)))
     roots = [part for part in parts if not type(part).__module__.startswith("mxnet.")]
     for part in parts:
@@ -99,16 +101,32 @@ def _is_value(value):
     return isinstance(value, kinds) or type(value).__module__.startswith("mxnet.")
 
 
+class ChangeRule(NamedTuple):
+    """How the replicas' values of a number or an array are merged.
+
+    Attributes:
+        is_added: whether the differences from the value before are merged, in place of the values.
+        placement: of these.
+    """
+
+    is_added: bool
+    placement: Placement
+
+
 class SideEffects:
-    """Those of the calls of one block."""
+    """Side effects of the calls of one block.
+
+    Attributes:
+        rules: by place, a rule for each number or array there.
+    """
 
     def __init__(self, block):
         self.block = block
         self._effects, self._numbers = None, {}
-        self.rules = {}  # by place: a rule for each number or array that is found there
+        self.rules: "Dict[Any, List[ChangeRule]]" = {}
 
     def begin(self):
-        """Take the present state as that before the calls of replicas."""
+        """Take the current state as that before the calls of replicas."""
         if self._effects is None or self._effects.roots != roots_of(self.block):
             self._effects = _Followed(self.block)
         self._effects.note()
@@ -118,14 +136,15 @@ class SideEffects:
         return [vars(part).get("_cached_op") for part in blocks(self.block)]
 
     def restore(self):
+        """Restore the state before the calls."""
         self._effects.restore()
 
     def taken(self):
-        """Put back the changes of a call since ``begin()``, and return them by place."""
+        """Revert the changes of a call since ``begin()``, and return them by place."""
         return {self._place(change): change for change in self._effects.take()}
 
     def _place(self, change):
-        """Return what identifies the place of a change in each replica and in later calls."""
+        """Return a key of a change's place, the same for each replica and for later calls."""
         if len(self._numbers) > _MOST_PLACES:
             self._numbers.clear()
             self.rules.clear()
@@ -134,39 +153,39 @@ class SideEffects:
             owner.held, (list, collections.deque)
         ):
             key = "added", key - len(owner.held)
-        # With what is there, so that nothing else gets its identity.
+        # The container is kept, so that no other object gets its identity.
         number, _ = self._numbers.setdefault(owner.identity, (len(self._numbers), owner.held))
         return number, key
 
-    def lack_rules(self, found):
+    def lack_rules(self, calls):
         """Return whether values have changed of which no trial was made."""
         return any(
             place not in self.rules and _leaves(change.after)
-            for changes in found
+            for changes in calls
             for place, change in changes.items()
         )
 
     # Trials ---------------------------------------------------------------------------------------
 
-    def decide(self, found, placements):
-        """Find rules for the values that a trial has found.
+    def decide(self, changes, placements):
+        """Set rules for the values that a trial has changed.
 
         Arguments:
-            found: the changes of the trial, by place.
+            changes: of the trial, by place.
             placements: those of ``arrays_of`` them.
 
         Returns:
-            What cannot be put together, or None.
+            A ``Fallback`` if values cannot be merged, or None.
         """
         placements = iter(placements)
-        for place, change in found.items():
+        for place, change in changes.items():
             rules = []
             for _ in _leaves(change.after):
                 value, added = next(placements), next(placements)
                 if _fits(value):
-                    rules.append((False, value))
+                    rules.append(ChangeRule(False, value))
                 elif added == Partial("sum"):
-                    rules.append((True, added))
+                    rules.append(ChangeRule(True, added))
                 else:
                     return fallback(change)
             self.rules[place] = rules
@@ -174,37 +193,39 @@ class SideEffects:
 
     # Replicas -------------------------------------------------------------------------------------
 
-    def write(self, found, sizes, context):
-        """Write what the replicas make together.
+    def write(self, calls, sizes, context):
+        """Merge the changes of the replicas, and write them.
 
         Arguments:
-            found: the changes of each replica, as ``taken()`` returns them.
-            sizes: the replicas' numbers of rows.
-            context: where the arrays go.
+            calls: the changes of each replica, as ``taken()`` returns them.
+            sizes: the replicas' shard sizes.
+            context: where merged arrays are.
 
         Returns:
-            What cannot be put together, or None.
+            A ``Fallback`` if they cannot be merged, or None.
         """
         written = []
-        first = found[0]
+        first = calls[0]
         if self._cached() != self._compiled:
             # Compiling has called it with symbols, in the first replica alone.
-            once = {place for place in first if any(place not in each for each in found)}
+            once = {place for place in first if any(place not in changes for changes in calls)}
             written += [first[place] for place in first if place in once]
-            first = {place: first[place] for place in first if place not in once}
-            found = [{place: each[place] for place in each if place not in once} for each in found]
-        change = differing(found)
+            calls = [
+                {place: changes[place] for place in changes if place not in once}
+                for changes in calls
+            ]
+            first = calls[0]
+        change = differing(calls)
         if change is not None:
             return fallback(change)
         for place, change in first.items():
-            changes = [each[place] for each in found]
-            leaves = zip(*[_leaves(each.after) for each in changes])
+            leaves = zip(*[_leaves(changes[place].after) for changes in calls])
             before = _leaves(change.before)
             rules = self.rules.get(place, [])
             values = []
             for number, parts in enumerate(leaves):
-                rule = rules[number] if number < len(rules) else (False, REPLICATED)
-                start = before[number] if rule[0] and number < len(before) else None
+                rule = rules[number] if number < len(rules) else ChangeRule(False, REPLICATED)
+                start = before[number] if rule.is_added and number < len(before) else None
                 value = _merged(rule, parts, start, sizes, context)
                 if value is None:
                     return fallback(change)
@@ -216,13 +237,14 @@ class SideEffects:
 
 
 def fallback(change):
+    """Return the ``Fallback`` of a change that cannot be merged."""
     return Fallback(Reason.CROSS_BATCH, f"that changes {change}")
 
 
-def arrays_of(found):
-    """Return the numbers and arrays that changes have, as arrays, and what was added to them."""
+def arrays_of(changes):
+    """Return the numbers and arrays of changes as arrays, each followed by what was added to it."""
     arrays = []
-    for change in found.values():
+    for change in changes.values():
         before, after = _leaves(change.before), _leaves(change.after)
         for number, leaf in enumerate(after):
             start = before[number] if len(before) == len(after) else None
@@ -231,20 +253,22 @@ def arrays_of(found):
 
 
 def _difference(leaf, start):
-    """Return what was added to a number or an array, if there was one of its shape before."""
+    """Return what was added to a number or an array; 0 if there was none of its shape before."""
     leaf, start = _as_numpy(leaf), None if start is None else _as_numpy(start)
     if start is None or leaf.shape != start.shape or leaf.dtype != start.dtype:
-        return np.zeros(())  # the same for any rows: no sum
+        return np.zeros(())  # the same for any rows, so no sum
     return leaf - start
 
 
-def differing(found):
-    """Return a change that only some calls make, or to another structure; or None."""
-    for changes in found[1:]:
-        for place in list(changes) + list(found[0]):
-            pair = [each.get(place) for each in (found[0], changes)]
-            if None in pair or len({_without_leaves(each.after) for each in pair}) > 1:
-                return pair[0] or pair[1]
+def differing(calls):
+    """Return a change that only some calls make, or make to another structure; or None."""
+    for changes in calls[1:]:
+        for place in list(changes) + list(calls[0]):
+            one, other = calls[0].get(place), changes.get(place)
+            if one is None or other is None:
+                return one or other
+            if _without_leaves(one.after) != _without_leaves(other.after):
+                return one
     return None
 
 
@@ -259,7 +283,7 @@ def _fits(placement):
 
 
 def _merged(rule, parts, before, sizes, context):
-    """Return the value of the whole batch; None if the parts are not what the rule expects."""
+    """Return the value of the whole batch; None if the parts contradict the rule."""
     is_added, placement = rule
     if isinstance(parts[0], mx.nd.NDArray):
         parts = [on_context(context, part) for part in parts]
@@ -290,22 +314,22 @@ def _is_leaf(value):
 
 
 def _leaves(value):
-    found = []
-    _mapped(found.append, value)
-    return found
+    leaves = []
+    _mapped(leaves.append, value)
+    return leaves
 
 
 def _mapped(function, value):
-    """Nested containers with what a function makes of each number and array in them."""
+    """Return nested containers with ``function(leaf)`` in place of each number and array."""
     if isinstance(value, dict):
-        return {key: _mapped(function, each) for key, each in value.items()}
+        return {key: _mapped(function, part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        parts = [_mapped(function, each) for each in value]
+        parts = [_mapped(function, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return function(value) if _is_leaf(value) else value
 
 
 def _as_numpy(leaf):
-    if isinstance(leaf, float):  # was computed by the block, in fewer bits
+    if isinstance(leaf, float):  # the block has computed it with fewer bits
         return np.asarray(leaf, "float32")
     return leaf.asnumpy() if isinstance(leaf, mx.nd.NDArray) else np.asarray(leaf)

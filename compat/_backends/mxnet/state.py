@@ -1,14 +1,14 @@
-"""A model's state: parameters as replicas have and set them, and running statistics.
+"""State of a Gluon block: copies of parameters for the replicas, and running statistics.
 
-A parameter of a Gluon block stays as the script has it: on the first context, with one gradient.
-Within a replica on another context it gives a copy there. Autograd records the copying, so the
-backward pass sums the replicas' gradients where the parameter is: whatever reads or changes them,
-has those of the batch.
+A parameter stays on the first context, with one gradient. Within a replica on another context its
+data are a copy there. Autograd records the copying, so the backward pass sums the replicas'
+gradients on the first context: code that reads or changes them gets those of the batch.
 """
 
 import contextlib
 import threading
 import weakref
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import mxnet as mx
 
@@ -21,8 +21,8 @@ from .synchronization import wait_for_updates
 
 _running = threading.local()  # ``replica``: its ``Copies`` and its number
 
-#: Running statistics that the replicas have changed, each by itself: what makes them one.
-pending = weakref.WeakKeyDictionary()  # type: weakref.WeakKeyDictionary
+#: By running statistic that replicas have changed separately: a function that unites them.
+pending: "weakref.WeakKeyDictionary[Any, Callable[[], None]]" = weakref.WeakKeyDictionary()
 
 
 class Copies:
@@ -34,28 +34,29 @@ class Copies:
 
     def __init__(self, contexts):
         self.contexts = contexts
-        self._buffers = {}  # type: dict  # by parameter, and by replica: the memory of its copy
+        # By parameter, and by replica: the memory of its copy.
+        self._buffers: "Dict[Any, Dict[int, Any]]" = {}
         self.begin()
 
     def begin(self, states=()):
-        """Begin a call with the present values.
+        """Begin a call with the current values.
 
         Arguments:
             states: the parameters that the replicas may set.
         """
         self.recording = mx.autograd.is_recording()
-        self._arrays = {}  # type: dict  # by parameter and replica
-        self.before = {}  # type: dict  # by parameter that is set: its value before the call
-        self._after = {}  # type: dict  # and after it
-        self._guarded = {}  # type: dict  # of those that nothing is known to set
+        self._arrays: "Dict[Tuple[Any, int], Any]" = {}  # by parameter and replica
+        self.before: "Dict[Any, Any]" = {}  # by parameter that is set: its value before the call
+        self._after: "Dict[Any, Any]" = {}  # likewise after it
+        self._guarded: "Dict[Any, Any]" = {}  # values of parameters that should not be set
         for parameter in states:
             self.keep(parameter)
         for parameter, buffers in self._buffers.items():
-            # Before any replica runs, so that what one sets is not what another begins with.
+            # Before any replica runs, so that none begins with values that another has set.
             for index in buffers if parameter._data is not None else ():
                 self.array(parameter, index)
 
-    def array(self, parameter, index):
+    def array(self, parameter: "Any", index: int) -> "Any":
         """Return a parameter's array for a replica."""
         held = parameter._data[0]
         context = self.contexts[index]
@@ -72,7 +73,7 @@ class Copies:
         if buffer is None or buffer.shape != held.shape or buffer.dtype != held.dtype:
             buffer = mx.nd.zeros(held.shape, context, held.dtype, stype=held.stype)
             self._buffers[parameter][index] = buffer
-        array = buffer.detach()  # the same memory; autograd knows nothing of it as yet
+        array = buffer.detach()  # the same memory, which autograd has not recorded yet
         is_trained = parameter.grad_req != "null"
         with mx.autograd._RecordingStateScope(self.recording and is_trained, None):
             source = held.as_nd_ndarray() if is_numpy(held) else held
@@ -82,21 +83,21 @@ class Copies:
             return array.as_np_ndarray() if is_numpy(held) else array
 
     def keep(self, parameter):
-        """Take note that a replica sets a parameter, before it does."""
+        """Keep a parameter's value before a replica sets it."""
         if parameter not in self.before and parameter._data is not None:
             self.before[parameter] = parameter._data[0].copy()
             for index in range(len(self.contexts)):
                 self.array(parameter, index)
 
     def guard(self, parameters):
-        """Have ``united()`` and ``restore()`` look at parameters that nothing is known to set."""
+        """Have ``united()`` and ``restore()`` check parameters that should not be set."""
         for parameter in parameters:
             if parameter._data is not None and parameter not in self.before:
                 self._guarded[parameter] = parameter._data[0].copy()
 
     @contextlib.contextmanager
     def replica(self, index):
-        """Have parameters be those of a replica."""
+        """Have parameters return the copies of a replica within a block."""
         before = getattr(_running, "replica", None)
         _running.replica = self, index
         try:
@@ -104,12 +105,12 @@ class Copies:
         finally:
             _running.replica = before
 
-    def united(self, replicas):
-        """Give parameters what all of these replicas have set, the same.
+    def united(self, replicas: "List[int]") -> "Optional[Fallback]":
+        """Set parameters to the values that all of these replicas have set.
 
         Returns:
-            What sets different values, by the rows: only the user knows whether they are to be
-            added up or averaged. Or None.
+            A ``Fallback`` if they have set different values, of which only the user knows whether
+            they are to be summed or averaged; or None.
         """
         for parameter, value in self._guarded.items():
             if parameter not in self.before and not are_equal([value, parameter._data[0]]):
@@ -124,18 +125,18 @@ class Copies:
             self._after[parameter] = arrays[0].copy()
         return None
 
-    def restore(self):
-        """Give parameters the values from before the call."""
+    def restore(self) -> None:
+        """Restore the parameters' values from before the call."""
         with mx.autograd.pause():
             for parameter, value in list(self._guarded.items()) + list(self.before.items()):
                 value.copyto(parameter._data[0])
 
-    def arrays_of(self, parameter):
-        """Return the parameter's array, and the copies of it that there are, by replica."""
+    def arrays_of(self, parameter: "Any") -> "Dict[int, Any]":
+        """Return the parameter's array and its copies, by replica."""
         first = parameter._data[0]
         arrays = {0: first}
         for index, array in self._buffers.get(parameter, {}).items():
-            # After cast() in another type.
+            # After cast() a copy has another type.
             arrays[index] = array if array.dtype == first.dtype else array.astype(first.dtype)
         return arrays
 
@@ -145,7 +146,7 @@ class Copies:
         used = [arrays[index] for index, size in enumerate(sizes) if size and index in arrays]
         after = self._after.get(parameter)
         if after is None or all(are_equal([after, array]) for array in used[1:]):
-            return False  # what the script sets is the first one alone
+            return False  # the script sets the first one alone
         return not are_equal(used)
 
 
@@ -154,7 +155,7 @@ def _sets(parameter):
 
 
 def follow_replicas():
-    """Have the methods of ``mx.gluon.Parameter`` look for the replica that is running."""
+    """Patch ``mx.gluon.Parameter`` so that its methods use the copies of the running replica."""
     kind = mx.gluon.Parameter
     if patching.find(kind, "_check_and_get") is not None:
         return
@@ -181,7 +182,7 @@ def follow_replicas():
 
 
 def blocks(block):
-    """Yield a block and all that are within."""
+    """Yield a block and all blocks within."""
     yield block
     for child in block._children.values():
         yield from blocks(child)
@@ -196,15 +197,15 @@ def states_of(block, operations):
     """Return the parameters that a block sets by itself, as far as they are made.
 
     Arguments:
-        operations: of those known to be written by operations of MXNet, the operation by name.
+        block: the block.
+        operations: by name of a parameter that an operation of MXNet writes: the operation.
 
     Returns:
-        Running statistics, which are means over rows; and those of which only the user's own
-        block knows what they are.
+        Running statistics, which are means over rows; and states of custom blocks.
     """
     layers = mx.gluon.nn.basic_layers
     batch_norm = getattr(layers, "_BatchNorm", layers.BatchNorm)  # the former from MXNet 1.7 on
-    parts = {}  # type: dict  # by parameter: the block within that has it
+    parts: "Dict[Any, Any]" = {}  # by parameter: the block within that has it
     for part in blocks(block):
         for parameter in list(part.params.values()) + list(part._reg_params.values()):
             is_state = parameter.grad_req == "null" and parameter._data is not None
@@ -220,7 +221,11 @@ def states_of(block, operations):
 
 
 def check_equal(block, differing):
-    """Check that no replica has set a state of its own since, in its backward pass."""
+    """Check that the replicas have not set states to different values in the backward pass.
+
+    Raises:
+        UnsupportedError: they have.
+    """
     for parameter in differing:
         raise errors.UnsupportedError(
             f"The replicas of the block {block.name!r} set its parameter {parameter.name!r} to "
@@ -231,13 +236,13 @@ def check_equal(block, differing):
 
 
 def unite(statistics, sizes):
-    """Give the replicas one value each: the mean, weighted by shard size.
+    """Set the replicas' statistics to their means, weighted by shard size.
 
-    What is the same in all replicas stays exactly so.
+    Values that are the same in all replicas stay bitwise equal.
 
     Arguments:
-        statistics: for each statistic, a list of the replicas' arrays, which are set.
-        sizes: the numbers of rows that the replicas computed.
+        statistics: for each statistic, a list of the replicas' arrays.
+        sizes: the shard sizes.
     """
     if statistics:
         wait_for_updates()

@@ -1,4 +1,4 @@
-"""What MXNet computes in the background: waiting for its errors, and for the states it writes."""
+"""Waiting for MXNet's engine: for errors of its threads, and for the states that it writes."""
 
 import contextlib
 
@@ -6,18 +6,18 @@ import mxnet as mx
 
 
 def clear_errors():
-    """Have MXNet's engine raise what is left of an error here, and not when others are waited for.
+    """Wait for MXNet's engine, and suppress a pending error.
 
-    What it computes in the background fails there, and some later read raises it once more.
+    An operation fails in a thread of the engine, and some later read raises the error once more.
     """
     with contextlib.suppress(mx.base.MXNetError):
         mx.nd.waitall()
 
 
 def wait_for_updates():
-    """Wait for all that is being computed.
+    """Wait until all operations have been executed.
 
-    The backward pass of BatchNorm writes the running statistics unbeknown to MXNet's engine, so
-    that a read may come before it: in 5 of 60 steps of a small model it did.
+    MXNet's engine does not know that the backward pass of BatchNorm writes the running statistics,
+    so that a read may come before the write: it did in 5 of 60 steps of a small model.
     """
     mx.nd.waitall()

@@ -122,7 +122,7 @@ class BlockTrial:
         except Exception:
             clear_errors()
             with self._without_side_effects():
-                self.replicas.run_undivided(args)  # raises what is the user's own
+                self.replicas.run_unsplit(args)  # raises what is the user's own
             return Fallback(Reason.NO_RULE, without_rule)
         if without_rule or len(claimed) != len(tried):
             claimed = [None] * len(tried)
@@ -151,6 +151,8 @@ class BlockTrial:
         """Return what the block gives for some rows of the arguments, on the first context.
 
         Arguments:
+            args: the whole batch's.
+            numbers: of the rows.
             is_kept: whether what it changes besides is kept.
 
         Returns:
@@ -202,6 +204,7 @@ class BlockTrial:
         """Return the results' placements; what changes besides; and which of that does not merge.
 
         Arguments:
+            args: the whole batch's.
             train_mode: whether in training, where results may be random, and are left out.
             known: places of changes that are left out.
         """

@@ -1,13 +1,13 @@
-"""Steps done on one context and on all, and compared: of keras-mxnet's models and Gluon blocks.
+"""Verification: steps on all contexts are compared with steps on one context.
 
-Of keras-mxnet's models, on one device a single replica runs the whole batch. Of Gluon blocks, what
-one is trained with is not known here, so a step is a call, done on one context from the same state:
+For a Keras model, a single replica then runs the whole batch. For a Gluon block, whose training
+loop is unknown here, a step is a call, repeated on one context from the same state: compared are
 its results, the states that its forward pass sets, and the gradients of its parameters for a random
-gradient of its results.
+upstream gradient.
 
-Not covered there: what the backward pass sets (batch normalization's running statistics), whose two
-ways differ by design; and MXNet's random numbers, whose state nothing can read or set: they go on
-from where the verified calls left them.
+Not covered are values that a block's backward pass sets (batch normalization's running statistics),
+which differ by design; and MXNet's random numbers, whose state cannot be read or set: they continue
+from the verified calls.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from .side_effects import BlockState
 from .state import parameters_of, states_of
 from .synchronization import wait_for_updates
 
-# Kind of step -> what the replicas call it.
+# The replicas' name for each kind of step.
 _PHASES = {"train": "train", "evaluate": "test", "predict": "predict"}
 
 
@@ -52,13 +52,13 @@ class _MXNetStep(keras2.ArraysStep):
         return values
 
     def write(self, values):
-        self.model._compat_replicas.set_weights()  # which take Keras' arrays before the next batch
+        self.model._compat_replicas.set_weights()  # which copies Keras' arrays at the next batch
         for label, array in self._arrays().items():
             if label in values:
                 array[:] = values[label]
         if self.kind == "train":
             slots = [f"slot {place}" for place in range(len(values))]
-            # Without any, as before the first step, set_weights() makes them 0, as they begin.
+            # Without any, as before the first step, set_weights() sets them to 0, as they begin.
             self.model.optimizer.set_weights([values[label] for label in slots if label in values])
 
     def operations(self):
@@ -66,7 +66,7 @@ class _MXNetStep(keras2.ArraysStep):
 
     def outputs(self, undivided):
         replicas = self.model._compat_replicas
-        with replicas.undivided() if undivided else contextlib.ExitStack():
+        with replicas.unsplit() if undivided else contextlib.ExitStack():
             run = replicas.run
             return self.in_inference(lambda kind, rows: run(_PHASES[kind], rows), self.data)
 
@@ -79,7 +79,7 @@ class VerifiedStep(keras_steps.Verified):
 
     def make_undivided(self, model):
         replicas = model._compat_replicas
-        return replicas.undivided()(functools.partial(replicas.run, _PHASES[self.kind]))
+        return replicas.unsplit()(functools.partial(replicas.run, _PHASES[self.kind]))
 
 
 class BlockCall(_verification.Step):
@@ -97,14 +97,14 @@ class BlockCall(_verification.Step):
 
     @property
     def made(self):
-        """The parameters that have values, by label; the step may make some more."""
+        """The parameters that have values, by label; the step may initialize more."""
         made = [p for p in parameters_of(self.block) if p._data is not None]
         return {("state " if p.grad_req == "null" else "weight ") + p.name: p for p in made}
 
     def by_design(self, inference, changed):
         if inference or not self.is_training:
             return None
-        # Of what is traced, the operations are known once it ran on all contexts.
+        # Operations of a traced block are known once it has run on all contexts.
         means, _ = states_of(self.block, self.replicas.operations)
         return _verification.NORMALISED.format("block", self.block.name) if means else None
 
@@ -116,7 +116,7 @@ class BlockCall(_verification.Step):
         return {label: p.list_data()[0].asnumpy() for label, p in self.made.items()}
 
     def write(self, values):
-        """Now: the backward pass of batch normalization waits for nothing being written."""
+        """Write the values, and wait: batch normalization's backward pass would not."""
         with mx.autograd.pause():
             for label, parameter in self.made.items():
                 if label in values:
@@ -124,15 +124,15 @@ class BlockCall(_verification.Step):
                         like(values[label], array).copyto(array)
         wait_for_updates()
 
-    # Doing it -----------------------------------------------------------------------------------
+    # Running it ---------------------------------------------------------------------------------
 
     def on_one_device(self):
-        run = self.replicas.run_undivided
+        run = self.replicas.run_unsplit
         return self._differentiated(run) if self.is_recording else self._outputs(run(self.args))
 
     def on_all_devices(self):
         if self.is_recording:
-            with work.uncounted:  # it is done once more
+            with work.uncounted:  # it runs once more
                 return None, self._differentiated(self.replicas.run)
         result = self.replicas.run(self.args)
         return result, self._outputs(result)
@@ -140,10 +140,10 @@ class BlockCall(_verification.Step):
     def finish(self, given, start):
         if not self.is_recording:
             return given
-        # A run of its own: a CachedOp with static_alloc=True, whose gradients were had once (by
-        # retain_graph=True), gives the caller's backward pass wrong ones. And the last one: the
-        # runs share the records of arrays that have no gradient, such as running statistics, and
-        # each backward pass clears them; that of a run before would then fail.
+        # A separate run: a CachedOp with static_alloc=True whose gradients were computed before, by
+        # retain_graph=True, computes wrong ones in the caller's backward pass. And the last run:
+        # runs share autograd's records of arrays without a gradient, such as running statistics,
+        # and each backward pass clears them; that of an earlier run would then fail.
         self.write(start)
         return self.replicas.run(self.args)
 
@@ -151,10 +151,10 @@ class BlockCall(_verification.Step):
         return _verification.numbered(array.asnumpy() for array in leaves(result))
 
     def _differentiated(self, run):
-        """Run the block, and its backward pass for random gradients of the results.
+        """Run the block, and its backward pass for random upstream gradients.
 
-        Neither gradients that the parameters have change, nor what autograd has recorded before,
-        nor the states that the backward pass sets.
+        The parameters' gradients, autograd's records, and the states that the backward pass sets
+        are restored.
 
         Returns:
             Results, and gradients summed over the contexts, as a trainer sums them.
@@ -185,5 +185,5 @@ class BlockCall(_verification.Step):
 
     def outputs(self, undivided):
         with mx.autograd.pause(train_mode=False):
-            run = self.replicas.run_undivided if undivided else self.replicas.run
+            run = self.replicas.run_unsplit if undivided else self.replicas.run
             return self._outputs(run(self.args))

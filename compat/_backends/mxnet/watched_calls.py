@@ -13,20 +13,20 @@ from ..._runtime import patching
 
 
 class WatchedBlock:
-    """Has the calls of a block checked, from hooks of Gluon's own.
+    """Checks the calls of a block by Gluon's hooks.
 
     Arguments:
         check: a ``UsageCheck``.
     """
 
-    running = threading.local()  # ``step``: the one that is checked in this thread
+    running = threading.local()  # ``step``: the check of a call in this thread
 
     def __init__(self, check):
         self.check = check
 
     @classmethod
     def install_on(cls, block, check):
-        """Take the present hooks away; unless ``check`` is None, register others."""
+        """Remove the present hooks; unless ``check`` is None, register others."""
         if "_compat_watched" in vars(block):
             for handle in patching.detach(block, "_compat_watched"):
                 handle.detach()
@@ -37,6 +37,7 @@ class WatchedBlock:
             patching.attach(block, "_compat_watched", (before, after))
 
     def begin(self, block, args):
+        """Begin the check of a call."""
         if unsplit.here() or isinstance(args[0] if args else None, mx.sym.Symbol):
             return  # within another block; or it is being exported
         kind = "train" if mx.autograd.is_training() else "predict"
@@ -46,12 +47,13 @@ class WatchedBlock:
         step.__enter__()
 
     def end(self, block, args, result):
+        """End the check of a call."""
         if not unsplit.here():
             self._close(None, None, None)
 
     @classmethod
     def abandon(cls):
-        """End the check of a call that has ended with an error: then Gluon calls no hook."""
+        """End the check of a call that raised an error, after which Gluon calls no hook."""
         cls._close(GeneratorExit, GeneratorExit(), None)
 
     @classmethod
@@ -64,7 +66,7 @@ class WatchedBlock:
 
 
 class WatchedForward(patching.InstanceMethod):
-    """A module's ``forward``, which a ``UsageCheck`` checks."""
+    """A module's ``forward``, whose calls a ``UsageCheck`` checks."""
 
     method, watches = "forward", True
 
@@ -73,6 +75,7 @@ class WatchedForward(patching.InstanceMethod):
         self.check = check
 
     def invoke(self, module, data_batch, is_train=None):
+        """Run the module, and check the call."""
         training = module.for_training if is_train is None else is_train
         group = getattr(module, "_exec_group", None)
         with self.check.step("train" if training else "predict", lambda: group, "forward"):
