@@ -40,13 +40,14 @@ class Torch(Backend):
         return variables
 
     def overruled(self, settings, environ):
+        """Return a warning if the environment names another device."""
         device = environ.get(configuration.DEVICE)
         if device and self.environ(settings, environ).get(configuration.DEVICE, device) != device:
             return [f"KERAS_TORCH_DEVICE says {device}, but compat chose {settings.devices}."]
         return []
 
     def initialised(self):
-        """Return why CUDA's variables count no more; they do until CUDA, or Keras, starts."""
+        """Return why CUDA's variables have no effect now; they have until CUDA or Keras starts."""
         if "keras.src.backend.torch.core" in sys.modules:
             return "keras was imported, which asks torch for GPUs"
         if getattr(sys.modules.get("torch.cuda"), "is_initialized", bool)():
@@ -56,6 +57,7 @@ class Torch(Backend):
     # After the import -------------------------------------------------------------------------
 
     def configure(self, settings):
+        """Set devices, memory and float type in torch."""
         torch = self.import_framework()
         chosen = settings.devices
         too_late = self.initialised()
@@ -92,13 +94,14 @@ class Torch(Backend):
     # Replicas ---------------------------------------------------------------------------------
 
     def is_native(self, model):
+        """Return whether a model is a torch module."""
         torch = sys.modules.get("torch")
         return torch is not None and isinstance(model, torch.nn.Module)
 
     def parallelize(self, model, devices):
-        """Give the instance a ``call`` or ``forward`` that is divided, or the class's one back.
+        """Replace the instance's ``call`` or ``forward`` by one on several devices, or restore it.
 
-        A stateful Keras model, or one with a fixed batch size, stays in one piece, with a warning.
+        A stateful Keras model, or one with a fixed batch size, runs unsplit, with a warning.
         """
         self.import_framework()
         from ..._keras import steps  # not at start-up
@@ -127,12 +130,13 @@ class Torch(Backend):
         return executions.executed(self.devices())
 
     def watch(self, model, check):
-        """Check calls by hooks of torch's own, which call what stands in place of ``forward``."""
+        """Check calls by torch's hooks, which do not depend on the replaced ``forward``."""
         from . import watched_calls  # imports torch
 
         watched_calls.WatchedCalls.install_on(model, check)
 
     def verify(self, model, verification):
+        """Compare the first steps of a model with one device; None: no more."""
         from .native_verification import VerifiedForward  # imports torch
         from .verification import VerifiedStep
 

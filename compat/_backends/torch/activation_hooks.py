@@ -1,4 +1,4 @@
-"""Hooks of a script on gradients of activations: watched for what they change.
+"""Hooks of a script on gradients of activations: a warning says if one changes a gradient.
 
 Such gradients belong to this rank's rows, and nothing is exchanged for them. A rank's loss is
 divided by fewer rows than one process's, so they are larger, which a function that is not linear
@@ -6,6 +6,7 @@ shows.
 """
 
 import functools
+from typing import Callable
 
 import torch
 from torch.nn.modules import module
@@ -14,11 +15,11 @@ from ... import errors
 from ..._runtime import patching
 
 
-def follow(is_exchanged):
+def follow(is_exchanged: "Callable[[], bool]") -> None:
     """Warn of the first hook that changes a gradient of an activation.
 
     Arguments:
-        is_exchanged: a function that returns whether the pass under way is one of ranks.
+        is_exchanged: a function that returns whether ranks exchange gradients in the current pass.
     """
     if patching.find(module, "BackwardHook") is not None:
         return
@@ -31,15 +32,15 @@ def follow(is_exchanged):
 
     class WatchedBackwardHook(module.BackwardHook):
         def __init__(self, owner, hooks, pre_hooks):
-            what = f"of {type(owner).__name__}"
-            hooks, pre_hooks = ([watch(hook, what) for hook in each] for each in (hooks, pre_hooks))
+            place = f"of {type(owner).__name__}"
+            hooks, pre_hooks = ([watch(hook, place) for hook in h] for h in (hooks, pre_hooks))
             super().__init__(owner, hooks, pre_hooks)
 
     patching.WatchingPatch(torch.Tensor, "register_hook", register_hook)
     patching.WatchingPatch(module, "BackwardHook", WatchedBackwardHook)
 
 
-def _watched(is_exchanged, warned, hook, what):
+def _watched(is_exchanged, warned, hook, place):
     """Wrap a hook: warn, once, if it is found to change a gradient."""
 
     @functools.wraps(hook)
@@ -56,7 +57,7 @@ def _watched(is_exchanged, warned, hook, what):
                 "whose loss is divided by fewer rows than that of one process, and not by all. If "
                 "it is not linear, as where it clips, ranks train to other numbers: hooks on "
                 "parameters, and changes of their gradients after backward(), see the mean over "
-                "all ranks.".format(_name(hook), what)
+                "all ranks.".format(_name(hook), place)
             )
         return result
 
@@ -72,12 +73,13 @@ def _tensors(values):
 
 
 def _are_equal(result, args):
-    """Return whether a hook returned nothing, or what it was given."""
+    """Return whether a hook returned nothing, or its arguments."""
     if result is None:
         return True
     # Of a module, gradients of inputs come before those of outputs, which one kind gets alone.
-    given = [args[-1]] if isinstance(args[-1], torch.Tensor) or len(args) < 3 else [args[-2]]
-    pairs = list(zip(_tensors([result]), _tensors(given)))
+    is_alone = isinstance(args[-1], torch.Tensor) or len(args) < 3
+    gradients = [args[-1]] if is_alone else [args[-2]]
+    pairs = list(zip(_tensors([result]), _tensors(gradients)))
     return all(one.shape == other.shape and torch.equal(one, other) for one, other in pairs)
 
 

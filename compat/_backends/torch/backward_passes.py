@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from typing import Any, Dict, List, Set, Tuple
+from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
 
@@ -40,17 +40,17 @@ class BackwardCall:
         self.outermost = self
 
     @classmethod
-    def current(cls):
+    def current(cls) -> "BackwardCall":
         """Return the call that the hook that is running belongs to, or ``UNSEEN``."""
         task = torch._C._current_graph_task_id()
         calls = [call for call in list(cls._under_way) if call.task == task]
         return calls[0] if calls and task >= 0 else UNSEEN
 
     @classmethod
-    def missed_hooks(cls):
-        """Return the names of what should have noted the loss of the pass that ends, and did not.
+    def missed_hooks(cls) -> "List[str]":
+        """Return the names of functions that should have noted the loss, and did not.
 
-        It is the end of the call that is current.
+        It is called at the end of a pass.
         """
         call = cls.current()
         if call is UNSEEN:
@@ -83,7 +83,7 @@ class BackwardCall:
         """Return the calls of other threads."""
         return [call for call in list(self._under_way) if call.outermost is not self.outermost]
 
-    def exchanges(self, model):
+    def exchanges(self, model: str) -> None:
         """Note that the gradients of a model of this class are exchanged in this call.
 
         Raises:
@@ -119,8 +119,8 @@ def _node(tensor):
     return node  # None: torch refuses it
 
 
-def follow():
-    """Have all backward passes record from now on what they begin with."""
+def follow() -> None:
+    """Have all backward passes record the tensors that they begin with."""
     if patching.find(torch.autograd, "backward") is not None:
         return
     plain = torch.autograd.backward
@@ -134,12 +134,12 @@ def follow():
     patching.Patch(torch.autograd, "backward", backward)
 
 
-def is_under_way():
+def is_under_way() -> bool:
     """Return whether the hook that is running belongs to a call of ``backward()``."""
     return BackwardCall.current() is not UNSEEN
 
 
-def loss_under_way():
+def loss_under_way() -> loss_terms.Loss:
     """Return the ``Loss`` of the backward pass to which the hook that is running belongs."""
     return BackwardCall.current().outermost.loss
 
@@ -156,41 +156,41 @@ class Pass:
     def __init__(self, call):
         self.call = call
         self.exchanges: "List[Any]" = []
-        self.early = None  # the exchange whose buckets may leave before the end
+        self.early: Any = None  # the exchange whose buckets may leave before the end
         self.is_recorded = torch.is_grad_enabled()  # under create_graph=True
-        # Ids of parameters, and names of what was to call their hooks.
+        # Ids of parameters, and names of functions that were to call their hooks.
         self.due: "Set[Tuple[int, str]]" = set()
         self.before: "Dict[int, torch.Tensor]" = {}  # by such an id: the gradient before the pass
-        # Likewise: the parameter, and what calls its hooks.
+        # Likewise: the parameter, and its ``ParameterHooks``.
         self.hooks: "Dict[int, Any]" = {}
 
     @classmethod
     def join(cls, exchange):
-        """Have an exchange run at the end of the pass, and tell it whether it may send before.
+        """Have an exchange run at the end of the pass, and note whether it may send before.
 
-        No frame that an error goes through, and which the error keeps, may hold a pass.
+        No frame that an error passes through, and which the error keeps, may hold a pass.
         """
         call = BackwardCall.current().outermost
         call.exchanges(type(exchange.model()).__name__)
-        found = call.joined()
-        if found is None:
-            found = cls(call)
-            ended = patching.Callback(PASS_HOOK, found)
+        joined = call.joined()
+        if joined is None:
+            joined = cls(call)
+            ended = patching.Callback(PASS_HOOK, joined)
             torch.autograd.Variable._execution_engine.queue_callback(ended)
-            call.joined = weakref.ref(found)
-        if exchange not in found.exchanges:
+            call.joined = weakref.ref(joined)
+        if exchange not in joined.exchanges:
             exchange.begin()
-            found.exchanges.append(exchange)
-            if found.early is None and exchange.may_be_early():
-                found.early = exchange
+            joined.exchanges.append(exchange)
+            if joined.early is None and exchange.may_be_early():
+                joined.early = exchange
         exchange.task = torch._C._current_graph_task_id()
-        exchange.is_early = found.early is exchange
-        return found
+        exchange.is_early = joined.early is exchange
+        return joined
 
-    def note(self, parameter, name):
+    def note(self, parameter: torch.Tensor, name: str) -> None:
         """Note that autograd would call the hooks of a parameter that have this name.
 
-        Those that get its gradient will get what this pass adds to it.
+        Hooks on its gradient will get the gradient that this pass adds.
         """
         if (id(parameter), name) not in self.due:
             self.due.add((id(parameter), name))
@@ -198,13 +198,15 @@ class Pass:
                 self.before[id(parameter)] = parameter.grad.detach().clone()
 
     def add_hooks(self, parameter, hooks, is_reached):
-        """Call these hooks of a parameter at the end: on some rank, the pass has reached it.
+        """Call the hooks of a parameter at the end: on some rank, the pass has reached it.
 
         Arguments:
-            is_reached: whether it has on this rank.
+            parameter: the parameter.
+            hooks: its ``ParameterHooks``.
+            is_reached: whether the pass has reached it on this rank.
 
         Returns:
-            The names of hooks that autograd would not have called, if it has.
+            If it has, the names of hooks that autograd would not have called.
         """
         missed = [name for name in hooks.names() if (id(parameter), name) not in self.due]
         self.hooks[id(parameter)] = parameter, hooks
@@ -227,39 +229,39 @@ class Pass:
 
 
 class ForwardRows:
-    """The rows of the forward passes that a backward pass goes back through."""
+    """The rows of the forward passes that a backward pass differentiates."""
 
     def __init__(self):
         # Of each forward pass since the last backward pass: its rows, and whether autograd has come
         # to its outputs; None: no tensor was found in these.
         self.passes: "List[List[Any]]" = []
-        self.used = False  # whether a backward pass has gone through them
-        self.step = None  # the rows of a step of Keras', which may call the model in any way
+        self.used = False  # whether a backward pass has differentiated them
+        self.step: "Optional[int]" = None  # rows of a step of Keras, however it calls the model
 
-    def forward(self, rows, outputs):
+    def forward(self, rows: int, outputs: Any) -> None:
         """Note a forward pass of so many rows."""
-        found = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
-        noted = [rows, False if found else None]
+        tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        noted = [rows, False if tensors else None]
 
         def reach(gradient):
             noted[1] = True
 
-        for tensor in found:
+        for tensor in tensors:
             tensor.register_hook(patching.Callback("Tensor.register_hook", reach))
         if self.used:
             self.passes, self.used = [], False
         self.passes.append(noted)
 
-    def are_awaited(self):
+    def are_awaited(self) -> bool:
         """Return whether a backward pass through forward passes is still to come."""
         return self.step is not None or bool(self.passes and not self.used)
 
-    def known(self):
-        """Return the rows of the pass that goes on; None until autograd comes to all outputs."""
-        is_known = self.step is not None or all(reached for _, reached in self.passes)
-        return self.total() if is_known else None
+    def current(self) -> "Optional[int]":
+        """Return the rows of the pass under way; None until autograd has come to all outputs."""
+        is_complete = self.step is not None or all(reached for _, reached in self.passes)
+        return self.total() if is_complete else None
 
-    def total(self):
+    def total(self) -> "Optional[int]":
         """Return the rows of the pass that has ended, or None."""
         if self.step is not None:
             return self.step

@@ -7,12 +7,25 @@ import os
 
 from ... import errors
 
-#: Keras reads its device from it when it is imported (keras/src/backend/torch/core.py).
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, List
+
+#: Variable from which Keras reads its device at import (keras/src/backend/torch/core.py).
 DEVICE = "KERAS_TORCH_DEVICE"
 
 
-def check_devices_shown(torch, reason, chosen):
-    """Refuse what would have to change now that the GPUs that torch shows are fixed."""
+def check_devices_shown(torch: "Any", reason: str, chosen: "Any") -> None:
+    """Refuse a choice of GPUs that are not those that torch shows already.
+
+    Arguments:
+        torch: the module.
+        reason: why it is too late to change them.
+        chosen: the devices.
+
+    Raises:
+        TooLateError: they differ.
+    """
     shown, positions = len(listed(torch)), list(chosen.positions)
     as_asked = positions == list(range(shown)) if chosen.gpus else not chosen.declined
     if as_asked or not shown:
@@ -24,18 +37,22 @@ def check_devices_shown(torch, reason, chosen):
     )
 
 
-def listed(torch):
+def listed(torch: "Any") -> "List[str]":
     """List the GPUs: Apple's, which Keras prefers, or CUDA's, as which AMD's count."""
     if torch.backends.mps.is_available():
         return ["mps"]
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())]
 
 
-def use_first(torch, names, listed):
-    """Have torch and Keras begin with the first of these, where that is not the first listed."""
+def use_first(torch: "Any", names: "List[str]", listed: "List[str]") -> "List[str]":
+    """Have torch and Keras use the first of these devices, if it is not the first listed.
+
+    Returns:
+        The changes that were made, as text.
+    """
     if names == listed[: len(names)] and bool(names) == bool(listed):
         return []
-    if not names:  # none of those that were asked for
+    if not names:  # none of the requested GPUs
         os.environ[DEVICE] = "cpu"
         return [DEVICE + "=cpu"]
     torch.cuda.set_device(names[0])
@@ -43,8 +60,12 @@ def use_first(torch, names, listed):
     return [f"torch.cuda.set_device({names[0]!r})", f"{DEVICE}={names[0]}"]
 
 
-def limit_memory(torch, memory, devices):
-    """Set a limit as a fraction of each GPU; torch takes memory as it is needed."""
+def limit_memory(torch: "Any", memory: "Any", devices: "List[str]") -> "List[str]":
+    """Limit memory to a fraction of each GPU; torch allocates it on demand.
+
+    Returns:
+        The changes that were made, as text.
+    """
     if memory.grow:
         return ["memory: torch takes it as it is needed"]
     if devices == ["mps"]:

@@ -6,6 +6,7 @@ Nothing here depends on the methods that ``parallelize()`` replaces on a model.
 import contextlib
 import os
 import threading
+from typing import Any, ContextManager, Dict, Iterator, List
 
 import torch
 from torch.utils import _python_dispatch
@@ -13,7 +14,7 @@ from torch.utils import _python_dispatch
 from . import profiler
 from .graph import call_tensors
 
-_recorders = threading.local()  # ``found``: those of this thread, the innermost last
+_recorders = threading.local()  # ``counters``: see ``_counters``
 
 _BEGINS = torch.ops.profiler._record_function_enter_new.default
 _ENDS = torch.ops.profiler._record_function_exit._RecordFunction
@@ -22,9 +23,9 @@ _ENDS = torch.ops.profiler._record_function_exit._RecordFunction
 class OperationCounter(_python_dispatch.TorchDispatchMode):
     """Counter of the operations that each device executes in this thread.
 
-    A GPU is known by the tensors that an operation returns. Simulated devices are all the CPU. For
-    these the ranges that replicas mark for torch's profiler tell whose an operation is: the
-    dispatcher reports them, too.
+    The tensors that an operation returns show its GPU. Simulated devices are all the CPU: there, an
+    operation belongs to the range that replicas mark for torch's profiler, which the dispatcher
+    reports, too.
 
     Arguments:
         devices: their names.
@@ -39,8 +40,8 @@ class OperationCounter(_python_dispatch.TorchDispatchMode):
         self._ranges = []
 
     @classmethod
-    def ignore_compile_internals(cls):
-        """Return that what torch.compile() has made runs as compiled."""
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: code from torch.compile() runs as compiled."""
         return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -63,7 +64,7 @@ class OperationCounter(_python_dispatch.TorchDispatchMode):
         if name in self.counts:
             self.counts[name] += 1
 
-    def leave(self):
+    def leave(self) -> None:
         """Leave torch's stack of modes, on which others may lie above this one."""
         stack = _python_dispatch._get_current_dispatch_mode_stack()
         places = [place for place, mode in enumerate(stack) if mode is self]
@@ -76,47 +77,48 @@ class OperationCounter(_python_dispatch.TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def executed(devices):
-    """Count what ``Torch.executed()`` returns, for the devices of a model."""
-    recorder, found = OperationCounter(devices), _found()
-    found.append(recorder)
+def executed(devices: "List[str]") -> "Iterator[Dict[str, int]]":
+    """Return the context of ``Torch.executed()``, for the devices of a model."""
+    recorder, counters = OperationCounter(devices), _counters()
+    counters.append(recorder)
     recorder.__enter__()
     try:
         yield recorder.counts
     finally:
-        found.remove(recorder)
+        counters.remove(recorder)
         recorder.leave()
 
 
-def _found():
-    if not hasattr(_recorders, "found"):
-        _recorders.found = []
-    return _recorders.found
+def _counters():
+    """Return the counters of this thread, the innermost last."""
+    if not hasattr(_recorders, "counters"):
+        _recorders.counters = []
+    return _recorders.counters
 
 
-def begin_call():
-    """End the recording of the first step, where a replicated model is called once more."""
-    for recorder in getattr(_recorders, "found", ()):
+def begin_call() -> None:
+    """Note a call of a replicated model; the second one ends the recording of the first step."""
+    for recorder in _counters():
         recorder.calls += 1
         if recorder.calls > 1:
             recorder.leave()
 
 
-def recorded(devices):
-    """Return a context that records devices which executed nothing in the first step.
+def recorded(devices: "List[str]") -> "ContextManager[Any]":
+    """Return a context that counts again, if devices have executed nothing in the first step.
 
     Arguments:
         devices: those that are about to compute rows.
     """
-    found = getattr(_recorders, "found", None)
-    if found and found[-1].calls > 1 and not all(found[-1].counts.get(name) for name in devices):
-        return found[-1]
+    for counter in _counters()[-1:]:
+        if counter.calls > 1 and not all(counter.counts.get(name) for name in devices):
+            return counter
     return contextlib.ExitStack()
 
 
 def _forget():
     """Record nothing in a process that was forked: a loader's worker, say."""
-    for recorder in getattr(_recorders, "found", ()):
+    for recorder in _counters():
         recorder.leave()
 
 

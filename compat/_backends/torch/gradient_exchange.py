@@ -1,26 +1,27 @@
-"""What ranks of torch exchange: gradients and running statistics, once for each backward pass.
+"""Gradients and running statistics, which ranks exchange once for each backward pass.
 
-As in ``DistributedDataParallel`` hooks on the parameters tell that autograd has reached them,
+As in ``DistributedDataParallel``, hooks on the parameters report that autograd has reached them,
 whatever called the model. Each rank sends its gradients times its rows, in buckets that leave while
-others are still computed, and with the last of them its rows and whether it has more batches; what
-comes back is divided by all ranks' rows. Nothing is agreed upon before.
+others are still computed, and with the last of them its rows and whether it has more batches; the
+sums are divided by all ranks' rows. Nothing is agreed upon before.
 
 A bucket leaves early where the rows of the pass are known by then: autograd has come to the outputs
 of each forward pass since the last exchange. Otherwise all leave at the end.
 
 Which tensors are in which bucket, and the order of the buckets, are the same on all ranks, so that
-each all-reduce finds its counterparts, whatever a rank's batch has used. A header goes with the
-last bucket: what the ranks have to know of each other. It tells, too, which buckets were sent
-before a tensor in them had its last value; these are sent again.
+each all-reduce finds its counterparts, whatever a rank's batch has used. A header with counts and
+flags of each rank goes with the last bucket. It has, too, which buckets were sent before a tensor
+in them had its last value; these are sent again.
 
 A gradient that was exchanged already is the same on all ranks, and so is its mean: gradients may
-be accumulated over several passes. What a script's hooks on parameters get is that mean
-(``parameter_hooks``), after the pass.
+be accumulated over several passes. A script's hooks on parameters get that mean, after the pass
+(``parameter_hooks``).
 """
 
 import itertools
 import threading
 import weakref
+from typing import Any, Dict, List, Optional, Set
 
 import torch
 
@@ -32,51 +33,58 @@ from .backward_passes import PASS_HOOK, BackwardCall, ForwardRows, Pass, loss_un
 from .gradient_sums import Sums
 from .tensors import are_same
 
-# What tells that a gradient is there.
+# The function of torch that reports that a gradient is there.
 _HOOK = parameter_hooks.ACCUMULATED_HOOK
 # Autograd has a thread for each device, and one for the CPU.
 _arriving = threading.RLock()
 
 
-def is_under_way():
-    """Return whether a backward pass is under way that a model of ranks may be in."""
+def is_under_way() -> bool:
+    """Return whether a backward pass is under way in which ranks may exchange gradients."""
     exchanges = list(Exchange._all) if backward_passes.is_under_way() else []
-    return any(each.rows.are_awaited() and not each.source.is_alone for each in exchanges)
+    return any(e.rows.are_awaited() and not e.source.is_alone for e in exchanges)
 
 
 class Exchange:
-    """What one model exchanges. ``source`` tells what belongs to it, as ``RankedCall`` does."""
+    """The exchange of one model's gradients.
+
+    Arguments:
+        engine: the engine of the ranks.
+        source: the model's ``RankedCall``, which lists its parameters and running statistics.
+        model: the model.
+    """
 
     _numbers = itertools.count()
-    _all = weakref.WeakSet()  # type: weakref.WeakSet
+    _all: "weakref.WeakSet[Exchange]" = weakref.WeakSet()
 
     def __init__(self, engine, source, model):
         self.engine, self.source, self.model = engine, source, weakref.ref(model)
-        self.weights = None  # how many were made the same
+        self.weights: "Optional[int]" = None  # how many were made the same
         self.number = next(self._numbers)
         self._all.add(self)
-        self.hooks = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> what removes its hook
-        self.hooked = []  # type: list  # the parameters that were looked at last
+        self.hooks = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> its hook's handle
+        self.hooked: "List[torch.Tensor]" = []  # the parameters of the last pass
         self.settled = False  # whether the last forward pass began with these
-        self.sums = None
+        self.sums: Any = None
         self.sends_early = True
-        self.task, self.is_early = None, False  # the graph task that was joined last
+        self.task: "Optional[int]" = None  # the graph task that was joined last
+        self.is_early = False
         # Of the parameters that a pass has come to, by id: the gradient, and its version.
-        self.reached = {}  # type: dict
-        self.state = []  # type: list  # the running statistics
-        self.before = []  # type: list  # their values, the same on all ranks
+        self.reached: "Dict[int, Any]" = {}
+        self.state: "List[torch.Tensor]" = []  # the running statistics
+        self.before: "List[torch.Tensor]" = []  # their values, the same on all ranks
         self.checked = False  # the loss
-        self.is_suspect = False  # the loss, as a warning told
+        self.is_suspect = False  # the loss, as a warning has said
         self.rows = ForwardRows()
-        self.divisor = None  # what the loss of this pass was divided by, if not by rows
+        self.divisor: "Optional[float]" = None  # of the loss of this pass, if not its rows
         self.count = 0  # exchanges so far
-        self.versions = None  # of the parameters, at the last forward pass
+        self.versions: "Optional[List[int]]" = None  # of the parameters, at the last forward pass
         self.has_exchanged = True  # since then
         self.missed = 0  # updates with no exchange in between
-        self.agreed = False  # whether ranks have said their rows in front of the step
-        self.warned = set()  # type: set  # of which variables, and of what else
+        self.agreed = False  # whether ranks have exchanged their rows in front of the step
+        self.warned: "Set[Any]" = set()  # variables, and topics, of which there was a warning
 
-    def hook(self, parameters):
+    def hook(self, parameters: "List[torch.Tensor]") -> None:
         """Hook the parameters that have no hook yet."""
         reference = weakref.ref(self)
 
@@ -93,15 +101,15 @@ class Exchange:
                 self.hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
         self.hooked = parameters
 
-    def missed_hook(self, task):
-        """Return the name of what did not call, where no pass has exchanged since this task."""
+    def missed_hook(self, task: "Optional[int]") -> str:
+        """Return the name of the hook that was not called, if none has exchanged since a task."""
         return _HOOK if self.task == task else PASS_HOOK
 
     def note(self, state, value):
-        """Make these the running statistics. ``value`` gives what new ones had before."""
+        """Note running statistics. ``value`` returns the value of a new one before the pass."""
         if not are_same(state, self.state):
-            known = dict(zip(map(id, self.state), self.before))
-            self.before = [known[id(t)] if id(t) in known else value(t) for t in state]
+            before = dict(zip(map(id, self.state), self.before))
+            self.before = [before[id(t)] if id(t) in before else value(t) for t in state]
             self.state = state
 
     # One backward pass ------------------------------------------------------------------------
@@ -111,7 +119,7 @@ class Exchange:
         self.reached = {}
         model = self.model()
         if model is not None:
-            # Keras' losses are divided where they are computed.
+            # Losses of Keras are divided where they are computed.
             self.divisor = None if self.rows.step is not None else loss_under_way().targets()
             if not self.settled:  # such as those that a forward pass has made
                 self.hook(self.source.parameters(model))
@@ -120,15 +128,15 @@ class Exchange:
             self.lay_out(self.state)
 
     def lay_out(self, state):
-        """Lay out what is summed up, the same on all ranks: last layer first, as it comes."""
+        """Arrange the tensors that are summed up, the same on all ranks: last layer first."""
         tensors, count, sums = self.hooked[::-1] + state, len(self.hooked), self.sums
         if sums is None or sums.count != count or not are_same(tensors, sums.tensors):
             self.sums = Sums(self.engine, tensors, count)
 
     def may_be_early(self):
-        """Return whether no other model, as far as is known, comes before this one in a pass.
+        """Return whether no other model comes before this one in a pass, by its forward passes.
 
-        That models are called in one order on all ranks is what all that they exchange rests on.
+        Ranks call their models in one order: all exchanges rest on that.
         """
         return self.rows.are_awaited() and not any(
             other.number < self.number and other.rows.are_awaited() for other in self._all
@@ -146,20 +154,20 @@ class Exchange:
             return Pass.join(self)
 
     def arrived(self, parameter):
-        """Note that autograd adds to a parameter's gradient no more in this pass."""
+        """Note that the gradient of a parameter is complete in this pass."""
         if torch._C._current_graph_task_id() != self.task:  # of the first parameter
             Pass.join(self)
         gradient = parameter.grad
         self.reached[id(parameter)] = gradient, getattr(gradient, "_version", None)
         if not self.is_early or not self.sends_early:
             return
-        weight = self.rows.known() if self.divisor is None else self.divisor
+        weight = self.rows.current() if self.divisor is None else self.divisor
         if not weight or gradient is None or gradient.is_sparse:
             return
         self.sums.put(parameter, gradient, weight)
 
     def run(self, under_way):
-        """Make the gradients, and the running statistics, the mean over all ranks' rows.
+        """Average the gradients, and the running statistics, over all ranks' rows.
 
         Arguments:
             under_way: the pass that ends.
@@ -169,7 +177,7 @@ class Exchange:
             return
         name, rows = type(model).__name__, self.rows.total()
         self.rows.used, self.settled = True, False
-        # What this pass counts among those of all ranks; where that is not known all count alike.
+        # The weight of this pass among those of all ranks; if it is unknown, all have the same.
         weight = rows if self.divisor is None else self.divisor
         unknown, weight = weight is None, 1 if weight is None else weight
         with torch.no_grad():
@@ -221,13 +229,13 @@ class Exchange:
         if self.state:
             changes = torch._foreach_sub(self.state, self.before)
             values.update((id(tensor), (each, rows)) for tensor, each in zip(self.state, changes))
-        told = [weight, unknown, rows, self.divisor is not None, sparse]
-        if self.sums.complete(told, False, used, reached, values):
+        header = [weight, unknown, rows, self.divisor is not None, sparse]
+        if self.sums.complete(header, False, used, reached, values):
             # Not a second time: such as where a script changes gradients during the pass.
             self.sends_early = False
 
     def warn_of_changes(self):
-        """Say that a gradient was changed after autograd has computed it, before it is a mean."""
+        """Warn if a gradient was changed after autograd has computed it, before it is a mean."""
         for parameter in self.hooked if ("changed",) not in self.warned else ():
             gradient, version = self.reached.get(id(parameter), (parameter.grad, None))
             is_other = parameter.grad is not gradient
@@ -244,8 +252,8 @@ class Exchange:
                 )
                 return
 
-    def close(self):
-        """Take part in the exchange in which others may be, as a rank with no more batches.
+    def close(self) -> "List[int]":
+        """Take part in the exchange of others, as a rank with no more batches.
 
         Returns:
             The ranks that have no more batches either.
@@ -259,11 +267,19 @@ class Exchange:
         return self.sums.ended
 
     def mean(self, tensor):
-        """Return the mean of a running statistic's changes, weighted by rows in any case."""
+        """Return the mean of a running statistic's changes, which is always weighted by rows."""
         mean = self.sums.write_mean(tensor, torch.empty_like(tensor))
         return mean * (self.sums.total / self.sums.rows)
 
-    def check(self, name):
+    def check(self, name: str) -> None:
+        """Check what ranks have to have in common.
+
+        Arguments:
+            name: the model's class.
+
+        Raises:
+            CompatError: they have not.
+        """
         place, unknown = self.engine.place, self.sums.unknown
         if self.sums.sparse:
             raise errors.UnsupportedError(

@@ -6,7 +6,7 @@ import torch
 
 from ..._ranks.engines import buckets
 
-#: What is held of a tensor that has no value, and its weight.
+#: The value and the weight of a tensor without a gradient.
 ABSENT = None, 0
 
 
@@ -14,12 +14,13 @@ class Sums:
     """The sums of a header and of tensors, which the sum of the weights divides.
 
     Arguments:
+        engine: the engine of the ranks.
         tensors: in the order in which their values are expected.
         count: how many of them are parameters.
 
-    Attributes, of what was summed up last:
-        total: of the weights; ``unknown``, ``rows``, ``divided`` and ``sparse`` of what goes with
-            these.
+    Attributes, of the last sums:
+        total: of the weights; ``unknown``, ``rows``, ``divided`` and ``sparse`` likewise of the
+            rest of the header.
         ended: the ranks that have no more batches.
         used: for each parameter, how many ranks have a gradient.
         reached: likewise, how many have come to it in this pass.
@@ -35,31 +36,31 @@ class Sums:
         self.bucket_of = {key: bucket for bucket in self.buckets for key in bucket.views}
 
     def put(self, tensor, value, weight):
-        """Write what is summed up in a tensor's place while it is in the cache; send what is full.
+        """Write a value into its bucket while it is in the cache; send buckets that are full.
 
-        But for the last bucket, which has the header: what a script does to gradients by ``data``
-        until the end of the pass counts, and does not show.
+        Not the last bucket, which has the header: a script may change gradients by ``data`` until
+        the end of the pass, which does not show.
         """
         bucket, others = self.bucket_of.get(id(tensor)), self.buckets[:-1]
         if bucket not in others or bucket.work is not None:
             return
         bucket.write(id(tensor), value, weight)
-        for each in others:  # in their order
-            if each.work is None and len(each.written) < len(each.views):
+        for other in others:  # in their order
+            if other.work is None and len(other.written) < len(other.views):
                 break
-            self._send(each)
+            self._send(other)
 
-    def complete(self, told, ended, used, reached, values):
+    def complete(self, header, ended, used, reached, values):
         """Sum up the header and all values; afterwards ``write_mean`` has the means.
 
         Arguments:
-            told: the weight, whether it is unknown, rows, whether they are not the weight, and
+            header: the weight, whether it is unknown, rows, whether they are not the weight, and
                 whether a gradient is sparse.
             ended: whether this rank has no more batches.
             used: of each parameter, whether it has a gradient.
             reached: of each parameter, whether this pass has come to it.
-            values: by the ids of the tensors, each with its weight; zeros in the place of what is
-                not there, or None.
+            values: by the ids of the tensors, pairs of a value and its weight. A value that is
+                missing, or None, counts as zeros.
 
         Returns:
             Whether a value was sent too early on this rank.
@@ -73,8 +74,8 @@ class Sums:
         front = self.buckets[-1].front
         base = self.engine.place.size + 1  # of a number that has both counts
         counts = [has + base * came for has, came in zip(used, reached)]
-        header = told + self.engine.flags(ended) + counts + early
-        front.copy_(torch.tensor(header, dtype=front.dtype))
+        numbers = header + self.engine.flags(ended) + counts + early
+        front.copy_(torch.tensor(numbers, dtype=front.dtype))
         for bucket in self.buckets:
             self._send(bucket)
         for bucket in self.buckets:
@@ -98,7 +99,7 @@ class Sums:
         bucket.work = bucket.work or self.engine.begin_sum(bucket.flat)
 
     def write_mean(self, tensor, result):
-        """Write the mean of what was summed up for a tensor into another one, which is returned."""
+        """Write the mean for a tensor into another one, and return that."""
         factor = 1 / self.total if self.total else float("nan")
         torch.mul(self.bucket_of[id(tensor)].views[id(tensor)], factor, out=_real(result))
         return result
@@ -114,14 +115,16 @@ class _Bucket:
         self.flat = torch.zeros(front + sum(counts), dtype=dtype, device=device)
         self.front = self.flat[:front]
         parts = zip(tensors, shapes, self.flat[front:].split(counts))
-        # By the ids of the tensors, as are values that were written, their weights and versions.
+        # By the ids of the tensors, as are written values, their weights and versions.
         self.views = {id(tensor): part.view(shape) for tensor, shape, part in parts}
         self.clear()
 
     def clear(self):
+        """Forget the values of the last pass."""
         self.work, self.written = None, {}  # work: its all-reduce, which has begun
 
     def write_all(self, keys, values):
+        """Write several values, by the ids of their tensors."""
         for key in keys:
             self.write(key, *values.get(key, ABSENT))
 

@@ -8,7 +8,7 @@ from .merging import is_one_devices
 
 
 class HostValue(NamedTuple):
-    """A number that Python was given of a replica's rows, and by which it may choose its way.
+    """A value of a replica's rows that Python has read, and may branch on.
 
     Arguments:
         fallback: the function that gave it, a ``Fallback``.

@@ -20,22 +20,27 @@ class RankedKerasCall(RankedCall):
     is_only_traced = ReplicatedKerasCall.is_only_traced
 
     def count(self, model, rows):
+        """Count a batch, unless a step of Keras has counted it."""
         is_training = torch.is_grad_enabled()  # else it predicts, or a step has counted
         if is_training and rows is not None and self.exchange(model).rows.step is None:
             keras_model.count(model, rows, True)
 
     def weights_made(self, model):
+        """Return how many weights the model has; None: it is not built."""
         return len(model.weights) or None
 
     def same_start(self, model):
+        """Take rank 0's weights."""
         keras_model.same_start(model, self.engine)
 
     # Not ``value``, which within an autocast scope is a copy of another type.
 
     def parameters(self, model):
+        """List the trainable variables' tensors."""
         return [variable._value for variable in model.trainable_variables]
 
     def averaged(self, model):
+        """List the tensors of variables whose mean is exchanged with the gradients."""
         others = self.merged_later(model)
         return [v._value for v in keras3_state.averaged(model) if id(v) not in others]
 
@@ -46,24 +51,25 @@ class RankedKerasCall(RankedCall):
         return set(map(id, step.state.tried)) if is_step and step is not None else set()
 
     def warn_of_means(self, model, exchange):
-        """Warn, once, of custom variables that are now means of different values."""
+        """Warn, once, of user-defined variables that are now means of different values."""
         before = dict(zip(map(id, exchange.state), exchange.before))
         variables = keras3_state.averaged(model, by_users=True)
         for variable in [v for v in variables if id(v._value) in before]:
             mean = exchange.mean(variable._value)
-            mine = variable._value - before[id(variable._value)]
-            same = torch.allclose(mine, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
-            if not same and variable.path not in exchange.warned:
+            change = variable._value - before[id(variable._value)]
+            is_same = torch.allclose(change, mean, rtol=1e-4, atol=1e-6, equal_nan=True)
+            if not is_same and variable.path not in exchange.warned:
                 exchange.warned.add(variable.path)
                 keras3_state.warn_of_mean(variable)
 
     def verified(self, model):
+        """List the variables that are the same on all ranks."""
         others = self.merged_later(model)
         return [([(v.path, v._value) for v in keras3_state.same(model) if id(v) not in others],)]
 
 
 class RankedTrainStep(keras_model.RankedMethod):
-    """A step of Keras' on a batch, whose rows count however it calls the model or its parts."""
+    """A training step of Keras: its batch's rows count, however it calls the model."""
 
     method = "train_step"
     steps = ("train",)
@@ -74,6 +80,7 @@ class RankedTrainStep(keras_model.RankedMethod):
         self.state = ranked_state.KerasState(engine)
 
     def invoke(self, model, data, *args, **kwargs):
+        """Run a step, with losses, gradients and state as those of all ranks' rows."""
         step = self.plain(model)
         exchange = RankedKerasCall.of(model).exchange(model)
         keras = _keras.keras_of(model)
@@ -82,7 +89,7 @@ class RankedTrainStep(keras_model.RankedMethod):
         if batch is None or exchange.rows.step is not None or exchange.source.is_alone:
             return step(data, *args, **kwargs)
         if type(model).train_step.__module__.startswith("keras."):
-            exchange.is_suspect = True  # check_loss() tells of it
+            exchange.is_suspect = True  # check_loss() warns of it
         count, task = exchange.count, exchange.task
         rows = exchange.rows.step = int(batch.shape[0])
         keras_model.count(model, rows, self.training)
@@ -110,20 +117,20 @@ class RankedTrainStep(keras_model.RankedMethod):
         rows = exchange.rows.step
 
         @functools.lru_cache(None)
-        def share():
+        def share_of_rows():
             """Exchange the ranks' rows in front of the step."""
-            mine = self.engine.share(rows)
+            share = self.engine.share(rows)
             if self.training:
                 exchange.agreed = True
             else:
                 keras_model.RankedFit.of(model).in_step = True
-            return mine
+            return share
 
         def total(values):
-            share()
+            share_of_rows()
             return self.engine.sum([float(value) for value in values]).tolist()
 
-        return losses.Reductions(share, total, model, self.engine)
+        return losses.Reductions(share_of_rows, total, model, self.engine)
 
     def scaling(self, optimizer):
         """Have a ``LossScaleOptimizer``'s gradients overflow in this context as one process's do.
@@ -141,6 +148,8 @@ class RankedTrainStep(keras_model.RankedMethod):
 
 
 class RankedTorchTestStep(RankedTrainStep):
+    """A test step of Keras."""
+
     method = "test_step"
     steps = ("evaluate",)
     training = False

@@ -33,6 +33,7 @@ class VerifiedForward(ForwardMethod):
 
     @torch.compiler.disable
     def invoke(self, module, *args, **kwargs):
+        """Run the module, and verify the call if it is due."""
         kind = "train" if module.training and torch.is_grad_enabled() else "predict"
         forward = self.plain(module)
         if (
@@ -53,9 +54,11 @@ class _StepOfModule(_verification.Step):
         return weights + [("state " + name, value) for name, value in self.module.named_buffers()]
 
     def read(self):
+        """Return parameters and buffers as arrays, by label."""
         return {label: array_of(tensor) for label, tensor in self._labelled()}
 
     def write(self, values):
+        """Restore parameters and buffers."""
         for label, tensor in self._labelled():
             if label in values and tensor.layout is torch.strided:  # nothing sets a sparse one
                 # Not an operation that autograd would count as a change: the values come back.
@@ -75,13 +78,14 @@ class _ModuleCall(RandomStep, _StepOfModule):
         self.note_types(module.parameters())
 
     def note_types(self, tensors):
-        """Note the coarsest type that is computed in, as far as weights and results tell."""
+        """Note the coarsest type of weights, results and autocast."""
         names = {str(tensor.dtype).split(".")[-1] for tensor in tensors} | {self.dtype}
         if torch.is_autocast_enabled():
             names.add(str(torch.get_autocast_gpu_dtype()).split(".")[-1])
         self.dtype = keras_steps.coarsest(names)
 
     def by_design(self, inference, changed):
+        """Return why results differ by design, or None."""
         for name, part in self.module.named_modules():
             is_normalising = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
             if is_normalising and (part.running_mean is None or part.training and not inference):
@@ -89,24 +93,27 @@ class _ModuleCall(RandomStep, _StepOfModule):
         return None
 
     def give_up(self, values):
+        """Restore the state, arguments and hooks."""
         super().give_up(values)
         self.arguments.restore()
         self.put_hooks_back()
 
     def attributes(self):
+        """Return a snapshot of the values that the call reaches."""
         return Snapshot(ModuleReach, self.module)
 
     def on_one_device(self):
+        """Return results, gradients and side effects of the call on one device."""
         # What the caller differentiates has kept the buffers, whose values come back.
         kept = torch.autograd._unsafe_preserve_version_counter(tuple(self.module.buffers()))
         with kept, unsplit:
             return self._again(self._named)
 
     def _again(self, named):
-        """Do the call with arguments and hooks as they were: it may have changed a cache, say.
+        """Repeat the call, with arguments such as caches, and hooks, as they were before it.
 
         Arguments:
-            named: gives what is returned, from the result.
+            named: a function of the result, whose value is returned.
         """
         now, was = CallArguments(self.args, self.kwargs), self.arguments
         put_hooks_back = Hooks(list(self.module.modules())).put_back
@@ -120,35 +127,38 @@ class _ModuleCall(RandomStep, _StepOfModule):
             put_hooks_back()
 
     def on_all_devices(self):
+        """Return the result of the call, and that by label."""
         result = self.forward(*self.args, **self.kwargs)
         self.note_types(tensors_in(result))
         return result, self._named(result)
 
     def _named(self, result):
-        """Return results and gradients by label; autograd's graph is left to the caller."""
+        """Return results and gradients by label, without freeing autograd's graph."""
         named = dict(_outputs(result), **self.left_outside())
         results = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
         parameters = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if self.differentiated and results and parameters:
-            kept = self.attributes()  # by hooks on what comes back
+            kept = self.attributes()  # which hooks on gradients may change
             random = torch.Generator().manual_seed(0)
             upstream = [torch.randn(t.shape, generator=random).to(t) for t in results]
-            found = torch.autograd.grad(
+            gradients = torch.autograd.grad(
                 results, list(parameters.values()), upstream, retain_graph=True, allow_unused=True
             )
             kept.put_back()
-            pairs = [(n, g.to_dense()) for n, g in zip(parameters, found) if g is not None]
+            pairs = [(n, g.to_dense()) for n, g in zip(parameters, gradients) if g is not None]
             named.update(("gradient of " + name, array_of(gradient)) for name, gradient in pairs)
         return named
 
     def operations(self):
+        """Return counts of products by device."""
         return profiler.products(lambda: self._again(self._named))
 
     def outputs(self, undivided):
+        """Return results in inference, by label."""
         with contextlib.ExitStack() as afterwards, torch.no_grad():
             if undivided:
                 afterwards.enter_context(unsplit)
             for part in self.module.modules():
                 afterwards.callback(setattr, part, "training", part.training)
-            self.module.eval()  # which may be the user's own
+            self.module.eval()  # which may be user-defined
             return self._again(_outputs)

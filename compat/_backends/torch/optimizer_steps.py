@@ -1,21 +1,23 @@
 """The first optimizer step of each torch module that is one of several ranks.
 
-torch tells of the steps of all optimizers by itself, whatever called a model, and whatever computed
-its gradients. By the first one of them the gradients have to have been exchanged.
+torch calls a hook after the steps of all optimizers, whatever called a model, and whatever computed
+its gradients. At the first one the gradients have to have been exchanged.
 """
 
 import weakref
+from typing import Any, List
 
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ... import errors
 from ..._runtime import usage
 
-_awaited = weakref.WeakSet()  # type: weakref.WeakSet  # exchanges whose first step is to come
-_handles = []  # type: list
+# Exchanges whose first step is to come.
+_awaited: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_handles: "List[Any]" = []
 
 
-def watch(exchange):
+def watch(exchange: Any) -> None:
     """Check the first optimizer step of an ``Exchange``'s model."""
     if not _handles:
         _handles.append(register_optimizer_step_post_hook(_stepped))
@@ -27,12 +29,12 @@ def _stepped(optimizer, args, kwargs):
     if not _awaited:
         return
     ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for exchange in sorted(_awaited, key=lambda each: each.number):
+    for exchange in sorted(_awaited, key=lambda awaited: awaited.number):
         model = exchange.model()
         if model is None or exchange.source.is_alone:
             continue
         parameters = exchange.source.parameters(model)
-        if any(id(each) in ids and each.grad is not None for each in parameters):
+        if any(id(p) in ids and p.grad is not None for p in parameters):
             _awaited.discard(exchange)
             if not exchange.count:
                 _compare(exchange, model, type(optimizer).__name__ + ".step")

@@ -8,6 +8,7 @@ as they are without hooks.
 
 import collections
 import weakref
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from ..._runtime import patching
 GRADIENT_HOOK = "Parameter.register_hook"
 ACCUMULATED_HOOK = "Parameter.register_post_accumulate_grad_hook"
 
-# The parameters that have or had hooks of the script's.
+# Parameters for which the script has registered hooks.
 _registered = torch.utils.weak.WeakIdKeyDictionary()
 
 
@@ -30,7 +31,7 @@ class ParameterHooks:
     _all = torch.utils.weak.WeakIdKeyDictionary()
 
     def __init__(self, parameter):
-        self.exchanges = weakref.WeakSet()  # type: weakref.WeakSet
+        self.exchanges: "weakref.WeakSet[Any]" = weakref.WeakSet()
         self.parameter = torch.utils.weak.TensorWeakRef(parameter)
         self.of_gradient = _Hooks(self, GRADIENT_HOOK, parameter._backward_hooks)
         earlier = parameter._post_accumulate_grad_hooks
@@ -46,14 +47,14 @@ class ParameterHooks:
         return cls._all[parameter]
 
     def names(self):
-        """Return the names of those of the two kinds of hooks that there are."""
-        return [each.name for each in (self.of_gradient, self.of_parameter) if each.of_script()]
+        """Return the names of the kinds of hooks that are registered."""
+        return [h.name for h in (self.of_gradient, self.of_parameter) if h.of_script()]
 
     def note(self, name):
         """Note that hooks of this name are due in the pass under way.
 
         Returns:
-            Whether there is an exchange that has it called; else autograd may call it right away.
+            Whether the end of the pass calls them; else autograd may call them right away.
         """
         parameter = self.parameter()
         joined = [exchange.join() for exchange in self.exchanges if parameter is not None]
@@ -66,6 +67,7 @@ class ParameterHooks:
         """Call the hooks, as autograd does.
 
         Arguments:
+            parameter: the parameter.
             before: the gradient that the parameter had before this pass, or None.
         """
         of_gradient = self.of_gradient.of_script()
@@ -105,18 +107,19 @@ class _Hooks(collections.OrderedDict):
         self.numbers = set(self.earlier)  # of those hooks
 
     def __setitem__(self, number, hook):
-        if not isinstance(hook, patching.Callback):  # else it is compat's own
+        if not isinstance(hook, patching.Callback):  # else compat has registered it
             _registered[self.owner.parameter()] = self.owner
             hook = _Deferred(self, number, hook)
         super().__setitem__(number, hook)
 
-    def has(self, number):
+    def has(self, number: int) -> bool:
+        """Return whether the hook of this number is still registered."""
         return number not in self.numbers or number in self.earlier
 
     def of_script(self):
         """Return the hooks that were registered and not removed."""
-        found = [each for each in self.values() if isinstance(each, _Deferred)]
-        return [each.hook for each in found if self.has(each.number)]
+        deferred = [hook for hook in self.values() if isinstance(hook, _Deferred)]
+        return [each.hook for each in deferred if self.has(each.number)]
 
     def __reduce__(self):
         return collections.OrderedDict, ()
@@ -129,16 +132,18 @@ class _Deferred(patching.Callback):
         super().__init__(hooks.name, self.note)
         self.hooks, self.number, self.hook = weakref.ref(hooks), number, hook
 
-    def note(self, value):
+    def note(self, value: Any) -> Any:
+        """Note that the hook is due, or call it if ranks exchange nothing in the pass."""
         hooks = self.hooks()
         if hooks is not None and hooks.has(self.number) and not hooks.owner.note(self.name):
             return self.hook(value)
 
 
 def registered(parameters, reached):
-    """Return the hooks of those of the parameters that have any, and that a pass has reached.
+    """Return the hooks of parameters that a pass has reached.
 
     Arguments:
+        parameters: the parameters.
         reached: for each parameter, how many ranks' passes have.
 
     Returns:

@@ -1,20 +1,22 @@
-"""What each device executes, and when: from torch's profiler."""
+"""Operations that each device executes, and when, from torch's profiler."""
+
+from typing import Any, Callable, Dict, List, Optional
 
 import torch
 
 from ... import errors
 from ..._runtime.operation_times import Operation, converted, count_products
 
-#: How the ranges begin that replicas mark for the profiler; a device's name follows.
+#: Prefix of the ranges that replicas mark for the profiler; the device's name follows.
 REPLICA = "replica on "
 _GRADIENT = "autograd::engine::evaluate_function: "
-# What a layer computes with, and what autograd computes its gradient with.
+# Operations of layers, and those of their gradients.
 PRODUCTS = ("aten::addmm", "aten::mm", "aten::bmm", "aten::convolution", "aten::embedding")
 GRADIENTS = PRODUCTS + ("aten::convolution_backward", "aten::embedding_dense_backward")
 
 
-def profiled(devices):
-    """Return what ``Torch.profiled()`` does, for the configured devices."""
+def profiled(devices: "List[str]") -> Any:
+    """Return the context of ``Torch.profiled()``, for the configured devices."""
     if torch.autograd._profiler_enabled():  # another one would end it, silently
         raise errors.profiler_runs("torch")
     kinds = torch.profiler.ProfilerActivity
@@ -42,7 +44,7 @@ def _executed(events, devices):
             yield Operation(device, name, time.start, time.end - time.start)
 
 
-def products(step):
+def products(step: "Callable[[], Any]") -> "Dict[str, Any]":
     """Count the products of layers in ``step()`` by replica; see ``count_products``."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
@@ -67,19 +69,19 @@ def _products(events):
 
 
 def _owners(events):
-    """Return the device of an operation's replica, by the number its gradient has, too."""
+    """Return the device of each operation's replica, by the sequence number."""
     pairs = ((event.sequence_nr, replica(event)) for event in events)
     return {number: device for number, device in pairs if number >= 0 and device is not None}
 
 
-def replica(event):
-    """Return the device of the replica that an operation belongs to; None: of none."""
+def replica(event: Any) -> "Optional[str]":
+    """Return the device of the replica that an operation belongs to, or None."""
     parent = _within(event.cpu_parent, REPLICA)
     return None if parent is None else parent.name[len(REPLICA) :]
 
 
 def _within(event, names):
-    """Return the innermost operation around this one, or itself, whose name begins so, or None."""
+    """Return the innermost operation, this one or around it, whose name begins so, or None."""
     while event is not None and not event.name.startswith(names):
         event = event.cpu_parent
     return event

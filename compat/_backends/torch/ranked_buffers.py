@@ -1,4 +1,4 @@
-"""Buffers that the forward pass of a torch module sets, as those of all ranks' rows.
+"""Buffers that the forward pass of a torch module sets, merged over all ranks' rows.
 
 How their values are merged is found by a trial (see ``_ranks.state``) before the first forward
 pass. They are merged when the backward pass has ended. Left alone are running statistics of
@@ -6,6 +6,7 @@ torch's own layers, whose mean is exchanged with the gradients, and buffers that
 """
 
 import contextlib
+from typing import Any, List, Optional
 
 import torch
 from torch.utils import _pytree
@@ -25,13 +26,14 @@ class RankedBuffers:
 
     def __init__(self, engine):
         self.engine = engine
-        self.tried = []  # type: list  # of modules, and names in them
-        self.merges = []  # type: list
-        self.before = None  # their values before the forward passes since the last merge
-        self.passes = 0  # so many
+        self.tried: "List[Any]" = []  # pairs of a module and a name in it
+        self.merges: "List[merging.Merge]" = []
+        # Their values before the forward passes since the last merge; and how many these are.
+        self.before: "Optional[List[torch.Tensor]]" = None
+        self.passes = 0
 
     def forward(self, model, plain, args, kwargs):
-        """Note the values before a forward pass. Before the first one try how they are merged."""
+        """Note the values before a forward pass. Before the first one, find their merges."""
         if not model.training:
             return
         tried = _tried(model)
@@ -101,14 +103,14 @@ class RankedBuffers:
             except _Collectives.Found:
                 return  # the forward pass itself sums over all ranks
             except Exception:
-                pass  # ``decide`` meets it again, and tells of it
+                pass  # ``decide`` meets it again, and reports it
             state.decide(rows, values, run)
         self.merges = state.merges
 
 
 @contextlib.contextmanager
 def _steady(model):
-    """Return the context of a trial: a row's values depend on neither chance nor other rows."""
+    """Return the context of a trial: dropout and normalization are those of inference."""
     changed = [m for m in model.modules() if isinstance(m, _STEADY) and m.training]
     for module in changed:
         module.training = False
@@ -120,10 +122,10 @@ def _steady(model):
 
 
 class _Collectives(TorchDispatchMode):
-    """Detector of operations of torch.distributed, which does none."""
+    """Context in which an operation of torch.distributed raises ``Found``."""
 
     class Found(Exception):
-        """There is one."""
+        """It was called."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace in ("c10d", "_c10d_functional"):

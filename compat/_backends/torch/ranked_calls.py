@@ -1,7 +1,8 @@
-"""The call of a model that trains together with the other ranks, of whatever kind the model is."""
+"""The call of a model that is one of several ranks', for both kinds of models."""
 
 import functools
 import weakref
+from typing import Any, List, Optional
 
 import torch
 from torch._C import _functorch
@@ -16,7 +17,7 @@ from .tensors import are_same, to_numpy
 
 
 class RankedCall(keras_model.RankedMethod):
-    """The ``call`` or ``forward`` of a model that trains together with the other ranks.
+    """The ``call`` or ``forward`` of a model that is one of several ranks'.
 
     Deep copies of a model share it.
     """
@@ -24,10 +25,43 @@ class RankedCall(keras_model.RankedMethod):
     def __init__(self, engine):
         super().__init__(engine)
         self.exchanges = weakref.WeakKeyDictionary()  # model -> its exchange
-        self.is_differentiated = False  # by torch.func, as a warning told
+        self.is_differentiated = False  # by torch.func, as a warning has said
         self.is_alone = False
 
-    def exchange(self, model):
+    # What kinds of models differ in -----------------------------------------------------------
+
+    def is_only_traced(self, model: Any, batch: Any) -> bool:
+        """Return whether nothing is computed: shapes or a graph are inferred."""
+        raise NotImplementedError
+
+    def parameters(self, model: Any) -> "List[torch.Tensor]":
+        """List the parameters whose gradients are exchanged."""
+        raise NotImplementedError
+
+    def averaged(self, model: Any) -> "List[torch.Tensor]":
+        """List the running statistics whose mean is exchanged with the gradients."""
+        raise NotImplementedError
+
+    def verified(self, model: Any) -> "List[Any]":
+        """List the variables that are the same on all ranks, by kind, and causes of differences."""
+        raise NotImplementedError
+
+    def weights_made(self, model: Any) -> "Optional[int]":
+        """Return how many weights the model has; None: they are not made yet."""
+        raise NotImplementedError
+
+    def same_start(self, model: Any) -> None:
+        """Take rank 0's weights."""
+        raise NotImplementedError
+
+    def warn_of_means(self, model: Any, exchange: gradient_exchange.Exchange) -> None:
+        """Warn of user-defined variables that the exchange has averaged."""
+        raise NotImplementedError
+
+    # The call ---------------------------------------------------------------------------------
+
+    def exchange(self, model: Any) -> gradient_exchange.Exchange:
+        """Return the exchange of a model, which the first call makes."""
         if model not in self.exchanges:
             self.exchanges[model] = gradient_exchange.Exchange(self.engine, self, model)
         return self.exchanges[model]
@@ -36,12 +70,13 @@ class RankedCall(keras_model.RankedMethod):
         """Return a context in which a model trains by itself."""
         return patching.replaced(self, is_alone=True)
 
-    def invoke(self, model, *args, **kwargs):
+    def invoke(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, and note its rows for the backward pass."""
         batch = first_batch((args, kwargs))
         if self.is_alone or self.is_only_traced(model, batch):
             return self.plain(model)(*args, **kwargs)
         if not torch.is_grad_enabled():
-            self.count(model, self.rows_given(model, batch))
+            self.count(model, self.rows_of_batch(model, batch))
             return self.plain(model)(*args, **kwargs)
         in_function = _functorch.maybe_current_level() is not None  # in one of torch.func
         if in_function and any(map(_functorch.is_gradtrackingtensor, model.parameters())):
@@ -56,11 +91,11 @@ class RankedCall(keras_model.RankedMethod):
         return result
 
     def note_unreached(self, model, name):
-        """Note that torch did not call what was put in the place of one of its functions."""
+        """Note that torch did not call the replacement of one of its functions."""
         self.engine.unreached[name] = None  # which a ``RanksCheck`` reports
 
     def warn_of_function(self, model):
-        """Say what ``torch.func.grad()`` or its like gives, which differentiates by parameters."""
+        """Warn that gradients by ``torch.func`` are those of the rank's rows alone."""
         if not self.is_differentiated and self.engine.place.rank == 0:
             errors.warn(
                 f"Gradients of the parameters of {type(model).__name__} that torch.func computes "
@@ -70,25 +105,26 @@ class RankedCall(keras_model.RankedMethod):
             )
         self.is_differentiated = True
 
-    def rows_given(self, model, batch):
-        """Return the rows of a batch, or None where they are not known."""
+    def rows_of_batch(self, model: Any, batch: Any) -> "Optional[int]":
+        """Return the number of rows of a batch, or None if it is unknown."""
         if isinstance(batch, PackedSequence) or declared(model) is not None:
             rows = rows_declared(model, batch)
             return 1 if rows is None and batch is not None else rows  # without a batch
         return None if batch is None else int(batch.shape[0])
 
-    def count(self, model, rows):
+    def count(self, model: Any, rows: "Optional[int]") -> None:
+        """Count a batch as computed."""
         work.count([""], None if rows is None else [rows], torch.is_grad_enabled())
 
     def has_exchanged(self, model, rows):
-        """Act upon the exchange of a backward pass, in which this rank had so many rows."""
+        """Handle the end of an exchange, in whose pass this rank had so many rows."""
 
     def run(self, model, batch, args, kwargs):
-        """Return the model's own result, and its rows."""
-        return self.plain(model)(*args, **kwargs), self.rows_given(model, batch)
+        """Return the result of the plain model, and the number of rows."""
+        return self.plain(model)(*args, **kwargs), self.rows_of_batch(model, batch)
 
     def start(self, model):
-        """Take rank 0's weights, wherever there are other ones than before.
+        """Take rank 0's weights, if the model has new ones.
 
         Returns:
             The exchange, which notes its parameters and running statistics.

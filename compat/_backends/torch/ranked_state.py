@@ -1,10 +1,11 @@
-"""Variables that a step of Keras on torch sets besides the weights, as those of all ranks' rows.
+"""Variables that a step of Keras sets besides the weights, merged over all ranks' rows.
 
 How their values are merged is found by a trial (see ``_ranks.state``) in front of the first step.
 They are merged when a step has ended, however many backward passes it has.
 """
 
 import contextlib
+from typing import Any, List
 
 import torch
 
@@ -24,22 +25,24 @@ OPERATIONS = merging.Operations(
 
 
 class KerasState:
-    """The variables that the steps of one model set, and how they are merged."""
+    """The variables that the steps of one model set, and their merges."""
 
     def __init__(self, engine):
         self.engine = engine
         self.optimizer = None  # that of the last step
-        self.tried = []  # type: list
-        self.merges = []  # type: list
+        self.tried: "List[Any]" = []
+        self.merges: "List[merging.Merge]" = []
 
     @contextlib.contextmanager
     def merged(self, model, step, data, rows, alone):
         """Return the context of a step, after which variables have one process's values.
 
         Arguments:
-            step: the model's own ``train_step``.
-            data: what that gets; it has so many ``rows``.
-            alone: gives a context in which no gradients are exchanged.
+            model: the model.
+            step: its plain ``train_step``.
+            data: the argument of the step.
+            rows: how many that has.
+            alone: a context in which no gradients are exchanged.
         """
         if self.optimizer is not model.optimizer:  # else the model has its layers
             self.optimizer, tried = model.optimizer, rank_state.tried(model)
@@ -53,6 +56,7 @@ class KerasState:
                 self.merge(before, rows)
 
     def decide(self, model, step, data, rows, alone):
+        """Find the merges by a trial: see ``merged``."""
         keras, tried = _keras.keras_of(model), self.tried
         parameters = [variable._value for variable in model.trainable_variables]
         gradients = [parameter.grad for parameter in parameters]
@@ -92,7 +96,11 @@ def exchanged(engine, merges, before, after, rows):
     """Return one process's values, in one exchange.
 
     Arguments:
-        before, after: this rank's, before and after a step of so many rows.
+        engine: the engine of the ranks.
+        merges: a ``Merge`` for each value.
+        before: this rank's values before a step.
+        after: those after it.
+        rows: how many the step had.
     """
     place = engine.place
     parts = merging.parts(merges, OPERATIONS, before, after, rows, place)
@@ -101,8 +109,8 @@ def exchanged(engine, merges, before, after, rows):
     flat = torch.cat([part.reshape(-1).to(kind) for part in parts])
     engine.end_sum(engine.begin_sum(flat))
     sums = [
-        each.view(part.shape).to(part.dtype)
-        for part, each in zip(parts, flat.split([part.numel() for part in parts]))
+        total.view(part.shape).to(part.dtype)
+        for part, total in zip(parts, flat.split([part.numel() for part in parts]))
     ]
     factor = 1 / float(sums[-1])
     return merging.merged(merges, OPERATIONS, before, after, sums[:-1], place.size, factor)

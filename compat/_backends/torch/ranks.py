@@ -6,6 +6,8 @@ and when autograd has finished a backward pass, the gradients of all ranks becom
 weighted by those rows (``gradient_exchange``).
 """
 
+from typing import Any
+
 from ... import _keras
 from ..._ranks import keras_model
 from ..._ranks.engines.torch_distributed import TorchDistributed
@@ -15,8 +17,8 @@ from .keras_replicas import refuse_torch_compile
 from .native_ranks import RankedForward
 
 
-def distribute(model, place):
-    """Make a model one of the ranks', in place. A second time changes nothing."""
+def distribute(model: Any, place: Any) -> Any:
+    """Make a model one of several ranks', in place; again, it changes nothing."""
     refuse_torch_compile(model)
     engine = TorchDistributed.join(place)
     backward_passes.follow()

@@ -9,6 +9,7 @@ weights. ``keras_replicas`` and ``native`` have the two kinds of models.
 
 import contextlib
 import threading
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -18,11 +19,12 @@ from ..._rows import Fallback, Reason
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from . import executions, kept_rows, tracing
-from .arguments import CallArguments, dimension_choices, make_layout, shard_on, size_along
+from .arguments import CallArguments, Layout, dimension_choices, make_layout, shard_on, size_along
 from .containers import PLAIN, flatten
 from .merge_rules import CallPlan
 from .merging import NotMergeable
 from .outcomes import untagged
+from .side_effects import CallEffects, Reach
 from .split_calls import SplitCall
 
 #: How many arguments may turn out to have as many rows as the batch by chance.
@@ -37,21 +39,27 @@ class Replicas:
         before: the values of state before the call, by key.
     """
 
+    side_effects: CallEffects
+    before: "Dict[Any, Any]"
+
     def run(self, plain, device, copy, args, kwargs, propagation):
         """Run one replica.
 
         Arguments:
             plain: the method of the model's class.
+            device: where it computes.
             copy: whether weights are copied even where they are on the device.
-            propagation: follows the call, or None.
+            args: its shards of the arguments.
+            kwargs: those by name.
+            propagation: the ``Propagation`` that infers placements, or None.
 
         Returns:
-            The result; losses and state that the replica has set, by key; state as it was given.
+            The result; losses and state that the replica has set, by key; state before it, by key.
         """
         raise NotImplementedError
 
-    def finish(self, merged):
-        """Set what was merged, by key, once."""
+    def finish(self, merged: "Dict[Any, Any]") -> None:
+        """Set merged state and losses, by key, once."""
         raise NotImplementedError
 
 
@@ -71,35 +79,35 @@ class ReplicatedCall(patching.InstanceMethod):
         super().__init__(devices)
         self.belongs_to_step = belongs_to_step
         # By kind of call; None: it runs unsplit. Deep copies, of the same architecture, share it.
-        self.plans = {}
-        self.choices = None  # where the rows may be: arguments of ``make_layout``
+        self.plans: "Dict[Any, Optional[CallPlan]]" = {}
+        self.choices: Any = None  # possible batch dimensions: arguments of ``make_layout``
         self.kept_rows = kept_rows.KeptRows()
-        self.tried = {}  # functions without a rule, by the kind of call
+        self.tried: "Dict[Any, Any]" = {}  # placements of functions without a rule, by kind
         self.lock = threading.RLock()  # one call at a time: the model's weights are the replica's
 
     # What kinds of models differ in -----------------------------------------------------------
 
-    def converter(self, model):
+    def converter(self, model: Any) -> "Optional[Callable[[Any], Any]]":
         """Return a function that converts arguments to tensors, or None."""
         raise NotImplementedError
 
-    def is_only_traced(self, model, batch):
+    def is_only_traced(self, model: Any, batch: Any) -> bool:
         """Return whether nothing is computed: shapes or a graph are inferred."""
         raise NotImplementedError
 
-    def home(self, model, arguments):
+    def home(self, model: Any, arguments: CallArguments) -> torch.device:
         """Return the device of the plain model's results."""
         raise NotImplementedError
 
-    def reach(self, model):
+    def reach(self, model: Any) -> Reach:
         """Return the model's ``Reach``."""
         raise NotImplementedError
 
-    def replicas(self, model):
+    def replicas(self, model: Any) -> Replicas:
         """Return new ``Replicas`` of the model."""
         raise NotImplementedError
 
-    def unsplittable(self, model):
+    def unsplittable(self, model: Any) -> "Optional[Fallback]":
         """Return why no call of this model can be split, a ``Fallback``; None: calls are tried."""
         return None
 
@@ -139,7 +147,7 @@ class ReplicatedCall(patching.InstanceMethod):
         return self.plain(model)(*args, **kwargs)
 
     def run_split(self, call, layouts):
-        """Run a call by its kind's plan. The first one of a kind finds that; if none is, unsplit.
+        """Run a call by the plan of its kind, which the first one finds; without a plan, unsplit.
 
         Arguments:
             call: the ``SplitCall``.
@@ -183,7 +191,7 @@ class ReplicatedCall(patching.InstanceMethod):
             model: the model.
             arguments: the ``CallArguments``.
             rows: how many it has, or None.
-            fallback: why, if no warning has said so before.
+            fallback: the reason, if a warning is due.
         """
         home = self.home(model, arguments)
         leaves = [shard_on(home, None, None, leaf) for leaf in arguments.leaves]
@@ -230,14 +238,14 @@ class ReplicatedCall(patching.InstanceMethod):
                     return result
         raise (failed + [NotMergeable(Fallback(Reason.BATCH_DIMENSION))])[0]
 
-    def layouts(self, model, arguments):
+    def layouts(self, model: Any, arguments: CallArguments) -> "List[Layout]":
         """List how the arguments may be cut, the likeliest first."""
         self.choices = self.choices or dimension_choices(model)
         layouts = [make_layout(arguments, *choice) for choice in self.choices]
         return [layout for layout in layouts if layout is not None]
 
 
-def plans_to_try(layout, numbers):
+def plans_to_try(layout: Layout, numbers: Any) -> "Iterator[CallPlan]":
     """Yield plans for a call: all that has rows is cut; then all but one of them, passed whole."""
     others = [place for place, cut in enumerate(layout.cuts) if cut is not None][1:]
     others += [rows for rows in layout.kept if rows.other is None]

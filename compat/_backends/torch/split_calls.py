@@ -7,6 +7,7 @@ of each device in a thread of its own.
 
 import contextlib
 import itertools
+from typing import Any, Tuple
 
 import torch
 
@@ -15,11 +16,11 @@ from ..._rows import Fallback, Reason, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import work
 from . import executions, kept_rows, linked_values, profiler
-from .arguments import Unchanged, shard_on
+from .arguments import Layout, Unchanged, shard_on
 from .custom_gradients import check_gradients, custom_gradient
 from .graph import tag
 from .host_values import choices_of
-from .merge_rules import decide
+from .merge_rules import CallPlan, decide
 from .merging import NotMergeable, UnchangedState, form
 from .outcomes import Outcome, untagged
 from .propagation import Propagation
@@ -40,7 +41,7 @@ class SplitCall:
         self.method, self.model, self.arguments = method, model, arguments
         self.home = method.home(model, arguments)
 
-    def tried(self, layout, plan):
+    def tried(self, layout: Layout, plan: CallPlan) -> Any:
         """Return the merged results of the first call by a new plan, which a trial has proved.
 
         Arguments:
@@ -52,11 +53,11 @@ class SplitCall:
             CutOtherwise: the call has left rows in the model, which are to be cut, too.
         """
         plan.trial = self.trial(layout._replace(cuts=plan.cuts, kept=plan.kept))
-        plan.trial.outcomes()  # first: three rows tell more of what has no rule
+        plan.trial.outcomes()  # first: three rows show more of functions without a rule
         self.check_kept(layout)
         return self.computed(layout, plan)
 
-    def computed(self, layout, plan):
+    def computed(self, layout: Layout, plan: CallPlan) -> Any:
         """Return the replicas' merged results; where they do not fit the plan they are watched.
 
         Arguments:
@@ -76,8 +77,8 @@ class SplitCall:
         self.check_kept(layout)
         return self.merge(replicas, cut, plan, outcomes)
 
-    def kept(self, rows):
-        """Return rows that the model keeps, as a call of so many finds them: see ``kept_rows``."""
+    def kept(self, rows: int) -> "Tuple[Any, ...]":
+        """Return rows that the model keeps, in a call of so many: see ``kept_rows``."""
         if not self.method.kept_rows.axes:
             return ()
         effects = self.method.reach(self.model).effects
@@ -85,8 +86,12 @@ class SplitCall:
         sizes = splitting.sizes(rows, self.replica_count(rows))
         return self.method.kept_rows.read(effects, rows, sizes)
 
-    def check_kept(self, layout):
-        """Raise ``CutOtherwise`` where a call has shown more of that."""
+    def check_kept(self, layout: Layout) -> None:
+        """Check that a call has not shown more rows that the model keeps.
+
+        Raises:
+            CutOtherwise: it has.
+        """
         if self.kept(layout.rows) != layout.kept:
             raise kept_rows.CutOtherwise
 
@@ -112,7 +117,7 @@ class SplitCall:
                 break  # which is new
         return outcomes
 
-    def replica_count(self, rows):
+    def replica_count(self, rows: int) -> int:
         """Return how many replicas compute so many rows."""
         kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.method.devices)
         if any(isinstance(part, kind) and part.training for part in self.model.modules()):
@@ -163,7 +168,7 @@ class SplitCall:
             outcome = Outcome(
                 len(rows), (result, arguments.changed()), values, buffers, propagation
             )
-            # What is the replica's own becomes what it is of the whole batch.
+            # The replica's tensors and device stand for those of the whole batch.
             for key, value in outcome.values.items():
                 if isinstance(value, torch.Tensor):
                     outcome.values[key] = arguments.marked(value)
@@ -189,7 +194,7 @@ class SplitCall:
                 continue
             values = [outcome.values[key] for outcome in counted]
             if rule.axis is not None:
-                # Of a replica without rows of its own none: it gets gradients, 0, too.
+                # A replica without rows adds none, and gets gradients of 0.
                 pairs = [(outcome.values[key], n) for outcome, n in zip(outcomes, all_sizes)]
                 values = [v if n else shard_on(home, rule.axis, range(0), v) for v, n in pairs]
             same = tuple(id(outcome.values[key]) for outcome in outcomes)
@@ -224,10 +229,10 @@ class SplitCall:
         for key in first.values:
             values = [outcome.values[key] for outcome in outcomes]
             rule = previous.get(key)
-            found = form(values[0])
-            if rule is None or rule.form != found:
+            current = form(values[0])
+            if rule is None or rule.form != current:
                 rule = decide(key, values, sizes, replicas.before.get(key), self.home, trial)
-                rule.form = found
+                rule.form = current
             # A number that was taken from a tensor does not show from where.
             rule.is_lasting = rule.is_lasting and key not in first.numbers
             plan.rules[key] = rule
@@ -259,7 +264,7 @@ class SplitCall:
         outside, effects = self.method.replicas(self.model).side_effects, {}
         with outside.replica(False, effects):
             check_gradients(plan.trial, plan.rules, replicas.before, self.home, sources, fallback)
-        if effects:  # what a hook leaves outside, of which each device sees a part
+        if effects:  # side effects of a hook, which gets the gradients of a shard
             raise NotMergeable(fallback)
 
     def check_choices(self, replicas, layout, plan, count, choices):
@@ -282,8 +287,8 @@ class SplitCall:
             raise NotMergeable(choices.inconclusive[0]) from None
         plan.harmless.update(choices.lines)
 
-    def trial(self, layout, parts=_rows.trial.PARTS):
-        """Return a trial of rows of this batch; what is sorted stays sorted."""
+    def trial(self, layout: Layout, parts: Any = _rows.trial.PARTS) -> PartsTrial:
+        """Return a trial of rows of this batch, in their order."""
         last = layout.rows - 1
 
         def compute(rows, gradients=False):

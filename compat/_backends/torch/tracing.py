@@ -6,8 +6,8 @@ from torch._C import _functorch
 _TRACING = torch._C._TorchDispatchModeKey.FAKE, torch._C._TorchDispatchModeKey.PROXY
 
 
-def is_traced():
-    """Return whether torch records what a call would compute, and no device computes anything.
+def is_traced() -> bool:
+    """Return whether torch only records operations, and no device computes anything.
 
     So do ``torch.jit.trace()``, ``torch.export``, ``make_fx()`` and ``FakeTensorMode``.
     """
@@ -17,6 +17,6 @@ def is_traced():
     return modes > 0 and any(torch._C._get_dispatch_mode(key) is not None for key in _TRACING)
 
 
-def is_transformed():
+def is_transformed() -> bool:
     """Return whether a function of ``torch.func`` transforms the call, such as ``vmap()``."""
     return _functorch.maybe_current_level() is not None

@@ -13,11 +13,12 @@ _RANDOM = "random numbers of "
 
 
 class VerifiedStep(keras_steps.Verified):
-    """The method by which Keras makes the function of a step."""
+    """The method by which Keras makes the function of a step, which verifies it."""
 
     def is_ready(self, model):
+        """Return whether a step can be repeated."""
         # Keras builds model, optimizer and metrics before the first step, unless train_step is
-        # the user's own; then it is the optimizers that may not have their state yet.
+        # user-defined; then it is the optimizers that may not have their state yet.
         optimizers = keras_steps.optimizers(model) if self.kind == "train" else ()
         return model.built and all(optimizer.built for optimizer in optimizers)
 
@@ -29,58 +30,69 @@ class VerifiedStep(keras_steps.Verified):
 
     @property
     def step(self):
+        """The class of the steps."""
         return RankedStep if self.verification.ranks else TorchStep
 
 
 class RandomStep(_verification.Step):
-    """A step that changes torch's own random numbers as well as what its subclasses know."""
+    """A step that changes the state of torch's random generators, besides its subclass's state."""
 
-    def __init__(self, *given):
-        super().__init__(*given)
+    def __init__(self, *args):
+        super().__init__(*args)
         self.differentiated = torch.is_grad_enabled()
 
     def give_up(self, values):
+        """Restore the state, and that gradients are recorded or not."""
         super().give_up(values)
         # An interruption may come where torch.no_grad() begins or ends, which leaves it on.
         torch.set_grad_enabled(self.differentiated)
 
     def read(self):
+        """Return the state, by label."""
         states = {_RANDOM + name: each.get_state() for name, each in generators().items()}
         return dict(super().read(), **{label: state.numpy() for label, state in states.items()})
 
     def write(self, values):
+        """Restore the state."""
         super().write(values)
         for name, generator in generators().items():
             if _RANDOM + name in values:
                 generator.set_state(torch.from_numpy(values[_RANDOM + name]))
 
     def left_outside(self):
+        """Return the side effects of the step, as arrays by label."""
         return (
             self.start_attributes.changed() if self.start_attributes else {}
         )  # None: the step is verified no more
 
     def is_random(self, label):
+        """Return whether a value may differ."""
         return label.startswith(_RANDOM) or super().is_random(label)
 
 
 class TorchStep(RandomStep, keras_steps.KerasStep):
+    """A step of Keras."""
+
     def as_array(self, value):
+        """Return a value as an array."""
         return _keras.keras_of(self.model).ops.convert_to_numpy(value)
 
     def operations(self):
         return profiler.products(lambda: self.function.made(self.data))
 
     def attributes(self):
+        """Return a snapshot of what the step reaches."""
         return Snapshot(KerasReach, self.model, super().attributes())
 
     def on_one_device(self):
         return dict(super().on_one_device(), **self.left_outside())
 
     def on_all_devices(self):
-        given, results = super().on_all_devices()
-        return given, dict(results, **self.left_outside())
+        result, labelled = super().on_all_devices()
+        return result, dict(labelled, **self.left_outside())
 
     def infer(self, inputs):
+        """Compute outputs for inference."""
         with torch.no_grad():
             return super().infer(inputs)
 
@@ -97,7 +109,7 @@ class RankedStep(TorchStep):
 
         self.ranked = RankedKerasCall.of(self.model)
         self.ranked.start(self.model)  # rank 0's weights, from which the step begins
-        self.own, tree = batches, _keras.keras_of(self.model).tree
+        self.batches, tree = batches, _keras.keras_of(self.model).tree
         first = next(leaf for leaf in tree.flatten(batches) if np.ndim(leaf))
         sizes = self.ranked.engine.gather([len(first)])
         start = sum(size for (size,) in sizes[: self.ranked.engine.place.rank])
@@ -105,6 +117,7 @@ class RankedStep(TorchStep):
         self.data = tree.map_structure(self.of_all_ranks, batches)
 
     def of_all_ranks(self, leaf):
+        """Return the concatenated arrays of all ranks."""
         if not np.ndim(leaf):
             return leaf
         tensor = torch.as_tensor(leaf)
@@ -116,22 +129,22 @@ class RankedStep(TorchStep):
             return super().on_one_device()
 
     def on_all_devices(self):
-        return self.function.made(self.own), {}
+        return self.function.made(self.batches), {}
 
     def is_random(self, label):
-        own = label.startswith(("the loss", "metric "))
-        return own or super().is_random(label)
+        is_of_rank = label.startswith(("the loss", "metric "))
+        return is_of_rank or super().is_random(label)
 
     def outputs(self, undivided):
         """Return those of this rank's rows, computed alone or among all rows."""
-        given, self.data = self.data, self.data if undivided else self.own
+        data, self.data = self.data, self.data if undivided else self.batches
         try:  # inputs that are off by rounding may have replaced them already
             with self.ranked.alone():
-                found = super().outputs(True)
+                outputs = super().outputs(True)
         finally:
-            self.data = given
-        own = self.rows if undivided else slice(None)
-        return found and {k: v[own] for k, v in found.items() if "output:" not in k}
+            self.data = data
+        rows = self.rows if undivided else slice(None)
+        return outputs and {k: v[rows] for k, v in outputs.items() if "output:" not in k}
 
     def operations(self):
         return {}
