@@ -1,4 +1,4 @@
-"""Parts of a Keras model on devices of their own: ``compat.device()``.
+"""Placement of parts of a Keras model on devices: ``compat.device()``.
 
 A functional model's graph is not TensorFlow's: Keras calls each layer again whenever the model
 runs, and device scopes at building time are lost. So each node of Keras' graph that is made in
@@ -19,7 +19,7 @@ from ..._runtime import patching
 from .refusals import refuse_loops
 from .replicas import ReplicatedCall
 
-# Where each Keras has its class of nodes.
+# The modules of the class of nodes, of each Keras.
 _NODES = (
     "keras.src.ops.node",
     "keras.src.engine.node",

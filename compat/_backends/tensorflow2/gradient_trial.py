@@ -1,4 +1,4 @@
-"""Trial of a step: whether the tensors that ranks exchange in it are sums or means over samples.
+"""Trial of a rank's step: whether the tensors that it exchanges are sums or means over samples.
 
 If a step has used gradients of this rank's samples alone before they were averaged over all ranks
 (see ``gradient_exchange``), the result is that of one process only if it used them linearly. And a
@@ -49,7 +49,7 @@ class _Trial:
         if name == "state" or not tensors:
             return tensors
         tensors = list(map(tf.convert_to_tensor, tensors))
-        return self.noted([each * tf.cast(share, each.dtype) for each in tensors], tensors)
+        return self.noted([tensor * tf.cast(share, tensor.dtype) for tensor in tensors], tensors)
 
     def noted(self, weighted, results):
         """Note tensors, weighted by this part's rows, in the order in which they are computed."""

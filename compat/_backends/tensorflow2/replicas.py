@@ -140,7 +140,7 @@ def _differentiable(compute, values):
 
     # Within the caller's tape another one would have TensorFlow trace gradients of gradients of
     # the functions in the model (an LSTM's): twice the time, and in 2.3 without an end where the
-    # number of rows is unknown. So a function's graph is walked. This is what tf.gradients()
+    # number of rows is unknown. So a function's graph is traversed. This is what tf.gradients()
     # calls, which has no argument for a graph other than the one that gets the gradients.
     from tensorflow.python.ops import gradients_util
 
@@ -394,6 +394,6 @@ def _fallback_in_keras3(model, trace):
         return None
     if any(getattr(v, "overwrite_with_gradient", None) for v in model.trainable_variables):
         return Fallback(Reason.CROSS_BATCH)  # replicas would add up the largest values of float8
-    # It squares the gradients of each lookup by themselves.
+    # It squares the gradients of each lookup separately.
     is_mixed = recording() and {True, False} in trace.lookups.values()
     return Fallback(Reason.SHARED_TABLE) if is_mixed else None

@@ -1,4 +1,4 @@
-"""Gradients of tables in which replicas look up the same rows, joined as one device has them."""
+"""Gradients of tables in which replicas look up the same rows, summed as on one device."""
 
 from typing import Any, Dict, Set
 
@@ -8,15 +8,15 @@ import tensorflow as tf
 class TableGradients:
     """The gradients of tables in which all replicas of one call look up the same rows.
 
-    One device has one gradient for each lookup. TensorFlow would put those of the replicas side by
-    side, and Keras 3 squares one by one what there is of a row. So the replica whose gradient is
-    computed last has the sum of all, and the others have none.
+    One device has one gradient for each lookup. TensorFlow would concatenate the slices of the
+    replicas, of which optimizers of Keras 3 square each by itself. So the replica whose gradient is
+    computed last gets the sum of all, and the others get none.
 
-    A backward pass reaches each replica once, in any order, or none of them: whatever is merged
-    depends on all. So the last one is the one with which all are there. Where a replica comes
-    again before that, an earlier pass has failed, and what is kept of it is discarded.
+    A backward pass reaches each replica once, in any order, or none of them: every merged value
+    depends on all replicas. So the last gradient is the one that completes them. If a replica comes
+    again before that, an earlier pass has failed, and its gradients are discarded.
 
-    TensorFlow never lets go of a gradient's function, so that nothing here may hold the model.
+    TensorFlow never releases the function of a gradient, so that nothing here may hold the model.
 
     Arguments:
         lookups: those of the ``Trace``.
@@ -40,15 +40,15 @@ class TableGradients:
         if len(gradients) < self._count:
             return None
         del self._waiting[id(variable)]
-        total = tf.add_n([each.values for each in gradients.values()])
+        total = tf.add_n([slices.values for slices in gradients.values()])
         return tf.IndexedSlices(total, gradient.indices, gradient.dense_shape)
 
 
 def dense(gradient):
-    """Return the gradient of a table's rows, each looked up once, as that of the whole table.
+    """Return a gradient of table rows that are unique in a replica as one of the whole table.
 
-    Other replicas have looked up some of the same rows. Keras 3 squares what there is of a row one
-    by one, as it does where one device looks a row up several times.
+    Other replicas have looked up some of the same rows. Optimizers of Keras 3 square the slices of
+    a row separately, as they do where one device looks a row up several times.
     """
     if not isinstance(gradient, tf.IndexedSlices) or tf.executing_eagerly():
         return gradient
