@@ -48,7 +48,8 @@ def copy_operations(
 
     Arguments:
         operations: the operations; of loops and conditions all or none.
-        replaced: tensors of other operations, and the ones to use in their place.
+        replaced: tensors of other operations, and the ones to use in their place; variables that
+            the copies read before a loop are added.
         scope: a name to put before those of the operations.
         device: a device function for the copies; None: as the originals.
         seed: a number by which the random numbers of several copies differ.

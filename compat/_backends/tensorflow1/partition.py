@@ -47,6 +47,7 @@ class BatchPart:
     """
 
     def __init__(self, model, losses, updates, tried):
+        # The operations that depend on the batch, and the placements of their results.
         inputs, outputs = list(model.inputs), list(model.outputs)
         values = [update[1] if isinstance(update, tuple) else update for update in updates]
         starts = {part.op for part in graph.dense_parts(*inputs)}
@@ -58,10 +59,12 @@ class BatchPart:
         layers = {part for v in normalizing for part in v.op.name.split("/")[-2:-1]}
         self.propagation = Propagation(inputs, depending, self.fixed, layers, tried)
         self._starts, inside = starts, set(graph.ancestors(outputs, starts)[0])
-        # Each device would write another value.
+        # Operations that need the whole batch; of those that write, each device would write another
+        # value.
         mixing = self.propagation.mixing + [op for op in inside & depending if graph.writes(op)]
         #: Operations of the whole batch: cross-batch operations, and all that need them.
         self._mixed = graph.reached(mixing, self._consumers)
+        # The tensors at which the batch part ends, and the operations that compute them.
         written = _values_written(updates, starts, normalizing)
         averaged = [t for t in written if t.op in depending and t.op not in self._mixed]
         self.averaged = set(averaged)
@@ -76,8 +79,8 @@ class BatchPart:
             for op in needed
             if not (graph.is_shared(op) or op not in depending and has_custom_gradient(op))
         ]
-        # Their other inputs are copied, too.
         self.operations = graph.reached(starts, consumers) - starts
+        # The tensors that these read.
         self.constants = list(self.propagation.constants) + self._constants_of_loops()
         taken = {tensor for op in self.operations for tensor in op.inputs}
         self.split_inputs = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
