@@ -19,6 +19,7 @@ class MakeCNTKTrainFunction(keras2.MakeFunction):
     factor = None  # CNTK's constant in the loss: this rank's fraction of the batch
 
     def run(self, function, inputs):
+        """Run a step with this rank's shard, and average the state that it sets."""
         share, inputs = self.share(function, inputs)
         self.factor.value = np.asarray(share, "float32")
         samples_before = _samples(function)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ApplyDeviceFunctions(patching.InstanceMethod):
-    """The method by which a graph gives an operation its device, with those of gradients.
+    """Method by which a graph gives an operation its device, extended to gradients.
 
     tf.keras does not ask TensorFlow to place gradients at all, and loops' counters and stacks
     stay behind in every Keras: a loop on two devices waits at each step.

@@ -79,6 +79,8 @@ class _Exchanged:
 
 
 class _ExchangedOrLoss(_Exchanged):
+    """These operations, and the loss of a model."""
+
     def __init__(self, model):
         self.loss = getattr(getattr(model, "total_loss", None), "op", None)
 

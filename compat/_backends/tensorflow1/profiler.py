@@ -166,4 +166,5 @@ def products(ran):
 
 
 def is_product(node: "Any") -> bool:
+    """Return whether a node is a matrix product or a convolution."""
     return node.op.endswith(MATRIX_PRODUCTS)

@@ -50,6 +50,7 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
     """
 
     def invoke(self, model):
+        """Call Keras' method, and extend the function that it makes."""
         before = vars(model).get(self.function)
         super().invoke(model)
         function = vars(model)[self.function]
@@ -72,6 +73,7 @@ class MakeTensorFlow1Function(keras2.MakeFunction):
         return batch.dense_shape[0] if sparse else tf.shape(batch)[0]
 
     def run(self, function, inputs):
+        """Run a step, in which ranks wait for each other."""
         with self.engine.waiting("for the others' gradients"):
             if inputs and hasattr(inputs[0], "shape"):
                 inputs = self.begin(function, inputs)
@@ -111,12 +113,15 @@ class MakeTensorFlow1TestFunction(MakeTensorFlow1Function, keras2.MakeTestFuncti
     begun = False  # this step's rows are counted
 
     def begin(self, function, inputs):
+        """Agree on a step of ``evaluate()``; return this rank's shard."""
         if keras_model.RankedFit.of(function.model).in_step:
             _, inputs = self.share(function, inputs)
             self.begun = True
         return inputs
 
     def extend(self, model, made):
+        """Count the rows of each step."""
+
         def count(rows):
             if not self.begun:
                 keras_model.count(model, rows, False)
@@ -138,6 +143,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
         self.losses: "List[loss_gradients.TensorFlow1Loss]" = []  # those in use
 
     def begin(self, function, inputs):
+        """Agree on a step, or check its loss; return this rank's shard."""
         if keras2_divisors.knows_divisors(function.made_for):
             self.begun, inputs = self.share(function, inputs)
         else:
@@ -145,6 +151,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
         return inputs
 
     def run(self, function, inputs):
+        """Run a training step."""
         self.is_running = True
         try:
             return super().run(function, inputs)

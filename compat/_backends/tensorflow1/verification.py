@@ -28,9 +28,11 @@ class _Step(keras2.Keras2Step):
         self._computed = graph.ancestors(computed, ())[0]
 
     def attributes(self):
+        """Return the state that Python functions of the step can change."""
         return PythonFunctions(self._computed)
 
     def operations(self):
+        """Return numbers of products by device, forward and backward."""
         recording = profiler.recorded(v1_names(), get_ident(), output_partition_graphs=True)
         with recording as runs:  # other threads may run other functions meanwhile
             self.function.made(self.data)
@@ -47,6 +49,7 @@ class VerifiedStep(keras2.VerifiedKeras2Step):
     has_warned = False  # of a graph that is finalized
 
     def is_ready(self, model):
+        """Return whether the step can be verified: the graph must not be finalized."""
         is_finalized = model.outputs[0].graph.finalized
         if is_finalized and not self.has_warned:
             name = self.verification.record.model
@@ -59,6 +62,7 @@ class VerifiedStep(keras2.VerifiedKeras2Step):
         return not is_finalized
 
     def written(self, function, model):
+        """Return the variables that a function writes, in the order of their making."""
         metrics = list(getattr(model, "metrics", None) or ())  # names or None, before keras 2.3
         metrics += getattr(model, "_output_loss_metrics", None) or []  # of tf.keras
         of_metrics = [v for metric in metrics for v in getattr(metric, "variables", ())]

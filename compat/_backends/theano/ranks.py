@@ -21,6 +21,7 @@ class MakeTheanoTrainFunction(keras2.MakeFunction):
     loss = None  # of the model, a TheanoLoss
 
     def run(self, function, inputs):
+        """Run a step with this rank's shard."""
         self.step_share, inputs = self.share(function, inputs)
         try:
             return function.made(inputs)
