@@ -14,10 +14,10 @@ from compat._runtime.process import process
 TOLERANCES = {"float64": 1e-9, "float32": 2e-4}
 
 #: What can become of a program. The same numbers, each device with a part of the rows ("split") or
-#: with a warning ("whole"); a CompatError ("refused"). Defects are in capitals: other numbers,
+#: with a warning ("unsplit"); a CompatError ("refused"). Defects are in capitals: other numbers,
 #: without a warning or with one; the same numbers, on one device alone and without a warning; an
 #: error that is not compat's.
-SPLIT, WHOLE, REFUSED = "split", "whole", "refused"
+SPLIT, UNSPLIT, REFUSED = "split", "unsplit", "refused"
 SILENT, WARNED, ALONE, CRASH = "SILENT", "WARNED, DIFFERENT", "ALONE, NO WARNING", "CRASH"
 #: Of the program itself: one device cannot run it, or does not get the same numbers twice.
 UNUSABLE, UNREPEATABLE = "n/a", "unrepeatable"
@@ -87,7 +87,7 @@ def verdict(run, tolerance):
             return Verdict(UNREPEATABLE, str(error))
         return Verdict(WARNED if texts else SILENT, "; ".join(texts + [str(error)]))
     if texts:
-        return Verdict(WHOLE, "; ".join(texts))
+        return Verdict(UNSPLIT, "; ".join(texts))
     return Verdict(SPLIT if _shared() else ALONE, "")
 
 

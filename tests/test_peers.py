@@ -12,7 +12,7 @@ del sys.path[0]
 
 RESULTS = """\
 <testsuites><testsuite>
-<testcase classname="a" name="same"><properties><property name="divided" value="yes"/></properties>
+<testcase classname="a" name="same"><properties><property name="split" value="yes"/></properties>
 </testcase>
 <testcase classname="a" name="breaks">{}</testcase>
 <testcase classname="a" name="breaks_too">{}</testcase>
@@ -33,7 +33,7 @@ def test_what_passes_plain_and_fails_parallel_is_told_by_cause(tmp_path):
     assert lines == [
         "plain     3 passed, 1 failed, 1 skipped",
         "parallel  1 passed, 3 failed, 1 skipped",
-        "tests that divided a batch among devices: 1",
+        "tests that split a batch among devices: 1",
         "",
         "2 x compat.errors.UnsupportedError: model # of # rows",
         "    a::breaks",

@@ -1,4 +1,4 @@
-"""Idioms do on three simulated devices what they do on one: split, or whole, or refused.
+"""Idioms do on three simulated devices what they do on one: split, unsplit or refused.
 
     COMPAT_TEST_SLOW=1 python -m pytest tests/idioms -k "loss and negatives"
 
@@ -19,7 +19,7 @@ import states  # noqa: F401
 import support_table
 from backends.conftest import INSTALLED
 from catalog import IDIOMS
-from comparing import ALONE, REFUSED, SPLIT, TOLERANCES, UNUSABLE, WHOLE, verdict
+from comparing import ALONE, REFUSED, SPLIT, TOLERANCES, UNSPLIT, UNUSABLE, verdict
 from kerases import is_keras_3
 from kit import Kit
 
@@ -79,6 +79,6 @@ def test_same_as_one_device_or_loud(keras, record_property, name):
     kind, reason = found(name, keras)
     record_property("verdict", "{}: {}".format(kind, name))
     print("verdict: {}\t{}\t{}".format(kind, name, " ".join(reason.split())))
-    assert kind in (SPLIT, WHOLE, REFUSED, ONE_DEVICE, NOT_HERE), reason
+    assert kind in (SPLIT, UNSPLIT, REFUSED, ONE_DEVICE, NOT_HERE), reason
     if EXPECTED:
         assert kind == EXPECTED[name], "docs/idioms.md says {}: {}".format(EXPECTED[name], reason)

@@ -15,14 +15,14 @@ if DEVICES:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_call(item):
-        """Note whether the test divided a batch among devices."""
-        before = _divided()
+        """Note whether the test split a batch among devices."""
+        before = _split()
         yield
-        if _divided() > before:
-            item.user_properties.append(("divided", "yes"))
+        if _split() > before:
+            item.user_properties.append(("split", "yes"))
 
 
-def _divided():
+def _split():
     return sum(
         number
         for (_, sizes, _), number in work.batches().items()

@@ -21,7 +21,7 @@ import xml.etree.ElementTree
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 
-Result = collections.namedtuple("Result", "outcome cause divided")
+Result = collections.namedtuple("Result", "outcome cause split")
 
 
 def run(checkout, arguments, **environ):
@@ -52,7 +52,7 @@ def read(path):
         name = "{}::{}".format(case.get("classname"), case.get("name"))
         name = re.sub("0x[0-9a-f]+", "0x", name)  # where an argument of the test is this time
         cause = cause_of(bad[0].get("message") or bad[0].text or "") if bad else ""
-        found[name] = Result(outcome, cause, "divided" in properties)
+        found[name] = Result(outcome, cause, "split" in properties)
     return found
 
 
@@ -69,8 +69,8 @@ def compared(plain, parallel):
         counts = collections.Counter(result.outcome for result in results.values())
         told = ", ".join("{} {}".format(counts[o], o) for o in ("passed", "failed", "skipped"))
         lines.append("{:9} {}".format(title, told))
-    divided = sum(result.divided for result in parallel.values())
-    lines.append("tests that divided a batch among devices: {}".format(divided))
+    split = sum(result.split for result in parallel.values())
+    lines.append("tests that split a batch among devices: {}".format(split))
     causes = collections.defaultdict(list)
     missing = Result("missing", "not run at all", False)
     for name in sorted(name for name in plain if plain[name].outcome == "passed"):
