@@ -1,8 +1,8 @@
 """Gradients that a training step computes, marked for the ranks to average.
 
-While a step is traced, ``jax.grad()`` and its like mark the gradients that they return, and what
-they have differentiated by, with a primitive that is the identity. There the step is cut into
-programs with an exchange in between (``cut_steps``). A step that is not compiled exchanges at once.
+While a step is traced, ``jax.grad()`` and its like mark the gradients that they return, and their
+primals, with a primitive that is the identity. There the step is cut into programs with an exchange
+in between (``cut_steps``). A step that is not compiled exchanges at once.
 """
 
 import contextlib
@@ -88,7 +88,7 @@ def mark(kind, primals, values, is_weighted=True):
 
     Arguments:
         kind: ``GRADIENT``, for example.
-        primals: what the values are gradients with respect to.
+        primals: of the function, if the values are gradients.
         values: to exchange.
         is_weighted: whether a rank's values are weighted by its share of the rows.
     """

@@ -136,7 +136,7 @@ class VerifiedStep(keras_steps.Verified):
 
     def made_anew(self, model):
         # jax.jit() keeps one program for each function, and Keras gives it the model's method: by
-        # another object, or what was traced undivided would run in the place of the other.
+        # another object, or the program that was traced unsplit would run in place of the other.
         name = keras_steps.STEPS[self.kind]
         step = functools.partial(getattr(model, name))
         step.__name__ = name  # by which ``CountedSteps`` recognises it

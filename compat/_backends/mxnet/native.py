@@ -116,7 +116,7 @@ class BlockReplicas(Replicas):
         self.block = block
         self._sizes = None  # of the shards of the last batch trained, while statistics may differ
         self.arguments = Arguments()
-        self.operations = {}  # that write states, by name: of what was traced
+        self.operations: "Dict[str, str]" = {}  # by state: the traced operation that sets it
         # By kind of arguments: the results' placements, or None if they run unsplit; and the rows
         # of the trial, of which a single one is inconclusive.
         self._kinds: "Dict[Any, Tuple[Optional[List[Placement]], int]]" = {}

@@ -22,7 +22,7 @@ def move_trainer(trainer):
     if trainer._contexts == contexts:
         return
     updater = _updaters(trainer)[0]
-    # Copies: what is copied when it is used has another context's update in it.
+    # Copies, since states that are copied at their next use contain another context's update.
     states = updater.get_states() if updater.states else None
     trainer._reset_kvstore()
     trainer._contexts = contexts

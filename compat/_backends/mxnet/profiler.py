@@ -67,7 +67,7 @@ def _executed(events, kind):
     """Yield the operations that a profiler's events record, on contexts of a kind."""
     begun: "Dict[Any, List[Dict[str, Any]]]" = {}  # by process and thread: events without end
     # In the record CPUs come first, one for each core. There are CPU contexts beyond the cores,
-    # under the numbers of what comes next; but contexts are all CPUs, or all GPUs (MXNet's
+    # under the numbers of the next devices; but contexts are all CPUs, or all GPUs (MXNet's
     # src/profiler/profiler.cc).
     before = 0 if kind == "cpu" else len(os.sched_getaffinity(0))
     for event in events:

@@ -25,7 +25,8 @@ class SymbolNode(collections.namedtuple("SymbolNode", "type attributes result gr
     Attributes:
         type: the name of its operation.
         attributes: as they are in JSON.
-        result: the sizes of the first output, None for what grows with the batch or is not known.
+        result: the sizes of the first output, None for sizes that grow with the batch or are
+            unknown.
         grows: the dimensions of it that grow with the batch, or None.
     """
 
@@ -286,7 +287,7 @@ for _names, _rule in [
     (SHIFTED, lambda op, values: _rows.added(values + [Value(REPLICATED, ())])),
     ("elemwise_div broadcast_div _npi_true_divide", _all(_rows.divided)),
     (LINEAR + " elemwise_mul broadcast_mul _npi_multiply", _all(_rows.multiplied)),
-    # Reductions, and what goes along dimensions
+    # Reductions, and operations along dimensions
     ("sum _np_sum", partial(reduction, how="sum")),
     ("mean _npi_mean", partial(reduction, how="mean")),
     ("max _np_max", partial(reduction, how="max")),

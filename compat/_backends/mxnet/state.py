@@ -77,7 +77,7 @@ class Copies:
         is_trained = parameter.grad_req != "null"
         with mx.autograd._RecordingStateScope(self.recording and is_trained, None):
             source = held.as_nd_ndarray() if is_numpy(held) else held
-            # The backward pass of a copy to another context overwrites what it is to be added to.
+            # The backward pass of a copy to another context would overwrite the gradient.
             source = mx.nd.identity(source) if parameter.grad_req == "add" else source
             mx.nd._internal._copyto(source, out=array)
             return array.as_np_ndarray() if is_numpy(held) else array

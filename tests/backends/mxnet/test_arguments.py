@@ -66,7 +66,7 @@ def test_an_array_that_was_split_and_now_has_other_rows(mx, hybrid):
 
 
 @pytest.mark.parametrize("layers", [1, 4])
-def test_hidden_states_given_from_outside_run_whole(mx, layers):
+def test_hidden_states_given_from_outside_run_unsplit(mx, layers):
     """Their rows are in the second dimension."""
     lstm = mx.gluon.rnn.LSTM(5, layout="NTC", input_size=6, num_layers=layers)
     lstm.initialize()

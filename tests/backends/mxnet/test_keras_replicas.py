@@ -16,7 +16,7 @@ from .keras_models import WHOLE, lambda_model
 from .keras_models import keras as keras  # the fixture
 
 
-def test_inputs_with_other_numbers_of_rows_run_whole(keras):
+def test_inputs_with_other_numbers_of_rows_run_unsplit(keras):
     """A model that reads a memory. keras-mxnet alone refuses it."""
     layers, K = keras.layers, keras.backend
     queries, memory = layers.Input(shape=(8,)), layers.Input(shape=(8,))

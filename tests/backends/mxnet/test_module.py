@@ -241,7 +241,7 @@ def losses(mx):
 
 
 @pytest.mark.parametrize("name", in_span(["softmax", "mean_loss"], ["softmax"]))
-def test_what_computes_across_rows_runs_whole(mx, name):
+def test_modules_with_cross_batch_operations_run_unsplit(mx, name):
     """With one context's numbers, for batches of any size, and a warning."""
     loss = losses(mx)[name]
     labels = ["softmax_label"] if "softmax_label" in loss.list_arguments() else None
@@ -313,7 +313,7 @@ def test_operations_without_a_rule_are_tried(mx, mixes):
 
 
 @pytest.mark.parametrize("of", ["rows", "weights"])
-def test_gradients_of_ones_own_run_whole(mx, of):
+def test_gradients_of_ones_own_run_unsplit(mx, of):
     own = custom(mx, "compat_module_" + of, lambda gradient: gradient / mx.nd.norm(gradient))
 
     def run(parallel):

@@ -53,7 +53,7 @@ def test_a_loop_over_rows(keras):
     graph_cases.one_devices_numbers(keras, lambda: lambda_model(keras, function))
 
 
-def test_operations_with_states_of_an_unknown_kind_run_whole(keras, monkeypatch):
+def test_operations_with_states_of_an_unknown_kind_run_unsplit(keras, monkeypatch):
     monkeypatch.setattr(rules, "MEANS", ())
 
     def build():
@@ -65,7 +65,7 @@ def test_operations_with_states_of_an_unknown_kind_run_whole(keras, monkeypatch)
     assert "needs the whole batch" in text
 
 
-def test_shapes_for_one_number_of_rows_run_whole(keras):
+def test_shapes_for_one_number_of_rows_run_unsplit(keras):
     import mxnet as mx
 
     def build():  # for batches of 13 rows only
@@ -75,7 +75,7 @@ def test_shapes_for_one_number_of_rows_run_whole(keras):
     assert texts == [unknown("fixed")]
 
 
-def test_rows_along_another_axis_of_the_output_run_whole(keras):
+def test_rows_along_another_axis_of_the_output_run_unsplit(keras):
     """As where ``x[0]`` keeps its axis, which it does on keras-mxnet alone."""
     import mxnet as mx
 
@@ -92,7 +92,7 @@ def test_rows_along_another_axis_of_the_output_run_whole(keras):
 @pytest.mark.row("Gluon Block")
 @pytest.mark.parametrize("hybridize", [False, True])
 @span
-def test_operations_across_rows_run_whole(mx, hybridize):
+def test_operations_across_rows_run_unsplit(mx, hybridize):
     texts, net = one_contexts_numbers(mx, centred, hybridize=hybridize)
     operation = "{}_mean0".format(net[1].name)
     assert texts == [MIXED.format(operation, net.name) + WHOLE]

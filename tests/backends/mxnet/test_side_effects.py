@@ -299,7 +299,7 @@ class NoisyCount(Lists):
 @pytest.mark.parametrize(
     "kind", in_span([Largest, InPlace, MovedInPlace, MovedByRows, NoisyCount], [InPlace])
 )
-def test_what_cannot_be_put_together_runs_whole(mx, kind):
+def test_side_effects_that_cannot_be_merged_run_unsplit(mx, kind):
     _, plain = run(mx, kind(), False)
     with told() as texts:
         net, parallel = run(mx, kind(), True)

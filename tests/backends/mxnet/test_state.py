@@ -98,7 +98,7 @@ def test_step_counters_count_once(mx, kind):
 
 @pytest.mark.parametrize("kind", ["sum, set", "sum, in place"])
 @pytest.mark.parametrize("training", [False, True])
-def test_states_that_depend_on_rows_run_whole(mx, kind, training):
+def test_states_that_depend_on_rows_run_unsplit(mx, kind, training):
     """All contexts then have one context's state."""
     _, (expected,) = counted(mx, kind, False, training)
     with told() as texts:

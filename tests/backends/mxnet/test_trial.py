@@ -64,7 +64,7 @@ def test_random_blocks(mx):
 
 
 @pytest.mark.row("Gluon Block")
-def test_shapes_that_change_later_run_whole(mx):
+def test_shapes_that_change_later_run_unsplit(mx):
     """What a shard cannot compute, and the trial did not see."""
 
     def function(F, x):
