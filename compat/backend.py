@@ -85,7 +85,7 @@ class Backend:
 
     #: The name users pass as ``backend=``: that of the backend's package, or of its entry point.
     name: str = ""
-    #: The module to import, and what Keras calls the backend (``KERAS_BACKEND``).
+    #: The module to import, and Keras' name of the backend (``KERAS_BACKEND``).
     framework: str = ""
     #: Distributions that install the framework; the first one found has its version.
     distributions: "Sequence[str]" = ()
@@ -112,8 +112,10 @@ class Backend:
         """
         return process.of_backends.setdefault(self, {})
 
-    def _cannot(self, what: str, remedy: str = "Use another backend.") -> "errors.UnsupportedError":
-        return errors.unsupported(self.name, what, remedy)
+    def _cannot(
+        self, action: str, remedy: str = "Use another backend."
+    ) -> "errors.UnsupportedError":
+        return errors.unsupported(self.name, action, remedy)
 
     def accepts(self, version: str) -> bool:
         """Return whether this backend is the one for ``version`` of its framework."""

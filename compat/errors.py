@@ -171,9 +171,9 @@ def device_failed(framework: str, device: str, problem: object, remedy: str) -> 
     return DeviceFailedError(f"{framework} did not bring up {device}: {problem}.\n{remedy}")
 
 
-def unsupported(backend: str, what: str, remedy: str) -> "UnsupportedError":
-    """Return the error that a backend lacks a capability: it "cannot" do ``what``."""
-    return UnsupportedError(f"{backend} cannot {what}. {remedy}")
+def unsupported(backend: str, action: str, remedy: str) -> "UnsupportedError":
+    """Return the error that a backend lacks a capability: it "cannot" do the ``action``."""
+    return UnsupportedError(f"{backend} cannot {action}. {remedy}")
 
 
 # Parallelizing --------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def shadowed(script: str, path: str) -> str:
     folder, name = os.path.split(str(path))
     if name == "__init__.py":
         folder, name = os.path.split(folder)
-    old, new = (shlex.quote(os.path.join(folder, each)) for each in (name, "my_" + name))
+    old, new = (shlex.quote(os.path.join(folder, stem)) for stem in (name, "my_" + name))
     return (
         f"`import compat` in {script} finds {path}, not this package. To use "
         f"compat.configure_gpu() there, rename that one, also where it is imported: mv {old} {new}"
@@ -358,7 +358,8 @@ def innermost_line(frames: "Sequence[Tuple[str, int]]") -> "Optional[str]":
 def is_users_file(path: str) -> bool:
     """Return whether a file belongs neither to an installed package nor to Python's library."""
     libraries = [
-        os.path.dirname(each) + os.sep for each in (os.__file__, os.path.abspath(__file__))
+        os.path.dirname(module_file) + os.sep
+        for module_file in (os.__file__, os.path.abspath(__file__))
     ]
     if path.startswith((*libraries, "<frozen")) or "-packages" + os.sep in path:
         return False

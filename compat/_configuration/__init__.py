@@ -1,1 +1,1 @@
-"""Which backend, which GPUs and which options: the arguments of the calls, and what is chosen."""
+"""The arguments of the calls, and the choice of backend and GPUs by them."""

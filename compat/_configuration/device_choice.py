@@ -34,8 +34,8 @@ class Devices:
 
     undecided: "Optional[Selection]" = None  # see above
     listed: "Optional[int]" = None  # how many the framework lists, once queried
-    # Of an undecided rank: its place, to take one GPU of the selection, and whether a scheduler has
-    # given it one.
+    # Of an undecided rank: its place, by which it takes one GPU of the selection, and whether a
+    # scheduler has assigned it one.
     place: "Optional[Place]" = None
     bound = False
 

@@ -11,7 +11,7 @@ from .._runtime.safe_files import NOFOLLOW, plain
 from .discovery import GPU, busy
 from .numeric import whole_number
 
-# Pairs of an entry of CUDA_VISIBLE_DEVICES, or what stands for one, and the GPU that it names.
+# Pairs of an entry of CUDA_VISIBLE_DEVICES, or an id in its place, and the GPU that it names.
 Visible = Sequence[Tuple[str, GPU]]
 
 GPUS_FORMS = """\
@@ -165,8 +165,8 @@ def choose_among(selection: "Selection", visible: "Visible") -> "Choice":
     unsure = [(gpu.entry, gpu.unknown) for gpu in idle if gpu.unknown]
     shortages = []
     if len(idle) < (selection.count or 1):
-        known = are(len(idle) - len(unsure), "idle")
-        shortages.append(f"{known} of {len(visible)} visible")
+        found = are(len(idle) - len(unsure), "idle")
+        shortages.append(f"{found} of {len(visible)} visible")
     if unsure:
         shortages.append(_unsure(unsure))
     return Choice([gpu.position for gpu in idle], ", and ".join(shortages) or None, problems)
@@ -186,10 +186,10 @@ def _unsure(unsure: "Sequence[Tuple[str, Sequence[str]]]") -> str:
     )
 
 
-def are(number: int, what: str) -> str:
+def are(number: int, state: str) -> str:
     if number < 2:
-        return "{} GPU is {}".format(number or "no", what)
-    return f"{number} GPUs are {what}"
+        return "{} GPU is {}".format(number or "no", state)
+    return f"{number} GPUs are {state}"
 
 
 def _positions(

@@ -1,4 +1,4 @@
-"""The arguments of ``configure_gpu()``, normalised, and the report of what it did."""
+"""The arguments of ``configure_gpu()``, normalised, and its report."""
 
 from .. import errors
 from .numeric import whole_number
@@ -118,7 +118,7 @@ def parse_simulate(simulate: "Any") -> "Optional[int]":
 
 
 def simulated_from_outside(environ: "Mapping[str, str]") -> "Optional[int]":
-    """Return the number of simulated devices that ``COMPAT_SIMULATE`` asks for, or None."""
+    """Return the number of simulated devices in ``COMPAT_SIMULATE``, or None."""
     text = environ.get("COMPAT_SIMULATE", "").strip()
     if not text:
         return None

@@ -47,8 +47,8 @@ def shadow(folder: str, environ: "Mapping[str, str]") -> "Optional[str]":
     if spec is None or not spec.has_location or spec.origin is None:  # or a folder of no package
         return None
     other = os.path.abspath(spec.origin)
-    own = os.path.relpath(os.path.abspath(__file__), PACKAGE)
-    return None if os.path.exists(os.path.join(os.path.dirname(other), own)) else other
+    this_file = os.path.relpath(os.path.abspath(__file__), PACKAGE)
+    return None if os.path.exists(os.path.join(os.path.dirname(other), this_file)) else other
 
 
 if __name__ == "__main__":

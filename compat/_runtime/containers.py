@@ -100,7 +100,7 @@ class Owner:
     def restore(self, before: "Dict[Any, Any]") -> None:
         if MISSING in before:
             return
-        for key in [each for each in self.held if each not in before and each not in self.hidden]:
+        for key in [key for key in self.held if key not in before and key not in self.hidden]:
             dict.__delitem__(self.held, key)
         dict.update(self.held, before)
 

@@ -150,7 +150,9 @@ class Effects:
 
     def changes(self) -> "List[Change]":
         """Return the changes since ``note()``, in a fixed order."""
-        return [change for each in self._changed() for change in _changes(*each)]
+        return [
+            change for values_of_owner in self._changed() for change in _changes(*values_of_owner)
+        ]
 
     def take(self) -> "List[Change]":
         """Undo the ``changes()``, but for generators of random numbers, and return them."""

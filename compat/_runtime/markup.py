@@ -9,7 +9,7 @@ from typing import Any, Container, Iterable, NamedTuple, Sequence, Tuple
 _WRONG = "background:#fee2e2;color:#7f1d1d;"  # both, to be read on light pages and on dark ones
 _CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
 _ROW, _LONGEST = 50, 32  # pixels, and characters of a name on a narrow page
-# A notebook's own style sheet gives pictures another height, unless an attribute says it.
+# Style sheets of notebooks set another height of pictures that have no such attribute.
 _PICTURE = (
     '<svg xmlns="http://www.w3.org/2000/svg" role="img" width="100%" height="{0}" '
     'style="height:{0}px" font-family="sans-serif" font-size="13" fill="currentColor">'

@@ -154,7 +154,7 @@ class InstanceMethod:
         return self.invoke(model, *args, **kwargs)
 
     def invoke(self, model: "Any", *args: "Any", **kwargs: "Any") -> "Any":
-        """Do what the method does in place of the hidden one."""
+        """Run the method in place of the hidden one."""
         raise NotImplementedError
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The report of what each device has done, an object that prints as a table."""
+"""The report of each device's work, an object that prints as a table."""
 
 import textwrap
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -72,14 +72,14 @@ class Report(NamedTuple):
 
     @property
     def all_worked(self) -> bool:
-        """Whether every device has computed rows, of each model that was given several."""
+        """Whether every device has computed rows of each model that runs on several."""
         if not self.devices or self.absent or self.unused:
             return False
         return all(device.rows for device in self.devices)
 
     @property
     def verdict(self) -> str:
-        """Whether every device was used, in a sentence or two; derived from what ran."""
+        """A sentence or two on whether every device was used, derived from the counts."""
         if not self.absent:
             return self._verdict_of_counts()
         ranks = errors.numbered_ranks(self.absent)
@@ -228,7 +228,7 @@ def _not_told(batches: int) -> str:
 
 
 def _columns(uses: "Sequence[DeviceUse]") -> "List[Tuple[str, List[str]]]":
-    """Return the names of columns and their cells; what is unknown of all devices is left out."""
+    """Return columns with their names, without those that are unknown of all devices."""
     columns = [
         ("rank", ["-" if use.rank is None else str(use.rank) for use in uses]),
         ("device", [use.device for use in uses]),

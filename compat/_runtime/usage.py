@@ -69,8 +69,12 @@ class _RunningSteps:
         if waits:
             self._waiting.add(step)
         threads = sys._current_frames()  # others have ended, within a loop of the script's, say
-        steps = [each for each in list(self._disturbed) if each not in self._waiting]
-        steps = [each for each in steps if each[-1] in threads]
+        steps = [
+            running_step
+            for running_step in list(self._disturbed)
+            if running_step not in self._waiting
+        ]
+        steps = [running_step for running_step in steps if running_step[-1] in threads]
         if len({thread for _, _, thread in steps}) > 1:
             self._disturbed.update(dict.fromkeys(steps, True))
 
@@ -84,7 +88,7 @@ _running = _RunningSteps()
 
 
 class _Baseline:
-    """What was counted before a step.
+    """Counts before a step.
 
     Attributes:
         calls: how often each hook was called.
@@ -153,7 +157,7 @@ class UsageCheck:
 
     def missed(self, kind: str) -> None:
         """Report a step of a kind that has reached none of the hooks."""
-        calls = {hook: each.calls for hook, each in self.hooks().items()}
+        calls = {hook: method.calls for hook, method in self.hooks().items()}
         self._told.add(kind)
         self._report_unsplit(kind, "", calls)
 
@@ -165,7 +169,7 @@ class UsageCheck:
         name: str = "",
         waits: bool = False,
     ) -> "Iterator[None]":
-        """Check what runs within, one or more steps of a kind.
+        """Check one or more steps of a kind, which run in a block.
 
         Arguments:
             kind: one of ``KINDS``.
@@ -256,7 +260,7 @@ class UsageCheck:
 
     def _unreached(self, calls: "Dict[str, int]") -> str:
         hooks = self.hooks().items()
-        uncalled = [name for name, each in hooks if each.calls == calls.get(name, 0)]
+        uncalled = [name for name, method in hooks if method.calls == calls.get(name, 0)]
         return unreached(f"model.{name}" for name in uncalled)
 
     def _report(self, step: str, name: str, problem: str) -> None:

@@ -1,8 +1,9 @@
 """The results of a step on one device and on several, compared, and the causes of differences."""
 
-from typing import Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from .._runtime.on_demand import numpy as np
+from .steps import Step, Values
 
 # Sums in another order differ by some units in the last place (eps) for each factor of rows; 2^10
 # leaves room for sums over some millions of numbers, whose error grows with the square root.
@@ -32,7 +33,14 @@ class Comparison:
             accuracy over a few samples, or Adam's first update, of which only the sign varies.
     """
 
-    def __init__(self, step, start, expected, others, is_random=False):
+    def __init__(
+        self,
+        step: "Step",
+        start: "Values",
+        expected: "Values",
+        others: "Sequence[Values]",
+        is_random: bool = False,
+    ) -> None:
         self.step = step
         self.start = start
         self.expected = expected
@@ -45,7 +53,7 @@ class Comparison:
         self.telling_weights = 0
         self.largest = (0.0, "")
 
-    def compare(self, on_all):
+    def compare(self, on_all: "Values") -> None:
         """Compare all values after the step on all devices, by label."""
         for label in sorted(self.expected, key=_order):
             if self.is_random and label.startswith(_AFTER_THE_LOSS):
@@ -53,7 +61,7 @@ class Comparison:
             elif not self.step.is_random(label):
                 self._compare(label, on_all.get(label))
 
-    def _compare(self, label, value):
+    def _compare(self, label: str, value: "Any") -> None:
         expected, before = self.expected[label], self.start.get(label)
         if value is None or np.shape(value) != np.shape(expected):
             self.differing.append((label, float("inf"), 0.0, None))
@@ -88,7 +96,7 @@ class Comparison:
         elif largest:
             self.largest = max(self.largest, (difference / largest, label))
 
-    def _limit(self, largest, spread, before):
+    def _limit(self, largest: float, spread: float, before: "Any") -> "Optional[float]":
         """Return the largest difference that rounding explains.
 
         None: one device does not repeat its own values.
@@ -110,11 +118,11 @@ class Comparison:
         # is rounding alone.
         return max(unit * largest + stored + _MARGIN * spread, eps**2 if largest else eps)
 
-    def compared_nothing(self):
+    def compared_nothing(self) -> bool:
         """Return whether no output, no loss or no changed weight could be compared."""
         weights = [label for label in self.incomparable if label.startswith("weight")]
         results = [x for x in self.incomparable if x.startswith(("output ", "the loss"))]
-        return not self.telling or results or (weights and not self.telling_weights)
+        return bool(not self.telling or results or (weights and not self.telling_weights))
 
 
 _ORDER = ("output", "the loss", "metric", "state", "gradient", "weight", "slot")
@@ -122,12 +130,12 @@ _TELLING = ("output", "the loss", "gradient", "weight")
 _AFTER_THE_LOSS = ("metric", "gradient", "weight", "slot")
 
 
-def is_random(dtype, expected, again):
+def is_random(dtype: str, expected: "Values", again: "Values") -> bool:
     """Return whether one device computes other outputs or losses from the same weights."""
     return not are_near(expected, again, _REPEATED * EPS.get(dtype, EPS["float32"]))
 
 
-def are_near(expected, again, limit=_RANDOM):
+def are_near(expected: "Values", again: "Values", limit: float = _RANDOM) -> bool:
     """Return whether outputs and losses differ by no more than a relative limit."""
     for label in expected:
         if label.startswith(("output", "the loss")):
@@ -137,12 +145,12 @@ def are_near(expected, again, limit=_RANDOM):
     return True
 
 
-def _order(label):
+def _order(label: str) -> "Tuple[int, str]":
     place = next((i for i, word in enumerate(_ORDER) if label.startswith(word)), len(_ORDER))
     return place, label
 
 
-def _change(value, before=None):
+def _change(value: "Any", before: "Any" = None) -> "Any":
     """Return the change of a value, in 64 bits; the value itself if there is none before it."""
     dtype = "complex128" if np.asarray(value).dtype.kind == "c" else "float64"
     # Without copies of both in 64 bits, which take longer than the difference.
@@ -150,7 +158,7 @@ def _change(value, before=None):
     return np.subtract(value, before, dtype=dtype, casting="unsafe")
 
 
-def _largest(values):
+def _largest(values: "Any") -> float:
     """Return the largest of the absolute values that are finite."""
     values = np.asarray(values)
     if values.size and values.dtype.kind == "f":
@@ -162,7 +170,7 @@ def _largest(values):
     return float(values.max()) if values.size else 0.0
 
 
-def _ratio(expected, value):
+def _ratio(expected: "Any", value: "Any") -> "Optional[float]":
     """Return the factor by which all of a value is too large or too small, or None."""
     expected, value = np.ravel(expected).astype("float64"), np.ravel(value).astype("float64")
     norm = float(expected.dot(expected))
@@ -173,13 +181,13 @@ def _ratio(expected, value):
     return ratio if fits else None
 
 
-def largest_difference(first, second):
+def largest_difference(first: "Sequence[Any]", second: "Sequence[Any]") -> float:
     """Return the largest absolute difference between two lists of arrays."""
     assert len(first) == len(second)
     return max(float(np.abs(a - b).max()) for a, b in zip(first, second) if np.size(a))
 
 
-def cause_of(label, ratio, devices):
+def cause_of(label: str, ratio: "Optional[float]", devices: int) -> str:
     """Return the likely cause of a difference, a sentence."""
     if ratio is not None and abs(ratio * devices - 1) < 0.1:
         if label.startswith("state"):

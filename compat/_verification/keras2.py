@@ -6,11 +6,24 @@ other.
 """
 
 import contextlib
-from typing import Any, Dict
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    ContextManager,
+    Dict,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+    Type,
+)
 
 from .. import _keras
 from . import keras_steps, steps
-from .verification import suspended
+from .verification import Verification, suspended
 
 
 class VerifiedKeras2Step(keras_steps.Verified):
@@ -21,28 +34,29 @@ class VerifiedKeras2Step(keras_steps.Verified):
 
     prefix = "_make_"
 
-    def written(self, function, model):
+    def written(self, function: "Any", model: "Any") -> "List[Any]":
         """Return the variables that a function of Keras, or of replicas, writes.
 
         In the order in which they were made, which is the same for two functions with separate
         state.
         """
+        raise NotImplementedError
 
-    def is_random(self, variable):
+    def is_random(self, variable: "Any") -> bool:
         """Return whether a variable, or None, is the state of a random number generator."""
         return False
 
-    def ordering(self, optimizer):
+    def ordering(self, optimizer: "Any") -> "ContextManager[Any]":
         """Return the context in which Keras makes the train function of one device."""
         return contextlib.ExitStack()
 
-    def verified(self, model):
+    def verified(self, model: "Any") -> "Any":
         # A function by which a script has replaced Keras' does more than that.
         function = getattr(model, self.attribute, None)
         is_users = function is not None and _keras.is_users_function(function)
         return function if is_users else super().verified(model)
 
-    def make_undivided(self, model):
+    def make_undivided(self, model: "Any") -> "Any":
         if self.kind != "train":
             return self.made_anew(model)
         optimizer = model.optimizer
@@ -50,7 +64,12 @@ class VerifiedKeras2Step(keras_steps.Verified):
             return self.made_anew(model)
 
 
-def verify(kind, model, replicas, verification):
+def verify(
+    kind: "Type[VerifiedKeras2Step]",
+    model: "Any",
+    replicas: "Any",
+    verification: "Optional[Verification]",
+) -> None:
     """Have the first steps of a model verified.
 
     Arguments:
@@ -67,7 +86,7 @@ def verify(kind, model, replicas, verification):
 
 
 @contextlib.contextmanager
-def _attributes_kept(optimizers):
+def _attributes_kept(optimizers: "Sequence[Any]") -> "Iterator[None]":
     """Restore optimizers' attributes after a block in which they make a function."""
     attributes = steps.Attributes(optimizers, lambda name, value: True)
     values = [value for optimizer in optimizers for value in vars(optimizer).values()]
@@ -80,7 +99,7 @@ def _attributes_kept(optimizers):
         attributes.put_back()
 
 
-def _state_of(optimizer):
+def _state_of(optimizer: "Any") -> "Iterator[Any]":
     """Yield the variables of an optimizer of Keras 2 or TensorFlow, and of those it wraps."""
     for wrapping in _keras.wrapped_optimizers(optimizer):
         yield from (
@@ -93,12 +112,14 @@ def _state_of(optimizer):
 class ArraysStep(keras_steps.FunctionStep):
     """A call of a function of Keras 2, with a list of arrays."""
 
-    def __init__(self, method, function, data):
+    def __init__(self, method: "Any", function: "Any", data: "Sequence[Any]") -> None:
         super().__init__(method, function, list(data))
         self.keras = _keras.keras_of(self.model)
         self.dtype = self.keras.backend.floatx()
 
-    def in_inference(self, run, inputs):
+    def in_inference(
+        self, run: "Callable[[str, List[Any]], Any]", inputs: "List[Any]"
+    ) -> "Dict[str, Any]":
         """Return the predictions, and the loss in inference.
 
         Arguments:
@@ -117,12 +138,13 @@ class ArraysStep(keras_steps.FunctionStep):
 class Keras2Step(ArraysStep):
     """A call of one of the functions."""
 
-    def __init__(self, method, function, data):
+    def __init__(self, method: "Any", function: "Any", data: "Sequence[Any]") -> None:
         super().__init__(method, function, data)
-        self._inferring = {}  # of (kind, whether undivided), the function
+        # By kind, and whether it is that of one device.
+        self._inferring: "Dict[Tuple[str, bool], Any]" = {}
         written = method.written(function.made, self.model)
         undivided = method.written(function.undivided, self.model)
-        # Most optimizers make their state anew for each function.
+        # Most optimizers create their state for each function.
         of_replicas = [variable for variable in written if variable not in undivided]
         of_undivided = [variable for variable in undivided if variable not in written]
         self.slots = self._paired(
@@ -132,7 +154,7 @@ class Keras2Step(ArraysStep):
         shared = [variable for variable in undivided if variable not in self.slots.values()]
         self.variables = self._labelled(written + shared)
 
-    def _paired(self, first, second):
+    def _paired(self, first: "List[Any]", second: "List[Any]") -> "Dict[Any, Any]":
         """Return pairs of corresponding variables of two functions."""
         values = self.keras.backend.batch_get_value(first + second)
         kinds = {v: (value.shape, value.dtype) for v, value in zip(first + second, values)}
@@ -144,7 +166,7 @@ class Keras2Step(ArraysStep):
                 left.remove(alike[0])
         return pairs
 
-    def _labelled(self, written):
+    def _labelled(self, written: "List[Any]") -> "Dict[str, Any]":
         """Return the variables that the step writes, and the model's, by label."""
         weights = set(map(id, self.model.trainable_weights))
         slots = set(map(id, _state_of(getattr(self.model, "optimizer", None))))
@@ -158,7 +180,7 @@ class Keras2Step(ArraysStep):
             variables[f"{label} [{place}]" if label in variables else label] = variable
         return variables
 
-    def by_design(self, inference, changed):
+    def by_design(self, inference: bool, changed: "Collection[str]") -> "Optional[str]":
         layers = _keras.all_layers_of_keras2(self.model)
         phase = self.keras.backend.learning_phase()
         always = (isinstance(phase, int) and phase == 1) or any(map(_is_called_in_training, layers))
@@ -167,15 +189,15 @@ class Keras2Step(ArraysStep):
             layers = keras_steps.trained_layers(layers, training, frozen=True)
         return keras_steps.normalised(layers)
 
-    def is_random(self, label):
-        return self.method.is_random(self.variables.get(label))
+    def is_random(self, label: str) -> bool:
+        return bool(self.method.is_random(self.variables.get(label)))
 
-    def read(self):
+    def read(self) -> "Dict[str, Any]":
         slots = self.slots if self.undivided_last else {}
         now = [slots.get(variable, variable) for variable in self.variables.values()]
         return dict(zip(self.variables, self.keras.backend.batch_get_value(now)))
 
-    def write(self, values):
+    def write(self, values: "Mapping[str, Any]") -> None:
         pairs = []
         for label, variable in self.variables.items():
             if label in values:
@@ -184,16 +206,16 @@ class Keras2Step(ArraysStep):
                     pairs.append((self.slots[variable], values[label]))
         self.keras.backend.batch_set_value(pairs)
 
-    def done(self, function):
+    def done(self, function: "Any") -> "Tuple[Any, Dict[str, Any]]":
         self.undivided_last = function is self.function.undivided
         return super().done(function)
 
-    def outputs(self, undivided):
+    def outputs(self, undivided: bool) -> "Dict[str, Any]":
         has_phase = self.kind == "train" and isinstance(self.data[-1], (int, float))
         # These determine random numbers, and are set after the step.
         going_on = set(filter(self.method.is_random, self.variables.values()))
 
-        def run(kind, inputs):
+        def run(kind: str, inputs: "List[Any]") -> "Any":
             function = self._function_of(kind, undivided)
             written = self.method.written(function, self.model)
             written = [v for v in written if v not in going_on]
@@ -205,7 +227,7 @@ class Keras2Step(ArraysStep):
 
         return self.in_inference(run, self.data[:-1] if has_phase else self.data)
 
-    def _function_of(self, kind, undivided):
+    def _function_of(self, kind: str, undivided: bool) -> "Any":
         """Return the function by which the model infers, on one device or on all."""
         if (kind, undivided) not in self._inferring:
             attribute = keras_steps.FUNCTIONS[kind]
@@ -221,7 +243,7 @@ class Keras2Step(ArraysStep):
         return self._inferring[kind, undivided]
 
 
-def _is_called_in_training(layer):
+def _is_called_in_training(layer: "Any") -> bool:
     """Return whether a layer is called with ``training=True``, whatever the learning phase is."""
     nodes = getattr(layer, "_inbound_nodes", None) or getattr(layer, "inbound_nodes", None) or ()
     arguments = [

@@ -6,13 +6,25 @@ place. Each backend has a subclass of ``Verified``, which does a step on one dev
 """
 
 import contextlib
-from typing import Any, Tuple
+from typing import (
+    Any,
+    Collection,
+    Container,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from .. import _keras, errors
 from .._rows.splitting import unsplit
 from .._runtime import patching
 from . import steps
-from .verification import random_numbers, suspended
+from .verification import Verification, random_numbers, suspended
 
 # Kind of step -> the attribute that keeps its function.
 FUNCTIONS = {"train": "train_function", "evaluate": "test_function", "predict": "predict_function"}
@@ -31,7 +43,7 @@ class Verified(patching.InstanceMethod):
 
     prefix = "make_"
 
-    def __init__(self, verification, kind, attribute):
+    def __init__(self, verification: "Verification", kind: str, attribute: str) -> None:
         super().__init__([])
         self.verification = verification
         self.kind = kind
@@ -39,12 +51,12 @@ class Verified(patching.InstanceMethod):
         self.method = self.method_of(attribute)
 
     @classmethod
-    def method_of(cls, attribute):
+    def method_of(cls, attribute: str) -> str:
         """Return the name of Keras' method that makes the function of an attribute."""
         return cls.prefix + attribute.lstrip("_")
 
     @classmethod
-    def install_on(cls, model, verification):
+    def install_on(cls, model: "Any", verification: "Optional[Verification]") -> None:
         """Install such methods on ``model``, one for each kind of step; None: remove them.
 
         The tf.keras of TensorFlow 2.0 and 2.1 has none to replace, which it warns of.
@@ -74,12 +86,12 @@ class Verified(patching.InstanceMethod):
                 method.install(model)
                 method.verified(model)
 
-    def invoke(self, model, *args, **kwargs):
+    def invoke(self, model: "Any", *args: "Any", **kwargs: "Any") -> "Any":
         result = self.plain(model)(*args, **kwargs)
         made = self.verified(model)
         return None if result is None else made
 
-    def verified(self, model):
+    def verified(self, model: "Any") -> "Any":
         """Have the function that Keras has made verified, and return it."""
         attribute = self.attribute
         made = getattr(model, attribute, None)
@@ -91,15 +103,15 @@ class Verified(patching.InstanceMethod):
 
     # Of a backend -----------------------------------------------------------------------------
 
-    def is_ready(self, model):
+    def is_ready(self, model: "Any") -> bool:
         """Return whether all state of a step exists; before, none can be verified."""
         return True
 
-    def make_undivided(self, model):
+    def make_undivided(self, model: "Any") -> "Any":
         """Return a function as Keras makes it, which does the step on one device."""
         return self.made_anew(model)
 
-    def made_anew(self, model):
+    def made_anew(self, model: "Any") -> "Any":
         """Return a new function as Keras makes it, without replacing the model's."""
         attribute = self.attribute
         names = attribute, self.kind + "_tf_function"  # TensorFlow's Keras sets another one, too
@@ -124,19 +136,21 @@ class VerifiedFunction:
 
     undivided: "Any" = None
 
-    def __init__(self, method, model, made):
+    def __init__(self, method: "Verified", model: "Any", made: "Any") -> None:
         vars(self).update(method=method, model=model, made=made, undivided=None)
 
-    def __getattr__(self, name):  # its outputs, for example, to which callbacks may add
+    def __getattr__(
+        self, name: str
+    ) -> "Any":  # its outputs, for example, to which callbacks may add
         return getattr(self.made, name)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: "Any") -> None:
         if name in vars(self):
             vars(self)[name] = value
         else:  # what it fetches, for example
             setattr(self.made, name, value)
 
-    def __call__(self, *args):
+    def __call__(self, *args: "Any") -> "Any":
         method = self.method
         verification = method.verification
         if not suspended and not verification.wants(method.kind):
@@ -153,7 +167,7 @@ class VerifiedFunction:
         return self.made(*args)
 
 
-def named_results(model, kind, results):
+def named_results(model: "Any", kind: str, results: "Any") -> "Dict[str, Any]":
     """Return a step's results, a dictionary of logs or the outputs of a prediction, by label."""
     if kind == "predict":
         return outputs(model, results)
@@ -165,7 +179,7 @@ def named_results(model, kind, results):
     return dict(zip(["the loss"] + ["metric " + name for name in names], values))
 
 
-def outputs(model, results):
+def outputs(model: "Any", results: "Any") -> "Dict[str, Any]":
     """Return a model's outputs by label, with the names of their layers, if these are known."""
     flat = list(_flat(results))
     names = [f" ({name})" for name in getattr(model, "output_names", None) or ()]
@@ -174,7 +188,7 @@ def outputs(model, results):
     return {f"output {n}{name}": v for n, (name, v) in enumerate(zip(names, flat), 1)}
 
 
-def _flat(value):
+def _flat(value: "Any") -> "Iterator[Any]":
     if isinstance(value, dict):
         value = [value[key] for key in sorted(value)]
     if isinstance(value, (list, tuple)):
@@ -195,31 +209,31 @@ class FunctionStep(steps.Step):
 
     input_attributes = ("data",)
 
-    def __init__(self, method, function, data):
+    def __init__(self, method: "Any", function: "Any", data: "Any") -> None:
         self.method = method
         self.function = function
         self.data = data
         self.model = function.model
         self.kind = method.kind
 
-    def taken(self):
+    def taken(self) -> "Any":
         """Return the argument of a function."""
         return self.data
 
-    def named(self, results):
+    def named(self, results: "Any") -> "Dict[str, Any]":
         """Return a step's results, by label, as arrays."""
         return named_results(self.model, self.kind, results)
 
-    def done(self, function):
+    def done(self, function: "Any") -> "Tuple[Any, Dict[str, Any]]":
         """Call a function, and return its results, also by label."""
         results = function(self.taken())
         return results, self.named(results)
 
-    def on_one_device(self):
+    def on_one_device(self) -> "Dict[str, Any]":
         with unsplit:
             return self.done(self.function.undivided)[1]
 
-    def on_all_devices(self):
+    def on_all_devices(self) -> "Tuple[Any, Dict[str, Any]]":
         return self.done(self.function.made)
 
 
@@ -229,9 +243,10 @@ class KerasStep(FunctionStep):
     #: The classes of variables, besides Keras' own.
     variable_kinds: "Tuple[type, ...]" = ()
 
-    def __init__(self, method, function, data):
+    def __init__(self, method: "Any", function: "Any", data: "Any") -> None:
         super().__init__(method, function, data)
-        self._labels, self._labelled = {}, {}  # by id; and the variables by label
+        self._labels: "Dict[int, str]" = {}  # by id of the variable
+        self._labelled: "Dict[str, Any]" = {}  # the variables by label
         layers = _keras.all_layers(self.model)
         dtypes = {str(getattr(layer, "compute_dtype", None) or layer.dtype) for layer in layers}
         result_type = getattr(_keras.keras_of(self.model).backend, "result_type", None)
@@ -240,16 +255,16 @@ class KerasStep(FunctionStep):
             dtypes |= {result_type(dtype, "float32") for dtype in dtypes if "float" in dtype}
         self.dtype = coarsest(dtypes)
 
-    def by_design(self, inference, changed):
+    def by_design(self, inference: bool, changed: "Collection[str]") -> "Optional[str]":
         training = self.kind == "train" and not inference
         labelled = self.labelled()
         moved = [labelled[label] for label in changed if label in labelled]
         return normalised(trained_layers(_keras.all_layers(self.model), training, moved))
 
-    def as_array(self, value):
+    def as_array(self, value: "Any") -> "Any":
         """Return a tensor, or the value of a variable, as a numpy array."""
 
-    def labelled(self):
+    def labelled(self) -> "Dict[str, Any]":
         """Return all variables that the step may change, by label, which is always the same."""
         model = self.model
         kinds = self.variable_kinds + (getattr(_keras.keras_of(model), "Variable", ()),)
@@ -268,7 +283,7 @@ class KerasStep(FunctionStep):
                 self.label_of("weight" if id(variable) in trainable else word, variable)
         return self._labelled
 
-    def label_of(self, word, variable):
+    def label_of(self, word: str, variable: "Any") -> str:
         """Return the label of a variable; an optimizer may call two of them the same."""
         if id(variable) not in self._labels:
             name = getattr(variable, "path", None) or variable.name
@@ -276,30 +291,30 @@ class KerasStep(FunctionStep):
             self._labelled[label] = variable
         return self._labels[id(variable)]
 
-    def attributes(self):
+    def attributes(self) -> "steps.Attributes":
         return steps.numbers_held([self.model] + optimizers(self.model))
 
-    def read(self):
+    def read(self) -> "Dict[str, Any]":
         return {label: self.as_array(variable) for label, variable in self.labelled().items()}
 
-    def write(self, values):
+    def write(self, values: "Mapping[str, Any]") -> None:
         for label, variable in self.labelled().items():
             if label in values:
                 variable.assign(values[label])
             elif label.startswith("metric state"):  # made by the step
                 variable.assign(0 * self.as_array(variable))
 
-    def is_random(self, label):
+    def is_random(self, label: str) -> bool:
         return "seed_generator_state" in label or "StateVar" in label
 
-    def named(self, results):
+    def named(self, results: "Any") -> "Dict[str, Any]":
         return {label: self.as_array(v) for label, v in super().named(results).items()}
 
-    def infer(self, inputs):
+    def infer(self, inputs: "Any") -> "Tuple[Any, Sequence[Any]]":
         """Return the model's outputs in inference, and the losses that its layers add."""
         return self.model(inputs, training=False), self.model.losses
 
-    def outputs(self, undivided):
+    def outputs(self, undivided: bool) -> "Optional[Dict[str, Any]]":
         inputs = self.data[0]
         if isinstance(inputs, (tuple, list)):  # Keras takes a list, as of torch's loaders, too
             inputs = inputs[0]
@@ -313,21 +328,21 @@ class KerasStep(FunctionStep):
         return {label: self.as_array(value) for label, value in named.items()}
 
 
-def unlike(label, others):
+def unlike(label: str, others: "Container[str]") -> str:
     """Return the label, or one like it that is not among the others."""
     while label in others:
         label += "'"
     return label
 
 
-def optimizers(model):
+def optimizers(model: "Any") -> "List[Any]":
     """Return the optimizer of a model, and others that are attributes of it."""
     held = list(vars(model).values()) + [getattr(model, "optimizer", None)]
     optimizers = [v for v in held if hasattr(v, "apply_gradients") and not isinstance(v, type)]
     return list({id(optimizer): optimizer for optimizer in optimizers}.values())
 
 
-def _variables_of(thing):
+def _variables_of(thing: "Any") -> "List[Any]":
     variables = getattr(thing, "variables", ())
     variables = variables() if callable(variables) else variables
     # The vocabulary of a layer, which tf.keras saves as a weight, is no variable.
@@ -336,7 +351,9 @@ def _variables_of(thing):
     ]
 
 
-def trained_layers(layers, training, moved=(), frozen=False):
+def trained_layers(
+    layers: "Iterable[Any]", training: bool, moved: "Iterable[Any]" = (), frozen: bool = False
+) -> "List[Any]":
     """Return the layers that train in a step.
 
     Arguments:
@@ -358,7 +375,7 @@ def trained_layers(layers, training, moved=(), frozen=False):
 _BY_REPLICA = ("BatchNormalization", "BatchNormalizationBase", "BatchNormalizationV1")
 
 
-def normalised(layers):
+def normalised(layers: "Iterable[Any]") -> "Optional[str]":
     """Return why a step in which these layers train differs by design, or None."""
     for layer in layers:
         if any(c.__name__ in _BY_REPLICA for c in type(layer).__mro__):
@@ -366,7 +383,7 @@ def normalised(layers):
     return None
 
 
-def coarsest(dtypes):
+def coarsest(dtypes: "Container[str]") -> str:
     """Return the type with the fewest digits of those in which layers compute."""
     order = ["bfloat16", "float16", "float32", "float64"]
     return next((dtype for dtype in order if dtype in dtypes), "float32")

@@ -1,7 +1,7 @@
 """Records of verifications in this process: kept, shown, and written for another process."""
 
 import os
-from typing import Any, List, Mapping
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from .._configuration import settings
 from .._runtime import safe_files
@@ -26,17 +26,17 @@ class Record:
         failure: the text of the error, where something differed; or None.
     """
 
-    def __init__(self, model, devices):
+    def __init__(self, model: str, devices: "Sequence[str]") -> None:
         self.model = model
         self.devices = list(devices)
         self.steps = dict.fromkeys(STEPS, 0)
         self.compared = 0
         self.largest = (0.0, "")
-        self.incomparable = {}
-        self.operations = {}
-        self.failure = None
+        self.incomparable: "Dict[str, str]" = {}
+        self.operations: "Dict[str, Any]" = {}
+        self.failure: "Optional[str]" = None
 
-    def as_dict(self):
+    def as_dict(self) -> "Dict[str, Any]":
         """Return the record for JSON."""
         return dict(vars(self))
 
@@ -51,7 +51,7 @@ def report_at_exit(environ: "Mapping[str, str]") -> None:
         atexit.register(_write, os.path.join(folder, f"{os.getpid()}.json"))
 
 
-def _write(path):
+def _write(path: str) -> None:
     import json
 
     safe_files.write(path, json.dumps([record.as_dict() for record in process.verified]))
@@ -91,12 +91,12 @@ def is_good(record: "Mapping[str, Any]") -> bool:
     return not record["failure"] and not _idle(record)
 
 
-def _has_products(record):
+def _has_products(record: "Mapping[str, Any]") -> bool:
     """Return whether a device ran products: some models have none, nor has XLA for single rows."""
     return any(map(any, record["operations"].values()))
 
 
-def _idle(record):
+def _idle(record: "Mapping[str, Any]") -> int:
     """Return how many devices ran no products forward and backward, though others did."""
     working = sum(map(all, record["operations"].values()))
     return len(record["devices"]) - working if _has_products(record) else 0

@@ -1,15 +1,30 @@
 """A step of a model, as a backend does it on one device and on all, and its objects' state."""
 
 import contextlib
-from typing import Any, Collection, Dict, Iterator, Mapping, Optional, Tuple
+from typing import (
+    Any,
+    Callable,
+    Collection,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    Mapping,
+    Optional,
+    Sequence,
+    Tuple,
+)
 
 from .._runtime import containers
+
+#: Values of a step by label: arrays.
+Values = Mapping[str, Any]
 
 #: Why batch normalization differs by design; of a layer, say, and its name.
 NORMALISED = "{} {!r} normalises each replica's rows by their own statistics"
 
 
-def numbered(outputs):
+def numbered(outputs: "Iterable[Any]") -> "Dict[str, Any]":
     """Return outputs without names by label."""
     return {f"output {number}": output for number, output in enumerate(outputs, 1)}
 
@@ -59,7 +74,7 @@ class Step:
 
     def attributes(self) -> "Attributes":
         """Return attributes of Python objects that the step may change, such as counters."""
-        return Attributes([], bool)
+        return Attributes([], lambda name, value: False)
 
     @contextlib.contextmanager
     def attributes_kept(self) -> "Iterator[None]":
@@ -101,7 +116,7 @@ class Step:
 # State of objects --------------------------------------------------------------------------------
 
 
-def variables_held(roots, kinds):
+def variables_held(roots: "Sequence[Any]", kinds: "Any") -> "List[Any]":
     """Return all variables that are reachable from objects.
 
     By attributes, containers, and references of functions.
@@ -111,7 +126,7 @@ def variables_held(roots, kinds):
         kinds: the classes of variables, as ``isinstance`` takes them.
     """
 
-    def is_variable(value):
+    def is_variable(value: "Any") -> bool:
         return isinstance(value, kinds)
 
     return list(filter(is_variable, containers.reached(roots, is_variable)))
@@ -126,19 +141,21 @@ class Attributes:
         forgets: whether such attributes that are new are deleted by ``put_back``.
     """
 
-    def __init__(self, objects, is_kept, forgets=True):
+    def __init__(
+        self, objects: "Iterable[Any]", is_kept: "Callable[[str, Any], bool]", forgets: bool = True
+    ) -> None:
         self._is_kept = is_kept
         self._forgets = forgets
         self._held = [(vars(owner), self._of(vars(owner))) for owner in objects]
 
-    def _of(self, attributes):
+    def _of(self, attributes: "Mapping[str, Any]") -> "Dict[str, Any]":
         return {name: value for name, value in attributes.items() if self._is_kept(name, value)}
 
-    def have_changed(self):
+    def have_changed(self) -> bool:
         """Return whether an attribute has another value now."""
         return any(now.get(k) != v for now, values in self._held for k, v in values.items())
 
-    def put_back(self):
+    def put_back(self) -> None:
         """Restore the attributes."""
         for attributes, values in self._held:
             for name in set(self._of(attributes)) - set(values) if self._forgets else ():
@@ -146,7 +163,7 @@ class Attributes:
             attributes.update(values)
 
 
-def numbers_held(roots):
+def numbers_held(roots: "Sequence[Any]") -> "Attributes":
     """Return ``Attributes`` that are numbers, of objects and of all that they contain."""
     objects = filter(containers.has_attributes, containers.reached(roots, lambda value: False))
     return Attributes(objects, lambda name, value: type(value) in (int, float), forgets=False)

@@ -9,7 +9,19 @@ they cannot be compared. This is common to all backends, which have subclasses o
 import collections
 import contextlib
 import random
-from typing import Any, ContextManager, Counter, Sequence, Union
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Counter,
+    Dict,
+    Iterator,
+    List,
+    Optional,
+    Sequence,
+    Set,
+    Union,
+)
 
 from .. import errors
 from .._configuration.settings import Every
@@ -19,7 +31,7 @@ from .._runtime.process import process
 from .._runtime.within import Within
 from .comparison import EPS, Comparison, are_near, cause_of, is_random
 from .report import STEPS, Record
-from .steps import Step
+from .steps import Step, Values
 
 # Seeds of further perturbations, where a first comparison finds a difference.
 _SEEDS = (1, 2, 3)
@@ -29,7 +41,7 @@ _MOST_NUMBERS = 4
 suspended = Within()
 
 
-def random_numbers():
+def random_numbers() -> "contextlib.ExitStack":
     """Return a context that restores Python's and numpy's present random states at its end."""
     afterwards = contextlib.ExitStack()
     afterwards.callback(random.setstate, random.getstate())
@@ -105,7 +117,7 @@ class Verification:
             self.left.update(evaluate=1, predict=1)
         return step.finish(runs.returned, runs.start)
 
-    def _compare(self, kind, runs):
+    def _compare(self, kind: str, runs: "_Runs") -> None:
         """Compare the step on all devices with that on one; or, failing that, in inference.
 
         Raises:
@@ -127,12 +139,12 @@ class Verification:
         with _aside(step):
             self._compare_in_inference(kind, step, runs.start, why)
 
-    def _note(self, comparison):
+    def _note(self, comparison: "Comparison") -> None:
         self.record.compared += comparison.compared
         self.record.largest = max(self.record.largest, comparison.largest)
         self.record.incomparable.update(comparison.incomparable)
 
-    def _compare_in_inference(self, kind, step, start, why):
+    def _compare_in_inference(self, kind: str, step: "Step", start: "Values", why: str) -> None:
         """Compare the model's outputs in inference, where nothing is random."""
         outputs = self._inferred(step, start)
         if outputs is not None:
@@ -146,10 +158,10 @@ class Verification:
                 "and its outputs in inference cannot be compared either. Nothing was compared."
             )
 
-    def _inferred(self, step, start):
+    def _inferred(self, step: "Step", start: "Values") -> "Optional[Comparison]":
         """Return the comparison of the model's outputs in inference; None if it has none."""
 
-        def outputs(values, undivided):
+        def outputs(values: "Values", undivided: bool) -> "Any":
             step.write(values)
             return step.outputs(undivided=undivided)
 
@@ -157,13 +169,15 @@ class Verification:
         if expected is None or step.by_design(True, _changed(start, step.read())) is not None:
             return None
 
-        def again(seed=0, number=None):
+        def again(seed: "Optional[int]" = 0, number: "Optional[float]" = None) -> "Any":
             with inputs_perturbed(step, seed, number):
                 return outputs(_perturbed(step, start, seed), True)
 
         return _compared(step, {}, expected, [again()], outputs(start, False), again)
 
-    def _difference(self, kind, step, start, comparison):
+    def _difference(
+        self, kind: str, step: "Step", start: "Values", comparison: "Comparison"
+    ) -> "errors.ResultsDifferError":
         """Return the error, with the first difference, its size and its likely cause."""
         label, difference, limit, ratio = comparison.differing[0]
         if kind == "train" and not label.startswith("output"):
@@ -200,13 +214,13 @@ class _Runs:
         returned: the result for the step's caller.
     """
 
-    def __init__(self, step):
+    def __init__(self, step: "Step") -> None:
         self.step = step
         self.start = step.read()
         self._random_start = random_numbers()
         step.start_attributes = step.attributes()
 
-    def do(self):
+    def do(self) -> None:
         """Do the step on all devices, and then on one."""
         step = self.step
         # On all devices first, so that the first step creates and traces the same as without.
@@ -219,7 +233,9 @@ class _Runs:
         with _aside(step):
             self.on_one = {**step.on_one_device(), **step.read()}
 
-    def again(self, seed=0, number=None):
+    def again(
+        self, seed: "Optional[int]" = 0, number: "Optional[float]" = None
+    ) -> "Dict[str, Any]":
         """Do the step on one device once more, with perturbed weights, and return its values.
 
         Arguments:
@@ -230,32 +246,40 @@ class _Runs:
         step.write(perturbed)
         with _aside(step), inputs_perturbed(step, seed, number):
             after = {**step.on_one_device(), **step.read()}
-        # Changes count from where this one began, unless the step gives another shape.
+        # Changes are relative to the perturbed values, unless the step changes the shape.
         for label, value in perturbed.items():
             if value is not self.start[label] and after[label].shape == value.shape:
                 after[label] = after[label] - (value - self.start[label])
         return after
 
-    def leave_that_on_all_devices(self):
+    def leave_that_on_all_devices(self) -> None:
         """Leave the model, and random numbers, as the step on all devices has left them."""
         state = {label: v for label, v in self.on_all.items() if label not in self._results}
         self.step.write(state)
         self._random_end.close()
 
     @contextlib.contextmanager
-    def undone_on_error(self):
+    def undone_on_error(self) -> "Iterator[None]":
         """Restore the model to before the step on an error in a block."""
         try:
             yield
         except BaseException:
             # The caller must get the step's own error.
-            self.step.start_attributes.put_back()
+            if self.step.start_attributes is not None:
+                self.step.start_attributes.put_back()
             with contextlib.suppress(Exception):
                 self.step.give_up(self.start)
             raise
 
 
-def _compared(step, start, expected, others, on_all, again):
+def _compared(
+    step: "Step",
+    start: "Values",
+    expected: "Values",
+    others: "List[Values]",
+    on_all: "Values",
+    again: "Callable[..., Values]",
+) -> "Comparison":
     """Return the ``Comparison``; where something differs, one with more perturbations.
 
     Arguments:
@@ -280,18 +304,18 @@ def _compared(step, start, expected, others, on_all, again):
 
 
 @contextlib.contextmanager
-def _aside(step):
+def _aside(step: "Step") -> "Iterator[None]":
     """Keep a step within a block, which is for verification alone, from counting."""
     with work.uncounted, step.attributes_kept():
         yield
 
 
-def _changed(start, after):
+def _changed(start: "Values", after: "Values") -> "Set[str]":
     """Return the labels of the values that a step has changed."""
     return {label for label in start if not np.array_equal(start[label], after.get(label))}
 
 
-def _perturbed(step, start, seed):
+def _perturbed(step: "Step", start: "Values", seed: "Optional[int]") -> "Dict[str, Any]":
     """Return values before a step with perturbations, without states of random generators.
 
     Frozen weights and other state amplify rounding as well as those that are trained; but a whole
@@ -319,7 +343,7 @@ def _perturbed(step, start, seed):
     return perturbed
 
 
-def _unit(step, dtype):
+def _unit(step: "Step", dtype: "Any") -> "Optional[float]":
     """Return the unit in the last place of a type of floats, relative to 1.
 
     None for any other type.
@@ -330,7 +354,9 @@ def _unit(step, dtype):
     return max(units + [coarse]) if units else None
 
 
-def inputs_perturbed(step, seed, number=None):
+def inputs_perturbed(
+    step: "Step", seed: "Optional[int]", number: "Optional[float]" = None
+) -> "ContextManager[Any]":
     """Return a context in which a step's inputs are perturbed, if ``seed`` is odd.
 
     A model may amplify rounding by constants, before any weight. Whole numbers, halves and the like
@@ -342,9 +368,11 @@ def inputs_perturbed(step, seed, number=None):
         seed: of the perturbation.
         number: the only number to perturb, with a random sign in each place.
     """
-    signs = np.random.RandomState(seed)
+    if seed is None or seed % 2 == 0:
+        return contextlib.ExitStack()
+    signs, units = np.random.RandomState(seed), 4 * seed
 
-    def perturbed(value):
+    def perturbed(value: "Any") -> "Any":
         unit = _unit(step, getattr(value, "dtype", None))
         if not unit:
             return value
@@ -355,16 +383,16 @@ def inputs_perturbed(step, seed, number=None):
                 array = np.asarray(value)
                 changes = signs.choice([-1, 1], array.shape) * (array == number)
                 changes = changes.astype(array.dtype)
-            return value + value * (changes * (4 * seed * unit))
+            return value + value * (changes * (units * unit))
         return value
 
-    names = step.input_attributes if seed and seed % 2 else ()
+    inputs = {name: getattr(step, name) for name in step.input_attributes}
     return patching.replaced(
-        step, **{name: _mapped(getattr(step, name), perturbed) for name in names}
+        step, **{name: _mapped(value, perturbed) for name, value in inputs.items()}
     )
 
 
-def _frequent_numbers(step):
+def _frequent_numbers(step: "Step") -> "List[float]":
     """Return the most frequent whole numbers, halves and the like in a step's inputs, but for zero.
 
     A column of ones would not be perturbed otherwise, and normalising it divides rounding errors by
@@ -372,7 +400,7 @@ def _frequent_numbers(step):
     """
     frequencies: "Counter[float]" = collections.Counter()
 
-    def count(value):
+    def count(value: "Any") -> None:
         if _unit(step, getattr(value, "dtype", None)):
             with contextlib.suppress(Exception), np.errstate(invalid="ignore"):
                 array = np.asarray(value, "float64")
@@ -385,7 +413,7 @@ def _frequent_numbers(step):
     return [number for number, _ in frequencies.most_common(_MOST_NUMBERS)]
 
 
-def _mapped(value, function):
+def _mapped(value: "Any", function: "Callable[[Any], Any]") -> "Any":
     """Return nested containers with a function applied to each of their leaves."""
     if isinstance(value, dict):
         return {name: _mapped(part, function) for name, part in value.items()}
