@@ -293,6 +293,17 @@ def test_two_rows_that_belong_together_by_chance_are_not_taken_for_rows_alone():
     assert _rows.trial.tried(compute) == [Mixed(), Mixed(), Sharded(0)]
 
 
+def test_rows_are_told_from_what_depends_on_their_places():
+    batch = np.random.RandomState(1).normal(size=(3, 2))
+
+    def compute(rows):
+        x = batch[list(rows)]
+        # The third row is the first of a part, whose factor is that of the first row.
+        return [x * (1 + np.arange(len(x))[:, None] % 2), x[x[:, 0] > 0]]
+
+    assert _rows.trial.tried(compute) == [Mixed(), Sharded(0, None, even=False)]
+
+
 def test_faults_of_the_rules_are_told_from_what_they_are_given():
     for compute, is_fault in (
         (lambda: _rows.trial.cut(None, Sharded(0)), True),

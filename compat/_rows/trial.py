@@ -1,49 +1,91 @@
-"""Asking a computation itself: three rows together, against two of them and the third.
+"""Placements of a computation that no rule knows, found by computing.
 
-And against the other two and the first, and the three in another order, since some of them may
-belong together, or be sorted, by chance.
+Three rows of the batch are computed together, and in parts, by two partitions: two rows of one part
+may depend on each other, or be sorted by chance, but not both those of one partition and those of
+the other. A placement has to fit both of them.
 
 What no rule knows is never assumed to compute each row by itself. It is tried, on rows of the first
-batch and in inference, and counts as ``Mixed`` where that does not tell. Three rows fit anywhere.
+batch and in inference, and counts as ``Mixed`` where that does not show it. Three rows fit
+anywhere.
 """
 
-from .placements import REPLICATED, Mixed, Partial, Sharded, Unknown
+from .merging import NUMPY, merge
+from .placements import REPLICATED, Mixed, Partial, Replicated, Sharded, Unknown
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Tuple
+
+    Rows = Tuple[int, ...]
 
 #: The rows that are computed together, and in parts. One row alone might fit by chance.
-WHOLE, PARTS = (0, 1, 2), ((0, 1), (2,))
+WHOLE: "Rows" = (0, 1, 2)
+PARTS: "Tuple[Rows, ...]" = ((0, 1), (2,))
+#: Another partition, in which no two rows are together that are so in the first one. Its order is
+#: not that of the batch, and the second row of the whole is the first one of a part.
+OTHER_PARTS: "Tuple[Rows, ...]" = ((2, 0), (1,))
+#: The number of rows of each part, which is the same in both partitions.
 SIZES = tuple(len(part) for part in PARTS)
-#: Other parts: what two rows have in common may hide that each depends on the other.
-OTHER_PARTS, OTHER_SIZES = ((0,), (1, 2)), (1, 2)
 
 #: How far two values may be apart that only rounding tells apart, by the bits of a number.
 TOLERANCES = {16: 2e-2, 32: 1e-4, 64: 1e-8}
 
 
 def tried(compute):
-    """Return the placement of each value that ``compute`` gives.
+    """Return the placement of each value that a function computes.
 
     Arguments:
         compute: takes the numbers of rows, which may be more than the batch has, and returns a list
-            of arrays of numpy's. It leaves no trace.
+            of arrays of numpy's. It has no side effects.
 
     Returns:
         A list of placements: ``Mixed`` where the parts make up the whole in no way, ``Unknown``
         where the values are random.
     """
-    whole, again, turned = map(compute, (WHOLE, WHOLE, WHOLE[::-1]))
-    parts, others = list(map(compute, PARTS)), list(map(compute, OTHER_PARTS))
-    if len({len(values) for values in [whole, turned] + parts + others}) > 1:
+    whole, again, *runs = map(compute, (WHOLE, WHOLE) + PARTS + OTHER_PARTS)
+    if len({len(values) for values in [whole] + runs}) > 1:
         return [Mixed()] * len(whole)
-    found = []
-    for value, same, other, *values in zip(whole, again, turned, *parts, *others):
+    results = []
+    for value, same, *values in zip(whole, again, *runs):
+        parts, others = values[: len(PARTS)], values[len(PARTS) :]
         fitting = (
-            each
-            for each in placements(values[:2], value)
-            if fits(values[2:], value, each, OTHER_SIZES) and is_turned(value, other, each)
+            placement
+            for placement in placements(parts, value)
+            if fits_others(others, value, placement, parts)
         )
         is_random = not close(value, same)
-        found.append(Unknown() if is_random else next(fitting, Mixed()))
-    return found
+        results.append(Unknown() if is_random else next(fitting, Mixed()))
+    return results
+
+
+def fits_others(others, whole, placement, parts):
+    """Return whether the arrays of ``OTHER_PARTS``, too, make up the whole by a placement.
+
+    Arguments:
+        parts: the arrays of ``PARTS``, which do.
+    """
+    has_dimensions = all(part.ndim == whole.ndim for part in others)
+    return has_dimensions and fits(others, reordered(whole, placement, others, parts), placement)
+
+
+def reordered(whole, placement, others, parts):
+    """Return an array of the whole with its rows, if it has any, in the order of ``OTHER_PARTS``.
+
+    Arguments:
+        others, parts: the arrays of ``OTHER_PARTS`` and of ``PARTS``.
+    """
+    import numpy as np
+
+    order = [row for part in OTHER_PARTS for row in part]
+    if not isinstance(placement, Sharded):
+        return whole
+    if placement.even:
+        return chosen(whole, placement, order)
+    # The second row is a part by itself there, and the first two are one here.
+    axis = placement.axis
+    end, length = parts[0].shape[axis], others[1].shape[axis]
+    rows = np.split(whole, [end - length, end], axis)
+    return np.concatenate([rows[row] for row in order], axis)
 
 
 def placements(parts, whole, sizes=SIZES):
@@ -71,13 +113,6 @@ def placements(parts, whole, sizes=SIZES):
     return [each for each in candidates if fits(parts, whole, each, sizes)]
 
 
-def is_turned(whole, turned, placement):
-    """Return whether three rows in reverse order give the same result by a placement."""
-    if not isinstance(placement, Sharded):
-        return close(turned, whole)
-    return not placement.even or close(turned, chosen(whole, placement, WHOLE[::-1]))
-
-
 def chosen(whole, placement, rows):
     """Return some of three rows, from an array that has them by a placement."""
     axis, copies, shape = placement.axis, placement.copies, list(whole.shape)
@@ -89,44 +124,39 @@ def chosen(whole, placement, rows):
 
 def fits(parts, whole, placement, sizes=SIZES):
     """Return whether the parts of an array make up the whole by a placement."""
+    import numpy as np
+
     if any(part.ndim != whole.ndim or part.dtype != whole.dtype for part in parts):
         return False
     if isinstance(placement, Sharded):
-        return _are_rows(parts, whole, placement, sizes)
-    if any(part.shape != whole.shape for part in parts):
-        return False
+        is_possible = _are_rows(parts, whole, placement, sizes)
+    else:
+        is_possible = all(part.shape == whole.shape for part in parts)
+    if isinstance(placement, Replicated):
+        return is_possible and all(close(part, whole) for part in parts)
     if isinstance(placement, Partial):
-        return _add_up(parts, whole, placement.how, sizes)
-    return all(close(part, whole) for part in parts)
+        # Sums of booleans are none, and means of whole numbers would be rounded.
+        kinds = {"sum": "iufc", "mean": "fc"}.get(placement.how, "biuf")
+        is_possible = is_possible and whole.dtype.kind in kinds
+    if not is_possible:
+        return False
+    merged = merge(placement, parts, sizes, NUMPY)
+    return close(np.asarray(merged, whole.dtype), whole)  # NumPy 1 makes float64 of some numbers
 
 
 def _are_rows(parts, whole, placement, sizes):
-    import numpy as np
-
+    """Return whether arrays have the shapes of rows."""
     axis, copies, rows = placement.axis, placement.copies, sum(sizes)
-    besides = {each.shape[:axis] + each.shape[axis + 1 :] for each in list(parts) + [whole]}
+    besides = {array.shape[:axis] + array.shape[axis + 1 :] for array in list(parts) + [whole]}
     if axis >= whole.ndim or len(besides) > 1:
         return False
     length = whole.shape[axis]
     if placement.inner is not None and length != placement.inner * copies * rows:
         return False
+    if not placement.even:
+        return True
     lengths = [part.shape[axis] * rows for part in parts]
-    if placement.even and (length % (rows * copies) or lengths != [length * n for n in sizes]):
-        return False
-    split = [np.split(part, copies, axis) for part in parts]
-    return close(np.concatenate([piece for each in zip(*split) for piece in each], axis), whole)
-
-
-def _add_up(parts, whole, how, sizes):
-    import numpy as np
-
-    if whole.dtype.kind not in {"sum": "iufc", "mean": "fc"}.get(how, "biuf"):
-        return False
-    if how in ("max", "min"):
-        return close(getattr(np, how + "imum").reduce(parts), whole)
-    weights = [size / float(sum(sizes)) if how == "mean" else 1 for size in sizes]
-    total = sum(part * weight for part, weight in zip(parts, weights))
-    return close(np.asarray(total, whole.dtype), whole)  # NumPy 1 makes float64 of some numbers
+    return length % (rows * copies) == 0 and lengths == [length * size for size in sizes]
 
 
 def is_fault(error):
