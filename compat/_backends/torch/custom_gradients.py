@@ -60,21 +60,45 @@ def check_gradients(trial, rules, before, home, sources, fallback):
     """
     try:
         with torch.backends.cudnn.flags(enabled=False):  # which has none in inference for an RNN
-            whole, *parts = [trial.compute(rows, True) for rows in [trial.all_rows] + trial.parts]
-            pairs = []
-            for key, rule in rules.items():
-                value = whole.values.get(key)
-                if isinstance(value, torch.Tensor) and value.grad_fn and value.is_floating_point():
-                    values = [part.values[key] for part in parts]
-                    with torch.enable_grad():
-                        merged = rule.merged(values, trial.sizes, home, before.get(key))
-                    pairs.append((value, merged))
-            upstream = [value.detach() + 0.5 for value, _ in pairs]
-            gradients = [
-                torch.autograd.grad(v, sources, upstream, allow_unused=True, materialize_grads=True)
-                for v in zip(*pairs)
-            ]
-    except (KeyError, RuntimeError, TypeError, NotMergeable) as error:
+            whole, *merged = _gradients(trial, rules, before, home, sources)
+    except Exception as error:  # whatever a user-defined gradient has against parts of a batch
         raise NotMergeable(fallback) from error
-    if not all(map(close, *gradients)):
+    if not all(all(map(close, gradients, whole)) for gradients in merged):
         raise NotMergeable(fallback)
+
+
+def _gradients(trial, rules, before, home, sources):
+    """Return the gradients of all rows, and those of merged values for each partition."""
+    whole, *parts = [trial.compute(rows, True) for rows in [trial.all_rows] + trial.parts]
+    others = [trial.compute(rows, True) for rows in trial.others]
+    values = {k: v for k, v in whole.values.items() if isinstance(v, torch.Tensor) and v.grad_fn}
+    values = {k: v for k, v in values.items() if k in rules and v.is_floating_point()}
+    upstream = {key: value.detach() + 0.5 for key, value in values.items()}
+
+    def of_parts(key, outcomes):
+        return [outcome.values[key] for outcome in outcomes]
+
+    def gradients(values, upstream):
+        values, upstream = list(values.values()), list(upstream.values())
+        options = {"allow_unused": True, "materialize_grads": True}
+        return torch.autograd.grad(values, sources, upstream, **options)
+
+    def of_merged(outcomes, rows, upstream):
+        sizes = list(map(len, rows))
+        with torch.enable_grad():
+            merged = {
+                key: rules[key].merged(of_parts(key, outcomes), sizes, home, before.get(key))
+                for key in values
+            }
+        return gradients(merged, upstream)
+
+    found = [gradients(values, upstream), of_merged(parts, trial.parts, upstream)]
+    if others:
+        in_their_order = {
+            key: trial.reordered(
+                value, rules[key].placement, of_parts(key, others), of_parts(key, parts)
+            )
+            for key, value in upstream.items()
+        }
+        found.append(of_merged(others, trial.others, in_their_order))
+    return found

@@ -282,13 +282,18 @@ class SplitCall:
         """
         parts = [range(*splitting.bounds(layout.rows, count, i)) for i in range(count)]
         try:
-            prove(self.trial(layout, parts), plan.rules, replicas.before, self.home)
+            prove(self.trial(layout, parts, others=()), plan.rules, replicas.before, self.home)
         except NotMergeable:
             raise NotMergeable(choices.inconclusive[0]) from None
         plan.harmless.update(choices.lines)
 
-    def trial(self, layout: Layout, parts: Any = _rows.trial.PARTS) -> PartsTrial:
-        """Return a trial of rows of this batch, in their order."""
+    def trial(
+        self,
+        layout: Layout,
+        parts: Any = _rows.trial.PARTS,
+        others: Any = _rows.trial.OTHER_PARTS,
+    ) -> PartsTrial:
+        """Return a trial of rows of this batch, by one partition of them or by two."""
         last = layout.rows - 1
 
         def compute(rows, gradients=False):
@@ -300,4 +305,8 @@ class SplitCall:
                 outcome = self.replica(replicas, layout, self.home, rows, True, True, probing=True)
             return compute(rows, gradients) if replicas.side_effects.has_new_tensors else outcome
 
-        return PartsTrial(compute, [[min(row, last) for row in part] for part in parts])
+        partitions = [
+            [[min(row, last) for row in part] for part in partition]
+            for partition in (parts, others)
+        ]
+        return PartsTrial(compute, *partitions)

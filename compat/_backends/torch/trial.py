@@ -54,24 +54,35 @@ def some_rows(value, placement, count, rows):
 
 
 class PartsTrial:
-    """Results of some rows of the batch: in parts, and together.
+    """Outcomes of some rows of the batch: in parts, and together.
 
     Arguments:
         compute: gives the ``Outcome`` of a list of rows.
         parts: lists of rows, in the batch's order.
+        others: those of another partition; none where one tells enough.
     """
 
-    def __init__(self, compute, parts):
-        self.compute, self.parts = compute, parts
+    def __init__(self, compute, parts, others=()):
+        self.compute, self.parts, self.others = compute, parts, list(others)
         self.sizes = [len(part) for part in parts]
         self.all_rows = [row for part in parts for row in part]
-        self._outcomes = None
+        self._outcomes = self._other_outcomes = None
 
     def outcomes(self):
         """Return that of all rows, and those of the parts."""
         if self._outcomes is None:
-            self._outcomes = [self.compute(rows) for rows in [self.all_rows] + self.parts]
+            self._outcomes = list(map(self.compute, [self.all_rows] + self.parts))
         return self._outcomes
+
+    def other_outcomes(self):
+        """Return those of the other partition, whose order is that of the batch where need be."""
+        if self._other_outcomes is None:
+            try:
+                self._other_outcomes = list(map(self.compute, self.others))
+            except NotMergeable:  # such as sequences that have to be sorted by their lengths
+                self.others = [self.all_rows[:1], self.all_rows[1:]]
+                self._other_outcomes = list(map(self.compute, self.others))
+        return self._other_outcomes
 
     def finds_sequences(self):
         """Return whether the rows are where layers of sequences have them."""
@@ -90,6 +101,18 @@ class PartsTrial:
         same = list(whole) == list(again)
         return not (same and all(close(whole[k], again[k]) for k in whole))
 
+    def reordered(self, whole, placement, others, parts):
+        """Return a value of all rows with these in the order of the other partition.
+
+        Arguments:
+            others, parts: the values of its parts, and of those of the first one.
+        """
+        is_in_order = [row for part in self.others for row in part] == self.all_rows
+        if is_in_order or not isinstance(placement, _rows.Sharded):
+            return whole
+        arrays = to_numpy(whole), placement, *[list(map(to_numpy, v)) for v in (others, parts)]
+        return torch.from_numpy(_rows.trial.reordered(*arrays)).to(whole)
+
 
 def prove(trial, rules, before, home):
     """Hold all rules against a trial.
@@ -100,16 +123,30 @@ def prove(trial, rules, before, home):
     Raises:
         NotMergeable: the parts do not make up the whole.
     """
+    outcomes = trial.outcomes() + trial.other_outcomes()
     for key, rule in rules.items():
-        values = trial.values(key)
-        if values is None and key[0] != "state":  # of batch normalization, in training only
+        values = [each.values[key] for each in outcomes if key in each.values]
+        if len(values) < len(outcomes):
+            if key[0] == "state":  # of batch normalization, in training only
+                continue
             raise NotMergeable()
-        if values is not None and not fits(rule, values, trial.sizes, home, before.get(key)):
+        whole, parts, others = _divided(values, len(trial.parts))
+        is_fitting = fits(rule, (parts, whole), trial.sizes, home, before.get(key))
+        if is_fitting and others:
+            sizes = list(map(len, trial.others))
+            whole = trial.reordered(whole, rule.placement, others, parts)
+            is_fitting = fits(rule, (others, whole), sizes, home, before.get(key))
+        if not is_fitting:
             raise NotMergeable(
                 Fallback(Reason.NO_RULE if trial.is_random() else Reason.TRIAL_DIFFERS)
             )
-    if len({(str(each.described), frozenset(each.values)) for each in trial.outcomes()}) > 1:
+    if len({(str(each.described), frozenset(each.values)) for each in outcomes}) > 1:
         raise NotMergeable()
+
+
+def _divided(values, count):
+    """Return the value of the whole, those of its ``count`` parts, and those of the others."""
+    return values[0], values[1 : 1 + count], values[1 + count :]
 
 
 def fits(rule, values, sizes, home, before):

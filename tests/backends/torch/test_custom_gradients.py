@@ -6,7 +6,7 @@ import torch
 import compat
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merging import agree, rows
+from .test_merging import ROWS, agree, computing, rows
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 
@@ -117,3 +117,24 @@ def test_a_gradient_is_tried_where_the_first_call_had_none():
         compat.parallelize(net)(rows(13, 6))
     with pytest.warns(compat.CompatWarning, match="a custom gradient"):
         net(rows(13, 6)).sum().backward()
+
+
+def test_gradients_of_rows_that_belong_together_by_chance():
+    """The first two rows have one class, whose mean gradient they get; the third has another."""
+    labels = torch.arange(ROWS) % 3 // 2
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, classes):
+            ctx.classes = classes
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            means = [gradient[ctx.classes == each].mean(0) for each in ctx.classes]
+            return torch.stack(means), None
+
+    module = computing(lambda m, y, classes: Own.apply(y, classes))
+    why = "has a custom gradient that needs, or may need, the whole batch"
+    with pytest.warns(compat.CompatWarning, match=why):
+        compat.parallelize(module)(rows(ROWS, 4).float(), labels)

@@ -1,5 +1,6 @@
 """torch: what a few rows have by chance, and what a model makes of it."""
 
+import ctypes
 import warnings
 
 import numpy
@@ -55,6 +56,41 @@ def test_what_depends_on_a_number_of_values(name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", compat.CompatWarning)
             same(plain(rows(count, 4)), module(rows(count, 4)), 1e-12)
+
+
+def class_means(array, classes):
+    return numpy.stack([array[classes == each].mean(0) for each in classes])
+
+
+#: What the first three rows have by chance: two of them are of one class, or all are sorted.
+BY_CHANCE = {
+    "of one class": lambda array: class_means(array, numpy.arange(len(array)) % 3 // 2),
+    "sorted": lambda array: numpy.sort(array, 0),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BY_CHANCE))
+def test_what_three_rows_have_by_chance_is_not_that_of_all(name):
+    """In an extension, whose functions are not seen. It gets all values on each device."""
+
+    def extension(tensor):
+        pointer = ctypes.cast(tensor.data_ptr(), ctypes.POINTER(ctypes.c_double))
+        array = numpy.ctypeslib.as_array(pointer, tuple(map(int, tensor.shape)))
+        return torch.from_numpy(BY_CHANCE[name](array))
+
+    plain, module = pair(lambda m, y, values: (y, extension(values)))
+    values = rows(ROWS, 2)
+    values[:3] = torch.arange(3)[:, None]
+    same(plain(rows(ROWS, 4), values), module(rows(ROWS, 4), values), 1e-12)
+
+
+def test_a_model_that_takes_sorted_rows_alone_is_split():
+    def forward(m, y, lengths):
+        if (lengths[1:] > lengths[:-1]).any():
+            raise ValueError("Sort the rows by their lengths.")
+        return y * lengths[:, None]
+
+    agree(computing(forward), rows(ROWS, 4), torch.arange(ROWS).flip(0))
 
 
 def test_rows_that_mix_from_a_later_step_on():
