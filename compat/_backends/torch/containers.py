@@ -56,7 +56,7 @@ def is_object(value: Any) -> bool:
     return (
         kind.__new__ is object.__new__
         and bool(getattr(value, "__dict__", None))
-        and not any(getattr(each, "__slots__", ()) for each in kind.__mro__)
+        and not any(getattr(base, "__slots__", ()) for base in kind.__mro__)
         and not isinstance(value, torch.nn.Module)
     )
 

@@ -34,7 +34,7 @@ def custom_gradient(outcome, arguments):
         return function is not None and not function.__module__.startswith(_LIBRARIES)
 
     def inputs(node):
-        return [each for each, _ in node.next_functions if each not in inputs_of_call]
+        return [source for source, _ in node.next_functions if source not in inputs_of_call]
 
     results = [getattr(value, "grad_fn", None) for value in outcome.values.values()]
     roots = [node for node in results if node not in inputs_of_call]

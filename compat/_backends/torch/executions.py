@@ -59,7 +59,7 @@ class OperationCounter(_python_dispatch.TorchDispatchMode):
     def _count(self, device):
         name = str(device)
         if self.is_simulated:
-            marks = [each for each in self._ranges if each.startswith(profiler.REPLICA)]
+            marks = [mark for mark in self._ranges if mark.startswith(profiler.REPLICA)]
             name = marks[-1][len(profiler.REPLICA) :] if marks else self.home
         if name in self.counts:
             self.counts[name] += 1

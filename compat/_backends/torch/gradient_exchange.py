@@ -228,7 +228,9 @@ class Exchange:
             values = {id(p): (gradient, weight) for p, gradient in zip(self.hooked, gradients)}
         if self.state:
             changes = torch._foreach_sub(self.state, self.before)
-            values.update((id(tensor), (each, rows)) for tensor, each in zip(self.state, changes))
+            values.update(
+                (id(tensor), (change, rows)) for tensor, change in zip(self.state, changes)
+            )
         header = [weight, unknown, rows, self.divisor is not None, sparse]
         if self.sums.complete(header, False, used, reached, values):
             # Not a second time: such as where a script changes gradients during the pass.

@@ -45,7 +45,7 @@ def choices_of(propagations, plan, total, home):
         home: the device of the results.
     """
     by_values, lines, inconclusive = False, [], []
-    for values in itertools.zip_longest(*[each.host_values for each in propagations]):
+    for values in itertools.zip_longest(*[propagation.host_values for propagation in propagations]):
         first = next(value for value in values if value is not None)
         if str(first.fallback) in plan.harmless:
             continue

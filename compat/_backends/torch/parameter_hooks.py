@@ -119,7 +119,7 @@ class _Hooks(collections.OrderedDict):
     def of_script(self):
         """Return the hooks that were registered and not removed."""
         deferred = [hook for hook in self.values() if isinstance(hook, _Deferred)]
-        return [each.hook for each in deferred if self.has(each.number)]
+        return [hook.hook for hook in deferred if self.has(hook.number)]
 
     def __reduce__(self):
         return collections.OrderedDict, ()

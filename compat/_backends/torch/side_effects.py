@@ -115,19 +115,23 @@ class ModuleReach(Reach):
 
     @classmethod
     def parts_of(cls, module, parts=None):
+        """List modules, and their hooks."""
         parts = list(module.modules()) if parts is None else parts
         held = [vars(part).get(name) for part in parts for name in HOOKS]
         return parts + [hook for hooks in held if hooks for hook in hooks.values()]
 
     def roots(self):
+        """List user-defined modules, and hooks."""
         modules = [part for part in self.parts if isinstance(part, torch.nn.Module)]
         self.inside = {id(vars(part).get(name)) for part in modules for name in _INTERNALS}
         return [part for part in self.parts if is_user_defined(part)]
 
     def is_value(self, value):
+        """Return whether an object is a tensor, or internal to a module."""
         return isinstance(value, torch.Tensor) or id(value) in self.inside
 
     def hidden(self, value):
+        """Return the attribute that this object has in the model."""
         return (_CACHE,) if value is self.model else ()
 
 
@@ -136,12 +140,14 @@ class KerasReach(Reach):
 
     @classmethod
     def parts_of(cls, model):
+        """List layers, modules that they wrap, and hooks of these."""
         layers = _keras.all_layers(model)
         wrapped = [vars(layer).get("module") for layer in layers]
         modules = [module for module in wrapped if isinstance(module, torch.nn.Module)]
         return layers + [part for module in modules for part in ModuleReach.parts_of(module)]
 
     def roots(self):
+        """List user-defined layers, and functions that layers of Keras hold."""
         keras = _keras.keras_of(self.model)
         bare = keras.Layer(name="layer"), keras.Model(name="model")
         self.internals = {name for layer in bare for name in vars(layer)} | {_CACHE}
@@ -152,11 +158,13 @@ class KerasReach(Reach):
         return roots + [f for f in held if isinstance(f, kinds) and _keras.is_users(f)]
 
     def is_value(self, value):
+        """Return whether an object is a tensor, or an object of Keras."""
         is_of_keras = type(value).__module__.partition(".")[0] == "keras"
         is_container = isinstance(value, (list, dict, set))
         return isinstance(value, torch.Tensor) or is_of_keras and not is_container
 
     def hidden(self, value):
+        """Return the attributes that Keras has in each layer."""
         return self.internals if isinstance(value, _keras.keras_of(self.model).Layer) else ()
 
 

@@ -78,6 +78,7 @@ class TorchStep(RandomStep, keras_steps.KerasStep):
         return _keras.keras_of(self.model).ops.convert_to_numpy(value)
 
     def operations(self):
+        """Return counts of products by device."""
         return profiler.products(lambda: self.function.made(self.data))
 
     def attributes(self):
@@ -85,9 +86,11 @@ class TorchStep(RandomStep, keras_steps.KerasStep):
         return Snapshot(KerasReach, self.model, super().attributes())
 
     def on_one_device(self):
+        """Return results and side effects of the step on one device."""
         return dict(super().on_one_device(), **self.left_outside())
 
     def on_all_devices(self):
+        """Return the result of the step, and results and side effects by label."""
         result, labelled = super().on_all_devices()
         return result, dict(labelled, **self.left_outside())
 
@@ -125,13 +128,16 @@ class RankedStep(TorchStep):
         return self.ranked.engine.concatenate(whole).to(tensor.dtype)
 
     def on_one_device(self):
+        """Return results of a step with the batches of all ranks, by this rank alone."""
         with self.ranked.alone():
             return super().on_one_device()
 
     def on_all_devices(self):
+        """Return the result of the step with this rank's batch."""
         return self.function.made(self.batches), {}
 
     def is_random(self, label):
+        """Return whether a value may differ, such as metrics of one rank's rows."""
         is_of_rank = label.startswith(("the loss", "metric "))
         return is_of_rank or super().is_random(label)
 
@@ -147,4 +153,5 @@ class RankedStep(TorchStep):
         return outputs and {k: v[rows] for k, v in outputs.items() if "output:" not in k}
 
     def operations(self):
+        """Return nothing: a rank has one device."""
         return {}
