@@ -18,7 +18,7 @@ def shard(place, data, batch_size=None):
     return rows_of(data, [place.part_of(min(size, rows - start), start) for start in starts])
 
 
-def left_out(place, count, batch_size, what="rows"):
+def left_out(place, count, batch_size, kind="rows"):
     """Return how many rows at the end no rank gets, being too few for one on each, with a warning.
 
     Raises:
@@ -30,7 +30,7 @@ def left_out(place, count, batch_size, what="rows"):
     if not 0 < last < place.size:
         return 0
     errors.warn(
-        f"The last {last} of {count} {what} are left out: they are too few for one on each of "
+        f"The last {last} of {count} {kind} are left out: they are too few for one on each of "
         f"{place.size} ranks."
     )
     return last

@@ -150,7 +150,7 @@ def compare(engine, name, checksum):
 
 
 def _compare(engine, name, gathered):
-    others = [rank for rank, each in enumerate(gathered) if each != gathered[0]]
+    others = [rank for rank, checksum in enumerate(gathered) if checksum != gathered[0]]
     if others and all(gathered):
         raise errors.RankError(
             "{} gives other batches on {} of {} than on rank 0. Each rank takes its rows of the "

@@ -88,7 +88,7 @@ class FitCallbacks:
         shared = collections.Counter(names[0])
         for names_of_rank in names[1:]:
             shared &= collections.Counter(names_of_rank)
-        others = [list((collections.Counter(each) - shared).elements()) for each in names]
+        others = [list((collections.Counter(kinds) - shared).elements()) for kinds in names]
         if any(others):
             clauses = [
                 f"rank {rank} has {', '.join(names_of_rank)}"

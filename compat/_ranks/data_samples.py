@@ -97,7 +97,7 @@ def _numbers(array):
 
 def _are_close(samples, others):
     """Return whether the samples of two ranks are the same, but for rounding."""
-    mine, chief = ([pair for each in kept for pair in each] for kept in (samples, others))
+    mine, chief = ([pair for sample in kept for pair in sample] for kept in (samples, others))
     return len(mine) == len(chief) and all(
         shape == other_shape and _is_close(value, other)
         for (shape, value), (other_shape, other) in zip(mine, chief)

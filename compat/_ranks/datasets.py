@@ -32,7 +32,7 @@ class Seeds(batch_agreement.Part):
 def compared(data):
     """Return what ranks compare of data: of a shuffled dataset its seeds, else the data."""
     chain = _chain(data) if takes(data) else ()
-    return next((_shuffled[each] for each in chain if each in _shuffled), data)
+    return next((_shuffled[part] for part in chain if part in _shuffled), data)
 
 
 def takes(data):
@@ -61,7 +61,7 @@ def shard(place, dataset, batch_size):
 
 def is_part(data):
     """Return whether a dataset is made from one that ``shard()`` has returned."""
-    return takes(data) and any(each in _parts_made for each in _chain(data))
+    return takes(data) and any(one in _parts_made for one in _chain(data))
 
 
 def _part(place, dataset, batch_size):
@@ -95,8 +95,8 @@ def arrays_in(dataset):
     """Return the arrays that a dataset is made of, if they can be read without running it."""
     return [
         tensor
-        for each in _chain(dataset)
-        for tensor in getattr(each, "_tensors", ())
+        for one in _chain(dataset)
+        for tensor in getattr(one, "_tensors", ())
         if hasattr(tensor, "numpy") and getattr(tensor.dtype, "is_numpy_compatible", True)
     ]
 
@@ -175,9 +175,9 @@ def _parts(place, dataset):
         )
 
     def part(*batch):
-        each, more = rows_of(batch) // place.size, rows_of(batch) % place.size
-        start = place.rank * each + tf.minimum(tf.cast(place.rank, tf.int64), more)
-        stop = start + each + tf.cast(place.rank < more, tf.int64)
+        least, more = rows_of(batch) // place.size, rows_of(batch) % place.size
+        start = place.rank * least + tf.minimum(tf.cast(place.rank, tf.int64), more)
+        stop = start + least + tf.cast(place.rank < more, tf.int64)
         mine = tf.nest.map_structure(lambda tensor: tensor[start:stop], batch)
         return mine if isinstance(dataset.element_spec, tuple) else mine[0]
 
@@ -191,16 +191,13 @@ def _parts(place, dataset):
 
 
 def _rows_of_last(dataset):
-    """Return the number of rows of a dataset's last batch.
-
-    None: it is not known.
-    """
+    """Return the number of rows of a dataset's last batch, or None where it is not known."""
     tf = sys.modules["tensorflow"]
-    known = tf.nest.flatten(dataset.element_spec)[0].shape.as_list()[0]
+    fixed = tf.nest.flatten(dataset.element_spec)[0].shape.as_list()[0]
     names = "BatchDataset", "ParallelBatchDataset", "_BatchDataset"
-    batches = next((each for each in _chain(dataset) if type(each).__name__ in names), None)
-    if known is not None or batches is None:
-        return known
+    batches = next((one for one in _chain(dataset) if type(one).__name__ in names), None)
+    if fixed is not None or batches is None:
+        return fixed
     size = tf.get_static_value(batches._batch_size)
     rows = _cardinality(batches._inputs()[0])
     if size is None or rows <= 0 or _cardinality(dataset) != -(-rows // size):
@@ -209,7 +206,7 @@ def _rows_of_last(dataset):
 
 
 def _chain(dataset):
-    """Yield a dataset, and those that it is made of."""
+    """Yield a dataset, and those from which it is made."""
     seen = [dataset]
     while seen:
         dataset = seen.pop()
@@ -220,25 +217,23 @@ def _chain(dataset):
 
 
 def batch_size_of(dataset):
-    """Return the rows of the dataset's batches.
-
-    -2 where they vary; None: it has rows.
+    """Return the number of rows of a dataset's batches, -2 where it varies, or None for rows.
 
     Raises:
-        InvalidArgumentError: it cannot be told whether an element is a row or a batch.
+        InvalidArgumentError: it is not known whether an element is a row or a batch.
     """
     tf = sys.modules["tensorflow"]
     shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
     # None: not known; 0: there is no such axis.
     lengths = {shape.as_list()[0] if shape is not None and shape.rank else 0 for shape in shapes}
-    for each in _chain(dataset):
-        name = type(each).__name__.lower()
+    for one in _chain(dataset):
+        name = type(one).__name__.lower()
         if "unbatch" in name:
             return None
         if "batch" in name:
             length = lengths.pop() if len(lengths) == 1 else None
-            if length is None and hasattr(each, "_batch_size"):
-                length = tf.get_static_value(each._batch_size)
+            if length is None and hasattr(one, "_batch_size"):
+                length = tf.get_static_value(one._batch_size)
             return _UNKNOWN if length is None else int(length)
     if lengths == {None}:
         raise errors.InvalidArgumentError(
@@ -250,10 +245,10 @@ def batch_size_of(dataset):
 
 
 def _seeds(dataset):
-    """Of each shuffle the two numbers that TensorFlow makes of its global seed and of its own."""
+    """Return the two numbers that TensorFlow derives from the seeds of each shuffle."""
     tf = sys.modules["tensorflow"]
     return [
-        [tf.get_static_value(seed) for seed in (each._seed, each._seed2)]
-        for each in _chain(dataset)
-        if "shuffle" in type(each).__name__.lower() and hasattr(each, "_seed")
+        [tf.get_static_value(seed) for seed in (one._seed, one._seed2)]
+        for one in _chain(dataset)
+        if "shuffle" in type(one).__name__.lower() and hasattr(one, "_seed")
     ]

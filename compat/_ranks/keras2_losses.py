@@ -36,10 +36,10 @@ def check_loss(model, inputs, rows):
     """
     K = _keras.keras_of(model).backend
     functions = [loss for loss in getattr(model, "loss_functions", None) or () if loss is not None]
-    own = [loss for loss in functions if losses.may_mix_rows(loss)]
+    custom = [loss for loss in functions if losses.may_mix_rows(loss)]
     of_weights = set(map(id, model.get_losses_for(None)))
     added = [loss for loss in model.losses if id(loss) not in of_weights]
-    if not own and not added or any(mask is not None for mask in masks_of(model).values()):
+    if not custom and not added or any(mask is not None for mask in masks_of(model).values()):
         return
     phase = [K.learning_phase()] if isinstance(inputs[-1], (int, float)) else []
     feeds_of_weights = model._feed_sample_weights

@@ -171,7 +171,7 @@ def _refuse_unknown_place(environ):
             text = environ.get(name, "").strip()
             # PET_NNODES may be a range, "1:4".
             numbers = [whole_number(part) for part in text.split(":") if part.isdecimal()]
-            if any(each is None or each >= least for each in numbers):
+            if any(value is None or value >= least for value in numbers):
                 raise errors.RankError(
                     "{}={} says that several processes train together, but nothing tells "
                     "which of them this is: each would train alone. Start the script with a "

@@ -28,8 +28,8 @@ def end_with_main_thread(place: Place) -> None:
     seconds = min(GRACE, timeout(os.environ) / 2)  # before the others give up
 
     def end():
-        threads = [each for each in threading.enumerate() if not each.daemon]
-        names = [each.name for each in threads if each is not threading.main_thread()]
+        threads = [thread for thread in threading.enumerate() if not thread.daemon]
+        names = [thread.name for thread in threads if thread is not threading.main_thread()]
         print(end="", flush=True)
         print(
             f"compat: the main thread of {place} has failed. Threads that it has left "

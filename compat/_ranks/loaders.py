@@ -162,13 +162,13 @@ class PartOfBatches(batch_agreement.StandIn):
         return len(self._whole) - bool(self.left_out())
 
     def __iter__(self):
-        known = self.left_out()
+        expected = self.left_out()
         for batch in self._agreed():
             batch = list(batch)
             if len(batch) >= self.place.size:
                 start, stop = self.place.part_of(len(batch))
                 yield batch[start:stop]
-            elif len(batch) != known:
+            elif len(batch) != expected:
                 arrays.warn_of_few(len(batch), self.place)
 
     def _agreed(self):

@@ -88,7 +88,7 @@ class Recipe(NamedTuple):
         """Return the rows that count for each scalar, and then each scalar times its rows."""
         rows = []
         for name in self.scalars:
-            moment = [each for each in moments if str(name).startswith(each.prefix)][-1]
+            moment = [moment for moment in moments if str(name).startswith(moment.prefix)][-1]
             rows.append(float(moment.seen["rows"]) if name in logs else 0.0)
         return rows + [count * float(logs.get(name, 0)) for count, name in zip(rows, self.scalars)]
 
@@ -354,8 +354,8 @@ def _added_to(node):
 
 def _own_name(node):
     """Return the name x of ``self.x``, or None."""
-    own = isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "self"
-    return node.attr if own else None
+    is_own = isinstance(node, ast.Attribute) and getattr(node.value, "id", None) == "self"
+    return node.attr if is_own else None
 
 
 def _names_in(code):

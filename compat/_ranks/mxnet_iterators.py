@@ -91,8 +91,10 @@ class PartOfDataIter(batch_agreement.PartOfObject):
 
         def mine(parts, descriptions):
             return parts and [
-                part.slice_axis(_axis(each), start, stop) if _axis(each) else part[start:stop]
-                for part, each in zip(parts, descriptions)
+                part.slice_axis(_axis(description), start, stop)
+                if _axis(description)
+                else part[start:stop]
+                for part, description in zip(parts, descriptions)
             ]
 
         batch = copy.copy(whole)

@@ -25,13 +25,13 @@ def shard(place, data, batch_size=None):
     adapting.watch()
     take = of_batches(data)
     if datasets.takes(data):
-        part, known = datasets.shard(place, data, batch_size), datasets.arrays_in(data)
+        part, samples = datasets.shard(place, data, batch_size), datasets.arrays_in(data)
     elif take is not None:  # of most of these ranks compare the batches
-        part, known = take(place, data, batch_size), loaders.arrays_in(data)
+        part, samples = take(place, data, batch_size), loaders.arrays_in(data)
     else:
-        part, known = arrays.shard(place, data, batch_size), data
+        part, samples = arrays.shard(place, data, batch_size), data
         adapting.note(part, data)
-    data_samples.note(place, known)
+    data_samples.note(place, samples)
     return part
 
 

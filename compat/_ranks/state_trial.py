@@ -116,7 +116,7 @@ def samples_of(run, rows, values, dtypes):
 
 def usable(samples):
     """Return those samples whose values are finite, or all where the first one's are not."""
-    return [each for each in samples if each.is_finite] if samples[0].is_finite else samples
+    return [sample for sample in samples if sample.is_finite] if samples[0].is_finite else samples
 
 
 def merge_of(samples, dtype):

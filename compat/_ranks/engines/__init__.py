@@ -203,22 +203,22 @@ class Engine:
         return int(self._exchanged[kind])
 
     @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
+    def waiting(self, purpose: str) -> Iterator[None]:
         """Wait for other ranks within; an error of the engine becomes that of a lost rank.
 
         Arguments:
-            what: the purpose, in a phrase: "for the others' gradients".
+            purpose: a phrase: "for the others' gradients".
         """
         self.exchanges += 1
         outer = self.inside
-        self.inside = what, self.exchanges, time.monotonic() + self.timeout
+        self.inside = purpose, self.exchanges, time.monotonic() + self.timeout
         try:
             yield
         except Exception as error:
             problem = self.problem(error)
             if problem is None or isinstance(error, errors.RankError):  # which names the ranks
                 raise
-            raise errors.rank_lost(self.place, what, self.absent(), problem) from error
+            raise errors.rank_lost(self.place, purpose, self.absent(), problem) from error
         finally:
             self.inside = outer
             self.resume()
@@ -236,13 +236,13 @@ class Engine:
         threading.Thread(target=watch, daemon=True).start()
 
     @contextlib.contextmanager
-    def watched(self, what: str, seconds: float = 0.0, absent: Any = tuple) -> Iterator[None]:
+    def watched(self, purpose: str, seconds: float = 0.0, absent: Any = tuple) -> Iterator[None]:
         """Limit a wait of the main thread within that cannot be interrupted.
 
         When time is over, this process ends with the traceback of an error.
 
         Arguments:
-            what: the purpose of the wait, in a phrase.
+            purpose: that of the wait, a phrase.
             seconds: the limit; 0: ``timeout``.
             absent: a function that returns the ranks that are known to be missing.
         """
@@ -250,7 +250,7 @@ class Engine:
 
         def end():
             problem = "{:g} seconds are over".format(limit)
-            waiting.end_process(errors.rank_lost(self.place, what, absent(), problem))
+            waiting.end_process(errors.rank_lost(self.place, purpose, absent(), problem))
 
         timer = threading.Timer(limit, end)
         timer.daemon = True

@@ -51,17 +51,17 @@ class Calls:
 
     def begin(self, call):
         """Compare a call that begins with the next rank's, for which this one waits."""
-        engine, what = self.engine, "for the others to call {}".format(call)
+        engine, purpose = self.engine, "for the others to call {}".format(call)
         self.count += 1
-        with engine.waiting(what):
-            mine = self.record(self.count, what)
+        with engine.waiting(purpose):
+            mine = self.record(self.count, purpose)
             theirs = self.read(self.name(self.count, self.next), engine.timeout)
             if self.count > 2:  # an entry that all have read
                 self.delete(self.name(self.count - 2, engine.place.rank))
         engine.exchanges, theirs = 0, theirs.partition(" ")[2]
         if not theirs:
-            raise errors.rank_lost(engine.place, what, [self.next], "its script has ended")
-        if theirs.split(" (")[0] != what:
+            raise errors.rank_lost(engine.place, purpose, [self.next], "its script has ended")
+        if theirs.split(" (")[0] != purpose:
             engine.absent()  # the engine has failed
             raise different_calls([(engine.place.rank, mine), (self.next, theirs)])
 
@@ -79,12 +79,12 @@ class Calls:
         """Return the name of a rank's entry in the store for its call of a number."""
         return "compat/call/{}/{}".format(count, rank)
 
-    def record(self, count, what):
+    def record(self, count, purpose):
         """Record the wait in a call in the store, and return it with the script's line."""
-        what += errors.users_line()
-        text = "{} {}".format(self.engine.exchanges, what)
+        purpose += errors.users_line()
+        text = "{} {}".format(self.engine.exchanges, purpose)
         self.post(self.name(count, self.engine.place.rank), text)
-        return what
+        return purpose
 
     def look(self, inside):
         """End this process if it waits in a step, and the next rank is in a call instead."""

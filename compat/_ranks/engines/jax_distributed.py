@@ -90,14 +90,14 @@ class JaxDistributed(engines.Engine):
         rows = np.asarray(self.collect(self.all_rows, row, "for the others"))
         return rows.view("float64").sum(0)
 
-    def sum_array(self, array, what="for the others' gradients"):
+    def sum_array(self, array, purpose="for the others' gradients"):
         """Return the sum of an array over all ranks, on this process's device."""
-        return self.collect(self.total, array, what)
+        return self.collect(self.total, array, purpose)
 
-    def collect(self, function, array, what):
+    def collect(self, function, array, purpose):
         """Return a function's result for all ranks' arrays, on this process's device."""
         jax = self.jax
-        with self.waiting(what):
+        with self.waiting(purpose):
             row = jax.device_put(array[None], jax.local_devices()[0])
             shape = (self.place.size,) + row.shape[1:]
             rows = jax.make_array_from_single_device_arrays(shape, self.rows, [row])
@@ -134,12 +134,12 @@ class JaxDistributed(engines.Engine):
 
         JAX's own collectives have no limit.
         """
-        what, _, until = inside
+        purpose, _, until = inside
         ended = self.marked("ended") or []
         if (ended or time.monotonic() > until) and self.inside is inside:
             problem = "it has ended" if ended else "no answer for {:g} s".format(self.timeout)
             lost = self.absent()
-            error = errors.rank_lost(self.place, what, ended or lost, problem)
+            error = errors.rank_lost(self.place, purpose, ended or lost, problem)
             waiting.end_process(error, self.end)
 
     def mark(self, state):

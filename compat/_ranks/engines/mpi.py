@@ -67,11 +67,11 @@ class MPI(engines.Engine):
         """Return the sum over all ranks: see ``Engine.sum``."""
         return self.sum_array(numpy.array(values, "float64"), "for the others")
 
-    def sum_array(self, array, what="for the others' gradients"):
+    def sum_array(self, array, purpose="for the others' gradients"):
         """Sum an array over all ranks, in place, to the same bits on all of them."""
         flat = array.view()
         flat.shape = -1  # no copy, or an error
-        with self.waiting(what):
+        with self.waiting(purpose):
             self._in_pieces(flat, lambda piece: self.comm.Iallreduce(self.mpi.IN_PLACE, piece))
         return array
 
@@ -88,17 +88,17 @@ class MPI(engines.Engine):
         for start in range(0, len(array), size):
             self._wait(begin(array[start : start + size]))
 
-    def _agree(self, what, size):
+    def _agree(self, purpose, size):
         """Refuse to exchange where ranks wait for different things.
 
         MPI adds up whatever has one size, and ends the process silently where sizes differ.
         """
-        code = zlib.crc32("{} {}".format(what, size).encode())
+        code = zlib.crc32("{} {}".format(purpose, size).encode())
         codes = numpy.array([code, -code], "int64")
         self._wait(self.comm.Iallreduce(self.mpi.IN_PLACE, codes, self.mpi.MAX))
         if codes[0] == -codes[1]:
             return
-        mine = (what + errors.users_line()).encode()[:_LONGEST].ljust(_LONGEST)
+        mine = (purpose + errors.users_line()).encode()[:_LONGEST].ljust(_LONGEST)
         gathered = numpy.empty([self.place.size, _LONGEST], "uint8")
         self._wait(self.comm.Iallgather(numpy.frombuffer(mine, "uint8"), gathered))
         waits = [row.tobytes().decode("utf-8", "replace").rstrip() for row in gathered]
@@ -137,7 +137,7 @@ class MPI(engines.Engine):
 
     def _wait(self, request):
         """Wait until all ranks have taken part in a request."""
-        what, *_ = self.inside
+        purpose, *_ = self.inside
         start = time.monotonic()
         while not request.Test():
             waited = time.monotonic() - start
@@ -145,10 +145,10 @@ class MPI(engines.Engine):
             ended = sorted(rank for rank, done in self.left.items() if done <= self.done)
             if ended:
                 self._send(_WAITS, ended)
-                raise errors.rank_lost(self.place, what, ended, "its script has ended")
+                raise errors.rank_lost(self.place, purpose, ended, "its script has ended")
             if waited > self.timeout:
                 problem = f"{self.timeout:g} seconds are over"
-                raise errors.rank_lost(self.place, what, self.absent(), problem)
+                raise errors.rank_lost(self.place, purpose, self.absent(), problem)
             # At first without a pause; later the less often the longer it takes.
             time.sleep(0 if waited < 0.002 else min(waited / 50, 0.01))
         self.done += 1

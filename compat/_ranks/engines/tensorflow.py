@@ -186,10 +186,10 @@ class TensorFlowEngine(engines.Engine):
             self.failure = error
             raise
 
-    def waiting(self, what):
+    def waiting(self, purpose):
         """Wait for other ranks within: see ``Engine.waiting``."""
         self.failure = None
-        return super().waiting(what)
+        return super().waiting(purpose)
 
     def problem(self, error):
         """Return a phrase for TensorFlow's error, or raise the exception that it stands for."""

@@ -140,8 +140,8 @@ class WatchedRanks:
         if not blame.status or blame.terminated:  # those that waited for it know what for
             shown = next((end for end in self.ended if end.lost or end.aborted), blame)
         if shown is not blame and shown.aborted:
-            said = f"compat run: then {_rank_ended(shown, self.size)}; the others were ended."
-            report.append(said)
+            aborted = _rank_ended(shown, self.size)
+            report.append(f"compat run: then {aborted}; the others were ended.")
         report += sum(map(self.output.dropped, sorted({blame.rank, shown.rank})), [])
         output.say("\n".join(report + shown.traceback).rstrip("\n"))
         return shown.status or status or 1
@@ -183,8 +183,8 @@ def launch(command, environ, size, elsewhere=False, quiet=False, logs=None, max_
             status = ranks.conclude(status, then)
             if failure is None or is_last:
                 return status, ranks.reports()
-            said = "compat run: restart {} of {}, because {}."
-            output.say(said.format(restart + 1, max_restarts, failure))
+            text = f"compat run: restart {restart + 1} of {max_restarts}, because {failure}."
+            output.say(text)
             if not elsewhere:
                 # A launcher does not always wait for what it has started; that must not meet what
                 # is started next, as it may still hold a GPU's memory.

@@ -181,8 +181,8 @@ class RanksContract(Jobs):
         (_, one), *_ = results(1, "train_on")
         for _, facts in results(2, "train_on"):
             for values, expected in zip(facts["on batches"], one["on batches"]):
-                told = slice(self.compared_of_batches)
-                assert values[told] == pytest.approx(expected[told], abs=1e-4)
+                compared = slice(self.compared_of_batches)
+                assert values[compared] == pytest.approx(expected[compared], abs=1e-4)
 
     @span
     def test_one_rank_ends_training_for_all(self, results):
