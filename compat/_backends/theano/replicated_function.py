@@ -98,7 +98,7 @@ class ReplicatedFunction:
             step = plan.forward_pass(values, rows)
         except _ERRORS:
             plan.compute_on_one(values)
-            self._run_whole()
+            self._run_unsplit()
             return self._call(inputs)
         results = plan.finish(step, inputs)
         names = [device.name for device in self.owner.devices]
@@ -110,7 +110,7 @@ class ReplicatedFunction:
         """Return a plan that was tried with rows like these; make one where there is none."""
         fed = [values[v].shape for v in self.owner.model.inputs]
         if len({shape[0] for shape in fed}) > 1 and (self.plan is None or self.plan.cuts):
-            self._run_whole()
+            self._run_unsplit()
         shapes = tuple(shape[1:] for shape in fed)
         plan = self.plan
         while plan is None or plan.cuts and self.tried.get(shapes, 0) < min(rows, _ENOUGH):
@@ -124,8 +124,8 @@ class ReplicatedFunction:
             self.tried[shapes] = rows
         return plan
 
-    def _run_whole(self):
-        """Run on one device from now on."""
+    def _run_unsplit(self):
+        """Run unsplit, on one device, from now on."""
         self.owner.fallback = Fallback(Reason.CROSS_BATCH)
         self._discard_plan()
 
