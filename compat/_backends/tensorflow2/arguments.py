@@ -8,7 +8,8 @@ from typing import Any, Dict, Hashable, Iterable, List, Optional, Tuple
 import numpy as np
 import tensorflow as tf
 
-from ..._rows import REPLICATED, Count, Fallback, Placement, Reason, Sharded, Unknown
+from ..._rows import REPLICATED, Count, Fallback, Placement, Reason, Sharded, Unknown, trial
+from .trial import Samples
 
 
 def tensors_of(structure: "Any") -> "List[tf.Tensor]":
@@ -158,21 +159,23 @@ class ShardedArguments:
         types = [(tensor.dtype.name, str(tensor.shape[1:])) for tensor in tensors_of(self.leaves)]
         return structure, places, tuple(types), repr(self.placements()), values
 
-    def three_rows(self) -> "List[Optional[List[tf.Tensor]]]":
-        """Return values of each tensor of the tree: of three rows, of two of them, of the third.
+    def three_rows(self) -> "List[Optional[Samples]]":
+        """Return the ``Samples`` of three rows, for each tensor of the tree.
 
         None for a tensor that has neither a value yet nor rows.
         """
-        real, lanes = self.has_values and int(self.rows) >= 3, []
+        real = self.has_values and int(self.rows) >= 3
+        samples: "List[Optional[Samples]]" = []
         for value, is_data in self._tensors():
             if not is_data:
                 parts = tensors_of(value)
-                lanes += [[part] * 3 if hasattr(part, "numpy") else None for part in parts]
+                samples += [Samples(part) if hasattr(part, "numpy") else None for part in parts]
             else:
-                whole = rows_between(value, 0, 3) if real else _made_up(value)
-                parts = [whole, rows_between(whole, 0, 2), rows_between(whole, 2, 3)]
-                lanes += map(list, zip(*map(tensors_of, parts)))
-        return lanes
+                three = rows_between(value, 0, 3) if real else _made_up(value)
+                parts = [_some_rows(three, rows) for rows in trial.PARTS + trial.OTHER_PARTS]
+                lanes = zip(*map(tensors_of, [three] + parts))
+                samples += [Samples(whole, parts) for whole, *parts in lanes]
+        return samples
 
 
 class _PlainValue:
@@ -242,6 +245,13 @@ def _made_up(tensor):
     if isinstance(tensor, tf.SparseTensor):
         return tf.sparse.from_dense(tf.where(values > 0, values, tf.zeros_like(values)))
     return values
+
+
+def _some_rows(value, rows):
+    """Return rows of a tensor, be it dense, ragged or sparse, in this order."""
+    parts = [rows_between(value, row, row + 1) for row in rows]
+    is_sparse = isinstance(value, tf.SparseTensor)
+    return tf.sparse.concat(0, parts) if is_sparse else tf.concat(parts, 0)
 
 
 def rows_between(value: "Any", start: "Any", stop: "Any") -> "Any":

@@ -35,7 +35,7 @@ from .keras_patches import normalizing_rows
 from .merging import is_merged
 from .propagation import Added, Propagation
 from .side_effects import PythonEffects
-from .trial import LANES, OpTrial
+from .trial import LANES, OpTrial, Samples
 
 _PLAIN = (bool, numbers.Number, str, bytes, np.ndarray, type, type(None))
 
@@ -84,7 +84,7 @@ class Trace:
         with tf.init_scope(), tf.device(device), contextlib.ExitStack() as stack:
             values, copies = _values(graph, stack)
             rows = zip(placeholders, arguments.three_rows())
-            values.update((tensor.name, lanes) for tensor, lanes in rows if lanes is not None)
+            values.update((tensor.name, each) for tensor, each in rows if each is not None)
             propagation = Propagation(graph, by_name, keys, self._fallback, OpTrial(values, copies))
         outputs = [_placement(propagation, value) for value in results["outputs"]]
         losses = [_placement(propagation, value) for value in results["losses"]]
@@ -213,10 +213,11 @@ def _values(graph, stack):
         value = eager(external)
         if value is None:
             continue
-        values[internal.name] = [value] * LANES
+        values[internal.name] = Samples(value)
         if internal.dtype.name == "resource" and may_be_set(internal):
-            values[internal.name] = [_copy(value, stack) for _ in range(LANES)]
-            copies.update((id(copy), copy) for copy in values[internal.name])
+            of_variable = [_copy(value, stack) for _ in range(LANES)]
+            values[internal.name] = Samples(of_variable[0], of_variable[1:])
+            copies.update((id(copy), copy) for copy in of_variable)
     return values, copies
 
 

@@ -1,4 +1,4 @@
-"""A trial of the operations of a graph, each by itself: of three rows, of two and of the third.
+"""A trial of the operations of a graph, each by itself: on three rows, and on parts of them.
 
 Each operation is given what one device would give it, cut into parts, so that what does not compute
 each row by itself is found where it is, whatever dropout or batch normalization is before it. It is
@@ -18,10 +18,26 @@ from .._tensorflow.graph import constant
 from .graph import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random, is_resource
 
 #: How many operations are executed at most, for loops that are long.
-LIMIT = 30000
+LIMIT = 50000
 
-#: The whole, and its parts.
-LANES = 1 + len(trial.PARTS)
+#: How many values a tensor has that depends on the rows: of the whole, and of all parts.
+LANES = 1 + len(trial.PARTS + trial.OTHER_PARTS)
+#: How many of these an operation has to be computed for: it may need rows in their order.
+FEWEST = 1 + len(trial.PARTS)
+
+
+class Samples:
+    """The values of a tensor in a trial.
+
+    Arguments:
+        whole: that of three rows.
+        parts: those of the parts, first of ``PARTS``, then of ``OTHER_PARTS``, which may lack;
+            None for what is the same, whatever the rows.
+    """
+
+    def __init__(self, whole, parts=None):
+        self.whole, self.is_same = whole, parts is None
+        self.lanes = [whole] * LANES if parts is None else [whole] + list(parts)
 
 
 class OpTrial:
@@ -31,8 +47,7 @@ class OpTrial:
     known of what might leave a trace.
 
     Arguments:
-        values: a list of these for each tensor that is known from the start, by name. What is the
-            same for all of them is the same object.
+        values: the ``Samples`` of each tensor that is known from the start, by name.
         copies: the handles of variables that may be set, which are copies, by id; all others may
             not.
     """
@@ -50,43 +65,43 @@ class OpTrial:
         return inside
 
     def branch(self, op):
-        """Which branch of a condition is taken, 0 or 1, where it is the same one everywhere."""
-        lanes = self.values.get(op.inputs[0].name)
-        if lanes is None or any(value is not lanes[0] for value in lanes):
-            return None
-        return int(not lanes[0])
+        """Return the branch of a condition that is taken, 0 or 1, where that is the same one."""
+        samples = self.values.get(op.inputs[0].name)
+        return int(not samples.whole) if samples is not None and samples.is_same else None
 
     def sizes(self, tensor):
-        """As many sizes as a tensor has dimensions, none of them known, where a value shows it."""
-        lanes = self.values.get(tensor.name)
-        return None if lanes is None or is_resource(tensor) else [None] * lanes[0].shape.rank
+        """Return unknown sizes, as many as a tensor has dimensions, where a value shows them."""
+        samples = self.values.get(tensor.name)
+        is_shown = samples is not None and not is_resource(tensor)
+        return [None] * samples.whole.shape.rank if is_shown else None
 
     def follow(self, op, given, claimed):
         """Compute an operation; return the placements of its results, as far as that shows them.
 
         Arguments:
-            given: the placements of its inputs; ``claimed``: those that the rules say its results
-                have.
+            given: the placements of its inputs.
+            claimed: those that the rules say its results have.
         """
-        lanes = self._computed(op, claimed)
-        if lanes is None:
+        results = self._computed(op, claimed)
+        if results is None:
             return claimed
         places, found = self._places(op, given, claimed), []
-        for output, values, placement in zip(op.outputs, lanes, claimed):
+        for output, samples, placement in zip(op.outputs, results, claimed):
             if not is_resource(output) and isinstance(placement, _SHOWN):
-                placement, values = self._shown(values, given, placement, places)
-            self.values[output.name] = values
+                placement, samples = self._shown(samples, given, placement, places)
+            self.values[output.name] = samples
             found.append(placement)
         return found
 
     def draw(self, tensor, output, placement):
         """Take random values for the gradient of an output."""
-        lanes = self.values.get(output.name)
-        if lanes is not None and output.dtype.is_floating:
-            found = self._random(lanes[0].shape, output.dtype, placement)
+        known = self.values.get(output.name)
+        if known is not None and output.dtype.is_floating:
+            samples = self._random(known.whole.shape, output.dtype, placement)
             if isinstance(placement, Replicated):  # its gradient is a sum over the rows
-                found[1:] = [found[0] * tf.cast(0.25, output.dtype) * n for n in (1, 3)]
-            self.values[tensor.name] = found
+                quarter = samples.whole * tf.cast(0.25, output.dtype)
+                samples = Samples(samples.whole, [quarter * n for n in (1, 3, 3, 1)])
+            self.values[tensor.name] = samples
 
     def _places(self, op, given, claimed):
         """Of a reshaped value, where its elements go: rows of these are never the same."""
@@ -96,30 +111,35 @@ class OpTrial:
         countable = dtype.is_floating or dtype.is_integer
         if not (isinstance(before, Sharded) and before.even and countable):
             return None
-        (whole, *_), sizes = [self.values[tensor.name] for tensor in op.inputs]
-        places = np.arange(np.prod(whole.shape)).reshape(whole.shape)
+        value, sizes = [self.values[tensor.name] for tensor in op.inputs]
+        places = np.arange(np.prod(value.whole.shape)).reshape(value.whole.shape)
         places = self._cut(tf.constant(places, dtype), before)
-        return [self._execute(op, pair)[0] for pair in zip(places, sizes)]
+        return self._in_lanes(op, [places, sizes])[0]
 
-    def _shown(self, lanes, given, placement, places):
-        if lanes[0] is lanes[1] and not isinstance(placement, (Sharded, Unknown)):
-            return placement, lanes
-        whole, parts = self._array(lanes[0]), [self._array(value) for value in lanes[1:]]
+    def _shown(self, samples, given, placement, places):
+        """Return the placement of a result by its values; and these, which devices have by it."""
+        if samples.is_same and not isinstance(placement, (Sharded, Unknown)):
+            return placement, samples
         if isinstance(placement, Unknown):
             # Rows that are not even long have lengths, of which each device has its own. Whole
             # numbers made of these are mostly lengths, too.
             uneven = any(isinstance(p, Unknown) or not getattr(p, "even", True) for p in given)
-            if places is not None:
-                whole, *parts = [self._array(value) for value in places]
-            told = None if uneven and whole.dtype.kind not in "fc" else _told(parts, whole, given)
+            arrays = self._arrays(samples if places is None else places)
+            told = None if uneven and arrays[0].dtype.kind not in "fc" else _told(*arrays, given)
             if told is None:
-                return placement if uneven else Mixed(Fallback(Reason.TRIAL_DIFFERS)), lanes
+                return placement if uneven else Mixed(Fallback(Reason.TRIAL_DIFFERS)), samples
             placement = told
-        elif not trial.fits(parts, whole, placement):
-            return Mixed(Fallback(Reason.TRIAL_DIFFERS)), lanes
+        elif not _fits(*self._arrays(samples), placement):
+            return Mixed(Fallback(Reason.TRIAL_DIFFERS)), samples
         if isinstance(placement, Sharded) and placement.even:
-            return placement, self._cut(lanes[0], placement)
-        return placement, lanes
+            return placement, self._cut(samples.whole, placement)
+        return placement, samples
+
+    def _arrays(self, samples):
+        """Return the array of the whole; those of ``PARTS``; and those of ``OTHER_PARTS``."""
+        whole, *parts = map(self._array, samples.lanes)
+        count = len(trial.PARTS)
+        return whole, parts[:count], parts[count:]
 
     def _array(self, tensor):
         array = np.asarray(tensor)
@@ -128,24 +148,39 @@ class OpTrial:
         return tf.cast(tensor, tf.float16).numpy()  # types that numpy does not have
 
     def _cut(self, value, placement):
-        array = value.numpy()
-        return [value] + [tf.constant(part, value.dtype) for part in trial.cut(array, placement)]
+        parts = trial.cut(value.numpy(), placement, trial.PARTS + trial.OTHER_PARTS)
+        return Samples(value, [tf.constant(part, value.dtype) for part in parts])
 
     def _computed(self, op, claimed):
+        """Return the ``Samples`` of each result, or None where it cannot be computed."""
         inputs = [self.values.get(tensor.name) for tensor in op.inputs]
         if None in inputs:
             return None
         try:
             if is_random(op):
                 return self._drawn(op, inputs, claimed)
-            is_same = all(lanes[0] is each for lanes in inputs for each in lanes)
-            lanes = range(1 if is_same else LANES)
-            results = [self._execute(op, [each[lane] for each in inputs]) for lane in lanes]
+            if all(samples.is_same for samples in inputs):
+                return list(map(Samples, self._execute(op, [each.whole for each in inputs])))
+            return self._in_lanes(op, inputs)
         except Exception as error:  # whatever an operation can have against three rows
             if trial.is_fault(error):
                 raise
             return None
-        return [list(values) * (LANES // len(values)) for values in zip(*results)]
+
+    def _in_lanes(self, op, inputs):
+        """Return the ``Samples`` of each result of an operation, computed for the whole and parts.
+
+        Those of ``OTHER_PARTS`` lack where it cannot be computed for rows in another order.
+        """
+        results = []
+        try:
+            for lane in range(min(len(samples.lanes) for samples in inputs)):
+                results.append(self._execute(op, [samples.lanes[lane] for samples in inputs]))
+        except Exception:
+            if len(results) < FEWEST:
+                raise
+            del results[FEWEST:]
+        return [Samples(whole, parts) for whole, *parts in zip(*results)]
 
     def _drawn(self, op, inputs, claimed):
         """Random numbers, which are not TensorFlow's, so that those go on as they would have."""
@@ -153,14 +188,14 @@ class OpTrial:
         names = [argument.name for argument in op.op_def.input_arg]
         if "shape" not in names or not dtype.is_floating:
             return None
-        shape = np.asarray(inputs[names.index("shape")][0])
+        shape = np.asarray(inputs[names.index("shape")].whole)
         return [self._random(shape, dtype, claimed[0])]
 
     def _random(self, shape, dtype, placement):
         whole = tf.constant(np.random.RandomState(0).uniform(size=shape), dtype)
         if isinstance(placement, Sharded) and placement.even:
             return self._cut(whole, placement)
-        return [whole] * LANES
+        return Samples(whole)
 
     # Operations are executed eagerly, one by one; those of functions within, too -----------------
 
@@ -204,9 +239,18 @@ class OpTrial:
 _SHOWN = (Partial, Replicated, Sharded, Unknown)
 
 
-def _told(parts, whole, given):
-    """What the values of an operation without a rule tell, but for what they may by chance."""
+def _fits(whole, parts, others, placement):
+    """Return whether the parts of both partitions make up the whole by a placement."""
+    if not trial.fits(parts, whole, placement):
+        return False
+    return not others or trial.fits_others(others, whole, placement, parts)
+
+
+def _told(whole, parts, others, given):
+    """Return the placement that the values of an operation without a rule have, not by chance."""
     for placement in trial.placements(parts, whole):
+        if not _fits(whole, parts, others, placement):
+            continue
         if isinstance(placement, Sharded):
             rows = trial.cut(whole, placement, ((0,), (1,), (2,))) if placement.even else parts
             if not any(np.array_equal(*pair) for pair in itertools.combinations(rows, 2)):

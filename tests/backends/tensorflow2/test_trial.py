@@ -5,6 +5,7 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat._rows import Sharded
 from compat.testing import (
     DEVICES,
     keras_under_test,
@@ -40,3 +41,15 @@ def test_sparse_strings_are_not_tried_and_sparse_results_are_given(keras):
     ]
     np.testing.assert_allclose(found, call(words, rows)[0])
     assert shared.values.shape == of_rows.values.shape == (2,)
+
+
+def test_what_three_rows_have_by_chance_is_not_that_of_all():
+    """They are sorted already; only parts in another order show what sorts them."""
+    from compat._backends.tensorflow2 import trial as op_trial
+
+    whole = np.array([[0.0], [1.0], [2.0]])
+    parts = [whole[:2], whole[2:]]
+    in_their_order, sorted_again = [whole[[2, 0]], whole[[1]]], [whole[[0, 2]], whole[[1]]]
+    arguments = [whole, parts, in_their_order], [whole, parts, sorted_again]
+    told = [op_trial._told(*each, [Sharded(0)]) for each in arguments]
+    assert told == [Sharded(0), None]
