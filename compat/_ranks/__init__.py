@@ -1,7 +1,7 @@
 """One process per device: this process's place among the ranks, and the calls of their scripts.
 
-A launcher (torchrun, mpirun, horovodrun, ...) starts the same script several times and tells each
-process its rank in the environment. ``configure_gpu()`` then takes the device of the local rank,
+A launcher (torchrun, mpirun, horovodrun, ...) starts the same script several times and sets each
+process's rank in its environment. ``configure_gpu()`` then takes the device of the local rank,
 and ``parallelize()`` trains the model together with the other ranks, through one
 of ``engines``. Importing this module imports nothing else.
 """

@@ -1,4 +1,4 @@
-"""Whether all ranks are given the same batches, of which each takes its rows.
+"""Agreement of all ranks on the batches of which each takes its rows.
 
 ``shard()`` itself does not compare: it may be called before the ranks have joined, or on some only.
 Nor does what it returns, when a batch is taken: Keras does that in threads, in processes, and some
@@ -85,7 +85,7 @@ def part_in(data):
 
 
 class Agreement:
-    """Whether the data of one ``fit()`` are the same on all ranks.
+    """The agreement of all ranks on the data of one ``fit()``.
 
     Arguments:
         engine: that of the ranks.

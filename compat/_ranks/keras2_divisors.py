@@ -1,4 +1,4 @@
-"""What Keras before 2.3 divides losses by besides the number of rows: masks and sample weights.
+"""Divisors of losses before Keras 2.3 besides the number of rows: masks and sample weights.
 
 The loss of an output is divided by the share of its rows that a mask leaves, and by that of the
 sample weights that are not zero. A rank knows both of its own rows before it runs a function.

@@ -145,7 +145,7 @@ class RankedFit(RankedMethod):
         # Of an epoch, on all ranks; 0: they do not know that they are as many.
         self.batches = batches[0] if checksum.same(batches) else 0
         # Whether ranks still have to compare the first batches, or to agree on how many there are.
-        self.asks = not self.batches or any(part.name for part in self.agreement.parts)
+        self.is_undecided = not self.batches or any(part.name for part in self.agreement.parts)
         if self.divides is not None:
             self.in_step = any(divide) and all(validate)
         if any(divide) and any(validate) and not self.in_step:
@@ -166,7 +166,7 @@ class RankedFit(RankedMethod):
 
     def begun(self, params):
         """Compare the first batches, and agree on the number of batches, as far as that is due."""
-        if self.asks:
+        if self.is_undecided:
             steps, checksums = params.get("steps") or 0, self.checksums
             steps, checksums = self.engine.gather_each([[steps % checksum.LARGEST], checksums])
             self.agreement.compare(checksums)

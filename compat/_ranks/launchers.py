@@ -1,10 +1,10 @@
 """A process's place among the ranks, as its launcher reports it in the environment.
 
-Each launcher has variables of its own. Most tell a rank, a size, and the same two among the
+Each launcher has different variables. Most have a rank, a size, and the same two among the
 processes of one machine: ``LAUNCHERS``. Every other one has a function, below, in ``tf_config``
 or in ``sagemaker``.
-Where a variable says that there are several processes but nothing says which of them this is,
-that is an error: each would train alone. docs/launchers.md is the table for users;
+Where a variable implies several processes but none identifies this one, that is an error: each
+would train alone. docs/launchers.md is the table for users;
 tests/test_launchers.py has the environment that each launcher documents.
 """
 
@@ -34,8 +34,8 @@ LAUNCHERS = (
     ("jsrun", _FOUR.format("JSM_NAMESPACE")),
 )
 
-# Variables that say that there are several processes, where none of the launchers here tells which
-# of them this is: sizes of 2 or more, and ranks of 1 or more.
+# Variables that imply several processes, where no launcher's variables identify this one: sizes of
+# 2 or more, and ranks of 1 or more.
 _SIZES = [names.split()[1] for _, names in LAUNCHERS] + [
     "FLUX_JOB_SIZE", "JAX_NUM_PROCESSES", "KERAS_DISTRIBUTION_NUM_PROCESSES", "PET_NNODES",
 ]  # fmt: skip
@@ -158,7 +158,7 @@ def _torch_alike(environ):
                 )
         return variables.from_rank_and_size("RANK", ("RANK", "WORLD_SIZE", "MASTER_ADDR"), environ)
     if rank is None and number("NODE_RANK", environ) == 0:
-        rank = local_rank  # Lightning's script launcher; on other nodes nothing tells the rank
+        rank = local_rank  # Lightning's script launcher; on other nodes the rank is not known
     if rank is None:
         return None
     return variables.from_values("RANK", names, (rank, size, local_rank, local_rank + 1), False)

@@ -50,7 +50,7 @@ def _variables_of(metric):
 
 
 class Moment(NamedTuple):
-    """What a rank had seen when results were computed.
+    """The rows that a rank had seen when results were computed, and its metrics.
 
     Attributes:
         prefix: what the names of these results begin with: "" or "val_".

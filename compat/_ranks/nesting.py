@@ -50,12 +50,12 @@ def started_by(environ: "Mapping[str, str]") -> "Optional[places.Place]":
     return next((place for place in candidates if place is not None and place.size > 1), None)
 
 
-def refuse(environ: "Mapping[str, str]", asked: str) -> None:
+def refuse(environ: "Mapping[str, str]", option: str) -> None:
     """Refuse to start ranks from one of several processes.
 
     Arguments:
         environ: that of this process.
-        asked: the option that requests ranks: "-n 2".
+        option: the one that requests ranks: "-n 2".
 
     Raises:
         RankError: a launcher has started several such processes.
@@ -63,7 +63,7 @@ def refuse(environ: "Mapping[str, str]", asked: str) -> None:
     place = started_by(environ)
     if place is not None:
         raise errors.RankError(
-            f"{asked} would start ranks here, but this process is itself {place}: each of the "
+            f"{option} would start ranks here, but this process is itself {place}: each of the "
             f"{place.size} would start a job of its own, whose rank 0 writes the same files. Start "
             f"the script with one launcher: {place.launcher} alone, with python in place of compat "
             f"run, or compat run alone. COMPAT_ALONE=1 starts {place.size} separate jobs."

@@ -58,7 +58,7 @@ def require_rendezvous(place: Place, engine: str) -> Tuple[str, int]:
         engine: the name of the ranks' engine, for the error.
 
     Raises:
-        RankError: nothing tells where.
+        RankError: they are not known.
     """
     address = find_rendezvous(place, os.environ)
     if address is None:

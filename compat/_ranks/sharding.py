@@ -1,4 +1,4 @@
-"""``shard()``: this rank's part of data of any kind."""
+"""``shard()``: this rank's shard of data of any kind."""
 
 from .. import errors
 from . import (
@@ -15,7 +15,7 @@ from . import (
 
 
 def shard(place, data, batch_size=None):
-    """As ``compat.shard()``, in a rank."""
+    """Return this rank's shard of data: see ``compat.shard()``."""
     if batch_size is not None:
         place.rows_of_batch(batch_size)  # one row per rank, at least
     if batch_agreement.part_in(data) is not None or loaders.is_part(data):
@@ -36,7 +36,7 @@ def shard(place, data, batch_size=None):
 
 
 def of_batches(data):
-    """Return what takes a part of each batch of such a source, or None where it is not one."""
+    """Return the function that shards a source of batches, or None for other data."""
     if sequences.keras_class(type(data)) is not None:
         return sequences.shard
     if loaders.takes(data):

@@ -98,7 +98,7 @@ class _Rank:
         self.terminated = False
         self.interrupted = False
         self.reader = select.poll()
-        self.reader.register(1, 0)  # tells errors only
+        self.reader.register(1, 0)  # reports errors only
 
     def send(self, kind: str, text: str, mark: str = "") -> None:
         """Send a message to ``compat run``."""
@@ -113,7 +113,7 @@ class _Rank:
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="compat-report-"))
                 environ[messages.REPORT_VARIABLE] = os.path.join(folder, "report.json")
             status = self.run_with(command, environ)
-            # Nobody asked for one, or the script was killed.
+            # None was requested, or the script was killed.
             with contextlib.suppress(KeyError, FileNotFoundError):
                 with open(environ[messages.REPORT_VARIABLE], encoding="utf-8") as file:
                     report = json.load(file)

@@ -124,7 +124,7 @@ class RanksContract(Jobs):
     @pytest.mark.row("shard() of a Sequence or PyDataset")
     @pytest.mark.row("shard() of a generator")
     def test_other_batches_on_other_ranks_are_an_error(self, results):
-        """Whether they differ from the beginning, or after an epoch."""
+        """They may differ from the beginning, or after an epoch."""
         text = (
             "Items gives other batches on rank 1 of 2 than on rank 0. Each rank takes its rows of "
             "the same batches, in the same order: seed what is shuffled or made at random, with "
