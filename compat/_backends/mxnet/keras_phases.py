@@ -75,10 +75,10 @@ class Phase:
         # As arrays of NumPy: MXNet 1.5 refuses to slice past the end.
         batch.update((name, batch[name].asnumpy()) for name in self.states)
         fed = {name: batch[name][: len(_rows.trial.WHOLE)] for name in self.sharded}
-        propagation, unknown = propagate_and_try(
+        propagation, fallback = propagate_and_try(
             graph, placements, fed, self.contexts[0], {}, self.arrays[0]
         )
-        return propagation, unknown or propagation.fallback(graph.outputs)
+        return propagation, fallback or propagation.fallback(graph.outputs)
 
     def _batch(self, inputs):
         """Return all arrays with a batch dimension by name: inputs, and the states of layers."""

@@ -8,31 +8,31 @@ from .arrays import is_numpy, leaves, mapped, on_context, without_arrays
 
 
 def can_be_merged(placement):
-    """Return whether a value of the whole batch is merged here from the replicas' values."""
+    """Return whether the replicas' values can be merged to that of the whole batch."""
     if isinstance(placement, Sharded):
         return placement == Sharded(placement.axis, placement.inner)
     return placement in (REPLICATED, Partial("sum"), Partial("mean"))
 
 
 def are_of(placements, results, sizes):
-    """Return whether results are what ``placements`` say, as far as their shapes tell."""
+    """Return whether the shapes of results agree with their placements."""
     arrays = [list(leaves(result)) for result in results]
-    for result, found in zip(results, arrays):
-        if without_arrays(result) != without_arrays(results[0]) or len(found) != len(placements):
+    for result, parts in zip(results, arrays):
+        if without_arrays(result) != without_arrays(results[0]) or len(parts) != len(placements):
             return False
     for placement, parts in zip(placements, zip(*arrays)):
         axis = getattr(placement, "axis", None)
-        each = {  # sizes, and along the rows the number of elements of each row
+        shapes = {  # for each part, with the number of elements of a row along the batch dimension
             tuple(n / (size or 1) if dim == axis else n for dim, n in enumerate(part.shape))
             for part, size in zip(parts, sizes)
         }
-        if len(each) > 1 or any(n % 1 for n in each.pop()):
+        if len(shapes) > 1 or any(n % 1 for n in shapes.pop()):
             return False
     return True
 
 
 def merged(placements, results, sizes, context):
-    """Return one result for the whole batch, from those of replicas with so many rows."""
+    """Return the result for the whole batch, from those of replicas with so many rows."""
     parts = zip(*map(leaves, results))
     values = (
         merge(placement, [on_context(context, array) for array in arrays], sizes, ARRAYS)

@@ -198,9 +198,9 @@ def _fallback(module, inputs, context):
     shapes = {d.name: grown(d.shape, placements.get(d.name), count) for d in inputs}
     fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
     graph, types = Graph([], module.symbol), {d.name: d.dtype for d in inputs}
-    propagation, unknown = propagate_and_try(graph, placements, fed, context, types, {})
-    if unknown is not None:
-        return unknown
+    propagation, fallback = propagate_and_try(graph, placements, fed, context, types, {})
+    if fallback is not None:
+        return fallback
     for head, output in zip(graph.heads, module.symbol):
         axis = _axis(output.attr("__layout__"))
         wanted = _rows.Sharded(axis) if axis >= 0 else _rows.REPLICATED

@@ -1,12 +1,13 @@
 """Placements checked on three samples: of a graph's entries, and of a Gluon block's results."""
 
 import contextlib
+from typing import Dict, Tuple
 
 import mxnet as mx
 import numpy as np
 
 from ... import _rows
-from ..._rows import Fallback, Reason, Sharded, Unknown, trial
+from ..._rows import Fallback, Placement, Reason, Sharded, Unknown, trial
 from ..._runtime.patching import replaced
 from ..._verification import random_numbers
 from . import merging, partition, side_effects
@@ -19,54 +20,54 @@ from .state import blocks, parameters_of
 from .synchronization import clear_errors
 
 
-def propagate_and_try(graph, given, fed, context, types, held):
-    """Propagate placements, and try what has no rule, and the outputs, or where they are cut.
+def propagate_and_try(graph, placements, fed, context, types, held):
+    """Propagate placements; try entries without a rule, outputs, and entries where a cut would be.
 
     Arguments:
         graph: a ``Graph``.
-        given: placements of what has a batch dimension, by name.
+        placements: of variables with a batch dimension, by name.
         fed: arrays of some rows, by name.
-        context: the one on which it is tried.
+        context: where the trial runs.
         types: as for ``bound``.
-        held: as for ``bound``; what it lacks is drawn at random.
+        held: as for ``bound``; other variables are drawn at random.
 
     Returns:
-        The ``Propagation``, which has no placements where none can be tried; and why nothing at all
-        can be divided, or None.
+        The ``Propagation``, without placements if the trial fails; and then a ``Fallback``, or
+        None.
     """
-    # A user-defined gradient may mix rows, and a trial of the forward pass does not see it.
+    # A user-defined gradient may mix rows, which a trial of the forward pass does not reveal.
     mixing = dict.fromkeys(graph.custom_gradients(), Reason.CUSTOM_GRADIENT)
     shapes = {name: array.shape for name, array in fed.items()}
     try:
         while True:
-            propagation = Propagation(graph, given, shapes, mixing)
-            asked = propagation.without_rule + graph.outputs
-            asked += partition.frontier(propagation, graph.outputs)
-            wrong = _differing(propagation, asked, given, fed, context, types, held)
+            propagation = Propagation(graph, placements, shapes, mixing)
+            candidates = propagation.without_rule + graph.outputs
+            candidates += partition.frontier(propagation, graph.outputs)
+            wrong = _differing(propagation, candidates, placements, fed, context, types, held)
             if not wrong:
                 return propagation, None
             mixing[min(wrong)[0]] = Reason.TRIAL_DIFFERS
-    except Exception:  # whatever operations of the user's do, with other numbers of rows
+    except Exception:  # whatever user-defined operations raise for other batch sizes
         clear_errors()
         return Propagation(graph), Fallback(Reason.NO_RULE)
 
 
 def _differing(propagation, entries, *inputs):
-    """Return the entries whose placement is not that which a trial finds."""
+    """Return the entries whose placement a trial contradicts."""
     graph = propagation.graph
     computed = {entry for entry in entries if graph.nodes[entry[0]]["op"] != "null"}
     entries = sorted(e for e in computed if isinstance(propagation.placement_of(e), Sharded))
-    found = tried(graph.symbol(entries), *inputs) if entries else ()
+    placements = tried(graph.symbol(entries), *inputs) if entries else ()
     return {
         entry
-        for entry, each in zip(entries, found)
-        if getattr(each, "axis", None) != propagation.placement_of(entry).axis
-        # What is random tells nothing where a rule is known.
-        and (entry in propagation.without_rule or not isinstance(each, Unknown))
+        for entry, placement in zip(entries, placements)
+        if getattr(placement, "axis", None) != propagation.placement_of(entry).axis
+        # Random values are inconclusive, and contradict no rule.
+        and (entry in propagation.without_rule or not isinstance(placement, Unknown))
     }
 
 
-def tried(symbol, given, fed, context, types, held):
+def tried(symbol, placements, fed, context, types, held):
     """Return the placements of a symbol's outputs, by a trial in inference.
 
     The arguments are those of ``propagate_and_try``.
@@ -75,13 +76,15 @@ def tried(symbol, given, fed, context, types, held):
 
     def compute(rows):
         part = {
-            # From the first row on again where there are fewer.
-            name: np.take(array, rows, given[name].axis, mode="wrap") if name in given else array
+            # Rows are repeated where there are fewer than three.
+            name: np.take(array, rows, placements[name].axis, mode="wrap")
+            if name in placements
+            else array
             for name, array in fed.items()
         }
-        known = {name: a.copy() if name in states else a for name, a in held.items()}
+        arrays = {name: a.copy() if name in states else a for name, a in held.items()}
         shapes = {name: array.shape for name, array in part.items()}
-        executor, random = bound(symbol, context, shapes, types, known), np.random.RandomState(0)
+        executor, random = bound(symbol, context, shapes, types, arrays), np.random.RandomState(0)
         for low, arrays in ((-0.5, executor.arg_dict), (0.5, executor.aux_dict)):
             for name, array in arrays.items():
                 if name in part:
@@ -107,56 +110,57 @@ class BlockTrial:
         self._state = side_effects.BlockState(replicas.block)
 
     def decide(self, args):
-        """Return the results' placements, if they can be merged; or why they cannot."""
+        """Return the results' placements if they can be merged, or else a ``Fallback``."""
         propagation = self._traced(args)
         graph = propagation and propagation.graph
         heads = [] if graph is None else graph.heads
-        claimed = [propagation.placement_of(head) for head in heads]
-        if not all(merging.can_be_merged(each) for each in claimed):
+        by_rules = [propagation.placement_of(head) for head in heads]
+        if not all(map(merging.can_be_merged, by_rules)):
             return propagation.fallback(heads, with_rows=False) or Fallback(Reason.CROSS_BATCH)
-        without_rule = None  # the first operation that has none
+        without_rule = None  # the name of the first operation without a rule
         if propagation and propagation.without_rule:
             without_rule = graph.nodes[propagation.without_rule[0][0]]["name"]
         try:
-            tried, fallback = self._tried(args)
+            by_trial, fallback = self._tried(args)
         except Exception:
             clear_errors()
             with self._without_side_effects():
-                self.replicas.run_unsplit(args)  # raises what is the user's own
+                self.replicas.run_unsplit(args)  # raises errors that are the user's
             return Fallback(Reason.NO_RULE, without_rule)
-        if without_rule or len(claimed) != len(tried):
-            claimed = [None] * len(tried)
-        placements = [claim or found for claim, found in zip(claimed, tried)]
-        for claim, found, placement in zip(claimed, tried, placements):
-            is_random = isinstance(found, _rows.Unknown)
+        if without_rule or len(by_rules) != len(by_trial):
+            by_rules = [None] * len(by_trial)  # then only the trial counts
+        placements = [rule or outcome for rule, outcome in zip(by_rules, by_trial)]
+        for rule, outcome, placement in zip(by_rules, by_trial, placements):
+            is_random = isinstance(outcome, _rows.Unknown)
             if is_random or not isinstance(placement, _rows.Sharded):
-                fits = claim is not None and not isinstance(found, _rows.Mixed)
+                # Random, or reduced over the rows, which may fit by chance: there must be a rule.
+                fits = rule is not None and not isinstance(outcome, _rows.Mixed)
             else:
-                fits = getattr(found, "axis", None) == placement.axis
+                fits = getattr(outcome, "axis", None) == placement.axis
             if not fits or not merging.can_be_merged(placement):
                 return Fallback(Reason.NO_RULE if is_random else Reason.TRIAL_DIFFERS, without_rule)
         if fallback is not None:
             return fallback
         sees_gradients = graph is not None and not graph.custom_gradients()
         is_single = next(leaves(args)).shape[0] == 1
-        # Parts of a block that sets states would set them one after the other.
-        is_left = sees_gradients or is_single or self.replicas.custom_states()
-        if mx.autograd.is_recording() and not is_left:
+        # Calls on parts of a batch would set custom states one after the other.
+        is_exempt = sees_gradients or is_single or self.replicas.custom_states()
+        if mx.autograd.is_recording() and not is_exempt:
             parameters, first = parameters_of(self.replicas.block), self.replicas.contexts[0]
             if gradients_mix_rows(parameters, args, placements, first, self._results):
                 return Fallback(Reason.CUSTOM_GRADIENT)
         return placements
 
     def _on_rows(self, args, numbers, is_kept=False):
-        """Return what the block gives for some rows of the arguments, on the first context.
+        """Return the block's result for some rows of the arguments, on the first context.
 
         Arguments:
             args: the whole batch's.
             numbers: of the rows.
-            is_kept: whether what it changes besides is kept.
+            is_kept: whether side effects are kept.
 
         Returns:
-            The result, and what it changes besides, by place.
+            The result, and the side effects, by place.
         """
         first, rows = self.replicas.contexts[0], next(leaves(args)).shape[0]
 
@@ -167,13 +171,13 @@ class BlockTrial:
         with self._without_side_effects(is_kept=is_kept):
             effects.begin()
             result = self.replicas.written(first, args, chosen)
-            # What is compiled runs no Python.
+            # A compiled block runs no Python.
             changes = {} if self.is_compiled or is_kept else effects.taken()
         return result, changes
 
     @contextlib.contextmanager
     def _begun(self, args):
-        """Call the block once before: what adds to a number has then begun."""
+        """Call the block once before: then counters, for example, have been created."""
         before = self._state
         self._on_rows(args, _rows.trial.WHOLE, is_kept=True)
         self._state = side_effects.BlockState(self.replicas.block)
@@ -187,7 +191,7 @@ class BlockTrial:
         """Return the placements of the results, by a trial on the first context, in inference.
 
         Returns:
-            These; and what changes besides, and cannot be merged.
+            These; and a ``Fallback`` if side effects cannot be merged, or None.
         """
         placements, changes, fallback = self._tried_in(args)
         if changes:
@@ -201,21 +205,21 @@ class BlockTrial:
         return placements, fallback
 
     def _tried_in(self, args, train_mode=False, known=()):
-        """Return the results' placements; what changes besides; and which of that does not merge.
+        """Return the results' placements; side effects by place; and a ``Fallback`` or None.
 
         Arguments:
             args: the whole batch's.
             train_mode: whether in training, where results may be random, and are left out.
-            known: places of changes that are left out.
+            known: places of side effects that are left out.
         """
-        found, structures, counts = [], [], []
+        effects, structures, counts = [], [], []
 
         def compute(numbers):
             with mx.autograd.pause(train_mode=train_mode):
                 result, changes = self._on_rows(args, numbers)
-            changes = {place: each for place, each in changes.items() if place not in known}
+            changes = {place: change for place, change in changes.items() if place not in known}
             result = () if train_mode else result
-            found.append(changes)
+            effects.append(changes)
             structures.append(without_arrays(result))
             arrays = [array.asnumpy() for array in leaves(result)]
             counts.append(len(arrays))
@@ -223,24 +227,25 @@ class BlockTrial:
 
         placements = _rows.trial.tried(compute)
         results, others = placements[: counts[0]], placements[counts[0] :]
-        if any(each != structures[0] for each in structures):
+        if any(structure != structures[0] for structure in structures):
             results = [_rows.Mixed()]
-        differing = side_effects.differing(found)
+        differing = side_effects.differing(effects)
         if differing is not None:
-            return results, found[0], side_effects.fallback(differing)
-        return results, found[0], self.replicas.effects.decide(found[0], others)
+            return results, effects[0], side_effects.fallback(differing)
+        return results, effects[0], self.replicas.effects.decide(effects[0], others)
 
     def _traced(self, args):
-        """Return the placements of a HybridBlock's graph, or None."""
+        """Return the ``Propagation`` of a HybridBlock's graph, or None."""
         if not isinstance(self.replicas.block, mx.gluon.HybridBlock):
             return None
-        shapes, given = {}, {}  # type: dict, dict
+        shapes: "Dict[str, Tuple[int, ...]]" = {}
+        placements: "Dict[str, Placement]" = {}
 
         def variable(place, array):
             name = "compat_input" + "_".join(map(str, place))
             shapes[name] = array.shape
             is_split = self.replicas.arguments.split[place]
-            given[name] = _rows.Sharded(0) if is_split else _rows.REPLICATED
+            placements[name] = _rows.Sharded(0) if is_split else _rows.REPLICATED
             symbol = mx.sym.var(name)
             return symbol.as_np_ndarray() if type(array) is not mx.nd.NDArray else symbol
 
@@ -248,8 +253,8 @@ class BlockTrial:
             with self._without_side_effects(True), symbols_refused():
                 traced = self.replicas.plain(mapped(variable, args))
             graph = Graph([], mx.sym.Group(list(leaves(traced, mx.sym.Symbol))))
-            propagation = Propagation(graph, given, shapes)
-        except Exception:  # whatever a block of the user's cannot do with symbols
+            propagation = Propagation(graph, placements, shapes)
+        except Exception:  # whatever a user-defined block cannot do with symbols
             return None
         self.replicas.operations.update(graph.states())
         return propagation
@@ -259,11 +264,11 @@ class BlockTrial:
 
     @contextlib.contextmanager
     def _without_side_effects(self, with_symbols=False, is_kept=False):
-        """Have the block run as it is written; restore its state afterwards.
+        """Have the block run uncompiled within; restore its state afterwards.
 
         Arguments:
-            is_kept: whether it keeps what is no parameter.
             with_symbols: whether it runs with symbols, which hooks do not expect.
+            is_kept: whether state other than parameters is kept.
         """
         plain = {"_active": False}
         if with_symbols:
