@@ -227,9 +227,10 @@ def _is_a_difference_of_twins(text):
 def _is_a_failure(text):
     """Check the report of ``compat run`` on a rank that failed, and on a restart."""
     failed = watching._rank_ended(watching.Ended(1, 137, None), 4)
-    again = "compat run: restart {} of {}, because {}."
+    again = "compat run: restart {restart + 1} of {max_restarts}, because {failure}."
     assert again in inspect.getsource(watching)
-    lines = ["compat run: {}; the others were ended.".format(failed), again.format(1, 3, failed)]
+    again = "compat run: restart 1 of 3, because {}.".format(failed)
+    lines = ["compat run: {}; the others were ended.".format(failed), again]
     assert text.splitlines() == lines
 
 
