@@ -334,7 +334,7 @@ class Backend:
         """
         raise self._cannot(
             "record when each device executes what",
-            "compat.report() tells what each device has computed.",
+            "compat.report() shows what each device has computed.",
         )
 
     def problems(self, environ: "Mapping[str, str]") -> "List[str]":

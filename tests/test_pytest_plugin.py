@@ -379,8 +379,8 @@ def test_arguments_of_configure_gpu(project):
         "option of that name. Did you mean simulate",
         "\n@pytest.mark.compat takes keyword arguments, those of configure_gpu(), but it was given "
         "3. Name it, as in @pytest.mark.compat(simulate=3).\n",
-        "\n@pytest.mark.compat(gpus={1}) cannot be told another process. Use texts, numbers, True, "
-        "False, None, and lists of these.\n",
+        "\n@pytest.mark.compat(gpus={1}) cannot be passed to another process. Use texts, numbers, "
+        "True, False, None, and lists of these.\n",
         "CompatWarning: configure_gpu() of the script changes nothing: @pytest.mark.compat has "
         "configured this process (",
     ):

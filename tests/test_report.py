@@ -405,7 +405,7 @@ def test_each_rank_s_timeline_is_a_file(script, tmp_path):
         2,
         "",
         "compat run: --timeline {}: each rank writes a file of its own, with its number in the "
-        "name, and this is no regular file. Name one.\n".format(fifo),
+        "name, and this is not a regular file. Name one.\n".format(fifo),
     )
     assert sorted(os.listdir(str(tmp_path))) == before
 

@@ -236,6 +236,6 @@ def test_a_backend_that_records_none_is_told_before(tmp_path):
     status, out, err = run("-c", program)
     assert (status, out) == (2, "")
     assert err.endswith(
-        "numpy cannot record when each device executes what. compat.report() "
-        "tells what each device has computed.\n"
+        "numpy cannot record when each device executes what. compat.report() shows what each "
+        "device has computed.\n"
     )

@@ -136,7 +136,7 @@ def test_layers_by_the_names_of_weights(weights, layers):
     "weights, problem",
     [
         ("d_2/k d_1/k", "'d_1' comes after 'd_2'"),
-        ("Variable:0", "the name 'Variable:0' tells no layer"),
+        ("Variable:0", "the name 'Variable:0' names no layer"),
         (
             "a/g c/k a/moving_mean:0 b/k",
             "'b/k' comes after 'a/moving_mean:0', so 'b' was not trained, and Keras lists it apart "
@@ -153,7 +153,7 @@ def test_names_that_leave_the_order_open(weights, problem):
     planned = unwrap._planned_of_weights
     told = conftest.refusal(compat.ModelFileError, planned, "old.h5", file, groups, None)
     assert told == (
-        "old.h5 has weights without the model, and their names do not tell the order of its "
+        "old.h5 has weights without the model, and their names do not show the order of its "
         'layers: {}. Write the plain model with open("model.json", "w").write(model.to_json()) and '
         "add --model model.json.".format(problem.replace("model_1", "inner"))
     )

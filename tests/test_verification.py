@@ -131,8 +131,8 @@ def counted_otherwise(results, values):
 
 
 NO_MEAN = (
-    "A loss or an operation that is no mean over the rows of the batch: a sum, a mean over masked "
-    "rows only, or one that compares rows with one another."
+    "A loss or an operation that is not a mean over the rows of the batch: a sum, a mean over "
+    "masked rows only, or one that compares rows with one another."
 )
 
 

@@ -55,7 +55,8 @@ def configure_gpu(
         persist: also write the settings to the backend's configuration file, where it has one
             (Theano's ``.theanorc``).
         strict: raise an error, instead of warning, for fewer devices than asked for, for a model
-            that would run whole, and with ``parallelize=True`` for one that cannot be parallelized.
+            that would run unsplit, and with ``parallelize=True`` for one that cannot be
+            parallelized.
         parallelize: every Keras model that is compiled from now on is given to ``parallelize()``
             first. A model that the script gives to ``parallelize()`` itself, or that it builds
             under a strategy of TensorFlow's or ``keras.distribution``, is left as it is; so is one
@@ -79,7 +80,7 @@ def configure_gpu(
     selection = gpu_selection.parse_gpus(gpus)
     simulate = settings.parse_simulate(simulate)
     from_outside = settings.simulated_from_outside(os.environ)
-    asked = configuring.how_asked(selection, simulate, from_outside)
+    request = configuring.device_request(selection, simulate, from_outside)
     applied = []
     if from_outside:
         text = f"COMPAT_SIMULATE={from_outside}: simulated devices stand in for gpus={gpus!r}"
@@ -96,7 +97,7 @@ def configure_gpu(
     call = (chosen.name, selection, simulate, parsed)
     with process.configuring:  # of two threads, one is first, and the other one sees what it did
         is_first = process.configuration is None
-        active = configuring.configure_once(call, chosen, reason, asked, applied)
+        active = configuring.configure_once(call, chosen, reason, request, applied)
         if parsed["parallelize"] and is_first:
             from .._keras import automatic_parallel  # for start-up time
 
@@ -153,7 +154,7 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
 
 
 def _parallelize_compiled(model, gpus=None):
-    """What ``configure_gpu(parallelize=True)`` does with a model that is about to be compiled."""
+    """Parallelize a model before it is compiled, under ``configure_gpu(parallelize=True)``."""
     _parallelize(model, gpus)
     if _ranks.own_place() is not None:
         from .._ranks import keras_model  # imports numpy
@@ -241,17 +242,17 @@ def _parallelize(model, gpus=None, strategy=None):
         _verify(backend, model, name, devices)
     if process.configuration is not None:
         process.configuration.parallelized[name] = where
-        for tell in process.on_parallelized:
-            tell(name, where)
+        for callback in process.on_parallelized:
+            callback(name, where)
     return model
 
 
 def _check_strategy(strategy):
     from .._configuration import registry  # for start-up time
 
-    known = {name: what for b in registry.backends() for name, what in b.strategies.items()}
-    if strategy not in known:
-        others = " or ".join('"{}" ({})'.format(*pair) for pair in sorted(known.items()))
+    strategies = {name: text for b in registry.backends() for name, text in b.strategies.items()}
+    if strategy not in strategies:
+        others = " or ".join('"{}" ({})'.format(*pair) for pair in sorted(strategies.items()))
         raise errors.InvalidArgumentError(
             f"strategy={strategy!r} is not understood. Use None (the model's replicas run in this "
             f"process, split by compat) or {others}."

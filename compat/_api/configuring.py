@@ -1,4 +1,4 @@
-"""What ``configure_gpu()`` does once its arguments are normalised and the backend is chosen."""
+"""The steps of ``configure_gpu()`` once its arguments are normalised and the backend is chosen."""
 
 import os
 
@@ -9,15 +9,15 @@ from .._ranks import launchers, left_threads
 from .._runtime.process import process
 
 
-def how_asked(selection, simulate, from_outside):
-    """Return how the devices were asked for."""
+def device_request(selection, simulate, from_outside):
+    """Return the request for devices, as reports and messages name it."""
     parts = [] if simulate and selection.kind == "all" else [str(selection)]
     parts += [f"simulate={simulate}"] * bool(simulate)
     parts += [f"COMPAT_SIMULATE={from_outside}"] * bool(from_outside)
     return ", ".join(parts)
 
 
-def configure_once(call, chosen, reason, asked, applied):
+def configure_once(call, chosen, reason, request, applied):
     """Configure, unless an earlier call did; ``applied``: more lines for the report."""
     _, selection, simulate, parsed = call
     active = process.configuration
@@ -27,7 +27,7 @@ def configure_once(call, chosen, reason, asked, applied):
         errors.warn(
             f"configure_gpu() of the script changes nothing: {process.configured_by} has "
             f"configured this process ({active.settings.request()}). Start the script without it "
-            f"for the script's own settings ({asked})."
+            f"for the script's own settings ({request})."
         )
         return active
     # Ids count inside what was visible before the first call narrowed it.
@@ -41,7 +41,7 @@ def configure_once(call, chosen, reason, asked, applied):
         devices = device_choice.choose_for_rank(selection, environ, place)
     if place is not None:
         left_threads.end_with_main_thread(place)
-    settings = Settings(devices, gpus=asked, **parsed)
+    settings = Settings(devices, gpus=request, **parsed)
     if active is not None:
         devices.settle(active.settings.devices.listed or 0)
         if (chosen.name, settings) == (active.backend, active.settings):
@@ -73,19 +73,19 @@ def configure_once(call, chosen, reason, asked, applied):
 
 def check_options(options, function):
     """Refuse options that no backend knows; a known one of another backend is no error."""
-    known = registry.options(list(options)) if options else []
-    unknown = sorted(set(options).difference(known))
+    all_options = registry.options(list(options)) if options else []
+    unknown = sorted(set(options).difference(all_options))
     if unknown:
         from .._configuration import spelling  # for start-up time: it loads difflib
 
         option, code = unknown[0], function.__code__
         arguments = list(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-        meant = spelling.meant(option, options[option], arguments + known)
-        meant = f" Did you mean {meant}?" if meant else ""
+        guess = spelling.meant(option, options[option], arguments + all_options)
+        hint = f" Did you mean {guess}?" if guess else ""
         raise errors.UnknownOptionError(
             f"configure_gpu() has no argument {option!r}, and no backend has an option of that "
-            f"name.{meant} Its arguments: {', '.join(arguments)}. Options of single backends: "
-            f"{', '.join(known) or 'none'}."
+            f"name.{hint} Its arguments: {', '.join(arguments)}. Options of single backends: "
+            f"{', '.join(all_options) or 'none'}."
         )
 
 

@@ -26,7 +26,7 @@ def environment() -> "Environment":
 
 
 def report() -> "Report":
-    """Return what each configured device has done so far: "was every device used?"
+    """Return a report of what each configured device has done so far.
 
     Rows and steps are counted where each batch of a parallelized model is split, so they are those
     that were computed. In a rank they are this rank's own, of training and evaluation;

@@ -68,7 +68,7 @@ def _add(problems, texts, command=None):
     """Note problems that are new, each with the command that fixes it, or None."""
     for text in map(str, texts):
         match = _COMMAND.search(text)
-        if text not in [each["problem"] for each in problems]:
+        if text not in [entry["problem"] for entry in problems]:
             problems.append({"problem": text, "command": match.group(1) if match else command})
 
 
@@ -76,12 +76,12 @@ def _add(problems, texts, command=None):
 
 
 def _system():
-    memory = _told(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    memory = _queried(lambda: os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     return {
         "platform": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
         "distribution": _distribution(),
-        "libc": _told(lambda: os.confstr("CS_GNU_LIBC_VERSION")),
+        "libc": _queried(lambda: os.confstr("CS_GNU_LIBC_VERSION")),
         "cores": os.cpu_count(),
         "usable_cores": discovery.usable_cores(),
         "memory": memory,
@@ -90,7 +90,7 @@ def _system():
 
 
 def _distribution():
-    """Linux's, by the name that it gives itself (os-release(5)), or None."""
+    """Return the name of the Linux distribution, from os-release(5), or None."""
     for path in ("/etc/os-release", "/usr/lib/os-release"):
         with contextlib.suppress(ValueError):
             for word in shlex.split(discovery.content(path), comments=True):
@@ -99,15 +99,15 @@ def _distribution():
     return None
 
 
-def _told(ask):
-    """Return what the system tells, or None: it is another one, or has another library."""
+def _queried(query):
+    """Return what the system answers, or None: it is another system, or has another library."""
     with contextlib.suppress(AttributeError, ValueError, OSError):
-        return ask() or None
+        return query() or None
     return None
 
 
 def _memory_limit(memory):
-    """That of a container, in bytes; None where there is none, or it is above the memory."""
+    """Return the limit of a container, in bytes; None: there is none, or it exceeds the memory."""
     for path in _CGROUP_LIMITS:
         limit = whole_number(discovery.content(path).strip())  # None: not there, or "max"
         if limit is not None and (memory is None or limit < memory):
@@ -131,13 +131,13 @@ def _backend(problems):
         _add(problems, chosen.problems(os.environ))
     _add(problems, detection.problems(os.environ))
     # A plug-in may be the one chosen.
-    distributions = {name for each in registry.backends() + shown for name in each.distributions}
+    distributions = {name for b in registry.backends() + shown for name in b.distributions}
     pattern = "|".join([_PACKAGES] + sorted(re.escape(name.lower()) for name in distributions))
     names = sorted(set(_GENERAL).union(variables))
     others = {name for name in os.environ if name in _OPTIONAL or name.startswith("COMPAT_")}
     return {
         "backend": backend,
-        "versions": {n: v for each in shown for n, v in _keras.versions(each).items()},
+        "versions": {n: v for b in shown for n, v in _keras.versions(b).items()},
         "packages": packages.matching(pattern),
         "variables": {n: os.environ.get(n) for n in names + sorted(others.difference(names))},
     }
@@ -167,10 +167,11 @@ def _gpus(problems):
     visible = device_choice.choose(every, None, os.environ, discover=lambda: machine)
     _add(problems, visible.problems)
     failures = getattr(machine, "failures", [])
-    gpus, why = None, "nvidia-smi is missing or fails"  # type: Any, Any
+    gpus: Any = None
+    why_none: Any = "nvidia-smi is missing or fails"
     if machine is not None:
         gpus = [dict(gpu._asdict()) for gpu in machine]
-        why = None if machine else machine.why()
+        why_none = None if machine else machine.why()
     texts = [
         f"{failure}: the driver does not work as it should, and frameworks may find no GPU. Load "
         "it, or restart the machine where it was updated."
@@ -178,14 +179,19 @@ def _gpus(problems):
     ]
     module = "nvidia" if "nvidia-smi" in "".join(failures) else "amdgpu"
     _add(problems, texts, "sudo modprobe " + module)
-    told = {"text": str(visible), "entries": list(visible.gpus), "variable": visible.variable}
-    return {"drivers": discovery.drivers(), "gpus": gpus, "why_no_gpus": why, "visible": told}
+    choice = {"text": str(visible), "entries": list(visible.gpus), "variable": visible.variable}
+    return {
+        "drivers": discovery.drivers(),
+        "gpus": gpus,
+        "why_no_gpus": why_none,
+        "visible": choice,
+    }
 
 
 def _rank(problems):
     """Return this process's place among ranks.
 
-    None where it is alone, Nones where nothing tells it.
+    None where it is alone, Nones where it is unknown.
     """
     try:
         place = launchers.launched(os.environ) or _ranks.evaluator()
@@ -203,8 +209,8 @@ def _rank(problems):
 
 
 def _sections(found: Dict[str, Any], width: int = sys.maxsize) -> List[Tuple[str, List[str]]]:
-    """Headings, and lines of at most this width, if they can be broken."""
-    told = [
+    """Return headings, each with lines of at most this width, if they can be broken."""
+    sections = [
         ("compat", [found["compat"]]),
         ("python", ["{version} ({executable})".format(**found["python"])]),
         ("system", _system_lines(found["system"])),
@@ -219,9 +225,9 @@ def _sections(found: Dict[str, Any], width: int = sys.maxsize) -> List[Tuple[str
         ("ranks", [_rank_line(found)]),
         ("engines", [str(Installed(**engine)) for engine in found["engines"]] or ["none"]),
     ]
-    problems = [line for each in found["problems"] for line in _problem_lines(each, width)]
-    told = [(heading, _wrapped(lines, width)) for heading, lines in told]
-    return told + [("problems", problems or ["none"])]
+    problems = [line for problem in found["problems"] for line in _problem_lines(problem, width)]
+    wrapped = [(heading, _wrapped(lines, width)) for heading, lines in sections]
+    return wrapped + [("problems", problems or ["none"])]
 
 
 def _wrapped(lines, width):

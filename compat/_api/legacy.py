@@ -3,7 +3,7 @@
 ``multi_gpu_model`` (Keras 2.0.9 to 2.3, tf.keras to 2.3) and ``make_parallel`` (kuza55's script
 of 2016) returned another model, which held the old one as a layer. So do these, since scripts
 rely on it: ``parallel.layers[-2]`` and ``parallel.get_layer(template.name)`` give the template.
-What they return is divided by ``parallelize()``; the template stays a model of its own, with the
+What they return is given to ``parallelize()``; the template stays a model of its own, with the
 same weights.
 """
 
@@ -32,7 +32,7 @@ def multi_gpu_model(
     Arguments:
         model: a Keras model with symbolic inputs (functional, or Sequential with an input shape).
         gpus: a number of devices, 2 or more, or a list of their ids; None, 0 and [] are all.
-        cpu_merge: accepted; where the outputs are put together is the backend's choice.
+        cpu_merge: accepted; where the outputs are merged is the backend's choice.
         cpu_relocation: accepted; the weights stay the template's. (Keras cloned the template, so
             that its weights were no longer trained: keras#11313.)
 
@@ -76,7 +76,7 @@ def multi_gpu_model(
 
 
 def make_parallel(model: "Any", gpu_count: int) -> "Any":
-    """A model that trains and predicts as ``model`` does, on the first ``gpu_count`` devices.
+    """Return a model that trains and predicts as ``model`` does, on the first devices.
 
     As kuza55's ``make_parallel``, with two differences: no row of a batch is dropped, and the
     outputs keep their names. As there, more devices than the machine has are no error; a warning
@@ -112,7 +112,7 @@ def unwrap(model: "Any") -> "Any":
 
     Returns:
         The model inside, the very object: it has the trained weights, and is compiled only if it
-        was compiled by itself. A model that is no wrapper is returned as it is, so that
+        was compiled by itself. A model that is not a wrapper is returned as it is, so that
         ``compat.unwrap(model).save(...)`` works in scripts that wrap on some machines only.
 
     Raises:
@@ -204,7 +204,7 @@ def install_legacy_names() -> "List[str]":
         set_session: ["backend", "backend.tensorflow_backend"],
         _get_available_gpus: ["backend.tensorflow_backend"],
     }
-    installed = []  # type: List[str]
+    installed: "List[str]" = []
     for keras in _keras.keras_packages(_api.configured_backend()):
         for function, places in functions.items():
             for parent in (f"{keras}.{place}" for place in places):
@@ -213,10 +213,10 @@ def install_legacy_names() -> "List[str]":
 
 
 def _install(parent, name, function):
-    """Set an attribute of a module, unless Keras' own is to stay; its dotted path, in a list."""
-    lacking = [each for each in _modules(parent) if getattr(each, name, None) is not function]
+    """Set an attribute of modules, unless Keras' own is to stay; return its path, in a list."""
+    lacking = [m for m in _modules(parent) if getattr(m, name, None) is not function]
     if function is not multi_gpu_model:
-        lacking = [each for each in lacking if not hasattr(each, name)]
+        lacking = [m for m in lacking if not hasattr(m, name)]
     for module in lacking:
         setattr(module, name, function)
     return [f"{parent}.{name}"] if lacking else []
@@ -232,21 +232,21 @@ def _modules(path):
 
     parent, _, name = path.rpartition(".")
     parents = _modules(parent) if parent else []
-    found = [getattr(module, name) for module in parents if hasattr(module, name)]
+    modules = [getattr(module, name) for module in parents if hasattr(module, name)]
     try:
-        found.append(importlib.import_module(path))
+        modules.append(importlib.import_module(path))
     except ImportError:
-        if not found:
-            found.append(types.ModuleType(path, "Lost in this Keras; compat put it back."))
-        sys.modules[path] = found[0]
+        if not modules:
+            modules.append(types.ModuleType(path, "Lost in this Keras; compat put it back."))
+        sys.modules[path] = modules[0]
     for module in parents:
         if not hasattr(module, name):
-            setattr(module, name, found[-1])
-    return found
+            setattr(module, name, modules[-1])
+    return modules
 
 
 def _session_functions():
-    """tf.keras' functions for its session, or None where nothing runs in sessions."""
+    """Return tf.keras' functions for its session, or None where nothing runs in sessions."""
     tf = sys.modules.get("tensorflow")
     if tf is None or getattr(tf, "executing_eagerly", bool)():  # came with TensorFlow 1.7
         return None
@@ -255,7 +255,7 @@ def _session_functions():
 
 
 def get_session() -> "Any":
-    """Keras' session, where TensorFlow runs in sessions.
+    """Return Keras' session, where TensorFlow runs in sessions.
 
     Raises:
         UnsupportedError: it does not, or Keras runs on another framework.

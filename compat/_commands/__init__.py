@@ -26,10 +26,10 @@ would use)"""
 
 def add_script(parser):
     rest = argparse.REMAINDER
-    told = "in place of a script: the name of a module, as after python -m"
-    parser.add_argument("-m", dest="module", nargs=rest, help=told)
-    told = "a script's path; all that follows is the script's own"
-    parser.add_argument("script", nargs="?", help=told)
+    text = "in place of a script: the name of a module, as after python -m"
+    parser.add_argument("-m", dest="module", nargs=rest, help=text)
+    text = "a script's path; all that follows is the script's own"
+    parser.add_argument("script", nargs="?", help=text)
     parser.add_argument("arguments", nargs=rest, help=argparse.SUPPRESS)
 
 

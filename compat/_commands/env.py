@@ -15,6 +15,6 @@ def add_options(parser):
 
 
 def execute(arguments):
-    found = environment()
-    print(json.dumps(found, indent=2) if arguments.json else found)
-    return 1 if found["problems"] else 0
+    report = environment()
+    print(json.dumps(report, indent=2) if arguments.json else report)
+    return 1 if report["problems"] else 0

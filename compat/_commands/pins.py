@@ -22,9 +22,9 @@ DISTRIBUTION = "keras-gpu-compat"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", help="an extra's name: " + ", ".join(pip_extras.TESTED))
-    told = "for that Python (default: this one)"
+    text = "for that Python (default: this one)"
     here = pip_extras.here()
-    parser.add_argument("--python", type=_python, default=here, metavar="3.7", help=told)
+    parser.add_argument("--python", type=_python, default=here, metavar="3.7", help=text)
 
 
 def _python(text):
@@ -61,6 +61,7 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
     """Return the requirements of an extra on a Python, without markers.
 
     Arguments:
+        extra: its name, as a user writes it.
         python: the first two numbers of its version.
 
     Raises:
@@ -70,9 +71,9 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
     """
     extra = known(extra)
     if python not in pip_extras.TESTED[extra]:
-        asked, newest = map(pip_extras.spelled, (python, pip_extras.TESTED[extra][-1]))
+        version, newest = map(pip_extras.spelled, (python, pip_extras.TESTED[extra][-1]))
         raise errors.InvalidArgumentError(
-            f"{extra} is not tested on Python {asked}, so there are no pins for it. It is tested "
+            f"{extra} is not tested on Python {version}, so there are no pins for it. It is tested "
             f"on {pip_extras.tested(extra)}; choose one of these with --python, such as --python "
             f"{newest}."
         )
@@ -80,7 +81,7 @@ def pins(extra: str, python: Tuple[int, int]) -> List[str]:
 
 
 def _declared(extra: str) -> List[str]:
-    """Requirements with their markers, of the package that this is and of no other copy.
+    """Return requirements with their markers, of this package and not of another copy.
 
     ``importlib.metadata``, which Python 3.6 and 3.7 do not have, takes the first on ``sys.path``.
     In a checkout, which may be installed as editable, setup.cfg is newer than what was installed.
@@ -113,9 +114,9 @@ def _applying(line, extra, python):
     """
     requirement, _, marker = line.partition(";")
     clauses = re.sub(r"[()]", " ", marker).split(" and ")
-    found = _REQUIREMENT.fullmatch(requirement.strip())
+    parts = _REQUIREMENT.fullmatch(requirement.strip())
     conditions = list(filter(None, (_CLAUSE.fullmatch(clause.strip()) for clause in clauses)))
-    if found is None or len(conditions) < len(clauses):
+    if parts is None or len(conditions) < len(clauses):
         raise errors.UnsupportedError(
             f"the requirement {line.strip()!r} in the metadata of keras-gpu-compat is not "
             "understood. Install this version of it anew; if that does not help, please report it."
@@ -128,5 +129,5 @@ def _applying(line, extra, python):
             applies = _COMPARISONS[comparison](python, release)
         if not applies:
             return None
-    bounds = [re.sub(r"\s", "", bound) for bound in found.group(2).split(",")]
-    return found.group(1) + ",".join(sorted(bounds, reverse=True))
+    bounds = [re.sub(r"\s", "", bound) for bound in parts.group(2).split(",")]
+    return parts.group(1) + ",".join(sorted(bounds, reverse=True))

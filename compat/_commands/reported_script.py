@@ -1,4 +1,4 @@
-"""What ``compat run`` starts in place of a script where something is to be done around that.
+"""The program that ``compat run`` starts in place of a script, for what is done around it.
 
 ``--parallelize`` has it configure first, and ``--report`` report in the end; ``--timeline`` has it
 record what devices execute, from the first model that is parallelized. ``--simulate`` has it say in
@@ -42,23 +42,23 @@ def main(arguments: List[str]) -> None:
 
         def report():
             if os.getpid() == owner:  # none that has been forked
-                found = device_use.report()
+                use = device_use.report()
                 if left is None:
-                    tell(found, as_json, as_html)
+                    show(use, as_json, as_html)
                 else:
-                    safe_files.write(left, json.dumps(found.as_dict()))
+                    safe_files.write(left, json.dumps(use.as_dict()))
 
         atexit.register(report)
     recording = contextlib.ExitStack()
-    said = _record(timeline, recording) if timeline else []
+    outcomes = _record(timeline, recording) if timeline else []
     try:
         if backend:
             process.configured_by = "compat run --parallelize"
             place = _api.configure_gpu(backend=backend, parallelize=True).place
             if place is None or place.rank == 0:
-                process.on_parallelized.append(_tell_where)
+                process.on_parallelized.append(_say_where)
         if backend or not reports:
-            atexit.register(_tell_if_unused, owner)
+            atexit.register(_say_if_unused, owner)
         if script[0] == "-m":
             sys.argv = script[1:]
             sys.path.insert(0, os.getcwd())
@@ -68,8 +68,8 @@ def main(arguments: List[str]) -> None:
     finally:
         if os.getpid() == owner:  # none that has been forked
             recording.close()
-            if said:
-                _say("compat run: " + said[-1])
+            if outcomes:
+                _say("compat run: " + outcomes[-1])
 
 
 def _say(text):
@@ -78,31 +78,31 @@ def _say(text):
     print(text, file=sys.stderr, flush=True)
 
 
-def _tell_where(model, where):
+def _say_where(model, where):
     _say(f"compat run: {model} runs on {where}")
 
 
-def _tell_if_unused(owner):
+def _say_if_unused(owner):
     if process.uses_devices or os.getpid() != owner or _ranks.rank() != 0:
         return
     remedy = " With --parallelize, its Keras models run on the simulated devices."
     if process.configuration is None:
-        said = "--simulate had no effect: the script never called compat.configure_gpu()."
+        problem = "--simulate had no effect: the script never called compat.configure_gpu()."
     elif len(process.configuration.devices) == 1:
         return
     else:
         compiled, remedy = ("compiled or ", "") if process.parallelizes_compiled else ("", remedy)
-        said = (
+        problem = (
             f"no model was {compiled}given to compat.parallelize(), so none was split over "
             f"{listed(process.configuration.devices)}."
         )
-    _say("compat run: " + said + remedy)
+    _say("compat run: " + problem + remedy)
 
 
 def _run_file(arguments):
-    """Not by ``runpy``, which takes the module away before functions run that wait for the end.
+    """Run a file as Python would; by ``runpy`` only a folder or an archive with a ``__main__.py``.
 
-    But for a folder or an archive with a ``__main__.py``, which Python runs, too.
+    ``runpy`` takes the module away before functions run that wait for the end.
     """
     path = arguments[0]
     sys.argv = arguments
@@ -123,22 +123,24 @@ def _record(path, recording):
     """Have a timeline recorded from the first model that is parallelized to the end of a stack.
 
     Returns:
-        A list whose last sentence is to be said once the stack has ended well.
+        A list of outcomes, whose last one is printed once the stack has ended well.
     """
-    said = [f"--timeline {path}: no model was parallelized, so nothing was recorded."]
+    outcomes = [f"--timeline {path}: no model was parallelized, so nothing was recorded."]
 
     def begin(model, where):
-        if len(said) == 1:
+        if len(outcomes) == 1:
             path_of_rank = operation_times.of_rank(path, _ranks.own_place())
-            said.append(f"the timeline is in {path_of_rank}; open it at https://ui.perfetto.dev")
+            outcomes.append(
+                f"the timeline is in {path_of_rank}; open it at https://ui.perfetto.dev"
+            )
             recording.enter_context(device_use.timeline(path))
 
     process.on_parallelized.append(begin)
     recording.callback(process.on_parallelized.remove, begin)
-    return said
+    return outcomes
 
 
-def tell(report, as_json, as_html):
+def show(report, as_json, as_html):
     """Print a report, and write it to files, if any."""
     _say(f"{REPORT}\n{report}")
     if as_json:

@@ -36,36 +36,36 @@ for none (default: all visible ones)"""
 
 
 def add_options(parser):
-    told = "as so many ranks, each with one of the GPUs, that train together (1: alone)"
+    text = "as so many ranks, each with one of the GPUs, that train together (1: alone)"
     ranks = number("processes, 1 or more", 1)
-    parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=told)
-    told = "machines, reached by ssh, and how many ranks each may run: first:4,second:4"
-    parser.add_argument("--hosts", help=told)
+    parser.add_argument("-n", dest="ranks", type=ranks, metavar="N", help=text)
+    text = "machines, reached by ssh, and how many ranks each may run: first:4,second:4"
+    parser.add_argument("--hosts", help=text)
     parser.add_argument("--gpus", help=GPUS)
     parser.add_argument("--backend", metavar="NAME", help=BACKEND)
-    told = "another interpreter, of any age; compat need not be installed there"
-    parser.add_argument("--python", help=told)
-    told = "how long a rank waits for the others (default: 600)"
-    parser.add_argument("--timeout", metavar="SECONDS", help=told)
-    told = "so many CPU devices stand in for GPUs, whatever configure_gpu() asks for"
+    text = "another interpreter, of any age; compat need not be installed there"
+    parser.add_argument("--python", help=text)
+    text = "how long a rank waits for the others (default: 600)"
+    parser.add_argument("--timeout", metavar="SECONDS", help=text)
+    text = "so many CPU devices stand in for GPUs, whatever configure_gpu() asks for"
     devices = number("devices, 1 or more", 1)
-    parser.add_argument("--simulate", metavar="N", type=devices, help=told)
-    told = "run every Keras model that the script compiles on all the devices, or on all ranks"
-    parser.add_argument("--parallelize", action="store_true", help=told)
-    told = "at the end, print what each device did, or each rank: was every one used?"
-    parser.add_argument("--report", action="store_true", help=told)
+    parser.add_argument("--simulate", metavar="N", type=devices, help=text)
+    text = "run every Keras model that the script compiles on all the devices, or on all ranks"
+    parser.add_argument("--parallelize", action="store_true", help=text)
+    text = "at the end, print what each device did, or each rank: was every one used?"
+    parser.add_argument("--report", action="store_true", help=text)
     parser.add_argument("--report-json", metavar="FILE", help="the same, also as JSON in a file")
-    told = "the same, also as a picture for a browser, in a file"
-    parser.add_argument("--report-html", metavar="FILE", help=told)
-    told = "the same, and what each device executed when, in a file for a browser's trace viewer"
-    parser.add_argument("--timeline", metavar="FILE", help=told)
-    told = "of ranks other than rank 0, show standard error only"
-    parser.add_argument("--quiet", action="store_true", help=told)
-    told = "append all that each rank prints to a file there, rank-0.log and so on"
-    parser.add_argument("--log-dir", metavar="DIR", help=told)
-    told = "start all ranks again when one fails, at most so many times (default: 0)"
+    text = "the same, also as a picture for a browser, in a file"
+    parser.add_argument("--report-html", metavar="FILE", help=text)
+    text = "the same, and what each device executed when, in a file for a browser's trace viewer"
+    parser.add_argument("--timeline", metavar="FILE", help=text)
+    text = "of ranks other than rank 0, show standard error only"
+    parser.add_argument("--quiet", action="store_true", help=text)
+    text = "append all that each rank prints to a file there, rank-0.log and so on"
+    parser.add_argument("--log-dir", metavar="DIR", help=text)
+    text = "start all ranks again when one fails, at most so many times (default: 0)"
     restarts = number("restarts, 0 or more", 0)
-    parser.add_argument("--max-restarts", metavar="N", type=restarts, default=0, help=told)
+    parser.add_argument("--max-restarts", metavar="N", type=restarts, default=0, help=text)
     add_script(parser)
 
 
@@ -154,8 +154,8 @@ def _of_this_machine(chosen, selection, options, environ):
     settings = Settings(devices)
     notes = list(devices.problems) + chosen.overruled(settings, environ)
     if devices.shortage:
-        asked = "every GPU" if gpus is None else "--gpus " + gpus
-        notes.append(errors.fewer((asked, devices.shortage[1]), str(devices), strict=False))
+        request = "every GPU" if gpus is None else "--gpus " + gpus
+        notes.append(errors.fewer((request, devices.shortage[1]), str(devices), strict=False))
         if gpus and gpus.isdecimal():
             notes.append(
                 f"--gpus {gpus} means the GPU with id {gpus}; ids count from 0. Several are named "
@@ -193,8 +193,8 @@ def execute(options: Any) -> int:
     _check_there_are_ranks(options)
     # Another interpreter may be one in a container, with files of its own.
     check_script(script, options.python is not None or os.path.exists(script[0]))
-    asked, of_others = _asked(options)
-    chosen, interpreter, environ, lines = prepare(options, asked)
+    requested, of_others = _requested(options)
+    chosen, interpreter, environ, lines = prepare(options, requested)
     if timeline is not None and type(chosen).profiled is Backend.profiled:
         chosen.profiled()  # an error: it has none
     if options.simulate is not None:
@@ -235,8 +235,8 @@ def execute(options: Any) -> int:
     )
     if report:
         absent = sorted(set(range(ranks)) - set(reports))
-        found = reporting.joined(list(reports.values()), absent)
-        reported_script.tell(found, report_json, report_html)
+        joined = reporting.joined(list(reports.values()), absent)
+        reported_script.show(joined, report_json, report_html)
     return status
 
 
@@ -255,7 +255,7 @@ def _files_of(options):
     if timeline and options.ranks not in (None, 1) and not safe_files.is_replaced(timeline):
         raise errors.InvalidArgumentError(
             f"--timeline {timeline}: each rank writes a file of its own, with its number in the "
-            "name, and this is no regular file. Name one."
+            "name, and this is not a regular file. Name one."
         )
     return files
 
@@ -271,40 +271,40 @@ def _fill_hosts(options):
                 "on that machine, without --hosts."
             )
     if options.ranks not in (None, 1):
-        asked = f"-n {options.ranks}" if options.hosts is None else f"--hosts {options.hosts}"
-        nesting.refuse(os.environ, asked)
+        request = f"-n {options.ranks}" if options.hosts is None else f"--hosts {options.hosts}"
+        nesting.refuse(os.environ, request)
 
 
-def _asked(options):
+def _requested(options):
     """Return the environment with the options' variables, and names that ranks do not get."""
-    asked = dict(os.environ)
+    environ = dict(os.environ)
     if options.timeout is not None:
-        asked["COMPAT_TIMEOUT"] = options.timeout
+        environ["COMPAT_TIMEOUT"] = options.timeout
     if options.simulate is not None:
-        asked["COMPAT_SIMULATE"] = str(options.simulate)
+        environ["COMPAT_SIMULATE"] = str(options.simulate)
     if options.ranks not in (None, 1):
-        asked.pop("COMPAT_ALONE", None)  # several are asked for just now
-        asked["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
-    waiting.timeout(asked, "COMPAT_TIMEOUT" if options.timeout is None else "--timeout")
-    return (asked, []) if options.ranks is None else nesting.set_aside(asked)
+        environ.pop("COMPAT_ALONE", None)  # several are asked for just now
+        environ["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already
+    waiting.timeout(environ, "COMPAT_TIMEOUT" if options.timeout is None else "--timeout")
+    return (environ, []) if options.ranks is None else nesting.set_aside(environ)
 
 
 def _misplaced(script, parser):
-    """Lines about options that were probably meant for ``compat run``, whose parser that is."""
-    given = dict.fromkeys(argument.partition("=")[0] for argument in script[1:])
+    """Return lines about options that were probably meant for ``compat run``, with its parser."""
+    named = dict.fromkeys(argument.partition("=")[0] for argument in script[1:])
     return [
         f"{option} comes after the script's name, so the script gets it; compat run's own "
         f"{option} comes before that name"
-        for option in given
+        for option in named
         if option.startswith("--") and option in parser._option_string_actions.keys() - _OF_SCRIPTS
     ]
 
 
 def _check_there_are_ranks(options):
-    """Refuse options that only ranks can have. (--quiet is none: a script alone is its rank 0.)"""
-    given = {"--log-dir": options.log_dir is not None, "--max-restarts": options.max_restarts}
-    for option in given:
-        if given[option] and options.ranks in (None, 1):
+    """Refuse options that only ranks have. (--quiet is not one: a script alone is its rank 0.)"""
+    values = {"--log-dir": options.log_dir is not None, "--max-restarts": options.max_restarts}
+    for option in values:
+        if values[option] and options.ranks in (None, 1):
             raise errors.InvalidArgumentError(
                 f"{option} is for a script that runs as several ranks, and this one runs alone. "
                 f"Add -n with 2 or more, or --hosts, or leave {option} out."
@@ -314,9 +314,9 @@ def _check_there_are_ranks(options):
 def _check_version(interpreter, environ, option):
     """Refuse an interpreter that is too old for compat, which is to run inside of it."""
     program = "import sys; sys.stdout.write('.'.join(map(str, sys.version_info[:3])))"
-    found = subprocess.run([interpreter, "-c", program], env=environ, stdout=subprocess.PIPE)
-    version = found.stdout.decode()
-    if found.returncode or tuple(map(int, version.split(".")[:2])) < (3, 6):
+    result = subprocess.run([interpreter, "-c", program], env=environ, stdout=subprocess.PIPE)
+    version = result.stdout.decode()
+    if result.returncode or tuple(map(int, version.split(".")[:2])) < (3, 6):
         version = version or "of no known version"
         raise errors.UnsupportedError(
             f"{option} runs inside the script's interpreter, which must be Python 3.6 or later; "

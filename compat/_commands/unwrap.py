@@ -21,11 +21,11 @@ from . import wrapped_model
 
 def add_options(parser):
     parser.add_argument("file", help="HDF5, from model.save() or model.save_weights()")
-    told = "the new file (default: old.unwrapped.h5 beside old.h5; name the old file to replace it)"
-    parser.add_argument("-o", dest="output", metavar="FILE", help=told)
+    text = "the new file (default: old.unwrapped.h5 beside old.h5; name the old file to replace it)"
+    parser.add_argument("-o", dest="output", metavar="FILE", help=text)
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
-    told = "of weights: to_json() of the plain model, where the weights' names do not tell"
-    parser.add_argument("--model", metavar="JSON", help=told)
+    text = "of weights: to_json() of the plain model, where the weights' names are ambiguous"
+    parser.add_argument("--model", metavar="JSON", help=text)
 
 
 def execute(arguments):
@@ -42,7 +42,7 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
             ``path``: the old file is replaced.
         force: replace a file that is there.
         model: a file with ``to_json()`` of the model inside, for a file of weights whose names
-            do not tell the layers.
+            are ambiguous.
 
     Returns:
         What was written, in words.
@@ -77,15 +77,15 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
     except errors.CompatError:
         raise
     except Exception as error:  # what a broken file has may be of any type
-        told = str(error.args[0] if isinstance(error, LookupError) and error.args else error)
+        reason = str(error.args[0] if isinstance(error, LookupError) and error.args else error)
         raise errors.ModelFileError(
-            f"{path} cannot be unwrapped: {told.strip().rstrip('.')}. Nothing was written."
+            f"{path} cannot be unwrapped: {reason.strip().rstrip('.')}. Nothing was written."
         ) from error
-    return f"{output}: {plan.told()}"
+    return f"{output}: {plan.summary()}"
 
 
 def _check(path):
-    """That the file is HDF5: what h5py says of others tells nobody what to do."""
+    """Refuse a file that is not HDF5, of which h5py's own error is no help."""
     try:
         with open(path, "rb", opener=safe_files.plain) as file:
             start = file.read(8)
@@ -117,13 +117,13 @@ def _architecture(path):
 
 
 class Plan(NamedTuple):
-    """What the new file has: the groups of layers, and attributes in place of others.
+    """Contents of the new file: the groups of layers, and attributes in place of others.
 
     Attributes:
         source: the group of the wrapper's layer that has all the weights.
         layers: names of layers, each with the names of its weights, in Keras' order.
         attributes: to be written as JSON.
-        note: what else is to be told.
+        note: what a user should know besides.
     """
 
     source: Any
@@ -131,17 +131,20 @@ class Plan(NamedTuple):
     attributes: Dict[str, Any] = {}
     note: str = ""
 
-    def told(self) -> str:
+    def summary(self) -> str:
+        """Return what is written, in words."""
         layers = [name for name, weights in self.layers if weights]
         number = sum(len(weights) for _, weights in self.layers)
         return f"{number} weights of {len(layers)} layers ({', '.join(layers)}){self.note}"
 
 
 def _planned(path, old, config):
-    """Return what becomes of a file.
+    """Return the plan of the new file.
 
     Arguments:
-        config: the model inside, where a file of weights does not have it.
+        path: its path, for messages.
+        old: the opened file.
+        config: the configuration of the model inside, where a file of weights does not have it.
     """
     whole = "model_config" in old.attrs
     weights = old.get("model_weights") if whole else old
@@ -167,30 +170,30 @@ def _planned(path, old, config):
             "Leave --model out."
         )
     try:
-        found = wrapped_model.inside(json.loads(_text(old.attrs["model_config"])))
+        wrapped = wrapped_model.inside(json.loads(_text(old.attrs["model_config"])))
     except (ValueError, LookupError, TypeError, AttributeError):
-        found = None
-    name = None if found is None else wrapped_model.name_of(found.layer)
-    if found is None or [each for each, names in groups if names] != [name]:
+        wrapped = None
+    name = None if wrapped is None else wrapped_model.name_of(wrapped.layer)
+    if wrapped is None or [layer for layer, names in groups if names] != [name]:
         raise errors.ModelFileError(
             f"{path} does not contain a multi_gpu_model wrapper: no layer of it is a model that "
             "has all the weights and is called on parts of a batch, as multi_gpu_model and "
             "make_parallel make it. Load it as it is."
         )
     flat = dict(groups)[name]
-    attributes = {"model_config": {key: found.layer[key] for key in ("class_name", "config")}}
+    attributes = {"model_config": {key: wrapped.layer[key] for key in ("class_name", "config")}}
     if "training_config" in old.attrs:
         training = json.loads(_text(old.attrs["training_config"]))
-        training = {key: _renamed(value, found.outputs) for key, value in training.items()}
+        training = {key: _renamed(value, wrapped.outputs) for key, value in training.items()}
         attributes["training_config"] = training
-    layers = _layers(path, flat, found.layer)
+    layers = _layers(path, flat, wrapped.layer)
     # Its state is that of the weights in their order, which stays.
     note = ", and the optimizer's state" if "optimizer_weights" in old else ""
     return Plan(weights[name], layers, attributes, note)
 
 
 def _planned_of_weights(path, weights, groups, config):
-    """Return what becomes of a file that has nothing but weights and their names."""
+    """Return the plan for a file that has nothing but weights and their names."""
     holding = [(name, names) for name, names in groups if names]
     name, flat = holding[0] if len(holding) == 1 else (None, [])
     scopes = {weight.rpartition("/")[0] for weight in flat}
@@ -206,13 +209,14 @@ def _planned_of_weights(path, weights, groups, config):
         layers = wrapped_model.groups_by_names(flat, name)
     except ValueError as problem:
         raise errors.ModelFileError(
-            f"{path} has weights without the model, and their names do not tell the order of its "
+            f"{path} has weights without the model, and their names do not show the order of its "
             f'layers: {problem}. Write the plain model with open("model.json", '
             '"w").write(model.to_json()) and add --model model.json.'
         ) from None
     note = (
-        "\nTold by the weights' names, in their order. If layers of the model are models, or were "
-        "not trained (trainable=False), add --model model.json, from the plain model's to_json()."
+        "\nIdentified by the weights' names, in their order. If layers of the model are models, or "
+        "were not trained (trainable=False), add --model model.json, from the plain model's "
+        "to_json()."
     )
     return Plan(weights[name], layers, note=note)
 
@@ -220,12 +224,13 @@ def _planned_of_weights(path, weights, groups, config):
 def _layers(path, flat, config):
     """Return the layers of a model whose configuration is known, each with its weights."""
     owners = wrapped_model.owners(flat, config)
-    weights = {layer: [] for layer in wrapped_model.layers_with_groups(config)}  # type: dict
+    layers = wrapped_model.layers_with_groups(config)
+    weights: Dict[str, List[str]] = {layer: [] for layer in layers}
     if owners is None or not weights.keys() >= set(owners):
         model = wrapped_model.name_of(config) or config["class_name"]
         raise errors.ModelFileError(
-            f"{path} cannot be unwrapped: the names of its weights ({', '.join(flat[:3])}, ...) "
-            f"do not tell which layers of {model!r} have them."
+            f"{path} cannot be unwrapped: the names of its weights ({', '.join(flat[:3])}, ...) do "
+            f"not show which layers of {model!r} have them."
         )
     for weight, owner in zip(flat, owners):
         weights[owner].append(weight)
@@ -233,9 +238,9 @@ def _layers(path, flat, config):
 
 
 def _renamed(value, outputs):
-    """Part of a training configuration, where dicts by names of outputs have the model's own."""
+    """Return part of a training configuration, with the model's own names of outputs in dicts."""
     if isinstance(value, dict) and set(value) & set(outputs):
-        return {outputs.get(key, key): each for key, each in value.items()}
+        return {outputs.get(key, key): entry for key, entry in value.items()}
     return value
 
 
@@ -288,7 +293,7 @@ def _names(group, attribute):
 
 
 def _write_names(group, attribute, names):
-    """As Keras does: an array of bytes, cut where it is too large."""
+    """Write names as Keras does: an array of bytes, cut where it is too large."""
     import numpy as np  # which h5py needs
 
     encoded = np.asarray([name.encode("utf-8") for name in names])
@@ -299,7 +304,7 @@ def _write_names(group, attribute, names):
 
 
 def _copy_attributes(old, new, others):
-    """Attributes as they are, but texts as bytes, which every Keras decodes."""
+    """Copy attributes as they are, but texts as bytes, which every Keras decodes."""
     for name, value in old.attrs.items():
         if not name.startswith("layer_names"):
             value = json.dumps(others[name]) if name in others else value

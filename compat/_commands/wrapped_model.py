@@ -14,7 +14,7 @@ Inside = NamedTuple("Inside", [("layer", Dict[str, Any]), ("outputs", Dict[str, 
 def layers_of(config: Any) -> Optional[List[Any]]:
     """Return the configurations of the layers of a model.
 
-    None where this is no model's configuration.
+    None where this is not a model's configuration.
 
     ``{"class_name": ..., "config": ...}``; a Sequential before Keras 2.2.3 has a list as its own.
     """
@@ -122,7 +122,7 @@ def _names_within(value):
 
 
 def owners(weights: List[str], model: Dict[str, Any]) -> Optional[List[str]]:
-    """For each weight of a model, which of its layers it is of; None where names do not tell.
+    """Return the layer of each weight of a model; None where the names leave that open.
 
     Keras lists the trainable weights, layer by layer, then the others, layer by layer. The name of
     a weight begins with its layer's. TensorFlow adds a number to a name that its graph had already,
@@ -140,33 +140,33 @@ def owners(weights: List[str], model: Dict[str, Any]) -> Optional[List[str]]:
         for name in names:
             known[name].append(index)
     # The best way to each state: whether only weights that are not trained follow, the layer, and
-    # the part of the name that told it. Its costs, and the layers on it, with what told them.
+    # the part of the name that shows it. Its costs, and the layers on it, each with that part.
     start = False, -1, ""
     best: Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]] = {start: (0, [])}
     for weight in weights:
         candidates = _candidates(weight.split("/")[:-1], known)
         ways: Dict[Tuple[bool, int, str], Tuple[int, List[Tuple[int, str]]]] = {}
         for (late, last, text), (cost, path) in best.items():
-            for index, told_by, more in candidates:
-                goes_on = index > last or (index == last and (several[index] or told_by == text))
+            for index, label, more in candidates:
+                goes_on = index > last or (index == last and (several[index] or label == text))
                 for is_late in {late, True} if goes_on else {True} - {late}:
                     total = cost + more + 4 * (is_late != late)
-                    state = is_late, index, told_by
+                    state = is_late, index, label
                     if state not in ways or total < ways[state][0]:
-                        ways[state] = total, path + [(index, told_by)]
+                        ways[state] = total, path + [(index, label)]
         best = ways
     if not best:
         return None
     path = min(best.values(), key=lambda way: way[0])[1]
-    layer_of, told = {told_by: index for index, told_by in path}, dict(path)
-    for index, told_by in path:
-        if layer_of[told_by] != index or not (several[index] or told[index] == told_by):
+    layer_of, text_of = {label: index for index, label in path}, dict(path)
+    for index, label in path:
+        if layer_of[label] != index or not (several[index] or text_of[index] == label):
             return None
     return [name_of(layers[index]) for index, _ in path]
 
 
 def _candidates(scope, known):
-    """Layers that a weight in this scope may be of, by what, and how far-fetched that is."""
+    """Return layers that a weight in this scope may be of, by which text, and at what cost."""
     found: Dict[int, Tuple[int, int, str]] = {}
     longest = max([name.count("/") + 1 for name in known], default=0)
     for start in range(len(scope)):
@@ -194,7 +194,7 @@ def groups_by_names(weights: List[str], model: str) -> List[Tuple[str, List[str]
     for weight in weights:
         layer = _layer_of(weight, model)
         if layer is None:
-            raise ValueError(f"the name {weight!r} tells no layer")
+            raise ValueError(f"the name {weight!r} names no layer")
         if layer not in groups and untrained:
             raise ValueError(
                 f"{weight!r} comes after {untrained!r}, so {layer!r} was not trained, and Keras "

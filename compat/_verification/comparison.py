@@ -203,6 +203,6 @@ def cause_of(label: str, ratio: "Optional[float]", devices: int) -> str:
     if label.startswith(("state", "metric")):
         return "State that is neither a mean over the rows, nor a sum, nor a count of steps."
     return (
-        "A loss or an operation that is no mean over the rows of the batch: a sum, a mean over "
+        "A loss or an operation that is not a mean over the rows of the batch: a sum, a mean over "
         "masked rows only, or one that compares rows with one another."
     )

@@ -221,7 +221,7 @@ class VerificationContract(BackendContract):
                     pass  # pragma: no cover
             assert str(caught.value) == (
                 f"{self.instance().name} cannot record when each device executes what. "
-                "compat.report() tells what each device has computed."
+                "compat.report() shows what each device has computed."
             )
             assert not os.listdir(str(tmp_path))
             return

@@ -239,9 +239,9 @@ class Unwrapping:
             plain.load_weights(path)
         new, told = unwrapped(capsys, path)
         assert told.endswith(
-            "\nTold by the weights' names, in their order. If layers of the model are models, or "
-            "were not trained (trainable=False), add --model model.json, from the plain model's "
-            "to_json().\n"
+            "\nIdentified by the weights' names, in their order. If layers of the model are "
+            "models, or were not trained (trainable=False), add --model model.json, from the plain "
+            "model's to_json().\n"
         )
         plain.load_weights(new)
         assert_equal(compat.unwrap(wrapped).get_weights(), plain.get_weights())
@@ -257,7 +257,7 @@ class Unwrapping:
         model = branched(keras)
         wrapped = self.wrapped(keras, model, make_parallel, monkeypatch)
         wrapped.save_weights(path)
-        assert "their names do not tell the order of its layers: " in refused(capsys, path)
+        assert "their names do not determine the order of its layers: " in refused(capsys, path)
         (tmp_path / "model.json").write_text(model.to_json())
         new, told = unwrapped(capsys, path, "--model", str(tmp_path / "model.json"))
         assert told.count("\n") == 1
@@ -268,7 +268,7 @@ class Unwrapping:
         (tmp_path / "other.json").write_text(sequential(keras).to_json())
         text = refused(capsys, path, "--model", str(tmp_path / "other.json"), "--force")
         assert re.match(
-            "{} cannot be unwrapped: the names of its weights \\(.*, .*, .*, ...\\) do not tell "
+            "{} cannot be unwrapped: the names of its weights \\(.*, .*, .*, ...\\) do not show "
             "which layers of '.*' have them.".format(re.escape(path)),
             text,
         )

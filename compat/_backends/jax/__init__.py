@@ -187,7 +187,7 @@ class JAX(Backend):
             raise errors.unsupported(
                 "jax",
                 "record when each device executes what in this version",
-                "Install JAX 0.7.2 or later; compat.report() says what each device has computed.",
+                "Install JAX 0.7.2 or later; compat.report() shows what each device has computed.",
             )
         return profiler.profiled(devices)
 

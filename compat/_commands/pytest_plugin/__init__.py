@@ -31,12 +31,12 @@ class Simulation:
         option = config.known_args_namespace.compat_simulate
         in_file = config.getini("compat_simulate")
         file = config.inipath.name if config.inipath else "-o"
-        told = [
+        sources = [
             ("--compat-simulate", option),
             ("the environment", before or None),
             (f"compat_simulate in {file}", in_file),
         ]
-        self.source, self.value = next(each for each in told if each[1] is not None)
+        self.source, self.value = next(pair for pair in sources if pair[1] is not None)
         try:
             simulated_from_outside({VARIABLE: self.value})
         except errors.InvalidArgumentError as error:

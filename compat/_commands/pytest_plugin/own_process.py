@@ -62,7 +62,7 @@ def _reports(item):
     """Return the reports of the test's phases."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="compat-test-"))
     try:
-        ended = _run_child(item, _job(item, folder, _asked(item)), folder)
+        ended = _run_child(item, _job(item, folder, _requested(item)), folder)
         reports = _received(item, folder)
         if ended is not None or [r.when for r in reports][-1:] != ["teardown"]:
             ended = ended or "ended before it had run the test"
@@ -75,7 +75,7 @@ def _reports(item):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _asked(item: Any) -> Dict[str, Any]:
+def _requested(item: Any) -> Dict[str, Any]:
     """Return the arguments of ``configure_gpu()`` that the mark has."""
     mark = item.get_closest_marker("compat")
     if mark.args:
@@ -86,7 +86,7 @@ def _asked(item: Any) -> Dict[str, Any]:
     for name, value in mark.kwargs.items():
         if not _is_plain(value):
             raise errors.InvalidArgumentError(
-                f"@pytest.mark.compat({name}={value!r}) cannot be told another process. Use "
+                f"@pytest.mark.compat({name}={value!r}) cannot be passed to another process. Use "
                 "texts, numbers, True, False, None, and lists of these."
             )
     return mark.kwargs
@@ -194,27 +194,27 @@ def _pass_on(item, warning, when, location):
     kind = type(name, (Warning,), {"__module__": module})  # which need not be imported here
     message = warnings.WarningMessage(kind(text), kind, *place)
     location = location and tuple(location)
-    told = dict(warning_message=message, when=when, nodeid=item.nodeid, location=location)
-    item.config.hook.pytest_warning_recorded.call_historic(kwargs=told)
+    arguments = dict(warning_message=message, when=when, nodeid=item.nodeid, location=location)
+    item.config.hook.pytest_warning_recorded.call_historic(kwargs=arguments)
 
 
 def _output(folder: pathlib.Path) -> str:
     """Return all that the process printed, for a person."""
     texts = [(name, _content(folder / name).rstrip()) for name in STREAMS]
-    told = [f"Its {name}:\n{text}\n" for name, text in texts if text]
-    return "\n".join(told) or "It printed nothing.\n"
+    parts = [f"Its {name}:\n{text}\n" for name, text in texts if text]
+    return "\n".join(parts) or "It printed nothing.\n"
 
 
 def _with_failure(item: Any, reports: List[Any], text: str) -> List[Any]:
     """Return the reports, and a failure of the phase in which the process ended, for all phases."""
-    found = {report.when: report for report in reports}
-    began = "setup" not in found or found["setup"].passed
-    failed = "call" if began and "call" not in found else "teardown"
+    by_phase = {report.when: report for report in reports}
+    began = "setup" not in by_phase or by_phase["setup"].passed
+    failed = "call" if began and "call" not in by_phase else "teardown"
     about = item.nodeid, item.location, dict.fromkeys(item.keywords, 1)
-    for when in {"setup", "teardown"}.difference(found):
-        found[when] = pytest.TestReport(*about, "passed", None, when)
-    found[failed] = pytest.TestReport(*about, "failed", text, failed)
-    return [found[when] for when in ("setup", "call", "teardown") if when in found]
+    for when in {"setup", "teardown"}.difference(by_phase):
+        by_phase[when] = pytest.TestReport(*about, "passed", None, when)
+    by_phase[failed] = pytest.TestReport(*about, "failed", text, failed)
+    return [by_phase[when] for when in ("setup", "call", "teardown") if when in by_phase]
 
 
 # In the other process, which runs that test, and sends its reports ------------------------------
@@ -244,7 +244,7 @@ class Child:
 
     def __init__(self, job: Dict[str, Any]) -> None:
         self.job = job
-        self.config = None  # type: Any
+        self.config: Any = None
         # A line is sent at once: this process may die.
         self.reports = open(job["reports"], "a", buffering=1, encoding="utf-8")
         self.streams = [(name, open(path, "rb")) for name, path in job["streams"]]

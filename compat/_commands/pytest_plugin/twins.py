@@ -139,8 +139,12 @@ class Twins:
         first, second = (self._numbers(*pair) for pair in zip((self.one, self.several), results))
         where = f"on {settings.listed(self.devices)} and on {self.devices[0]}"
         labels = dict.fromkeys([*first, *second])
-        told = {label: self._difference(first.get(label), second.get(label)) for label in labels}
-        problems = [f"{label}: {difference}" for label, difference in told.items() if difference]
+        differences = {
+            label: self._difference(first.get(label), second.get(label)) for label in labels
+        }
+        problems = [
+            f"{label}: {difference}" for label, difference in differences.items() if difference
+        ]
         if problems:
             more = len(problems) - SHOWN
             lines = problems[:SHOWN] + [f"and {more} more"] * (more > 0)

@@ -33,5 +33,5 @@ def test_versions_whose_profiles_cannot_be_read(tmp_path, monkeypatch):
             pass  # pragma: no cover
     assert str(caught.value) == (
         "jax cannot record when each device executes what in this version. Install JAX 0.7.2 or "
-        "later; compat.report() says what each device has computed."
+        "later; compat.report() shows what each device has computed."
     )

@@ -1027,7 +1027,7 @@ def test_steps_of_keras_are_verified_against_one_process(jobs):
     text = (
         "ResultsDifferError: The first thing that differs when model 'own' does a training step as "
         "2 ranks and as one process is A, where rounding explains at most B. A loss or an "
-        "operation that is no mean over the rows of the batch: a sum, a mean over masked rows "
+        "operation that is not a mean over the rows of the batch: a sum, a mean over masked rows "
         "only, or one that compares rows with one another. The model is as it was before the step. "
         "Change the model, or run it by one process: COMPAT_ALONE=1; verify=0 goes on without "
         "looking."
