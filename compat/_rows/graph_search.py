@@ -1,7 +1,13 @@
 """A search in the graph of any framework."""
 
+from typing import Any, Callable, Iterable, List, Sequence
 
-def nearest(wanted, is_found, inputs_of):
+
+def nearest(
+    wanted: "Sequence[Any]",
+    is_found: "Callable[[Any], bool]",
+    inputs_of: "Callable[[Any], Iterable[Any]]",
+) -> "List[Any]":
     """Return the nearest ancestors that satisfy a predicate, each once, in order.
 
     Arguments:
@@ -9,14 +15,14 @@ def nearest(wanted, is_found, inputs_of):
         is_found: the predicate.
         inputs_of: what something in the graph is computed from; nothing for leaves.
     """
-    found, seen, stack = [], set(), list(reversed(wanted))
+    ancestors, seen, stack = [], set(), list(reversed(wanted))
     while stack:
-        each = stack.pop()
-        if each in seen:
+        node = stack.pop()
+        if node in seen:
             continue
-        seen.add(each)
-        if is_found(each):
-            found.append(each)
+        seen.add(node)
+        if is_found(node):
+            ancestors.append(node)
         else:
-            stack += reversed(list(inputs_of(each)))
-    return found
+            stack += reversed(list(inputs_of(node)))
+    return ancestors

@@ -2,14 +2,9 @@
 
 import functools
 import operator
+from typing import Any, Sequence
 
-from .placements import Mixed, Partial, Replicated, Sharded, Unknown
-
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Any, Sequence
-
-    from .placements import Placement
+from .placements import Mixed, Partial, Placement, Replicated, Sharded, Unknown
 
 
 class Operations:
@@ -53,7 +48,8 @@ class _NumpyOperations(Operations):
     def split(self, part: "Any", count: int, axis: int) -> "Sequence[Any]":
         import numpy as np
 
-        return np.split(part, count, axis)
+        parts: "Sequence[Any]" = np.split(part, count, axis)
+        return parts
 
     def maximum(self, parts: "Sequence[Any]") -> "Any":
         import numpy as np
@@ -71,7 +67,7 @@ NUMBERS, NUMPY = Operations(), _NumpyOperations()
 
 
 def merge(
-    placement: "Placement", parts: "Sequence[Any]", sizes: "Sequence[Any]", operations: Operations
+    placement: Placement, parts: "Sequence[Any]", sizes: "Sequence[Any]", operations: Operations
 ) -> "Any":
     """Return the value of the whole batch.
 

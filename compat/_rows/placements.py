@@ -5,34 +5,34 @@ are related to the value of the whole batch. A ``Value`` is what rules are given
 """
 
 import functools
-from typing import Optional
+from typing import Any, Callable, Collection, Iterable, Optional, Sequence, Set, Tuple, Union
 
 from .fallback import Fallback
 
 
 class Placement:
-    """What is known of one value. Placements are compared by what they say."""
+    """What is known of one value. Placements are equal if their attributes are."""
 
-    __slots__ = ()  # type: tuple
+    __slots__: "Tuple[str, ...]" = ()
 
-    def _said(self):
+    def _key(self) -> "Tuple[Any, ...]":
         return (type(self),) + tuple(getattr(self, name) for name in self.__slots__)
 
-    def __eq__(self, other):
-        return isinstance(other, Placement) and self._said() == other._said()
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Placement) and self._key() == other._key()
 
-    def __hash__(self):
-        return hash(self._said())
+    def __hash__(self) -> int:
+        return hash(self._key())
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         first = [getattr(self, name) for name in self.__slots__[:1]]
         usual = type(self)(*first)
-        said = list(map(repr, first)) + [
+        arguments = list(map(repr, first)) + [
             f"{name}={getattr(self, name)!r}"
             for name in self.__slots__[1:]
             if getattr(self, name) != getattr(usual, name)
         ]
-        return "{}({})".format(type(self).__name__, ", ".join(said))
+        return "{}({})".format(type(self).__name__, ", ".join(arguments))
 
 
 class Replicated(Placement):
@@ -55,10 +55,13 @@ class Sharded(Placement):
 
     __slots__ = ("axis", "inner", "copies", "even")
 
-    def __init__(self, axis, inner=1, copies=1, even=True):
+    def __init__(
+        self, axis: int, inner: "Optional[int]" = 1, copies: int = 1, even: bool = True
+    ) -> None:
         self.axis, self.inner, self.copies, self.even = axis, inner, copies, even
 
-    def replace(self, **changes):
+    def replace(self, **changes: "Any") -> "Sharded":
+        """Return the placement with some attributes changed."""
         return Sharded(*[changes.get(name, getattr(self, name)) for name in self.__slots__])
 
 
@@ -72,7 +75,7 @@ class Partial(Placement):
 
     __slots__ = ("how", "denominator")
 
-    def __init__(self, how, denominator=None):
+    def __init__(self, how: str, denominator: "Any" = None) -> None:
         self.how, self.denominator = how, denominator
 
 
@@ -86,7 +89,7 @@ class Count(Placement):
 
     __slots__ = ("places",)
 
-    def __init__(self, places=None):
+    def __init__(self, places: "Optional[Iterable[int]]" = None) -> None:
         self.places = None if places is None else frozenset(places)
 
 
@@ -102,7 +105,7 @@ class _Unsplit(Placement):
     def __init__(self, fallback: "Optional[Fallback]" = None) -> None:
         self.fallback = fallback
 
-    def _said(self):
+    def _key(self) -> "Tuple[Any, ...]":
         return (type(self),)  # for whatever reason
 
 
@@ -120,6 +123,9 @@ class Unknown(_Unsplit):
 
 REPLICATED = Replicated()
 
+#: A dimension, several of them, or None for all.
+Axes = Union[None, int, Collection[int]]
+
 
 class Value:
     """An input of an operation.
@@ -132,33 +138,40 @@ class Value:
 
     __slots__ = ("placement", "shape", "rank")
 
-    def __init__(self, placement, shape):
-        self.placement = placement
-        self.shape = None if shape is None else tuple(shape)
-        self.rank = None if shape is None else len(tuple(shape))
+    def __init__(self, placement: Placement, shape: "Optional[Iterable[Optional[int]]]") -> None:
+        # Rules handle None, and kinds of placements, before they compute with one.
+        self.placement: "Any" = placement
+        sizes: "Any" = None if shape is None else tuple(shape)
+        self.shape = sizes
+        self.rank: "Any" = None if shape is None else len(sizes)
 
     @property
-    def axis(self):
+    def axis(self) -> "Any":
         """The dimension of the rows, or None."""
         return getattr(self.placement, "axis", None)
 
 
-def without_rows(placements):
+#: The inputs that a rule takes: one, or a list of them.
+Values = Union[Value, Sequence[Value]]
+
+
+def without_rows(placements: "Sequence[Placement]") -> "Optional[Placement]":
     """Return an operation's result where no input is ``Sharded`` or ``Partial``, else None."""
-    untold = [each for kind in (Mixed, Unknown) for each in placements if isinstance(each, kind)]
-    if untold:
-        return untold[0]
-    if all(isinstance(each, Replicated) for each in placements):
+    for kind in (Mixed, Unknown):
+        for placement in placements:
+            if isinstance(placement, kind):
+                return placement
+    if all(isinstance(placement, Replicated) for placement in placements):
         return REPLICATED
-    if all(isinstance(each, (Replicated, Count)) for each in placements):
+    if all(isinstance(placement, (Replicated, Count)) for placement in placements):
         return Count()
     return None
 
 
-def settled(values):
-    """Return what any rule says that is asked only of values with rows, or parts of sums.
+def settled(values: "Sequence[Value]") -> "Optional[Placement]":
+    """Return the placement of any operation's result where it does not depend on the operation.
 
-    Or None.
+    None where an input is ``Sharded`` or ``Partial``, and all are known.
     """
     result = without_rows([value.placement for value in values])
     moving = [value for value in values if isinstance(value.placement, (Sharded, Partial))]
@@ -167,35 +180,35 @@ def settled(values):
     return result
 
 
-def rule(function):
-    """Return a rule that gets only known inputs, one of them ``Sharded`` or ``Partial``."""
+def rule(function: "Callable[..., Placement]") -> "Callable[..., Placement]":
+    """Decorate a rule that takes only known inputs, one of them ``Sharded`` or ``Partial``."""
 
     @functools.wraps(function)
-    def applied(given, *args, **kwargs):
-        result = settled(given if isinstance(given, (list, tuple)) else [given])
-        return function(given, *args, **kwargs) if result is None else result
+    def applied(values: "Values", *args: "Any", **kwargs: "Any") -> Placement:
+        result = settled([values] if isinstance(values, Value) else values)
+        return function(values, *args, **kwargs) if result is None else result
 
     return applied
 
 
-def have_own_rows(values):
+def have_own_rows(values: "Iterable[Value]") -> bool:
     """Return whether values with rows are ``Sharded``, none ``Partial``, and none a size."""
     return all(isinstance(value.placement, (Replicated, Sharded)) for value in values)
 
 
-def listed(axes, rank):
-    """Axes counted from the front; all of them for None."""
+def listed(axes: "Axes", rank: int) -> "Set[int]":
+    """Return axes counted from the front; all of them for None."""
     if axes is None:
         return set(range(rank))
-    axes = axes if isinstance(axes, (list, tuple, set, frozenset)) else [axes]
-    return {int(axis) % rank for axis in axes} if rank else set()
+    several: "Any" = axes if isinstance(axes, (list, tuple, set, frozenset)) else [axes]
+    return {int(axis) % rank for axis in several} if rank else set()
 
 
-def shared(placements):
+def shared(placements: "Sequence[Sharded]") -> "Optional[Sharded]":
     """Return the one ``Sharded`` placement that all of these are, or None."""
-    first, inner = placements[0], {each.inner for each in placements} - {None}
-    if len({(each.axis, each.copies) for each in placements}) > 1 or len(inner) > 1:
+    first, inner = placements[0], {rows.inner for rows in placements} - {None}
+    if len({(rows.axis, rows.copies) for rows in placements}) > 1 or len(inner) > 1:
         return None
     return first.replace(
-        inner=inner.pop() if inner else None, even=all(each.even for each in placements)
+        inner=inner.pop() if inner else None, even=all(rows.even for rows in placements)
     )

@@ -11,12 +11,15 @@ sure.
 import functools
 import operator
 import string
+from typing import Any, Callable, Iterable, List, Mapping, Optional, Sequence, Union
 
 from .placements import (
     REPLICATED,
+    Axes,
     Count,
     Mixed,
     Partial,
+    Placement,
     Replicated,
     Sharded,
     Unknown,
@@ -36,7 +39,7 @@ PARTIAL = {"sum": "sum", "mean": "mean", "max": "max", "min": "min", "any": "max
 # Element by element.
 
 
-def _meeting(values, letters):
+def _meeting(values: "Sequence[Value]", letters: "Sequence[Sequence[Any]]") -> "Optional[Any]":
     """Return the rows of values whose dimensions of one letter meet, of an axis that is a letter.
 
     None where two inputs' rows meet other dimensions, so that all pairs of rows are computed.
@@ -55,7 +58,7 @@ def _meeting(values, letters):
 
 
 @rule
-def pointwise(values):
+def pointwise(values: "Sequence[Value]") -> Placement:
     """Any function of the elements at the same place, dimensions matched from the last one on."""
     ranks = [value.rank for value in values]
     if None in ranks or any(isinstance(value.placement, (Partial, Count)) for value in values):
@@ -64,7 +67,7 @@ def pointwise(values):
     return _meeting(values, [range(rank - each, rank) for each in ranks]) or Mixed()
 
 
-def selected(values):
+def selected(values: "Sequence[Value]") -> Placement:
     """Of two values, by a condition; a vector of conditions selects along the first dimension."""
     condition, *rest = values
     if condition.rank == 1 and rest[0].rank not in (None, 1):
@@ -72,12 +75,12 @@ def selected(values):
     return pointwise([condition] + rest)
 
 
-def _is_linear(placement):
+def _is_linear(placement: Placement) -> bool:
     return isinstance(placement, Partial) and placement.how in ("sum", "mean")
 
 
 @rule
-def added(values):
+def added(values: "Sequence[Value]") -> Placement:
     """Sums and differences, which are linear: also those of sums over the rows."""
     kinds = {value.placement for value in values}
     kind, *others = kinds - {REPLICATED}
@@ -89,20 +92,20 @@ def added(values):
 
 
 @rule
-def multiplied(values):
+def multiplied(values: "Sequence[Value]") -> Placement:
     """Products, which are linear in each factor."""
     kind, *others = [value.placement for value in values if value.placement != REPLICATED]
     return kind if not others and _is_linear(kind) else pointwise(values)
 
 
 @rule
-def extreme(values, how):
+def extreme(values: "Sequence[Value]", how: str) -> Placement:
     """Return the larger ("max") or the smaller ("min") of the elements at the same place."""
     kinds = {value.placement for value in values} - {REPLICATED}
     return Partial(how) if kinds == {Partial(how)} else pointwise(values)
 
 
-def divided(values):
+def divided(values: "Sequence[Value]") -> Placement:
     """Quotients of two values, which are linear in the first one."""
     if isinstance(values[1].placement, Replicated):
         return multiplied(values)
@@ -113,7 +116,9 @@ def divided(values):
 
 
 @rule
-def reduced(value, axes, how, keepdims=False, denominator=None):
+def reduced(
+    value: Value, axes: "Axes", how: str, keepdims: bool = False, denominator: "Any" = None
+) -> Placement:
     """Return a reduction along ``axes``, None for all.
 
     "sum", "mean", "max", "min", "any", "all", other.
@@ -122,7 +127,7 @@ def reduced(value, axes, how, keepdims=False, denominator=None):
         denominator: the backend's name for the number of elements along the rows, where not each
             row has as many.
     """
-    placement = value.placement
+    placement: Sharded = value.placement
     if isinstance(placement, Partial):
         same = {PARTIAL.get(how), placement.how}
         return placement if len(same) == 1 or same == {"sum", "mean"} else Mixed()
@@ -139,7 +144,7 @@ def reduced(value, axes, how, keepdims=False, denominator=None):
 
 
 @rule
-def along(value, axes):
+def along(value: Value, axes: "Axes") -> Placement:
     """Return what goes along ``axes``, None for all, and keeps them.
 
     Softmax, cumsum, sort, reverse.
@@ -149,25 +154,28 @@ def along(value, axes):
 
 
 @rule
-def contracted(values, letters, result):
+def contracted(values: "Sequence[Value]", letters: "Sequence[str]", result: str) -> Placement:
     """Return a product summed over dimensions, written with the letters of einsum.
 
     Arguments:
         letters: for each value, a letter for each of its dimensions.
         result: the letters of the result; what is not among them is summed over.
     """
-    placements = [value.placement for value in values if value.placement != REPLICATED]
+    placements: "List[Placement]" = [v.placement for v in values if v.placement != REPLICATED]
     if len(placements) == 1 and _is_linear(placements[0]):
         return placements[0]
     rows = _meeting(values, letters) if have_own_rows(values) else None
     if rows is None or not rows.even and len(placements) > 1:
         return Mixed()
     if rows.axis in result:
-        return rows.replace(axis=result.index(rows.axis))
+        placement: Sharded = rows.replace(axis=result.index(rows.axis))
+        return placement
     return Partial("sum")
 
 
-def product(values, transpose_first=False, transpose_second=False):
+def product(
+    values: "Sequence[Value]", transpose_first: bool = False, transpose_second: bool = False
+) -> Placement:
     """Matrix products, of the last two dimensions; those before are matched from the last one on.
 
     Of a value of one dimension the one that is summed over is the only one.
@@ -191,12 +199,12 @@ def product(values, transpose_first=False, transpose_second=False):
 resized = along
 
 
-def view(function):
+def view(function: "Callable[..., Placement]") -> "Callable[..., Placement]":
     """Return a rule of what a part of a sum, mean or extreme over the rows remains one after."""
 
     @rule
     @functools.wraps(function)
-    def applied(value, *args, **kwargs):
+    def applied(value: Value, *args: "Any", **kwargs: "Any") -> Placement:
         if isinstance(value.placement, Partial):
             return value.placement
         return function(value, *args, **kwargs)
@@ -205,16 +213,16 @@ def view(function):
 
 
 @view
-def transposed(value, order):
+def transposed(value: Value, order: "Sequence[int]") -> Placement:
     """Dimension i of the result is dimension ``order[i]``."""
-    placement = value.placement
+    placement: Sharded = value.placement
     return placement.replace(axis=[int(each) % value.rank for each in order].index(placement.axis))
 
 
 @view
-def expanded(value, axes):
+def expanded(value: Value, axes: "Any") -> Placement:
     """Return new dimensions of size 1 at these places of the result."""
-    placement = value.placement
+    placement: Sharded = value.placement
     axes = axes if isinstance(axes, (list, tuple, set)) else [axes]
     rank = value.rank + len(axes)
     new = listed(axes, rank)
@@ -222,19 +230,19 @@ def expanded(value, axes):
 
 
 @view
-def squeezed(value, axes):
+def squeezed(value: Value, axes: "Axes") -> Placement:
     """Dimensions of size 1 taken away; None takes all that have it, also that of a single row."""
     return sliced(value, dict.fromkeys(listed(axes, value.rank), "one"))
 
 
 @view
-def reshaped(value, after):
+def reshaped(value: Value, after: "Optional[Sequence[Optional[int]]]") -> Placement:
     """Return the same elements, in order, in the dimensions ``after``.
 
     Arguments:
         after: the sizes of the result; None for the one that grows with the batch.
     """
-    placement = value.placement
+    placement: Sharded = value.placement
     axis, before = placement.axis, value.shape
     if after is None or list(after).count(None) != 1 or not placement.even:
         return Mixed()
@@ -259,12 +267,12 @@ def reshaped(value, after):
     return placement.replace(axis=place, inner=known // wanted if exact else None, copies=copies)
 
 
-def _product(sizes):
+def _product(sizes: "Iterable[Any]") -> int:
     return functools.reduce(operator.mul, sizes, 1)
 
 
 @rule
-def concatenated(values, axis):
+def concatenated(values: "Sequence[Value]", axis: int) -> Placement:
     """Return one after the other along a dimension."""
     placements = [value.placement for value in values]
     if not all(isinstance(each, Sharded) for each in placements):
@@ -280,20 +288,20 @@ def concatenated(values, axis):
 
 
 @rule
-def stacked(values, axis):
+def stacked(values: "Sequence[Value]", axis: int) -> Placement:
     """Side by side, in a new dimension."""
     return concatenated([Value(expanded(v, axis), (v.shape or ()) + (1,)) for v in values], axis)
 
 
 @view
-def sliced(value, parts):
+def sliced(value: Value, parts: "Mapping[int, str]") -> Placement:
     """Parts of some dimensions.
 
     Arguments:
         parts: by dimension, "part" for some of its elements, "one" for a single one, which takes
             the dimension away. All others are taken whole.
     """
-    placement = value.placement
+    placement: Sharded = value.placement
     parts = {int(axis) % value.rank: part for axis, part in parts.items()}
     if placement.axis in parts:
         return Mixed()
@@ -302,9 +310,9 @@ def sliced(value, parts):
 
 
 @view
-def tiled(value, times):
+def tiled(value: Value, times: "Optional[Sequence[Optional[int]]]") -> Placement:
     """Return all of it so many times along each dimension; more dimensions are put in front."""
-    placement = value.placement
+    placement: Sharded = value.placement
     axis = placement.axis + len(times or ()) - value.rank
     if times is None or len(times) < value.rank or times[axis] is None:
         return Unknown()  # how often an input is repeated is not known
@@ -314,7 +322,9 @@ def tiled(value, times):
 
 
 @view
-def repeated(value, axis=None, times=None):
+def repeated(
+    value: Value, axis: "Optional[int]" = None, times: "Optional[int]" = None
+) -> Placement:
     """Return each element several times along a dimension.
 
     For None all of them become one dimension.
@@ -322,7 +332,7 @@ def repeated(value, axis=None, times=None):
     Arguments:
         times: how often, where that is the same for all of them and known.
     """
-    placement = value.placement
+    placement: Sharded = value.placement
     if axis is None:
         return repeated(Value(reshaped(value, [None]), [None]), 0, times)
     if placement.axis != int(axis) % value.rank:
@@ -334,9 +344,9 @@ def repeated(value, axis=None, times=None):
 
 
 @view
-def broadcast(value, rank):
+def broadcast(value: Value, rank: int) -> Placement:
     """Repeated in dimensions of size 1, and in new ones before the others."""
-    placement = value.placement
+    placement: Sharded = value.placement
     return placement.replace(axis=placement.axis + rank - value.rank)
 
 
@@ -344,7 +354,7 @@ def broadcast(value, rank):
 
 
 @rule
-def gathered(values, axis, batch_dims=0):
+def gathered(values: "Sequence[Value]", axis: int, batch_dims: int = 0) -> Placement:
     """Elements of the first value along a dimension, by numbers in the second."""
     data, numbers = values
     if not have_own_rows(values):
@@ -357,15 +367,17 @@ def gathered(values, axis, batch_dims=0):
         rows = shared(both) if len(both) == 2 else None
         return rows if rows is not None and rows.axis < batch_dims else Mixed()
     if isinstance(data.placement, Replicated):
-        return numbers.placement.replace(axis=axis + numbers.axis)
+        placement: Sharded = numbers.placement
+        return placement.replace(axis=axis + numbers.axis)
     if data.axis == axis or not isinstance(numbers.placement, Replicated):
         return Mixed()
     new = 0 if data.axis < axis else numbers.rank - 1
-    return data.placement.replace(axis=data.axis + new)
+    placement = data.placement
+    return placement.replace(axis=data.axis + new)
 
 
 @rule
-def scattered(values, how="sum"):
+def scattered(values: "Sequence[Value]", how: str = "sum") -> Placement:
     """Rows sorted into what has a fixed number of places, by numbers: segment sums, histograms.
 
     Arguments:
@@ -377,7 +389,9 @@ def scattered(values, how="sum"):
 
 
 @rule
-def by_row(values, axes, result=None):
+def by_row(
+    values: "Sequence[Value]", axes: "Sequence[Optional[int]]", result: "Optional[int]" = None
+) -> Placement:
     """Return a function of each row by itself, such as a convolution.
 
     Arguments:
@@ -396,7 +410,7 @@ def by_row(values, axes, result=None):
 # Sizes, what is made by them, and branches.
 
 
-def made(sizes, rank):
+def made(sizes: Placement, rank: "Optional[int]") -> Placement:
     """Return new values of a shape, each of them drawn or filled in without looking at the others.
 
     Arguments:
@@ -411,9 +425,9 @@ def made(sizes, rank):
     return without_rows([sizes]) or Mixed()
 
 
-def shape_of(value):
+def shape_of(value: Value) -> Placement:
     """Return the sizes of a value."""
-    placement = value.placement
+    placement: Sharded = value.placement
     if isinstance(placement, (Mixed, Unknown)):
         return placement
     if isinstance(placement, Sharded):
@@ -423,12 +437,12 @@ def shape_of(value):
     return REPLICATED if fixed else Count()
 
 
-def size_of(value):
+def size_of(value: Value) -> Placement:
     """Return the number of a value's elements."""
     return Partial("sum") if isinstance(value.placement, Sharded) else shape_of(value)
 
 
-def counted(sizes, chosen):
+def counted(sizes: Placement, chosen: "Union[int, Sequence[int]]") -> Placement:
     """Return some elements of a vector of sizes, as a vector, or one of them, as a number."""
     if not isinstance(sizes, Count) or sizes.places is None:
         return sizes
@@ -438,13 +452,14 @@ def counted(sizes, chosen):
     return Count(places) if places else REPLICATED
 
 
-def chosen(condition, branches):
+def chosen(condition: Placement, branches: "Sequence[Placement]") -> Placement:
     """Return what one of several branches gives, by a condition that is the same for all rows."""
     found = without_rows([condition] + list(branches))
     if found is not None and not isinstance(found, Count):
         return found
     if not isinstance(condition, Replicated):
         return Mixed()  # each device would choose for itself
-    if all(isinstance(each, Sharded) for each in branches):
-        return shared(branches) or Mixed()
+    sharded = [branch for branch in branches if isinstance(branch, Sharded)]
+    if len(sharded) == len(branches):
+        return shared(sharded) or Mixed()
     return branches[0] if len(set(branches)) == 1 else Mixed()

@@ -9,6 +9,8 @@ The functions use only ``*``, ``//``, ``+`` and a ``maximum`` handed in, so that
 integers and on any framework's scalar tensors.
 """
 
+from typing import Any, Callable, List, Tuple
+
 from .._runtime.within import Within
 
 #: Within, models that have replicas run unsplit, on this thread: in a replica, or where one device
@@ -16,17 +18,19 @@ from .._runtime.within import Within
 unsplit = Within()
 
 
-def bounds(rows, replicas, replica):
-    """First row of a replica's shard, and the one after its last, in a batch of ``rows``."""
+def bounds(rows: "Any", replicas: int, replica: int) -> "Tuple[Any, Any]":
+    """Return the first row of a replica's shard of a batch, and the one after its last."""
     return replica * rows // replicas, (replica + 1) * rows // replicas
 
 
-def run_bounds(rows, replicas, replica, maximum=max):
+def run_bounds(
+    rows: "Any", replicas: int, replica: int, maximum: "Callable[..., Any]" = max
+) -> "Tuple[Any, Any]":
     """Return the rows a replica computes: its shard, or one row where the shard is empty."""
     start, stop = bounds(rows, replicas, replica)
     return start, maximum(stop, start + 1)
 
 
-def sizes(rows, replicas):
+def sizes(rows: "Any", replicas: int) -> "List[Any]":
     """Return the number of rows of each replica's shard."""
     return [stop - start for start, stop in (bounds(rows, replicas, i) for i in range(replicas))]

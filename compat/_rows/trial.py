@@ -9,17 +9,16 @@ batch and in inference, and counts as ``Mixed`` where that does not show it. Thr
 anywhere.
 """
 
+from typing import Any, Callable, List, Sequence, Tuple
+
 from .merging import NUMPY, merge
-from .placements import REPLICATED, Mixed, Partial, Replicated, Sharded, Unknown
+from .placements import REPLICATED, Mixed, Partial, Placement, Replicated, Sharded, Unknown
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from typing import Tuple
-
-    Rows = Tuple[int, ...]
+#: Numbers of rows.
+Rows = Tuple[int, ...]
 
 #: The rows that are computed together, and in parts. One row alone might fit by chance.
-WHOLE: "Rows" = (0, 1, 2)
+WHOLE: Rows = (0, 1, 2)
 PARTS: "Tuple[Rows, ...]" = ((0, 1), (2,))
 #: Another partition, in which no two rows are together that are so in the first one. Its order is
 #: not that of the batch, and the second row of the whole is the first one of a part.
@@ -31,7 +30,7 @@ SIZES = tuple(len(part) for part in PARTS)
 TOLERANCES = {16: 2e-2, 32: 1e-4, 64: 1e-8}
 
 
-def tried(compute):
+def tried(compute: "Callable[[Rows], List[Any]]") -> "List[Placement]":
     """Return the placement of each value that a function computes.
 
     Arguments:
@@ -58,7 +57,9 @@ def tried(compute):
     return results
 
 
-def fits_others(others, whole, placement, parts):
+def fits_others(
+    others: "Sequence[Any]", whole: "Any", placement: Placement, parts: "Sequence[Any]"
+) -> bool:
     """Return whether the arrays of ``OTHER_PARTS``, too, make up the whole by a placement.
 
     Arguments:
@@ -68,7 +69,9 @@ def fits_others(others, whole, placement, parts):
     return has_dimensions and fits(others, reordered(whole, placement, others, parts), placement)
 
 
-def reordered(whole, placement, others, parts):
+def reordered(
+    whole: "Any", placement: Placement, others: "Sequence[Any]", parts: "Sequence[Any]"
+) -> "Any":
     """Return an array of the whole with its rows, if it has any, in the order of ``OTHER_PARTS``.
 
     Arguments:
@@ -88,7 +91,9 @@ def reordered(whole, placement, others, parts):
     return np.concatenate([rows[row] for row in order], axis)
 
 
-def placements(parts, whole, sizes=SIZES):
+def placements(
+    parts: "Sequence[Any]", whole: "Any", sizes: "Sequence[int]" = SIZES
+) -> "List[Placement]":
     """Return all placements by which the parts of an array make up the whole, the likeliest first.
 
     Arguments:
@@ -98,31 +103,33 @@ def placements(parts, whole, sizes=SIZES):
     import numpy as np
 
     parts, whole, rows = [np.asarray(part) for part in parts], np.asarray(whole), sum(sizes)
-    candidates = []  # type: list
+    candidates: "List[Placement]" = []
     for axis, length in enumerate(whole.shape):
-        each = length // rows  # elements of a row, in all copies
+        count = length // rows  # elements of a row, in all copies
         candidates += [
-            Sharded(axis, each // copies, copies)
-            for copies in range(1, each + 1)
-            if each * rows == length and each % copies == 0
+            Sharded(axis, count // copies, copies)
+            for copies in range(1, count + 1)
+            if count * rows == length and count % copies == 0
         ]
         if any(len(part.shape) <= axis or part.shape[axis] * rows != length * size
                for part, size in zip(parts, sizes)):  # fmt: skip
             candidates.append(Sharded(axis, inner=None, even=False))
     candidates += [REPLICATED] + [Partial(how) for how in ("sum", "mean", "max", "min")]
-    return [each for each in candidates if fits(parts, whole, each, sizes)]
+    return [placement for placement in candidates if fits(parts, whole, placement, sizes)]
 
 
-def chosen(whole, placement, rows):
+def chosen(whole: "Any", placement: Sharded, rows: "Sequence[int]") -> "Any":
     """Return some of three rows, from an array that has them by a placement."""
     axis, copies, shape = placement.axis, placement.copies, list(whole.shape)
-    each = shape[axis] // (len(WHOLE) * copies)  # elements of a row, in one copy
-    apart = whole.reshape(shape[:axis] + [copies, len(WHOLE), each] + shape[axis + 1 :])
-    shape[axis] = copies * len(rows) * each
+    count = shape[axis] // (len(WHOLE) * copies)  # elements of a row, in one copy
+    apart = whole.reshape(shape[:axis] + [copies, len(WHOLE), count] + shape[axis + 1 :])
+    shape[axis] = copies * len(rows) * count
     return apart.take(rows, axis + 1).reshape(shape)
 
 
-def fits(parts, whole, placement, sizes=SIZES):
+def fits(
+    parts: "Sequence[Any]", whole: "Any", placement: Placement, sizes: "Sequence[int]" = SIZES
+) -> bool:
     """Return whether the parts of an array make up the whole by a placement."""
     import numpy as np
 
@@ -144,7 +151,9 @@ def fits(parts, whole, placement, sizes=SIZES):
     return close(np.asarray(merged, whole.dtype), whole)  # NumPy 1 makes float64 of some numbers
 
 
-def _are_rows(parts, whole, placement, sizes):
+def _are_rows(
+    parts: "Sequence[Any]", whole: "Any", placement: Sharded, sizes: "Sequence[int]"
+) -> bool:
     """Return whether arrays have the shapes of rows."""
     axis, copies, rows = placement.axis, placement.copies, sum(sizes)
     besides = {array.shape[:axis] + array.shape[axis + 1 :] for array in list(parts) + [whole]}
@@ -159,12 +168,12 @@ def _are_rows(parts, whole, placement, sizes):
     return length % (rows * copies) == 0 and lengths == [length * size for size in sizes]
 
 
-def is_fault(error):
-    """Return whether an error is this library's own.
+def is_fault(error: BaseException) -> bool:
+    """Return whether an error is a fault of this library.
 
     Nothing that runs whole instead may hide it.
     """
-    innermost = error.__traceback__
+    innermost: "Any" = error.__traceback__
     while innermost.tb_next is not None:
         innermost = innermost.tb_next
     module = innermost.tb_frame.f_globals.get("__name__") or ""
@@ -172,12 +181,12 @@ def is_fault(error):
     return isinstance(error, kinds) and module.split(".")[0] == __name__.split(".")[0]
 
 
-def cut(whole, placement, parts=PARTS):
+def cut(whole: "Any", placement: Sharded, parts: "Sequence[Sequence[int]]" = PARTS) -> "List[Any]":
     """Return the parts of an array of three rows that devices have, by a placement with rows."""
     return [chosen(whole, placement, rows) for rows in parts]
 
 
-def close(value, other):
+def close(value: "Any", other: "Any") -> bool:
     """Return whether two arrays are the same, but for rounding."""
     import numpy as np
 
@@ -189,7 +198,7 @@ def close(value, other):
     bits = value.dtype.itemsize * (4 if value.dtype.kind == "c" else 8)
     tolerance = TOLERANCES[min(64, max(16, bits))]
     finite = np.abs(other[np.isfinite(other)])
-    return np.allclose(
+    return bool(np.allclose(
         value, other, rtol=tolerance, atol=tolerance / 10 * (finite.max() if finite.size else 1.0),
         equal_nan=True,
-    )  # fmt: skip
+    ))  # fmt: skip

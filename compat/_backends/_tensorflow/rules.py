@@ -26,7 +26,7 @@ def placements(op: "Any", values: "Sequence[Value]") -> "List[Placement]":
     rule, positions = RULES.get(op.type), [v for v in values if isinstance(v.placement, Positions)]
     if positions and rule in (None, rules_shapes.strided_slice):
         values = [Value(Unknown(), v.shape) if v in positions else v for v in values]
-    results = _rows.settled(values)
+    results: "Any" = _rows.settled(values)
     stateful = op.op_def is None or op.op_def.is_stateful
     if rule is None and (stateful or results is None):
         results = Unknown()

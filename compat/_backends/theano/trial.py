@@ -28,7 +28,9 @@ def is_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
     device.take_weights()
     with device.randomness_kept():
         try:
-            results = _rows.trial.tried(lambda chosen: in_inference(plan, values, rows, chosen)[0])
+            results: "List[Any]" = _rows.trial.tried(
+                lambda chosen: in_inference(plan, values, rows, chosen)[0]
+            )
         except HasEffectsError:
             return False
         except Exception:
