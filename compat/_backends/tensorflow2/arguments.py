@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from ..._rows import REPLICATED, Count, Fallback, Placement, Reason, Sharded, Unknown, trial
-from .trial import Samples
+from .trial import SampleValues
 
 
 def tensors_of(structure: "Any") -> "List[tf.Tensor]":
@@ -159,22 +159,24 @@ class ShardedArguments:
         types = [(tensor.dtype.name, str(tensor.shape[1:])) for tensor in tensors_of(self.leaves)]
         return structure, places, tuple(types), repr(self.placements()), values
 
-    def three_rows(self) -> "List[Optional[Samples]]":
-        """Return the ``Samples`` of three rows, for each tensor of the tree.
+    def three_rows(self) -> "List[Optional[SampleValues]]":
+        """Return the ``SampleValues`` of three rows, for each tensor of the tree.
 
         None for a tensor that has neither a value yet nor rows.
         """
         real = self.has_values and int(self.rows) >= 3
-        samples: "List[Optional[Samples]]" = []
+        samples: "List[Optional[SampleValues]]" = []
         for value, is_data in self._tensors():
             if not is_data:
                 parts = tensors_of(value)
-                samples += [Samples(part) if hasattr(part, "numpy") else None for part in parts]
+                samples += [
+                    SampleValues(part) if hasattr(part, "numpy") else None for part in parts
+                ]
             else:
                 three = rows_between(value, 0, 3) if real else _made_up(value)
                 parts = [_some_rows(three, rows) for rows in trial.PARTS + trial.OTHER_PARTS]
                 lanes = zip(*map(tensors_of, [three] + parts))
-                samples += [Samples(whole, parts) for whole, *parts in lanes]
+                samples += [SampleValues(whole, parts) for whole, *parts in lanes]
         return samples
 
 

@@ -35,7 +35,7 @@ from .keras_patches import normalizing_rows
 from .merging import is_merged
 from .propagation import Added, Propagation
 from .side_effects import PythonEffects
-from .trial import LANES, OpTrial, Samples
+from .trial import LANES, OpTrial, SampleValues
 
 _PLAIN = (bool, numbers.Number, str, bytes, np.ndarray, type, type(None))
 
@@ -213,10 +213,10 @@ def _values(graph, stack):
         value = eager(external)
         if value is None:
             continue
-        values[internal.name] = Samples(value)
+        values[internal.name] = SampleValues(value)
         if internal.dtype.name == "resource" and may_be_set(internal):
             of_variable = [_copy(value, stack) for _ in range(LANES)]
-            values[internal.name] = Samples(of_variable[0], of_variable[1:])
+            values[internal.name] = SampleValues(of_variable[0], of_variable[1:])
             copies.update((id(copy), copy) for copy in of_variable)
     return values, copies
 

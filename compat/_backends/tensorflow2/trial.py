@@ -26,7 +26,7 @@ LANES = 1 + len(trial.PARTS + trial.OTHER_PARTS)
 FEWEST = 1 + len(trial.PARTS)
 
 
-class Samples:
+class SampleValues:
     """The values of a tensor in a trial.
 
     Arguments:
@@ -47,7 +47,7 @@ class OpTrial:
     known of what might leave a trace.
 
     Arguments:
-        values: the ``Samples`` of each tensor that is known from the start, by name.
+        values: the ``SampleValues`` of each tensor that is known from the start, by name.
         copies: the handles of variables that may be set, which are copies, by id; all others may
             not.
     """
@@ -100,7 +100,7 @@ class OpTrial:
             samples = self._random(known.whole.shape, output.dtype, placement)
             if isinstance(placement, Replicated):  # its gradient is a sum over the rows
                 quarter = samples.whole * tf.cast(0.25, output.dtype)
-                samples = Samples(samples.whole, [quarter * n for n in (1, 3, 3, 1)])
+                samples = SampleValues(samples.whole, [quarter * n for n in (1, 3, 3, 1)])
             self.values[tensor.name] = samples
 
     def _places(self, op, given, claimed):
@@ -149,10 +149,10 @@ class OpTrial:
 
     def _cut(self, value, placement):
         parts = trial.cut(value.numpy(), placement, trial.PARTS + trial.OTHER_PARTS)
-        return Samples(value, [tf.constant(part, value.dtype) for part in parts])
+        return SampleValues(value, [tf.constant(part, value.dtype) for part in parts])
 
     def _computed(self, op, claimed):
-        """Return the ``Samples`` of each result, or None where it cannot be computed."""
+        """Return the ``SampleValues`` of each result, or None where it cannot be computed."""
         inputs = [self.values.get(tensor.name) for tensor in op.inputs]
         if None in inputs:
             return None
@@ -160,7 +160,7 @@ class OpTrial:
             if is_random(op):
                 return self._drawn(op, inputs, claimed)
             if all(samples.is_same for samples in inputs):
-                return list(map(Samples, self._execute(op, [each.whole for each in inputs])))
+                return list(map(SampleValues, self._execute(op, [each.whole for each in inputs])))
             return self._in_lanes(op, inputs)
         except Exception as error:  # whatever an operation can have against three rows
             if trial.is_fault(error):
@@ -168,7 +168,7 @@ class OpTrial:
             return None
 
     def _in_lanes(self, op, inputs):
-        """Return the ``Samples`` of each result of an operation, computed for the whole and parts.
+        """Return the ``SampleValues`` of each result of an operation, computed for the whole and parts.
 
         Those of ``OTHER_PARTS`` lack where it cannot be computed for rows in another order.
         """
@@ -180,7 +180,7 @@ class OpTrial:
             if len(results) < FEWEST:
                 raise
             del results[FEWEST:]
-        return [Samples(whole, parts) for whole, *parts in zip(*results)]
+        return [SampleValues(whole, parts) for whole, *parts in zip(*results)]
 
     def _drawn(self, op, inputs, claimed):
         """Random numbers, which are not TensorFlow's, so that those go on as they would have."""
@@ -195,7 +195,7 @@ class OpTrial:
         whole = tf.constant(np.random.RandomState(0).uniform(size=shape), dtype)
         if isinstance(placement, Sharded) and placement.even:
             return self._cut(whole, placement)
-        return Samples(whole)
+        return SampleValues(whole)
 
     # Operations are executed eagerly, one by one; those of functions within, too -----------------
 
