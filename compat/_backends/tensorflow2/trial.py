@@ -168,7 +168,7 @@ class OpTrial:
             return None
 
     def _in_lanes(self, op, inputs):
-        """Return the ``SampleValues`` of each result of an operation, computed for the whole and parts.
+        """Return the ``SampleValues`` of each result, computed for the whole and for parts.
 
         Those of ``OTHER_PARTS`` lack where it cannot be computed for rows in another order.
         """
