@@ -74,8 +74,8 @@ class Regression(_verification.Step):
         self.fault(results, self.values)
         return "given", results
 
-    def outputs(self, undivided):
-        self.inferred.append(undivided)
+    def outputs(self, is_unsplit):
+        self.inferred.append(is_unsplit)
         return {"output 1": self.inputs.dot(self.values["weight kernel"])}
 
 
@@ -225,7 +225,7 @@ def test_what_a_random_step_repeats_by_chance_is_not_compared(noise):
 
 def test_a_difference_in_inference_is_found_although_training_is_random(monkeypatch):
     step = Regression(noise=0.1)
-    monkeypatch.setattr(step, "outputs", lambda undivided: {"output 1": np.ones(3) * undivided})
+    monkeypatch.setattr(step, "outputs", lambda is_unsplit: {"output 1": np.ones(3) * is_unsplit})
     assert refusal(compat.ResultsDifferError, verify, step) == text_of(
         "output 1",
         "1",
@@ -238,10 +238,10 @@ def test_a_difference_in_inference_is_found_although_training_is_random(monkeypa
 @pytest.mark.parametrize(
     "step, outputs, why",
     [
-        (Regression(noise=0.1), lambda undivided: None, "it is random"),
+        (Regression(noise=0.1), lambda is_unsplit: None, "it is random"),
         (
             Regression(scaled(2.0)),
-            lambda undivided: {"output 1": np.ones(3) * undivided},
+            lambda is_unsplit: {"output 1": np.ones(3) * is_unsplit},
             "layer 'bn' trains",
         ),
     ],
@@ -292,8 +292,8 @@ class Chaotic(Regression):
 
     label = "weight kernel"
 
-    def outputs(self, undivided):
-        value = abs(float(self.values[self.label][0, 0])) % 1 + (0.0 if undivided else 1e-7)
+    def outputs(self, is_unsplit):
+        value = abs(float(self.values[self.label][0, 0])) % 1 + (0.0 if is_unsplit else 1e-7)
         for _ in range(60):
             value = 3.99 * value * (1 - value)
         return {"output 1": np.asarray(value)}
@@ -314,8 +314,8 @@ class Reservoir(Regression):
 
     input_attributes = ("inputs",)
 
-    def outputs(self, undivided):
-        value = np.abs(self.inputs) % 1 + np.float32(0.0 if undivided else 1e-7)
+    def outputs(self, is_unsplit):
+        value = np.abs(self.inputs) % 1 + np.float32(0.0 if is_unsplit else 1e-7)
         for _ in range(60):
             value = np.float32(3.99) * value * (1 - value)
         return {"output 1": value}
@@ -329,8 +329,8 @@ def test_a_model_that_amplifies_rounding_is_no_difference(step):
 
 def test_constants_that_amplify_nothing_hide_no_difference():
     class Mixing(Reservoir):
-        def outputs(self, undivided):
-            return {"output 1": self.inputs + (0 if undivided else 0.1 * self.inputs.mean())}
+        def outputs(self, is_unsplit):
+            return {"output 1": self.inputs + (0 if is_unsplit else 0.1 * self.inputs.mean())}
 
     with pytest.raises(compat.ResultsDifferError, match="is output 1: by 0.0"):
         verify(Mixing(noise=0.1))
@@ -346,9 +346,9 @@ class Normalising(Regression):
         self.rows = np.tile(np.float32(numbers), 61)
         self.mask = mask
 
-    def outputs(self, undivided):
+    def outputs(self, is_unsplit):
         masked = self.rows == self.mask
-        apart = self.rows - self.rows[~masked].mean() + np.float32(0.0 if undivided else 1e-6)
+        apart = self.rows - self.rows[~masked].mean() + np.float32(0.0 if is_unsplit else 1e-6)
         return {"output 1": np.append(np.where(masked, 1.0, apart * 300.0), 1.0)}
 
 
@@ -361,8 +361,8 @@ def test_a_constant_column_that_is_normalised_is_no_difference(step):
 
 def test_a_number_that_decides_what_a_step_does_hides_no_difference():
     class Masked(Normalising):
-        def outputs(self, undivided):
-            return {"output 1": (self.rows == 5.0) * (1.0 if undivided else 1.01)}
+        def outputs(self, is_unsplit):
+            return {"output 1": (self.rows == 5.0) * (1.0 if is_unsplit else 1.01)}
 
     with pytest.raises(compat.ResultsDifferError, match="is output 1: by 0.01"):
         verify(Masked(5.0))

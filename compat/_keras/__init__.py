@@ -149,8 +149,8 @@ def all_layers_of_keras2(model: "Any") -> "List[Any]":
     return layers
 
 
-def undivided(model: "Any") -> "Optional[str]":
-    """Why the batches of a model of tf.keras or Keras 3 cannot be split, as a phrase, or None."""
+def unsplit_reason(model: "Any") -> "Optional[str]":
+    """Return why batches of a model of tf.keras or Keras 3 cannot be split, a phrase, or None."""
     recurrent = keras_of(model).layers.RNN
     for layer in all_layers(model):
         if isinstance(layer, recurrent) and getattr(layer, "stateful", False):

@@ -43,7 +43,7 @@ def install(kind: "Type[Any]", model: "Any", devices: "Sequence[str]", first: st
     """
     kind(devices).install(model)
     for part in called_models(model):
-        reason = _keras.undivided(part)
+        reason = _keras.unsplit_reason(part)
         if reason:
             _keras.warn_left_unsplit(part, reason, first)
         elif kind.of(part) is None:

@@ -31,7 +31,7 @@ def count(devices: "Sequence[str]", sizes: "Optional[Sequence[int]]", training: 
             counted[key] = counted.get(key, 0) + 1
 
 
-def undivided(devices: "Sequence[str]", rows: int) -> "Sequence[int]":
+def unsplit_sizes(devices: "Sequence[str]", rows: int) -> "Sequence[int]":
     """Return the sizes of a batch that the first device has computed alone."""
     return [rows] + [0] * (len(devices) - 1)
 

@@ -56,7 +56,7 @@ class VerifiedKeras2Step(keras_steps.Verified):
         is_users = function is not None and _keras.is_users_function(function)
         return function if is_users else super().verified(model)
 
-    def make_undivided(self, model: "Any") -> "Any":
+    def make_unsplit(self, model: "Any") -> "Any":
         if self.kind != "train":
             return self.made_anew(model)
         optimizer = model.optimizer
@@ -143,15 +143,15 @@ class Keras2Step(ArraysStep):
         # By kind, and whether it is that of one device.
         self._inferring: "Dict[Tuple[str, bool], Any]" = {}
         written = method.written(function.made, self.model)
-        undivided = method.written(function.undivided, self.model)
+        unsplit = method.written(function.unsplit, self.model)
         # Most optimizers create their state for each function.
-        of_replicas = [variable for variable in written if variable not in undivided]
-        of_undivided = [variable for variable in undivided if variable not in written]
+        of_replicas = [variable for variable in written if variable not in unsplit]
+        of_unsplit = [variable for variable in unsplit if variable not in written]
         self.slots = self._paired(
-            of_replicas, of_undivided
+            of_replicas, of_unsplit
         )  # of the function of replicas -> of the other one
-        self.undivided_last = False
-        shared = [variable for variable in undivided if variable not in self.slots.values()]
+        self.unsplit_last = False
+        shared = [variable for variable in unsplit if variable not in self.slots.values()]
         self.variables = self._labelled(written + shared)
 
     def _paired(self, first: "List[Any]", second: "List[Any]") -> "Dict[Any, Any]":
@@ -193,7 +193,7 @@ class Keras2Step(ArraysStep):
         return bool(self.method.is_random(self.variables.get(label)))
 
     def read(self) -> "Dict[str, Any]":
-        slots = self.slots if self.undivided_last else {}
+        slots = self.slots if self.unsplit_last else {}
         now = [slots.get(variable, variable) for variable in self.variables.values()]
         return dict(zip(self.variables, self.keras.backend.batch_get_value(now)))
 
@@ -207,16 +207,16 @@ class Keras2Step(ArraysStep):
         self.keras.backend.batch_set_value(pairs)
 
     def done(self, function: "Any") -> "Tuple[Any, Dict[str, Any]]":
-        self.undivided_last = function is self.function.undivided
+        self.unsplit_last = function is self.function.unsplit
         return super().done(function)
 
-    def outputs(self, undivided: bool) -> "Dict[str, Any]":
+    def outputs(self, is_unsplit: bool) -> "Dict[str, Any]":
         has_phase = self.kind == "train" and isinstance(self.data[-1], (int, float))
         # These determine random numbers, and are set after the step.
         going_on = set(filter(self.method.is_random, self.variables.values()))
 
         def run(kind: str, inputs: "List[Any]") -> "Any":
-            function = self._function_of(kind, undivided)
+            function = self._function_of(kind, is_unsplit)
             written = self.method.written(function, self.model)
             written = [v for v in written if v not in going_on]
             before = self.keras.backend.batch_get_value(written)
@@ -227,20 +227,20 @@ class Keras2Step(ArraysStep):
 
         return self.in_inference(run, self.data[:-1] if has_phase else self.data)
 
-    def _function_of(self, kind: str, undivided: bool) -> "Any":
+    def _function_of(self, kind: str, is_unsplit: bool) -> "Any":
         """Return the function by which the model infers, on one device or on all."""
-        if (kind, undivided) not in self._inferring:
+        if (kind, is_unsplit) not in self._inferring:
             attribute = keras_steps.FUNCTIONS[kind]
             method = getattr(self.model, self.method.prefix + attribute)
             with suspended:
-                if undivided:
-                    function = method.__func__.make_undivided(self.model)
+                if is_unsplit:
+                    function = method.__func__.make_unsplit(self.model)
                 else:
                     method()
                     function = getattr(self.model, attribute)
                     function = getattr(function, "made", function)
-            self._inferring[kind, undivided] = function
-        return self._inferring[kind, undivided]
+            self._inferring[kind, is_unsplit] = function
+        return self._inferring[kind, is_unsplit]
 
 
 def _is_called_in_training(layer: "Any") -> bool:

@@ -107,7 +107,7 @@ class Verified(patching.InstanceMethod):
         """Return whether all state of a step exists; before, none can be verified."""
         return True
 
-    def make_undivided(self, model: "Any") -> "Any":
+    def make_unsplit(self, model: "Any") -> "Any":
         """Return a function as Keras makes it, which does the step on one device."""
         return self.made_anew(model)
 
@@ -131,13 +131,13 @@ class VerifiedFunction:
 
     Attributes:
         made: Keras' function, for all devices.
-        undivided: one that does the same on one device.
+        unsplit: one that does the same on one device.
     """
 
-    undivided: "Any" = None
+    unsplit: "Any" = None
 
     def __init__(self, method: "Verified", model: "Any", made: "Any") -> None:
-        vars(self).update(method=method, model=model, made=made, undivided=None)
+        vars(self).update(method=method, model=model, made=made, unsplit=None)
 
     def __getattr__(
         self, name: str
@@ -160,9 +160,9 @@ class VerifiedFunction:
             with suspended:
                 return self.made(*args)
         elif verification.is_due(method.kind):
-            if self.undivided is None:
+            if self.unsplit is None:
                 with random_numbers(), verification.shown(method.kind):
-                    self.undivided = method.make_undivided(self.model)
+                    self.unsplit = method.make_unsplit(self.model)
             return verification.verify(method.kind, method.step(method, self, *args))
         return self.made(*args)
 
@@ -231,7 +231,7 @@ class FunctionStep(steps.Step):
 
     def on_one_device(self) -> "Dict[str, Any]":
         with unsplit:
-            return self.done(self.function.undivided)[1]
+            return self.done(self.function.unsplit)[1]
 
     def on_all_devices(self) -> "Tuple[Any, Dict[str, Any]]":
         return self.done(self.function.made)
@@ -314,11 +314,11 @@ class KerasStep(FunctionStep):
         """Return the model's outputs in inference, and the losses that its layers add."""
         return self.model(inputs, training=False), self.model.losses
 
-    def outputs(self, undivided: bool) -> "Optional[Dict[str, Any]]":
+    def outputs(self, is_unsplit: bool) -> "Optional[Dict[str, Any]]":
         inputs = self.data[0]
         if isinstance(inputs, (tuple, list)):  # Keras takes a list, as of torch's loaders, too
             inputs = inputs[0]
-        with unsplit if undivided else contextlib.ExitStack():
+        with unsplit if is_unsplit else contextlib.ExitStack():
             try:
                 results, losses = self.infer(inputs)
             except NotImplementedError:  # a model whose train_step calls its parts

@@ -108,7 +108,7 @@ class Step:
         """Do the step on all devices once more, and return their operations: see ``Record``."""
         raise NotImplementedError
 
-    def outputs(self, undivided: bool) -> "Optional[Dict[str, Any]]":
+    def outputs(self, is_unsplit: bool) -> "Optional[Dict[str, Any]]":
         """Return the model's outputs for the step's batch in inference; None if unavailable."""
         return None
 

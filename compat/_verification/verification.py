@@ -161,9 +161,9 @@ class Verification:
     def _inferred(self, step: "Step", start: "Values") -> "Optional[Comparison]":
         """Return the comparison of the model's outputs in inference; None if it has none."""
 
-        def outputs(values: "Values", undivided: bool) -> "Any":
+        def outputs(values: "Values", is_unsplit: bool) -> "Any":
             step.write(values)
-            return step.outputs(undivided=undivided)
+            return step.outputs(is_unsplit)
 
         expected = outputs(start, True)
         if expected is None or step.by_design(True, _changed(start, step.read())) is not None:

@@ -158,7 +158,7 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def count(self, rows: int, is_split: bool, training: bool) -> None:
         """Count a batch that was computed. XLA's shards have one size, the last ones fewer rows."""
-        sizes, shard_size = work.undivided(self.names, rows), -(-rows // len(self.names))
+        sizes, shard_size = work.unsplit_sizes(self.names, rows), -(-rows // len(self.names))
         if is_split:
             places = range(len(self.names))
             sizes = [min(shard_size, max(0, rows - i * shard_size)) for i in places]

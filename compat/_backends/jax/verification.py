@@ -107,7 +107,7 @@ class _Step(keras_steps.KerasStep):
         return jax.tree.unflatten(self.tree, placed)
 
     def done(self, function):
-        shardings = {} if function is self.function.undivided else self.shardings
+        shardings = {} if function is self.function.unsplit else self.shardings
         results, state = function(self._state(shardings), self.collection(self.data))
         leaves = jax.tree.leaves(state)  # in Keras 3.6 a prediction gives the last ones only
         changed = self.labels[len(self.labels) - len(leaves) :]

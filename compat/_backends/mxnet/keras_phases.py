@@ -142,7 +142,7 @@ class Phase:
         self.updates = dict(zip(self.variables, values[self.results :]))
         if len(self.sizes) > 1:  # else it is verified
             # Without cuts the head computes all.
-            sizes = self.sizes if self.cuts else work.undivided(self.sizes, sum(self.sizes))
+            sizes = self.sizes if self.cuts else work.unsplit_sizes(self.sizes, sum(self.sizes))
             work.count(list(map(str, self.contexts)), sizes, self.is_train)
         return values[: self.results]
 

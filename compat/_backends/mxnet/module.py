@@ -104,7 +104,7 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
     def sizes(self):
         """The shard sizes of a batch."""
         sizes = splitting.sizes(self.batch_size, len(self.contexts))
-        return work.undivided(sizes, self.batch_size) if self.is_monitored else sizes
+        return work.unsplit_sizes(sizes, self.batch_size) if self.is_monitored else sizes
 
     def decide_slices(self, data_shapes):
         """Set the slices of a batch, and return the batch dimensions of inputs."""

@@ -214,7 +214,7 @@ class BlockReplicas(Replicas):
         self._unite_statistics()
         self.copies.begin()
         if self._sizes is not None:
-            self._sizes = work.undivided(self.names, 1)
+            self._sizes = work.unsplit_sizes(self.names, 1)
         return self.written(self.contexts[0], args, lambda array: array)
 
     def written(self, context, args, rows):
@@ -283,7 +283,7 @@ class BlockReplicas(Replicas):
         """Run the block unsplit, and count the batch."""
         result = self.run_unsplit(args)
         statistics, _ = states_of(self.block, self.operations)
-        self._note_batch(work.undivided(self.names, next(leaves(args)).shape[0]), statistics)
+        self._note_batch(work.unsplit_sizes(self.names, next(leaves(args)).shape[0]), statistics)
         return result
 
     def _note_batch(self, sizes, statistics):

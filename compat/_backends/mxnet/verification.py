@@ -64,9 +64,9 @@ class _MXNetStep(keras2.ArraysStep):
     def operations(self):
         return products(lambda: self.function.made(self.data))
 
-    def outputs(self, undivided):
+    def outputs(self, is_unsplit):
         replicas = self.model._compat_replicas
-        with replicas.unsplit() if undivided else contextlib.ExitStack():
+        with replicas.unsplit() if is_unsplit else contextlib.ExitStack():
             run = replicas.run
             return self.in_inference(lambda kind, rows: run(_PHASES[kind], rows), self.data)
 
@@ -77,7 +77,7 @@ class VerifiedStep(keras_steps.Verified):
     prefix = "_make_"
     step = _MXNetStep
 
-    def make_undivided(self, model):
+    def make_unsplit(self, model):
         replicas = model._compat_replicas
         return replicas.unsplit()(functools.partial(replicas.run, _PHASES[self.kind]))
 
@@ -183,7 +183,7 @@ class BlockCall(_verification.Step):
     def operations(self):
         return products(lambda: self._differentiated(self.replicas.run))
 
-    def outputs(self, undivided):
+    def outputs(self, is_unsplit):
         with mx.autograd.pause(train_mode=False):
-            run = self.replicas.run_unsplit if undivided else self.replicas.run
+            run = self.replicas.run_unsplit if is_unsplit else self.replicas.run
             return self._outputs(run(self.args))

@@ -324,7 +324,7 @@ class ReplicatedGraphFunction:
         if rows:
             sizes = splitting.sizes(next(iter(rows.values())), len(devices))
         elif not replicas.part.split_inputs and inputs and _rows_of(inputs[0]) is not None:
-            sizes = work.undivided(devices, _rows_of(inputs[0]))
+            sizes = work.unsplit_sizes(devices, _rows_of(inputs[0]))
         work.count(devices, sizes, self.training)  # None: the model has tensors that are not fed
 
     def _checked_rows(self, inputs):

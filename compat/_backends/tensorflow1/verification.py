@@ -20,10 +20,10 @@ class _Step(keras2.Keras2Step):
         # A trial that fails makes the function anew, with other variables for the optimizer.
         if hasattr(function.made, "try_on"):  # it is of replicas
             function.made.try_on(data)
-            function.made.results.give_to(function.undivided)
+            function.made.results.give_to(function.unsplit)
         super().__init__(method, function, data)
         computed = []
-        for made in function.made, function.undivided:
+        for made in function.made, function.unsplit:
             computed += [made.updates_op, *made.outputs, *getattr(made, "fetches", ())]
         self._computed = graph.ancestors(computed, ())[0]
 

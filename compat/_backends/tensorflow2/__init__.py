@@ -204,7 +204,7 @@ class TensorFlow2(Backend):
             refusals.refuse_strategies(tf, model)
             _keras.warn_of_distribution(model)
             _keras.warn_of_placed_parts(model, self.placed_parts(model), devices)
-            reason = _keras.undivided(model)
+            reason = _keras.unsplit_reason(model)
             if reason:
                 _keras.warn_left_unsplit(model, reason, self.devices()[0])
                 replicated = False
@@ -235,7 +235,7 @@ class TensorFlow2(Backend):
         from . import verification as verifying
 
         if not self.is_native(model):
-            if verification is not None and _keras.undivided(model):
+            if verification is not None and _keras.unsplit_reason(model):
                 verification = None  # it runs on one device
             verifying.VerifiedStep.install_on(model, verification)
         elif hasattr(tf.keras.Model, "train_step"):

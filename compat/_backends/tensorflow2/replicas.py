@@ -348,7 +348,7 @@ class ReplicatedCall(patching.InstanceMethod):
         args, kwargs = arguments.structure
         with tf.device(self.devices[0]), unsplit:
             results = call(*args, **kwargs)
-        count(self.devices, arguments.rows, recording(), work.undivided)
+        count(self.devices, arguments.rows, recording(), work.unsplit_sizes)
         name = getattr(model, "name", None) or type(model).__name__
         _rows.warn_unsplit(model, name, fallback, self.devices[0], "The model", self)  # said once
         return results

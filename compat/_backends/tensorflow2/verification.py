@@ -266,9 +266,9 @@ class VerifiedCall(_verification.Step):
         step = functools.partial(self._differentiated, tf.function(self.replicated))
         return products(nodes_executed(step))
 
-    def outputs(self, undivided):
+    def outputs(self, is_unsplit):
         args, kwargs = self._in_inference()
-        call = self._plain if undivided else self.replicated
+        call = self._plain if is_unsplit else self.replicated
         return self._outputs(_in_a_thread(call, *args, **kwargs))
 
     def _in_inference(self):

@@ -102,7 +102,8 @@ class ReplicatedFunction:
             return self._call(inputs)
         results = plan.finish(step, inputs)
         names = [device.name for device in self.owner.devices]
-        split = step.sizes if plan.cuts else work.undivided(names, rows)  # the head computes all
+        # Without cuts the head computes all.
+        split = step.sizes if plan.cuts else work.unsplit_sizes(names, rows)
         work.count(names, split, self.loss is not None)
         return list(map(np.asarray, results))
 

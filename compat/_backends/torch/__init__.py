@@ -116,7 +116,7 @@ class Torch(Backend):
             keras_replicas.refuse_torch_compile(model)
             _keras.warn_of_distribution(model)
         steps.remove(keras_replicas.ReplicatedKerasCall, model)
-        reason = _keras.undivided(model) if replicated else None
+        reason = _keras.unsplit_reason(model) if replicated else None
         if reason:
             _keras.warn_left_unsplit(model, reason, self.devices()[0])
         elif replicated:
@@ -144,7 +144,7 @@ class Torch(Backend):
         kind, is_left = VerifiedForward, in_ranks
         if _keras.keras_of(model) is not None:
             kind = VerifiedStep
-            is_left = not in_ranks and _keras.undivided(model)
+            is_left = not in_ranks and _keras.unsplit_reason(model)
         kind.install_on(model, None if is_left else verification)
 
     def memory_peaks(self):

@@ -153,10 +153,10 @@ class _ModuleCall(RandomStep, _StepOfModule):
         """Return counts of products by device."""
         return profiler.products(lambda: self._again(self._named))
 
-    def outputs(self, undivided):
+    def outputs(self, is_unsplit):
         """Return results in inference, by label."""
         with contextlib.ExitStack() as afterwards, torch.no_grad():
-            if undivided:
+            if is_unsplit:
                 afterwards.enter_context(unsplit)
             for part in self.module.modules():
                 afterwards.callback(setattr, part, "training", part.training)

@@ -200,7 +200,7 @@ class ReplicatedCall(patching.InstanceMethod):
             changed, unflatten, _ = flatten(arguments.changed())
         # It may change the caller's containers.
         unflatten([untagged(arguments.marked(leaf)) for leaf in changed])
-        sizes = None if rows is None else work.undivided(self.devices, rows)
+        sizes = None if rows is None else work.unsplit_sizes(self.devices, rows)
         work.count(self.devices, sizes, torch.is_grad_enabled())
         if fallback is not None:
             name = type(model).__name__ if _keras.keras_of(model) is None else model.name

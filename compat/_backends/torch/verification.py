@@ -141,15 +141,15 @@ class RankedStep(TorchStep):
         is_of_rank = label.startswith(("the loss", "metric "))
         return is_of_rank or super().is_random(label)
 
-    def outputs(self, undivided):
+    def outputs(self, is_unsplit):
         """Return those of this rank's rows, computed alone or among all rows."""
-        data, self.data = self.data, self.data if undivided else self.batches
+        data, self.data = self.data, self.data if is_unsplit else self.batches
         try:  # inputs that are off by rounding may have replaced them already
             with self.ranked.alone():
                 outputs = super().outputs(True)
         finally:
             self.data = data
-        rows = self.rows if undivided else slice(None)
+        rows = self.rows if is_unsplit else slice(None)
         return outputs and {k: v[rows] for k, v in outputs.items() if "output:" not in k}
 
     def operations(self):

@@ -75,8 +75,8 @@ class NetworkStep(Step):
             self.call()
         return products(record)
 
-    def outputs(self, undivided):
-        with replicas.undivided(self.network) if undivided else contextlib.ExitStack():
+    def outputs(self, is_unsplit):
+        with replicas.undivided(self.network) if is_unsplit else contextlib.ExitStack():
             inputs = self.args[0] if self.args else self.kwargs["inputs"]
             return {"output 1": self.network.outputs(inputs)}
 
