@@ -11,7 +11,7 @@ def nearest(
     """Return the nearest ancestors that satisfy a predicate, each once, in order.
 
     Arguments:
-        wanted: where the search begins; those that satisfy the predicate are found themselves.
+        wanted: where the search begins; those that satisfy the predicate are returned themselves.
         is_found: the predicate.
         inputs_of: what something in the graph is computed from; nothing for leaves.
     """

@@ -216,7 +216,7 @@ def view(function: "Callable[..., Placement]") -> "Callable[..., Placement]":
 def transposed(value: Value, order: "Sequence[int]") -> Placement:
     """Dimension i of the result is dimension ``order[i]``."""
     placement: Sharded = value.placement
-    return placement.replace(axis=[int(each) % value.rank for each in order].index(placement.axis))
+    return placement.replace(axis=[int(axis) % value.rank for axis in order].index(placement.axis))
 
 
 @view
@@ -260,11 +260,11 @@ def reshaped(value: Value, after: "Optional[Sequence[Optional[int]]]") -> Placem
     # Each row has to fill whole places along the dimension that grows.
     if trailing == tuple(after[place + 1 :]):
         return placement.replace(axis=place, copies=copies)
-    known = (inner or 1) * _product(size for size in trailing if size is not None)
+    elements = (inner or 1) * _product(size for size in trailing if size is not None)
     exact = inner is not None and None not in trailing
-    if not wanted or known % wanted:
+    if not wanted or elements % wanted:
         return Mixed() if exact else Unknown()  # the sizes of an input are not known
-    return placement.replace(axis=place, inner=known // wanted if exact else None, copies=copies)
+    return placement.replace(axis=place, inner=elements // wanted if exact else None, copies=copies)
 
 
 def _product(sizes: "Iterable[Any]") -> int:
@@ -404,7 +404,7 @@ def by_row(
         return Mixed()
     rows = [value.placement for value in values if value.axis is not None]
     axis = rows[0].axis if result is None else result
-    return shared([each.replace(axis=axis) for each in rows]) or Mixed()
+    return shared([placement.replace(axis=axis) for placement in rows]) or Mixed()
 
 
 # Sizes, what is made by them, and branches.
@@ -454,9 +454,9 @@ def counted(sizes: Placement, chosen: "Union[int, Sequence[int]]") -> Placement:
 
 def chosen(condition: Placement, branches: "Sequence[Placement]") -> Placement:
     """Return what one of several branches gives, by a condition that is the same for all rows."""
-    found = without_rows([condition] + list(branches))
-    if found is not None and not isinstance(found, Count):
-        return found
+    result = without_rows([condition] + list(branches))
+    if result is not None and not isinstance(result, Count):
+        return result
     if not isinstance(condition, Replicated):
         return Mixed()  # each device would choose for itself
     sharded = [branch for branch in branches if isinstance(branch, Sharded)]

@@ -44,7 +44,7 @@ class OpTrial:
     """The values of a graph's tensors: of the whole, and of the parts.
 
     All are kept for as long as the trial lasts, as training keeps those of a whole batch. None is
-    known of what might leave a trace.
+    known of what might have side effects.
 
     Arguments:
         values: the ``SampleValues`` of each tensor that is known from the start, by name.
@@ -75,39 +75,39 @@ class OpTrial:
         is_shown = samples is not None and not is_resource(tensor)
         return [None] * samples.whole.shape.rank if is_shown else None
 
-    def follow(self, op, given, claimed):
+    def follow(self, op, placements, claimed):
         """Compute an operation; return the placements of its results, as far as that shows them.
 
         Arguments:
-            given: the placements of its inputs.
+            placements: those of its inputs.
             claimed: those that the rules say its results have.
         """
         results = self._computed(op, claimed)
         if results is None:
             return claimed
-        places, found = self._places(op, given, claimed), []
+        places, results_shown = self._places(op, placements, claimed), []
         for output, samples, placement in zip(op.outputs, results, claimed):
             if not is_resource(output) and isinstance(placement, _SHOWN):
-                placement, samples = self._shown(samples, given, placement, places)
+                placement, samples = self._shown(samples, placements, placement, places)
             self.values[output.name] = samples
-            found.append(placement)
-        return found
+            results_shown.append(placement)
+        return results_shown
 
     def draw(self, tensor, output, placement):
         """Take random values for the gradient of an output."""
-        known = self.values.get(output.name)
-        if known is not None and output.dtype.is_floating:
-            samples = self._random(known.whole.shape, output.dtype, placement)
+        result = self.values.get(output.name)
+        if result is not None and output.dtype.is_floating:
+            samples = self._random(result.whole.shape, output.dtype, placement)
             if isinstance(placement, Replicated):  # its gradient is a sum over the rows
                 quarter = samples.whole * tf.cast(0.25, output.dtype)
                 samples = SampleValues(samples.whole, [quarter * n for n in (1, 3, 3, 1)])
             self.values[tensor.name] = samples
 
-    def _places(self, op, given, claimed):
-        """Of a reshaped value, where its elements go: rows of these are never the same."""
+    def _places(self, op, placements, claimed):
+        """Return where the elements of a reshaped value go: rows of these are never the same."""
         if op.type != "Reshape" or not isinstance(claimed[0], Unknown):
             return None
-        before, dtype = given[0], op.outputs[0].dtype
+        before, dtype = placements[0], op.outputs[0].dtype
         countable = dtype.is_floating or dtype.is_integer
         if not (isinstance(before, Sharded) and before.even and countable):
             return None
@@ -116,19 +116,20 @@ class OpTrial:
         places = self._cut(tf.constant(places, dtype), before)
         return self._in_lanes(op, [places, sizes])[0]
 
-    def _shown(self, samples, given, placement, places):
+    def _shown(self, samples, placements, placement, places):
         """Return the placement of a result by its values; and these, which devices have by it."""
         if samples.is_same and not isinstance(placement, (Sharded, Unknown)):
             return placement, samples
         if isinstance(placement, Unknown):
             # Rows that are not even long have lengths, of which each device has its own. Whole
             # numbers made of these are mostly lengths, too.
-            uneven = any(isinstance(p, Unknown) or not getattr(p, "even", True) for p in given)
+            uneven = any(isinstance(p, Unknown) or not getattr(p, "even", True) for p in placements)
             arrays = self._arrays(samples if places is None else places)
-            told = None if uneven and arrays[0].dtype.kind not in "fc" else _told(*arrays, given)
-            if told is None:
+            is_length = uneven and arrays[0].dtype.kind not in "fc"
+            shown = None if is_length else _placement_shown(*arrays, placements)
+            if shown is None:
                 return placement if uneven else Mixed(Fallback(Reason.TRIAL_DIFFERS)), samples
-            placement = told
+            placement = shown
         elif not _fits(*self._arrays(samples), placement):
             return Mixed(Fallback(Reason.TRIAL_DIFFERS)), samples
         if isinstance(placement, Sharded) and placement.even:
@@ -160,7 +161,9 @@ class OpTrial:
             if is_random(op):
                 return self._drawn(op, inputs, claimed)
             if all(samples.is_same for samples in inputs):
-                return list(map(SampleValues, self._execute(op, [each.whole for each in inputs])))
+                return list(
+                    map(SampleValues, self._execute(op, [samples.whole for samples in inputs]))
+                )
             return self._in_lanes(op, inputs)
         except Exception as error:  # whatever an operation can have against three rows
             if trial.is_fault(error):
@@ -183,7 +186,7 @@ class OpTrial:
         return [SampleValues(whole, parts) for whole, *parts in zip(*results)]
 
     def _drawn(self, op, inputs, claimed):
-        """Random numbers, which are not TensorFlow's, so that those go on as they would have."""
+        """Return random numbers that are not TensorFlow's, whose generators are not advanced."""
         dtype = op.outputs[0].dtype
         names = [argument.name for argument in op.op_def.input_arg]
         if "shape" not in names or not dtype.is_floating:
@@ -228,8 +231,8 @@ class OpTrial:
         for op in graph.get_operations():
             sets = any(map(is_resource, op.inputs))  # a variable
             # What follows from a placeholder without a value is an own gradient that was followed.
-            known = all(tensor.name in values for tensor in op.inputs)
-            if op.type == "Placeholder" or not known or not op.outputs and not sets:
+            has_values = all(tensor.name in values for tensor in op.inputs)
+            if op.type == "Placeholder" or not has_values or not op.outputs and not sets:
                 continue
             results = self._execute(op, [values[tensor.name] for tensor in op.inputs])
             values.update(zip([tensor.name for tensor in op.outputs], results))
@@ -246,7 +249,7 @@ def _fits(whole, parts, others, placement):
     return not others or trial.fits_others(others, whole, placement, parts)
 
 
-def _told(whole, parts, others, given):
+def _placement_shown(whole, parts, others, inputs):
     """Return the placement that the values of an operation without a rule have, not by chance."""
     for placement in trial.placements(parts, whole):
         if not _fits(whole, parts, others, placement):
@@ -257,7 +260,7 @@ def _told(whole, parts, others, given):
                 return placement
         elif isinstance(placement, Partial):
             linear = placement.how in ("sum", "mean") and whole.dtype.kind in "fc"
-            if placement in given or linear and np.any(whole):
+            if placement in inputs or linear and np.any(whole):
                 return placement
     return None
 
@@ -269,8 +272,8 @@ def _eagerly(op):
         return lambda inputs: [value]
     # Names of attributes, each followed by its value.
     pairs = [(n, _attribute(op.get_attr(n))) for n in op.node_def.attr if not n.startswith("_")]
-    given = {"attrs": tuple(itertools.chain(*pairs)), "ctx": context.context()}
-    return functools.partial(execute.quick_execute, op.type.encode(), len(op.outputs), **given)
+    arguments = {"attrs": tuple(itertools.chain(*pairs)), "ctx": context.context()}
+    return functools.partial(execute.quick_execute, op.type.encode(), len(op.outputs), **arguments)
 
 
 def _attribute(value):

@@ -57,15 +57,15 @@ class ComputedTotal:
 
         A call that comes by another path may have numbers that depend on the rows.
         """
-        found, seen, waiting = [], set(), [self]
+        names, seen, waiting = [], set(), [self]
         while waiting:
-            each = waiting.pop()
-            found.append(type(each).__name__)
-            if isinstance(each, ComputedTotal) and id(each) not in seen:
-                seen.add(id(each))
-                found.append(name_of(each.function))
-                waiting += tree.tree_leaves((each.args, each.kwargs))
-        return tuple(found)
+            node = waiting.pop()
+            names.append(type(node).__name__)
+            if isinstance(node, ComputedTotal) and id(node) not in seen:
+                seen.add(id(node))
+                names.append(name_of(node.function))
+                waiting += tree.tree_leaves((node.args, node.kwargs))
+        return tuple(names)
 
 
 class _Kept:
@@ -100,5 +100,5 @@ EXPRESSIONS = (Total, State, ComputedTotal)
 
 def expression_of(tensor):
     """Return the tag of a tensor, with its value if that is a total; or None."""
-    found = tag_of(tensor)
-    return TotalValue(found, tensor) if isinstance(found, Total) else found
+    tag = tag_of(tensor)
+    return TotalValue(tag, tensor) if isinstance(tag, Total) else tag

@@ -162,7 +162,7 @@ class _Decision:
         arrays = [v.detach().cpu() for v in parts + [whole] if isinstance(v, torch.Tensor)]
         if self.kind not in ("state", "weight") and len(arrays) > len(self.trial.sizes):
             placements = _rows.trial.placements(arrays[:-1], arrays[-1], self.trial.sizes)
-        found = placements[0] if placements else None
-        if not isinstance(found, _rows.Sharded) or found.copies != 1:
+        likeliest = placements[0] if placements else None
+        if not isinstance(likeliest, _rows.Sharded) or likeliest.copies != 1:
             raise NotMergeable(Fallback(Reason.TRIAL_DIFFERS))
-        return MergeRule(found)
+        return MergeRule(likeliest)

@@ -128,14 +128,14 @@ class Recomputed(MergeRule):
 
 def form(value):
     """Return what values have in common that were computed in one way: kind, dimensions, tag."""
-    found, dims = tag_of(value), value.dim() if isinstance(value, torch.Tensor) else None
-    if isinstance(found, Total):
-        return type(value), dims, found.placement, found.is_regular
+    tagged, dims = tag_of(value), value.dim() if isinstance(value, torch.Tensor) else None
+    if isinstance(tagged, Total):
+        return type(value), dims, tagged.placement, tagged.is_regular
     # Numbers of rows are plain ones where nothing watches.
     kind = int if isinstance(value, RowCount) else type(value)
-    if isinstance(found, ComputedTotal):
-        return kind, dims, found.path()
-    return kind, dims, found if isinstance(found, _rows.Placement) else type(found)
+    if isinstance(tagged, ComputedTotal):
+        return kind, dims, tagged.path()
+    return kind, dims, tagged if isinstance(tagged, _rows.Placement) else type(tagged)
 
 
 def is_one_devices(escapes, home):
@@ -163,13 +163,13 @@ def recompute(expressions, home):
 class _Recomputation:
     def __init__(self, home):
         self.home = home
-        self.known = {}
+        self.results = {}
 
     def value(self, expressions):
         first = expressions[0]
-        if id(first) not in self.known:
-            self.known[id(first)] = (self.computed(expressions), expressions)
-        return self.known[id(first)][0]
+        if id(first) not in self.results:
+            self.results[id(first)] = (self.computed(expressions), expressions)
+        return self.results[id(first)][0]
 
     def computed(self, expressions):
         first = expressions[0]

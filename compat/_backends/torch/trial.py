@@ -1,4 +1,4 @@
-"""Placements checked by computing: three rows together, against two of them and the third.
+"""Placements checked by computing: three rows together, against parts of them.
 
 Those of one of torch's functions that has no rule, and those of all that a model's call has made.
 """
@@ -31,12 +31,12 @@ def try_function(call):
 
     with torch.no_grad(), torch.random.fork_rng([]):
         try:
-            found = _rows.trial.tried(compute)
+            placements = _rows.trial.tried(compute)
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError):  # of less rows
             return None
     # Whole numbers may agree by chance.
     floating = [value.is_floating_point() or value.is_complex() for value in call.results]
-    return [each if sure else _rows.Mixed() for each, sure in zip(found, floating)]
+    return [p if is_sure else _rows.Mixed() for p, is_sure in zip(placements, floating)]
 
 
 def some_rows(value, placement, count, rows):
@@ -92,8 +92,8 @@ class PartsTrial:
 
     def values(self, key):
         """Return the parts' values and that of all rows; None where there are none."""
-        found = [each.values[key] for each in self.outcomes() if key in each.values]
-        return (found[1:], found[0]) if len(found) == len(self.outcomes()) else None
+        values = [each.values[key] for each in self.outcomes() if key in each.values]
+        return (values[1:], values[0]) if len(values) == len(self.outcomes()) else None
 
     def is_random(self):
         """Return whether the same rows have another result each time."""
@@ -115,7 +115,7 @@ class PartsTrial:
 
 
 def prove(trial, rules, before, home):
-    """Hold all rules against a trial.
+    """Check all rules by a trial.
 
     Arguments:
         before: state before the call, by key.

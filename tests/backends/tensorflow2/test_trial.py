@@ -51,5 +51,5 @@ def test_what_three_rows_have_by_chance_is_not_that_of_all():
     parts = [whole[:2], whole[2:]]
     in_their_order, sorted_again = [whole[[2, 0]], whole[[1]]], [whole[[0, 2]], whole[[1]]]
     arguments = [whole, parts, in_their_order], [whole, parts, sorted_again]
-    told = [op_trial._told(*each, [Sharded(0)]) for each in arguments]
-    assert told == [Sharded(0), None]
+    found = [op_trial._placement_shown(*each, [Sharded(0)]) for each in arguments]
+    assert found == [Sharded(0), None]
