@@ -48,13 +48,13 @@ def pytest_runtest_protocol(item, nextitem):
 
 
 def _workerinput(config):
-    """What the process that started this one gave it: a test's own process, or a worker."""
+    """Return the values from the process that started this one as a worker, if one did."""
     return getattr(config, "workerinput", {})
 
 
 @pytest.fixture
 def compat_twins():
-    """A model on one device and its twin on all devices, from a function that builds one.
+    """Return a function that makes a model on one device, and its twin on all, by another function.
 
     ``twins = compat_twins(build)``, then ``twins.fit(x, y, batch_size=61)`` trains both and fails
     where they differ. See docs/ci.md.

@@ -58,7 +58,7 @@ def _lines(*command):
 
 @impl
 def tox_add_env_config(env_conf, state):
-    """The parts of an environment's name that are extras are what it installs."""
+    """Have an environment install the extras that are parts of its name."""
     setup = configparser.ConfigParser()
     setup.read(state.conf.core["tox_root"] / "setup.cfg", encoding="utf-8")
     extras = set(env_conf.name.split("-")) & set(setup["options.extras_require"])

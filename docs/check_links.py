@@ -27,7 +27,7 @@ class Page(html.parser.HTMLParser):
 
 
 def broken(folder):
-    """The links that lead nowhere, as (page, link), and how many there are in all."""
+    """Return the broken links, as (page, link), and the number of all links."""
     paths = [
         os.path.join(place, name)
         for place, _, names in os.walk(folder)

@@ -32,7 +32,7 @@ class Picture:
         self.parts = ["<title>{}</title>".format(escape(title))]
 
     def box(self, x, y, width, height, text, fill="plain"):
-        """A box with centred lines of text."""
+        """Draw a box with centred lines of text."""
         self.parts.append(
             '<rect x="{}" y="{}" width="{}" height="{}" rx="6" fill="{}" stroke="#374151"/>'.format(
                 x, y, width, height, FILLS[fill]
@@ -69,13 +69,13 @@ class Picture:
 
 
 def columns(count, width=200, gap=30, left=30):
-    """The left edges of boxes beside each other, and the width of all."""
+    """Return the left edges of adjacent boxes, and the width of all."""
     lefts = [left + number * (width + gap) for number in range(count)]
     return lefts, count * width + (count - 1) * gap
 
 
 def overview():
-    """A batch on several devices, at a glance."""
+    """Draw a batch on several devices, at a glance."""
     picture = Picture(720, 236, "A batch on three devices")
     picture.box(20, 86, 150, 64, "a batch\nof {} rows".format(ROWS), "data")
     picture.box(490, 86, 220, 64, "one loss, one update:\nthe numbers of one device", "whole")
@@ -89,7 +89,7 @@ def overview():
 
 
 def replicas():
-    """A training step of one process on several devices."""
+    """Draw a training step of one process on several devices."""
     width, height = 200, 48
     lefts, whole = columns(DEVICES)
     picture = Picture(whole + 60, 700, "A training step on three devices in one process")
@@ -132,7 +132,7 @@ def replicas():
 
 
 def ranks():
-    """A training step of several processes."""
+    """Draw a training step of several processes."""
     width, height = 200, 48
     lefts, whole = columns(RANKS)
     picture = Picture(whole + 60, 690, "A training step of four ranks")
@@ -196,7 +196,7 @@ def backend():
 
 
 def timeline():
-    """What compat draws, of a width of its own and on white.
+    """Return a picture of compat with a fixed width, on white.
 
     The file is what ``--report-json`` wrote of three steps of 1,200 rows with torch on a busy
     machine: dense layers of 1,024 units, two of them, on three simulated devices.

@@ -65,13 +65,13 @@ def with_documentation(text):
 
 
 def public(name):
-    """The object of that name."""
+    """Return the object of a name."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
 
 def directive(name, description):
-    """What documents an object: its docstring, or for data, which has none, what api.md says."""
+    """Return an object's documentation: its docstring, or for data the text in api.md."""
     value = public(name)
     if description:
         return ".. py:data:: {}\n\n   {}".format(name, description.replace("`", "``"))
@@ -83,7 +83,7 @@ def directive(name, description):
 
 
 def sections(app, what, name, value, options, lines):
-    """The hook of autodoc: the sections of a docstring as the fields of reStructuredText.
+    """Turn the sections of a docstring into fields of reStructuredText, as a hook of autodoc.
 
     Each paragraph of a section is one of its items, ``name: text``, or all that is returned.
     """
@@ -106,12 +106,12 @@ def sections(app, what, name, value, options, lines):
 
 
 def skipped(app, what, name, value, skip, options):
-    """The hook of autodoc: the tests of a contract are not for its subclasses to call."""
+    """Skip the tests of a contract, which subclasses do not call, as a hook of autodoc."""
     return True if name.startswith("test_") else None
 
 
 def with_files(text):
-    """A page with the files of jobs/ where it links them."""
+    """Return a page with the files of jobs/ in place of its links to them."""
 
     def included(link):
         path, name = link.groups()
@@ -124,7 +124,7 @@ def with_files(text):
 
 
 def read(app, page, source):
-    """The hook of Sphinx: change a page's text before MyST sees it."""
+    """Change a page's text before MyST reads it, as a hook of Sphinx."""
     text = without_links_outside(source[0], page)
     text = with_files(text)
     if page == "index":
@@ -137,7 +137,7 @@ def read(app, page, source):
 
 
 def outdated(app, env, added, changed, removed):
-    """The hook of Sphinx: the pages that are also made of compat's source."""
+    """Return the pages that are made of compat's source, too, as a hook of Sphinx."""
     return ["api", "troubleshooting"]
 
 

@@ -84,7 +84,7 @@ def _in_module(module, source):
 
 
 def _name(node):
-    """A word for what an expression is."""
+    """Return a word for an expression."""
     if isinstance(node, ast.Name):
         return node.id.strip("_")
     if isinstance(node, ast.Attribute):
@@ -100,7 +100,7 @@ def _name(node):
 
 
 def readable(text):
-    """A template with a name for each thing that is filled in, in angle brackets."""
+    """Return a template with a name for each placeholder, in angle brackets."""
     positional, keywords = text.names
     parts, count = [], 0
     try:
@@ -124,7 +124,7 @@ def readable(text):
 
 
 def anchor(text):
-    """The beginning of a text, from its first fixed words on: for a heading."""
+    """Return the beginning of a text, from its first fixed words on, for a heading."""
     plain = " ".join(readable(text).split())
     plain = plain[FILLED_IN.match(plain).end() :]
     first = re.split(r"(?<=[a-z0-9)>'\"]{2})[.:;] ", plain)[0].rstrip(".:")
@@ -133,7 +133,7 @@ def anchor(text):
 
 
 def sections(page):
-    """The sections of the page: headings, modules, and explanations by beginnings of texts."""
+    """Return the page's sections: headings, modules, and explanations by beginnings of texts."""
     for part in re.split("^## ", page, flags=re.MULTILINE)[1:]:
         listed = OF.search(part)
         if listed:
@@ -142,7 +142,7 @@ def sections(page):
 
 
 def section_of(text, modules):
-    """The longest of these names that is, or is above, the place of a text; or None."""
+    """Return the longest of the names that is, or is above, the place of a text, or None."""
     fitting = [m for m in modules if text.place == m or text.place.startswith(m + ".")]
     return max(fitting, key=len) if fitting else None
 
@@ -154,7 +154,7 @@ def explained_by(text, beginning):
 
 
 def with_texts(page):
-    """The page with an entry for each text."""
+    """Return the page with an entry for each text."""
     texts, every = all_texts(), [m for _, modules, _ in sections(page) for m in modules]
     parts = re.split("\n(?=## )", page)
     result = []

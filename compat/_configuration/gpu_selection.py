@@ -187,6 +187,7 @@ def _unsure(unsure: "Sequence[Tuple[str, Sequence[str]]]") -> str:
 
 
 def are(number: int, state: str) -> str:
+    """Return a clause on a number of GPUs: "2 GPUs are visible"."""
     if number < 2:
         return "{} GPU is {}".format(number or "no", state)
     return f"{number} GPUs are {state}"
@@ -213,6 +214,7 @@ def _positions(
 
 
 def invalid_gpus(gpus: "Any", problem: str) -> "errors.InvalidArgumentError":
+    """Return the error that ``gpus=`` is not understood."""
     error = errors.InvalidArgumentError(
         f"gpus={gpus!r} is not understood: {problem}. Use one of:\n{GPUS_FORMS}"
     )

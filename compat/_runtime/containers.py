@@ -77,11 +77,13 @@ class Owner:
         self.identity: "Any" = (id(held), None)
 
     def described(self, key: "Any") -> str:
+        """Return a description of a value's place, for messages."""
         if self.of is not None:
             return f"attribute {key!r} of {type(self.of).__name__}"
         return f"item {key!r} of a dictionary"
 
     def read(self) -> "Dict[Any, Any]":
+        """Return the present values by key."""
         if len(self.held) > _LONGEST:
             return {MISSING: len(self.held)}
         values = dict(self.held)
@@ -90,6 +92,7 @@ class Owner:
         return values
 
     def write(self, key: "Any", value: "Any") -> None:
+        """Set a value, or delete it if it is ``MISSING``."""
         if key is MISSING:
             return
         if value is MISSING:
@@ -98,6 +101,7 @@ class Owner:
             dict.__setitem__(self.held, key, value)
 
     def restore(self, before: "Dict[Any, Any]") -> None:
+        """Set all values as ``read`` has returned them."""
         if MISSING in before:
             return
         for key in [key for key in self.held if key not in before and key not in self.hidden]:

@@ -78,6 +78,7 @@ class _Line:
 
     @contextlib.contextmanager
     def drawn(self) -> "Iterator[_Line]":
+        """Draw the line again and again within a block, while the terminal is silent."""
         self.thread.start()
         try:
             with contextlib.ExitStack() as stack:

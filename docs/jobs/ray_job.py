@@ -5,7 +5,7 @@ from ray.train.torch import TorchTrainer
 
 
 def train():
-    """Runs in each worker: what train.py has, in a function."""
+    """Train in each worker, as train.py does."""
     import compat
 
     compat.configure_gpu(backend="torch")
