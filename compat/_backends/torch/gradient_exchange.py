@@ -85,7 +85,7 @@ class Exchange:
         self.warned: "Set[Any]" = set()  # variables, and topics, of which there was a warning
 
     def hook(self, parameters: "List[torch.Tensor]") -> None:
-        """Hook the parameters that have no hook yet."""
+        """Register hooks on the parameters that have none yet."""
         reference = weakref.ref(self)
 
         def arrived(parameter):
