@@ -94,7 +94,7 @@ def check_applied(step, program, state, data):
 
     Arguments:
         step: a ``RankedJAXStep``.
-        program: the ``cut_steps.Program`` of the step.
+        program: the ``ranked_programs.Program`` of the step.
         state: the state with which the step begins.
         data: its batch.
 

@@ -2,7 +2,7 @@
 
 While a step is traced, ``jax.grad()`` and its like mark the gradients that they return, and their
 primals, with a primitive that is the identity. There the step is cut into programs with an exchange
-in between (``cut_steps``). A step that is not compiled exchanges at once.
+in between (``ranked_programs``). A step that is not compiled exchanges at once.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ from ..._ranks import checksum, keras3_state, keras_model, losses, merging, step
 from ..._ranks import state as rank_state
 from ..._runtime import patching
 from ..._runtime.within import Within
-from . import cut_steps, gradient_exchange, gradient_marks, gradient_trial
+from . import gradient_exchange, gradient_marks, ranked_programs, ranked_step_trial
 from .arguments import rows_of
 from .loss_totals import Reduced
 
@@ -44,7 +44,7 @@ class RankedJAXStep:
             [number for number, variable in enumerate(variables) if id(variable) in ids],
         )
         compiled = partial(
-            cut_steps.CutStep, exchange=self.sum, is_local=self.is_local, check=self.check
+            ranked_programs.CutStep, exchange=self.sum, is_local=self.is_local, check=self.check
         )
         self.compute = Reduced(model, engine, self.step, compiled)
         self.exchanges = 0  # of the step under way
@@ -143,7 +143,7 @@ class RankedJAXStep:
         return [False] * len(trainable), differ, [False] * len(optimizer), [True] * len(metrics)
 
     def check(self, program, state, data, share, totals):
-        """Check a step that was compiled; see ``gradient_exchange`` and ``gradient_trial``."""
+        """Check a step that was compiled; see ``gradient_exchange`` and ``ranked_step_trial``."""
         gradient_exchange.check(self.model, program)
         if self.count:
             return  # ranks may not compile the others at once
@@ -151,7 +151,7 @@ class RankedJAXStep:
         if program.applied() is not None:
             gradient_exchange.check_applied(self, program, state, data)
         elif has_own_training(self.model) and program.inner() is None:
-            gradient_trial.check(self, program, state, data, share, totals)
+            ranked_step_trial.check(self, program, state, data, share, totals)
 
     def applied(self, state, data):
         """Return the gradients that a step of these rows alone passes to the optimizer, flat."""

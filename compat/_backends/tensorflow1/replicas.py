@@ -6,7 +6,7 @@ from typing import Any, Iterator, List, Set
 from ... import _keras
 from ..._rows import splitting
 from .._tensorflow.graph import v1_names
-from . import graph
+from . import arguments, graph
 from .colocation import ColocateGradients
 from .copying import Copy, copy_operations
 from .merging import Merging
@@ -33,7 +33,7 @@ class Replicas:
         self.tried: "Set[Any]" = set()
         self.part = BatchPart(model, losses, updates, tried)
         with self._apart():
-            self._checks = self._checks_of_rows()
+            self._checks = arguments.checks_of_rows(self.name, self.part.split_inputs)
             rows = self.tf.shape((self.part.split_inputs or self.inputs)[0])[0]
             self.merging = Merging(devices, splitting.sizes(rows, len(devices)))
             self.copies = [self._replica(index) for index in range(len(devices))]
@@ -54,13 +54,13 @@ class Replicas:
         replaced = {t: tf.constant(sizes, t.dtype) for t, sizes in shapes if None not in sizes}
         for tensor in self.read_in_shards():
             # A slice on the replica's device would send the whole batch to every device.
-            is_fed = tensor.op.type.startswith("Placeholder")
+            is_fed = arguments.is_fed(tensor)
             where = tf.device("/cpu:0") if is_fed else tf.colocate_with(tensor.op)
             with where, tf.control_dependencies(self._checks):
                 # A placeholder, since sizes that are constants would fix the number of rows.
                 count = tf.placeholder_with_default(tf.shape(tensor)[0], ())
                 first, end = splitting.run_bounds(count, len(self.devices), index, tf.maximum)
-                shard = self._shard(tensor, first, end)
+                shard = arguments.shard(tensor, first, end)
                 replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
         return copy_operations(
             self.part.needed,
@@ -80,31 +80,12 @@ class Replicas:
         """Return the tensors that are concatenated from those of the replicas."""
         return [tensor for tensor in self._whole.replaced if tensor not in self.part.averaged]
 
-    def _checks_of_rows(self):
-        """Return operations that check that inputs, if not fed, have as many rows as the others."""
-        tf = self.tf
-        fed = [t.op.type.startswith("Placeholder") for t in self.part.split_inputs]
-        if len(fed) < 2 or all(fed):
-            return []
-        with tf.device("/cpu:0"):
-            counts = [tf.shape(tensor)[0] for tensor in self.part.split_inputs]
-            same = tf.reduce_all(tf.equal(counts, counts[0]))
-            return [tf.Assert(same, [rows_differ(self.name) + " Rows:"] + counts)]
-
     @contextlib.contextmanager
     def _apart(self):
         """Make operations in a block outside of Keras' current scopes and devices."""
         with self.graph.as_default(), self.graph.name_scope(None):
             with self.tf.control_dependencies(None), self.tf.device(None):
                 yield
-
-    def _shard(self, tensor, first, end):
-        tf = self.tf
-        if not isinstance(tensor, tf.SparseTensor):
-            return tensor[first:end]
-        bounds, others = tf.cast([first, end - first], tf.int64), tensor.dense_shape[1:]
-        start = tf.concat([bounds[:1], tf.zeros_like(others)], axis=0)
-        return tf.sparse_slice(tensor, start, tf.concat([bounds[1:], others], axis=0))
 
     @contextlib.contextmanager
     def gradients_colocated(self) -> "Iterator[None]":
@@ -169,12 +150,3 @@ class Replicas:
                 merged = merge([copy.tensor(tensor) for copy in self.copies])
             self._whole.replaced[tensor] = merged
         return self._whole.tensor(tensor)
-
-
-def rows_differ(model: str, details: str = "") -> str:
-    """Return the text of an error for inputs with different numbers of rows."""
-    return (
-        f"parallelize() splits each input of model {model!r} along its first dimension, but their "
-        f"sizes there differ{details}. Give each input one row for each sample, or use one device: "
-        "parallelize(model, gpus=1)."
-    )

@@ -11,9 +11,10 @@ from ..._runtime import patching, work
 from ..._runtime.process import process
 from .._tensorflow.graph import v1_names
 from .._tensorflow.profiler import as_configured
+from . import arguments
 from .fetches import ReplicatedResults
 from .optimizer_order import counting_in_order
-from .replicas import Replicas, rows_differ
+from .replicas import Replicas
 from .trial import ReplicasTrial
 from .verification import VerifiedStep
 
@@ -323,28 +324,20 @@ class ReplicatedGraphFunction:
         devices, sizes = _as_configured(replicas.devices), None
         if rows:
             sizes = splitting.sizes(next(iter(rows.values())), len(devices))
-        elif not replicas.part.split_inputs and inputs and _rows_of(inputs[0]) is not None:
-            sizes = work.unsplit_sizes(devices, _rows_of(inputs[0]))
+        elif not replicas.part.split_inputs and inputs and arguments.rows_of(inputs[0]) is not None:
+            sizes = work.unsplit_sizes(devices, arguments.rows_of(inputs[0]))
         work.count(devices, sizes, self.training)  # None: the model has tensors that are not fed
 
     def _checked_rows(self, inputs):
         """Return the number of rows of each tensor that is split and fed, by name."""
         split = set(map(id, self.rewired.replicas.part.split_inputs))
         rows = {
-            getattr(tensor, "name", ""): _rows_of(value)
+            getattr(tensor, "name", ""): arguments.rows_of(value)
             for tensor, value in zip(self.made.inputs, inputs)
-            if id(tensor) in split and _rows_of(value) is not None
+            if id(tensor) in split and arguments.rows_of(value) is not None
         }
-        if len(set(rows.values())) > 1:
-            sizes = ", ".join(f"{name} has {rows[name]}" for name in sorted(rows))
-            raise errors.UnsupportedError(rows_differ(self.owner.model.name, ": " + sizes))
+        arguments.check_fed_rows(self.owner.model.name, rows)
         return rows
-
-
-def _rows_of(value):
-    """Return the number of rows of an array or, if it is known, of a tensor; else None."""
-    shape = getattr(value, "shape", None)
-    return getattr(shape[0], "value", shape[0]) if shape else None
 
 
 def devices_of(model: "Any") -> "Optional[List[str]]":

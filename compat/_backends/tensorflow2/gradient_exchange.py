@@ -6,7 +6,7 @@ sharpness-aware one, an optimizer) gets the results of one process. Where anothe
 in a loop of TensorFlow's, or within another backward pass, it need not be the gradient of a loss
 over the batch, and stays that of the rank. Gradients that no tape has averaged are averaged when an
 optimizer applies them. This is right only if they are sums and means of the rank's gradients: see
-``gradient_trial``.
+``ranked_step_trial``.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from ..._ranks.tf_config import TF_CONFIG
 from ..._runtime.within import Within
 from ..._verification import keras_steps, steps
-from . import gradient_exchange, gradient_trial, ranked_state
+from . import gradient_exchange, ranked_state, ranked_step_trial
 from .arguments import as_tensors, has_rows, rows_of, with_tensors
 from .configuration import unsupported
 from .graph import only_traced, recording
@@ -54,7 +54,7 @@ class RankedFunction:
         if step.first_batch is not None:
             batch, step.first_batch = step.first_batch, None
             if step.unproven or has_own_training(model):
-                gradient_trial.check(step, model, batch)
+                ranked_step_trial.check(step, model, batch)
             if losses.loss_may_mix_rows(model):
                 losses.check_loss(model, batch, _loss)
         keras_model.RankedFit.of(model).comparison.stepped(model)
@@ -154,7 +154,7 @@ class RankedStep(RankedComputation):
     kept = False  # whether it was
     lines: "Iterable[str]" = ()  # see ``GradientExchange``
     unproven: "Iterable[str]" = ()  # likewise
-    is_trial = False  # by ``gradient_trial``
+    is_trial = False  # by ``ranked_step_trial``
 
     def __init__(self, engine: "Any") -> None:
         super().__init__(engine)

@@ -13,7 +13,7 @@ from ... import _keras, _rows
 from ..._rows import Fallback, Reason, Sharded, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
-from . import between_outputs, side_effects
+from . import output_gradients, side_effects
 from .arguments import (
     ShardedArguments,
     are_arrays,
@@ -24,12 +24,12 @@ from .arguments import (
     with_tensors,
 )
 from .batch_counts import count
-from .between_outputs import InnerGradients
 from .call_trace import FailedTrace, Trace
 from .functional_call import as_function
 from .graph import only_traced, recording
 from .keras_patches import read_kernels
 from .merging import Merging
+from .output_gradients import InnerGradients
 from .refusals import refuse_strategies, several_devices_in_xla
 from .state import ModelState
 from .table_gradients import TableGradients, dense
@@ -318,7 +318,7 @@ class ReplicatedCall(patching.InstanceMethod):
         if trace is not None:
             if effects is not None:
                 effects.make(replicas[0].changes, results["noted"])
-            between_outputs.relate(replicas, results, trace.placements)
+            output_gradients.relate(replicas, results, trace.placements)
         return tf.nest.pack_sequence_as(replicas[0].structure, results["outputs"])
 
     def _effects(self, model):

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
-from . import between_outputs, op_callbacks, replicas
+from . import op_callbacks, output_gradients, replicas
 from .graph import only_traced, recording
 
 _watches: "Dict[int, _Watch]" = {}  # by id of the model
@@ -49,9 +49,9 @@ def watch(model: "Any", check: "Any") -> None:
     kind = type(model)
     if "_compat_call" not in vars(kind) and patching.find(kind, "__call__") is None:
         patching.WatchingPatch(kind, "__call__", _watching(kind.__call__))
-    between_outputs.have_tapes_ask()
-    if _note_gradient not in between_outputs.listeners:
-        between_outputs.listeners.append(_note_gradient)
+    output_gradients.have_tapes_ask()
+    if _note_gradient not in output_gradients.listeners:
+        output_gradients.listeners.append(_note_gradient)
 
 
 def _watching(plain):

@@ -21,8 +21,8 @@ from theano.gof import graph
 
 from ... import _keras, errors
 from ..._runtime import patching
-from .device import Device
 from .graph import placeholder_like
+from .replica_device import Device
 from .replicated_function import ReplicatedFunction, making
 from .side_effects import PythonOperations
 from .verification import VerifiedStep

@@ -8,6 +8,6 @@ from compat.testing import keras_under_test, slow
 if hasattr(tf, "raw_ops") and keras_under_test().__name__ == "keras":
     from .. import tensorflow_row_cases
 
-    @slow  # tensorflow2/test_row_table.py has almost all of the same operations
+    @slow  # tensorflow2/test_rules.py has almost all of the same operations
     def test_no_line_of_the_table_claims_what_is_not_true():
         tensorflow_row_cases.check()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat._backends.tensorflow2 import gradient_trial
+from compat._backends.tensorflow2 import ranked_step_trial
 from compat.testing import DEVICES, keras_under_test
 
 from .test_contract import ROWS, TRAIN_STEP
@@ -28,6 +28,6 @@ def test_a_step_that_fails_in_a_trial_leaves_no_trace():
             raise RuntimeError("a half is not enough")
 
     with pytest.raises(RuntimeError):
-        gradient_trial._exchanged(Step(), model, (ROWS, None), slice(4), 0.5)
+        ranked_step_trial._exchanged(Step(), model, (ROWS, None), slice(4), 0.5)
     for weight, other in zip(model.get_weights(), before):
         np.testing.assert_array_equal(weight, other)

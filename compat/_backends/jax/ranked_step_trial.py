@@ -12,7 +12,7 @@ import numpy as np
 from ... import errors
 from ..._ranks import batch_parts, losses
 from ..._ranks import state as rank_state
-from . import cut_steps, gradient_marks
+from . import gradient_marks, ranked_programs
 from .gradient_exchange import draws_numbers, line_of
 
 
@@ -21,7 +21,7 @@ def check(step, program, state, data, share, totals):
 
     Arguments:
         step: a ``RankedJAXStep``.
-        program: the ``cut_steps.Program`` of the step, for the following arguments.
+        program: the ``ranked_programs.Program`` of the step, for the following arguments.
         state: the model's.
         data: the batch.
         share: of the rows, this rank's.
@@ -70,7 +70,7 @@ class _Trial:
         args = jax.tree.map(jnp.copy, self.state), some, self.share * part.share, self.totals
         with rank_state.steady(self.step.model):
             is_local = self.step.is_local(self.state)
-            program = cut_steps.Program(self.step.compute.reduced, is_local, *args)
+            program = ranked_programs.Program(self.step.compute.reduced, is_local, *args)
         exchanged, results = [], iter(sums)
 
         def exchange(values):
@@ -85,7 +85,7 @@ def _gradients(program, exchanged):
     """Yield the line of each gradient that a program exchanges, and its values.
 
     Arguments:
-        program: a ``cut_steps.Program``.
+        program: a ``ranked_programs.Program``.
         exchanged: all that it exchanges, by level; values are None for levels that are not there.
     """
     for level in sorted(program.marks):
@@ -94,5 +94,5 @@ def _gradients(program, exchanged):
         values = exchanged.get(level)
         parts = [None] * len(marks) if values is None else np.split(values, np.cumsum(sizes)[:-1])
         for mark, part in zip(marks, parts):
-            if cut_steps.kind_of(mark) == gradient_marks.GRADIENT:
+            if ranked_programs.kind_of(mark) == gradient_marks.GRADIENT:
                 yield line_of(mark, ""), part
