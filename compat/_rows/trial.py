@@ -171,7 +171,7 @@ def _are_rows(
 def is_fault(error: BaseException) -> bool:
     """Return whether an error is a fault of this library.
 
-    Nothing that runs whole instead may hide it.
+    Running unsplit instead must not hide it.
     """
     innermost: "Any" = error.__traceback__
     while innermost.tb_next is not None:

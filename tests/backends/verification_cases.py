@@ -30,7 +30,7 @@ def check_quantized_tables(keras):
         batch = np.random.RandomState(0).randint(0, 12, (rows, 1))
         expected = model.predict(batch, verbose=0)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", compat.CompatWarning)  # on torch int8 runs whole
+            warnings.simplefilter("ignore", compat.CompatWarning)  # on torch int8 runs unsplit
             found = compat.parallelize(model).predict(batch, verbose=0)
         np.testing.assert_allclose(expected, found, rtol=1e-6, err_msg=kind)
 

@@ -131,7 +131,7 @@ class BatchPart:
         )
 
     def _costly_after(self, mixing, operations):
-        """Return what makes costly ones among operations run whole, as a ``Fallback``, or None."""
+        """Return why costly ones among operations run unsplit, a ``Fallback``, or None."""
         after = filter(_is_costly, operations.intersection(self._mixed).difference(mixing))
         needed = set(graph.ancestors(after, self._starts)[0]).intersection(mixing)
         if not needed:

@@ -46,7 +46,7 @@ class TestJAX(KerasParts):
 
     def placement(self, model, inputs, targets):
         found = executed(model, inputs, targets)
-        for operation in sum(found.values(), []):  # nothing was computed undivided
+        for operation in sum(found.values(), []):  # nothing was computed unsplit
             rows = len(targets[0] if isinstance(targets, list) else targets)
             assert rows not in sum(operation.shapes, []), operation.name
         return profiler.products(found)

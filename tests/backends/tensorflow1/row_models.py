@@ -60,7 +60,7 @@ def trained(models, **options):
 MIXED = "needs the whole batch, but each device sees only its shard."
 
 
-def assert_runs_whole(texts, model, operation, layer, why=MIXED):
+def assert_runs_unsplit(texts, model, operation, layer, why=MIXED):
     """There is one warning, which names the operation, the layer and the line of the test."""
     (text,) = texts
     assert re.fullmatch(

@@ -97,7 +97,7 @@ def test_merged_on_the_cpu(configuration, siamese):
 
 @slow
 @pytest.mark.row("device()")
-def test_parallelized_it_runs_whole_on_each_device(keras, configuration, siamese):
+def test_parallelized_it_runs_unsplit_on_each_device(keras, configuration, siamese):
     inputs, targets = siamese_steps()
     plain, model = [siamese(*devices, layer="Dense") for devices in ([None] * 3, [0, 1, 2])]
     with pytest.warns(compat.CompatWarning) as warned:

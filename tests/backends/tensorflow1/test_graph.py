@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 from .row_models import (  # noqa: F401  # the fixture
-    assert_runs_whole,
+    assert_runs_unsplit,
     layer_of,
     model_with,
     one_and_three,
@@ -31,14 +31,14 @@ def test_write_that_a_call_waits_for_runs_once(keras, what):
     assert train_both(models) <= 1e-5
 
 
-def test_write_of_a_call_that_depends_on_rows_runs_whole(keras):
+def test_write_of_a_call_that_depends_on_rows_runs_unsplit(keras):
     def value(x):
         return tf.reduce_sum(tf.boolean_mask(x, x[:, 0] > 0))
 
     models = one_and_three(lambda: model_with(keras, layer_that_waits(keras, value)))
     difference, texts = trained(models)
     assert difference <= 1e-5
-    assert_runs_whole(texts, models[1], r"waiting\S*", "waiting")
+    assert_runs_unsplit(texts, models[1], r"waiting\S*", "waiting")
 
 
 def test_what_a_loss_takes_of_a_loop_is_of_the_whole_batch(keras):

@@ -11,7 +11,7 @@ from compat.testing import largest_difference
 
 from .row_models import (  # noqa: F401  # the fixture
     MIXED,
-    assert_runs_whole,
+    assert_runs_unsplit,
     model_with,
     one_and_three,
     rows_of,
@@ -29,7 +29,7 @@ ACROSS_ROWS = {
 
 @pytest.mark.parametrize("name", sorted(ACROSS_ROWS))
 def test_layers_across_rows_see_the_whole_batch(keras, name):
-    """They, and all after them, run undivided, which is said where it costs something."""
+    """They, and all after them, run unsplit, which is said where it costs something."""
     K, layers = keras.backend, keras.layers
 
     def build():
@@ -39,7 +39,7 @@ def test_layers_across_rows_see_the_whole_batch(keras, name):
     models = one_and_three(build)
     difference, texts = trained(models)
     assert difference <= 1e-6
-    assert_runs_whole(texts, models[1], r"{}[_0-9]*/\S+".format(name), name)
+    assert_runs_unsplit(texts, models[1], r"{}[_0-9]*/\S+".format(name), name)
 
 
 def test_last_layer_across_rows_is_not_warned_of(keras):
@@ -66,7 +66,7 @@ def test_last_layer_across_rows_is_not_warned_of(keras):
 
 
 def test_no_false_alarms(keras):
-    """Of the contract's models and of idioms no part runs undivided, either: their tests see it.
+    """Of the contract's models and of idioms no part runs unsplit, either: their tests see it.
 
     Each row of the outputs here is computed from that row, but for BatchNorm's.
     """
@@ -142,7 +142,7 @@ def test_sparse_adjacency(keras):
     assert largest_difference(*found) <= 1e-5
 
 
-def test_what_runs_whole_is_an_error_under_strict(keras, monkeypatch):
+def test_what_runs_unsplit_is_an_error_under_strict(keras, monkeypatch):
     monkeypatch.setattr(process.configuration.settings, "strict", True)
     similarity = ACROSS_ROWS["similarity"]
     layer = keras.layers.Lambda(lambda x: similarity(keras.backend, x), name="similarity")

@@ -1,4 +1,4 @@
-"""Models trained on three devices and on one, and what is said of those that run whole."""
+"""Models trained on three devices and on one, and what warnings say of those that run unsplit."""
 
 import contextlib
 import re
@@ -86,14 +86,14 @@ def same(results, rtol=1e-5, atol=1e-6):
 
 @contextlib.contextmanager
 def is_divided():
-    """Within, no model says that it runs whole."""
+    """Within, no model says that it runs unsplit."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", compat.CompatWarning)
         yield
 
 
 @contextlib.contextmanager
-def runs_whole(why="mixed"):
+def runs_unsplit(why="mixed"):
     """Within, one model says that it runs unsplit."""
     with told() as texts:
         yield texts

@@ -11,7 +11,7 @@ from compat._backends.tensorflow2 import replicas
 from compat._backends.tensorflow2.arguments import _PlainValue
 from compat.testing import slow, span
 
-from .reductions import keras_, runs_whole, same, three_devices, trained  # noqa: F401  # the fixture
+from .reductions import keras_, runs_unsplit, same, three_devices, trained  # noqa: F401  # the fixture
 from .test_contract import KERAS3, ROWS, TARGETS, TRAIN_STEP, pair
 
 
@@ -82,7 +82,7 @@ def test_an_argument_of_as_many_rows_is_data_after_one_whose_rows_only_a_run_tel
     model = compat.parallelize(Summing())
     call = tf.function(lambda *given: model(*given), input_signature=specs)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", compat.CompatWarning)  # that it runs whole
+        warnings.simplefilter("error", compat.CompatWarning)  # that it runs unsplit
         found = call(*[tf.constant(ROWS[:6])] * 3)
     np.testing.assert_allclose(found, ROWS[:6] * 3, rtol=1e-5)
 
@@ -92,23 +92,23 @@ class Remembering(Attending):
         return super().call(queries, memory=memory)
 
 
-def test_an_output_that_follows_another_argument_runs_whole(keras):
+def test_an_output_that_follows_another_argument_runs_unsplit(keras):
     memory, queries = tf.constant(ROWS[10:21]), tf.constant(ROWS[:6])
     model = Remembering()
     expected = model(memory, queries=queries).numpy()
     compat.parallelize(model)
     call = tf.function(lambda memory, queries: model(memory, queries=queries))
-    with runs_whole():
+    with runs_unsplit():
         np.testing.assert_allclose(call(memory, queries), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_inputs_with_different_rows_run_whole(keras):
+def test_inputs_with_different_rows_run_unsplit(keras):
     rows = (tf.constant(ROWS[:6]), tf.constant(ROWS[10:21]))
     model = Pair()
     expected = model(rows).numpy()
     compat.parallelize(model)
     call = tf.function(lambda *given: model(given))
-    with runs_whole("different"):
+    with runs_unsplit("different"):
         np.testing.assert_allclose(call(*rows), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -139,10 +139,10 @@ class Graph(keras_.Model):
         return tf.matmul(inputs[1], inputs[0])
 
 
-def test_a_matrix_of_rows_by_rows_runs_whole(keras):
+def test_a_matrix_of_rows_by_rows_runs_unsplit(keras):
     nodes, adjacency = tf.constant(ROWS[:9]), tf.eye(9)
     model = compat.parallelize(Graph())
-    with runs_whole():
+    with runs_unsplit():
         np.testing.assert_allclose(model((nodes, adjacency)), ROWS[:9])
     with pytest.raises(Exception) as error:  # one's own mistake stays what it is
         model((nodes, tf.eye(7)[:, :5]))
@@ -170,7 +170,7 @@ def test_losses_of_a_model_that_an_eager_step_builds(keras, build):
 
 @slow
 @pytest.mark.skipif(KERAS3 or not TRAIN_STEP, reason="which take no such batches")
-def test_ragged_batches_run_whole(keras):
+def test_ragged_batches_run_unsplit(keras):
     class Embedding(keras.Model):
         """The mean of the embeddings of each row's words."""
 
@@ -189,7 +189,7 @@ def test_ragged_batches_run_whole(keras):
         model(words)
         return model
 
-    with runs_whole("unknown"):
+    with runs_unsplit("unknown"):
         same(trained(build, words, TARGETS[:16]))
 
 

@@ -130,16 +130,16 @@ WHOLE = (
 
 
 @contextlib.contextmanager
-def runs_whole():
+def runs_unsplit():
     with told() as texts:
         yield
     assert len(texts) == 1 and re.fullmatch(WHOLE, texts[0]), texts
 
 
-def test_what_xla_compiles_with_variables_runs_whole():
+def test_what_xla_compiles_with_variables_runs_unsplit():
     """A variable of another device is an error of TensorFlow's there."""
     plain = trained(product, False)
-    with runs_whole():
+    with runs_unsplit():
         model = trained(product, True)
     same([plain.get_weights(), model.get_weights()])
 
@@ -148,6 +148,6 @@ def test_what_xla_compiles_with_variables_runs_whole():
 def test_of_a_model_without_keras_too():
     expected = Net()(tf.constant(ROWS))
     model = compat.parallelize(Net())
-    with runs_whole():
+    with runs_unsplit():
         found = model(tf.constant(ROWS))
     np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -226,7 +226,7 @@ class Normal:
         self.mean = mean
 
 
-def test_model_that_returns_a_distribution_runs_whole_and_says_so(keras):
+def test_model_that_returns_a_distribution_runs_unsplit_and_says_so(keras):
     class Model(keras.Model):
         def __init__(self):
             super().__init__(name="net")

@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from compat.testing import slow
 
-from .reductions import Layer, is_divided, runs_whole, same, three_devices, trained  # noqa: F401  # the fixture
+from .reductions import Layer, is_divided, runs_unsplit, same, three_devices, trained  # noqa: F401  # the fixture
 from .test_contract import KERAS3
 
 
@@ -45,7 +45,7 @@ OWN_GRADIENTS = {
     ["all", pytest.param("in a loop", marks=slow)]
     + [pytest.param(name, marks=slow) for name in ("each row", "in a function")] * (not KERAS3),
 )
-def test_own_gradients_that_mix_rows_run_whole(keras, name):
+def test_own_gradients_that_mix_rows_run_unsplit(keras, name):
     function, mixes = OWN_GRADIENTS[name]
     layers = keras.layers
 
@@ -58,5 +58,5 @@ def test_own_gradients_that_mix_rows_run_whole(keras, name):
         hidden = layers.Dense(6, activation="tanh")(inputs)
         return keras.models.Model(inputs, layers.Dense(4)(Own(name="own")(hidden)), name="net")
 
-    with runs_whole("gradient") if mixes else is_divided():
+    with runs_unsplit("gradient") if mixes else is_divided():
         same(trained(build))

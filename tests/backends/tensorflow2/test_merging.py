@@ -16,7 +16,7 @@ from .reductions import (  # noqa: F401  # the fixture
     is_divided,
     keras_,
     rows_of,
-    runs_whole,
+    runs_unsplit,
     same,
     three_devices,
     trained,
@@ -70,8 +70,8 @@ WHOLE = {
 @pytest.mark.parametrize(
     "name", ["variance"] + [pytest.param(name, marks=slow) for name in WHOLE if name != "variance"]
 )
-def test_losses_of_the_whole_batch_run_whole(keras, name):
-    with runs_whole():
+def test_losses_of_the_whole_batch_run_unsplit(keras, name):
+    with runs_unsplit():
         same(trained(lambda: adding(WHOLE[name])))
 
 
@@ -129,7 +129,7 @@ def test_float8_has_the_largest_values_of_the_whole_batch(keras):
         return model
 
     results = []
-    with runs_whole("different"):
+    with runs_unsplit("different"):
         for is_parallel in (False, True):
             model = build()
             if is_parallel:
@@ -148,7 +148,7 @@ def test_what_divides_by_the_number_of_rows_is_named(keras):
     model = keras.models.Model(inputs, keras.layers.Dense(4)(shares(inputs)))
     expected = model(ROWS).numpy()
     compat.parallelize(model)
-    with runs_whole() as texts:
+    with runs_unsplit() as texts:
         found = model(ROWS).numpy()
     assert re.match(r"The operation shares\S* \(RealDiv\)", texts[0]), texts
     np.testing.assert_allclose(found, expected, atol=1e-6)

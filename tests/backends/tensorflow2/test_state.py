@@ -9,7 +9,7 @@ from compat._backends.tensorflow2 import call_trace, replicas
 from compat.testing import DEVICES
 
 from ..messages import told
-from .reductions import Layer, keras_, rows_of, runs_whole, same, three_devices  # noqa: F401  # the fixture
+from .reductions import Layer, keras_, rows_of, runs_unsplit, same, three_devices  # noqa: F401  # the fixture
 from .test_contract import ROWS, TARGETS
 
 
@@ -74,8 +74,8 @@ class Totalling(tf.Module):
         return x, self.total + tf.reduce_sum(x)
 
 
-def test_a_result_with_an_old_value_in_it_runs_whole(keras):
-    with runs_whole():
+def test_a_result_with_an_old_value_in_it_runs_unsplit(keras):
+    with runs_unsplit():
         found = compat.parallelize(Totalling())(tf.constant(ROWS))
     same([Totalling()(tf.constant(ROWS)), found])
 
@@ -92,9 +92,9 @@ class Sizing(tf.Module):
         return x
 
 
-def test_a_call_that_cannot_be_traced_runs_whole(keras):
+def test_a_call_that_cannot_be_traced_runs_unsplit(keras):
     plain, model = Sizing(), compat.parallelize(Sizing())
-    with runs_whole("unknown"):
+    with runs_unsplit("unknown"):
         for rows in (ROWS, ROWS[:7]):
             np.testing.assert_allclose(model(tf.constant(rows)), plain(tf.constant(rows)))
     np.testing.assert_allclose(model.sums.numpy(), plain.sums.numpy(), rtol=1e-5)
@@ -140,7 +140,7 @@ def test_a_call_that_runs_unsplit_is_not_traced_each_time(keras, monkeypatch, na
     monkeypatch.setattr(
         replicas.ReplicatedCall, "_traced", lambda *a, **k: traced.append(a) or trace(*a, **k)
     )
-    with runs_whole(why):
+    with runs_unsplit(why):
         compat.parallelize(model)
         for _ in range(5):
             np.testing.assert_array_equal(model(tf.constant(ROWS)), ROWS)
@@ -159,7 +159,7 @@ def test_copies_of_variables_end_with_a_trace_that_fails(keras, monkeypatch):
 
     monkeypatch.setattr(call_trace, "_copy", copied)
     monkeypatch.setattr(call_trace, "Propagation", failing)
-    with runs_whole("unknown"):
+    with runs_unsplit("unknown"):
         model(tf.constant(ROWS))
     assert copies
     for each in copies:

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from compat.testing import slow
 
-from .reductions import Layer, runs_whole, same, three_devices, trained  # noqa: F401  # the fixture
+from .reductions import Layer, runs_unsplit, same, three_devices, trained  # noqa: F401  # the fixture
 from .test_contract import KERAS3, ROWS, TARGETS
 
 
@@ -95,5 +95,5 @@ def test_a_table_of_what_is_in_the_batch_and_of_all_that_there_is(keras):
         return model
 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    with runs_whole("table"):
+    with runs_unsplit("table"):
         same(trained(build, seen, seen[:, 0], optimizer="adam", loss=loss))

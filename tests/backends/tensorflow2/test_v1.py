@@ -17,7 +17,7 @@ from ..tensorflow1.test_device_scope import (  # noqa: F401  # run here, too
     keras_of_devices,
     siamese,
     test_merged_on_the_cpu,
-    test_parallelized_it_runs_whole_on_each_device,
+    test_parallelized_it_runs_unsplit_on_each_device,
     test_siamese_model_of_keras_faq,
     three_configured_devices,
 )

@@ -8,7 +8,7 @@ from compat.testing import initialise
 
 from .. import graph_cases
 from . import test_contract, test_replicas
-from .test_replicated_function import assert_runs_whole
+from .test_replicated_function import assert_runs_unsplit
 from .test_trial import whole
 
 keras, profiles_not_printed = test_replicas.keras, test_contract.profiles_not_printed
@@ -40,7 +40,7 @@ def test_outputs_that_are_sums(keras):
     )
 
 
-def test_what_asks_for_the_number_of_rows_runs_whole(keras):
+def test_what_asks_for_the_number_of_rows_runs_unsplit(keras):
     from theano.tensor import gt
     from theano.tensor.opt import Assert
 
@@ -49,4 +49,4 @@ def test_what_asks_for_the_number_of_rows_runs_whole(keras):
     model = keras.models.Model(first, checked(first), name="checked")
     line = "test_partition.py, line {}".format(checked.function.__code__.co_firstlineno)
     text = whole("Assert{msg='few'}", "checked", "layer 'check'", line)
-    assert_runs_whole(model, np.ones((13, 8)), text)
+    assert_runs_unsplit(model, np.ones((13, 8)), text)

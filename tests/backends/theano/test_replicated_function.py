@@ -35,7 +35,7 @@ def test_no_step_is_kept_after_an_error(keras):
     assert plan.step is None
 
 
-def assert_runs_whole(model, inputs, text):
+def assert_runs_unsplit(model, inputs, text):
     """Check that a call of it runs on one device, and so does the next, without a warning."""
     expected = model.predict_on_batch(inputs)
     compat.parallelize(model)
@@ -46,16 +46,16 @@ def assert_runs_whole(model, inputs, text):
         np.testing.assert_array_equal(each, expected)
 
 
-def test_inputs_with_other_numbers_of_rows_run_whole(keras):
+def test_inputs_with_other_numbers_of_rows_run_unsplit(keras):
     K, layers = keras.backend, keras.layers
     both = [layers.Input(shape=(8,)), layers.Input(shape=(8,))]
     read = layers.Lambda(lambda p: K.dot(K.softmax(K.dot(p[0], K.transpose(p[1]))), p[1]), (8,))
     model = keras.models.Model(both, read(both), name="two")
     inputs = [np.ones((6, 8)), np.ones((11, 8))]
-    assert_runs_whole(model, inputs, whole(None, "two", reach="The model"))
+    assert_runs_unsplit(model, inputs, whole(None, "two", reach="The model"))
 
 
-def test_what_fails_for_a_part_of_a_batch_runs_whole(keras):
+def test_what_fails_for_a_part_of_a_batch_runs_unsplit(keras):
     from theano import tensor
     from theano.compile.ops import as_op
 
@@ -67,7 +67,7 @@ def test_what_fails_for_a_part_of_a_batch_runs_whole(keras):
 
     first = keras.layers.Input(shape=(8,))
     model = keras.models.Model(first, keras.layers.Lambda(picky, (8,))(first), name="picky")
-    assert_runs_whole(model, np.ones((13, 8)), whole(None, "picky", reach="The model"))
+    assert_runs_unsplit(model, np.ones((13, 8)), whole(None, "picky", reach="The model"))
     with pytest.raises(ValueError, match="four rows"):
         model.predict_on_batch(np.ones((4, 8)))
 

@@ -67,7 +67,7 @@ def test_tensors_with_other_numbers_of_rows_are_passed_whole():
         (torch.nn.LSTM(4, 6), (7, 4), "Model 'LSTM' "),
     ],
 )
-def test_what_has_no_batch_dimension_runs_whole(module, shape, subject):
+def test_what_has_no_batch_dimension_runs_unsplit(module, shape, subject):
     """A policy on one state, a picture or a sequence by itself: torch's layers take them."""
     module, x = module.double(), rows(*shape)
     expected = module(x)
@@ -76,7 +76,7 @@ def test_what_has_no_batch_dimension_runs_whole(module, shape, subject):
         same(expected, compat.parallelize(module)(x), 1e-12)
 
 
-def test_tables_with_sparse_gradients_run_whole():
+def test_tables_with_sparse_gradients_run_unsplit():
     table = torch.nn.Embedding(10, 4, sparse=True)
     told = "The operation that makes sparse gradients of 'Sequential' {} The model runs "
     agree(
@@ -105,7 +105,7 @@ def test_a_mask_of_times():
         ("to_sparse_csr", False, 2),
     ],
 )
-def test_an_adjacency_of_as_many_rows_runs_whole(layout, within, verify):
+def test_an_adjacency_of_as_many_rows_runs_unsplit(layout, within, verify):
     """A graph network is given it with its nodes, or has it in a buffer."""
 
     class Convolution(torch.nn.Module):

@@ -138,7 +138,7 @@ def test_what_a_call_leaves_alone_stays_the_callers():
     assert replicas(lambda: module(rows(ROWS, 4), batch)) == DEVICES
 
 
-def test_a_cache_of_a_model_that_runs_whole():
+def test_a_cache_of_a_model_that_runs_unsplit():
     """What was added before it turned out that rows are mixed is taken back."""
 
     def forward(m, y, cache):

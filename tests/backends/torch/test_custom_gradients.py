@@ -96,7 +96,7 @@ NAMED = {
 
 @pytest.mark.parametrize("back", sorted(BACK))
 @pytest.mark.parametrize("make", sorted(NAMED, key=str), ids=lambda make: make.__name__)
-def test_gradients_that_mix_rows_run_whole(make, back):
+def test_gradients_that_mix_rows_run_unsplit(make, back):
     function, mixes = BACK[back]
     if make is with_function_of_a_weight:  # to which a sum over the rows comes back
         mixes = back in ("clipped", "of length 1")

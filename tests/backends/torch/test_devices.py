@@ -115,7 +115,7 @@ def test_nothing_is_left_on_another_device_in_a_training_step(build):
     plain = copy.deepcopy(module)
     native.ReplicatedForward.install_on(module, DEVICES)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", compat.CompatWarning)  # that it runs whole
+        warnings.simplefilter("error", compat.CompatWarning)  # that it runs unsplit
         found = trained(module, "lazy:0", shape)
     torch.testing.assert_close(trained(plain, "cpu", shape), found)
 

@@ -55,7 +55,7 @@ def agree(module, *args, steps=2, atol=1e-12, whole=(), **kwargs):
     return parallel, found
 
 
-#: Why a model runs whole.
+#: Why a model runs unsplit.
 MIXED = "needs the whole batch, but each device sees only its shard."
 UNKNOWN = (
     "may need the whole batch, but each device sees only its shard: compat has no rule for it, and "
@@ -266,7 +266,7 @@ def _changed_afterwards(y):
 @pytest.mark.parametrize(
     "name, count", [(name, ROWS) for name in sorted(WHOLE)] + [("centred", 2), ("fft", 2)]
 )
-def test_what_takes_the_whole_batch_runs_whole(name, count):
+def test_what_takes_the_whole_batch_runs_unsplit(name, count):
     function, operation, why = WHOLE[name]
     agree(computing(function), rows(count, 4), whole=whole(operation, function, why))
 

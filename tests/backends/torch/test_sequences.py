@@ -154,7 +154,7 @@ def test_rows_first_around_a_layer_with_time_first(shape):
     agree(Transposing(), rows(*shape, SIZE), rows(1, shape[0], 6))
 
 
-def test_rows_that_cannot_be_found_run_whole():
+def test_rows_that_cannot_be_found_run_unsplit():
     class Set(torch.nn.Module):
         """Attention between the rows."""
 

@@ -85,7 +85,7 @@ class TestState:
             module(rows(12, 4))
         assert module.batch == 12
 
-    def test_memory_of_rows_runs_whole(self):
+    def test_memory_of_rows_runs_unsplit(self):
         """All parts of 12 rows have as many, so that their mean would have a shape that fits."""
 
         def remember(self, y):

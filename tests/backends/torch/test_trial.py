@@ -23,7 +23,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("name", sorted(PATHS))
-def test_what_chooses_its_path_by_the_rows_runs_whole(name):
+def test_what_chooses_its_path_by_the_rows_runs_unsplit(name):
     plain, module = pair(PATHS[name])
     with pytest.warns(compat.CompatWarning, match="The model runs unsplit on cpu:0"):
         found = module(rows(ROWS, 4))
