@@ -283,7 +283,7 @@ class TestTensorFlow1(KerasParts):
         assert largest_difference(start, found[0]) > 1e-3
         assert max(largest_difference(found[0], each) for each in found) <= 1e-6
 
-    def check_nothing_undivided(self, model, ran, more_than=0):
+    def check_nothing_unsplit(self, model, ran, more_than=0):
         """Check that a step ran no operation of the graph's unsplit part.
 
         Arguments:
@@ -292,9 +292,9 @@ class TestTensorFlow1(KerasParts):
             more_than: that part has more operations than these.
         """
         names = {node.name for nodes in ran.values() for node in nodes}
-        undivided = vars(model)["_compat_functions"]._replicas.part.operations
-        assert len(undivided) > more_than
-        assert not names & {op.name for op in undivided}
+        unsplit = vars(model)["_compat_functions"]._replicas.part.operations
+        assert len(unsplit) > more_than
+        assert not names & {op.name for op in unsplit}
 
     def test_functions_may_be_copied(self, keras):
         model = compat.parallelize(CASES["dense"].build(keras))
@@ -304,7 +304,7 @@ class TestTensorFlow1(KerasParts):
 
     # What runs ------------------------------------------------------------------------------
 
-    def test_nothing_of_the_undivided_batch_part_runs(self, keras):
+    def test_nothing_of_the_unsplit_batch_part_runs(self, keras):
         layers = keras.layers
         model = keras.models.Sequential(
             [
@@ -317,7 +317,7 @@ class TestTensorFlow1(KerasParts):
         compat.parallelize(model).compile("sgd", "categorical_crossentropy", ["accuracy"])
         inputs, targets = CASES["dense"].data(13)
         ran = self.ran(model, inputs, targets)
-        self.check_nothing_undivided(model, ran, more_than=30)
+        self.check_nothing_unsplit(model, ran, more_than=30)
         for index, device in enumerate(sorted(ran)):
             here = {node.name.split("/")[0] for node in ran[device] if profiler.is_product(node)}
             assert "replica_{}".format(index) in str(sorted(here))
@@ -403,7 +403,7 @@ class TestTensorFlow1(KerasParts):
 
         @span
         def test_custom_gradient(self, keras):
-            """It holds tensors of the undivided graph, which must not run for that."""
+            """It holds tensors of the unsplit graph, which must not run for that."""
 
             def build():
                 layers = keras.layers
@@ -418,7 +418,7 @@ class TestTensorFlow1(KerasParts):
             _, model = self.train_both(keras, build, "mse", inputs, targets)
             ran = self.ran(model, inputs, targets)
             assert sorted(products(ran).values()) == [(2, 3)] * DEVICES
-            self.check_nothing_undivided(model, ran)
+            self.check_nothing_unsplit(model, ran)
 
         @span
         def test_custom_gradient_in_a_loop_is_refused(self, keras):

@@ -77,7 +77,7 @@ def remove(network):
 
 
 @contextlib.contextmanager
-def undivided(network):
+def unsplit(network):
     """Within, the network runs on one device."""
     hidden = {name: vars(network).pop(name) for name in _METHODS if name in vars(network)}
     try:

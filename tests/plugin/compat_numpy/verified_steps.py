@@ -63,7 +63,7 @@ class NetworkStep(Step):
                 array[...] = values[label]
 
     def on_one_device(self):
-        with replicas.undivided(self.network):
+        with replicas.unsplit(self.network):
             return {self.label: self.call()}
 
     def on_all_devices(self):
@@ -76,7 +76,7 @@ class NetworkStep(Step):
         return products(record)
 
     def outputs(self, is_unsplit):
-        with replicas.undivided(self.network) if is_unsplit else contextlib.ExitStack():
+        with replicas.unsplit(self.network) if is_unsplit else contextlib.ExitStack():
             inputs = self.args[0] if self.args else self.kwargs["inputs"]
             return {"output 1": self.network.outputs(inputs)}
 
