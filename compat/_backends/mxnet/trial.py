@@ -96,6 +96,31 @@ def tried(symbol, placements, fed, context, types, held):
     return trial.tried(compute)
 
 
+def _operation_without_rule(propagation):
+    """Return the name of the first operation without a rule, or None."""
+    if propagation is None or not propagation.without_rule:
+        return None
+    return propagation.graph.nodes[propagation.without_rule[0][0]]["name"]
+
+
+def _reason_against(rule, outcome):
+    """Return the reason for which a result cannot be merged, or None.
+
+    Arguments:
+        rule: the placement by rules, or None.
+        outcome: the placement by a trial. It is enough by itself only for a sharded result: what is
+            random, or reduced over the rows, may fit by chance.
+    """
+    placement, is_random = rule or outcome, isinstance(outcome, Unknown)
+    if is_random or not isinstance(placement, Sharded):
+        fits = rule is not None and not isinstance(outcome, _rows.Mixed)
+    else:
+        fits = getattr(outcome, "axis", None) == placement.axis
+    if fits and merging.can_be_merged(placement):
+        return None
+    return Reason.NO_RULE if is_random else Reason.TRIAL_DIFFERS
+
+
 class BlockTrial:
     """The trial of a kind of calls.
 
@@ -112,14 +137,11 @@ class BlockTrial:
     def decide(self, args):
         """Return the results' placements if they can be merged, or else a ``Fallback``."""
         propagation = self._traced(args)
-        graph = propagation and propagation.graph
-        heads = [] if graph is None else graph.heads
+        heads = propagation.graph.heads if propagation else []
         by_rules = [propagation.placement_of(head) for head in heads]
         if not all(map(merging.can_be_merged, by_rules)):
             return propagation.fallback(heads, with_rows=False) or Fallback(Reason.CROSS_BATCH)
-        without_rule = None  # the name of the first operation without a rule
-        if propagation and propagation.without_rule:
-            without_rule = graph.nodes[propagation.without_rule[0][0]]["name"]
+        without_rule = _operation_without_rule(propagation)
         try:
             by_trial, fallback = self._tried(args)
         except Exception:
@@ -129,27 +151,27 @@ class BlockTrial:
             return Fallback(Reason.NO_RULE, without_rule)
         if without_rule or len(by_rules) != len(by_trial):
             by_rules = [None] * len(by_trial)  # then only the trial counts
-        placements = [rule or outcome for rule, outcome in zip(by_rules, by_trial)]
-        for rule, outcome, placement in zip(by_rules, by_trial, placements):
-            is_random = isinstance(outcome, _rows.Unknown)
-            if is_random or not isinstance(placement, _rows.Sharded):
-                # Random, or reduced over the rows, which may fit by chance: there must be a rule.
-                fits = rule is not None and not isinstance(outcome, _rows.Mixed)
-            else:
-                fits = getattr(outcome, "axis", None) == placement.axis
-            if not fits or not merging.can_be_merged(placement):
-                return Fallback(Reason.NO_RULE if is_random else Reason.TRIAL_DIFFERS, without_rule)
+        for rule, outcome in zip(by_rules, by_trial):
+            reason = _reason_against(rule, outcome)
+            if reason is not None:
+                return Fallback(reason, without_rule)
         if fallback is not None:
             return fallback
-        sees_gradients = graph is not None and not graph.custom_gradients()
+        placements = [rule or outcome for rule, outcome in zip(by_rules, by_trial)]
+        if self._custom_gradients_mix_rows(args, propagation, placements):
+            return Fallback(Reason.CUSTOM_GRADIENT)
+        return placements
+
+    def _custom_gradients_mix_rows(self, args, propagation, placements):
+        """Return whether a custom gradient mixes rows, as far as a trial can find out."""
+        has_none = propagation is not None and not propagation.graph.custom_gradients()
         is_single = next(leaves(args)).shape[0] == 1
         # Calls on parts of a batch would set custom states one after the other.
-        is_exempt = sees_gradients or is_single or self.replicas.custom_states()
-        if mx.autograd.is_recording() and not is_exempt:
-            parameters, first = parameters_of(self.replicas.block), self.replicas.contexts[0]
-            if gradients_mix_rows(parameters, args, placements, first, self._results):
-                return Fallback(Reason.CUSTOM_GRADIENT)
-        return placements
+        is_exempt = has_none or is_single or self.replicas.custom_states()
+        if is_exempt or not mx.autograd.is_recording():
+            return False
+        parameters, first = parameters_of(self.replicas.block), self.replicas.contexts[0]
+        return gradients_mix_rows(parameters, args, placements, first, self._results)
 
     def _on_rows(self, args, numbers, is_kept=False):
         """Return the block's result for some rows of the arguments, on the first context.
