@@ -81,7 +81,7 @@ def _is_linear(placement: Placement) -> bool:
 
 @rule
 def added(values: "Sequence[Value]") -> Placement:
-    """Sums and differences, which are linear: also those of sums over the rows."""
+    """Return a sum or a difference, which are linear: also of sums over the rows."""
     kinds = {value.placement for value in values}
     kind, *others = kinds - {REPLICATED}
     if others or not _is_linear(kind):
@@ -93,7 +93,7 @@ def added(values: "Sequence[Value]") -> Placement:
 
 @rule
 def multiplied(values: "Sequence[Value]") -> Placement:
-    """Products, which are linear in each factor."""
+    """Return a product, which is linear in each factor."""
     kind, *others = [value.placement for value in values if value.placement != REPLICATED]
     return kind if not others and _is_linear(kind) else pointwise(values)
 
@@ -119,11 +119,13 @@ def divided(values: "Sequence[Value]") -> Placement:
 def reduced(
     value: Value, axes: "Axes", how: str, keepdims: bool = False, denominator: "Any" = None
 ) -> Placement:
-    """Return a reduction along ``axes``, None for all.
-
-    "sum", "mean", "max", "min", "any", "all", other.
+    """Return a reduction along some dimensions.
 
     Arguments:
+        value: what is reduced.
+        axes: the dimensions; None for all.
+        how: "sum", "mean", "max", "min", "any", "all", or any other reduction.
+        keepdims: whether the dimensions stay, with one element.
         denominator: the backend's name for the number of elements along the rows, where not each
             row has as many.
     """
@@ -158,6 +160,7 @@ def contracted(values: "Sequence[Value]", letters: "Sequence[str]", result: str)
     """Return a product summed over dimensions, written with the letters of einsum.
 
     Arguments:
+        values: the factors.
         letters: for each value, a letter for each of its dimensions.
         result: the letters of the result; what is not among them is summed over.
     """
@@ -240,6 +243,7 @@ def reshaped(value: Value, after: "Optional[Sequence[Optional[int]]]") -> Placem
     """Return the same elements, in order, in the dimensions ``after``.
 
     Arguments:
+        value: what is reshaped.
         after: the sizes of the result; None for the one that grows with the batch.
     """
     placement: Sharded = value.placement
@@ -295,9 +299,10 @@ def stacked(values: "Sequence[Value]", axis: int) -> Placement:
 
 @view
 def sliced(value: Value, parts: "Mapping[int, str]") -> Placement:
-    """Parts of some dimensions.
+    """Return a value with parts of some dimensions.
 
     Arguments:
+        value: what is sliced.
         parts: by dimension, "part" for some of its elements, "one" for a single one, which takes
             the dimension away. All others are taken whole.
     """
@@ -327,9 +332,9 @@ def repeated(
 ) -> Placement:
     """Return each element several times along a dimension.
 
-    For None all of them become one dimension.
-
     Arguments:
+        value: what has the elements.
+        axis: the dimension; None: all of them become one.
         times: how often, where that is the same for all of them and known.
     """
     placement: Sharded = value.placement
@@ -395,6 +400,7 @@ def by_row(
     """Return a function of each row by itself, such as a convolution.
 
     Arguments:
+        values: the function's arguments.
         axes: for each value, the dimension where the function has its batch; None for what is the
             same for all rows, such as weights, as is all beyond ``axes``.
         result: the dimension where the result has it; by default that of the first with rows.

@@ -63,6 +63,9 @@ def fits_others(
     """Return whether the arrays of ``OTHER_PARTS``, too, make up the whole by a placement.
 
     Arguments:
+        others: the arrays of ``OTHER_PARTS``.
+        whole: the array of all rows.
+        placement: how it depends on them.
         parts: the arrays of ``PARTS``, which do.
     """
     has_dimensions = all(part.ndim == whole.ndim for part in others)
@@ -75,7 +78,10 @@ def reordered(
     """Return an array of the whole with its rows, if it has any, in the order of ``OTHER_PARTS``.
 
     Arguments:
-        others, parts: the arrays of ``OTHER_PARTS`` and of ``PARTS``.
+        whole: the array of all rows.
+        placement: how it depends on them.
+        others: the arrays of ``OTHER_PARTS``.
+        parts: the arrays of ``PARTS``.
     """
     import numpy as np
 
@@ -97,8 +103,9 @@ def placements(
     """Return all placements by which the parts of an array make up the whole, the likeliest first.
 
     Arguments:
-        parts: the arrays that ``sizes`` rows of the batch give.
+        parts: the arrays that shards of the batch give.
         whole: the array that all rows give.
+        sizes: the numbers of rows of the shards.
     """
     import numpy as np
 

@@ -51,6 +51,7 @@ class Merging:
         """Return one value for the whole batch.
 
         Arguments:
+            values: those of the replicas.
             placement: how it depends on the rows.
             before: the old value, where this is the new value of a variable.
         """

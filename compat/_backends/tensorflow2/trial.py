@@ -79,6 +79,7 @@ class OpTrial:
         """Compute an operation; return the placements of its results, as far as that shows them.
 
         Arguments:
+            op: the operation.
             placements: those of its inputs.
             claimed: those that the rules say its results have.
         """

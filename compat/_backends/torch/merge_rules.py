@@ -68,6 +68,7 @@ def decide(key, values, sizes, before, home, trial):
         values: that of each replica.
         sizes: how many rows each of them had.
         before: the value of state before the call.
+        home: the device of the merged value.
         trial: a ``PartsTrial``.
 
     Raises:

@@ -80,6 +80,8 @@ class MergeRule:
         """Return whether a value that was not watched looks as this rule expects.
 
         Arguments:
+            value: a replica's.
+            rows: the number of rows of its shard.
             before: a replica's own copy of this buffer, or None: it is another value.
         """
         if self.form[:2] != form(value)[:2]:

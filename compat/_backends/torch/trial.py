@@ -105,7 +105,10 @@ class PartsTrial:
         """Return a value of all rows with these in the order of the other partition.
 
         Arguments:
-            others, parts: the values of its parts, and of those of the first one.
+            whole: the value of all rows.
+            placement: how it depends on them.
+            others: the values of that partition's parts.
+            parts: the values of the first partition's parts.
         """
         is_in_order = [row for part in self.others for row in part] == self.all_rows
         if is_in_order or not isinstance(placement, _rows.Sharded):
@@ -118,7 +121,10 @@ def prove(trial, rules, before, home):
     """Check all rules by a trial.
 
     Arguments:
+        trial: a ``PartsTrial``.
+        rules: the rule of each value, by key.
         before: state before the call, by key.
+        home: the device of merged values.
 
     Raises:
         NotMergeable: the parts do not make up the whole.
