@@ -19,9 +19,6 @@ class _Partition(Mixed):
 
     __slots__ = ()
 
-    def __init__(self):
-        super().__init__("positions are counted within each part")
-
 
 class Splits(_Partition):
     """The placement of row splits: where each row begins, and where the last one ends."""

@@ -140,3 +140,22 @@ def test_numbers_are_looked_up(keras):
         found = model.predict(rows, verbose=0)
     assert not texts
     np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
+
+
+@span
+def test_where_the_rows_of_all_texts_begin_is_computed_unsplit(keras):
+    class Starts(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable(1)
+
+        def __call__(self, texts):
+            return tf.strings.unicode_decode(texts, "UTF-8").row_splits
+
+    net = Starts()
+    texts = tf.constant(["ab", "c", "def", "g", "hi"])
+    expected = net(texts)
+    compat.parallelize(net)
+    with told() as warned:
+        np.testing.assert_array_equal(expected, net(texts))
+    assert len(warned) == 1 and "UnicodeDecode" in warned[0]
