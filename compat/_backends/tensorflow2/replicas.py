@@ -333,11 +333,12 @@ class ReplicatedCall(patching.InstanceMethod):
         """Return the replicas, each of which has computed its shard on its device."""
         replicas, number, rows = [], len(self.devices), arguments.rows
         maximum = max if isinstance(rows, int) else tf.maximum
-        tables = TableGradients(trace.lookups if trace else {}, number)
-        for index, device in enumerate(self.devices):
-            first, last = splitting.bounds(rows, number, index)
+        bounds = [splitting.bounds(rows, number, index) for index in range(number)]
+        sizes = [last - first for first, last in bounds]
+        tables = TableGradients(trace.lookups if trace else {}, sizes)
+        for index, (device, size) in enumerate(zip(self.devices, sizes)):
             tree = arguments.shard(splitting.run_bounds(rows, number, index, maximum))
-            part = device, last - first, trace, call, state.replica, tree, effects
+            part = device, size, trace, call, state.replica, tree, effects
             if effects is not None:
                 effects.restart()
             replicas.append(Replica(*part, functools.partial(tables.joined, index)))

@@ -1,6 +1,6 @@
 """Gradients of tables in which replicas look up the same rows, summed as on one device."""
 
-from typing import Any, Dict, Set
+from typing import Any, Dict, Sequence, Set
 
 import tensorflow as tf
 
@@ -12,20 +12,23 @@ class TableGradients:
     replicas, of which optimizers of Keras 3 square each by itself. So the replica whose gradient is
     computed last gets the sum of all, and the others get none.
 
-    A backward pass reaches each replica once, in any order, or none of them: every merged value
-    depends on all replicas. So the last gradient is the one that completes them. If a replica comes
-    again before that, an earlier pass has failed, and its gradients are discarded.
+    A backward pass reaches each replica that has rows once, in any order, or none of them: every
+    merged value depends on all of these. So the last gradient is the one that completes them. If a
+    replica comes again before that, an earlier pass has failed, and its gradients are discarded.
+    A replica without rows, where their number is static, has no part in sums and means, so that a
+    pass may miss it; its gradient is zero.
 
     TensorFlow never releases the function of a gradient, so that nothing here may hold the model.
 
     Arguments:
         lookups: those of the ``Trace``.
-        count: how many replicas there are.
+        sizes: the number of rows of each replica: integers, or scalar tensors.
     """
 
-    def __init__(self, lookups: "Dict[int, Set[bool]]", count: int) -> None:
+    def __init__(self, lookups: "Dict[int, Set[bool]]", sizes: "Sequence[Any]") -> None:
         self._keys = {key for key, are_same in lookups.items() if are_same == {True}}
-        self._count = count
+        with_rows = {n for n, size in enumerate(sizes) if not isinstance(size, int) or size}
+        self._counted = with_rows or {0}  # as ``merge`` does
         # The id of a variable -> the replicas computed so far in this pass -> their gradients.
         self._waiting: "Dict[int, Dict[int, tf.IndexedSlices]]" = {}
 
@@ -33,11 +36,13 @@ class TableGradients:
         """Return what a replica's gradient of a variable becomes: the sum of all, or None."""
         if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in self._keys:
             return gradient
+        if replica not in self._counted:
+            return None
         gradients = self._waiting.setdefault(id(variable), {})
         if replica in gradients:
             gradients.clear()
         gradients[replica] = gradient
-        if len(gradients) < self._count:
+        if len(gradients) < len(self._counted):
             return None
         del self._waiting[id(variable)]
         total = tf.add_n([slices.values for slices in gradients.values()])

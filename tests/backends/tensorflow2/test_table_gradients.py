@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import compat
 from compat.testing import slow
 
 from .reductions import Layer, runs_unsplit, same, three_devices, trained  # noqa: F401  # the fixture
@@ -97,3 +98,35 @@ def test_a_table_of_what_is_in_the_batch_and_of_all_that_there_is(keras):
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with runs_unsplit("table"):
         same(trained(build, seen, seen[:, 0], optimizer="adam", loss=loss))
+
+
+@pytest.mark.parametrize("reduce", [tf.reduce_mean, tf.reduce_sum, tf.reduce_max])
+@pytest.mark.parametrize("in_function", [False, True])
+def test_gradients_of_a_table_where_a_device_has_no_rows(keras, reduce, in_function):
+    """Such a device has no part in the loss that the model returns."""
+
+    class Net(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = tf.Variable(tf.ones([8, 4]))
+            self.table = tf.Variable(tf.ones([5, 4]))
+
+        def __call__(self, x):
+            return reduce(x @ self.weight * tf.gather(self.table, [0, 1, 1])[1])
+
+    results = []
+    for parallel in (False, True):
+        net = Net()
+        if parallel:
+            compat.parallelize(net)
+
+        def gradients(x, net=net):
+            with tf.GradientTape() as tape:
+                loss = net(x)
+            return list(map(tf.convert_to_tensor, tape.gradient(loss, [net.weight, net.table])))
+
+        results.append(
+            (tf.function(gradients) if in_function else gradients)(tf.constant(ROWS[:2]))
+        )
+    for expected, found in zip(*results):
+        np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
