@@ -276,16 +276,17 @@ class KerasReplicas(Replicas):
             _copy(updated, others)
 
     def _take_written_weights(self, phase):
-        """Take to the first replica the weights that operations write, where it had no rows.
+        """Take to the first replica the weights that a body writes, where the first had no rows.
 
-        MXNet sets the scale of a batch normalization with ``fix_gamma`` to one when it runs.
+        MXNet sets the scale of a batch normalization with ``fix_gamma`` to one when it runs. The
+        head runs on the first context.
         """
-        first = next(replica for replica, size in enumerate(phase.sizes) if size)
-        if first:
+        if not phase.sizes[0]:
             wait_for_updates()
+            body, _ = phase.filled[0]
             held = self.arrays[0]
             weights = {name: held[name] for name in phase.parameters if name in held}
-            _copy(self.arrays[first], weights)
+            _copy(body.arg_dict, weights)
 
     def _average_auxiliary_states(self, phase):
         """Update moving averages once, to the means of the replicas', weighted by shard size."""

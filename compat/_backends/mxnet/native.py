@@ -181,7 +181,8 @@ class BlockReplicas(Replicas):
 
     def plain(self, args: "Tuple[Any, ...]") -> "Any":
         """Return the result of the block's own ``forward``."""
-        return ReplicatedForward.of(self.block).plain(self.block)(*args)
+        (forward,) = self.methods
+        return forward.plain(self.block)(*args)
 
     def _run_where_arrays_lie(self, args, contexts):
         """Run the block of a script that splits its batches by itself."""

@@ -107,6 +107,31 @@ def test_scales_that_batch_normalization_sets_to_one(keras, rows):
     assert run(False).tolist() == run(True).tolist() == [1] * 4
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("has_body", [False, True])
+def test_scales_that_batch_normalization_of_the_head_sets_to_one(keras, rows, has_body):
+    """The head sees them on the first context, even where that has no rows."""
+    from keras import backend as K
+
+    def run(parallel):
+        layers = keras.layers
+        first = [layers.Dense(4)] if has_body else []
+        centred = layers.Lambda(lambda x: x - K.mean(x, axis=0, keepdims=True))
+        model = keras.models.Sequential(
+            [layers.InputLayer((4,))] + first + [centred, layers.BatchNormalization(scale=False)]
+        )
+        model.set_weights([np.full(w.shape, 0.5) for w in model.get_weights()])
+        model.compile(optimizer(keras, "sgd"), "mse")
+        if parallel:
+            compat.parallelize(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.train_on_batch(np.ones((rows, 4)), np.zeros((rows, 4)))
+        return model.get_weights()[2 * has_body]
+
+    assert run(False).tolist() == run(True).tolist() == [1] * 4
+
+
 def test_a_method_of_the_instance_is_there_again_on_one_device(keras):
     model = initialise(keras.models.Sequential([keras.layers.Dense(3, input_shape=(4,))]))
     synced, sync_weights = [], model._sync_weights
@@ -117,3 +142,18 @@ def test_a_method_of_the_instance_is_there_again_on_one_device(keras):
     del synced[:]
     model.get_weights()
     assert synced
+
+
+def test_a_function_in_place_of_a_replaced_method_stays_on_one_device(keras):
+    model = initialise(keras.models.Sequential([keras.layers.Dense(3, input_shape=(4,))]))
+    compat.parallelize(model)
+    made, make = [], model._make_predict_function
+    model._make_predict_function = lambda: made.append(True) or make()
+    inputs = np.ones((6, 4))
+    before = model.predict(inputs)
+    compat.parallelize(model, gpus=1)
+    del made[:]
+    np.testing.assert_allclose(model.predict(inputs), before, rtol=1e-5)
+    assert made
+    compat.parallelize(model)
+    np.testing.assert_allclose(model.predict(inputs), before, rtol=1e-5)

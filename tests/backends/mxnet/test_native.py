@@ -12,6 +12,7 @@ from .gluon_models import (
     BATCHES,
     DEVICES,
     Unfollowed,
+    array,
     check_same,
     contexts,
     convolutional,
@@ -310,3 +311,16 @@ def test_a_part_that_is_there_twice(mx):
     inputs = mx.nd.array(data(61)[0])
     expected = net(inputs).asnumpy()
     assert difference([expected], [compat.parallelize(net)(inputs).asnumpy()]) < 1e-5
+
+
+def test_a_function_in_place_of_the_replaced_forward_stays_on_one_device(mx):
+    net = initialise(mx, dense(mx))
+    compat.parallelize(net)
+    forward = net.forward
+    net.forward = lambda x: forward(x) + 1
+    inputs = array(mx, 6)
+    both = net(inputs).asnumpy()
+    compat.parallelize(net, gpus=1)
+    np.testing.assert_allclose(net(inputs).asnumpy(), both, rtol=1e-5)
+    compat.parallelize(net)
+    np.testing.assert_allclose(net(inputs).asnumpy(), both, rtol=1e-5)
