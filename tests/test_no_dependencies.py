@@ -23,6 +23,7 @@ OWN = {
     "._runtime",
     "._configuration.numeric",
     "._runtime.process",
+    "._runtime.unsplit_models",
     "._ranks",
     "._ranks.place",
     "._configuration.registry",

@@ -159,9 +159,19 @@ class _Call:
                 call.epochs += 1
                 # Of Keras 2; a rank that does not validate has the others' losses in its logs.
                 validates = (getattr(self, "params", None) or {}).get("do_validation", True)
-                call.epoch_ended(validates and "val_loss" in (logs or ()), saving)
+                call.epoch_ended(validates and call.has_validated(logs or ()), saving)
 
         return Steps()
+
+    def has_validated(self, logs):
+        """Return whether an epoch with these logs has validated.
+
+        A custom test step may return no loss. Its function is not traced again by ``evaluate()``,
+        whose check would not find the methods called that tracing calls.
+        """
+        if "val_loss" in logs:
+            return True
+        return bool(self._since("evaluate")) and any(str(name).startswith("val_") for name in logs)
 
     def epoch_ended(self, validated, saving):
         """Check an epoch, at whose end ranks combine losses and metrics.

@@ -1,6 +1,6 @@
 """Parallelized models that do not split their batches, or not in all of their operations."""
 
-import weakref
+from _weakref import ref  # weakref costs an import
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class UnsplitModels:
             record for record in self._records if record[1] != name or record[0]() is not None
         ]
         try:
-            reference: "Callable[[], Any]" = weakref.ref(model)
+            reference: "Callable[[], Any]" = ref(model)
         except TypeError:  # a class with __slots__, say
             reference = lambda: model  # noqa: E731
         self._records.append((reference, name, extent))
