@@ -276,8 +276,8 @@ class ReplicatedCall(patching.InstanceMethod):
         """
         # A call that has had no side effects is only checked for them afterwards.
         isolated = effects if is_new or trace.changes else None
-        state.watch(trace.variables)
         try:
+            state.watch(trace.variables)  # which may be gone since the trace
             replicas = self._computed(call, arguments, state, trace, isolated)
             if isolated is None:
                 agree = not effects.undo()

@@ -1,6 +1,7 @@
 """TensorFlow 2: models without Keras."""
 
 import copy
+import gc
 import inspect
 import subprocess
 import sys
@@ -120,6 +121,25 @@ def test_native_model_trains_to_the_numbers_of_one_device(keras, build, eagerly)
     for expected, found in zip(*results):
         np.testing.assert_allclose(expected, found, rtol=1e-5, atol=1e-6)
     assert results[1][4] == 2
+
+
+def test_a_model_whose_variable_was_replaced_is_called_again(keras):
+    """Up to TensorFlow 2.3 the old one cannot be read any more."""
+
+    class Counting(tf.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.calls = tf.Variable(tf.ones([8, 4])), tf.Variable(0)
+
+        def __call__(self, rows):
+            self.calls.assign_add(1)
+            return rows @ self.weight
+
+    model = compat.parallelize(Counting())
+    expected = model(tf.constant(ROWS))
+    model.calls = tf.Variable(0)
+    gc.collect()
+    np.testing.assert_allclose(expected, model(tf.constant(ROWS)), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.row("tf.Module and tf.function")
