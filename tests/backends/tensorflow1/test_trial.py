@@ -56,3 +56,14 @@ def test_fixed_number_of_rows_is_tried(keras, mixes):
     difference, texts = trained(one_and_three(build), steps=(7, 7))
     assert difference <= 1e-5
     assert len(texts) == mixes and all("runs unsplit on " in text for text in texts)
+
+
+def test_the_length_of_the_longest_text_is_that_of_the_batch(keras):
+    def lengths(x):
+        words = v1.string_split(tf.as_string(x[:, 0]), delimiter=".")
+        return x * tf.cast(words.dense_shape[1], "float32")
+
+    models = one_and_three(lambda: model_with(keras, keras.layers.Lambda(lengths)))
+    difference, (text,) = trained(models)
+    assert difference <= 1e-5
+    assert "StringSplit" in text and "runs unsplit on /device:CPU:0" in text
