@@ -55,6 +55,7 @@ class SplitCall:
         plan.trial = self.trial(layout._replace(cuts=plan.cuts, kept=plan.kept))
         plan.trial.outcomes()  # first: three rows show more of functions without a rule
         self.check_kept(layout)
+        plan.trial.other_outcomes()  # before replicas may change an argument in place
         return self.computed(layout, plan)
 
     def computed(self, layout: Layout, plan: CallPlan) -> Any:

@@ -124,3 +124,18 @@ def test_a_choice_that_makes_no_difference_is_taken():
 
     mask = torch.arange(ROWS) != 2
     agree(computing(forward), rows(ROWS, 4), mask)
+
+
+def test_an_argument_that_is_changed_in_place_changes_once():
+    def forward(m, y, other):
+        other += 1
+        return y * other
+
+    plain, module = pair(forward)
+    other = rows(ROWS, 5)
+    expected, changed = plain(rows(ROWS, 4), other), other.clone()
+    other -= 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", compat.CompatWarning)
+        same(expected, module(rows(ROWS, 4), other), 1e-12)
+    same(changed, other, 1e-12)
