@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as tree
 
 from .containers import flatten, is_object, set_contents
-from .tensors import are_same, tensors_in
+from .tensors import are_same, changes_of, tensors_in
 
 
 def first_batch(arguments: Any) -> Any:
@@ -77,7 +77,7 @@ class CallArguments:
             self.passed = (args, kwargs) if self.contents else ()
             self.before = flatten(self.passed)
             self.versions = {
-                id(leaf): (leaf, leaf._version, kept)
+                id(leaf): (leaf, changes_of(leaf), kept)
                 for leaf, kept in zip(leaves, self.kept)
                 if isinstance(leaf, torch.Tensor)
             }
@@ -98,7 +98,7 @@ class CallArguments:
     def marked(self, leaf: Any) -> Any:
         """Return ``Unchanged`` for a tensor that was not changed; any other leaf as it is."""
         _, version, kept = self.versions.get(id(leaf), (None, None, None))
-        return leaf if kept is None or leaf._version != version else kept
+        return leaf if kept is None or changes_of(leaf) != version else kept
 
 
 class Unchanged:
@@ -218,3 +218,11 @@ def shard_on(device: Any, where: "Optional[int]", rows: Any, value: Any) -> Any:
         value = value.view_as(value)  # another object: the mask is not for the argument itself
         value._keras_mask = shard_on(device, where, rows, mask)
     return value
+
+
+def counting_changes(value: torch.Tensor) -> torch.Tensor:
+    """Return a clone of an inference tensor, whose changes in place are counted."""
+    clone, mask = value.clone(), getattr(value, "_keras_mask", None)
+    if mask is not None:
+        clone._keras_mask = mask
+    return clone

@@ -10,6 +10,7 @@ import torch
 from torch.utils import _pytree as tree
 
 from .graph import name_of, tag_of
+from .tensors import changes_of
 
 
 class Total:
@@ -73,11 +74,11 @@ class _Kept:
 
     def __init__(self, value):
         self.value = value
-        self.version = value._version
+        self.version = changes_of(value)
 
     def is_changed(self):
         """Return whether it was changed in place since."""
-        return self.value._version != self.version
+        return changes_of(self.value) != self.version
 
 
 class Constant(_Kept):

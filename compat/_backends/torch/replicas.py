@@ -171,9 +171,10 @@ class ReplicatedCall(patching.InstanceMethod):
         if plan is None or plan.watch:
             drawn = self.replicas(model).side_effects.random_numbers()
         try:
-            if plan is None:
-                return self.first_call(call, untried, numbers)
-            return call.computed(kinds[kind], plan)
+            with tracing.counted_changes():
+                if plan is None:
+                    return self.first_call(call, untried, numbers)
+                return call.computed(kinds[kind], plan)
         except kept_rows.CutOtherwise:
             drawn.close()
             return self.run_split(call, layouts)

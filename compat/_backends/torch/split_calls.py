@@ -16,7 +16,7 @@ from ..._rows import Fallback, Reason, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import work
 from . import executions, kept_rows, linked_values, profiler
-from .arguments import Layout, Unchanged, shard_on
+from .arguments import Layout, Unchanged, counting_changes, shard_on
 from .custom_gradients import check_gradients, custom_gradient
 from .graph import tag
 from .host_values import choices_of
@@ -137,9 +137,12 @@ class SplitCall:
             watched: whether placements are inferred.
             probing: see ``Propagation``.
         """
-        arguments, method, leaves = self.arguments, self.method, []
+        arguments, method, leaves, uncounted = self.arguments, self.method, [], []
         for leaf, where in zip(arguments.leaves, layout.cuts):
             leaf = arguments.copied(leaf, shard_on(device, where, rows, leaf))
+            if isinstance(leaf, torch.Tensor) and leaf.is_inference():
+                uncounted.append((leaf, counting_changes(leaf)))
+                leaf = uncounted[-1][1]
             if watched and where is not None:
                 tag(leaf, _rows.Sharded(where))
             leaves.append(leaf)
@@ -166,6 +169,10 @@ class SplitCall:
                 finally:
                     if watched:
                         propagation.paused = True  # an interruption may have kept it from saying so
+            for leaf, clone in uncounted:
+                if clone._version:
+                    with torch.inference_mode():
+                        leaf.copy_(clone)
             outcome = Outcome(
                 len(rows), (result, arguments.changed()), values, buffers, propagation
             )

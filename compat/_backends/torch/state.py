@@ -9,7 +9,7 @@ import torch
 from ... import _verification, errors
 from ..._runtime.containers import MISSING
 from .graph import tag, tag_of
-from .tensors import array_of, tensors_in
+from .tensors import array_of, changes_of, tensors_in
 
 #: Attributes in which modules keep hooks.
 HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -119,7 +119,7 @@ def version_of(tensor: torch.Tensor) -> "Tuple[int, Optional[int]]":
     """Return a key that changes with a tensor's values: in place, or by its ``data``."""
     held = tensor._values() if tensor.is_sparse else tensor
     # Other layouts have no pointer of their own.
-    return tensor._version, held.data_ptr() if held.layout is torch.strided else None
+    return changes_of(tensor), held.data_ptr() if held.layout is torch.strided else None
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:

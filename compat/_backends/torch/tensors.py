@@ -34,6 +34,14 @@ def are_same(tensors: "Sequence[Any]", others: "Sequence[Any]") -> bool:
     return len(tensors) == len(others) and all(map(operator.is_, tensors, others))
 
 
+def changes_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place; 0 for those of inference mode.
+
+    torch does not count the changes of tensors that were made under ``torch.inference_mode()``.
+    """
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def to_numpy(tensor: torch.Tensor) -> Any:
     """Return an array; for a sparse tensor, of the values that it stores."""
     tensor = tensor.detach().cpu()

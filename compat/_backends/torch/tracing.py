@@ -1,4 +1,7 @@
-"""Calls that torch traces or transforms, which have no rows to split."""
+"""Calls that torch traces or transforms, which have no rows to split; and inference mode."""
+
+import contextlib
+from typing import Any
 
 import torch
 from torch._C import _functorch
@@ -20,3 +23,12 @@ def is_traced() -> bool:
 def is_transformed() -> bool:
     """Return whether a function of ``torch.func`` transforms the call, such as ``vmap()``."""
     return _functorch.maybe_current_level() is not None
+
+
+def counted_changes() -> "contextlib.AbstractContextManager[Any]":
+    """Return a context that counts changes in place, as ``torch.inference_mode()`` does not."""
+    outside = contextlib.ExitStack()
+    if torch.is_inference_mode_enabled():
+        outside.enter_context(torch.inference_mode(False))
+        outside.enter_context(torch.no_grad())
+    return outside

@@ -12,7 +12,7 @@ from compat._backends.torch import profiler
 from compat.testing import CASES, DEVICES, keras_under_test
 
 from .test_contract import devices as three_devices
-from .test_merging import computing, rows
+from .test_merging import computing, pair, replicas, rows, same
 
 pytestmark = pytest.mark.usefixtures("devices")
 devices = three_devices
@@ -50,6 +50,62 @@ def test_replicas_without_rows_of_their_own_get_gradients():
     module(x)
     placed = profiler.products(lambda: module(x).sum().backward())
     assert len(placed) == DEVICES and len(set(placed.values())) == 1, placed
+
+
+# Inference mode, in which torch does not count changes in place ----------------------------------
+
+
+def counts(m, y):
+    m.calls = getattr(m, "calls", 0) + 1
+    m.number += 1
+    m.sums += y.sum(0)
+    return y * m.calls
+
+
+def keeps(m, y):
+    m.last = y + m.last if hasattr(m, "last") else y
+    return m.last
+
+
+def in_container(m, y, values):
+    values["result"] = values["x"] * y
+    return values
+
+
+def in_place(m, y, other):
+    other += 1
+    return y * other
+
+
+INFERENCE = {
+    "rows": lambda m, y: y.relu(),
+    "totals": lambda m, y: (y, y.sum(), y.mean(0) * 2, (y > 0).any()),
+    "state": counts,
+    "kept rows": keeps,
+    "a container": in_container,
+    "an argument in place": in_place,
+}
+
+
+@pytest.mark.row("torch nn.Module")
+@pytest.mark.parametrize("name", list(INFERENCE))
+def test_inference_mode(name):
+    plain, module = pair(INFERENCE[name], number=0, sums=[0.0] * 5)
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("error", compat.CompatWarning)
+        for _ in range(3):
+            others = [rows(ROWS, 5), rows(ROWS, 5)]
+            if name == "a container":
+                others = [{"x": other} for other in others]
+            count = 1 if name in ("a container", "an argument in place") else 0
+            expected = plain(rows(ROWS, 4), *others[:1][:count])
+            same(expected, module(rows(ROWS, 4), *others[1:][:count]), 1e-12)
+            same(*others, 1e-12)
+    same(dict(plain.named_buffers()), dict(module.named_buffers()), 1e-12)
+    if name == "rows":
+        with torch.inference_mode():
+            assert replicas(lambda: module(rows(ROWS, 4))) == DEVICES
+        assert module(rows(ROWS, 4)).requires_grad
 
 
 # First calls of eight threads ---------------------------------------------------------------------
