@@ -88,6 +88,12 @@ def test_readme_stays_short():
     assert len(read("README.md").splitlines()) < 200
 
 
+def test_torch_is_installed_once():
+    """The deps of tox.ini come before the extra; without a pin accelerate brings the newest."""
+    pins = [re.findall(r"torch==[\w.]+", read(name)) for name in ("tox.ini", "setup.cfg")]
+    assert pins[0] == pins[1] and len(pins[0]) == 1
+
+
 def test_every_backend_has_an_extra():
     assert {backend.extra for backend in registry.backends()} <= extras()
 

@@ -106,7 +106,7 @@ def extreme(values: "Sequence[Value]", how: str) -> Placement:
 
 
 def divided(values: "Sequence[Value]") -> Placement:
-    """Quotients of two values, which are linear in the first one."""
+    """Return a quotient of two values, which is linear in the first one."""
     if isinstance(values[1].placement, Replicated):
         return multiplied(values)
     return pointwise(values)
@@ -234,7 +234,7 @@ def expanded(value: Value, axes: "Any") -> Placement:
 
 @view
 def squeezed(value: Value, axes: "Axes") -> Placement:
-    """Dimensions of size 1 taken away; None takes all that have it, also that of a single row."""
+    """Return a value without dimensions of size 1; None: all that have it, also that of a row."""
     return sliced(value, dict.fromkeys(listed(axes, value.rank), "one"))
 
 
@@ -360,7 +360,7 @@ def broadcast(value: Value, rank: int) -> Placement:
 
 @rule
 def gathered(values: "Sequence[Value]", axis: int, batch_dims: int = 0) -> Placement:
-    """Elements of the first value along a dimension, by numbers in the second."""
+    """Return elements of the first value along a dimension, by indices in the second."""
     data, numbers = values
     if not have_own_rows(values):
         return Mixed()
@@ -383,7 +383,7 @@ def gathered(values: "Sequence[Value]", axis: int, batch_dims: int = 0) -> Place
 
 @rule
 def scattered(values: "Sequence[Value]", how: str = "sum") -> Placement:
-    """Rows sorted into what has a fixed number of places, by numbers: segment sums, histograms.
+    """Return rows added up, or compared, at places by indices: segment sums, histograms.
 
     Arguments:
         values: the numbers, then what is sorted in by them, if anything is.
