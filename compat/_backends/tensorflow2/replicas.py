@@ -231,8 +231,11 @@ class ReplicatedCall(patching.InstanceMethod):
             return self._merged(arguments, state, None, None, replicas)
         effects = self._effects(model)
         effects.begin()
-        kind = arguments.kind() if tf.executing_eagerly() else None
-        last = self.traces.pop(kind, None)  # kept again below, if it still holds
+        is_eager, last = tf.executing_eagerly(), None
+        if is_eager:
+            kind, settings = arguments.kind(), effects.settings()
+            # Kept again below, if it still holds.
+            last = self.traces.pop((kind, effects.lasting(settings)), None)
         is_new = last is None or not last.holds
         trace = last
         if is_new:
@@ -249,8 +252,8 @@ class ReplicatedCall(patching.InstanceMethod):
         else:
             effects.restart()
             results = self._run_unsplit(model, call, arguments, fallback)
-        if kind is not None:
-            self.traces[kind] = trace
+        if is_eager:
+            self.traces[kind, effects.lasting(settings)] = trace
             if len(self.traces) > TRACES:
                 del self.traces[next(iter(self.traces))]  # the one unused for the longest time
         return results

@@ -11,7 +11,18 @@ Keras changes its own objects when a layer is first called, and these changes st
 import contextlib
 import random
 import types
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    FrozenSet,
+    Iterable,
+    Iterator,
+    List,
+    Sequence,
+    Set,
+    Tuple,
+)
 
 import numpy as np
 import tensorflow as tf
@@ -73,13 +84,18 @@ def _is_effect(change):
         return True
     if not all(type(leaf) in containers.ATOMS or isinstance(leaf, np.ndarray) for leaf in leaves):
         return False
-    owner = getattr(change.owner, "of", None)
-    if owner is None:
+    return _is_of_users(change.owner, change.key)
+
+
+def _is_of_users(owner, key):
+    """Return whether a value that an ``Owner`` holds is the user's, and not Keras' own."""
+    held_by = getattr(owner, "of", None)
+    if held_by is None:
         return True
-    if not _keras.is_users(type(owner)):
+    if not _keras.is_users(type(held_by)):
         return False
-    is_keras = str(change.key).startswith("_") or change.key == "built"
-    return not (_keras.is_layer(owner) and is_keras)
+    is_keras = str(key).startswith("_") or key == "built"
+    return not (_keras.is_layer(held_by) and is_keras)
 
 
 def _order(key):
@@ -97,11 +113,29 @@ class PythonEffects:
         generators = [random._inst, np.random.mtrand._rand]
         self._effects = effects.Effects(list(roots) + generators, _is_value)
         self._randoms: "List[Tuple[Callable[[Any], None], Any]]" = []
+        self._changing: "Set[Any]" = set()  # classes and names of attributes that calls change
 
     def begin(self) -> None:
         """Record the state of objects, and of generators of random numbers, before the calls."""
         self._effects.note()
         self._randoms = [(put, get()) for get, put in self._effects.random_numbers()]
+
+    def settings(self) -> "FrozenSet[Any]":
+        """Return the attributes of the user's objects at ``begin()``, by which a call may choose.
+
+        Plain values count by value, and variables by identity. Objects count by their classes: a
+        call that makes a new one each time has the same settings.
+        """
+        attributes = (
+            (_attribute(owner, key), type(value), _setting(value))
+            for owner, key, value in self._effects.held()
+            if owner.of is not None and _is_of_users(owner, key)
+        )
+        return frozenset(each for each in attributes if each[2] is not None)
+
+    def lasting(self, settings: "FrozenSet[Any]") -> "FrozenSet[Any]":
+        """Return the settings that calls have not changed so far, unlike a counter."""
+        return frozenset(each for each in settings if each[0] not in self._changing)
 
     def restart(self) -> None:
         """Restore the generators of random numbers of Python and NumPy."""
@@ -113,6 +147,8 @@ class PythonEffects:
         # Those of one owner are ordered by name, since Keras sets attributes anew.
         changes = list(filter(_is_effect, self._effects.changes()))
         owners: "Dict[Any, int]" = {}
+        attributes = (c for c in changes if getattr(c.owner, "of", None) is not None)
+        self._changing.update(_attribute(change.owner, change.key) for change in attributes)
         for change in changes:
             owners.setdefault(change.owner.identity, len(owners))
         return sorted(changes, key=lambda c: (owners[c.owner.identity], _order(c.key)))
@@ -149,6 +185,17 @@ class PythonEffects:
                 leaves = [next(values) if tf.is_tensor(old) else old for old in _leaves(after)]
                 after = _packed(after, leaves)
             change.owner.write(change.key, after)
+
+
+def _attribute(owner, key):
+    return type(owner.of).__qualname__, key
+
+
+def _setting(value):
+    """Return what stands for a value in ``PythonEffects.settings``, or None."""
+    if type(value) in containers.ATOMS:
+        return repr(value)
+    return id(value) if _is_any_variable(value) else None
 
 
 def _undo(changes):

@@ -327,3 +327,46 @@ def test_the_closure_of_a_function_in_a_layer_of_keras_own(keras):
     (plain, expected), (several, found) = kept(False), kept(True)
     assert plain == several and len(expected) == len(found) == 2
     assert all(np.array_equal(*pair) for pair in zip(expected, found))
+
+
+class Choosing(Keras.Model):
+    """Centers its results if an attribute says so, and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.is_centered, self.calls = layers.Dense(3), False, 0
+        self.counter = tf.Variable(0)
+
+    def call(self, x):
+        self.calls += 1
+        self.counter.assign_add(1)
+        scores = self.dense(x)
+        return scores - tf.reduce_mean(scores, axis=0) if self.is_centered else scores
+
+
+@span
+def test_eager_calls_follow_what_a_script_sets_between_them(keras, monkeypatch):
+    """The trace of an earlier call was used whatever had been set: silently other results."""
+    from compat._backends.tensorflow2.replicas import ReplicatedCall
+
+    traced, trace = [], ReplicatedCall._trace
+    monkeypatch.setattr(ReplicatedCall, "_trace", lambda *args: traced.append(None) or trace(*args))
+    model = Choosing()
+    model(ROWS)
+    before = model.calls
+    compat.parallelize(model)
+    with told() as texts:
+        plain = [np.array(model(ROWS)) for _ in range(3)]
+        assert len(traced) == 1  # what calls themselves change does not count
+        assert (model.calls, int(model.counter)) == (before + 3, 4)
+        assert not texts
+        model.is_centered = True
+        centered = np.array(model(ROWS))
+    assert len(texts) == 1 and "needs the whole batch" in texts[0]
+    np.testing.assert_allclose(centered, plain[0] - plain[0].mean(0), atol=1e-5)
+    model.is_centered = False
+    np.testing.assert_allclose(plain[0], np.array(model(ROWS)), atol=1e-6)
+    assert len(traced) == 2  # the first one holds again
+    model.counter = tf.Variable(0)
+    model(ROWS)
+    assert int(model.counter) == 1
