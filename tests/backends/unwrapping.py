@@ -257,7 +257,7 @@ class Unwrapping:
         model = branched(keras)
         wrapped = self.wrapped(keras, model, make_parallel, monkeypatch)
         wrapped.save_weights(path)
-        assert "their names do not determine the order of its layers: " in refused(capsys, path)
+        assert "their names do not show the order of its layers: " in refused(capsys, path)
         (tmp_path / "model.json").write_text(model.to_json())
         new, told = unwrapped(capsys, path, "--model", str(tmp_path / "model.json"))
         assert told.count("\n") == 1
