@@ -11,35 +11,39 @@ from .colocation import ColocateGradients
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Iterator, List
+    from typing import Any, Callable, Iterator, List
 
 
-class ApplyDeviceFunctions(patching.InstanceMethod):
-    """Method by which a graph gives an operation its device, extended to gradients.
+class _DeviceFunctions:
+    """Function by which a graph gives an operation its device, extended to gradients.
 
     tf.keras does not ask TensorFlow to place gradients at all, and loops' counters and stacks
     stay behind in every Keras: a loop on two devices waits at each step.
+
+    Arguments:
+        apply: the graph's own, which applies the device functions that are in force.
     """
 
-    method = "_apply_device_functions"
+    def __init__(self, apply: "Callable[[Any], None]") -> None:
+        self.apply, self.colocate = apply, ColocateGradients({}, sums=False)
 
-    def __init__(self):
-        super().__init__(())
-        self.colocate = ColocateGradients({}, sums=False)
-
-    def invoke(self, within, op):
-        """Apply the device functions that are in force, then place what has no device."""
-        self.plain(within)(op)
+    def __call__(self, op: "Any") -> None:
+        self.apply(op)
         if not op.device:
             op._set_device(self.colocate(op))
+
+
+def _places_gradients(within):
+    return isinstance(getattr(within, "_apply_device_functions", None), _DeviceFunctions)
 
 
 @contextlib.contextmanager
 def placed_on(tf: "Any", device: str) -> "Iterator[None]":
     """Place operations of a block, and later those of their gradients, on a device."""
     within = tf.get_default_graph()
-    if ApplyDeviceFunctions.of(within) is None:
-        ApplyDeviceFunctions().install(within)
+    if not _places_gradients(within):
+        # Graphs of TensorFlow 2.15 have no ``__dict__``, which ``patching`` writes to.
+        within._apply_device_functions = _DeviceFunctions(within._apply_device_functions)
     with tf.device(device), _variables_read_before_loops():
         yield
 
@@ -47,7 +51,7 @@ def placed_on(tf: "Any", device: str) -> "Iterator[None]":
 def placed_parts(model: "Any") -> "List[str]":
     """Return the devices to which ``device()`` has assigned parts of a model."""
     inputs, outputs = getattr(model, "inputs", None), getattr(model, "outputs", None)
-    if not inputs or not outputs or ApplyDeviceFunctions.of(outputs[0].graph) is None:
+    if not inputs or not outputs or not _places_gradients(outputs[0].graph):
         return []
     starts = {part.op for part in graph.dense_parts(*inputs)}
     _, consumers = graph.ancestors(outputs, starts)

@@ -6,7 +6,6 @@ are marked, so that a step that uses them is found.
 
 from typing import Any, List
 
-from ..._runtime import patching
 from . import graph
 
 # Attributes of operations: the engine through which ranks exchange their values; the variable, and
@@ -22,13 +21,14 @@ def identity(variable: "Any") -> "Any":
 
 def mark_exchanged(tensor: "Any", engine: "Any") -> None:
     """Mark a tensor whose value is that of all ranks, exchanged through an engine."""
-    patching.attach(tensor.op, _EXCHANGED_BY, engine)
+    setattr(tensor.op, _EXCHANGED_BY, engine)  # in v1 mode operations have no ``__dict__``
 
 
 def exchanging_engine(fetches: "Any") -> "Any":
     """Return the engine through which ranks exchange what is in these, or None."""
     needed = graph.ancestors(_operations(fetches), ())[0]
-    return next((vars(op)[_EXCHANGED_BY] for op in needed if _EXCHANGED_BY in vars(op)), None)
+    marks = (getattr(op, _EXCHANGED_BY, None) for op in needed)
+    return next((mark for mark in marks if mark is not None), None)
 
 
 def marked(variable: "Any", gradient: "Any", line: str) -> "Any":
@@ -45,7 +45,7 @@ def marked(variable: "Any", gradient: "Any", line: str) -> "Any":
         gradient = tf.IndexedSlices(values, indices, gradient.dense_shape)
     else:
         gradient = tf.identity(gradient)
-    patching.attach(gradient.op, _OF_THIS_RANK, (identity(variable), line))
+    setattr(gradient.op, _OF_THIS_RANK, (identity(variable), line))
     return gradient
 
 
@@ -67,7 +67,7 @@ def lines_of_marked(model: "Any", fetches: "Any") -> "List[str]":
     """
     weights = set(map(identity, model.weights))
     needed = graph.ancestors(_operations(fetches), _ExchangedOrLoss(model))[0]
-    marks = [vars(op)[_OF_THIS_RANK] for op in needed if _OF_THIS_RANK in vars(op)]
+    marks = [getattr(op, _OF_THIS_RANK) for op in needed if hasattr(op, _OF_THIS_RANK)]
     return list(dict.fromkeys(line for variable, line in marks if variable in weights))
 
 
