@@ -188,14 +188,39 @@ class SplitCall:
 
     def merge(self, replicas, layout, plan, outcomes):
         """Set state and losses, and return the result."""
-        home, all_sizes = self.home, splitting.sizes(layout.rows, len(outcomes))
+        all_sizes = splitting.sizes(layout.rows, len(outcomes))
         counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
         first, sizes = counted[0], list(filter(None, all_sizes))
         if any(list(outcome.values) != list(first.values) for outcome in counted):
             raise NotMergeable()
         if plan.watch:
             self.decide(replicas, layout, plan, counted, sizes)
-        merged, known_parts = {}, {}
+        merged = self.merged_values(replicas, plan, outcomes, all_sizes)
+        merged.update((key, merged[key].item()) for key in first.numbers)
+        merged.update((key, merged[key].numpy()) for key in first.arrays)
+        cuts = {id(leaf): cut for leaf, cut in zip(self.arguments.leaves, layout.cuts)}
+        for key, value in merged.items():
+            rule, is_given = plan.rules[key], isinstance(value, Unchanged)
+            axis = cuts.get(id(value.value)) if is_given else rule.axis
+            if key[0] == "effect" and axis is not None:
+                replicas.side_effects.axes[key] = axis
+        merged = {key: untagged(value) for key, value in merged.items()}
+        replicas.finish(merged)
+        work.count(self.method.devices[: len(all_sizes)], all_sizes, torch.is_grad_enabled())
+        return first.unflatten([v for k, v in merged.items() if k[0] == "result"])[0]
+
+    def merged_values(self, replicas, plan, outcomes, all_sizes):
+        """Return the merged values by key; of state, those that the call has changed.
+
+        Arguments:
+            replicas: those of the call.
+            plan: its ``CallPlan``, with a rule for each value.
+            outcomes: the ``Outcome`` of each replica, also of those without rows.
+            all_sizes: how many rows each of them had.
+        """
+        home, merged, known_parts = self.home, {}, {}
+        counted = [outcome for outcome, size in zip(outcomes, all_sizes) if size]
+        first, sizes = counted[0], list(filter(None, all_sizes))
         for key in first.values:
             rule = plan.rules[key]
             if isinstance(rule, UnchangedState):
@@ -217,18 +242,7 @@ class SplitCall:
                 is_kept = any(value.retains_grad for value in values)
                 if merged[key].requires_grad and (is_kept or key in plan.linked):
                     linked_values.Parts.attach(merged[key], values, rule)
-        merged.update((key, merged[key].item()) for key in first.numbers)
-        merged.update((key, merged[key].numpy()) for key in first.arrays)
-        cuts = {id(leaf): cut for leaf, cut in zip(self.arguments.leaves, layout.cuts)}
-        for key, value in merged.items():
-            rule, is_given = plan.rules[key], isinstance(value, Unchanged)
-            axis = cuts.get(id(value.value)) if is_given else rule.axis
-            if key[0] == "effect" and axis is not None:
-                replicas.side_effects.axes[key] = axis
-        merged = {key: untagged(value) for key, value in merged.items()}
-        replicas.finish(merged)
-        work.count(self.method.devices[: len(all_sizes)], all_sizes, torch.is_grad_enabled())
-        return first.unflatten([v for k, v in merged.items() if k[0] == "result"])[0]
+        return merged
 
     def decide(self, replicas, layout, plan, outcomes, sizes):
         """Find the rules of a call that was watched, and whether later ones are watched, too."""
