@@ -85,7 +85,7 @@ def run(path: str, output: Optional[str], force: bool, model: Optional[str]) -> 
 
 
 def _check(path):
-    """Refuse a file that is not HDF5, of which h5py's own error is no help."""
+    """Refuse a file that is not HDF5, since h5py's own error is unclear."""
     try:
         with open(path, "rb", opener=safe_files.plain) as file:
             start = file.read(8)

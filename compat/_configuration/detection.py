@@ -227,7 +227,7 @@ def _keras_choice(
 ) -> "Tuple[Optional[str], str, bool]":
     """Return the standalone Keras' backend, the reason for it, and whether a user has chosen it.
 
-    A file that names the default is no choice: Keras writes it by itself, whatever it runs on.
+    A file that names the default is not a choice: Keras writes it by itself, whatever it runs on.
     (None, "", False) without Keras.
     """
     running, named = _keras_running(), environ.get("KERAS_BACKEND")

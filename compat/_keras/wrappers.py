@@ -9,7 +9,7 @@ def inside(model: "Any") -> "Any":
     """Return the model that computes all outputs of ``model`` from all its inputs, or None.
 
     The wrapper concatenates them along the batch dimension; compat's own returns those of one call.
-    A siamese network calls a model on one input at a time, so it is no wrapper.
+    A siamese network calls a model on one input at a time, so it is not a wrapper.
     """
     models = set()
     inputs = {id(tensor) for tensor in getattr(model, "inputs", None) or ()}

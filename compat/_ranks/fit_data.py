@@ -85,7 +85,7 @@ def _part_of_batches(place, source):
 
 
 def _number_of_rows(data):
-    """Return the number of rows of arrays, or 0 where data are no arrays of one number of rows."""
+    """Return the number of rows that arrays have in common, or 0 for other data."""
     try:
         return arrays.number_of_rows(data)
     except errors.InvalidArgumentError:  # Keras reports numbers that differ

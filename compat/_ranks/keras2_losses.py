@@ -8,7 +8,7 @@ from .keras2_divisors import masks_of
 
 
 def refuse_sums(model):
-    """Refuse losses that are no means, by their ``reduction``, which Keras 2.3 and tf.keras have.
+    """Refuse losses that are not means, by their ``reduction``, which Keras 2.3 and tf.keras have.
 
     Raises:
         UnsupportedError: there is one.

@@ -33,7 +33,7 @@ def rounding(dtype):
 class Reductions:
     """Reductions of losses over all ranks' rows, in place of those of tf.keras 2 or Keras 3.
 
-    ``share`` and ``total`` are called only where a loss is no mean over rows, then on all ranks.
+    ``share`` and ``total`` are called only where a loss is not a mean over rows, then on all ranks.
 
     Arguments:
         share: a function without arguments, which returns this rank's share of the step's rows.
@@ -236,7 +236,7 @@ def check(name, keras, rows, loss_of, dtype="float32"):
 
 
 def warn_of_step(name, where, rows, distance):
-    """Warn that a custom step computes gradients that are no mean over the rows of a batch.
+    """Warn that a custom step computes gradients that are not means over the rows of a batch.
 
     Arguments:
         name: the model's.

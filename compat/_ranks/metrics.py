@@ -69,7 +69,7 @@ class Recipe(NamedTuple):
     Attributes:
         names: of all results.
         scalars: the names of those that are single numbers, of which there is a mean.
-        unsummed: pairs of a metric whose state is no sum over rows, and why; its mean is taken.
+        unsummed: pairs of a metric whose state is not a sum over rows, and why; its mean is taken.
         untracked: the names of results that are not those of the metrics with the same names.
     """
 

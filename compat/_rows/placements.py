@@ -11,7 +11,7 @@ from .fallback import Fallback
 
 
 class Placement:
-    """What is known of one value. Placements are equal if their attributes are."""
+    """Relation of a value to the batch. Placements are equal if their attributes are."""
 
     __slots__: "Tuple[str, ...]" = ()
 

@@ -90,7 +90,7 @@ def fraction(settings):
 
 
 def one_fraction_for_all_gpus(memory):
-    """Return the error of a memory limit that is no single fraction for all GPUs."""
+    """Return the error of a memory limit that is not one fraction for all GPUs."""
     return errors.unsupported(
         "jax",
         f"limit memory to {memory}: it takes one fraction for all GPUs, and nvidia-smi does not "

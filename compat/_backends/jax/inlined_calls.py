@@ -51,5 +51,5 @@ def _has_marks(operation):
 
 
 def variables_among(atoms):
-    """Return the inputs of an operation that are no literals."""
+    """Return the inputs of an operation that are not literals."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]

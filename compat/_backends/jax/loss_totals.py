@@ -11,7 +11,7 @@ from ..._runtime import patching
 
 
 class Reduced:
-    """A step in which Keras' losses that are no means divide by totals over all ranks.
+    """A step in which Keras' losses that are not means divide by totals over all ranks.
 
     The totals (the number of rows that a mask leaves, for example) are exchanged before, and
     computed by a separate program. It is traced from the whole step, of which XLA drops all other

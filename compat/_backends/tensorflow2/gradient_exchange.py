@@ -174,7 +174,7 @@ class GradientExchange:
         return gradients
 
     def mean(self, gradients, weight):
-        """Return the means of all ranks' gradients; of None, which is no gradient, None."""
+        """Return the means of all ranks' gradients, and None for a missing gradient."""
         mine = [gradient for gradient in gradients if gradient is not None]
         means = iter(self.engine.mean(mine, weight, "gradients_{}".format(self.exchanges)))
         self.exchanges += 1

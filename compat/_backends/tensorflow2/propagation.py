@@ -278,7 +278,7 @@ class Propagation:
         return [_rows.chosen(placements[0], list(pair)) for pair in zip(*branches)]
 
     def _either(self, condition, pair):
-        """Return the placement of a variable, by those of two branches; None is no change."""
+        """Return a variable's placement from those of two branches; None: it is not changed."""
         placements = {placement for placement in pair if placement is not None}
         fits = len(placements) == 1 and not (None in pair and Partial("sum") in placements)
         return placements.pop() if fits and isinstance(condition, Replicated) else Mixed()

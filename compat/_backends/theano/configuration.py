@@ -57,7 +57,7 @@ def _checked(flags):
     """Return ``theano_flags=`` with all values as text.
 
     Raises:
-        InvalidArgumentError: it is no dictionary of flags.
+        InvalidArgumentError: it is not a dictionary of flags.
     """
     if not isinstance(flags, dict):
         raise invalid(flags, f"it is a {type(flags).__name__}")

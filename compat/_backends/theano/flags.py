@@ -134,7 +134,7 @@ def read_into(path: str, parser: "configparser.RawConfigParser") -> bool:
     """Have a parser read a file, as its ``read()``; return whether there is a readable one.
 
     Raises:
-        ConfigurationFileError: the file is no regular file, or cannot be parsed.
+        ConfigurationFileError: the file is not a regular file, or cannot be parsed.
     """
     if os.path.realpath(path) == os.devnull:  # THEANORC=/dev/null: no file
         return True

@@ -162,7 +162,7 @@ class Propagation(torch.overrides.TorchFunctionMode):
         return call.func(*call.args, **call.kwargs)
 
     def not_random(self, call: Call) -> Any:
-        """Return the result of a random function, where it is no more so."""
+        """Return the result of a random function that is made deterministic."""
         if DROPOUT.match(call.name):
             return call.args[0]
         result = call.func(*call.args, **call.kwargs)
