@@ -172,6 +172,7 @@ NAMING = {
     "compat._api.environment": "packages that come with CUDA",
     "compat._configuration.detection": "which Keras runs on which framework",
     "compat._configuration.pip_extras": "the extras of setup.cfg",
+    "compat._configuration.tested_versions": "the requirements of each tested pair",
     "compat._keras": "tells the kinds of Keras apart",
     "compat._keras.functions": "tells Keras' functions from a script's",
     "compat._api.legacy": "old names",

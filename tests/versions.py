@@ -1,0 +1,312 @@
+"""Run the pairs of versions of docs/versions.md, and write its table.
+
+    tox run -e versions -- [TEXT ...] [--edges] [--jobs N] [--keep] [--table]
+
+Each pair of compat/_configuration/tested_versions.py gets an environment, in which this runs the
+span contract, three examples by ``compat test``, and a job of two ranks where the backend can start
+ranks without a library of its own. The environment is removed; what came of the pair stays in
+.tox/versions, as JSON and as the log of all commands, and becomes its line in the table.
+
+    TEXT        only pairs whose extra, Python or requirements contain all these texts
+    --edges     only the oldest and newest pairs, which CI runs
+    --jobs N    run N pairs at a time (default: one for each two cores)
+    --keep      keep the environments
+    --table     run nothing; write the table from the results of earlier runs
+
+exit status: 0 where all that ran holds, or fails as tested_versions.FAULTS says; else 1.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree
+
+ROOT = pathlib.Path(__file__).absolute().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from compat._configuration import pip_extras, tested_versions  # noqa: E402
+
+WORK = ROOT / ".tox" / "versions"
+PAGE = ROOT / "docs" / "versions.md"
+BEGIN = "<!-- versions: written by tests/versions.py -->\n"
+END = "<!-- end of versions -->\n"
+EXAMPLES = ("mlp", "vae", "lstm_text")
+#: Backends whose ranks communicate through what the framework itself brings.
+RANKS = ("jax", "tensorflow2", "torch")
+EDGES = (
+    "torch==2.13.0 keras==3.0.5",
+    "torch==2.14.1 keras==3.15.1",
+    "jax==0.4.20 keras==3.0.5",
+    "tensorflow-cpu==2.1.4",
+    "tensorflow==1.13.2",
+    "tensorflow==1.8.0 keras==2.2.0",
+    "mxnet==1.4.1 keras-mxnet==2.2.4",
+    "theano==1.0.1 keras==2.1.3",
+)
+LIMIT = 1500  # seconds, of each command
+SHOWN = 3  # faults of a pair that are printed
+
+
+class Environment:
+    """A pair's environment, and the commands that run in it.
+
+    Attributes:
+        folder: its path.
+        log: the path of the file with all that its commands print.
+    """
+
+    def __init__(self, pair):
+        self.pair = pair
+        self.folder = WORK / name_of(pair)
+        self.log = self.folder.with_name(self.folder.name + ".log")
+        self.python = str(self.folder / "bin" / "python")
+        shutil.rmtree(str(self.folder), ignore_errors=True)
+        (self.folder / "home").mkdir(parents=True)
+        self.log.write_text("")
+        others = {k: v for k, v in os.environ.items() if not k.startswith(("COMPAT_", "KERAS_"))}
+        self.variables = dict(
+            others,
+            HOME=str(self.folder / "home"),
+            UV_CACHE_DIR=os.environ.get("UV_CACHE_DIR") or os.path.expanduser("~/.cache/uv"),
+            UV_PYTHON_DOWNLOADS="never",
+            PYTHONPATH=str(ROOT),
+            COMPAT_TEST_KERAS=pair.keras_name,
+            COMPAT_VERIFY="0",
+            OMP_NUM_THREADS="1",
+            OPENBLAS_NUM_THREADS="1",
+            TF_CPP_MIN_LOG_LEVEL="2",
+        )
+        if pair.keras_name == "tf_keras":
+            self.variables["TF_USE_LEGACY_KERAS"] = "1"
+        if pair.extra == "cntk":
+            self.variables["LD_LIBRARY_PATH"] = str(self.folder / "debian" / "libraries")
+        if pair.extra == "theano":
+            # What compiles is compiled fast, and once: the folder stays.
+            compiled = "base_compiledir={}".format(WORK / "compiled" / name_of(pair))
+            self.variables["THEANO_FLAGS"] = "gcc.cxxflags=-O0 -g0," + compiled
+        if pair.extra == "jax":
+            self.variables["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "home" / "compiled")
+
+    def run(self, *command, **variables):
+        """Run a command; return its exit status, and what it printed."""
+        began = time.time()
+        try:
+            ran = subprocess.run(
+                command, cwd=str(ROOT), env=dict(self.variables, **variables), timeout=LIMIT,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                encoding="utf-8", errors="replace",
+            )  # fmt: skip
+            status, output = ran.returncode, ran.stdout
+        except subprocess.TimeoutExpired as error:
+            status, output = 124, str(error)
+        with self.log.open("a", encoding="utf-8") as log:
+            print("$", *command, file=log)
+            print(output, "[{}] {:.0f} s".format(status, time.time() - began), sep="\n", file=log)
+        return status, output
+
+    def install(self):
+        """Install the pair and what the tests need; return the error, or None."""
+        python = "python" + pip_extras.spelled(self.pair.python)
+        commands = [
+            ["uv", "venv", "--quiet", "--allow-existing", "--python", python, str(self.folder)],
+            ["uv", "pip", "install", "--quiet", "--python", self.python, "pytest<10",
+             "pytest-timeout"] + self.pair.requirements,
+        ]  # fmt: skip
+        if self.pair.extra == "cntk":
+            # As [options]openmpi of tox.ini.
+            libraries = ["libopenmpi3", "--link", "libmpi.so.12=libmpi.so.40",
+                         "--link", "libmpi_cxx.so.1=libmpi_cxx.so.40"]  # fmt: skip
+            target = str(self.folder / "debian")
+            commands.append([sys.executable, "tests/debian.py", target] + libraries)
+        for command in commands:
+            status, output = self.run(*command)
+            if status:
+                return output.strip()
+        return None
+
+    def contract(self):
+        """Run the span contract; return how many tests passed, and the errors by failed tests."""
+        results = self.folder / "results.xml"
+        status, output = self.run(
+            self.python, "-m", "pytest", "tests/backends", "-m", "span", "-p", "no:cacheprovider",
+            "--timeout=600", "-q", "--junitxml", str(results),
+        )  # fmt: skip
+        if not results.exists():
+            return 0, {"pytest": _last_line(output)}
+        cases = list(xml.etree.ElementTree.parse(str(results)).getroot().iter("testcase"))
+        failures = {case.get("name"): _failure(case) for case in cases}
+        failures = {name: message for name, message in failures.items() if message is not None}
+        if status and not failures:
+            failures["pytest"] = _last_line(output)
+        passed = sum(len(case.findall("*")) == len(case.findall("properties")) for case in cases)
+        return passed, failures
+
+    def script(self, name):
+        """Return the path of an example, which imports Keras by the pair's name for it."""
+        text = (ROOT / "examples" / (name + ".py")).read_text(encoding="utf-8")
+        text = re.sub(r"\b(from|import) keras\b", r"\1 " + self.pair.keras_name, text)
+        path = self.folder / (name + ".py")
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    def example(self, name):
+        """Run an example by ``compat test``; return its last line where it failed, or None."""
+        command = self.python, "-m", "compat", "test", "-n", "0", "--quiet", self.script(name)
+        status, output = self.run(*command, COMPAT_VERIFY="")
+        return _last_line(output) if status else None
+
+    def ranks(self):
+        """Run a job of two ranks; return its last line where it failed, or None."""
+        options = ["-n", "2", "--simulate", "2", "--report"]
+        status, output = self.run(
+            self.python, "-m", "compat", "run", *options, self.script("mlp")
+        )  # fmt: skip
+        return _last_line(output) if status else None
+
+
+def _last_line(output):
+    return (output.strip().splitlines() or ["nothing was printed"])[-1][:300]
+
+
+def _failure(case):
+    """Return the first line of what a test failed with, or None."""
+    for kind in ("failure", "error"):
+        for element in case.iter(kind):
+            return ((element.get("message") or "").strip().splitlines() or [kind])[0][:300]
+    return None
+
+
+def name_of(pair):
+    """Return the name of a pair's environment, log and result: py3.11-torch-2.13.0-keras-3.0.5."""
+    name = "py{}-{}".format(pip_extras.spelled(pair.python), pair)
+    return re.sub(r"[^\w.]+", "-", name + (" keras" if pair.keras is None else ""))
+
+
+def result_of(pair, keep=False):
+    """Run a pair; return what came of it, as it is written to its JSON file."""
+    began = time.time()
+    environment = Environment(pair)
+    error = environment.install()
+    result = {"faults": {} if error is None else {"installation": error.splitlines()[-1]}}
+    if error is None:
+        result["tests"], result["faults"] = environment.contract()
+        for name in EXAMPLES:
+            result["faults"]["examples/{}.py".format(name)] = environment.example(name)
+        if pip_extras.BACKENDS[pair.extra] in RANKS:
+            result["faults"]["two ranks"] = environment.ranks()
+        result["faults"] = {test: said for test, said in result["faults"].items() if said}
+    result["seconds"] = round(time.time() - began)
+    if not keep:
+        shutil.rmtree(str(environment.folder), ignore_errors=True)
+    path = environment.folder.with_name(environment.folder.name + ".json")
+    path.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    return result
+
+
+def is_as_expected(pair, result):
+    """Return whether a pair holds, or fails as was known."""
+    return not result["faults"] or bool(pair.fault)
+
+
+def told(pair, result):
+    """Return the line that is printed of a pair."""
+    lines = ["{}: {}".format(test, said) for test, said in result["faults"].items()]
+    verdict = "holds" if not lines else "does not hold" + (", as known" if pair.fault else "")
+    counted = "{} tests, {} s".format(result.get("tests", 0), result["seconds"])
+    rest = ["... and {} more, in the log".format(len(lines) - SHOWN)] * (len(lines) > SHOWN)
+    return "\n    ".join(
+        ["{}: {} ({})".format(name_of(pair), verdict, counted)] + lines[:SHOWN] + rest
+    )
+
+
+# The page -------------------------------------------------------------------------------------
+
+COLUMNS = ("Python", "framework", "Keras", "span contract", "examples", "two ranks", "result")
+
+
+def row(pair, result):
+    """Return the cells of a pair's line."""
+    of = tested_versions.name_and_version
+    faults = collections.OrderedDict(result["faults"])
+    has_ranks = pip_extras.BACKENDS[pair.extra] in RANKS
+    examples = sum("examples/{}.py".format(name) not in faults for name in EXAMPLES)
+    return [
+        pip_extras.spelled(pair.python),
+        of(pair.framework),
+        of(pair.keras) if pair.keras else "tf.keras",
+        "{} tests".format(result.get("tests", 0)),
+        "{} of {}".format(examples * ("tests" in result), len(EXAMPLES)),
+        ("fails" if "two ranks" in faults else "same") if has_ranks else "",
+        "holds" if not faults else pair.fault or "does not hold: {}".format(*faults),
+    ]
+
+
+def rows_of_page(text):
+    """Return the table's lines by their first three cells, which name a pair."""
+    table = text.partition(BEGIN)[2].partition(END)[0]
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    return {tuple(cells[:3]): cells for cells in lines}
+
+
+def write_page():
+    """Write the table: lines of results in .tox/versions, and of others as they are on the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    known, rows = rows_of_page(text), []
+    for pair in tested_versions.pairs():
+        path = WORK / (name_of(pair) + ".json")
+        cells = row(pair, {"faults": {}, "seconds": 0})
+        if path.exists():
+            cells = row(pair, json.loads(path.read_text(encoding="utf-8")))
+        elif tuple(cells[:3]) in known:
+            cells = known[tuple(cells[:3])]
+        else:
+            continue
+        rows.append(cells)
+    lines = [
+        "| {} |".format(" | ".join(cells)) for cells in [COLUMNS, ["---"] * len(COLUMNS)] + rows
+    ]
+    before, rest = text.split(BEGIN)
+    after = rest.split(END)[1]
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after, encoding="utf-8")
+
+
+def is_chosen(pair, texts):
+    words = [pair.extra, pip_extras.spelled(pair.python), pair.keras_name] + pair.requirements
+    return all(text in " ".join(words) for text in texts)
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("texts", nargs="*")
+    parser.add_argument("--edges", action="store_true")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args(arguments)
+    if options.table:
+        return write_page()
+    WORK.mkdir(parents=True, exist_ok=True)
+    chosen = [pair for pair in tested_versions.pairs() if is_chosen(pair, options.texts)]
+    if options.edges:
+        chosen = [pair for pair in chosen if str(pair) in EDGES]
+    unexpected = 0
+    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        running = {pool.submit(result_of, pair, options.keep): pair for pair in chosen}
+        for done in concurrent.futures.as_completed(running):
+            pair, result = running[done], done.result()
+            unexpected += not is_as_expected(pair, result)
+            print(told(pair, result), flush=True)
+    print("{} pairs, {} not as expected".format(len(chosen), unexpected))
+    return int(bool(unexpected) or not chosen)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
