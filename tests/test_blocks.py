@@ -353,7 +353,7 @@ def test_commands_in_sentences(document):
 
 def test_commands_of_the_command_line(tmp_path, process):
     environ = dict(os.environ, PATH=os.defpath)
-    assert pages.run("docs/command-line.md", tmp_path, environ) == 3
+    assert pages.run("docs/command-line.md", tmp_path, environ) == 4
 
 
 # That the checks find something ---------------------------------------------------------------

@@ -12,7 +12,7 @@ from test_main import NO_BACKEND, command
 import compat
 from compat import __main__
 from compat._api import environment
-from compat._configuration import device_choice, discovery, packages
+from compat._configuration import device_choice, discovery, packages, tested_versions
 from compat._ranks.engines import installed
 from compat._ranks.tf_config import TF_CONFIG
 
@@ -127,6 +127,7 @@ def test_json(whole, machine, capsys):
             "reason": "KERAS_BACKEND=toyframework",
         },
         "versions": {"toyframework": "1.2", "keras": "2.2.4"},
+        "tested": {"ranges": {}, "outside": []},
         "packages": {
             "jax-cuda12-plugin": "9.1.0.70",
             "nvidia-cudnn-cu12": "9.1.0.70",
@@ -415,6 +416,24 @@ def test_names_of_packages_match_whole(site):
 
 
 # In a process of its own ----------------------------------------------------------------------
+
+
+def test_tested_versions(site, capsys, monkeypatch):
+    oldest, newest = tested_versions.ranges("theano")["theano"]
+    site.install("theano", "0.8")
+    site.install("keras", "2.3.1")
+    monkeypatch.setenv("KERAS_BACKEND", "theano")
+    _, out = main(capsys)
+    assert f"tested theano {oldest} to {newest}, keras " in plain(out)
+    warning = (
+        f"theano 0.8 is older than the versions that compat is tested with, {oldest} to {newest}. "
+        "`compat test` shows whether a script of yours trains to the same numbers on several "
+        "devices with it."
+    )
+    assert warning in plain(out)
+    tested = found(capsys)["tested"]
+    assert tested["ranges"]["theano"] == [oldest, newest]
+    assert tested["outside"] == [warning]
 
 
 def test_no_backend_is_installed():

@@ -10,7 +10,7 @@ from test_main import command, here, refused
 
 import compat
 from compat._commands import pins
-from compat._configuration import pip_extras
+from compat._configuration import pip_extras, tested_versions
 
 PAIRS = [(extra, python) for extra in pip_extras.TESTED for python in pip_extras.TESTED[extra]]
 
@@ -88,6 +88,38 @@ def test_what_has_no_pins(arguments, text):
     assert refused("pins", *arguments) == "compat pins: {}\n".format(text)
 
 
+@pytest.mark.parametrize("pair", tested_versions.pairs(), ids=str)
+def test_pins_of_each_tested_pair(pair):
+    framework, keras = pair.versions
+    options = ["--framework", framework, "--keras", keras]
+    if pair.fault:
+        assert " is not tested with " in refused("pins", pair.extra, *options)
+        return
+    python = pip_extras.spelled(pair.python)
+    printed = HEAD.format(pair.extra, python) + "\n".join(pair.requirements) + "\n"
+    assert here("pins", pair.extra, *options) == (0, printed, "")
+
+
+def test_pins_of_the_newest_pair_that_begins_so():
+    assert here("pins", "tensorflow1", "--keras", "2.2")[1].splitlines()[1:3] == [
+        "tensorflow-cpu==1.15.0",
+        "keras==2.2.4",
+    ]
+    assert "tensorflow-cpu==2.8.4" in here("pins", "tensorflow", "--keras", "2.8")[1]
+    assert "\nkeras==3.10" in here("pins", "torch", "--keras", "3.10")[1]  # and not 3.1
+    assert "\nkeras==3.1." in here("pins", "torch", "--keras", "3.1")[1]
+
+
+def test_a_pair_that_is_not_tested():
+    said = refused("pins", "theano", "--keras", "2.5", "--framework", "1", "--python", "3.6")
+    start = "compat pins: theano is not tested with Keras 2.5 and framework 1 on Python 3.6. It is "
+    assert said.startswith(start + "tested with keras 2.0.8, ")
+    assert said.endswith(" keras 2.3.1 on Python 3.6.\n")
+    assert refused("pins", "torch", "--keras", "new").endswith(
+        "compat pins: error: argument --keras: 'new' is not a version, such as 3.8\n"
+    )
+
+
 def test_a_version_that_is_none():
     what = "argument --python: 'new' is not a version of Python, such as 3.7"
     assert refused("pins", "jax", "--python", "new").endswith(
@@ -98,8 +130,9 @@ def test_a_version_that_is_none():
 def test_help():
     assert (
         "Print the requirements of a backend, with a Keras that runs on it, in the versions with "
-        "which\nkeras-gpu-compat is tested on a Python.\n\nexit status: 0, or 2 where a backend is "
-        "not known or was not tested on that Python."
+        "which\nkeras-gpu-compat is tested on a Python. With --keras or --framework: in the newest "
+        "tested versions\nthat begin so.\n\nexit status: 0, or 2 where a backend is not known, or "
+        "is not tested on that Python or in these\nversions."
     ) in here("pins", "--help")[1]
 
 

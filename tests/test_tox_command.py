@@ -175,6 +175,24 @@ def test_all_pythons_of_some_backends(project):
     ]  # fmt: skip
 
 
+def test_rows_with_other_versions_of_keras(project):
+    (project / "setup.cfg").unlink()
+    assert (
+        tox(project, "--ci", "--keras", "3.8,2.2.4,2.18", "--backends", "torch,tf_keras,theano")[0]
+        == 0
+    )
+    names = {"torch": "py311-torch-keras380", "tf_keras": "py311-tf_keras-keras2180"}
+    names["theano"] = "py36-theano-keras224"
+    assert set(rows(project)) == set(names.values())
+    for extra, name in names.items():
+        pair = pins.tested_pair(extra, {"torch": "3.8", "theano": "2.2.4"}.get(extra, "2.18"))
+        row = rows(project)[name]
+        assert row["deps"] == ["{[testenv]deps}"] + pair.requirements
+        assert ("TF_USE_LEGACY_KERAS = 1" in row["set_env"]) == (extra == "tf_keras")
+    workflow = (project / ".github" / "workflows" / "compat.yml").read_text()
+    assert "\n  py311-torch-keras380:\n" in workflow
+
+
 def test_the_first_extra_that_a_project_allows(project):
     (project / "setup.cfg").write_text("[options]\npython_requires = ==3.7.*\n")
     assert tox(project)[0] == 0
@@ -326,6 +344,11 @@ NO_REQUIREMENT = (
             ["--backends", "theano,jax"],
             "--backends jax: it is tested on Python 3.11, which python_requires = >=3.6,<3.9 in "
             "setup.cfg does not allow.",
+        ),
+        (
+            ["--backends", "theano", "--keras", "2.2.4,3.8"],
+            "--keras 3.8: it is not tested with theano on a Python that the project allows. "
+            "`compat pins theano --keras 3.8` says what is.",
         ),
         (["--compat", "/no/such"], NO_REQUIREMENT.format("/no/such")),
         (["--compat", "py37: keras-gpu-compat"], NO_REQUIREMENT.format("py37: keras-gpu-compat")),

@@ -187,7 +187,7 @@ def _failure(case):
 def name_of(pair):
     """Return the name of a pair's environment, log and result: py3.11-torch-2.13.0-keras-3.0.5."""
     name = "py{}-{}".format(pip_extras.spelled(pair.python), pair)
-    return re.sub(r"[^\w.]+", "-", name + (" keras" if pair.keras is None else ""))
+    return re.sub(r"[^\w.]+", "-", name + ("" if pair.keras else " tf.keras"))
 
 
 def result_of(pair, keep=False):

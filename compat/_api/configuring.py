@@ -3,7 +3,7 @@
 import os
 
 from .. import _keras, _ranks, errors
-from .._configuration import detection, device_choice, registry
+from .._configuration import detection, device_choice, registry, tested_versions
 from .._configuration.settings import Configuration, Settings, listed
 from .._ranks import launchers, left_threads
 from .._runtime.process import process
@@ -131,6 +131,7 @@ def _configure(chosen, reason, settings, place):
         _set_environ(before)
         raise
     versions = _keras.versions(chosen)
+    notes += tested_versions.outside(chosen.name, versions)
     return Configuration(
         chosen.name, reason, versions, devices, settings, variables, applied, notes, place
     )

@@ -14,7 +14,15 @@ import textwrap
 from typing import Any, Dict, List, Sequence, Tuple
 
 from .. import _keras, _ranks, errors
-from .._configuration import detection, device_choice, discovery, gpu_selection, packages, registry
+from .._configuration import (
+    detection,
+    device_choice,
+    discovery,
+    gpu_selection,
+    packages,
+    registry,
+    tested_versions,
+)
 from .._configuration.numeric import whole_number
 from .._configuration.settings import report
 from .._ranks import launchers, waiting
@@ -122,12 +130,14 @@ def _backend(problems):
         chosen, reason = detection.choose()
     except errors.CompatError as error:
         _add(problems, [error], _for_another_backend(installed))
-        backend, shown = None, installed
+        backend, shown, tested, outside = None, installed, {}, []
         variables: "Sequence[str]" = ()
     else:
         backend = {"name": chosen.name, "framework": chosen.framework, "reason": reason}
         variables = chosen.variables
         shown = [chosen] + [b for b in installed if b.framework != chosen.framework]
+        tested = tested_versions.ranges(chosen.name)
+        outside = tested_versions.outside(chosen.name, _keras.versions(chosen))
         _add(problems, chosen.problems(os.environ))
     _add(problems, detection.problems(os.environ))
     # A plug-in may be the one chosen.
@@ -138,6 +148,7 @@ def _backend(problems):
     return {
         "backend": backend,
         "versions": {n: v for b in shown for n, v in _keras.versions(b).items()},
+        "tested": {"ranges": tested, "outside": outside},
         "packages": packages.matching(pattern),
         "variables": {n: os.environ.get(n) for n in names + sorted(others.difference(names))},
     }
@@ -216,6 +227,7 @@ def _sections(found: Dict[str, Any], width: int = sys.maxsize) -> List[Tuple[str
         ("system", _system_lines(found["system"])),
         ("backend", ["{name} ({reason})".format(**found["backend"] or _NO_BACKEND)]),
         ("versions", [_pairs(found["versions"]) or "no framework, no Keras"]),
+        *[("tested", _tested_lines(found["tested"]))] * bool(found["tested"]["ranges"]),
         ("packages", [_pairs(found["packages"]) or "none"]),
         ("variables", _variable_lines(found["variables"])),
         ("keras.json", [_keras_json_line(found["keras_json"])]),
@@ -247,6 +259,11 @@ def _problem_lines(problem, width):
 
 def _pairs(versions):
     return ", ".join("{} {}".format(*pair) for pair in versions.items())
+
+
+def _tested_lines(tested):
+    ranges = ["{} {} to {}".format(name, *ends) for name, ends in tested["ranges"].items()]
+    return [", ".join(ranges)] + tested["outside"]
 
 
 def _system_lines(system):

@@ -1,8 +1,10 @@
 """\
 Print the requirements of a backend, with a Keras that runs on it, in the versions with which
-keras-gpu-compat is tested on a Python.
+keras-gpu-compat is tested on a Python. With --keras or --framework: in the newest tested versions
+that begin so.
 
-exit status: 0, or 2 where a backend is not known or was not tested on that Python."""
+exit status: 0, or 2 where a backend is not known, or is not tested on that Python or in these
+versions."""
 
 # ``compat pins``: the requirements of a backend, as tested on a Python, for files of others.
 
@@ -12,19 +14,22 @@ import email
 import pathlib
 import re
 from operator import eq, ge, gt, le, lt, ne
-from typing import List, Tuple
+from typing import Dict, List, Optional, Tuple
 
 from .. import __version__, errors
-from .._configuration import packages, pip_extras, spelling
+from .._configuration import packages, pip_extras, spelling, tested_versions
 
 DISTRIBUTION = "keras-gpu-compat"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("backend", help="an extra's name: " + ", ".join(pip_extras.TESTED))
-    text = "for that Python (default: this one)"
-    here = pip_extras.here()
-    parser.add_argument("--python", type=_python, default=here, metavar="3.7", help=text)
+    text = "for that Python (default: this one; with a version, the one on which it is tested)"
+    parser.add_argument("--python", type=_python, metavar="3.7", help=text)
+    text = "with that version of Keras or tf.keras, or one that begins so"
+    parser.add_argument("--keras", type=_version, metavar="3.8", help=text)
+    text = "with that version of the framework, or one that begins so"
+    parser.add_argument("--framework", type=_version, metavar="2.13", help=text)
 
 
 def _python(text):
@@ -34,9 +39,21 @@ def _python(text):
     return int(match.group(1)), int(match.group(2))
 
 
+def _version(text):
+    if re.fullmatch(r"\d+(\.\d+)*(\.post\d+)?", text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version, such as 3.8")
+    return text
+
+
 def execute(arguments):
-    lines, extra = pins(arguments.backend, arguments.python), known(arguments.backend)
-    python = pip_extras.spelled(arguments.python)
+    extra, python = known(arguments.backend), arguments.python
+    if arguments.keras or arguments.framework:
+        pair = tested_pair(extra, arguments.keras, arguments.framework, python)
+        lines, python = pair.requirements, pair.python
+    else:
+        python = python or pip_extras.here()
+        lines = pins(extra, python)
+    python = pip_extras.spelled(python)
     print(f"# {extra} on Python {python}: as keras-gpu-compat {__version__} is tested")
     print("\n".join(lines))
     return 0
@@ -55,6 +72,51 @@ def known(extra: str) -> str:
         return next(iter(pip_extras.EXTRAS[extra]))
     names = ", ".join(pip_extras.TESTED)
     raise errors.InvalidArgumentError(f"there are no pins for {extra!r}. Use one of {names}.")
+
+
+def tested_pair(
+    extra: str,
+    keras: Optional[str],
+    framework: Optional[str] = None,
+    python: Optional[Tuple[int, int]] = None,
+) -> tested_versions.Pair:
+    """Return the newest tested pair with these versions of Keras and of the framework.
+
+    Arguments:
+        extra: its name, as a user writes it.
+        keras: the version of Keras or its first numbers; None: any.
+        framework: the same of the framework.
+        python: the Python on which the pair is to be tested; None: any.
+
+    Raises:
+        InvalidArgumentError: there is no such extra, or no such pair.
+    """
+    extra = known(extra)
+    candidates = tested_versions.of_extra(extra)
+    pair = tested_versions.newest(
+        (pair for pair in candidates if python in (None, pair.python)), framework, keras
+    )
+    if pair is None:
+        versions = [("Keras", keras), ("framework", framework)]
+        wanted = " and ".join(f"{name} {version}" for name, version in versions if version)
+        wanted += f" on Python {pip_extras.spelled(python)}" if python else ""
+        raise errors.InvalidArgumentError(
+            f"{extra} is not tested with {wanted}. It is tested with {_summary(candidates)}."
+        )
+    return pair
+
+
+def _summary(pairs):
+    """Return the versions of pairs as a phrase, the Kerases by the Pythons on which they are."""
+    by_python: Dict[str, List[str]] = {}
+    for pair in pairs:
+        name = "tf.keras" if pair.keras is None else pair.keras_name
+        keras = f"{name} {pair.versions[1]}"
+        by_python.setdefault(pip_extras.spelled(pair.python), []).append(keras)
+    return "; ".join(
+        f"{', '.join(dict.fromkeys(kerases))} on Python {python}"
+        for python, kerases in by_python.items()
+    )
 
 
 def pins(extra: str, python: Tuple[int, int]) -> List[str]:

@@ -16,10 +16,10 @@ import os
 import pathlib
 import re
 import sys
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 from .. import __version__, errors
-from .._configuration import pip_extras
+from .._configuration import pip_extras, tested_versions
 from .._runtime import safe_files
 from . import pins
 from .python_requires import PROJECT_FILES, PythonRequires, python_requires, text_of
@@ -29,7 +29,29 @@ LEFT_OUT = ("cntk",)  # needs libraries of OpenMPI, which no package of Python's
 # What is written beside a project's own configuration of tox, which a tox.ini would replace.
 ASIDE = "compat-tox"
 
-Row = Tuple[str, Tuple[int, int]]
+
+class Row(NamedTuple):
+    """A row of the matrix.
+
+    Attributes:
+        extra: the extra that brings the backend.
+        python: the first two numbers of the version of Python.
+        pair: the versions of the framework and of Keras; None: those of the extra.
+    """
+
+    extra: str
+    python: Tuple[int, int]
+    pair: Optional[tested_versions.Pair] = None
+
+    @property
+    def name(self) -> str:
+        """The name of its environment: py311-torch, or py311-torch-keras380."""
+        keras = "-keras" + self.pair.versions[1].replace(".", "") if self.pair else ""
+        return "py{}{}-{}{}".format(*self.python, self.extra, keras)
+
+    def requirements(self) -> List[str]:
+        """Return what it installs."""
+        return self.pair.requirements if self.pair else pins.pins(self.extra, self.python)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +60,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", type=_names, metavar="NAMES", help=text)
     text = "a row for every tested pair, not only for the newest Python of each backend"
     parser.add_argument("--all", action="store_true", dest="every", help=text)
+    text = "such as 2.2.4,3.8: rows for these versions of Keras, each with the newest framework "
+    text += "that is tested with it (default: the versions of `compat pins`)"
+    parser.add_argument("--keras", type=_names, metavar="VERSIONS", help=text)
     parser.add_argument("--ci", action="store_true", help="also .github/workflows/compat.yml")
     text = "the project's (default: this)"
     parser.add_argument("-o", dest="folder", default=".", metavar="FOLDER", help=text)
@@ -66,6 +91,8 @@ def execute(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     chosen = rows(arguments.backends, arguments.every, allowed)
+    if arguments.keras:
+        chosen = rows_with_keras(chosen, arguments.keras, allowed)
     compat = _requirement(arguments.compat, folder, arguments.ci)
     path = "src" if os.path.isdir(os.path.join(folder, "src")) else ""
     existing = _existing_configuration(folder)
@@ -80,8 +107,8 @@ def execute(arguments: argparse.Namespace) -> int:
         print(f"kept   the project's own configuration of tox, in {existing}")
     if allowed.source is None:
         print("python any: no limit in {}".format(", ".join(PROJECT_FILES)))
-    print("rows   {}".format(", ".join(map(_name, chosen))))
-    backends = LEFT_OUT + tuple(pip_extras.BACKENDS[extra] for extra, _ in chosen)
+    print("rows   {}".format(", ".join((row.name for row in chosen))))
+    backends = LEFT_OUT + tuple(pip_extras.BACKENDS[row.extra] for row in chosen)
     missing = ", ".join(name for name in pip_extras.EXTRAS if name not in backends)
     if arguments.backends is None and missing:
         print(f"none   {missing}: {allowed}")
@@ -156,12 +183,39 @@ def rows(extras: Optional[List[str]], every: bool, allowed: PythonRequires) -> L
 def _rows_of(extra, every, allowed):
     """Return the rows of an extra: that of the newest Python only, unless ``every`` is true."""
     pythons = list(filter(allowed.allows, pip_extras.TESTED[extra]))
-    return [(extra, python) for python in (pythons if every else pythons[-1:])]
+    return [Row(extra, python) for python in (pythons if every else pythons[-1:])]
 
 
-def _name(row):
-    extra, (major, minor) = row
-    return f"py{major}{minor}-{extra}"
+def rows_with_keras(rows: List[Row], versions: List[str], allowed: PythonRequires) -> List[Row]:
+    """Return rows of the same backends with these versions of Keras, in place of the pinned ones.
+
+    Arguments:
+        rows: those without.
+        versions: versions of Keras, or their first numbers.
+        allowed: the Pythons that the project allows.
+
+    Raises:
+        InvalidArgumentError: a version is not tested with any of the backends.
+    """
+    extras = list(dict.fromkeys(row.extra for row in rows))
+    found = {}
+    for version in versions:
+        pairs = [_pair(extra, version, allowed) for extra in extras]
+        if not any(pairs):
+            raise errors.InvalidArgumentError(
+                f"--keras {version}: it is not tested with {', '.join(extras)} on a Python that "
+                f"the project allows. `compat pins {extras[0]} --keras {version}` says what is."
+            )
+        for pair in filter(None, pairs):
+            row = Row(pair.extra, pair.python, pair)
+            found[row.name] = row
+    return list(found.values())
+
+
+def _pair(extra, keras, allowed):
+    """Return the newest pair of an extra with a version of Keras, or None."""
+    candidates = tested_versions.of_extra(extra)
+    return tested_versions.newest((p for p in candidates if allowed.allows(p.python)), keras=keras)
 
 
 # A distribution, or one with its extras, versions, URL or marker; or a URL.
@@ -218,8 +272,8 @@ def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
     text = head.format(
         version=__version__,
         tox=_run_command(aside),
-        example=_name(chosen[0]),
-        names=_indented(map(_name, chosen)),
+        example=chosen[0].name,
+        names=_indented((row.name for row in chosen)),
         compat=compat.replace("{tox_root}", root).replace("#", "\\#"),
         path=root + ("/" + path if path else ""),
         general=_indented(map(" = ".join, GENERAL.items())),
@@ -227,8 +281,8 @@ def tox_ini(chosen: List[Row], compat: str, path: str, aside: str) -> str:
     )
     for row in chosen:
         variables = _indented(map(" = ".join, _variables(row).items()))
-        needed = _indented(pins.pins(*row))
-        text += section.format(name=_name(row), pins=needed, variables=variables)
+        needed = _indented(row.requirements())
+        text += section.format(name=row.name, pins=needed, variables=variables)
     return text
 
 
@@ -240,13 +294,13 @@ def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
     head, job, container = _beside("compat.yml.txt").split("%%\n")
     text = head.format(version=__version__)
     for row in chosen:
-        python = pip_extras.spelled(row[1])
-        if row[1] in IMAGES:
-            needed = [compat.replace("{tox_root}", "."), "pytest"] + pins.pins(*row)
+        python = pip_extras.spelled(row.python)
+        if row.python in IMAGES:
+            needed = [compat.replace("{tox_root}", "."), "pytest"] + row.requirements()
             needed = ['"{}"'.format(re.sub(r'(["$`\\])', r"\\\1", pin)) for pin in needed]
             variables = dict(GENERAL, **_variables(row)).items()
             text += container.format(
-                name=_name(row),
+                name=row.name,
                 python=python,
                 variables=_indented((f"{key}: {json.dumps(value)}" for key, value in variables), 6),
                 requirements=_indented(needed, 10),
@@ -254,7 +308,7 @@ def workflow(chosen: List[Row], compat: str, path: str, aside: str) -> str:
             )
         else:
             pythons = _indented(dict.fromkeys([python, pip_extras.spelled(RUNS_TOX)]), 12)
-            text += job.format(name=_name(row), pythons=pythons, tox=_run_command(aside))
+            text += job.format(name=row.name, pythons=pythons, tox=_run_command(aside))
     return text
 
 
@@ -270,11 +324,10 @@ def _variables(row):
     """Return the environment variables of a row's tests, besides those of all rows."""
     from .._configuration import registry  # for start-up time
 
-    extra, _ = row
-    variables = {"KERAS_BACKEND": registry.load(pip_extras.BACKENDS[extra]).framework}
+    variables = {"KERAS_BACKEND": registry.load(pip_extras.BACKENDS[row.extra]).framework}
     if variables["KERAS_BACKEND"] == "tensorflow":
         variables["TF_CPP_MIN_LOG_LEVEL"] = "2"
-    if extra == "tf_keras":
+    if row.extra == "tf_keras":
         variables["TF_USE_LEGACY_KERAS"] = "1"
     return variables
 

@@ -1,6 +1,9 @@
 """The versions of frameworks and of Keras that are tested together; see docs/versions.md."""
 
-from typing import Dict, List, NamedTuple, Optional, Tuple
+import re
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Tuple
+
+from . import pip_extras
 
 # A group begins with the extra of setup.cfg that brings the backend, the Python on which the group
 # is tested, what its scripts import as Keras, and what all its pairs install besides. Each line
@@ -75,6 +78,9 @@ tensorflow 3.11 tensorflow.keras numpy<2
     tensorflow-cpu==2.14.1
     tensorflow-cpu==2.15.1
 
+tensorflow 3.11 keras numpy<2
+    tensorflow-cpu==2.15.1 keras==2.15.0
+
 tensorflow 3.8 tensorflow.keras protobuf<3.21 h5py<4
     tensorflow-cpu==2.4.4
     tensorflow-cpu==2.5.3
@@ -84,6 +90,9 @@ tensorflow 3.8 tensorflow.keras protobuf<3.21 h5py<4
     tensorflow-cpu==2.9.3
     tensorflow-cpu==2.10.1
     tensorflow-cpu==2.11.1
+
+tensorflow20 3.7 keras protobuf<3.21 h5py<3 numpy<1.19
+    tensorflow==2.0.4 keras==2.3.1
 
 tensorflow23 3.7 tensorflow.keras protobuf<3.21 h5py<3 numpy<1.19
     tensorflow==2.0.4
@@ -180,6 +189,12 @@ class Pair(NamedTuple):
         return None if self.keras_name == "tensorflow.keras" else self.requirements[1]
 
     @property
+    def versions(self) -> "Tuple[str, str]":
+        """The versions of the framework and of Keras, which are one where it is tf.keras."""
+        framework = name_and_version(self.framework).split()[1]
+        return framework, name_and_version(self.keras or self.framework).split()[1]
+
+    @property
     def fault(self) -> str:
         """What does not hold, and with which version it does; "" where all holds."""
         return FAULTS.get(str(self), "")
@@ -204,3 +219,89 @@ def name_and_version(requirement: str) -> str:
     """Return a requirement as reports name it: "torch 2.13.0" for "torch==2.13.0"."""
     name, _, version = requirement.partition("==")
     return "{} {}".format("tensorflow" if name == "tensorflow-cpu" else name, version)
+
+
+def of_extra(extra: str) -> "List[Pair]":
+    """Return the pairs of an extra that hold; of its backend's first extra those of all extras."""
+    backend = pip_extras.BACKENDS[extra]
+    extras = [extra] if extra != pip_extras.EXTRAS[backend][0] else pip_extras.EXTRAS[backend]
+    return [pair for pair in pairs() if pair.extra in extras and not pair.fault]
+
+
+def newest(
+    candidates: "Iterable[Pair]",
+    framework: "Optional[str]" = None,
+    keras: "Optional[str]" = None,
+) -> "Optional[Pair]":
+    """Return the pair with the newest framework, and of these with the newest Keras, or None.
+
+    Arguments:
+        candidates: pairs.
+        framework: the version of the framework or its first numbers, "2.13"; None: any.
+        keras: the same of Keras.
+    """
+
+    def rank(pair: Pair) -> "Tuple[bool, List[Tuple[int, ...]]]":
+        return keras == pair.versions[1], list(map(_numbers, pair.versions))
+
+    wanted = _numbers(framework or ""), _numbers(keras or "")
+    matching = [
+        pair
+        for pair in candidates
+        if all(
+            _numbers(version)[: len(numbers)] == numbers
+            for version, numbers in zip(pair.versions, wanted)
+        )
+    ]
+    return max(matching, key=rank, default=None)
+
+
+def ranges(backend: str) -> "Dict[str, Tuple[str, str]]":
+    """Return the oldest and the newest tested version of what a backend runs with.
+
+    Arguments:
+        backend: the backend's name.
+
+    Returns:
+        The versions of its framework and of each Keras package, by name, such as
+        ``{"torch": ("2.13.0", "2.14.1"), "keras": ("3.0.5", "3.15.1")}``; empty for a backend of a
+        third party.
+    """
+    versions: "Dict[str, List[str]]" = {}
+    for pair in pairs():
+        if pip_extras.BACKENDS[pair.extra] == backend:
+            for requirement in filter(None, (pair.framework, pair.keras)):
+                name, version = name_and_version(requirement).split()
+                versions.setdefault(name, []).append(version)
+    return {
+        name: (min(tested, key=_numbers), max(tested, key=_numbers))
+        for name, tested in versions.items()
+    }
+
+
+def outside(backend: str, versions: "Mapping[str, str]") -> "List[str]":
+    """Return a warning for each version that is older or newer than all tested ones.
+
+    A version that differs from the newest only after its second number is not newer.
+
+    Arguments:
+        backend: the backend's name.
+        versions: the installed versions of its framework and of Keras packages, by name.
+    """
+    warnings = []
+    for name, (oldest, newest) in ranges(backend).items():
+        numbers = _numbers(versions.get(name, ""))
+        is_older = numbers < _numbers(oldest)
+        if numbers and (is_older or numbers[:2] > _numbers(newest)[:2]):
+            warnings.append(
+                f"{name} {versions[name]} is {'older' if is_older else 'newer'} than the versions "
+                f"that compat is tested with, {oldest} to {newest}. `compat test` shows whether a "
+                "script of yours trains to the same numbers on several devices with it."
+            )
+    return warnings
+
+
+def _numbers(version: str) -> "Tuple[int, ...]":
+    """Return the numbers of a release, (1, 2, 1) for "1.2.1.post1"."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match.group().split("."))) if match else ()
