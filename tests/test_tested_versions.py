@@ -37,7 +37,8 @@ def test_versions_outside_of_the_range(monkeypatch, installed, word):
     warnings = tested_versions.outside("jax", {"jax": installed, "keras": "3.15.9"})
     expected = (
         "jax {} is {} than the versions that compat is tested with, 0.4.20 to 0.10.2. `compat "
-        "test` shows whether a script of yours trains to the same numbers on several devices with it."
+        "test` shows whether a script of yours trains to the same numbers on several devices with "
+        "it."
     )
     assert warnings == [expected.format(installed, word)] * bool(word)
 
