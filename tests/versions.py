@@ -304,6 +304,8 @@ def main(arguments):
             pair, result = running[done], done.result()
             unexpected += not is_as_expected(pair, result)
             print(told(pair, result), flush=True)
+    if not options.edges:
+        write_page()
     print("{} pairs, {} not as expected".format(len(chosen), unexpected))
     return int(bool(unexpected) or not chosen)
 
