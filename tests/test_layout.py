@@ -312,6 +312,7 @@ OF_ONE_BACKEND = {
     "tensorflow2.refusals": "modes and strategies of TensorFlow that take no replicas",
     "tensorflow2.run_metadata": "TensorFlow records the partitions of graphs that it executes",
     "tensorflow2.table_gradients": "Keras 3 squares the gradients of each lookup in a table",
+    "tensorflow2.trace_profiles": "the profilers of two versions write forms of their own",
     "tensorflow2.watched_loops": "a loop of one's own is seen where it calls models and tapes",
     "theano.compilation": "a body's functions are compiled for each device",
     "theano.replica_device": "a device is a default context, with variables of its own",

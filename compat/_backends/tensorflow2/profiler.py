@@ -1,6 +1,6 @@
 """Profile of TensorFlow 2: the operations of each device, and their times.
 
-They are recorded by TensorFlow's profiler, and before TensorFlow 2.2 by run metadata.
+They are recorded by TensorFlow's profiler, and in TensorFlow 2.0 by run metadata.
 """
 
 import collections
@@ -16,10 +16,10 @@ from typing import Any, Dict, Iterable, Iterator, List, Sequence, Tuple
 import tensorflow as tf
 from tensorflow.python.eager import context
 
-from ... import errors
 from ..._runtime.operation_times import Operation, converted, count_products
 from .._tensorflow import profiler as run_statistics
 from ..tensorflow1 import profiler as tensorflow1_profiler
+from . import trace_profiles
 from .configuration import runs_eagerly, short_name
 from .run_metadata import recorded
 
@@ -36,6 +36,11 @@ def profiled(devices: "Sequence[str]") -> "Any":
         return converted(_profile(), lambda planes: operations(planes, devices))
     # TensorFlow 2.0 and 2.1 record operations with their devices.
     executed_on = run_statistics.operations_of
+    if not hasattr(context.context(), "add_post_execution_callback"):
+        # TensorFlow 2.1, whose run metadata contains no times.
+        return converted(
+            trace_profiles.recorded(), lambda statistics: executed_on(statistics, devices)
+        )
     return converted(
         recorded(with_times=True),
         lambda records: executed_on([record.step_stats for record in records], devices),
@@ -50,11 +55,7 @@ def _profile():
         try:
             profiler.start(directory)
         except tf.errors.AlreadyExistsError as error:
-            raise errors.InvalidArgumentError(
-                "timeline(): TensorFlow's profiler is running already, and it records one profile "
-                "at a time. End that one first: tf.profiler.experimental.stop(), or a fit() whose "
-                "TensorBoard callback has profile_batch."
-            ) from error
+            raise trace_profiles.already_running("tf.profiler.experimental.stop()") from error
         try:
             yield planes
         finally:
@@ -62,11 +63,15 @@ def _profile():
                 tf.test.experimental.sync_devices()
             time.sleep(0.1)  # a thread completes its record after it has returned its results
             profiler.stop()
-            for path in pathlib.Path(directory).rglob("*.xplane.pb"):
+            paths = list(pathlib.Path(directory).rglob("*.xplane.pb"))
+            # TensorFlow 2.2 writes no planes.
+            for path in paths or pathlib.Path(directory).rglob("*.trace.json.gz"):
                 planes.extend(_planes(path))
 
 
 def _planes(path):
+    if path.suffix == ".gz":
+        return trace_profiles.planes_of(path.read_bytes())
     try:
         from tensorflow.tsl.profiler.protobuf import xplane_pb2
     except ImportError:  # before TensorFlow 2.12
@@ -113,9 +118,9 @@ def kernels(plane: "Any") -> "Tuple[List[Any], Dict[Any, Any]]":
     """Return the kernels that the threads of the CPU executed.
 
     Returns:
-        The event of each kernel, its node and its type, and the run of a graph that contains it;
-        and for each run the node that called the function and that node's run, or None where the
-        script called it.
+        The event of each kernel, its node and its type, and the run of a graph that contains it,
+        which is "" in TensorFlow 2.2: it does not record it; and for each run the node that called
+        the function and that node's run, or None where the script called it.
     """
     executed, callers = [], {}
     for line in plane.lines:
@@ -126,10 +131,10 @@ def kernels(plane: "Any") -> "Tuple[List[Any], Dict[Any, Any]]":
             _, node, run = enclosing[-1] if enclosing else (None, None, None)
             end, kernel = event.start + event.duration, _KERNEL.fullmatch(event.name)
             if event.name == "ExecutorState::Process":
-                enclosing.append((end, None, event.statistics["_c"]))
+                enclosing.append((end, None, event.statistics.get("_c", "")))
             elif event.name == "ExecutorState::ProcessAsync::Start":  # of calls, too
                 enclosing.append((end, event.statistics["name"], run))
-            elif event.name == "FunctionRun":
+            elif event.name == "FunctionRun" and "_p" in event.statistics:
                 callers[event.statistics["_p"]] = (node, run) if node else None
             elif kernel:
                 enclosing.append((end, kernel.group(1), run))
@@ -151,12 +156,16 @@ def _operations_of_cpu(plane, devices):
 
     Kernels without a known device are left out: where nodes of one name have different ones; eager
     operations; reads and writes of variables, which run where these are; functions within functions
-    in TensorFlow 2.3, whose caller is not recorded.
+    in TensorFlow 2.2 and 2.3, whose caller is not recorded.
     """
-    requested = collections.defaultdict(set)  # the devices of all functions' nodes, by their name
-    for node in _nodes():
-        requested[node.name].add(short_name(node.device) if node.device else None)
     executed, callers = kernels(plane)
+    called = _functions_called() if "" in [run for _, _, run in executed] else ()
+    requested = collections.defaultdict(set)  # the devices of all functions' nodes, by their name
+    of_others = set()  # nodes of functions that are called by other functions
+    for graph, node in _nodes():
+        requested[node.name].add(short_name(node.device) if node.device else None)
+        if graph in called:
+            of_others.add(node.name)
 
     def device_of(node, run):
         name = _INLINED.sub("", node)
@@ -166,6 +175,8 @@ def _operations_of_cpu(plane, devices):
         if None in candidates and run in callers:
             of_call = device_of(*callers[run]) if callers[run] else devices[0]
             candidates = candidates - {None} | {of_call}
+        elif None in candidates and run == "" and name in requested and name not in of_others:
+            candidates = candidates - {None} | {devices[0]}
         return candidates.pop() if len(candidates) == 1 else None
 
     for event, (node, kind), run in executed:
@@ -179,18 +190,30 @@ def _operations_of_cpu(plane, devices):
 
 
 def _nodes():
-    """Yield the nodes of all functions that TensorFlow has."""
-    from tensorflow.python.framework.func_graph import FuncGraph
-
+    """Yield the nodes of all functions that TensorFlow has, with the function's graph, or None."""
     running = context.context()
     if hasattr(running, "list_function_names"):
         for name in running.list_function_names():
             with contextlib.suppress(tf.errors.NotFoundError):  # deleted meanwhile
-                yield from running.get_function_def(name).node_def
-    else:  # TensorFlow 2.3, which empties graphs that it no longer needs
-        for graph in [candidate for candidate in gc.get_objects() if type(candidate) is FuncGraph]:
-            if vars(graph):
-                yield from graph.as_graph_def().node
+                for node in running.get_function_def(name).node_def:
+                    yield None, node
+    else:  # before TensorFlow 2.4
+        for graph in _graphs():
+            for node in graph.as_graph_def().node:
+                yield graph, node
+
+
+def _graphs():
+    """Return the graphs of all functions, without those that TensorFlow has emptied."""
+    from tensorflow.python.framework.func_graph import FuncGraph
+
+    graphs = [candidate for candidate in gc.get_objects() if type(candidate) is FuncGraph]
+    return [graph for graph in graphs if vars(graph)]
+
+
+def _functions_called():
+    """Return the graphs of functions that other functions call, in TensorFlow 2.2."""
+    return [each.graph for graph in _graphs() for each in graph._functions.values()]
 
 
 # How operations are called, also after Grappler ("_FusedMatMul") and, on CPUs that have what it
