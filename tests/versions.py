@@ -51,6 +51,8 @@ EDGES = (
     "mxnet==1.4.1 keras-mxnet==2.2.4",
     "theano==1.0.1 keras==2.1.3",
 )
+#: What compat says where a version cannot do what a script asks for, in any rank.
+REFUSAL = re.compile(r"^(?:\[\d+\] )?(compat\.errors\.UnsupportedError: (.*))", re.MULTILINE)
 LIMIT = 1500  # seconds, of each command
 SHOWN = 3  # faults of a pair that are printed
 
@@ -158,18 +160,24 @@ class Environment:
         return str(path)
 
     def example(self, name):
-        """Run an example by ``compat test``; return its last line where it failed, or None."""
+        """Run an example by ``compat test``; return why it failed, or None."""
         command = self.python, "-m", "compat", "test", "-n", "0", "--quiet", self.script(name)
         status, output = self.run(*command, COMPAT_VERIFY="")
-        return _last_line(output) if status else None
+        return _reason(output) if status else None
 
     def ranks(self):
-        """Run a job of two ranks; return its last line where it failed, or None."""
+        """Run a job of two ranks; return why it failed, or None."""
         options = ["-n", "2", "--simulate", "2", "--report"]
         status, output = self.run(
             self.python, "-m", "compat", "run", *options, self.script("mlp")
         )  # fmt: skip
-        return _last_line(output) if status else None
+        return _reason(output) if status else None
+
+
+def _reason(output):
+    """Return the last line of a command that failed, or the error by which compat refused it."""
+    refusal = REFUSAL.search(output)
+    return refusal.group(1) if refusal else _last_line(output)
 
 
 def _last_line(output):
@@ -196,13 +204,15 @@ def result_of(pair, keep=False):
     environment = Environment(pair)
     error = environment.install()
     result = {"faults": {} if error is None else {"installation": error.splitlines()[-1]}}
+    result["refused"] = {}
     if error is None:
         result["tests"], result["faults"] = environment.contract()
-        for name in EXAMPLES:
-            result["faults"]["examples/{}.py".format(name)] = environment.example(name)
+        reasons = {"examples/{}.py".format(name): environment.example(name) for name in EXAMPLES}
         if pip_extras.BACKENDS[pair.extra] in RANKS:
-            result["faults"]["two ranks"] = environment.ranks()
-        result["faults"] = {test: said for test, said in result["faults"].items() if said}
+            reasons["two ranks"] = environment.ranks()
+        for test, reason in reasons.items():
+            if reason is not None:
+                result["refused" if REFUSAL.match(reason) else "faults"][test] = reason
     result["seconds"] = round(time.time() - began)
     if not keep:
         shutil.rmtree(str(environment.folder), ignore_errors=True)
@@ -221,6 +231,7 @@ def told(pair, result):
     lines = ["{}: {}".format(test, said) for test, said in result["faults"].items()]
     verdict = "holds" if not lines else "does not hold" + (", as known" if pair.fault else "")
     counted = "{} tests, {} s".format(result.get("tests", 0), result["seconds"])
+    counted += "".join(", refused: " + test for test in result.get("refused", ()))
     rest = ["... and {} more, in the log".format(len(lines) - SHOWN)] * (len(lines) > SHOWN)
     return "\n    ".join(
         ["{}: {} ({})".format(name_of(pair), verdict, counted)] + lines[:SHOWN] + rest
@@ -236,17 +247,25 @@ def row(pair, result):
     """Return the cells of a pair's line."""
     of = tested_versions.name_and_version
     faults = collections.OrderedDict(result["faults"])
+    verdict = "holds" if not faults else pair.fault or "does not hold: {}".format(*faults)
     has_ranks = pip_extras.BACKENDS[pair.extra] in RANKS
-    examples = sum("examples/{}.py".format(name) not in faults for name in EXAMPLES)
+    refused = {t: REFUSAL.match(text).group(2) for t, text in result.get("refused", {}).items()}
+    failed = set(faults) | set(refused)
+    examples = sum("examples/{}.py".format(name) not in failed for name in EXAMPLES)
     return [
         pip_extras.spelled(pair.python),
         of(pair.framework),
         of(pair.keras) if pair.keras else "tf.keras",
         "{} tests".format(result.get("tests", 0)),
         "{} of {}".format(examples * ("tests" in result), len(EXAMPLES)),
-        ("fails" if "two ranks" in faults else "same") if has_ranks else "",
-        "holds" if not faults else pair.fault or "does not hold: {}".format(*faults),
+        _word("two ranks", faults, refused) if has_ranks else "",
+        "; ".join([verdict] + ["{}: {}".format(*each) for each in sorted(refused.items())]),
     ]
+
+
+def _word(test, faults, refused):
+    """Return how a test of a pair went."""
+    return "fails" if test in faults else "refused" if test in refused else "same"
 
 
 def rows_of_page(text):
