@@ -59,6 +59,11 @@ def backend_name(keras: "Any") -> str:
     return keras.backend.backend() if hasattr(keras.backend, "backend") else "tensorflow"
 
 
+def tree_of(keras: "Any") -> "Any":
+    """Return Keras 3's functions for nested values: Keras before 3.1 takes those of dm-tree."""
+    return keras.tree if hasattr(keras, "tree") else sys.modules["tree"]
+
+
 def output_names(model: "Any") -> "List[str]":
     """Return the names by which a functional or Sequential model has losses."""
     names = getattr(model, "output_names", None)

@@ -38,7 +38,7 @@ def _states(model):
         id(state)
         for layer in _keras.all_layers(model)
         if isinstance(layer, keras.layers.RNN) and layer.stateful
-        for state in keras.tree.flatten(layer.states)
+        for state in _keras.tree_of(keras).flatten(layer.states)
         if state is not None
     }
 

@@ -10,12 +10,12 @@ from ... import _keras
 
 def leaves(values):
     """Return the leaves of nested values by Keras, for which a sparse array is a single leaf."""
-    return sys.modules["keras"].tree.flatten(values)
+    return _keras.tree_of(sys.modules["keras"]).flatten(values)
 
 
 def mapped(function, values):
     """Map nested values by Keras, which keeps the order of dictionaries, unlike JAX."""
-    return sys.modules["keras"].tree.map_structure(function, values)
+    return _keras.tree_of(sys.modules["keras"]).map_structure(function, values)
 
 
 def as_array(value):
@@ -27,7 +27,12 @@ def as_array(value):
 def put(value, sharding):
     """Place a value by a sharding, with the mask that losses and metrics expect at an output."""
     place = jax.lax.with_sharding_constraint if is_staged(value) else jax.device_put
-    masking, result = sys.modules["keras.src.backend.common.masking"], place(value, sharding)
+    result = place(value, sharding)
+    masking = sys.modules.get("keras.src.backend.common.masking")
+    if masking is None:  # Keras before 3.6: an attribute, which eager arrays cannot have
+        if hasattr(value, "_keras_mask"):
+            result._keras_mask = value._keras_mask
+        return result
     mask = masking.get_keras_mask(value)
     if mask is not None:
         masking.set_keras_mask(result, mask)
@@ -49,5 +54,6 @@ def has_rows(value):
 def rows_of(model, data):
     """Return the number of rows of a batch."""
     # By Keras, for which a sparse array is one leaf: JAX takes it apart.
-    batch = next(leaf for leaf in _keras.keras_of(model).tree.flatten(data) if leaf is not None)
+    leaves = _keras.tree_of(_keras.keras_of(model)).flatten(data)
+    batch = next(leaf for leaf in leaves if leaf is not None)
     return int(batch.shape[0])

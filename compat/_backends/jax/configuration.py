@@ -6,6 +6,13 @@ import sys
 
 import jax
 
+try:
+    from jax.extend.core import Literal as Literal
+    from jax.extend.core import Primitive as Primitive
+except ImportError:  # JAX before 0.4.27
+    from jax.core import Literal as Literal
+    from jax.core import Primitive as Primitive
+
 from ... import errors
 from ..._configuration.settings import listed
 

@@ -1,8 +1,11 @@
 """Gradients in a rank's step: exchanged eagerly, or checked to be means over all ranks."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 from jax._src import source_info_util
+from jax.tree_util import tree_leaves, tree_map, tree_unflatten
 
 from ... import errors
 from ..._ranks import arrays, batch_parts, keras3_state, losses
@@ -60,9 +63,9 @@ def check(model, program):
     Raises:
         UnsupportedError: they depend on values of each rank's own rows.
     """
-    places = jax.tree.unflatten(program.results, program.jaxpr.outvars)
+    places = tree_unflatten(program.results, program.jaxpr.outvars)
     _, (trainable, _, optimizer, _) = places
-    origin = program.decision_of(jax.tree.leaves([trainable, optimizer]))
+    origin = program.decision_of(tree_leaves([trainable, optimizer]))
     if origin is not None:
         raise errors.unsupported(
             "jax",
@@ -118,13 +121,13 @@ def check_applied(step, program, state, data):
 
 def _is_mean(applied, state, data):
     """Return whether the value of a batch is the mean of its parts' values; None: inconclusive."""
-    leaves = [leaf for leaf in jax.tree.leaves(data) if getattr(leaf, "shape", None)]
+    leaves = [leaf for leaf in tree_leaves(data) if getattr(leaf, "shape", None)]
     rows, compute = batch_parts.rows_of(leaves), jax.jit(applied)
     if rows is None or rows < 2:
         return None
 
     def computed(part):
-        return compute(state, jax.tree.map(lambda leaf: leaf[part.rows], data))
+        return compute(state, tree_map(lambda leaf: leaf[part.rows], data))
 
     try:
         whole = computed(batch_parts.WHOLE)
@@ -154,6 +157,9 @@ def draws_numbers(program):
 
 def line_of(operation, unknown="an operation"):
     """Return the line of the script that created an operation, or ``unknown``."""
-    frames = source_info_util.user_frames(operation.source_info.traceback)
+    source = operation.source_info
+    if "traceback" in inspect.signature(source_info_util.user_frames).parameters:
+        source = source.traceback  # JAX 0.7 and later
+    frames = source_info_util.user_frames(source)
     lines = [(frame.file_name, frame.start_line) for frame in frames]
     return errors.innermost_line(lines[::-1]) or unknown

@@ -9,11 +9,12 @@ import contextlib
 
 import jax
 from jax._src import api
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from ..._ranks import step_functions
 from ..._runtime.within import Within
+from .configuration import Primitive
 
 #: What ``jax.grad()`` and ``jax.value_and_grad()`` call.
 VJP = "_vjp" if hasattr(api, "_vjp") else "vjp"
@@ -70,12 +71,12 @@ def marked(engine, is_due, mark, is_scaled):
         is_weighted = is_scaled() == scaled
 
         def marking(*cotangents):
-            leaves, tree = jax.tree.flatten(backward(*cotangents))
-            by = jax.tree.leaves(primals)
+            leaves, tree = tree_flatten(backward(*cotangents))
+            by = tree_leaves(primals)
             are_floats = [jax.numpy.issubdtype(leaf.dtype, jax.numpy.inexact) for leaf in leaves]
             if not leaves or not all(are_floats):
-                return jax.tree.unflatten(tree, leaves)
-            return jax.tree.unflatten(tree, mark(kind, by, leaves, is_weighted))
+                return tree_unflatten(tree, leaves)
+            return tree_unflatten(tree, mark(kind, by, leaves, is_weighted))
 
         return (value, marking, *others)
 

@@ -1,9 +1,9 @@
 """Compiled functions within a traced step, inlined where they have marks."""
 
 import jax
-from jax.extend.core import Literal
 
 from . import gradient_marks
+from .configuration import Literal
 
 
 def inlined(closed):

@@ -38,7 +38,8 @@ class Reduced:
             data: the batch.
             share: a function that returns the share of rows, and is called only where it is needed.
         """
-        key = str([getattr(leaf, "shape", None) for leaf in self.keras.tree.flatten(data)])
+        leaves = _keras.tree_of(self.keras).flatten(data)
+        key = str([getattr(leaf, "shape", None) for leaf in leaves])
         if key not in self.needs:
             self.needs[key] = self.needs_of(state, data)
         needs_share, needs_totals = self.needs[key]

@@ -4,12 +4,14 @@ import contextlib
 import glob
 import os
 import re
+import sys
 import tempfile
 from typing import Any, Dict, List, Tuple
 
 import jax
 
 from ... import errors
+from ..._runtime import patching
 from ..._runtime.operation_times import Operation, converted
 from . import configuration, programs
 
@@ -20,8 +22,10 @@ def executed_operations(step):
     The profiler records which instruction ran on which device; the compiled program has the
     products that each instruction computes.
     """
-    recording = recorded() if configuration.reads_profiles() else contextlib.ExitStack()
-    with programs.compiled() as compiled, recording as events:
+    with contextlib.ExitStack() as recording, programs.compiled() as compiled:
+        reads_profiles = configuration.reads_profiles()
+        events = recording.enter_context(recorded()) if reads_profiles else None
+        recording.enter_context(_named_by_layers())
         step()
     computed: "Dict[str, Dict[str, List[programs.ProgramOperation]]]" = {}
     executed: "Dict[str, List[programs.ProgramOperation]]" = {}  # by device
@@ -40,6 +44,31 @@ def executed_operations(step):
             ran = computed[record["hlo_module"]][record["hlo_op"]]
             executed.setdefault(device, []).extend(ran)
     return executed
+
+
+@contextlib.contextmanager
+def _named_by_layers():
+    """Have layers name their operations within a block, as those of Keras 3.8 and later do.
+
+    JAX leaves out of the name of an operation that it is a derivative if no scope has a name.
+    """
+    backend = sys.modules["keras.src.backend"]
+    if hasattr(sys.modules["keras.src.backend.jax.core"], "name_scope"):
+        yield
+        return
+
+    class NamedScope(backend.name_scope):
+        def __enter__(self):
+            self.named = jax.named_scope(self.name)
+            self.named.__enter__()
+            return super().__enter__()
+
+        def __exit__(self, *error):
+            super().__exit__(*error)
+            self.named.__exit__(*error)
+
+    with patching.replaced(backend, name_scope=NamedScope):
+        yield
 
 
 def products(executed: "Dict[str, List[Any]]") -> "Dict[str, Tuple[int, int]]":

@@ -11,10 +11,11 @@ from typing import Any, Dict, List
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.tree_util import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ..._ranks import arrays
 from . import gradient_marks
+from .configuration import Literal
 from .inlined_calls import inlined, variables_among
 
 
@@ -34,7 +35,7 @@ class CutStep:
         self.programs: "Dict[Any, Program]" = {}  # by structure and types of the arguments
 
     def __call__(self, *args):
-        leaves, tree = jax.tree.flatten(args)
+        leaves, tree = tree_flatten(args)
         key = tree, tuple(map(_type_of, leaves))
         if key not in self.programs:
             self.programs[key] = program = Program(self.step, self.is_local(args[0]), *args)
@@ -60,10 +61,10 @@ class Program:
         closed = inlined(closed)
         self.jaxpr = jaxpr = closed.jaxpr
         self.constants = dict(zip(jaxpr.constvars, closed.consts))
-        self.results = jax.tree.structure(shapes)
-        local = jax.tree.leaves(is_local)
+        self.results = tree_structure(shapes)
+        local = tree_leaves(is_local)
         self.donated = len(local)  # so many inputs are the state
-        local += [True] * (len(jax.tree.leaves(data)) + 1)
+        local += [True] * (len(tree_leaves(data)) + 1)
         self.share = len(local) - 1
         local += [False] * (len(jaxpr.invars) - len(local))
         self.inputs = set(jaxpr.invars)
@@ -188,7 +189,7 @@ class Program:
         results = [
             atom.val if isinstance(atom, Literal) else values[atom] for atom in self.jaxpr.outvars
         ]
-        return jax.tree.unflatten(self.results, results)
+        return tree_unflatten(self.results, results)
 
 
 class _Segment:

@@ -1,10 +1,12 @@
 """A training step of one rank and the others, with sums over all of them within."""
 
+import inspect
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from ... import _keras
 from ..._keras.steps import has_own_steps, has_own_training
@@ -106,9 +108,9 @@ class RankedJAXStep:
         apply = optimizer.stateless_apply
 
         def stateless_apply(optimizer_variables, grads, trainable_variables):
-            leaves, tree = jax.tree.flatten(grads)
+            leaves, tree = tree_flatten(grads)
             leaves = mark(gradient_marks.APPLIED, [], leaves, not scaled)
-            return apply(optimizer_variables, jax.tree.unflatten(tree, leaves), trainable_variables)
+            return apply(optimizer_variables, tree_unflatten(tree, leaves), trainable_variables)
 
         def is_due(called):
             return bool(called) or not has_own_steps(model)
@@ -163,7 +165,7 @@ class RankedJAXStep:
         gradients = []
 
         def capture(optimizer_variables, grads, trainable_variables):
-            gradients.extend(jax.tree.leaves(grads))
+            gradients.extend(tree_leaves(grads))
             return trainable_variables, optimizer_variables
 
         with under_way, patching.replaced(self.model.optimizer, stateless_apply=capture):
@@ -172,7 +174,7 @@ class RankedJAXStep:
 
     def verified(self, state):
         """Return the state after it was compared between ranks. See ``_ranks.checksum.verify``."""
-        model, (values, tree) = self.model, jax.tree.flatten(state)
+        model, (values, tree) = self.model, tree_flatten(state)
         slots = list(model.optimizer.variables)
         same = set(map(id, keras3_state.same(model) + slots))
         variables = enumerate(model.trainable_variables + model.non_trainable_variables + slots)
@@ -184,14 +186,15 @@ class RankedJAXStep:
 
         now = [values[place] for place in places]
         checksum.verify(self.engine, list(paths.values()), now, write, self.count)
-        return jax.tree.unflatten(tree, values)
+        return tree_unflatten(tree, values)
 
 
 def _loss(state, model, data):
     """Return the loss in inference, for this state in place of the model's variables."""
     x, y, weights = _keras.keras_of(model).utils.unpack_x_y_sample_weight(data)
     trainable, non_trainable, _, metrics = state
-    loss, _ = model.compute_loss_and_updates(
-        trainable, non_trainable, metrics, x, y, weights, training=False
-    )
+    function = model.compute_loss_and_updates
+    if "metrics_variables" in inspect.signature(function).parameters:  # Keras 3.2 and later
+        function = partial(function, metrics_variables=metrics)
+    loss, _ = function(trainable, non_trainable, x=x, y=y, sample_weight=weights, training=False)
     return loss

@@ -5,9 +5,9 @@ again with the first batch and with its halves: the gradients of the batch must 
 those of the halves.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import tree_leaves, tree_map
 
 from ... import errors
 from ..._ranks import batch_parts, losses
@@ -27,7 +27,7 @@ def check(step, program, state, data, share, totals):
         share: of the rows, this rank's.
         totals: of all ranks, by which losses divide.
     """
-    rows, name = batch_parts.rows_of(jax.tree.leaves(data)), step.model.name
+    rows, name = batch_parts.rows_of(tree_leaves(data)), step.model.name
     if draws_numbers(program) or rows is None or rows < 2:
         return
     here = errors.users_line()  # where Keras' own code takes the gradients
@@ -66,8 +66,8 @@ class _Trial:
         Returns:
             The gradients that it would exchange, with their lines; and all that it would exchange.
         """
-        some = jax.tree.map(lambda leaf: leaf[part.rows], self.data)
-        args = jax.tree.map(jnp.copy, self.state), some, self.share * part.share, self.totals
+        some = tree_map(lambda leaf: leaf[part.rows], self.data)
+        args = tree_map(jnp.copy, self.state), some, self.share * part.share, self.totals
         with rank_state.steady(self.step.model):
             is_local = self.step.is_local(self.state)
             program = ranked_programs.Program(self.step.compute.reduced, is_local, *args)
@@ -77,7 +77,7 @@ class _Trial:
             exchanged.append(np.array(values))
             return next(results, values)
 
-        program(jax.tree.leaves(args), exchange)
+        program(tree_leaves(args), exchange)
         return list(_gradients(program, dict(enumerate(exchanged)))), exchanged
 
 

@@ -32,7 +32,7 @@ class RankedJAXTrainFunction(keras_model.RankedMethod):
 
     def invoke(self, model, force=False):
         if model.train_function is None or force:
-            model.train_function = model._make_function(RankedJAXStep(model, self.engine))
+            model.train_function = _function_of(model, RankedJAXStep(model, self.engine))
 
 
 class RankedJAXTestFunction(keras_model.RankedMethod):
@@ -60,7 +60,20 @@ class RankedJAXTestFunction(keras_model.RankedMethod):
 
             return reduced(state, data, share)
 
-        model.test_function = model._make_function(counted)
+        model.test_function = _function_of(model, counted)
+
+
+def _function_of(model, step):
+    """Return Keras' function of a step for its loops."""
+    if hasattr(model, "_make_function"):
+        return model._make_function(step)
+
+    def function(state, data):  # Keras before 3.7: of the state, and a list of batches
+        for batch in data:
+            logs, state = step(state, batch)
+        return logs, state
+
+    return function
 
 
 class RankedStatelessCall(keras_model.RankedMethod):

@@ -180,7 +180,8 @@ class ReplicatedCall(patching.InstanceMethod):
 
         def replicate(value):
             is_one = arguments.is_staged(value) and arguments.has_rows(value)
-            return arguments.put(value, self.whole) if is_one else value
+            # Twice, since XLA up to JAX 0.4.25 gives a result the sharding of its operand.
+            return arguments.put(arguments.put(value, self.whole), self.whole) if is_one else value
 
         return values if self.divides(rows) else arguments.mapped(replicate, values)
 

@@ -10,6 +10,7 @@ import sys
 
 import jax
 import numpy as np
+from jax.tree_util import tree_flatten, tree_leaves, tree_unflatten
 
 from ... import _keras
 from ..._runtime import patching
@@ -67,7 +68,7 @@ class _Step(keras_steps.KerasStep):
             groups.append(("metric state", model.metrics_variables))
         # In the order of Keras' state.
         self.labels = [self.label_of(word, v) for word, group in groups for v in group]
-        leaves, self.tree = jax.tree.flatten(state)
+        leaves, self.tree = tree_flatten(state)
         self.values = dict(zip(self.labels, map(np.asarray, leaves)))
         # Of values that lie elsewhere JAX would compile a program of their own.
         self.shardings = dict(zip(self.labels, [leaf.sharding for leaf in leaves]))
@@ -104,12 +105,12 @@ class _Step(keras_steps.KerasStep):
         """
         pairs = self.values.items()
         placed = [jax.device_put(np.array(value), shardings.get(label)) for label, value in pairs]
-        return jax.tree.unflatten(self.tree, placed)
+        return tree_unflatten(self.tree, placed)
 
     def done(self, function):
         shardings = {} if function is self.function.unsplit else self.shardings
         results, state = function(self._state(shardings), self.collection(self.data))
-        leaves = jax.tree.leaves(state)  # in Keras 3.6 a prediction gives the last ones only
+        leaves = tree_leaves(state)  # in Keras 3.6 a prediction gives the last ones only
         changed = self.labels[len(self.labels) - len(leaves) :]
         self.values.update(zip(changed, map(np.asarray, leaves)))
         return (results, state), self.named(results)

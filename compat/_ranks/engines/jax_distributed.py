@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import inspect
 import socket
 import time
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +26,14 @@ _LATER = 1.0
 _SPARE = 10.0
 
 
+def is_supported():
+    """Return whether ranks can use the JAX that is installed."""
+    import jax
+
+    parameters = inspect.signature(jax.distributed.initialize).parameters
+    return "coordinator_bind_address" in parameters
+
+
 class JaxDistributed(engines.Engine):
     """jax.distributed: its coordination service, and sums over an array of one row per process.
 
@@ -36,6 +46,19 @@ class JaxDistributed(engines.Engine):
         super().__init__(place)
         self.jax = jax
         self.gave_up = False
+        #: The class of XLA's errors, for which JAX before 0.4.35 has no public name.
+        self.runtime_error: Any = (
+            jax.errors.JaxRuntimeError
+            if hasattr(jax.errors, "JaxRuntimeError")
+            else jax._src.lib.xla_client.XlaRuntimeError
+        )
+        if not is_supported():
+            raise errors.unsupported(
+                "jax",
+                "train as one of several ranks in this version",
+                "Install JAX 0.4.26 or later, or start the script without a launcher (compat run "
+                "without -n); parallelize() then uses the devices of one process.",
+            )
         host, port = rendezvous.require_rendezvous(place, "jax.distributed")
         addresses = {"coordinator_address": with_port(host, port)}
         if place.rank == 0:
@@ -43,15 +66,15 @@ class JaxDistributed(engines.Engine):
             with rendezvous.listen(place, host, port) as listening:
                 bound = listening.getsockname()[0]
             addresses["coordinator_bind_address"] = with_port(bound, port)
+        if not _set_option(jax, "jax_cpu_collectives_implementation", "gloo"):
+            _set_option(jax, "jax_cpu_enable_gloo_collectives", True)  # JAX before 0.4.28
         for name, value in (
             # Else JAX kills a rank when another one fails, and lets none end alone.
             ("jax_enable_recoverability", True),
             # It would ignore the signal by which launchers end ranks.
             ("jax_enable_preemption_service", False),
-            ("jax_cpu_collectives_implementation", "gloo"),
         ):
-            if hasattr(jax.config, name):
-                jax.config.update(name, value)
+            _set_option(jax, name, value)
         # JAX aborts a process when its own timeout is over, so compat's comes first. Rank 0 gives
         # up last: it runs the service, and JAX aborts ranks that lose the service.
         limit = self.timeout + (0.0 if place.rank else _LATER)
@@ -111,7 +134,7 @@ class JaxDistributed(engines.Engine):
 
     def problem(self, error):
         """Return the message of JAX's error: see ``Engine.problem``."""
-        if not isinstance(error, (self.jax.errors.JaxRuntimeError, ValueError)):  # gloo's, NCCL's
+        if not isinstance(error, (self.runtime_error, ValueError)):  # gloo's, NCCL's
             return None
         line = str(error).split("\n")[0]
         return line.partition("] ")[2] or line  # "Gloo ... failed: [...pair.cc:547] Conn..."
@@ -146,7 +169,7 @@ class JaxDistributed(engines.Engine):
         """Record a state of this rank, "gave up" or "ended", in the store of rank 0."""
 
         def record():
-            with contextlib.suppress(self.jax.errors.JaxRuntimeError):
+            with contextlib.suppress(self.runtime_error):
                 self.store.key_value_set("compat/{}/{}".format(state, self.place.rank), "-")
 
         waiting.answer(record, _ANSWER, None)
@@ -160,7 +183,7 @@ class JaxDistributed(engines.Engine):
         def query():
             try:
                 entries = self.store.key_value_dir_get("compat/{}".format(state))
-            except self.jax.errors.JaxRuntimeError:
+            except self.runtime_error:
                 return [0]
             marked = {int(key.rsplit("/", 1)[1]) for key, _ in entries}
             return [rank for rank in self.others if rank in marked]
@@ -180,12 +203,22 @@ class JaxDistributed(engines.Engine):
         until = time.monotonic() + self.timeout
         while self.place.rank == 0 and time.monotonic() < until:
             ended, gave_up = self.marked("ended") or [], self.marked("gave up") or []
-            if len(ended) == self.place.size - 1 and not gave_up:
+            everyone_leaves = len(ended) == self.place.size - 1 and not gave_up
+            if everyone_leaves and hasattr(self.store, "get_live_nodes"):  # JAX 0.7 and later
                 # The others leave JAX's service: it answers when all have, and not before.
                 waiting.answer(lambda: self.store.get_live_nodes(everyone), self.timeout, None)
             if len(set(ended) | set(gave_up)) == self.place.size - 1:
                 return
             time.sleep(_LOOK)
+
+
+def _set_option(jax, name, value):
+    """Set an option of JAX, and return whether this version has it."""
+    try:
+        jax.config.update(name, value)
+    except AttributeError:
+        return False
+    return True
 
 
 def _silent(place, host, port):

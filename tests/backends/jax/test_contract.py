@@ -4,11 +4,14 @@ import math
 
 import pytest
 
+import compat
 from compat._backends.jax import profiler
+from compat._backends.jax.configuration import reads_profiles
 from compat.testing import (
     CASES,
     DEVICES,
     in_span,
+    span,
 )
 
 from ..shared_parts import KerasParts
@@ -43,6 +46,17 @@ class TestJAX(KerasParts):
             self.check_left_alone(model, "keras.distribution.set_distribution() was called.")
         finally:
             keras.distribution.set_distribution(None)
+
+    @span
+    @pytest.mark.row("compat.timeline()")
+    def test_timeline_says_when_each_device_executed_what(self, keras, configuration, tmp_path):
+        if reads_profiles():
+            return super().test_timeline_says_when_each_device_executed_what(
+                keras, configuration, tmp_path
+            )
+        with pytest.raises(compat.UnsupportedError, match="Install JAX 0.7.2 or later"):
+            with compat.timeline(str(tmp_path / "timeline.json")):
+                pass  # pragma: no cover
 
     def placement(self, model, inputs, targets):
         found = executed(model, inputs, targets)

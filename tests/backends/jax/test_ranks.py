@@ -4,18 +4,39 @@ import re
 
 import pytest
 
-from compat.testing import slow
+from compat._ranks.engines import jax_distributed
+from compat.testing import slow, span
 
 from .. import rank_decisions, rank_state, ranks
 from ..exchanges import EXPORT, RankedParts
 
 
+@pytest.mark.skipif(not jax_distributed.is_supported(), reason="JAX before 0.4.26")
 @pytest.mark.row("ranks: jax.distributed")
 class TestJAXRanks(RankedParts):
     backend = "jax"
     extension = ".keras"
     exempt_hooks = {"model.export": EXPORT}
     policies = ("mixed_float16",)
+
+
+@span
+def test_a_jax_that_binds_no_address_is_refused(tmp_path):
+    said = ranks.what_a_failed_job_says(tmp_path, "jax", BINDS_NO_ADDRESS, size=2, timeout=60)
+    assert (
+        "compat.errors.UnsupportedError: jax cannot train as one of several ranks in this version. "
+        "Install JAX 0.4.26 or later, or start the script without a launcher (compat run without "
+        "-n); parallelize() then uses the devices of one process."
+    ) in said.splitlines()
+
+
+BINDS_NO_ADDRESS = """
+import jax
+import compat
+
+jax.distributed.initialize = lambda coordinator_address, num_processes, process_id: None
+compat.configure_gpu(gpus="cpu")
+"""
 
 
 @slow  # as torch's
