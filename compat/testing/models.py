@@ -20,6 +20,8 @@ SHARDS = {61: [20, 20, 21], 14: [4, 5, 5], 2: [1, 1, 1]}
 
 def keras_under_test():
     """Return the Keras that ``COMPAT_TEST_KERAS`` names. If it is missing, that is an error."""
+    if not hasattr(np, "Inf"):  # numpy 2 has none, which callbacks of Keras before 3.6 read
+        np.Inf = np.inf
     name = os.environ.get("COMPAT_TEST_KERAS", "keras")
     if name.startswith("tensorflow."):  # attributes; not all of them can be imported
         return functools.reduce(getattr, name.split(".")[1:], importlib.import_module("tensorflow"))
@@ -137,7 +139,10 @@ def optimizer(keras, name):
 def clear_session(keras):
     """Clear the models that Keras keeps; in Keras 3 without its garbage collection."""
     if hasattr(keras, "ops"):
-        keras.backend.clear_session(free_memory=False)
+        try:
+            keras.backend.clear_session(free_memory=False)
+        except TypeError:  # Keras before 3.3 collects none
+            keras.backend.clear_session()
     elif hasattr(keras.backend, "clear_session"):  # Theano has none
         keras.backend.clear_session()
 

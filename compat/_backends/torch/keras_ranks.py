@@ -84,7 +84,8 @@ class RankedTrainStep(keras_model.RankedMethod):
         step = self.plain(model)
         exchange = RankedKerasCall.of(model).exchange(model)
         keras = _keras.keras_of(model)
-        leaves = keras.tree.flatten(data)  # tensors, and arrays in train_on_batch()
+        # Tensors, and arrays in train_on_batch().
+        leaves = _keras.tree_of(keras).flatten(data)
         batch = next((leaf for leaf in leaves if getattr(leaf, "shape", None)), None)
         if batch is None or exchange.rows.step is not None or exchange.source.is_alone:
             return step(data, *args, **kwargs)
