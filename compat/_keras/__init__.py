@@ -60,8 +60,10 @@ def backend_name(keras: "Any") -> str:
 
 
 def tree_of(keras: "Any") -> "Any":
-    """Return Keras 3's functions for nested values: Keras before 3.1 takes those of dm-tree."""
-    return keras.tree if hasattr(keras, "tree") else sys.modules["tree"]
+    """Return the module of functions on nested structures: Keras 3's, or TensorFlow's."""
+    if hasattr(keras, "ops"):
+        return getattr(keras, "tree", None) or sys.modules["tree"]  # dm-tree, before Keras 3.1
+    return sys.modules["tensorflow"].nest
 
 
 def output_names(model: "Any") -> "List[str]":

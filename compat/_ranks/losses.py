@@ -9,6 +9,7 @@ and count once. Custom losses are tried: ``check()``.
 
 import contextlib
 import functools
+import inspect
 import sys
 from typing import Any, List
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from .. import _keras, errors
 from .._keras.steps import has_own_steps
+from .._runtime import patching
 from . import batch_parts, metrics, step_functions
 
 # Those of the functions that ``Reductions`` replaces that Keras' metrics call as well.
@@ -57,14 +59,21 @@ class Reductions:
         module = sys.modules[keras.losses.Loss.__module__]
         if hasattr(module, "reduce_values"):
             self.ops = module.ops
-            ours: Any = {"apply_mask": self.mask_of_keras_3, "reduce_values": self.reduce}
+            takes_weights = "sample_weight" in inspect.signature(module.reduce_values).parameters
+            reduce = self.reduce if takes_weights else self.reduce_unweighted
+            ours: Any = {"apply_mask": self.mask_of_keras_3, "reduce_values": reduce}
         else:
             module, self.ops = module.losses_utils, sys.modules["tensorflow"]
             ours = {"compute_weighted_loss": self.reduce}
             if hasattr(module, "apply_valid_mask"):  # before tf.keras 2.12 masks are weights
                 ours["apply_valid_mask"] = self.mask_of_tf_keras
         ours = {name: functools.partial(ours[name], getattr(module, name)) for name in ours}
-        with step_functions.replaced(self.engine, module, self.is_due, **ours):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(step_functions.replaced(self.engine, module, self.is_due, **ours))
+            tracker = getattr(self.model, "_loss_tracker", None)  # of Keras 3
+            if tracker is not None and not has_own_steps(self.model):
+                track = functools.partial(self.track, tracker.update_state)
+                stack.enter_context(patching.replaced(tracker, update_state=track))
             yield
 
     def is_due(self, called):
@@ -115,6 +124,23 @@ class Reductions:
             loss = loss / cast(self.share())
         return loss
 
+    def track(self, plain, loss, sample_weight=None):
+        """Count the loss of a step in an epoch's mean.
+
+        Keras before 3.2 takes the mean over batches, whatever their rows.
+        """
+        if sample_weight is None:
+            sample_weight = self.ops.cast(self.share() * self.engine.place.size, loss.dtype)
+        return plain(loss, sample_weight=sample_weight)
+
+    def reduce_unweighted(self, plain, values, reduction="sum_over_batch_size"):
+        """Reduce losses in Keras before 3.7, which divides by no sums of weights."""
+
+        def unweighted(values, _, reduction):
+            return plain(values, reduction)
+
+        return self.reduce(unweighted, values, None, reduction)
+
 
 def computes_losses(model):
     """Return whether Keras' own step computes losses that Keras reduces."""
@@ -134,7 +160,7 @@ def _compiled_losses(model):
         losses = getattr(model._compile_loss, "_user_loss", None)
     else:
         losses = model.compiled_loss._user_losses
-    return tree_of(_keras.keras_of(model)).flatten(losses)
+    return _keras.tree_of(_keras.keras_of(model)).flatten(losses)
 
 
 # Losses that may be no means ------------------------------------------------------------------
@@ -143,11 +169,6 @@ def _compiled_losses(model):
 KERAS = ("keras.", "tensorflow.python.keras.", "tensorflow_core.python.keras.", "tf_keras.")
 # Keras' own that read several rows at once, whatever their options; others do by axis=0.
 _ACROSS_ROWS = ("circle", "dice", "tversky")
-
-
-def tree_of(keras):
-    """Return the module of functions on nested structures: Keras 3's, or TensorFlow's."""
-    return getattr(keras, "tree", None) or sys.modules["tensorflow"].nest
 
 
 def may_mix_rows(loss):
@@ -283,7 +304,7 @@ def check_loss(model, data, loss_of):
         UnsupportedError: it contains a sum over rows.
     """
     keras = _keras.keras_of(model)
-    tree = tree_of(keras)
+    tree = _keras.tree_of(keras)
     leaves = [leaf for leaf in tree.flatten(data) if leaf is not None]
     rows = batch_parts.rows_of(leaves)
     if rows is None:
@@ -303,7 +324,9 @@ def loss_in_inference(model, data):
     with _keras.kept(model, metrics.variables(model)):
         outputs = model(x, training=False)
         if hasattr(model, "_compile_loss"):  # Keras 3
-            return model._compute_loss(x, y, outputs, weights, training=False)
+            if hasattr(model, "_compute_loss"):
+                return model._compute_loss(x, y, outputs, weights, training=False)
+            return model.compute_loss(x, y, outputs, weights)  # Keras before 3.4
         return model.compiled_loss(y, outputs, weights, regularization_losses=model.losses)
 
 

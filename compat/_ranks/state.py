@@ -14,7 +14,7 @@ from .. import _keras, errors
 from .._rows import trial
 from .._rows.placements import Mixed
 from . import metrics, state_trial
-from .losses import KERAS, tree_of
+from .losses import KERAS
 from .merging import Merge
 
 
@@ -171,4 +171,4 @@ def some_rows(keras, data, rows, places):
         has_rows = getattr(leaf, "shape", None) and leaf.shape[0] == rows
         return leaf[list(places)] if has_rows else leaf
 
-    return tree_of(keras).map_structure(chosen, data)
+    return _keras.tree_of(keras).map_structure(chosen, data)

@@ -48,6 +48,13 @@ def _data(name):
     return inputs, targets, compat.local_batch_size(BATCH)
 
 
+def _number(keras, variable):
+    """Return the value of a variable: in Keras 3 not all of them are numbers for float()."""
+    if hasattr(keras, "ops"):
+        return float(keras.ops.convert_to_numpy(variable))
+    return float(getattr(keras.backend, "get_value", float)(variable))
+
+
 def _fit(model, name, epochs, **options):
     inputs, targets, batch_size = _data(name)
     history = fit_in_order(model, inputs, targets, batch_size, epochs, **options)
@@ -141,7 +148,7 @@ def train_on(keras, folder, extension):
         "logged": logged,
         "left": left,
         "saved": [os.path.exists(path) for path in paths],
-        "learning rate": float(getattr(keras.backend, "get_value", float)(rate)),
+        "learning rate": _number(keras, rate),
         "class": type(model).__module__ + "." + type(model).__name__,
         "mixed precision": hasattr(keras, "mixed_precision"),
         "saved over": _saved_over(model, folder, extension) if compat.is_chief() else None,
