@@ -192,11 +192,12 @@ class RanksContract(Jobs):
 
     @span
     def test_only_rank_0_saves_and_all_can_load(self, results, folder):
+        (_, one_facts), *_ = results(1, "train_on")
         for _, facts in results(2, "train_on"):
             assert facts["saved"] == [True, False]
-            assert (facts["logged"], facts["left"]) == (3, 1)
+            assert facts["logged"] == 3
+            assert facts["left"] == one_facts["left"]  # 3 in Keras 3.0, which restores no epoch
         (_, facts), *_ = results(2, "train_on")
-        (_, one_facts), *_ = results(1, "train_on")
         assert facts["written"] == one_facts["written"]  # for TensorBoard
         assert facts["saved over"] == [True, 0o600, True, 2]  # as plain Keras leaves them
         left = [name for name in os.listdir(folder) if name.startswith(".")]
