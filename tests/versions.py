@@ -53,6 +53,18 @@ EDGES = (
 )
 #: What compat says where a version cannot do what a script asks for, in any rank.
 REFUSAL = re.compile(r"^(?:\[\d+\] )?(compat\.errors\.UnsupportedError: (.*))", re.MULTILINE)
+#: Theano's implementations in Python, for examples: those in C take minutes to compile. The
+#: contract has such flags of its own, which give way to any in the environment.
+IN_PYTHON = "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx="
+#: Packages of Debian's that a framework needs, as arguments of tests/debian.py, by extra.
+LIBRARIES = {
+    # As [options]openmpi of tox.ini.
+    "cntk": ["libopenmpi3", "--link", "libmpi.so.12=libmpi.so.40",
+             "--link", "libmpi_cxx.so.1=libmpi_cxx.so.40"],
+    # For MXNet 1.8, whose wheel lacks it.
+    "mxnet": ["libopenblas0-pthread",
+              "--link", "libopenblas.so.0=openblas-pthread/libopenblas.so.0"],
+}  # fmt: skip
 LIMIT = 1500  # seconds, of each command
 SHOWN = 3  # faults of a pair that are printed
 
@@ -88,12 +100,11 @@ class Environment:
         )
         if pair.keras_name == "tf_keras":
             self.variables["TF_USE_LEGACY_KERAS"] = "1"
-        if pair.extra == "cntk":
+        if pair.extra in LIBRARIES:
             self.variables["LD_LIBRARY_PATH"] = str(self.folder / "debian" / "libraries")
         if pair.extra == "theano":
-            # What compiles is compiled fast, and once: the folder stays.
-            compiled = "base_compiledir={}".format(WORK / "compiled" / name_of(pair))
-            self.variables["THEANO_FLAGS"] = "gcc.cxxflags=-O0 -g0," + compiled
+            # Of programs that the contract compiles, once: the folder stays.
+            self.variables["COMPAT_TEST_COMPILED"] = str(WORK / "compiled" / name_of(pair))
         if pair.extra == "jax":
             self.variables["JAX_COMPILATION_CACHE_DIR"] = str(self.folder / "home" / "compiled")
 
@@ -122,10 +133,13 @@ class Environment:
             ["uv", "pip", "install", "--quiet", "--python", self.python, "pytest<10",
              "pytest-timeout"] + self.pair.requirements,
         ]  # fmt: skip
-        if self.pair.extra == "cntk":
-            # As [options]openmpi of tox.ini.
-            libraries = ["libopenmpi3", "--link", "libmpi.so.12=libmpi.so.40",
-                         "--link", "libmpi_cxx.so.1=libmpi_cxx.so.40"]  # fmt: skip
+        if self.pair.extra == "mxnet":
+            # What keras-mxnet 2.2.0 to 2.2.2 requires wants Keras itself, which is in its place.
+            without = self.folder / "overrides.txt"
+            without.write_text("keras; python_version < '3'", encoding="utf-8")
+            commands[-1] += ["--override", str(without)]
+        libraries = LIBRARIES.get(self.pair.extra)
+        if libraries is not None:
             target = str(self.folder / "debian")
             commands.append([sys.executable, "tests/debian.py", target] + libraries)
         for command in commands:
@@ -162,7 +176,10 @@ class Environment:
     def example(self, name):
         """Run an example by ``compat test``; return why it failed, or None."""
         command = self.python, "-m", "compat", "test", "-n", "0", "--quiet", self.script(name)
-        status, output = self.run(*command, COMPAT_VERIFY="")
+        variables = {"COMPAT_VERIFY": ""}
+        if self.pair.extra == "theano":
+            variables["THEANO_FLAGS"] = IN_PYTHON
+        status, output = self.run(*command, **variables)
         return _reason(output) if status else None
 
     def ranks(self):

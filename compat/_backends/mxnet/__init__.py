@@ -139,10 +139,11 @@ class MXNet(Backend):
         if is_module(model):
             super().verify(model, verification)
         elif not is_block(model):
+            from ..._verification import keras2  # it imports numpy
             from .verification import VerifiedStep  # it imports mxnet
 
             wanted = None if replicas is None else verification
-            VerifiedStep.install_on(model, wanted)
+            keras2.verify(VerifiedStep, model, replicas, wanted)
         elif replicas is not None:
             replicas.verification = verification
 

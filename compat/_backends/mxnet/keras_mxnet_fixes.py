@@ -11,6 +11,7 @@ from ..._runtime import nested
 from ..._runtime.patching import Patch, find
 from .configuration import context_named
 from .device_scope import place_groups
+from .optimizer_states import step_counts
 from .synchronization import wait_for_updates
 
 
@@ -25,10 +26,11 @@ def fix(default_device):
         Lines for the report.
     """
     if find(mxnet_backend, "set_model") is None:
-        find_context, models = mxnet_backend._get_mxnet_context, _Models()
+        owner, name = _context_function()
+        find_context, models = getattr(owner, name), _Models()
 
         def get_mxnet_context(context):
-            if context is None and not mxnet_backend._CURRENT_SCOPE_CTX:
+            if context is None and not getattr(mxnet_backend, "_CURRENT_SCOPE_CTX", None):
                 return [context_named(default_device())]
             return find_context(context)
 
@@ -36,6 +38,8 @@ def fix(default_device):
             value = [value] if isinstance(value, Number) else value
             array = mx.nd.array(value, dtype=x.dtype)
             x.bind(array)
+            # What models train, which keras-mxnet 2.1 no longer reads otherwise.
+            x.tensor = x.get_bind_values().get(x.name, array)
             models.set_weight(x.name, array)
 
         rnn = mxnet_backend.rnn
@@ -50,7 +54,8 @@ def fix(default_device):
             return last, outputs, [named(state) for state in states]
 
         Patch(mxnet_backend, "set_model", models.add)
-        Patch(mxnet_backend, "_get_mxnet_context", get_mxnet_context)
+        is_method = isinstance(owner, type)
+        Patch(owner, name, staticmethod(get_mxnet_context) if is_method else get_mxnet_context)
         for module in (mxnet_backend, keras.backend):
             Patch(module, "set_value", set_value)
             Patch(module, "rnn", rnn_with_named_states)
@@ -61,6 +66,20 @@ def fix(default_device):
         "and for RNN layers not unrolled, which keep all of their states if they are stateful;",
         "the optimizer's state is saved with its model",
     ]
+
+
+def _context_function():
+    """Return the owner of the function that chooses a model's contexts, and the function's name."""
+    name = "_get_mxnet_context"
+    if hasattr(mxnet_backend, name):
+        return mxnet_backend, name
+    return keras.models.Model, "get_mxnet_context"  # of keras-mxnet before 2.2.4.2
+
+
+def default_contexts():
+    """Return the contexts of models for which none is chosen."""
+    owner, name = _context_function()
+    return getattr(owner, name)(None)
 
 
 class _Models:
@@ -139,9 +158,10 @@ def keep_state(optimizer_class):
         self.num_update = self.begin_num_update = int(steps)
         if hasattr(self, "m_schedule"):
             self.m_schedule = float(schedule)
-        for counts in self._all_index_update_counts.values():
+        for counts in step_counts(self):
             counts.clear()
-        restored = list(weights[1:])
+        # keras-mxnet 2.1 passes datasets of a file that it closes then.
+        restored = [weight[:] for weight in weights[1:]]
         for _, state in sorted(getattr(self, "_compat_states", {}).items()):
             for array in nested.leaves(state):
                 array[:] = restored.pop(0) if restored else 0

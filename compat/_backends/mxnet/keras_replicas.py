@@ -7,18 +7,35 @@ from typing import Any, List
 import mxnet as mx
 from keras.backend import mxnet_backend as K
 
-from ..._runtime.patching import InstanceMethod, replaced
+from ... import _keras
+from ..._runtime.patching import InstanceMethod, attach, detach, replaced
 from .device_scope import device_with_replicas, place_groups, placed_parts
+from .keras_mxnet_fixes import default_contexts
 from .keras_phases import Phase
 from .locks import making
-from .optimizer_states import move_updater
+from .optimizer_states import move_updater, update
 from .replicas import Replicas, ReplicatedCall
 from .state import unite
 from .synchronization import wait_for_updates
+from .verification import VerifiedStep
 
 
 def parallelize(model, contexts):
     """Run ``model`` on ``contexts``; a single one restores the plain behaviour."""
+    if not _keras.wraps_a_model(model):
+        _parallelize(model, contexts)
+        return
+    replicas = getattr(model, "_compat_replicas", None)
+    if replicas is not None:
+        replicas.remove()
+    if contexts == default_contexts():
+        if _keras.inner_model(model) is not None:
+            _parallelize(_keras.inner_model(model), contexts)
+    else:
+        InnerReplicas(model, contexts)
+
+
+def _parallelize(model, contexts):
     replicas = getattr(model, "_compat_replicas", None)
     if len(contexts) > 1:
         if placed_parts(model):
@@ -40,6 +57,29 @@ def run_plain(model, context, updater):
     if updater is not None:
         move_updater(updater, context)
         _InitOptimizerWithState(updater).install(module)
+
+
+class InnerReplicas:
+    """The contexts of a Sequential before Keras 2.2, for the inner models that it has in turn.
+
+    Attributes:
+        verification: the ``Verification`` of the inner models' first steps, or None.
+    """
+
+    def __init__(self, model, contexts):
+        self.model, self.contexts, self.verification = model, contexts, None
+        attach(model, "_compat_replicas", self)
+        _keras.InnerModel.have_prepared(model, self._prepare)
+
+    def remove(self) -> None:
+        """Leave later inner models as they are."""
+        _keras.InnerModel.of(self.model).remove(self.model)
+        detach(self.model, "_compat_replicas")
+
+    def _prepare(self, inner):
+        _parallelize(inner, self.contexts)
+        if self.verification is not None:
+            VerifiedStep.install_on(inner, self.verification)
 
 
 class _InitOptimizerWithState(InstanceMethod):
@@ -271,7 +311,7 @@ class KerasReplicas(Replicas):
             if parts:
                 gradients[number], updated[name] = mx.nd.add_n(*parts), self.arrays[0][name]
         if updated:
-            self._updater(list(gradients), list(gradients.values()), list(updated.values()))
+            update(self._updater, gradients, list(updated.values()))
         for others in self.arrays[1:]:
             _copy(updated, others)
 

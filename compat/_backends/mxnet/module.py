@@ -177,13 +177,14 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         with replaced(self, input_grad_arrays=filled):
             return super().get_input_grads(merge_multi_context)
 
-    def update_metric(self, eval_metric, labels, pre_sliced):
+    def update_metric(self, eval_metric, labels, *pre_sliced):
         """Update a metric by the outputs of the whole batch: metrics of shards do not add up."""
-        if pre_sliced:  # by the script, for each executor
-            return self._where_rows_are(super().update_metric, eval_metric, labels, pre_sliced)
+        # MXNet before 1.3 does not pass it.
+        if any(pre_sliced):  # by the script, for each executor
+            return self._where_rows_are(super().update_metric, eval_metric, labels, *pre_sliced)
         whole = types.SimpleNamespace(outputs=self.get_outputs())
         with replaced(self, execs=[whole], slices=[slice(0, self.batch_size)]):
-            return super().update_metric(eval_metric, labels, pre_sliced)
+            return super().update_metric(eval_metric, labels, *pre_sliced)
 
 
 def _fallback(module, inputs, context):

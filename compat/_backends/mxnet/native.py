@@ -26,7 +26,15 @@ from .watched_calls import WatchedBlock
 def parallelize(block, contexts):
     """Run ``block`` on ``contexts``; a single one restores the plain behaviour."""
     replicas = vars(block).get("_compat_replicas")
-    if len(contexts) > 1:
+    if not hasattr(mx.gluon.Block, "register_forward_hook"):
+        if len(contexts) > 1 or contexts_of(block) not in ([], contexts):
+            raise errors.unsupported(
+                "mxnet",
+                f"run a Gluon block on {settings.listed(list(map(str, contexts)))}: before MXNet "
+                "1.3 a parameter does not know its trainer",
+                "Install MXNet 1.3 or newer, or leave the block where it is.",
+            )
+    elif len(contexts) > 1:
         (replicas or BlockReplicas(block)).move(contexts)
     else:
         if replicas is not None:

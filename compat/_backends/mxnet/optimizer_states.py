@@ -8,9 +8,34 @@ def move_updater(updater, context):
     optimizer = updater.optimizer
     updater.set_states(updater.get_states())  # copies, which move when they are next used
     optimizer._compat_states = updater.states
-    # Steps are counted by device id: Adam would start again on another one.
-    optimizer._all_index_update_counts[context.device_id] = dict(optimizer._index_update_count)
-    optimizer._set_current_context(context.device_id)
+    if hasattr(optimizer, "_set_current_context"):
+        # Steps are counted by device id: Adam would start again on another one.
+        optimizer._all_index_update_counts[context.device_id] = dict(optimizer._index_update_count)
+        optimizer._set_current_context(context.device_id)
+
+
+def update(updater, gradients, weights):
+    """Update weights by their gradients.
+
+    Arguments:
+        updater: the updater.
+        gradients: by the number that a plain module gives a weight.
+        weights: those of the gradients, in the same order.
+    """
+    if hasattr(updater, "aggregate_updates"):
+        updater(list(gradients), list(gradients.values()), weights)
+    else:  # MXNet before 1.5 updates one weight in a call
+        for (number, gradient), weight in zip(gradients.items(), weights):
+            updater(number, gradient, weight)
+
+
+def step_counts(optimizer):
+    """Return the dictionaries in which an optimizer counts the steps of each weight.
+
+    There is one for each device; MXNet before 1.5 has one for all of them.
+    """
+    counts = getattr(optimizer, "_all_index_update_counts", None)
+    return [optimizer._index_update_count] if counts is None else list(counts.values())
 
 
 def move_trainer(trainer):
@@ -28,10 +53,11 @@ def move_trainer(trainer):
     trainer._contexts = contexts
     optimizer = trainer._optimizer
     trainer._updaters = [mx.optimizer.get_updater(optimizer) for _ in contexts]
-    # Steps are counted by device id: Adam would start again on another one.
-    counts = optimizer._all_index_update_counts
-    ids = {context.device_id for context in contexts} | set(counts)
-    counts.update((i, dict(optimizer._index_update_count)) for i in ids)
+    if hasattr(optimizer, "_all_index_update_counts"):
+        # Steps are counted by device id: Adam would start again on another one.
+        counts = optimizer._all_index_update_counts
+        ids = {context.device_id for context in contexts} | set(counts)
+        counts.update((i, dict(optimizer._index_update_count)) for i in ids)
     if states is not None:
         trainer._init_kvstore()
         for updater in _updaters(trainer):

@@ -6,7 +6,7 @@ import pytest
 import compat
 from compat._rows import splitting
 
-from ..messages import told
+from ..messages import refusal, told
 
 BATCHES = (64, 61, 2, 1, 64, 13)
 
@@ -49,8 +49,26 @@ def recurrent(mx):
     return net
 
 
+def check_refusal(mx):
+    """Skip a test where MXNet is older than 1.3, and refuses blocks on several devices."""
+    if not hasattr(mx.gluon.Block, "register_forward_hook"):
+        assert_refused(mx)
+        pytest.skip("blocks run on several devices since MXNet 1.3")
+
+
+def assert_refused(mx):
+    net = dense(mx)
+    net.initialize()
+    assert refusal(compat.UnsupportedError, compat.parallelize, net) == (
+        "mxnet cannot run a Gluon block on cpu(0), cpu(1), cpu(2): before MXNet 1.3 a parameter "
+        "does not know its trainer. Install MXNet 1.3 or newer, or leave the block where it is."
+    )
+    assert compat.parallelize(net, gpus=1) is net
+
+
 def initialise(mx, net):
     """Known weights, whatever the contexts; the shapes are known from a first batch."""
+    check_refusal(mx)
     net.initialize()
     net(mx.nd.array(data(4)[0]))
     for seed, parameter in enumerate(net.collect_params().values()):

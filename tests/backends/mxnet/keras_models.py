@@ -3,6 +3,7 @@
 import pytest
 
 import compat
+from compat import _keras
 from compat.testing import keras_under_test
 
 
@@ -10,6 +11,11 @@ from compat.testing import keras_under_test
 def keras():
     compat.configure_gpu(simulate=3)
     return keras_under_test()
+
+
+def replicas_of(model):
+    """Return the replicas of a model, or of the one inside a Sequential before Keras 2.2."""
+    return _keras.inner_model(model)._compat_replicas
 
 
 def lambda_model(keras, function, name=None):

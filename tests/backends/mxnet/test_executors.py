@@ -5,7 +5,7 @@ import numpy as np
 import compat
 from compat.testing import initialise, optimizer, span
 
-from .keras_models import convolutional
+from .keras_models import convolutional, replicas_of
 from .keras_models import keras as keras  # the fixture
 
 
@@ -39,7 +39,7 @@ def test_executors_are_bound_once_for_each_shape(keras):
     model.compile("sgd", "mse")
     inputs, targets = np.ones((13, 5, 5, 2)), np.ones((13, 1))
     model.predict(inputs)
-    bodies = model._compat_replicas.phases["predict"].bodies
+    bodies = replicas_of(model).phases["predict"].bodies
     model.train_on_batch(inputs, targets)
     model.predict(inputs)
-    assert model._compat_replicas.phases["predict"].bodies is bodies
+    assert replicas_of(model).phases["predict"].bodies is bodies

@@ -1,18 +1,20 @@
 """Replicas of Keras models: inputs and training functions of unusual kinds."""
 
+import types
 import warnings
 
 import numpy as np
 import pytest
 
 import compat
+from compat import _keras
 from compat._configuration import registry
-from compat.testing import initialise, optimizer
+from compat.testing import initialise, optimizer, span
 
 from .. import graph_cases
 from ..messages import told
 from .gluon_models import check_same
-from .keras_models import WHOLE, lambda_model
+from .keras_models import WHOLE, lambda_model, replicas_of
 from .keras_models import keras as keras  # the fixture
 
 
@@ -157,3 +159,77 @@ def test_a_function_in_place_of_a_replaced_method_stays_on_one_device(keras):
     assert made
     compat.parallelize(model)
     np.testing.assert_allclose(model.predict(inputs), before, rtol=1e-5)
+
+
+def old_sequential(keras):
+    """Return a Sequential as before Keras 2.2, which contains another model."""
+    layers = [keras.layers.Dense(3, activation="tanh", input_shape=(4,)), keras.layers.Dense(2)]
+    built = keras.models.Sequential(layers)
+    if _keras.wraps_a_model(built):
+        return built
+
+    class Sequential(keras.models.Model):
+        def build(self, input_shape=None):
+            vars(self)["model"] = keras.models.Model(self.inputs, self.outputs)
+
+        def compile(self, *args, **kwargs):
+            self.build()
+            self.model.compile(*args, **kwargs)
+
+        def train_on_batch(self, *args):
+            return self.model.train_on_batch(*args)
+
+        def predict_on_batch(self, *args):
+            return self.model.predict_on_batch(*args)
+
+    model = Sequential(built.inputs, built.outputs)
+    vars(model)["model"] = None
+    return model
+
+
+@span
+def test_a_model_within_a_model(keras):
+    """Parallelized before or after it is compiled, which makes another model inside."""
+    random, found = np.random.RandomState(0), []
+    inputs, targets = random.normal(size=(11, 4)), random.normal(size=(11, 2))
+    for when in ("never", "before", "after"):
+        model = initialise(old_sequential(keras))
+        if when == "before":
+            compat.parallelize(model)
+        for _ in range(2):
+            model.compile(optimizer(keras, "sgd"), "mse")
+        if when == "after":
+            compat.parallelize(model)
+        losses = [model.train_on_batch(inputs, targets) for _ in range(3)]
+        found.append([np.array(losses), model.predict_on_batch(inputs)] + model.get_weights())
+        if when != "never":
+            assert len(replicas_of(model).phases["train"].bodies) == 3
+            compat.parallelize(model, gpus=1)
+            assert "_compat_replicas" not in vars(model) and "build" not in vars(model)
+            model.compile("sgd", "mse")
+            assert not hasattr(_keras.inner_model(model), "_compat_replicas")
+    for several in found[1:]:
+        for one, other in zip(found[0], several):
+            np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-6)
+
+
+def test_contexts_are_chosen_by_a_method_of_models_before_keras_mxnet_2_2_4_2(keras, monkeypatch):
+    from compat._backends.mxnet.keras_mxnet_fixes import default_contexts
+
+    plain, model = default_contexts(), keras.models.Model
+    chosen = staticmethod(lambda context: [context, "chosen"])
+    monkeypatch.delattr(keras.backend.mxnet_backend, "_get_mxnet_context", raising=False)
+    monkeypatch.setattr(model, "get_mxnet_context", chosen, raising=False)
+    assert default_contexts() == [None, "chosen"] != plain
+
+
+def test_weights_are_updated_one_by_one_before_mxnet_1_5(keras):
+    from compat._backends.mxnet import optimizer_states
+
+    calls = []
+    updater = lambda *arguments: calls.append(arguments)  # noqa: E731
+    optimizer_states.update(updater, {3: "gradient", 5: "other"}, ["weight", "second"])
+    assert calls == [(3, "gradient", "weight"), (5, "other", "second")]
+    counts = {3: 7}
+    old = types.SimpleNamespace(_index_update_count=counts)
+    assert optimizer_states.step_counts(old) == [counts]

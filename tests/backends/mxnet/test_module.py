@@ -298,6 +298,8 @@ def test_operations_without_a_rule_are_tried(mx, mixes):
     net, inputs = mx.sym.L2Normalization(mx.sym.var("data")), data(13)[0]
     expected = inputs / np.linalg.norm(inputs, axis=1, keepdims=True)
     if mixes:
+        if not hasattr(mx.sym.contrib, "foreach"):
+            pytest.skip("MXNet has loops since 1.3")
         net, _ = mx.sym.contrib.foreach(
             lambda row, total: (row + total, row + total), mx.sym.var("data"), mx.sym.zeros((8,))
         )

@@ -13,6 +13,8 @@ from .gluon_models import (
     DEVICES,
     Unfollowed,
     array,
+    assert_refused,
+    check_refusal,
     check_same,
     contexts,
     convolutional,
@@ -104,6 +106,7 @@ def test_trainer_made_before_or_after(mx, moment):
 @pytest.mark.parametrize("hybridize", [False, True])
 @span
 def test_each_context_computes_its_shard_forward_and_backward(mx, hybridize):
+    check_refusal(mx)
     net = initialise(mx, compat.parallelize(dense(mx)))
     if hybridize:
         net.hybridize(forward_bulk_size=0, backward_bulk_size=0)  # one operation a record
@@ -158,6 +161,7 @@ def test_initialised_after_parallelize(mx, build):
 
 @span
 def test_saves_and_loads(mx, tmp_path):
+    check_refusal(mx)
     net = train_net = initialise(mx, compat.parallelize(dense(mx)))
     net.hybridize()
     train(mx, train_net, trainer(mx, net), [64, 5])
@@ -324,3 +328,9 @@ def test_a_function_in_place_of_the_replaced_forward_stays_on_one_device(mx):
     np.testing.assert_allclose(net(inputs).asnumpy(), both, rtol=1e-5)
     compat.parallelize(net)
     np.testing.assert_allclose(net(inputs).asnumpy(), both, rtol=1e-5)
+
+
+def test_blocks_are_refused_before_mxnet_1_3(mx, monkeypatch):
+    """Its blocks have no hooks either."""
+    monkeypatch.delattr(mx.gluon.Block, "register_forward_hook", raising=False)
+    assert_refused(mx)

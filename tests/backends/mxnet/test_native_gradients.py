@@ -10,7 +10,7 @@ import compat
 from compat.testing import in_span, span
 
 from ..messages import told
-from .gluon_models import check_same, data, dense, initialise, trainer, weights
+from .gluon_models import check_refusal, check_same, data, dense, initialise, trainer, weights
 from .gluon_models import mx as mx  # the fixture
 
 pytestmark = pytest.mark.row("Gluon Block")
@@ -127,6 +127,7 @@ def test_two_blocks_with_two_trainers(mx):
     """Adversarial training: gradients of one block come through the other, and are discarded."""
 
     def run(parallel):
+        check_refusal(mx)
         found, nn = [], mx.gluon.nn
         generator, critic = dense(mx), nn.HybridSequential()
         critic.add(nn.Dense(8, activation="tanh"), nn.Dense(1))

@@ -8,6 +8,7 @@ from compat.testing import initialise, optimizer, span
 
 from .. import graph_cases
 from .keras_models import keras as keras  # the fixture
+from .keras_models import replicas_of
 
 
 def test_layers_before_and_after_stay_on_their_devices(keras):
@@ -17,7 +18,7 @@ def test_layers_before_and_after_stay_on_their_devices(keras):
     compat.parallelize(model).compile("sgd", "mse")
     with pytest.warns(compat.CompatWarning):
         model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
-    phase = model._compat_replicas.phases["train"]
+    phase = replicas_of(model).phases["train"]
     first, last = [model.layers[i].kernel.name for i in (0, 2)]
     assert all(first in body.grad_dict and last not in body.arg_dict for body in phase.bodies)
     assert last in phase.head.grad_dict and first not in phase.head.arg_dict
@@ -48,7 +49,7 @@ def test_averages_behind_an_operation_across_rows(keras):
     inputs, targets = np.random.RandomState(0).normal(size=(13, 8)), np.ones((13, 4))
     with pytest.warns(compat.CompatWarning):
         model.train_on_batch(inputs, targets)
-    first, *others = model._compat_replicas.arrays
+    first, *others = replicas_of(model).arrays
     assert len(model._auxs) == 2
     for name in model._auxs:
         assert np.abs(first[name].asnumpy()).max() > 0

@@ -9,6 +9,7 @@ from compat.testing import CASES, keras_under_test
 
 from .gluon_models import contexts, dense, initialise
 from .gluon_models import mx as mx  # the fixture
+from .keras_models import replicas_of
 
 
 @pytest.mark.row("Gluon Block")
@@ -35,6 +36,6 @@ def test_only_the_methods_that_replicas_do_are_replaced(mx, kind):
     calls = [each for stack in InstanceMethod.all_of(model).values() for each in stack]
     calls = [each for each in calls if isinstance(each, ReplicatedCall)]
     assert {each.method for each in calls} == methods
-    assert {each.replicas for each in calls} == {model._compat_replicas}
+    assert {each.replicas for each in calls} == {replicas_of(model)}
     compat.parallelize(model, gpus=1)
     assert set(vars(model)) == set(before)

@@ -7,7 +7,7 @@ import compat
 from compat.testing import in_span
 
 from ..messages import told
-from .gluon_models import data, difference, trainer
+from .gluon_models import check_refusal, data, difference, trainer
 from .gluon_models import mx as mx  # the fixture
 
 pytestmark = pytest.mark.row("Gluon Block")
@@ -196,6 +196,7 @@ class MomentumOfTrained(Momentum):
 
 
 def run(mx, case, parallel, hybridize=False):
+    check_refusal(mx)
     net = case.build(mx)
     if parallel:
         compat.parallelize(net)

@@ -15,6 +15,7 @@ from .gluon_models import (
     array,
     block_of,
     centred,
+    check_refusal,
     data,
     running_statistics,
     shards_of,
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.row("Gluon Block")
 @pytest.mark.parametrize("rows", in_span([61, 2], [61]))
 def test_batchnorm_by_numbers(mx, rows, tmp_path):
     """Each shard by its own statistics; one step of the running ones, weighted by shard size."""
+    check_refusal(mx)
     norm = mx.gluon.nn.BatchNorm(momentum=0.75, in_channels=8)
     net = mx.gluon.nn.HybridSequential()
     net.add(norm)
@@ -77,6 +79,7 @@ def counting(mx, kind):
 
 def counted(mx, kind, parallel, training):
     """Return the block, and its state on all contexts after some calls."""
+    check_refusal(mx)
     block = counting(mx, kind)
     if parallel:
         compat.parallelize(block)

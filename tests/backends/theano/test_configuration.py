@@ -55,7 +55,7 @@ def test_flags_before_the_import(theano_process, tmp_path):
     keras = packages.version("keras")
     assert shown["report"] == [
         "backend    theano (KERAS_BACKEND=theano)",
-        "versions   theano 1.0.5, keras " + keras,
+        "versions   theano {}, keras {}".format(packages.version("theano"), keras),
         "asked      gpus=0, memory: 0.5 of each GPU, floatx: float64",
         "chosen     CPU, as asked",
         "devices    cpu",

@@ -61,9 +61,9 @@ def all_others(layers):
             layers.BatchNormalization(scale=False, center=False),
             layers.PReLU(),
         ],
+        [layers.SeparableConv2D(4, 3, input_shape=(5, 5, 3))],
         [
-            layers.SeparableConv2D(4, 3, input_shape=(5, 5, 3)),
-            layers.Conv2DTranspose(2, 3, strides=2, padding="same"),
+            layers.Conv2DTranspose(2, 3, strides=2, padding="same", input_shape=(5, 5, 3)),
             layers.Cropping2D(),
             layers.LocallyConnected2D(2, 3),
             layers.GlobalMaxPooling2D(),
@@ -77,8 +77,12 @@ def all_others(layers):
 )
 def test_layers_of_keras_compute_row_by_row(keras, stacks):
     """None of them is taken for an operation across rows, which would leave devices idle."""
-    layers = keras.layers
-    models = [keras.models.Sequential(stack) for stack in stacks(layers)]
+    layers, models = keras.layers, []
+    for stack in stacks(layers):
+        try:
+            models.append(keras.models.Sequential(stack))
+        except NotImplementedError:  # Keras before 2.1.4 has no separable convolution on Theano
+            assert isinstance(stack[0], layers.SeparableConv2D)
     queries, values = layers.Input(shape=(4, 3)), layers.Input(shape=(6, 3))
     weights = layers.Activation("softmax")(layers.Dot(axes=2)([queries, values]))
     found = layers.Dot(axes=(2, 1))([weights, values])

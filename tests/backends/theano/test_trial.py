@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat import _rows
+from compat import _keras, _rows
 from compat._rows import Sharded
 from compat._runtime.process import process
 from compat.testing import initialise, span
@@ -55,7 +55,7 @@ def test_what_no_rule_knows_is_tried_and_split(keras):
     model = initialise(named(keras, function)[0])
     compat.parallelize(model).compile("sgd", "mse")
     model.train_on_batch(np.random.RandomState(0).normal(size=(13, 8)), np.ones((13, 4)))
-    (cut,) = model.train_function.plan.cuts
+    (cut,) = _keras.inner_model(model).train_function.plan.cuts
     assert cut.variable is model.outputs[0] and cut.placement == Sharded(0)
 
 
