@@ -249,7 +249,8 @@ def optimizers_of(keras):
     """Yield all optimizers that this Keras offers: a name, and a function that makes one."""
     base, seen = keras.optimizers.Optimizer, set()  # "sgd" is another name of SGD
     for module in (keras.optimizers, getattr(keras.optimizers, "legacy", None)):
-        for name, kind in sorted(vars(module).items() if module else ()):
+        for name in dir(module) if module else ():  # vars() of TensorFlow 1.14's wrapper has none
+            kind = getattr(module, name)
             abstract = name in ("Optimizer", "TFOptimizer")
             if not isinstance(kind, type) or abstract or kind in seen:
                 continue

@@ -59,6 +59,7 @@ class TensorFlow1(Backend):
         config = configuration.session_config(tf, settings, late)
         configuration.ensure_no_other_session(tf, config)
         configuration.set_session_defaults(lambda: config)
+        configuration.release_callables_of_open_sessions_alone()
         self.kept["settings"] = settings
         if settings.devices.undecided is not None:
             gpus = [name for name in self.devices() if "GPU" in name]

@@ -50,6 +50,26 @@ def set_session_defaults(defaults: "Optional[Callable[[], Any]]") -> None:
         patching.Patch(BaseSession, "__init__", __init__)
 
 
+def release_callables_of_open_sessions_alone() -> None:
+    """Mend TensorFlow 1.8: the process ends where a callable is released after its session.
+
+    Keras' functions are callables. Once ``clear_session()`` has let go of a model and its session,
+    Python collects the two in any order. Later versions check it themselves.
+    """
+    from tensorflow.python.client.session import BaseSession
+
+    kind = getattr(BaseSession, "_Callable", None)
+    if kind is None or patching.find(kind, "__del__") is not None:
+        return
+    release = kind.__del__
+
+    def __del__(self):
+        if self._session._session is not None:
+            release(self)
+
+    patching.MendingPatch(kind, "__del__", __del__)
+
+
 def merged(config, overrides):
     """Return a ``ConfigProto`` overridden by the one that a session is given, if any."""
     result = copy.deepcopy(config)

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import sys
 import threading
 from _thread import get_ident
@@ -62,7 +63,7 @@ def recorded(tf, thread=None, **options):
         patches.enter_context(patching.replaced(BaseSession, run=run))
         if hasattr(BaseSession, "_Callable"):  # of Keras' functions, from TensorFlow 1.8 on
             plain_make = BaseSession._make_callable_from_options
-            plain_call = BaseSession._Callable.__call__
+            plain_call = _call_with_metadata(BaseSession._Callable)
 
             def make(session, options):
                 options.run_options.CopyFrom(traced(options.run_options))
@@ -75,6 +76,32 @@ def recorded(tf, thread=None, **options):
             patches.enter_context(patching.replaced(BaseSession._Callable, __call__=call))
             patches.enter_context(_made_anew())
         yield runs
+
+
+def _call_with_metadata(kind):
+    """Return the method that runs a session's callable, with a parameter ``run_metadata``.
+
+    That of TensorFlow 1.8 has none, and ends the process where a run that is traced has none.
+    """
+    parameters = inspect.signature(kind.__call__).parameters.values()
+    if any(each.kind is each.VAR_KEYWORD or each.name == "run_metadata" for each in parameters):
+        return kind.__call__
+    from tensorflow.python import pywrap_tensorflow
+    from tensorflow.python.framework import errors
+
+    def call(function, *args, run_metadata):
+        session, buffer = function._session, pywrap_tensorflow.TF_NewBuffer()
+        api = "" if session._created_with_new_api else "Deprecated"
+        run = getattr(pywrap_tensorflow, f"TF_{api}SessionRunCallable")
+        try:
+            with errors.raise_exception_on_not_ok_status() as status:
+                results = run(session._session, function._handle, args, status, buffer)
+            run_metadata.ParseFromString(pywrap_tensorflow.TF_GetBuffer(buffer))
+            return results
+        finally:
+            pywrap_tensorflow.TF_DeleteBuffer(buffer)
+
+    return call
 
 
 def keras_functions() -> "List[type]":

@@ -1,5 +1,7 @@
 """TensorFlow 1: what a session's configuration has, of GPUs that this machine need not have."""
 
+import gc
+
 import pytest
 import tensorflow as tf
 
@@ -7,7 +9,7 @@ import compat
 from compat._backends import tensorflow1
 from compat._backends._tensorflow.graph import v1_names
 from compat._backends.tensorflow1 import configuration
-from compat.testing import span
+from compat.testing import DEVICES, keras_under_test, span
 
 from .test_contract import run
 
@@ -141,3 +143,17 @@ def test_gpus_that_only_tensorflow_lists(monkeypatch):
     assert configured(None, 0, "4GiB")[1].gpus == devices.gpus == ()
     with pytest.raises(compat.UnsupportedError, match="it takes a fraction of each GPU only"):
         configured(None, 1, "4GiB")
+
+
+@span
+def test_a_function_is_released_after_its_session():
+    """Python collects the two in any order: without a mend, TensorFlow 1.8 ends the process."""
+    compat.configure_gpu(simulate=DEVICES)
+    K = keras_under_test().backend
+    function = K.function([], [K.constant(1.0)])
+    function([])
+    if getattr(function, "_callable_fn", None) is not None:
+        function._session.__del__()
+    K.clear_session()
+    del function
+    gc.collect()
