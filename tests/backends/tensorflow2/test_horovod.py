@@ -8,6 +8,7 @@ from .. import rank_decisions, rank_gradients, rank_state, rank_tables, rank_tap
 from ..exchanges import EXPORT, RankedParts
 
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
+HALF = 1 if KERAS3 else 0  # see rank_tapes
 
 
 class OnTensorFlow2(RankedParts):
@@ -199,13 +200,13 @@ def check_overlap(said, upstream):
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory, request):
     """Return the results of one process and two ranks for programs of the tested contract."""
-    programs = {"tables": rank_tables.TABLES, "steps": rank_tapes.STEPS}
+    programs = {"tables": rank_tables.tables(HALF), "steps": rank_tapes.steps(HALF)}
     ranks_alone = ["unproven", "overlap", *DECISIONS]
     if not KERAS3:
         # For Keras 3 Horovod has no optimizer, and its own tape does not know the variables.
         programs["tape"] = rank_tapes.HOROVODS_TAPE
         programs["left_in"] = rank_gradients.left_in(keras_under_test().__name__, native=False)
-    programs["unproven"] = rank_tapes.UNPROVEN_STEPS
+    programs["unproven"] = rank_tapes.unproven_steps(HALF)
     if contract_of(request.config) == "whole":
         programs.update(DECISIONS, overlap=OVERLAP, steps_state=rank_state.STATE)
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), ranks_alone=ranks_alone)
@@ -222,7 +223,7 @@ def test_own_train_steps_eager_steps_and_batches_train_to_the_same_numbers(tmp_p
 
 @span
 def test_lookup_layers_train_to_the_same_numbers_and_other_tables_are_an_error(jobs):
-    rank_tables.check(jobs)
+    rank_tables.check(jobs, HALF, KERAS3)
 
 
 if not KERAS3:
@@ -240,12 +241,12 @@ def test_gradients_are_those_of_all_ranks_before_they_are_used(jobs):
 
 @slow
 def test_gradients_are_those_of_three_ranks(jobs, tmp_path):
-    rank_tapes.check_steps(jobs[0]["steps"], ranks.run(rank_tapes.STEPS, tmp_path, 3))
+    rank_tapes.check_steps(jobs[0]["steps"], ranks.run(rank_tapes.steps(HALF), tmp_path, 3))
 
 
 @span
 def test_gradients_of_one_rank_that_are_not_used_linearly_are_an_error(jobs):
-    rank_tapes.check_unproven(jobs[1]["unproven"][1])
+    rank_tapes.check_unproven(jobs[1]["unproven"][1], HALF)
 
 
 def test_gradients_leave_in_buckets_while_others_are_computed(jobs):
