@@ -1,6 +1,7 @@
 """What tox.ini cannot say: interpreters, what an environment's name means, how long it takes."""
 
 import configparser
+import contextlib
 import importlib.util
 import json
 import os
@@ -91,11 +92,43 @@ def tox_before_run_commands(tox_env):
     # imported takes up to a fifth of the time, in each of the many processes that tests start.
     for folder in tox_env.env_dir.glob("lib/python*/site-packages"):
         (folder / "collect_less.pth").write_text("import gc; gc.set_threshold(100000, 50, 100)\n")
+        _link_compiled(folder, tox_env.env_dir.parent)
     _begin(tox_env)  # with --skip-env-install nothing was installed
     if PART and tox_env.name != "report":  # run the chosen tests once, and leave the results be
         commands = tox_env.conf["commands"]
         del commands[1:]
         commands[0].args = [each for each in commands[0].args if "--junitxml" not in each]
+
+
+def _link_compiled(folder, environments):
+    """Link the modules that another environment has compiled from the same files.
+
+    uv links what it installs to its cache. A framework has some thousand modules, which take four
+    seconds to compile in each environment. Python compares each one with its source before it runs
+    it, and sets the path that it shows.
+
+    Arguments:
+        folder: the packages of an environment.
+        environments: the folder of all environments.
+    """
+    others = sorted(environments.glob("*/lib/{}/site-packages".format(folder.parent.name)))
+    for source in sorted(folder.glob("*/__init__.py")):
+        package = source.parent
+        for other in [each / package.name for each in others if each != folder]:
+            if (package / "__pycache__").exists():
+                break
+            if (other / "__pycache__").exists() and source.samefile(other / source.name):
+                for path in other.rglob("__pycache__/*.pyc"):
+                    _link(path, package / path.relative_to(other))
+
+
+def _link(compiled, here):
+    """Link a compiled module if its source is the same file as here."""
+    name = compiled.name.partition(".")[0] + ".py"
+    with contextlib.suppress(OSError):  # no such file, or another thread has been faster
+        if (compiled.parent.parent / name).samefile(here.parent.parent / name):
+            here.parent.mkdir(exist_ok=True)
+            os.link(str(compiled), str(here))
 
 
 def _failure(outcome):

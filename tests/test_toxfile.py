@@ -3,9 +3,11 @@
 tox is not installed in these.
 """
 
+import compileall
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import types
@@ -105,6 +107,37 @@ def test_what_tests_start_collects_garbage_less_often(load, tmp_path):
     threshold = "import gc, site; site.addsitedir({!r}); print(gc.get_threshold()[0])"
     command = [sys.executable, "-c", threshold.format(str(packages))]
     assert int(subprocess.check_output(command)) == 100000
+
+
+def test_modules_that_another_environment_has_compiled_are_linked(load, tmp_path):
+    """They are if the sources are the same file; what Python shows of them has the path here."""
+    env = environment(tmp_path)
+    python = "python{}.{}".format(*sys.version_info)
+    here, other = (tmp_path / n / "lib" / python / "site-packages" for n in (env.name, "py37"))
+    for folder in other / "same" / "inner", other / "different":
+        folder.mkdir(parents=True)
+        for package in {folder, other / "same"}:
+            (package / "__init__.py").write_text("def function(): pass\n")
+    compileall.compile_dir(str(other), quiet=1)
+    shutil.copytree(
+        str(other), str(here), copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (here / "different" / "__init__.py").unlink()
+    (here / "different" / "__init__.py").write_text("def another(): pass\n")
+    load("-e", env.name).tox_before_run_commands(env)
+    program = """if True:
+        import os, sys
+        sys.path.insert(0, sys.argv[1])
+        import different, same, same.inner
+        for module in same, same.inner:
+            assert module.function.__code__.co_filename == module.__file__
+            assert module.__file__.startswith(sys.argv[1])
+            assert os.stat(module.__cached__).st_nlink == 2
+        different.another()
+        assert os.stat(different.__cached__).st_nlink == 1
+    """
+    environ = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
+    subprocess.run([sys.executable, "-c", program, str(here)], env=environ, check=True)
 
 
 def test_chosen_tests_run_once_and_leave_the_results_be(load, tmp_path):
