@@ -104,7 +104,9 @@ class _Step(keras_steps.KerasStep):
             shardings: by label; values without one are on JAX's default device.
         """
         pairs = self.values.items()
-        placed = [jax.device_put(np.array(value), shardings.get(label)) for label, value in pairs]
+        # Of an array of NumPy all devices may share the memory, over which programs of JAX 0.4.31
+        # write their results.
+        placed = [jax.device_put(jax.numpy.array(v), shardings.get(label)) for label, v in pairs]
         return tree_unflatten(self.tree, placed)
 
     def done(self, function):

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 
 import compat
-from compat._backends.jax import backend
+from compat._backends.jax import backend, verification
+from compat.testing import DEVICES
 
 from ..verification_cases import verified
 from . import test_replicas
@@ -24,6 +25,24 @@ def test_normalising_a_constant_column_is_no_false_alarm(keras):
     model.fit(rows, rows, batch_size=10, verbose=0)
     assert record.steps["train"] == 1
     assert list(record.incomparable) == ["weight {}".format(model.layers[2].gamma.path)]
+
+
+def test_devices_share_no_memory_of_a_verified_step(keras, monkeypatch):
+    model = keras.Sequential([keras.layers.Dense(64) for _ in range(6)])
+    model.compile("sgd", "mse")
+    record = verified(backend, compat.parallelize(model), 1)
+    places, state_of = [], verification._Step._state
+
+    def noted(step, shardings):
+        state = state_of(step, shardings)
+        for leaf in jax.tree_util.tree_leaves(state):
+            places.append([each.data.unsafe_buffer_pointer() for each in leaf.addressable_shards])
+        return state
+
+    monkeypatch.setattr(verification._Step, "_state", noted)
+    model.fit(np.ones((12, 64), "float32"), np.ones((12, 64), "float32"), batch_size=12, verbose=0)
+    assert record.steps["train"] == 1 and max(map(len, places)) == DEVICES
+    assert all(len(set(each)) == len(each) for each in places)
 
 
 def test_a_verified_step_is_compiled_for_all_devices_and_for_one(keras, caplog):
