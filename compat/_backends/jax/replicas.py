@@ -15,7 +15,7 @@ from ..._keras import steps
 from ..._rows import Fallback, Reason
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
-from . import arguments, counted_steps, sort_derivative
+from . import arguments, counted_steps, partitioner_fixes
 from .configuration import device_name
 
 
@@ -35,7 +35,7 @@ def check_distribution(model):
 
 def install(model, devices):
     """Have a model run on several devices, and models that its custom steps call in its place."""
-    sort_derivative.install()
+    partitioner_fixes.install()
     replicated = ReplicatedCall(devices)
     replicated.install(model)
     counted_steps.install(model, replicated)

@@ -1,4 +1,4 @@
-"""Sorts whose gradient XLA partitions."""
+"""Operations that XLA partitions wrongly without the fixes."""
 
 
 def test_sorts_within_uneven_batches(run):
@@ -34,6 +34,38 @@ def test_sorts_within_uneven_batches(run):
             for rows in (10, 2):
                 model.train_on_batch(random.rand(rows, 4), random.rand(rows, 2))
             return model.get_weights() + [model.predict(random.rand(8, 4), verbose=0)]
+
+        for one, several in zip(trained(False), trained(True)):
+            print(np.allclose(one, several, atol=1e-6))
+        """
+    )
+    assert printed.splitlines() == ["True"] * 5
+
+
+def test_slices_past_the_end_of_uneven_batches(run):
+    """XLA moves them back to the last rows, which is where gradients and updates go."""
+    printed = run(
+        """
+        import compat
+        compat.configure_gpu(simulate=4, verify=0)
+        import jax, keras, numpy as np
+
+        class PastTheEnd(keras.layers.Layer):
+            def call(self, x):
+                x = jax.lax.dynamic_update_slice(x, x[:1] * 3.0, (7, 0))
+                return x + x[6]
+
+        def trained(parallel):
+            keras.utils.set_random_seed(0)
+            layers = [keras.layers.Dense(5), PastTheEnd(), keras.layers.Dense(2)]
+            model = keras.Sequential([keras.layers.Input((4,))] + layers)
+            if parallel:
+                compat.parallelize(model)
+            model.compile(keras.optimizers.SGD(0.02), "mse")
+            random = np.random.RandomState(0)
+            for rows in (2, 5, 8, 7, 3):
+                model.train_on_batch(random.rand(rows, 4), random.rand(rows, 2))
+            return model.get_weights() + [model.predict(random.rand(6, 4), verbose=0)]
 
         for one, several in zip(trained(False), trained(True)):
             print(np.allclose(one, several, atol=1e-6))
