@@ -200,6 +200,18 @@ def warn_of_distribution(model: "Any") -> None:
         )
 
 
+def variable_kinds(keras: "Any") -> "Tuple[type, ...]":
+    """Return the class of which all variables of a Keras 3 are; none for another Keras.
+
+    Before 3.7 ``keras.Variable`` is not the class of the variables that layers make, but shares a
+    parent with them.
+    """
+    for kind in reversed(getattr(getattr(keras, "Variable", None), "__mro__", ())):
+        if kind.__module__.startswith("keras.") and "assign" in vars(kind):
+            return (kind,)
+    return ()
+
+
 def compiled_with(model: "Any") -> "Dict[str, Any]":
     """Return the arguments of Keras 3's ``compile``."""
     return getattr(getattr(model, "_compile_config", None), "config", None) or {}

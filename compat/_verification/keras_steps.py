@@ -267,7 +267,7 @@ class KerasStep(FunctionStep):
     def labelled(self) -> "Dict[str, Any]":
         """Return all variables that the step may change, by label, which is always the same."""
         model = self.model
-        kinds = self.variable_kinds + (getattr(_keras.keras_of(model), "Variable", ()),)
+        kinds = self.variable_kinds + _keras.variable_kinds(_keras.keras_of(model))
         trainable = {id(v) for v in model.trainable_variables}
         groups = [("state", _variables_of(model))]
         # Some of an optimizer's variables are not among those that it lists, such as those of a

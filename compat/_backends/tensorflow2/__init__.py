@@ -257,6 +257,7 @@ class TensorFlow2(Backend):
             model = function()
         if _keras.keras_of(model) is None:
             raise errors.builds_no_model(function.__qualname__, model)
+        refusals.refuse_mirrored(model)
         return model
 
     def device(self, device):

@@ -8,7 +8,6 @@ subclasses of those of tf.keras 2.
 
 import contextlib
 import functools
-import sys
 from typing import Any, Dict, Iterable, List, Tuple
 
 import tensorflow as tf
@@ -101,7 +100,7 @@ class RankedComputation(keras_model.RankedMethod):
         return True
 
     @contextlib.contextmanager
-    def computing(self, model, rows, share):
+    def computing(self, model, share):
         """Let Keras compute losses of the rows of all ranks.
 
         Keras 3 weighs the losses of single outputs, which logs show, by the rows of the batch, if
@@ -110,11 +109,9 @@ class RankedComputation(keras_model.RankedMethod):
 
         Arguments:
             model: the model of the step.
-            rows: the number of this rank's rows: an integer, or a tensor.
             share: as that of ``losses.Reductions``.
         """
         keras, compute = _keras.keras_of(model), getattr(model, "_compile_loss", None)
-        call = getattr(compute, "call", None)
         before = []  # results of the last exchange: the next one waits for them
 
         def total(values):
@@ -129,16 +126,26 @@ class RankedComputation(keras_model.RankedMethod):
                 return loss
             return loss * tf.cast(share() * self.engine.place.size, loss.dtype)
 
-        def call_and_weigh(*args, **kwargs):
-            module = sys.modules[keras.losses.Loss.__module__]
-            with replaced(module, lambda _: compute.metrics, unscale_loss_for_distribution=weigh):
-                return call(*args, **kwargs)
+        def of_outputs():
+            """Return the metrics of the losses of single outputs: Keras before 3.5 has none."""
+            return getattr(compute, "metrics", ())
 
-        replaced = functools.partial(step_functions.replaced, self.engine)
+        def update_state(metric, values, sample_weight=None):
+            if sample_weight is None and any(metric is loss for loss in of_outputs()):
+                values = weigh(values)
+            return update(metric, values, sample_weight)
+
         reductions = losses.Reductions(share, total, model, self.engine)
         with reductions.within(keras), contextlib.ExitStack() as stack:
-            if call is not None and not isinstance(rows, int):
-                stack.enter_context(replaced(compute, reductions.is_due, call=call_and_weigh))
+            if compute is not None:
+                kind, update = keras.metrics.Mean, keras.metrics.Mean.update_state
+                replaced = step_functions.replaced(
+                    self.engine,
+                    kind,
+                    lambda _: of_outputs() and losses.computes_losses(model),
+                    update_state=update_state,
+                )
+                stack.enter_context(replaced)
             yield
 
 
@@ -178,7 +185,7 @@ class RankedStep(RankedComputation):
             state = self.set_by_steps.variables(self.state(model))
             before = [read(variable.handle) for variable in state]
             gradients = self.exchange(self.engine, model, rows, share)
-            with _stepping, self.computing(model, rows, lambda: share):
+            with _stepping, self.computing(model, lambda: share):
                 result = gradients.run(self.plain(model), data)
             self.exchanges = gradients.exchanges
             self.lines, self.unproven = gradients.lines, gradients.unproven
@@ -281,7 +288,7 @@ class RankedTestStep(RankedComputation):
             keras_model.RankedFit.of(model).in_step = True
             return self.engine.called(lambda rows: self.engine.share(int(rows)), [rows], tf.float64)
 
-        with self.engine.noting(), self.computing(model, rows, share):
+        with self.engine.noting(), self.computing(model, share):
             return self.plain(model)(data)
 
 

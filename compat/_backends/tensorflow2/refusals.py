@@ -3,6 +3,8 @@
 This imports no TensorFlow.
 """
 
+import sys
+
 from ... import _keras, errors
 from ..._ranks.tf_config import TF_CONFIG
 from .configuration import runs_eagerly, unsupported
@@ -59,6 +61,22 @@ def refuse_strategies(tf: "Any", model: "Any") -> None:
         "model and call parallelize() outside of the strategy's scope, or write "
         'compat.parallelize(build_model, strategy="mirrored").'
     )
+
+
+def refuse_mirrored(model: "Any") -> None:
+    """Refuse a strategy for a Keras 3 that does not scale losses by its number of replicas.
+
+    Before 3.8 it trains to other numbers under one, evaluates to another loss, and predicts sums
+    of the replicas' outputs, without compat, too.
+    """
+    keras = _keras.keras_of(model)
+    module = sys.modules[keras.losses.Loss.__module__]
+    if hasattr(keras, "ops") and not hasattr(module, "scale_loss_for_distribution"):
+        raise unsupported(
+            f'train by strategy="mirrored" with keras {keras.__version__}, which does not average '
+            "losses and outputs over the replicas of a strategy",
+            "Use Keras 3.8 or later, or parallelize(model) without a strategy.",
+        )
 
 
 def refuse_loops(tf: "Any", layers: "Iterable[Any]") -> None:

@@ -1,5 +1,7 @@
 """TensorFlow 2: models that ``MirroredStrategy`` replicates."""
 
+import sys
+
 import pytest
 import tensorflow as tf
 
@@ -37,6 +39,17 @@ def small(keras):
     return model
 
 
+def is_averaged(keras):
+    """Return whether losses are scaled by a strategy's number of replicas: not in Keras 3.0-3.7."""
+    module = sys.modules[keras.losses.Loss.__module__]
+    return not KERAS3 or hasattr(module, "scale_loss_for_distribution")
+
+
+def check_refused(keras):
+    with pytest.raises(compat.UnsupportedError, match="Use Keras 3.8 or later"):
+        compat.parallelize(lambda: small(keras), strategy="mirrored")
+
+
 def mirrored_pair(keras):
     def build():
         return small(keras)
@@ -49,6 +62,8 @@ def mirrored_pair(keras):
 @pytest.mark.row('strategy="mirrored"')
 @span
 def test_mirrored_even_batches_train_to_the_numbers_of_one_device(keras):
+    if not is_averaged(keras):
+        return check_refused(keras)
     models = mirrored_pair(keras)
     for model in models:
         model.fit(ROWS, TARGETS, batch_size=15, shuffle=False, verbose=0)
@@ -67,3 +82,11 @@ def test_mirrored_even_batches_train_to_the_numbers_of_one_device(keras):
 def test_mirrored_function_that_builds_no_model(keras):
     with pytest.raises(compat.NotAModelError):
         compat.parallelize(lambda: None, strategy="mirrored")
+
+
+@pytest.mark.skipif(not KERAS3, reason="tf.keras averages over replicas")
+@pytest.mark.row('strategy="mirrored"')
+def test_mirrored_is_refused_where_keras_does_not_average_over_replicas(keras, monkeypatch):
+    module = sys.modules[keras.losses.Loss.__module__]
+    monkeypatch.delattr(module, "scale_loss_for_distribution", raising=False)
+    check_refused(keras)
