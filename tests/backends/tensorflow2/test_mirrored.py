@@ -46,8 +46,13 @@ def is_averaged(keras):
 
 
 def check_refused(keras):
-    with pytest.raises(compat.UnsupportedError, match="Use Keras 3.8 or later"):
+    with pytest.raises(compat.UnsupportedError) as refused:
         compat.parallelize(lambda: small(keras), strategy="mirrored")
+    assert str(refused.value) == (
+        'tensorflow2 cannot train by strategy="mirrored" with keras {}, which does not '
+        "average losses and outputs over the replicas of a strategy. Use Keras 3.8 or later, or "
+        "parallelize(model) without a strategy.".format(keras.__version__)
+    )
 
 
 def mirrored_pair(keras):
