@@ -1,6 +1,7 @@
 """Contexts of MXNet, the variables that it reads when it is imported, and GPU memory."""
 
 import os
+import subprocess
 
 # MXNet reads it when it is imported (its documentation, "Environment Variables").
 RESERVE = "MXNET_GPU_MEM_POOL_RESERVE"
@@ -42,10 +43,26 @@ def context_named(name):
 
 def visible_gpus(mx):
     """Return the number of GPUs that MXNet sees."""
+    if not hasattr(mx.context, "num_gpus"):
+        return _usable_gpus(mx)
     try:
         return mx.context.num_gpus()
     except mx.base.MXNetError:  # built with CUDA, and no driver there
         return 0
+
+
+def _usable_gpus(mx):
+    """Return the number of GPUs that take an array: MXNet before 1.3 does not count them."""
+    try:
+        listed = len(mx.test_utils.list_gpus())
+    except subprocess.CalledProcessError:  # no driver
+        return 0
+    for index in range(listed):  # the driver's, which may be hidden, or of no use to this build
+        try:
+            mx.nd.zeros((1,), mx.gpu(index)).wait_to_read()
+        except mx.base.MXNetError:
+            return index
+    return listed
 
 
 def report_lines(mx, settings, first):
@@ -67,8 +84,10 @@ def report_lines(mx, settings, first):
 
 
 def _no_gpu():
-    from mxnet.runtime import Features  # no attribute of mxnet before 1.6
-
+    try:
+        from mxnet.runtime import Features  # no attribute of mxnet before 1.6
+    except ImportError:  # before 1.5 it does not report how it was built
+        return "mxnet finds no GPU: look at the driver, and that this is an mxnet-cu package"
     if Features().is_enabled("CUDA"):
         return "mxnet was built with CUDA, but finds no GPU: look at the driver and its version"
     return "this mxnet was built without CUDA: install the mxnet-cu package for your CUDA"

@@ -172,13 +172,15 @@ def entry_shapes(graph, entries, placements, shapes):
     """
     entries = sorted(entries)
     symbol, inferences = graph.symbol(entries), []
+    # MXNet before 1.5 has no numpy mode.
+    is_np_shape = getattr(getattr(mx, "util", None), "is_np_shape", lambda: False)
     for rows in ROWS:
         inputs = {name: grown(shape, placements.get(name), rows) for name, shape in shapes.items()}
         _, sizes, _ = inferred(symbol.infer_shape_partial, symbol, inputs)
         sizes = sizes or [None] * len(entries)
         # None: the number of dimensions is not known. ``()`` is a number's shape in MXNet's
         # numpy mode only.
-        inferences.append([size if size or mx.util.is_np_shape() else None for size in sizes])
+        inferences.append([size if size or is_np_shape() else None for size in sizes])
     return {e: EntryShape.compared(*pair) for e, *pair in zip(entries, *inferences)}
 
 

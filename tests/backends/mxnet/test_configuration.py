@@ -1,6 +1,7 @@
 """Configuring MXNet, most of it in a process each: contexts, memory, and what is too late."""
 
 import os
+import sys
 
 import pytest
 
@@ -196,3 +197,29 @@ def test_gpus_that_only_mxnet_lists(gpus, contexts, imitate):
     devices = choose(parse_gpus(gpus), None, {}, discover=list)
     assert configuration.contexts(mx, devices) == contexts
     assert devices.positions == tuple(int(name[4]) for name in contexts)
+
+
+@pytest.mark.parametrize("listed, usable", [(0, 0), (2, 0), (2, 1), (2, 2)])
+def test_gpus_are_tried_before_mxnet_1_3(listed, usable, imitate, monkeypatch):
+    import mxnet as mx
+
+    def gpu(index):
+        if index >= usable:
+            raise mx.base.MXNetError("no such GPU")
+        return mx.cpu()
+
+    monkeypatch.delattr(mx.context, "num_gpus", raising=False)
+    monkeypatch.setattr(mx, "gpu", gpu)
+    imitate(mx.test_utils, "list_gpus", lambda: range(listed))
+    assert configuration.visible_gpus(mx) == usable
+
+
+def test_a_version_that_does_not_report_how_it_was_built(monkeypatch):
+    """MXNet before 1.5 has no mxnet.runtime."""
+    import mxnet as mx
+
+    monkeypatch.setitem(sys.modules, "mxnet.runtime", None)
+    lines, _ = configuration.report_lines(mx, Settings(Devices(["0"], [0])), "cpu(0)")
+    assert (
+        lines[1] == "mxnet finds no GPU: look at the driver, and that this is an mxnet-cu package"
+    )
