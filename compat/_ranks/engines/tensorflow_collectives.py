@@ -56,18 +56,22 @@ def join_at_start(place: Place) -> None:
     begun: List[bool] = []
 
     def join_and_start(self):
-        with lock:  # other threads wait; the calls within start TensorFlow
-            if not begun:
-                begun.append(True)
-                try:
-                    is_main = multiprocessing.current_process().name == "MainProcess"
-                    is_eager = context.default_execution_mode == context.EAGER_MODE
-                    if is_main and is_eager and not _has_cluster(self):
-                        with context.eager_mode():  # also where a graph is being built
-                            TensorFlowCollectives.join(place)
-                finally:
-                    patch.take_back()
-        return start(self)
+        if getattr(self, "_context_handle", None) is None:
+            with lock:  # other threads wait; the calls within start TensorFlow
+                if not begun:
+                    begun.append(True)
+                    join_here(self)
+        return start(self)  # at once for threads by which a strategy of TensorFlow 2.5 joins
+
+    def join_here(self):
+        try:
+            is_main = multiprocessing.current_process().name == "MainProcess"
+            is_eager = context.default_execution_mode == context.EAGER_MODE
+            if is_main and is_eager and not _has_cluster(self):
+                with context.eager_mode():  # also where a graph is being built
+                    TensorFlowCollectives.join(place)
+        finally:
+            patch.take_back()
 
     patch = patching.MendingPatch(owner, "ensure_initialized", join_and_start)
 
@@ -129,11 +133,13 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         # The one that configure_gpu() has left visible.
         self.device = _GPU if tf.config.get_visible_devices("GPU") else _HOST
         store = context.context()
-        if "timeout_in_ms" in inspect.signature(store.get_config_key_value).parameters:
+        # The oldest have no store, then one without limited waits.
+        get = getattr(store, "get_config_key_value", None)
+        if get is not None and "timeout_in_ms" in inspect.signature(get).parameters:
             self.calls = calls.Calls(
                 self,
                 store.set_config_key_value,
-                lambda name, seconds: store.get_config_key_value(name, int(1000 * seconds)),
+                lambda name, seconds: get(name, int(1000 * seconds)),
                 store.delete_config_key_value,
             )
         atexit.register(self.leave)
@@ -172,14 +178,17 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
         with self.tf.device(_HOST):
             kind = "{} {}".format(name, tensor.dtype.name)
             number = (zlib.crc32(kind.encode()) & 0x3FFFFFFF) + self.tf.size(tensor)
-        return {
+        options = {
             "group_size": self.place.size,
             "group_key": _GROUPS[device],
             "instance_key": number,
-            "ordering_token": [],
             "communication_hint": "auto" if device == _HOST else "nccl",
             "timeout_seconds": self.timeout,
         }
+        # TensorFlow 2.4 has none.
+        if "ordering_token" in inspect.signature(self.tf.raw_ops.CollectiveReduceV2).parameters:
+            options["ordering_token"] = []
+        return options
 
     def sum_numbers_in_graph(self, numbers):
         """Return the sum over all ranks: see ``TensorFlowEngine.sum_numbers_in_graph``."""

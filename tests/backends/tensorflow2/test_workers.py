@@ -377,6 +377,34 @@ def test_the_workers_join_with_tensorflows_first_operation(tmp_path, first):
     assert all(each["before"].startswith("RankError: compat.barrier() ") for each in said)
 
 
+JOINING = """
+import threading
+import tensorflow as tf
+joining = tf.distribute.MultiWorkerMirroredStrategy
+
+
+class Strategy(joining):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        thread = threading.Thread(target=tf.constant, args=[1.0], daemon=True)
+        thread.start()
+        thread.join(30)
+        said["waits"] = thread.is_alive()
+
+
+tf.distribute.MultiWorkerMirroredStrategy = Strategy
+tf.constant(1.0)
+compat.barrier()
+"""
+
+
+@span
+def test_a_strategy_joins_by_threads_of_its_own(tmp_path):
+    """As that of TensorFlow 2.5 does."""
+    _, said = ranks.run(JOINING, tmp_path, 2)
+    assert [each["waits"] for each in said] == [False, False]
+
+
 def test_a_tf_config_that_is_no_json_is_an_error():
     job = alone("", TF_CONFIG="{")
     assert job.returncode == 1
