@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import compat
-from compat.testing import CASES, BackendContract
+from compat.testing import CASES, BackendContract, span
 
 from ..messages import refusal
 
@@ -15,6 +15,7 @@ from ..messages import refusal
 class TestKeras23(BackendContract):
     backend = "tensorflow2"
 
+    @span
     @pytest.mark.row("multi_gpu_model and make_parallel: a clear error")
     def test_several_devices_are_refused(self, keras):
         model = self.compiled(keras, "dense")
@@ -26,6 +27,7 @@ class TestKeras23(BackendContract):
             )
         assert set(vars(model)) == before
 
+    @span
     def test_one_device_leaves_the_model_alone(self, keras):
         plain, model = self.compiled(keras, "dense"), self.compiled(keras, "dense")
         assert compat.parallelize(model, gpus=1) is model
