@@ -183,3 +183,18 @@ if not KERAS3:
         test_rows_that_mix_in_a_later_batch_are_right_or_found,
         test_an_optional_input_that_is_not_given,
     )
+
+
+@pytest.mark.skipif(not KERAS3, reason="keras.Variable is Keras 3's")
+def test_variables_of_layers_are_found_once(monkeypatch):
+    """Keras before 3.7 exports a subclass of the class of layers' variables."""
+
+    class Variable(keras_.Variable):
+        pass
+
+    monkeypatch.setattr(keras_, "Variable", Variable)
+    model = compat.parallelize(initialise(dense()))
+    model.compile("sgd", "mse")
+    record = verified(backend, model, 1)
+    model.predict(ROWS, batch_size=20, verbose=0)
+    assert record.steps["predict"] == 1 and not record.incomparable
