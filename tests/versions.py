@@ -241,7 +241,7 @@ def result_of(pair, keep=False):
             reasons["two ranks"] = environment.ranks()
         for test, reason in reasons.items():
             if reason is not None:
-                refused, _, sentence = reason.rpartition("refused: ")
+                _, refused, sentence = reason.rpartition("refused: ")
                 result["refused" if refused else "faults"][test] = sentence
     result["seconds"] = round(time.time() - began)
     if not keep:
