@@ -77,8 +77,9 @@ def _multi(keras):
     shared = layers.Dense(6, activation="tanh", name="shared")
     joined = layers.concatenate([inner(shared(left)), shared(right)])
     score = layers.Dense(1, name="score")(joined)
-    same = layers.Dense(1, activation="sigmoid", name="same")(joined)
-    return keras.models.Model([left, right], [score, same])
+    # Keras 3.5 and 3.6 take losses in the order of their names.
+    similar = layers.Dense(1, activation="sigmoid", name="similar")(joined)
+    return keras.models.Model([left, right], [score, similar])
 
 
 def _multi_data(rows):
@@ -106,7 +107,7 @@ def _words_data(rows):
 _CASES = [
     Case("dense", _dense, "categorical_crossentropy", _dense_data),
     Case("conv", _convolutional, "sparse_categorical_crossentropy", _convolutional_data),
-    Case("multi", _multi, {"score": "mse", "same": "binary_crossentropy"}, _multi_data),
+    Case("multi", _multi, {"score": "mse", "similar": "binary_crossentropy"}, _multi_data),
 ] + [
     Case(name, functools.partial(_words, kind, units), "binary_crossentropy", _words_data)
     for name, kind, units in (

@@ -84,7 +84,7 @@ def test_multi_input_and_multi_output(keras, contract):
     case = CASES["multi"]
     plain, template = (initialise(case.build(keras)) for _ in range(2))
     parallel = compat.multi_gpu_model(template, gpus=4)
-    assert list(parallel.output_names) == ["score", "same"]  # what losses are named by
+    assert list(parallel.output_names) == ["score", "similar"]  # what losses are named by
     for model in (plain, parallel):
         fit(compiled(keras, model, case.loss), *case.data(13))
     assert largest_difference(plain.get_weights(), template.get_weights()) <= contract.tolerance
