@@ -117,6 +117,8 @@ OPTIMIZERS = rank_gradients.OPTIMIZERS + rank_gradients.NATIVE
 FUNCTIONS = rank_gradients.OWN_FUNCTIONS + rank_gradients.NATIVE_LOOP
 # Its optimizers train in the contract, and its metrics and losses on TensorFlow 2.
 long = (lambda test: test) if KERAS else slow
+# Of keras, 2.2.4 or what is before it is enough.
+of_each_keras = slow if KERAS and not STATELESS else (lambda test: test)
 
 
 @pytest.fixture(scope="module")
@@ -162,12 +164,14 @@ def test_what_optimizers_make_of_gradients_is_of_all_ranks(jobs, tmp_path):
     assert said == [{"curved": rank_gradients.CURVED}] * 5
 
 
-def test_gradients_of_the_loss_are_of_all_ranks_wherever_they_are_taken(tmp_path):
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=slow)])
+def test_gradients_of_the_loss_are_of_all_ranks_wherever_they_are_taken(tmp_path, size):
     """In metrics and in functions of the script; where they are not, that is reported."""
-    rank_gradients.check_taken(tmp_path)
+    rank_gradients.check_taken(tmp_path, "tensorflow", size)
 
 
 @span
+@of_each_keras
 def test_gradients_of_all_ranks_on_one_rank_alone_are_an_error(tmp_path):
     rank_gradients.check_taken_alone(tmp_path)
 
@@ -184,6 +188,7 @@ def test_functions_of_a_script_that_train_a_model_are_refused(jobs):
 
 
 @span
+@of_each_keras
 def test_horovods_own_optimizers_are_refused_and_its_callbacks_change_nothing(tmp_path):
     program = rank_gradients.left_in(keras_under_test().__name__, native=True)
     rank_gradients.check_left_in(ranks.run_both({"left_in": program}, tmp_path))

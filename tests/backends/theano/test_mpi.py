@@ -61,9 +61,10 @@ def test_what_optimizers_make_of_gradients_is_of_all_ranks(jobs):
     rank_gradients.check_optimizers(jobs)
 
 
-def test_gradients_of_the_loss_are_of_all_ranks_wherever_they_are_taken(tmp_path):
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=slow)])
+def test_gradients_of_the_loss_are_of_all_ranks_wherever_they_are_taken(tmp_path, size):
     """In metrics and in functions of the script; where they are not, that is reported."""
-    rank_gradients.check_taken(tmp_path, "theano")
+    rank_gradients.check_taken(tmp_path, "theano", size)
 
 
 @slow
