@@ -78,8 +78,8 @@ if compat.size() > 1:
 """
 
 
-def tables(number=None):
-    """Return the program, of a half of the layers or of all: see ``rank_tapes.half()``."""
+def tables(number):
+    """Return the program, of a half of the layers: see ``rank_tapes``."""
     return "HALF = {}\n{}".format(rank_tapes.half(number), TABLES)
 
 
@@ -92,7 +92,7 @@ def refusal(entries, rank):
     )
 
 
-def check(jobs, number=None, keras_3=False):
+def check(jobs, number, keras_3):
     """Check what the program has left, of the same half.
 
     Arguments:

@@ -1,8 +1,8 @@
 """Ranks of TensorFlow 2: gradients that a step uses before its optimizer applies them.
 
-What a step does with them is the same on both engines: with Keras 3 each runs a half of these
-programs, and with tf.keras Horovod a half, and workers all. Each step runs on each engine, and with
-each Keras.
+What a step does with them is the same on both engines, which only add them up. So each engine runs
+one half of the steps with tf.keras and the other one with Keras 3: each step runs on each engine,
+and with each Keras.
 """
 
 import os
@@ -396,20 +396,20 @@ for kind in kinds[HALF]:
 def half(number):
     """Return a slice of trials, for the programs: the first or the second of two halves.
 
-    It is of all where ``number`` is None, or COMPAT_TEST_SLOW is set.
+    It is of all where COMPAT_TEST_SLOW is set.
     """
-    if number is None or os.environ.get("COMPAT_TEST_SLOW", "0") != "0":
+    if os.environ.get("COMPAT_TEST_SLOW", "0") != "0":
         return slice(None)
     return slice(number, None, 2)
 
 
-def steps(number=None):
-    """Return the program of steps that train, of a half of them or of all."""
+def steps(number):
+    """Return the program of steps that train: a half of them."""
     return "HALF = {}\n{}{}".format(half(number), MODELS, STEPS)
 
 
-def unproven_steps(number=None):
-    """Return the program of steps that are refused or warned of, of a half of them or of all."""
+def unproven_steps(number):
+    """Return the program of steps that are refused or warned of: a half of them."""
     return "HALF = {}\n{}{}".format(half(number), MODELS, UNPROVEN_STEPS)
 
 
@@ -428,7 +428,7 @@ def check_steps(alone, *jobs):
                 np.testing.assert_allclose(norms[name], values, rtol=1e-4, err_msg=name)
 
 
-def check_unproven(said, number=None):
+def check_unproven(said, number):
     """Gradients of a rank's own rows that are not used linearly are an error.
 
     Arguments:
