@@ -102,9 +102,22 @@ if KERAS == "keras" and (packages.version("keras") or "").startswith("3."):
 else:
     collect_ignore.append("tensorflow2/test_rules.py")  # the newest TensorFlow proves it
 if sys.version_info >= (3, 12):  # with the TensorFlow and Keras of a row on an older Python
-    OLDER = "arguments compiled custom_gradients merging state table_gradients"
+    OLDER = "arguments compiled custom_gradients executions graph merging output_gradients"
+    OLDER += " side_effects state table_gradients text"
     collect_ignore += ["tensorflow2/test_{}.py".format(name) for name in OLDER.split()]
     collect_ignore.append("tensorflow2/test_rules.py")
+
+# What depends on TensorFlow more than on Keras, where the same TensorFlow is tested with another
+# Keras, or an older and a newer one are.
+GRAPHS = "partition resource_variables side_effects states threads"
+ELSEWHERE = {
+    "py36-tensorflow112-tfkeras": ("tensorflow1", GRAPHS),
+    "py37-tensorflow1-keras231": ("tensorflow1", GRAPHS),
+    "py38-tensorflow": ("tensorflow2", "output_gradients side_effects"),
+}
+if ENVIRONMENT in ELSEWHERE:
+    _folder, _names = ELSEWHERE[ENVIRONMENT]
+    collect_ignore += ["{}/test_{}.py".format(_folder, name) for name in _names.split()]
 
 if packages.version("transformers") is None and "TOX_ENV_NAME" not in os.environ:
     collect_ignore.append("torch/test_transformers.py")  # tox.ini has it, and no extra

@@ -157,7 +157,9 @@ def loss(line):
     return float(found.group(1))
 
 
-# Of the environments of TensorFlow with Keras 3 in one.
+# Of the environments of TensorFlow with Keras 3 in one, where it is slow: test_workers.py does so
+# with tf.keras, and torch and JAX with Keras 3.
+on_others = slow if BACKEND.framework == "tensorflow" else (lambda test: test)
 if (
     KERAS == "keras"
     and (packages.version("keras") or "").startswith("3.")
@@ -165,6 +167,7 @@ if (
 ):
 
     @span
+    @on_others
     def test_compat_test_says_that_all_is_well():
         """Typed as docs/checks.md has it, on simulated devices and as ranks."""
         path = os.path.join(ROOT, "examples", "mlp.py")

@@ -10,7 +10,7 @@ import tensorflow as tf
 import compat
 from compat._api import use_checks
 from compat._backends.tensorflow2 import backend, executions
-from compat.testing import DEVICES, initialise, keras_under_test, span
+from compat.testing import DEVICES, initialise, keras_under_test, slow, span
 
 from .. import hooks
 from ..messages import told
@@ -207,7 +207,12 @@ if hasattr(keras_under_test().Model, "train_step"):
         assert found and None not in found.values(), found
 
 
+# In a process of its own. Versions between these two do the same.
+of_two_versions = (lambda test: test) if tf.__version__[:4] in ("2.0.", "2.15") else slow
+
+
 @span
+@of_two_versions
 def test_threads_execute_operations_while_others_take_what_was_recorded(run):
     """A segmentation fault of TensorFlow 2.0 where the runtime recorded times as well."""
     program = """
