@@ -779,7 +779,7 @@ def _signalled(folder, size, signals):
     return "\n".join(sent + ["status {}".format(process.returncode), err, out[-500:]] + left)
 
 
-@pytest.mark.parametrize("cases", [60, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [30, pytest.param(150, marks=pytest.mark.slow)])
 def test_signals_at_random_moments(tmp_path, cases):
     """To any process of a job."""
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
