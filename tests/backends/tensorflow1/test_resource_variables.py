@@ -1,5 +1,7 @@
 """TensorFlow 1: which variables are resource variables, and what these are in losses."""
 
+import itertools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -7,7 +9,7 @@ import tensorflow as tf
 import compat
 from compat._backends._tensorflow.graph import v1_names
 from compat._configuration import registry
-from compat.testing import CASES, initialise, span
+from compat.testing import CASES, in_span, initialise, span
 
 from ..verification_cases import verified
 from .row_models import rows_of, three_devices  # noqa: F401  # the fixture
@@ -24,9 +26,13 @@ MADE = {
 }
 
 
-@span
-@pytest.mark.parametrize("made", sorted(MADE))
-@pytest.mark.parametrize("verify", [0, 1])
+@pytest.mark.parametrize(
+    "made, verify",
+    in_span(
+        itertools.product(sorted(MADE), [0, 1]),
+        [("by name", 1), ("by place", 1), ("get_variable", 0)],
+    ),
+)
 def test_metric_that_keeps_all_rows(keras, made, verify):
     """Its variable grows by the rows of each batch."""
 

@@ -5,7 +5,7 @@ import pytest
 
 import compat
 from compat._backends.tensorflow1 import profiler
-from compat.testing import initialise, largest_difference, span
+from compat.testing import initialise, largest_difference, slow, span
 
 from .row_models import three_devices, warned  # noqa: F401  # the fixture
 from .test_fetches import v1
@@ -23,12 +23,23 @@ def bidirectional(keras, x):
     return layers.Bidirectional(layers.LSTM(3, stateful=True, implementation=2))(x)
 
 
-def nested(keras, x):
-    inputs = keras.layers.Input(batch_shape=(ROWS, 3, 4))
-    return keras.models.Model(inputs, bidirectional(keras, inputs))(x)
+def nested(recurrent):
+    def nested(keras, x):
+        inputs = keras.layers.Input(batch_shape=(ROWS, 3, 4))
+        return keras.models.Model(inputs, recurrent(keras, inputs))(x)
+
+    return nested
 
 
-@pytest.mark.parametrize("recurrent", [pytest.param(simple, marks=span), nested])
+@pytest.mark.parametrize(
+    "recurrent",
+    [
+        pytest.param(simple, marks=span),
+        nested(simple),
+        pytest.param(nested(bidirectional), marks=slow),
+    ],
+    ids=["simple", "nested", "nested and bidirectional"],
+)
 def test_stateful_rnns_within_other_layers_are_split(keras, recurrent):
     random = np.random.RandomState(0)
     batches = [(random.normal(size=(ROWS, 3, 4)), random.normal(size=(ROWS, 2))) for _ in range(3)]

@@ -12,7 +12,7 @@ import compat
 from compat import _keras
 from compat._backends._tensorflow.graph import v1_names
 from compat._runtime.process import process
-from compat.testing import CASES, DEVICES, keras_under_test, optimizer, span
+from compat.testing import CASES, DEVICES, in_span, keras_under_test, optimizer, span
 
 v1 = v1_names(tf)
 INPUTS, TARGETS = CASES["dense"].data(13)
@@ -157,9 +157,13 @@ def test_a_model_of_its_own_in_each_of_four_threads(keras):
 # Finalized graphs -------------------------------------------------------------------------------
 
 
-@span
-@pytest.mark.parametrize("verify", [0, 1])
-@pytest.mark.parametrize("names", [("predict",), ("train", "predict")], ids=len)
+@pytest.mark.parametrize(
+    "names, verify",
+    in_span(
+        [(names, verify) for names in (("predict",), ("train", "predict")) for verify in (0, 1)],
+        [(("predict",), 0), (("train", "predict"), 1)],
+    ),
+)
 def test_no_operation_is_added_to_a_finalized_graph(keras, names, verify, monkeypatch):
     monkeypatch.setattr(process.configuration.settings, "verify", verify)
     plain, model = CASES["dense"].build(keras), CASES["dense"].build(keras)
