@@ -117,15 +117,16 @@ def _link_compiled(folder, environments):
         for other in [each / package.name for each in others if each != folder]:
             if (package / "__pycache__").exists():
                 break
-            if (other / "__pycache__").exists() and source.samefile(other / source.name):
-                for path in other.rglob("__pycache__/*.pyc"):
-                    _link(path, package / path.relative_to(other))
+            with contextlib.suppress(OSError):  # there is no such package, or it is removed
+                if source.samefile(other / source.name):
+                    for path in other.rglob("__pycache__/*.pyc"):
+                        _link(path, package / path.relative_to(other))
 
 
 def _link(compiled, here):
     """Link a compiled module if its source is the same file as here."""
     name = compiled.name.partition(".")[0] + ".py"
-    with contextlib.suppress(OSError):  # no such file, or another thread has been faster
+    with contextlib.suppress(OSError):  # there is none
         if (compiled.parent.parent / name).samefile(here.parent.parent / name):
             here.parent.mkdir(exist_ok=True)
             os.link(str(compiled), str(here))

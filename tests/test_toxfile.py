@@ -118,12 +118,15 @@ def test_modules_that_another_environment_has_compiled_are_linked(load, tmp_path
         folder.mkdir(parents=True)
         for package in {folder, other / "same"}:
             (package / "__init__.py").write_text("def function(): pass\n")
+    (other / "other").mkdir()
+    (other / "other" / "module.py").write_text("")
     compileall.compile_dir(str(other), quiet=1)
     shutil.copytree(
         str(other), str(here), copy_function=os.link, ignore=shutil.ignore_patterns("__pycache__")
     )
     (here / "different" / "__init__.py").unlink()
     (here / "different" / "__init__.py").write_text("def another(): pass\n")
+    (here / "other" / "__init__.py").write_text("")
     load("-e", env.name).tox_before_run_commands(env)
     program = """if True:
         import os, sys
