@@ -88,9 +88,10 @@ def modes():
     def is_seen(number, node, function):
         pass
 
+    # The debug mode refuses to profile, and optimizes each graph ten times by default.
     return {
         "monitor": {"mode": monitormode.MonitorMode(pre_func=is_seen, post_func=is_seen)},
-        "debug": {"mode": debugmode.DebugMode(), "profile": False},  # it refuses to profile
+        "debug": {"mode": debugmode.DebugMode(stability_patience=1), "profile": False},
         "guard": {"mode": nanguardmode.NanGuardMode()},
         "callback": {"mode": theano.Mode(theano.gof.vm.VM_Linker(callback=lambda **given: None))},
         "python": {"mode": theano.Mode("py")},
