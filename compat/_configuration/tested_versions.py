@@ -11,7 +11,8 @@ from . import pip_extras
 # installs besides.
 #
 # Left out: a torch before 2.13 comes as a build for CUDA of gigabytes; TensorFlow before 1.13 has
-# no wheel for a Python after 3.6; CNTK before 2.6 has none.
+# no wheel for a Python after 3.6; CNTK before 2.6 has none; keras-mxnet before 2.2.4.2 fails in SGD
+# on MXNet 1.5 and newer. The wheel of MXNet 1.8 needs the system's libopenblas.so.0.
 _PAIRS = """
 torch 3.11 keras
     torch==2.13.0 keras==3.0.5
@@ -128,10 +129,11 @@ tensorflow112 3.6 tensorflow.keras protobuf<3.18 h5py<3 numpy<1.17
 
 mxnet 3.6 keras h5py==2.10.0
     mxnet==1.2.1.post1 keras-mxnet==2.1.6.1
+    mxnet==1.3.1 keras-mxnet==2.2.0
     mxnet==1.3.1 keras-mxnet==2.2.2
     mxnet==1.4.1 keras-mxnet==2.2.4
     mxnet==1.4.1 keras-mxnet==2.2.4.1
-    mxnet==1.5.1 keras-mxnet==2.2.4.1 numpy==1.19.5
+    mxnet==1.5.1 keras-mxnet==2.2.4.2 numpy==1.19.5
     mxnet==1.6.0 keras-mxnet==2.2.4.2 numpy==1.19.5
     mxnet==1.7.0.post2 keras-mxnet==2.2.4.2 numpy==1.19.5
     mxnet==1.8.0.post0 keras-mxnet==2.2.4.3 numpy==1.19.5
