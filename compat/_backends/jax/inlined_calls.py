@@ -30,8 +30,12 @@ def _evaluate(jaxpr, constants, args):
             results = _evaluate(inner.jaxpr, inner.consts, inputs)
         else:
             names = dict.fromkeys(variables_among(operation.invars))
-            one = jaxpr.replace(
-                eqns=[operation], constvars=[], invars=list(names), outvars=operation.outvars
+            one = jaxpr_with(
+                jaxpr,
+                eqns=[operation],
+                constvars=[],
+                invars=list(names),
+                outvars=operation.outvars,
             )
             results = jax.core.eval_jaxpr(one, [], *[values[name] for name in names])
         values.update(zip(operation.outvars, results))
@@ -48,6 +52,14 @@ def _has_marks(operation):
         return True
     inner = operation.params.get("jaxpr")
     return inner is not None and any(map(_has_marks, inner.eqns))
+
+
+def jaxpr_with(jaxpr, **attributes):
+    """Return a jaxpr with other attributes, such as its operations."""
+    try:
+        return jaxpr.replace(**attributes)
+    except AssertionError:  # JAX before 0.5 expects a name for each input and result
+        return jaxpr.replace(debug_info=None, **attributes)
 
 
 def variables_among(atoms):

@@ -16,7 +16,7 @@ from jax.tree_util import tree_flatten, tree_leaves, tree_structure, tree_unflat
 from ..._ranks import arrays
 from . import gradient_marks
 from .configuration import Literal
-from .inlined_calls import inlined, variables_among
+from .inlined_calls import inlined, jaxpr_with, variables_among
 
 
 class CutStep:
@@ -227,7 +227,8 @@ class _Segment:
             (self.donated if is_free else self.kept).append(variable)
         types = [variable.aval.dtype for mark in self.marks for variable in mark.outvars]
         self.dtype = "float64" if "float64" in map(str, types) else "float32"
-        self.body = program.jaxpr.replace(
+        self.body = jaxpr_with(
+            program.jaxpr,
             eqns=self.operations,
             invars=self.means + self.donated + self.kept,
             outvars=self.results + parts,

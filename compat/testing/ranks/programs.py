@@ -6,6 +6,7 @@ the functions here in one.
 
 import importlib.util
 import os
+import shutil
 import time
 from typing import Any, Dict, List
 
@@ -139,7 +140,10 @@ def train_on(keras, folder, extension):
     deadline = time.monotonic() + 60
     while not os.path.exists(paths[0]) and time.monotonic() < deadline:
         time.sleep(0.05)  # rank 0 may be later
-    loaded = keras.models.load_model(paths[0])
+    # Of a folder of its own: Keras 3.4 unpacks the file beside it, where ranks would meet.
+    own = os.path.join(folder, "{}-{} alone".format(compat.size(), compat.rank()))
+    os.mkdir(own)
+    loaded = keras.models.load_model(shutil.copy(paths[0], own))
     with open(log) as file:
         logged = len(file.readlines())
     rate = getattr(model.optimizer, "lr" if hasattr(model.optimizer, "lr") else "learning_rate")
