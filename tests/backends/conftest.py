@@ -107,13 +107,17 @@ if sys.version_info >= (3, 12):  # with the TensorFlow and Keras of a row on an 
     collect_ignore += ["tensorflow2/test_{}.py".format(name) for name in OLDER.split()]
     collect_ignore.append("tensorflow2/test_rules.py")
 
-# What depends on TensorFlow more than on Keras, where the same TensorFlow is tested with another
-# Keras, or an older and a newer one are.
+# What depends on the framework more than on Keras and Python, where the same version is tested with
+# another Keras or Python, or an older and a newer one are.
 GRAPHS = "partition resource_variables side_effects states threads"
 ELSEWHERE = {
     "py36-tensorflow112-tfkeras": ("tensorflow1", GRAPHS),
     "py37-tensorflow1-keras231": ("tensorflow1", GRAPHS),
     "py38-tensorflow": ("tensorflow2", "output_gradients side_effects"),
+    "py311-tf_keras": ("tensorflow2", "output_gradients side_effects"),
+    "py38-theano": ("theano", "configuration propagation replicas side_effects trial"),
+    "py36-mxnet16": ("mxnet", "configuration"),
+    "py38-mxnet": ("mxnet", "configuration locks partition"),
 }
 if ENVIRONMENT in ELSEWHERE:
     _folder, _names = ELSEWHERE[ENVIRONMENT]
