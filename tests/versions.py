@@ -152,6 +152,12 @@ class Environment:
             status, output = self.run(*command)
             if status:
                 return output.strip()
+        if self.pair.extra == "jax":
+            # As in tox.ini, programs compile in a third of the time. A jaxlib that does not know
+            # the flag ends the process.
+            flags = {"XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false"}
+            if not self.run(self.python, "-c", "import jax; jax.devices()", **flags)[0]:
+                self.variables.update(flags)
         return None
 
     def contract(self):

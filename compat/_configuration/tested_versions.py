@@ -35,7 +35,7 @@ torch 3.11 keras
 
 jax 3.11 keras
     jax==0.4.20 keras==3.0.5 jaxlib==0.4.20 numpy<2 scipy<1.13
-    jax==0.4.25 keras==3.1.1 jaxlib==0.4.25 numpy<2 scipy<1.13
+    jax==0.4.26 keras==3.1.1 jaxlib==0.4.26 numpy<2 scipy<1.13
     jax==0.4.30 keras==3.3.3 jaxlib==0.4.30
     jax==0.4.31 keras==3.4.1 jaxlib==0.4.31
     jax==0.4.35 keras==3.5.0 jaxlib==0.4.35
