@@ -112,7 +112,7 @@ class RankedStep(TorchStep):
 
         self.ranked = RankedKerasCall.of(self.model)
         self.ranked.start(self.model)  # rank 0's weights, from which the step begins
-        self.batches, tree = batches, _keras.keras_of(self.model).tree
+        self.batches, tree = batches, _keras.tree_of(_keras.keras_of(self.model))
         first = next(leaf for leaf in tree.flatten(batches) if np.ndim(leaf))
         sizes = self.ranked.engine.gather([len(first)])
         start = sum(size for (size,) in sizes[: self.ranked.engine.place.rank])
