@@ -1,6 +1,7 @@
 """TensorFlow 2: whether all devices were used, as TensorFlow itself reports it."""
 
 import functools
+import itertools
 import warnings
 
 import numpy as np
@@ -10,7 +11,7 @@ import tensorflow as tf
 import compat
 from compat._api import use_checks
 from compat._backends.tensorflow2 import backend, executions
-from compat.testing import DEVICES, initialise, keras_under_test, slow, span
+from compat.testing import DEVICES, in_span, initialise, keras_under_test, slow, span
 
 from .. import hooks
 from ..messages import told
@@ -159,10 +160,18 @@ def keras_model():
     return dense(keras_under_test())
 
 
-@span
-@pytest.mark.parametrize("in_graph", [False, True])
-@pytest.mark.parametrize("step", [trained, predicted])
-@pytest.mark.parametrize("build", [keras_model, Native])
+@pytest.mark.parametrize(
+    "build, step, in_graph",
+    in_span(
+        itertools.product([keras_model, Native], [trained, predicted], [False, True]),
+        [
+            (keras_model, trained, False),
+            (keras_model, predicted, True),
+            (Native, trained, True),
+            (Native, predicted, False),
+        ],
+    ),
+)
 def test_a_loop_that_reaches_no_replica_is_never_silent(keras, build, step, in_graph):
     """And one that reaches them is."""
     run = program(build, step, in_graph)

@@ -1,5 +1,6 @@
 """TensorFlow 2: what calls leave behind besides their results, and calls of several threads."""
 
+import itertools
 import random
 import threading
 
@@ -9,7 +10,7 @@ import tensorflow as tf
 
 import compat
 from compat._configuration.settings import parse_verify
-from compat.testing import DEVICES, keras_under_test, slow, span
+from compat.testing import DEVICES, in_span, keras_under_test, slow, span
 
 from ..messages import told
 
@@ -200,10 +201,21 @@ class FollowsBatch(Keras.Model):
         return found
 
 
-@span
-@pytest.mark.parametrize("eagerly", [True, False])
-@pytest.mark.parametrize("build", [lambda: Momentum(False), lambda: Momentum(True), FollowsBatch])
-def test_weights_that_a_call_moves_are_moved_once(keras, build, eagerly):
+MOVES = {
+    "a frozen branch": lambda: Momentum(False),
+    "a trainable branch": lambda: Momentum(True),
+    "by the batch": FollowsBatch,
+}
+
+
+@pytest.mark.parametrize(
+    "moves, eagerly",
+    in_span(
+        itertools.product(MOVES, [True, False]),
+        [("a frozen branch", True), ("a trainable branch", False), ("by the batch", False)],
+    ),
+)
+def test_weights_that_a_call_moves_are_moved_once(keras, moves, eagerly):
     def step(model, rows):
         with tf.GradientTape() as tape:
             loss = tf.reduce_sum(model(rows) ** 2)
@@ -214,7 +226,7 @@ def test_weights_that_a_call_moves_are_moved_once(keras, build, eagerly):
         results = [function(model, tf.constant(ROWS[:n])) for n in (11, 7)]
         return results, model.get_weights()
 
-    ((expected, *_), (found, *_)), _ = both(compute, build)
+    ((expected, *_), (found, *_)), _ = both(compute, MOVES[moves])
     close(expected, found)
 
 
