@@ -106,7 +106,11 @@ def test_hooks_of_a_model_that_is_not_built_are_never_silent(keras):
         model.test_on_batch(INPUTS, TARGETS)
         model.predict_on_batch(INPUTS)
 
-    found = hooks.left_out_one_by_one(program, tensorflow1_hooks.exempt(keras))
+    exempt = tensorflow1_hooks.exempt(keras)
+    for function in _keras.OF_EPOCHS.values():  # of tf.keras 1.13
+        if hasattr(keras.models.Model, _keras.maker_of(function)):
+            exempt[f"model.{_keras.maker_of(function)}"] = "fit() and evaluate() call it"
+    found = hooks.left_out_one_by_one(program, exempt)
     assert {"model._make_train_function", "SGD.get_updates"} < set(found)
     assert not [name for name, text in found.items() if text is None]
 
