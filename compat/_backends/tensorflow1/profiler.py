@@ -81,7 +81,7 @@ def recorded(tf, thread=None, **options):
 def _call_with_metadata(kind):
     """Return the method that runs a session's callable, with a parameter ``run_metadata``.
 
-    Those of TensorFlow 1.8 and 1.9 have none, and end the process where a run that is traced has none.
+    In TensorFlow 1.8 and 1.9 it has none, and a run that is traced without one ends the process.
     """
     parameters = inspect.signature(kind.__call__).parameters.values()
     if any(each.kind is each.VAR_KEYWORD or each.name == "run_metadata" for each in parameters):
