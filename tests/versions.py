@@ -89,7 +89,9 @@ class Environment:
         shutil.rmtree(str(self.folder), ignore_errors=True)
         (self.folder / "home").mkdir(parents=True)
         self.log.write_text("")
-        others = {k: v for k, v in os.environ.items() if not k.startswith(("COMPAT_", "KERAS_"))}
+        # An environment starts many processes: what they import is compiled once.
+        left_out = "COMPAT_", "KERAS_", "PYTHONDONTWRITEBYTECODE"
+        others = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
         self.variables = dict(
             others,
             HOME=str(self.folder / "home"),
