@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import types
 from typing import Any, Iterable, Iterator
 
 import tensorflow as tf
@@ -50,3 +51,42 @@ def read_kernels() -> None:
         return plain(inputs, tf.convert_to_tensor(kernel), *args, **kwargs)
 
     patching.MendingPatch(nn, "conv", conv)
+
+
+@contextlib.contextmanager
+def custom_gradient_without_tape() -> "Iterator[None]":
+    """Let a custom gradient in a function note the variables that are read without a tape.
+
+    Before TensorFlow 2.3 it makes a tape for that. Within the caller's tape TensorFlow then traces
+    gradients of gradients of the functions in a model, without an end for an LSTM's loop.
+    """
+    from tensorflow.python.eager import tape
+    from tensorflow.python.ops import custom_gradient
+
+    if hasattr(tape, "VariableWatcher") or tf.executing_eagerly():
+        yield
+        return
+
+    plain, accessed = custom_gradient.backprop, tape.variable_accessed
+    due, variables = [True], []
+
+    def note(variable):
+        variables.append(variable)
+        accessed(variable)
+
+    def tape_or_watcher(*args, **kwargs):
+        if not due:  # for a custom gradient in the model
+            return plain.GradientTape(*args, **kwargs)
+        due.clear()
+        watcher = contextlib.ExitStack()
+        watcher.watched_variables = lambda: variables
+        tape.variable_accessed = note
+        watcher.callback(setattr, tape, "variable_accessed", accessed)
+        return watcher
+
+    custom_gradient.backprop = types.SimpleNamespace(**vars(plain))
+    custom_gradient.backprop.GradientTape = tape_or_watcher
+    try:
+        yield
+    finally:
+        custom_gradient.backprop = plain

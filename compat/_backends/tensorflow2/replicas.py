@@ -27,7 +27,7 @@ from .batch_counts import count
 from .call_trace import FailedTrace, Trace
 from .functional_call import as_function
 from .graph import only_traced, recording
-from .keras_patches import read_kernels
+from .keras_patches import custom_gradient_without_tape, read_kernels
 from .merging import Merging
 from .output_gradients import InnerGradients
 from .refusals import refuse_strategies, several_devices_in_xla
@@ -97,7 +97,7 @@ class Replica:
             return results, gradient
 
         if recording():
-            with _listing_no_variables():
+            with _listing_no_variables(), custom_gradient_without_tape():
                 tensors = replica(*shard)
         else:  # predict, evaluate: no gradient to keep intermediate results for
             with tf.device(device):
