@@ -65,9 +65,6 @@ LIBRARIES = {
     # As [options]openmpi of tox.ini.
     "cntk": ["libopenmpi3", "--link", "libmpi.so.12=libmpi.so.40",
              "--link", "libmpi_cxx.so.1=libmpi_cxx.so.40"],
-    # For MXNet 1.8, whose wheel lacks it.
-    "mxnet": ["libopenblas0-pthread",
-              "--link", "libopenblas.so.0=openblas-pthread/libopenblas.so.0"],
 }  # fmt: skip
 LIMIT = 1500  # seconds, of each command
 SHOWN = 3  # faults of a pair that are printed

@@ -12,7 +12,7 @@ from . import pip_extras
 #
 # Left out: a torch before 2.13 comes as a build for CUDA of gigabytes; TensorFlow before 1.13 has
 # no wheel for a Python after 3.6; CNTK before 2.6 has none; keras-mxnet before 2.2.4.2 fails in SGD
-# on MXNet 1.5 and newer. The wheel of MXNet 1.8 needs the system's libopenblas.so.0.
+# on MXNet 1.5 and newer; MXNet 1.8.0 lacks libopenblas.so.0, which its wheel has from .post0 on.
 _PAIRS = """
 torch 3.11 keras
     torch==2.13.0 keras==3.0.5
