@@ -60,12 +60,14 @@ def custom_gradient_without_tape() -> "Iterator[None]":
     Before TensorFlow 2.3 it makes a tape for that. Within the caller's tape TensorFlow then traces
     gradients of gradients of the functions in a model, without an end for an LSTM's loop.
     """
-    from tensorflow.python.eager import tape
     from tensorflow.python.ops import custom_gradient
 
-    if hasattr(tape, "VariableWatcher") or tf.executing_eagerly():
+    names = custom_gradient._graph_mode_decorator.__code__.co_names
+    if "GradientTape" not in names or tf.executing_eagerly():
         yield
         return
+
+    from tensorflow.python.eager import tape
 
     plain, accessed = custom_gradient.backprop, tape.variable_accessed
     due, variables = [True], []
