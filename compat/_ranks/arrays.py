@@ -92,10 +92,9 @@ def like(arrays, numbers):
         numbers: an array of one axis.
     """
     ends = itertools.accumulate(array.size for array in arrays)
-    return [
-        numbers[end - array.size : end].reshape(array.shape).astype(array.dtype, copy=False)
-        for array, end in zip(arrays, ends)
-    ]
+    shaped = [numbers[e - array.size : e].reshape(array.shape) for array, e in zip(arrays, ends)]
+    # JAX's astype() has no copy=False before 0.4.27.
+    return [s if s.dtype == a.dtype else s.astype(a.dtype) for s, a in zip(shaped, arrays)]
 
 
 def part_of_batch(place, batch, batch_size=None):

@@ -101,7 +101,7 @@ class JaxDistributed(engines.Engine):
             self,
             self.store.key_value_set,
             lambda name, seconds: self.store.blocking_key_value_get(name, int(1000 * seconds)),
-            self.store.key_value_delete,
+            self.delete,
         )
         atexit.register(self.end)
         self.look_while_waiting(self.look, _LOOK)
@@ -129,6 +129,11 @@ class JaxDistributed(engines.Engine):
     def broadcast_bytes(self, content):
         """Return rank 0's array: see ``Engine.broadcast_bytes``."""
         return np.asarray(self.sum_array(content, "for the broadcast from rank 0"))
+
+    def delete(self, name):
+        """Delete an entry of the store."""
+        with contextlib.suppress(TypeError):  # JAX before 0.4.28 cannot report that it has
+            self.store.key_value_delete(name)
 
     # Limited waits ----------------------------------------------------------------------------
 
