@@ -5,13 +5,13 @@
 Each pair of compat/_configuration/tested_versions.py gets an environment, in which this runs the
 span contract, three examples by ``compat test``, and a job of two ranks where the backend can start
 ranks without a library of its own. The environment is removed; what came of the pair stays in
-.tox/versions, as JSON and as the log of all commands, and becomes its line in the table.
+.tox/versions, as JSON and as the log of all commands; ``--table`` makes it a line of the table.
 
     TEXT        only pairs whose extra, Python or requirements contain all these texts
     --edges     only the oldest and newest pairs, which CI runs
     --jobs N    run N pairs at a time (default: one for each two cores)
     --keep      keep the environments
-    --table     run nothing; write the table from the results of earlier runs
+    --table     run nothing; write the table, with the results of earlier runs that are there
 
 exit status: 0 where all that ran holds, or fails as tested_versions.FAULTS says; else 1.
 """
@@ -169,7 +169,8 @@ class Environment:
             "--timeout=600", "-q", "--junitxml", str(results),
         )  # fmt: skip
         if not results.exists():
-            return 0, {"pytest": _last_line(output)}
+            deaths = [line for line in output.splitlines() if line.startswith("Fatal Python error")]
+            return 0, {"pytest": deaths[0] if deaths else _last_line(output)}
         cases = list(xml.etree.ElementTree.parse(str(results)).getroot().iter("testcase"))
         failures = {case.get("name"): _failure(case) for case in cases}
         failures = {name: message for name, message in failures.items() if message is not None}
@@ -363,8 +364,6 @@ def main(arguments):
             pair, result = running[done], done.result()
             unexpected += not is_as_expected(pair, result)
             print(told(pair, result), flush=True)
-    if not options.edges:
-        write_page()
     print("{} pairs, {} not as expected".format(len(chosen), unexpected))
     return int(bool(unexpected) or not chosen)
 
