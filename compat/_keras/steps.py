@@ -5,6 +5,7 @@ of GANs and autoencoders do. So these parts run on several devices as well. ``Us
 steps that reach none of them.
 """
 
+import functools
 from typing import Any, List, Optional, Sequence, Type
 
 from .. import _keras
@@ -21,6 +22,22 @@ def has_own_steps(model: "Any") -> bool:
 def has_own_training(model: "Any") -> bool:
     """Return whether the training step of a model, or its loss, is user-defined."""
     return any(_keras.is_users(getattr(type(model), name, None)) for name in _STEPS_OF_TRAINING)
+
+
+def weighs_batches(model: "Any") -> bool:
+    """Return whether Keras' steps count a batch by its rows in the loss of an epoch.
+
+    Those of Keras before 3.2 call ``_loss_tracker.update_state(loss)`` without a weight.
+    """
+    return _weighs_batches(next(k for k in type(model).__mro__ if not _keras.is_users(k)))
+
+
+@functools.lru_cache(maxsize=None)
+def _weighs_batches(kind: "Type[Any]") -> bool:
+    methods = [method for base in kind.__mro__ for method in vars(base).values()]
+    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
+    updates = [code for code in codes if "_loss_tracker" in code.co_names]
+    return any(("sample_weight",) in code.co_consts for code in updates)
 
 
 def called_models(model: "Any") -> "List[Any]":

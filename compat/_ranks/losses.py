@@ -16,7 +16,7 @@ from typing import Any, List
 import numpy as np
 
 from .. import _keras, errors
-from .._keras.steps import has_own_steps
+from .._keras.steps import has_own_steps, weighs_batches
 from .._runtime import patching
 from . import batch_parts, metrics, step_functions
 
@@ -71,7 +71,9 @@ class Reductions:
         with contextlib.ExitStack() as stack:
             stack.enter_context(step_functions.replaced(self.engine, module, self.is_due, **ours))
             tracker = getattr(self.model, "_loss_tracker", None)  # of Keras 3
-            if tracker is not None and not has_own_steps(self.model):
+            if tracker is not None and not (
+                has_own_steps(self.model) or weighs_batches(self.model)
+            ):
                 track = functools.partial(self.track, tracker.update_state)
                 stack.enter_context(patching.replaced(tracker, update_state=track))
             yield
@@ -127,7 +129,7 @@ class Reductions:
     def track(self, plain, loss, sample_weight=None):
         """Count the loss of a step in an epoch's mean.
 
-        Keras before 3.2 takes the mean over batches, whatever their rows.
+        Only where Keras itself takes the mean over batches, whatever their rows.
         """
         if sample_weight is None:
             sample_weight = self.ops.cast(self.share() * self.engine.place.size, loss.dtype)

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from compat import _keras
+from compat._keras import steps
+from compat._ranks import losses
 from compat._ranks.losses import Reductions
 from compat.testing import keras_under_test
 
@@ -33,8 +35,9 @@ def reductions(model):
     return Reductions(lambda: SHARE, None, model, engine)
 
 
-def test_a_step_of_a_rank_counts_by_its_share(keras, model, reductions):
+def test_a_step_of_a_rank_counts_by_its_share(keras, model, reductions, monkeypatch):
     """Keras before 3.2 gives the loss of a step no weight."""
+    monkeypatch.setattr(losses, "weighs_batches", lambda model: False)
     loss = keras.ops.convert_to_tensor(2.0)
     tracker = model._loss_tracker
     with reductions.within(keras):
@@ -44,6 +47,23 @@ def test_a_step_of_a_rank_counts_by_its_share(keras, model, reductions):
     assert float(tracker.total.value) == 2 * (SHARE * RANKS + 5)
     tracker.update_state(loss)
     assert float(tracker.count.value) == SHARE * RANKS + 5 + 1
+
+
+def test_whether_keras_weighs_batches(keras, model, monkeypatch):
+    """Told from its own steps, whatever a script derives from them."""
+
+    class Old(type(model)):
+        def train_step(self, data):
+            self._loss_tracker.update_state(data)
+
+    assert steps.weighs_batches(model) and steps.weighs_batches(Old([keras.layers.Dense(1)]))
+    for kind in type(model).__mro__:
+        for name, method in list(vars(kind).items()):
+            if "_loss_tracker" in getattr(getattr(method, "__code__", None), "co_names", ()):
+                monkeypatch.setattr(kind, name, Old.train_step)
+    steps._weighs_batches.cache_clear()
+    assert not steps.weighs_batches(model)
+    steps._weighs_batches.cache_clear()
 
 
 def test_sums_are_divided_where_keras_reduces_without_weights(keras, reductions, monkeypatch):
