@@ -89,6 +89,7 @@ def test_mirrored_function_that_builds_no_model(keras):
         compat.parallelize(lambda: None, strategy="mirrored")
 
 
+@span
 @pytest.mark.row('strategy="mirrored"')
 def test_mirrored_is_refused_where_keras_does_not_average_over_replicas(keras, monkeypatch):
     module = sys.modules[keras.losses.Loss.__module__]

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import compat
 from compat._configuration import registry
-from compat.testing import DEVICES, initialise, keras_under_test, largest_difference, slow
+from compat.testing import DEVICES, initialise, keras_under_test, largest_difference, slow, span
 
 from .. import verification_cases
 from ..verification_cases import verified
@@ -185,6 +185,7 @@ if not KERAS3:
     )
 
 
+@span
 def test_variables_of_layers_are_found_once(monkeypatch):
     """Keras before 3.7 exports a subclass of the class of layers' variables."""
 
