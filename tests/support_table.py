@@ -27,8 +27,8 @@ import xml.etree.ElementTree as ElementTree
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGE = os.path.join(ROOT, "docs", "support.md")
 IDIOMS = os.path.join(ROOT, "docs", "idioms.md")
-BEGIN = "<!-- support table: written by tests/support_table.py -->\n"
-END = "<!-- end of the support table -->\n"
+BEGIN = "<!-- generated table -->\n"
+END = "<!-- end of the generated table -->\n"
 HEADING = ("tox environment", "Python", "backend", "framework", "Keras", "contract", "tests")
 FEATURES = ("feature", "tests passed in")
 TIMES = ("setup", "tests", "cpu")
@@ -191,7 +191,7 @@ def feature_rows(results, kept=()):
 
 def verdicts():
     """Return the verdicts of docs/idioms.md, by environment and idiom."""
-    heading, _, *lines = [_cells(line) for line in page_tables(IDIOMS).splitlines()] or [[], []]
+    heading, _, *lines = [cells(line) for line in page_tables(IDIOMS).splitlines()] or [[], []]
     return {
         environment: {line[0]: line[column] for line in lines}
         for column, environment in enumerate(heading)
@@ -213,7 +213,8 @@ def idiom_table(results):
     )
 
 
-def _cells(line):
+def cells(line):
+    """Return the cells of a line of a table."""
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
@@ -245,7 +246,7 @@ def page_tables(page=None):
 def page_rows():
     """Return the rows of both tables, as lists of cells."""
     return [
-        [_cells(line) for line in table.strip().splitlines()[2:]]
+        [cells(line) for line in table.strip().splitlines()[2:]]
         for table in page_tables().partition("\n\n")[::2]
     ]
 

@@ -71,7 +71,7 @@ def page(tmp_path, monkeypatch):
 def row_of(lines, name):
     """Return the cells of the row of an environment, or of a feature."""
     (row,) = [line for line in lines if line.startswith("| {} ".format(name))]
-    return support_table._cells(row)
+    return support_table.cells(row)
 
 
 def everything(**failures):

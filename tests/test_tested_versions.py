@@ -70,7 +70,7 @@ def test_newest_of_pairs(monkeypatch):
 
 def test_the_page_has_a_line_for_each_pair():
     """And what a line says is what `compat pins` takes for granted."""
-    rows = versions.rows_of_page(versions.PAGE.read_text(encoding="utf-8"))
+    rows = versions.rows_of_page()
     expected = {}
     for pair in tested_versions.pairs():
         cells = versions.row(pair, {"faults": {}, "seconds": 0})

@@ -8,7 +8,7 @@ ranks without a library of its own. The environment is removed; what came of the
 .tox/versions, as JSON and as the log of all commands; ``--table`` makes it a line of the table.
 
     TEXT        only pairs whose extra, Python or requirements contain all these texts
-    --edges     only the oldest and newest pairs, which CI runs
+    --edges     only the oldest and newest pairs
     --jobs N    run N pairs at a time (default: one for each two cores)
     --keep      keep the environments
     --table     run nothing; write the table, with the results of earlier runs that are there
@@ -19,6 +19,7 @@ exit status: 0 where all that ran holds, or fails as tested_versions.FAULTS says
 import argparse
 import collections
 import concurrent.futures
+import configparser
 import json
 import os
 import pathlib
@@ -29,6 +30,8 @@ import sys
 import time
 import xml.etree.ElementTree
 
+import support_table
+
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -36,8 +39,6 @@ from compat._configuration import pip_extras, tested_versions  # noqa: E402
 
 WORK = ROOT / ".tox" / "versions"
 PAGE = ROOT / "docs" / "versions.md"
-BEGIN = "<!-- versions: written by tests/versions.py -->\n"
-END = "<!-- end of versions -->\n"
 EXAMPLES = ("mlp", "vae", "lstm_text")
 #: Backends whose ranks communicate through what the framework itself brings.
 RANKS = ("jax", "tensorflow2", "torch")
@@ -60,12 +61,7 @@ REFUSAL = re.compile(
 #: Theano's implementations in Python, for examples: those in C take minutes to compile. The
 #: contract has such flags of its own, which give way to any in the environment.
 IN_PYTHON = "optimizer=fast_compile,optimizer_excluding=conv_gemm:AbstractConvCheck,cxx="
-#: Packages of Debian's that a framework needs, as arguments of tests/debian.py, by extra.
-LIBRARIES = {
-    # As [options]openmpi of tox.ini.
-    "cntk": ["libopenmpi3", "--link", "libmpi.so.12=libmpi.so.40",
-             "--link", "libmpi_cxx.so.1=libmpi_cxx.so.40"],
-}  # fmt: skip
+LIBRARIES = ("cntk",)  # need what [options]openmpi of tox.ini names
 LIMIT = 1500  # seconds, of each command
 SHOWN = 3  # faults of a pair that are printed
 
@@ -141,10 +137,11 @@ class Environment:
             without = self.folder / "overrides.txt"
             without.write_text("keras; python_version < '3'", encoding="utf-8")
             commands[-1] += ["--override", str(without)]
-        libraries = LIBRARIES.get(self.pair.extra)
-        if libraries is not None:
-            target = str(self.folder / "debian")
-            commands.append([sys.executable, "tests/debian.py", target] + libraries)
+        if self.pair.extra in LIBRARIES:
+            tox = configparser.ConfigParser(interpolation=None)
+            tox.read(str(ROOT / "tox.ini"), encoding="utf-8")
+            command = [sys.executable, "tests/debian.py", str(self.folder / "debian")]
+            commands.append(command + tox["options"]["openmpi"].split())
         for command in commands:
             status, output = self.run(*command)
             if status:
@@ -309,33 +306,23 @@ def _word(test, faults, refused):
     return "fails" if test in faults else "refused" if test in refused else "same"
 
 
-def rows_of_page(text):
+def rows_of_page():
     """Return the table's lines by their first three cells, which name a pair."""
-    table = text.partition(BEGIN)[2].partition(END)[0]
-    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
-    return {tuple(cells[:3]): cells for cells in lines}
+    lines = support_table.page_tables(str(PAGE)).splitlines()[2:]
+    return {tuple(cells[:3]): cells for cells in map(support_table.cells, lines)}
 
 
 def write_page():
     """Write the table: lines of results in .tox/versions, and of others as they are on the page."""
-    text = PAGE.read_text(encoding="utf-8")
-    known, rows = rows_of_page(text), []
+    known, rows = rows_of_page(), []
     for pair in tested_versions.pairs():
         path = WORK / (name_of(pair) + ".json")
-        cells = row(pair, {"faults": {}, "seconds": 0})
+        name = tuple(row(pair, {"faults": {}, "seconds": 0})[:3])
         if path.exists():
-            cells = row(pair, json.loads(path.read_text(encoding="utf-8")))
-        elif tuple(cells[:3]) in known:
-            cells = known[tuple(cells[:3])]
-        else:
-            continue
-        rows.append(cells)
-    lines = [
-        "| {} |".format(" | ".join(cells)) for cells in [COLUMNS, ["---"] * len(COLUMNS)] + rows
-    ]
-    before, rest = text.split(BEGIN)
-    after = rest.split(END)[1]
-    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after, encoding="utf-8")
+            rows.append(row(pair, json.loads(path.read_text(encoding="utf-8"))))
+        elif name in known:
+            rows.append(known[name])
+    support_table.write_page(support_table.markdown(COLUMNS, rows), str(PAGE))
 
 
 def is_chosen(pair, texts):
