@@ -1,4 +1,4 @@
-"""What XLA's partitioner gets wrong where a dimension does not divide among the devices."""
+"""Fixes for XLA's partitioner, for dimensions that do not divide among the devices."""
 
 import threading
 
@@ -13,9 +13,14 @@ _patching = threading.Lock()
 def install():
     """Have JAX bind these operations so that they are right, in the whole process."""
     with _patching:
-        if patching.find(ad.primitive_jvps, jax.lax.sort_p) is None:
-            patching.Patch(ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort)
-            patching.Patch(jax.lax.dynamic_update_slice_p, "bind", _bind_update)
+        fixes = [
+            (ad.primitive_jvps, jax.lax.sort_p, _differentiate_sort),
+            (jax.lax.dynamic_update_slice_p, "bind", _bind_update),
+        ]
+        due = [fix for fix in fixes if patching.find(*fix[:2]) is None]
+        for fix in due:
+            patching.Patch(*fix)
+        if due:
             jax.clear_caches()  # which have what was bound before
 
 

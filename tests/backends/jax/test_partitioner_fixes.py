@@ -1,5 +1,7 @@
 """Operations that XLA partitions wrongly without the fixes."""
 
+from compat.testing import span
+
 
 def test_sorts_within_uneven_batches(run):
     """XLA's partitioner would end the process; JAX has kept what was differentiated before."""
@@ -42,6 +44,7 @@ def test_sorts_within_uneven_batches(run):
     assert printed.splitlines() == ["True"] * 5
 
 
+@span
 def test_slices_past_the_end_of_uneven_batches(run):
     """XLA moves them back to the last rows, which is where gradients and updates go."""
     printed = run(
