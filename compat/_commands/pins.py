@@ -89,7 +89,7 @@ def tested_pair(
         python: the Python on which the pair is to be tested; None: any.
 
     Raises:
-        InvalidArgumentError: there is no such extra, or no such pair.
+        InvalidArgumentError: the extra is unknown, or no pair has these versions.
     """
     extra = known(extra)
     candidates = tested_versions.of_extra(extra)
@@ -107,15 +107,15 @@ def tested_pair(
 
 
 def _summary(pairs):
-    """Return the versions of pairs as a phrase, the Kerases by the Pythons on which they are."""
+    """Return the versions of Keras of these pairs, by Python, as a phrase."""
     by_python: Dict[str, List[str]] = {}
     for pair in pairs:
         name = "tf.keras" if pair.keras is None else pair.keras_name
         keras = f"{name} {pair.versions[1]}"
         by_python.setdefault(pip_extras.spelled(pair.python), []).append(keras)
     return "; ".join(
-        f"{', '.join(dict.fromkeys(kerases))} on Python {python}"
-        for python, kerases in by_python.items()
+        f"{', '.join(dict.fromkeys(versions))} on Python {python}"
+        for python, versions in by_python.items()
     )
 
 

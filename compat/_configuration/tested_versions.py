@@ -198,7 +198,7 @@ class Pair(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """What does not hold, and with which version it does; "" where all holds."""
+        """A sentence about what fails, and in which version it does not; "": nothing fails."""
         return FAULTS.get(str(self), "")
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from compat._configuration import detection, packages, registry
 from compat.testing import contract_of, slow
 
 KERAS = os.environ.get("COMPAT_TEST_KERAS", "keras")
+IS_KERAS3 = KERAS == "keras" and (packages.version("keras") or "").startswith("3.")
 
 
 def _installed():
@@ -23,11 +24,10 @@ def _installed():
 
     TensorFlow 2.12 requires JAX, which nothing but Keras 3 runs on.
     """
-    is_keras3 = KERAS == "keras" and (packages.version("keras") or "").startswith("3.")
     for backend in registry.backends():
         version = detection.installed_version(backend)
         if version is not None and backend.accepts(version):
-            if is_keras3 or backend.framework not in ("jax", "torch"):
+            if IS_KERAS3 or backend.framework not in ("jax", "torch"):
                 yield backend
 
 
@@ -95,7 +95,7 @@ if not TENSORFLOW2.startswith("2.15."):
     collect_ignore.append("tensorflow2/test_pages.py")  # the documentation shows that version
 if not TENSORFLOW2.startswith(("2.3.", "2.15.")):  # the last one with a wrapper, and the whole row
     collect_ignore.append("tensorflow2/test_unwrap.py")
-if KERAS == "keras" and (packages.version("keras") or "").startswith("3."):
+if IS_KERAS3:
     # No Keras is in them, or it has no graph mode; the rows of tf.keras and tf_keras test them.
     collect_ignore += ["tensorflow2/test_propagation.py", "tensorflow2/test_sessions.py"]
     collect_ignore.append("tensorflow2/test_native_verification.py")

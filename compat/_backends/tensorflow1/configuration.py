@@ -51,7 +51,7 @@ def set_session_defaults(defaults: "Optional[Callable[[], Any]]") -> None:
 
 
 def release_callables_of_open_sessions_alone() -> None:
-    """Mend TensorFlow 1.8: the process ends where a callable is released after its session.
+    """Keep TensorFlow 1.8 from crashing where a callable is released after its session.
 
     Keras' functions are callables. Once ``clear_session()`` has let go of a model and its session,
     Python collects the two in any order. Later versions check it themselves.

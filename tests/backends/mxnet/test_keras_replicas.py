@@ -13,6 +13,7 @@ from compat.testing import initialise, optimizer, span
 
 from .. import graph_cases
 from ..messages import told
+from ..wrapped_models import old_sequential
 from .gluon_models import check_same
 from .keras_models import WHOLE, lambda_model, replicas_of
 from .keras_models import keras as keras  # the fixture
@@ -159,32 +160,6 @@ def test_a_function_in_place_of_a_replaced_method_stays_on_one_device(keras):
     assert made
     compat.parallelize(model)
     np.testing.assert_allclose(model.predict(inputs), before, rtol=1e-5)
-
-
-def old_sequential(keras):
-    """Return a Sequential as before Keras 2.2, which contains another model."""
-    layers = [keras.layers.Dense(3, activation="tanh", input_shape=(4,)), keras.layers.Dense(2)]
-    built = keras.models.Sequential(layers)
-    if _keras.wraps_a_model(built):
-        return built
-
-    class Sequential(keras.models.Model):
-        def build(self, input_shape=None):
-            vars(self)["model"] = keras.models.Model(self.inputs, self.outputs)
-
-        def compile(self, *args, **kwargs):
-            self.build()
-            self.model.compile(*args, **kwargs)
-
-        def train_on_batch(self, *args):
-            return self.model.train_on_batch(*args)
-
-        def predict_on_batch(self, *args):
-            return self.model.predict_on_batch(*args)
-
-    model = Sequential(built.inputs, built.outputs)
-    vars(model)["model"] = None
-    return model
 
 
 @span

@@ -11,6 +11,7 @@ from compat.testing import DEVICES, initialise, keras_under_test, span
 
 from .. import hooks
 from ..messages import told
+from ..wrapped_models import old_sequential
 from . import test_contract
 
 profiles_not_printed = test_contract.profiles_not_printed
@@ -31,34 +32,6 @@ TARGETS = np.random.RandomState(1).normal(size=(11, 2)).astype("float32")
 def dense(keras):
     layers = [keras.layers.Dense(3, activation="tanh", input_shape=(4,)), keras.layers.Dense(2)]
     return keras.models.Sequential(layers)
-
-
-def old_sequential(keras):
-    """Return a Sequential as before Keras 2.2, which contains another model."""
-    built = dense(keras)
-    if _keras.wraps_a_model(built):
-        return built
-
-    class Sequential(keras.models.Model):
-        def build(self, input_shape=None):
-            vars(self)["model"] = keras.models.Model(self.inputs, self.outputs)
-
-        def compile(self, *args, **kwargs):
-            self.build()
-            self.model.compile(*args, **kwargs)
-
-        def train_on_batch(self, *args):
-            return self.model.train_on_batch(*args)
-
-        def test_on_batch(self, *args):
-            return self.model.test_on_batch(*args)
-
-        def predict_on_batch(self, *args):
-            return self.model.predict_on_batch(*args)
-
-    model = Sequential(built.inputs, built.outputs)
-    vars(model)["model"] = None
-    return model
 
 
 def steps(model):
