@@ -3,6 +3,7 @@
 import contextlib
 import re
 import threading
+from _thread import get_ident
 from typing import Any, Dict, List, Optional
 
 from ... import _keras, _rows, errors
@@ -129,16 +130,14 @@ class ReplicatedGraphFunctions:
         """Make all functions again; the existing ones run from then on what the new ones run."""
         self._replicas = None
         for name, function in list(self._made.items()):
-            current = getattr(self.model, name)
             # Keras makes new variables for the optimizer's state with every train function.
             state = self.model.optimizer.get_weights() if function.training else None
-            setattr(self.model, name, None)
             try:
-                getattr(self.model, _keras.maker_of(name))()
+                with _unmade(self.model, name):
+                    getattr(self.model, _keras.maker_of(name))()
                 function.become(self._made[name])
             finally:
                 self._made[name] = function
-                setattr(self.model, name, current)
             if state is not None:
                 self.model.optimizer.set_weights(state)
 
@@ -169,6 +168,28 @@ class ReplicatedGraphFunctions:
             lambda loss, params: self.replicas_now().whole(loss),
             lambda: self.replicas_now().gradients_colocated(),
         )
+
+
+@contextlib.contextmanager
+def _unmade(model, name):
+    """Let this thread, and no other, find within a block that a function has not been made.
+
+    Keras makes a function where the attribute is None, and other threads call what it holds.
+    """
+    plain, thread, found = type(model), get_ident(), {}
+
+    def of_thread(model):
+        return found if get_ident() == thread else vars(model)
+
+    function = property(
+        lambda model: of_thread(model).get(name),
+        lambda model, value: of_thread(model).update({name: value}),
+    )
+    object.__setattr__(model, "__class__", type(plain.__name__, (plain,), {name: function}))
+    try:
+        yield
+    finally:
+        object.__setattr__(model, "__class__", plain)
 
 
 def _learning_phase(backend):

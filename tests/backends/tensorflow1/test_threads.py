@@ -128,6 +128,26 @@ def test_a_thread_whose_default_graph_is_another_one(keras):
 
 
 @span
+@pytest.mark.filterwarnings("ignore::compat.CompatWarning")
+def test_other_threads_find_a_function_while_it_is_made_anew(keras, monkeypatch):
+    model = compat.parallelize(across_rows(keras))
+    model._make_predict_function()
+    plain, seen = type(model)._make_predict_function, []
+
+    def make(model):
+        reader = threading.Thread(target=lambda: seen.append(model.predict_function))
+        reader.start()
+        reader.join()
+        plain(model)
+
+    monkeypatch.setattr(type(model), "_make_predict_function", make)
+    of_class, function = type(model), model.predict_function
+    np.testing.assert_allclose(model.predict(INPUTS), expected(model, INPUTS), atol=1e-5)
+    assert len(seen) > 1 and set(seen) == {function}
+    assert type(model) is of_class and model.predict_function is function
+
+
+@span
 def test_a_model_of_its_own_in_each_of_four_threads(keras):
     """Functions are made before, as A3C has it: Keras' scopes are those of all threads."""
     within, session = v1.get_default_graph(), keras.backend.get_session()
