@@ -94,7 +94,9 @@ def copy_operations(
         if gradient.startswith(b"CustomGradient"):
             node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
         _set_apart(node, prefix, seed)
-    nowhere = within.colocate_with(None, ignore_existing=True)  # where they are, 1.7 fails to import
+    nowhere = within.colocate_with(
+        None, ignore_existing=True
+    )  # where they are, 1.7 fails to import
     with within.as_default(), nowhere, tf.device(None), tf.device(device):
         results = tf.import_graph_def(
             definition, outside, [op.name for op in operations], name=prefix

@@ -185,11 +185,11 @@ def _unmade(model, name):
         lambda model: of_thread(model).get(name),
         lambda model, value: of_thread(model).update({name: value}),
     )
-    object.__setattr__(model, "__class__", type(plain.__name__, (plain,), {name: function}))
+    patching.change_class(model, type(plain.__name__, (plain,), {name: function}))
     try:
         yield
     finally:
-        object.__setattr__(model, "__class__", plain)
+        patching.change_class(model, plain)
 
 
 def _learning_phase(backend):
