@@ -5,7 +5,10 @@ of GANs and autoencoders do. So these parts run on several devices as well. ``Us
 steps that reach none of them.
 """
 
+import ast
 import functools
+import inspect
+import textwrap
 from typing import Any, List, Optional, Sequence, Type
 
 from .. import _keras
@@ -35,9 +38,21 @@ def weighs_batches(model: "Any") -> bool:
 @functools.lru_cache(maxsize=None)
 def _weighs_batches(kind: "Type[Any]") -> bool:
     methods = [method for base in kind.__mro__ for method in vars(base).values()]
-    codes = [method.__code__ for method in methods if hasattr(method, "__code__")]
-    updates = [code for code in codes if "_loss_tracker" in code.co_names]
-    return any(("sample_weight",) in code.co_consts for code in updates)
+    return any(_weighs_batch(method) for method in methods if inspect.isfunction(method))
+
+
+def _weighs_batch(method):
+    """Return whether a method calls ``_loss_tracker.update_state(loss, sample_weight=...)``."""
+    if "_loss_tracker" not in method.__code__.co_names:
+        return False
+    source = textwrap.dedent(inspect.getsource(method))
+    return any(
+        isinstance(node, ast.Call)
+        and getattr(node.func, "attr", "") == "update_state"
+        and getattr(node.func.value, "attr", "") == "_loss_tracker"
+        and "sample_weight" in [keyword.arg for keyword in node.keywords]
+        for node in ast.walk(ast.parse(source))
+    )
 
 
 def called_models(model: "Any") -> "List[Any]":
