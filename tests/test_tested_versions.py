@@ -1,5 +1,7 @@
 """The versions that compat is tested with: the table, and what is said of other versions."""
 
+import re
+
 import pytest
 import versions
 
@@ -77,6 +79,24 @@ def test_the_page_has_a_line_for_each_pair():
         expected[tuple(cells[:3])] = pair.fault or "holds"
     said = {pair: cells[-1].partition("; ")[0] for pair, cells in rows.items()}
     assert said == {pair: expected[pair] for pair in rows}
+
+
+SPELLED = {"tensorflow": "TensorFlow", "keras": "Keras", "mxnet": "MXNet", "theano": "Theano"}
+SPELLED.update(jax="JAX", cntk="CNTK")
+
+
+@pytest.mark.parametrize("backend", pip_extras.EXTRAS)
+def test_pages_name_the_ranges_of_the_table(backend):
+    """The README, and the page of the backend."""
+    readme = (versions.ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^\| \[.*docs/backends/{}.md.*".format(backend), readme, re.MULTILINE)
+    page = versions.ROOT / "docs" / "backends" / (backend + ".md")
+    first = " ".join(page.read_text(encoding="utf-8").split("\n\n")[1].split())
+    for name, tested in tested_versions.ranges(backend).items():
+        text = " to ".join(re.sub(r"\.post.*", "", version) for version in tested)
+        is_keras = "keras" in name
+        assert "{} {}".format(SPELLED.get(name, name), text) in (line if is_keras else first)
+        assert text in first and text in line
 
 
 def test_a_line_of_the_page(monkeypatch):
