@@ -35,6 +35,7 @@ torch 3.11 keras
 
 jax 3.11 keras
     jax==0.4.20 keras==3.0.5 jaxlib==0.4.20 numpy<2 scipy<1.13
+    jax==0.4.23 keras==3.0.5 jaxlib==0.4.23 numpy<2 scipy<1.13
     jax==0.4.26 keras==3.1.1 jaxlib==0.4.26 numpy<2 scipy<1.13
     jax==0.4.30 keras==3.3.3 jaxlib==0.4.30
     jax==0.4.31 keras==3.4.1 jaxlib==0.4.31
@@ -50,6 +51,7 @@ jax 3.11 keras
     jax==0.10.2 keras==3.15.1
 
 keras3 3.11 keras
+    tensorflow-cpu==2.15.1 keras==3.0.5 numpy<2
     tensorflow-cpu==2.16.2 keras==3.0.5
     tensorflow-cpu==2.16.2 keras==3.1.1
     tensorflow-cpu==2.16.2 keras==3.3.3
@@ -92,8 +94,17 @@ tensorflow 3.8 tensorflow.keras protobuf<3.21 h5py<4
     tensorflow-cpu==2.10.1
     tensorflow-cpu==2.11.1
 
+tensorflow 3.8 keras protobuf<3.21 h5py<4
+    tensorflow-cpu==2.6.5 keras==2.6.0
+    tensorflow-cpu==2.11.1 keras==2.11.0
+
 tensorflow20 3.7 keras protobuf<3.21 h5py<3 numpy<1.19
     tensorflow==2.0.4 keras==2.3.1
+    tensorflow-cpu==2.1.4 keras==2.3.1
+    tensorflow-cpu==2.2.3 keras==2.3.1
+
+tensorflow23 3.7 keras protobuf<3.21 h5py<3 numpy<1.19
+    tensorflow-cpu==2.3.4 keras==2.4.3
 
 tensorflow23 3.7 tensorflow.keras protobuf<3.21 h5py<3 numpy<1.19
     tensorflow==2.0.4
@@ -104,6 +115,7 @@ tensorflow23 3.7 tensorflow.keras protobuf<3.21 h5py<3 numpy<1.19
 tensorflow1 3.7 keras protobuf<3.21 h5py<3 numpy<1.19
     tensorflow==1.13.2 keras==2.2.4
     tensorflow==1.14.0 keras==2.2.5
+    tensorflow==1.14.0 keras==2.3.1
     tensorflow-cpu==1.15.0 keras==2.2.4
     tensorflow-cpu==1.15.0 keras==2.3.0
     tensorflow-cpu==1.15.0 keras==2.3.1
@@ -120,6 +132,7 @@ tensorflow112 3.6 keras protobuf<3.18 h5py<3 numpy<1.17
     tensorflow==1.7.1 keras==2.1.6
     tensorflow==1.8.0 keras==2.2.0
     tensorflow==1.9.0 keras==2.2.0
+    tensorflow==1.10.1 keras==2.1.6
     tensorflow==1.10.1 keras==2.2.2
     tensorflow==1.11.0 keras==2.2.4
     tensorflow==1.12.3 keras==2.2.4
