@@ -9,13 +9,13 @@ class ColocateGradients:
     Arguments:
         device_of: devices of operations, and of loops by name, where the operations themselves
             have no device.
-        sums: whether all operations are gradients', so that those which differentiate none sum up
-            gradients, of one device or of several.
+        chain: the devices that sum up gradients, each its own and the next one's, in order, where
+            all operations are gradients', so that those which differentiate none are such sums.
     """
 
-    def __init__(self, device_of, sums):
+    def __init__(self, device_of, chain=()):
         self.device_of = device_of
-        self.sums = sums
+        self.chain = list(chain)
 
     def __call__(self, op):
         if graph.handles(op):
@@ -30,9 +30,8 @@ class ColocateGradients:
             device = self.device_of[loop.name] = self.device_of.get(forward.name, pivot)
         elif op.type == "Enter":
             device = self.device_of.get(op.get_attr("frame_name").decode(), "")
-        elif self.sums:
-            devices = {self._device_of(tensor.op) for tensor in op.inputs}
-            device = devices.pop() if len(devices) == 1 else ""
+        elif self.chain:
+            device = self._device_of_sum(op)
         if device:
             self.device_of[op] = device
             # Loops' own constants are made before them, outside of their context. Left elsewhere,
@@ -42,6 +41,14 @@ class ColocateGradients:
             if constant is not None and constant.type == "Const" and not constant.device:
                 constant._set_device(device)
         return device
+
+    def _device_of_sum(self, op):
+        """Return the device of a sum, or of slices that are concatenated: the first one's."""
+        summands = list(op.inputs)[: -1 if op.type == "ConcatV2" else None]  # without the axis
+        devices = {self._device_of(tensor.op) for tensor in summands}
+        if len(devices) > 1 and devices.issubset(self.chain):
+            return min(devices, key=self.chain.index)
+        return devices.pop() if len(devices) == 1 else ""
 
     def _device_of(self, op):
         return self.device_of.get(op, op.device)

@@ -42,7 +42,14 @@ class Copy:
 
 
 def copy_operations(
-    operations, replaced, scope, device, seed=0, controls=lambda op: [], fixed_batch=None
+    operations,
+    replaced,
+    scope,
+    device,
+    seed=0,
+    controls=lambda op: [],
+    fixed_batch=None,
+    local=lambda tensor: tensor,
 ):
     """Copy operations into their own graph, and return the ``Copy``.
 
@@ -56,6 +63,7 @@ def copy_operations(
         controls: a function from an operation that is not copied to those to wait for instead.
         fixed_batch: the number of rows the originals were made for, where it is fixed; the
             copies compute other numbers.
+        local: a function from another tensor of other operations to the one to use in its place.
     """
     copies = Copy({}, replaced)
     # Before 1.8 TensorFlow infers shapes as it imports, so inputs have to come first.
@@ -73,7 +81,7 @@ def copy_operations(
         node.CopyFrom(op.node_def)
         node.attr.pop("_class", None)  # colocated with originals
         if op in entering:
-            replaced[op.inputs[0]] = value = graph.value_of(op.inputs[0])
+            replaced[op.inputs[0]] = value = local(graph.value_of(op.inputs[0]))
             node.attr["T"].type = value.dtype.as_datatype_enum
         elif op.type == "ReadVariableOp" and op.inputs[0].op in entering:
             node.op = "Identity"
@@ -85,7 +93,8 @@ def copy_operations(
             if tensor.op not in copied or tensor in replaced:
                 is_read = tensor.op.type == "ReadVariableOp" and graph.is_shared(tensor.op)
                 inside = graph.value_of(tensor.op.inputs[0]) if is_read else tensor
-                outside[tensor.name] = replaced.get(inside, inside)
+                known = inside in replaced
+                outside[tensor.name] = replaced[inside] if known else local(inside)
         for other in op.control_inputs:
             if other not in copied:
                 node.input.remove("^" + other.name)

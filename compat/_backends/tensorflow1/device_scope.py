@@ -25,7 +25,7 @@ class _DeviceFunctions:
     """
 
     def __init__(self, apply: "Callable[[Any], None]") -> None:
-        self.apply, self.colocate = apply, ColocateGradients({}, sums=False)
+        self.apply, self.colocate = apply, ColocateGradients({})
 
     def __call__(self, op: "Any") -> None:
         self.apply(op)

@@ -123,7 +123,12 @@ def is_shared(op: "Any") -> bool:
 
 def handles(op: "Any") -> "List[Any]":
     """Return the variables and arrays among an operation's inputs, which fix its device."""
-    return [t for t in op.inputs if t.dtype._is_ref_dtype or t.dtype.name == "resource"]
+    return list(filter(is_handle, op.inputs))
+
+
+def is_handle(tensor: "Any") -> bool:
+    """Return whether a tensor is a variable or an array, not a value."""
+    return tensor.dtype._is_ref_dtype or tensor.dtype.name == "resource"
 
 
 def value_of(variable: "Any") -> "Any":

@@ -11,6 +11,7 @@ from .colocation import ColocateGradients
 from .copying import Copy, copy_operations
 from .merging import Merging
 from .partition import BatchPart
+from .weight_copies import WeightChain
 
 
 class Replicas:
@@ -36,6 +37,7 @@ class Replicas:
             self._checks = arguments.checks_of_rows(self.name, self.part.split_inputs)
             rows = self.tf.shape((self.part.split_inputs or self.inputs)[0])[0]
             self.merging = Merging(devices, splitting.sizes(rows, len(devices)))
+            self._weights = WeightChain(devices)
             self.copies = [self._replica(index) for index in range(len(devices))]
         device_of = {
             copied: device
@@ -45,7 +47,7 @@ class Replicas:
         self._copied = set(device_of)
         loops = [op for op in device_of if op.type == "Enter"]
         device_of.update((graph.loop_of(op).name, device_of[op]) for op in loops)
-        self._colocate = ColocateGradients(device_of, sums=True)
+        self._colocate = ColocateGradients(device_of, devices)
 
     def _replica(self, index):
         """Copy the batch part to a device, to compute the shard of that index."""
@@ -70,6 +72,7 @@ class Replicas:
             seed=index,
             controls=lambda op: [op] if op in self.part.once else [],
             fixed_batch=self.part.fixed,
+            local=lambda tensor: self._weights.on(index, tensor),
         )
 
     def read_in_shards(self) -> "List[Any]":
