@@ -1,6 +1,7 @@
 """TensorFlow 1: first calls of several threads at once, and graphs that are finalized."""
 
 import contextlib
+import sys
 import threading
 import warnings
 
@@ -52,7 +53,12 @@ def in_threads(calls):
     """Return the results or errors of functions that eight threads call at the same time."""
     results, barrier = [None] * len(calls), threading.Barrier(len(calls))
 
+    # Keras 2.3.0 sets no attribute of a model in a second thread: keras-team/keras#13338.
+    tracking = getattr(sys.modules.get("keras.engine.base_layer"), "_DISABLE_TRACKING", None)
+
     def run(place):
+        if tracking is not None:
+            tracking.value = False
         barrier.wait()
         try:
             results[place] = calls[place]()
