@@ -14,7 +14,7 @@ from conftest import ROOT, TOY_FRAMEWORK, Toy, refusal
 
 import compat
 from compat import _keras, _rows
-from compat._configuration import registry
+from compat._configuration import registry, tested_versions
 from compat._runtime.process import process
 from compat.backend import Backend
 
@@ -498,6 +498,23 @@ def test_a_model_that_is_parallelized_again_is_split_until_it_shows_otherwise(ke
     assert list(compat.report().unsplit) == ["Model"]
     compat.parallelize(model)
     assert compat.report().unsplit == {}
+
+
+def test_a_framework_that_trains_wrong_is_refused_on_several_devices(keras, monkeypatch):
+    monkeypatch.setitem(tested_versions.FAULTS, "toyframework==1.2", "sums get lost; use 1.3")
+    text = (
+        "toy cannot train on several devices with toyframework 1.2: sums get lost. Use 1.3, or one "
+        "device: gpus=1."
+    )
+    before = dict(os.environ)
+    assert refused(compat.UnsupportedError, simulate=2) == text
+    assert process.configuration is None and dict(os.environ) == before
+    sys.modules["toyframework"].simulated = 2  # now there are two without configure_gpu()
+    assert refusal(compat.UnsupportedError, compat.parallelize, keras.Model()) == text
+    compat.parallelize(keras.Model(), gpus=1)
+    sys.modules["toyframework"].simulated = 0
+    compat.parallelize(keras.Model())
+    configure()
 
 
 def test_a_model_that_was_parallelized_before_is_told_of(keras, monkeypatch):

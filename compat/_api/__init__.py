@@ -230,6 +230,9 @@ def _parallelize(model, gpus=None, strategy=None):
     else:
         devices = _chosen(backend, selection)
         if process.configuration is None:
+            from . import configuring  # for start-up time
+
+            configuring.refuse_faulty(backend, devices)
             process.parallelized_before.append((name, list(devices)))
         backend.verify(model, None)
         evaluator = _ranks.evaluator()

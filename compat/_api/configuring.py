@@ -125,16 +125,28 @@ def _configure(chosen, reason, settings, place):
             names = listed(devices)
             seen = f"{chosen.framework} sees {names}"
             notes += _shortage((str(settings.devices), seen), names, settings)
+        versions = _keras.versions(chosen)
+        refuse_faulty(chosen, devices)
         if settings.floatx:
             applied += _keras.set_floatx(settings.floatx, chosen)
     except BaseException:
         _set_environ(before)
         raise
-    versions = _keras.versions(chosen)
     notes += tested_versions.outside(chosen.name, versions)
     return Configuration(
         chosen.name, reason, versions, devices, settings, variables, applied, notes, place
     )
+
+
+def refuse_faulty(backend, devices):
+    """Refuse several devices with a framework that by itself trains wrong on them."""
+    framework, fault, instead = tested_versions.fault(_keras.versions(backend))
+    if framework and len(devices) > 1:
+        raise errors.unsupported(
+            backend.name,
+            f"train on several devices with {framework}: {fault}",
+            f"{instead.capitalize()}, or one device: gpus=1.",
+        )
 
 
 def _set_environ(variables):

@@ -35,6 +35,7 @@ torch 3.11 keras
 
 jax 3.11 keras
     jax==0.4.20 keras==3.0.5 jaxlib==0.4.20 numpy<2 scipy<1.13
+    jax==0.4.22 keras==3.0.5 jaxlib==0.4.22 numpy<2 scipy<1.13
     jax==0.4.23 keras==3.0.5 jaxlib==0.4.23 numpy<2 scipy<1.13
     jax==0.4.26 keras==3.1.1 jaxlib==0.4.26 numpy<2 scipy<1.13
     jax==0.4.30 keras==3.3.3 jaxlib==0.4.30
@@ -173,8 +174,10 @@ cntk 3.6 keras numpy==1.19.5 h5py==2.10.0 pip
     cntk==2.7.post2 keras==2.3.1
 """
 
-#: What does not hold of a pair, by its text: a sentence that names a version with which it does.
-FAULTS: "Dict[str, str]" = {}
+_MEMORY = "outputs of a step on several devices get each other's memory; use jax 0.4.24 or later"
+#: Frameworks that train wrong on several devices, without compat as well: what is wrong, and what
+#: to use.
+FAULTS: "Dict[str, str]" = {"jax==0.4.22": _MEMORY, "jax==0.4.23": _MEMORY}
 
 
 class Pair(NamedTuple):
@@ -211,8 +214,8 @@ class Pair(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """A sentence about what fails, and in which version it does not; "": nothing fails."""
-        return FAULTS.get(str(self), "")
+        """What fails, and which version to use; "": nothing fails."""
+        return FAULTS.get(self.framework, "")
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.framework, self.keras)))
@@ -314,6 +317,22 @@ def outside(backend: str, versions: "Mapping[str, str]") -> "List[str]":
                 "script of yours trains to the same numbers on several devices with it."
             )
     return warnings
+
+
+def fault(versions: "Mapping[str, str]") -> "Tuple[str, str, str]":
+    """Return the framework that trains wrong on several devices, what is wrong, and what to use.
+
+    Three empty texts: none of the installed versions does.
+
+    Arguments:
+        versions: the installed versions, by name.
+    """
+    for requirement, text in FAULTS.items():
+        name, version = name_and_version(requirement).split()
+        if versions.get(name) == version:
+            what, _, instead = text.partition("; ")
+            return f"{name} {version}", what, instead
+    return "", "", ""
 
 
 def _numbers(version: str) -> "Tuple[int, ...]":
