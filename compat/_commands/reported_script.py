@@ -48,7 +48,13 @@ def main(arguments: List[str]) -> None:
                 else:
                     safe_files.write(left, json.dumps(use.as_dict()))
 
+        def report_first(model, where):
+            """Report before a framework ends that has been imported since."""
+            atexit.unregister(report)
+            atexit.register(report)
+
         atexit.register(report)
+        process.on_parallelized.append(report_first)
     recording = contextlib.ExitStack()
     outcomes = _record(timeline, recording) if timeline else []
     try:

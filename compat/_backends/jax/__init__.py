@@ -171,7 +171,8 @@ class JAX(Backend):
 
     def memory_peaks(self):
         """Return the peaks of ``memory_stats()``, which CPU devices do not have."""
-        self.import_framework()
+        if not self.initialised():  # not yet, or no longer, as JAX has it at exit
+            return {}
         from . import configuration  # imports jax
 
         devices, key = configuration.devices_by_name(), "peak_bytes_in_use"

@@ -1,5 +1,6 @@
 """Devices of JAX, their memory and threads, before and after JAX makes them."""
 
+import textwrap
 import types
 
 import jax
@@ -217,3 +218,45 @@ def test_too_late_says_why(run):
         "`import jax` or `import keras`.",
         "['cpu:0']",
     ]
+
+
+# At exit --------------------------------------------------------------------------------------
+
+
+def test_no_devices_are_made_anew_at_exit(run):
+    """JAX forgets them as it ends, and functions run later that were registered earlier."""
+    program = """\
+    import atexit
+    import compat
+
+    def late():
+        backend = compat._api.configured_backend()
+        print(backend.memory_peaks(), backend.initialised())
+
+    atexit.register(late)
+    compat.configure_gpu(backend="jax", simulate=2)
+    import jax
+    print(len(jax.devices()))
+    """
+    assert run(program).splitlines() == ["2", "{} None"]
+
+
+def test_a_report_at_exit_still_finds_the_devices(run, tmp_path):
+    script = """\
+    import compat
+    compat.configure_gpu(backend="jax", simulate=2)
+    import keras
+    from compat._backends.jax import JAX
+
+    JAX.memory_peaks = lambda self: print(self.initialised()) or {}
+    compat.parallelize(keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)]))
+    """
+    path = tmp_path / "script.py"
+    path.write_text(textwrap.dedent(script), encoding="utf-8")
+    program = """\
+    import sys
+    from compat._commands import reported_script
+
+    reported_script.main(["yes", "", "", "", "", sys.argv[1]])
+    """
+    assert "JAX has made its devices" in run(program, str(path)).splitlines()
