@@ -72,7 +72,7 @@ class Verified(patching.InstanceMethod):
             errors.warn(
                 f"verify={verification.requested}: {keras.__name__} {keras.__version__} makes no "
                 "functions of a model's steps that could be verified, so nothing is verified of "
-                f"model {model.name!r}. Verify it with TensorFlow 2.3 or later."
+                f"model {model.name!r}. Verify it with TensorFlow 2.2 or later."
             )
         for function, kind in kinds.items():
             present = getattr(vars(model).get(cls.method_of(function)), "__func__", None)

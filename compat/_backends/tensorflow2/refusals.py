@@ -87,7 +87,7 @@ def refuse_loops(tf: "Any", layers: "Iterable[Any]") -> None:
             raise unsupported(
                 f"run the loop of layer {layer.name!r} on several devices in TensorFlow "
                 f"{tf.__version__}, which takes loops in functions apart",
-                "Make the layer with unroll=True, or use TensorFlow 2.3 or later.",
+                "Make the layer with unroll=True, or use TensorFlow 2.2 or later.",
             )
 
 

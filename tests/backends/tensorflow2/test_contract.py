@@ -95,7 +95,7 @@ class TestTensorFlow2(KerasParts):
                 model.train_on_batch(*CASES["dense"].data(45))
             assert texts == [
                 "verify=1: {} {} makes no functions of a model's steps that could be verified, so "
-                "nothing is verified of model {!r}. Verify it with TensorFlow 2.3 or later.".format(
+                "nothing is verified of model {!r}. Verify it with TensorFlow 2.2 or later.".format(
                     keras.__name__, keras.__version__, model.name
                 )
             ]
@@ -173,7 +173,7 @@ if not TRAIN_STEP:
         assert refusal(compat.UnsupportedError, compat.parallelize, model) == (
             "tensorflow2 cannot run the loop of layer 'memory' on several devices in TensorFlow "
             "{}, which takes loops in functions apart. Make the layer with unroll=True, or use "
-            "TensorFlow 2.3 or later.".format(tf.__version__)
+            "TensorFlow 2.2 or later.".format(tf.__version__)
         )
         assert "call" not in vars(model)
 
