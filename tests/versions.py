@@ -8,7 +8,7 @@ ranks without a library of its own. The environment is removed; what came of the
 .tox/versions, as JSON and as the log of all commands; ``--table`` makes it a line of the table.
 
     TEXT        only pairs whose extra, Python or requirements contain all these texts
-    --edges     only the oldest and newest pairs
+    --edges     only the oldest and newest pairs, as in CI
     --jobs N    run N pairs at a time (default: one for each two cores)
     --keep      keep the environments
     --table     run nothing; write the table, with the results of earlier runs that are there
@@ -44,7 +44,7 @@ EXAMPLES = ("mlp", "vae", "lstm_text")
 RANKS = ("jax", "tensorflow2", "torch")
 EDGES = (
     "torch==2.13.0 keras==3.0.5",
-    "torch==2.14.1 keras==3.15.1",
+    "torch==2.13.0 keras==3.15.1",  # 2.14.1 brings gigabytes for CUDA
     "jax==0.4.20 keras==3.0.5",
     "tensorflow-cpu==2.1.4",
     "tensorflow==1.13.2",
