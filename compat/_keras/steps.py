@@ -41,18 +41,17 @@ def _weighs_batches(kind: "Type[Any]") -> bool:
     return any(_weighs_batch(method) for method in methods if inspect.isfunction(method))
 
 
-def _weighs_batch(method):
+def _weighs_batch(method: "Any") -> bool:
     """Return whether a method calls ``_loss_tracker.update_state(loss, sample_weight=...)``."""
     if "_loss_tracker" not in method.__code__.co_names:
         return False
-    source = textwrap.dedent(inspect.getsource(method))
-    return any(
-        isinstance(node, ast.Call)
-        and getattr(node.func, "attr", "") == "update_state"
-        and getattr(node.func.value, "attr", "") == "_loss_tracker"
-        and "sample_weight" in [keyword.arg for keyword in node.keywords]
-        for node in ast.walk(ast.parse(source))
-    )
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(method)))):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            path = node.func.attr, getattr(node.func.value, "attr", "")
+            weights = [each for each in node.keywords if each.arg == "sample_weight"]
+            if path == ("update_state", "_loss_tracker") and weights:
+                return True
+    return False
 
 
 def called_models(model: "Any") -> "List[Any]":
