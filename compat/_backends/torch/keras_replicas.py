@@ -54,34 +54,34 @@ class ReplicatedKerasCall(ReplicatedCall):
 class KerasReplicas(Replicas):
     """Losses and state of a Keras model's replicas: a stateless scope keeps them from being set.
 
-    Each replica has the variables on its device. All but the first get copies even on the CPU, so
-    that simulated devices do what GPUs would. Random seeds go from replica to replica, so that
+    Each replica has the variables on its device. Random seeds go from replica to replica, so that
     dropout masks are independent.
     """
 
     def __init__(self, model):
         self.keras, self.model = _keras.keras_of(model), model
-        weights = {id(variable._value) for variable in model.variables}
+        self.variables = [v for v in model.variables if v._value is not None]
+        weights = {id(variable._value) for variable in self.variables}
         self.side_effects = CallEffects(KerasReach.of(model), weights)
-        self.variables: "Dict[Any, Any]" = {}  # those that were set, by key
+        self.values = {id(v): v._value for v in self.variables if not _is_seed(v)}
+        self.copied = {id(variable) for variable in self.variables if not variable.trainable}
+        self.changed: "Dict[Any, Any]" = {}  # variables that were set, by key
         self.before: "Dict[Any, Any]" = {}  # their values, by key
         self.seeds: "Dict[int, Any]" = {}  # the values of random seeds, by id
 
-    def run(self, call, device, copy, args, kwargs, propagation):
+    def run(self, call, device, copies, args, kwargs, propagation):
         """Run one replica: see ``Replicas``."""
         watched = _keras.all_layers(self.model) if propagation is not None else []
         kind = self.keras.layers.BatchNormalization
         normalising = [layer for layer in watched if isinstance(layer, kind)]
         averages = {id(v) for layer in normalising for v in layer.non_trainable_variables}
         with self.keras.device(str(device)):
-            variables = [v for v in self.model.variables if v._value is not None]
-            pairs = [
-                (v, self.seeds.get(id(v), v._value).to(device, copy=copy or not v.trainable))
-                for v in variables
-            ]
+            seeds = {id(v): self.seeds.get(id(v), v._value) for v in self.variables if _is_seed(v)}
+            copies.update((key, seed.to(device, copy=True)) for key, seed in seeds.items())
+            pairs = [(variable, copies[id(variable)]) for variable in self.variables]
             scope = self.keras.StatelessScope(pairs, collect_losses=True)
             initial = dict(scope.state_mapping)
-            for variable in variables if propagation is not None else ():
+            for variable in self.variables if propagation is not None else ():
                 if not variable.trainable and not _is_seed(variable):
                     tag(scope.state_mapping[id(variable)], State(variable._value))
             versions = {key: version_of(value) for key, value in initial.items()}
@@ -90,7 +90,7 @@ class KerasReplicas(Replicas):
             with self.side_effects.replica(propagation is not None, state):
                 with scope, watching, _unwatched(normalising, propagation):
                     result = call(*args, **kwargs)
-        for index, variable in enumerate(variables):
+        for index, variable in enumerate(self.variables):
             value = scope.state_mapping[id(variable)]
             if _is_seed(variable):
                 self.seeds[id(variable)] = value
@@ -101,7 +101,7 @@ class KerasReplicas(Replicas):
                     # SpectralNormalization does: the gradient is that of the value it has set.
                     raise NotMergeable(Fallback(Reason.WEIGHT_ASSIGNED))
                 key = ("state", index, variable.path)
-                self.variables[key], self.before[key] = variable, variable._value
+                self.changed[key], self.before[key] = variable, variable._value
                 state[key] = value
                 if id(variable) in averages:
                     tag(value, Total(_rows.Partial("mean"), propagation.rows, is_regular=True))
@@ -112,12 +112,12 @@ class KerasReplicas(Replicas):
     def finish(self, merged):
         """Set the state, once, and add the losses."""
         self.side_effects.finish(merged)
-        for variable in self.model.variables:
+        for variable in self.variables:
             if id(variable) in self.seeds:
                 variable.assign(self.seeds[id(variable)])
         for key, value in merged.items():
-            if key in self.variables:
-                self.variables[key].assign(value)
+            if key in self.changed:
+                self.changed[key].assign(value)
             elif key[0] == "loss":
                 # The base class's method: functional models refuse their own.
                 self.keras.Layer.add_loss(self.model, value)

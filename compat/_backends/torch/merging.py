@@ -26,6 +26,15 @@ class NotMergeable(Exception):
 
 
 class _Tensors(Operations):
+    def add(self, parts):
+        if not isinstance(parts[0], torch.Tensor):
+            return super().add(parts)
+        # From the last device to the first: each one receives one sum, and sends one.
+        total = parts[-1]
+        for part in parts[-2::-1]:
+            total = part + total.to(part.device)
+        return total
+
     def concatenate(self, parts, axis):
         if len({part.shape[:axis] + part.shape[axis + 1 :] for part in parts}) > 1:
             raise NotMergeable()
@@ -43,14 +52,22 @@ class _Tensors(Operations):
     def mean(self, parts, sizes):
         if not isinstance(sizes[0], torch.Tensor):
             return super().mean(parts, sizes)
-        sizes = [size.to(parts[0].device) for size in sizes]
+        sizes = [size.to(part.device) for part, size in zip(parts, sizes)]
         # The mean over no targets is NaN, and counts for nothing.
         terms = [torch.where(n == 0, 0.0, part) * n for n, part in zip(sizes, parts)]
         return self.add(terms) / self.add(sizes)
 
 
-#: Operations on tensors of one device; sums and means of numbers, too.
+#: Operations on tensors of one device; sums and means of those of several, and of numbers, too.
 TENSORS = _Tensors()
+
+
+def merge_tensors(placement, parts, sizes, home):
+    """Return the value of the whole batch on the device ``home``; arguments as of ``merge``."""
+    is_sum = getattr(placement, "how", None) in ("sum", "mean")
+    if not is_sum and placement != _rows.REPLICATED:
+        parts = [part.to(home) for part in parts]
+    return merge(placement, parts, sizes, TENSORS).to(home)
 
 
 class MergeRule:
@@ -91,14 +108,14 @@ class MergeRule:
 
     def merged(self, values, sizes, home, before=None):
         """Return the value of all rows, from those of the replicas that have ``sizes`` rows."""
-        parts = values
         if isinstance(values[0], torch.Tensor):
-            parts = [value.to(home) for value in values]
-        elif isinstance(self.placement, _rows.Count):
-            parts = list(map(int, values))
-        merged = merge(self.placement, parts, sizes, TENSORS)
+            merged = merge_tensors(self.placement, values, sizes, home)
+        else:
+            is_count = isinstance(self.placement, _rows.Count)
+            numbers = list(map(int, values)) if is_count else values
+            merged = merge(self.placement, numbers, sizes, TENSORS)
         if self.placement == _rows.Partial("sum") and before:
-            return merged - (len(parts) - 1) * before
+            return merged - (len(values) - 1) * before
         masks = [getattr(value, "_keras_mask", None) for value in values]
         if isinstance(self.placement, _rows.Sharded) and masks[0] is not None:
             merged._keras_mask = torch.cat([mask.to(home) for mask in masks])
@@ -200,9 +217,8 @@ class _Recomputation:
         placement = totals[0].tag.placement
         if any(total.tag.placement != placement or total.is_changed() for total in totals):
             raise NotMergeable()
-        tensors = [total.value.to(self.home) for total in totals]
         weights = [total.tag.weight for total in totals]
-        return merge(placement, tensors, weights, TENSORS)
+        return merge_tensors(placement, [total.value for total in totals], weights, self.home)
 
     def argument(self, values):
         first = values[0]

@@ -97,22 +97,20 @@ class ModuleReplicas(Replicas):
         self.frozen = {key for key, v in self.weights.items() if not v.requires_grad}
         if sum(self.weights[key].numel() for key in self.frozen) > FEW:
             self.frozen = set()
+        self.values = {id(v): v for v in self.before.values()}
+        self.copied = self.frozen.union(self.values)
+        self.values.update(self.weights)
         self.module, self.hooks = module, Hooks(parts)
         self.side_effects, self.register = (
             CallEffects(ModuleReach.of(module, parts), place_of),
             None,
         )
 
-    def run(self, forward, device, copy, args, kwargs, propagation):
+    def run(self, forward, device, copies, args, kwargs, propagation):
         """Run one replica: see ``Replicas``."""
-        initial_state = {key: self.before[key].to(device, copy=True) for key in self.buffers}
-        copies = {id(self.before[key]): buffer for key, buffer in initial_state.items()}
+        initial_state = {key: copies[id(self.before[key])] for key in self.buffers}
         for key, buffer in initial_state.items() if propagation is not None else ():
             tag(buffer, State(self.before[key]))
-        copies.update(
-            (key, value.to(device, copy=copy or key in self.frozen))
-            for key, value in self.weights.items()
-        )
         versions = [version_of(copies[key]) for key in self.weights]
         state = {}
         with self.side_effects.replica(propagation is not None, state):

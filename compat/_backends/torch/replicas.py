@@ -9,7 +9,7 @@ weights. ``keras_replicas`` and ``native`` have the two kinds of models.
 
 import contextlib
 import threading
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Collection, Dict, Iterator, List, Optional
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -18,7 +18,7 @@ from ... import _keras, _rows, errors
 from ..._rows import Fallback, Reason
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
-from . import executions, kept_rows, tracing
+from . import executions, kept_rows, tracing, weight_copies
 from .arguments import CallArguments, Layout, dimension_choices, make_layout, shard_on, size_along
 from .containers import PLAIN, flatten
 from .merge_rules import CallPlan
@@ -37,18 +37,22 @@ class Replicas:
     Attributes:
         side_effects: the ``CallEffects`` of the call.
         before: the values of state before the call, by key.
+        values: weights and state, of which each replica has a copy, by key.
+        copied: the keys of those that the replica on the first device may change, too.
     """
 
     side_effects: CallEffects
     before: "Dict[Any, Any]"
+    values: "Dict[Any, torch.Tensor]"
+    copied: "Collection[Any]"
 
-    def run(self, plain, device, copy, args, kwargs, propagation):
+    def run(self, plain, device, copies, args, kwargs, propagation):
         """Run one replica.
 
         Arguments:
             plain: the method of the model's class.
             device: where it computes.
-            copy: whether weights are copied even where they are on the device.
+            copies: its weights and state, by key.
             args: its shards of the arguments.
             kwargs: those by name.
             propagation: the ``Propagation`` that infers placements, or None.
@@ -82,6 +86,7 @@ class ReplicatedCall(patching.InstanceMethod):
         self.plans: "Dict[Any, Optional[CallPlan]]" = {}
         self.choices: Any = None  # possible batch dimensions: arguments of ``make_layout``
         self.kept_rows = kept_rows.KeptRows()
+        self.kept_copies: Any = torch.utils.weak.WeakIdKeyDictionary()  # of weights, by model
         self.tried: "Dict[Any, Any]" = {}  # placements of functions without a rule, by kind
         self.lock = threading.RLock()  # one call at a time: the model's weights are the replica's
 
@@ -110,6 +115,32 @@ class ReplicatedCall(patching.InstanceMethod):
     def unsplittable(self, model: Any) -> "Optional[Fallback]":
         """Return why no call of this model can be split, a ``Fallback``; None: calls are tried."""
         return None
+
+    # Copies of weights ------------------------------------------------------------------------
+
+    def send(self, model, values, count, copied):
+        """Return copies of weights and state on the first ``count`` devices.
+
+        Arguments:
+            model: the model.
+            values: the weights and the state, by key.
+            count: the number of devices.
+            copied: the keys of values that are copied even if they are on the first device.
+        """
+        is_captured = (
+            self.devices[0].startswith("cuda") and torch.cuda.is_current_stream_capturing()
+        )
+        if torch.is_grad_enabled() or is_captured:
+            self.kept_copies.pop(model, None)  # an optimizer is about to change the values
+            return weight_copies.send(values, self.devices[:count], copied)
+        if model not in self.kept_copies:
+            self.kept_copies[model] = weight_copies.KeptCopies(self.devices)
+        return self.kept_copies[model].send(values, count, copied)
+
+    def remove(self, model):
+        """Remove this method, and the copies of weights that it keeps."""
+        self.kept_copies.pop(model, None)
+        super().remove(model)
 
     # The call ---------------------------------------------------------------------------------
 

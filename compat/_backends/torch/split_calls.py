@@ -15,7 +15,7 @@ from ... import _rows, errors
 from ..._rows import Fallback, Reason, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import work
-from . import executions, kept_rows, linked_values, profiler
+from . import executions, kept_rows, linked_values, profiler, weight_copies
 from .arguments import Layout, Unchanged, counting_changes, shard_on
 from .custom_gradients import check_gradients, custom_gradient
 from .graph import tag
@@ -26,6 +26,18 @@ from .outcomes import Outcome, untagged
 from .propagation import Propagation
 from .side_effects import is_user_defined
 from .trial import PartsTrial, evaluating, prove
+
+
+@contextlib.contextmanager
+def _failing_on_shard():
+    """Return a context in which an error shows that the call cannot be split."""
+    try:
+        yield
+    except (NotMergeable, torch.cuda.OutOfMemoryError, errors.UnsupportedError):
+        raise
+    except Exception as error:
+        fallback = getattr(error, "fallback", None) or Fallback(Reason.FAILS_ON_SHARD)
+        raise NotMergeable(fallback) from error
 
 
 class SplitCall:
@@ -105,16 +117,18 @@ class SplitCall:
         """
         outcomes, count = [], self.replica_count(layout.rows)
         names = self.method.devices[:count]
-        copies = plan.watch or any(key[0] == "weight" for key in plan.rules)
+        are_copied = plan.watch or any(key[0] == "weight" for key in plan.rules)
+        copied = replicas.values if are_copied else replicas.copied
+        with _failing_on_shard():
+            sent = self.method.send(self.model, replicas.values, count, copied)
         for index, name in enumerate(names):
-            # On the CPU "cpu:1" is a name only.
-            device = torch.device("cpu" if name.startswith("cpu") else name)
-            rows, copy = range(*splitting.run_bounds(layout.rows, count, index)), index > 0
+            device = weight_copies.device_of(name)
+            rows = range(*splitting.run_bounds(layout.rows, count, index))
             mark = torch.profiler.record_function(profiler.REPLICA + name)
             with executions.recorded(names), mark:
-                outcome = self.replica(replicas, layout, device, rows, copies or copy, plan.watch)
+                outcome = self.replica(replicas, layout, device, rows, sent[index], plan.watch)
             outcomes.append(outcome)
-            if not copies and any(key[0] == "weight" for key in outcome.values):
+            if not are_copied and any(key[0] == "weight" for key in outcome.values):
                 break  # which is new
         return outcomes
 
@@ -125,7 +139,7 @@ class SplitCall:
             count = min(count, max(1, rows // 2))  # it refuses a single row in training
         return count
 
-    def replica(self, replicas, layout, device, rows, copy, watched, probing=False):
+    def replica(self, replicas, layout, device, rows, copies, watched, probing=False):
         """Run one replica, and return its outcome.
 
         Arguments:
@@ -133,7 +147,7 @@ class SplitCall:
             layout: how the arguments are cut.
             device: where it computes.
             rows: the numbers of the rows that it computes.
-            copy: whether weights are copied even where they are on the device.
+            copies: its weights and state, by key.
             watched: whether placements are inferred.
             probing: see ``Propagation``.
         """
@@ -155,17 +169,12 @@ class SplitCall:
         with arguments.substituted(leaves) as (args, kwargs):
             # What torch.compile() has made runs the functions that it was made of.
             eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
-            with unsplit, eager:
+            with unsplit, eager, _failing_on_shard():
                 try:
                     plain = method.plain(self.model)
                     result, values, buffers = replicas.run(
-                        plain, device, copy, args, kwargs, propagation
+                        plain, device, copies, args, kwargs, propagation
                     )
-                except (NotMergeable, torch.cuda.OutOfMemoryError, errors.UnsupportedError):
-                    raise
-                except Exception as error:
-                    fallback = getattr(error, "fallback", None) or Fallback(Reason.FAILS_ON_SHARD)
-                    raise NotMergeable(fallback) from error
                 finally:
                     if watched:
                         propagation.paused = True  # an interruption may have kept it from saying so
@@ -324,7 +333,12 @@ class SplitCall:
             torchs = itertools.filterfalse(is_user_defined, self.model.modules())
             numbers = replicas.side_effects.random_numbers()
             with numbers, torch.set_grad_enabled(gradients), evaluating(torchs):
-                outcome = self.replica(replicas, layout, self.home, rows, True, True, probing=True)
+                with _failing_on_shard():
+                    values = replicas.values.items()
+                    copies = {key: value.to(self.home, copy=True) for key, value in values}
+                outcome = self.replica(
+                    replicas, layout, self.home, rows, copies, True, probing=True
+                )
             return compute(rows, gradients) if replicas.side_effects.has_new_tensors else outcome
 
         partitions = [
