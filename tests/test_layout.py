@@ -367,6 +367,7 @@ TESTED_IN = {
     "tensorflow2.ranks": "test_horovod.py",
     "theano.ranks": "test_mpi.py",
     "theano.verification": "test_contract.py",
+    "torch.weight_copies": "test_traffic.py",
 }
 
 # Packages of what several backends use, and these: the tests are theirs.
