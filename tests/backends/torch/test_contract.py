@@ -20,7 +20,8 @@ def shard_sizes(step):
     with torch.profiler.profile(record_shapes=True) as profile:
         step()
     replicas = [e for e in profile.events() if e.name.startswith("replica on ")]
-    for replica in replicas:
+    # Copies of weights are made on the other devices before the first one computes.
+    for replica in sorted(replicas, key=lambda event: event.name):
         products = [
             e for e in profile.events() if e.name in ("aten::addmm", "aten::mm")
             and "replica on {}".format(replica_of(e)) == replica.name
