@@ -282,6 +282,7 @@ OF_ONE_BACKEND = {
     "jax.programs": "XLA's text of compiled programs",
     "jax.ranked_step": "Keras' step is a pure function of the state, which a rank's replaces",
     "mxnet.arrays": "two kinds of arrays, nested in what Gluon blocks take and return",
+    "mxnet.comparison": "no version of an array: values tell whether it was written",
     "mxnet.executors": "graphs are bound to a context before they run",
     "mxnet.keras_mxnet_fixes": "faults of keras-mxnet",
     "mxnet.keras_phases": "a graph for each of training, testing and prediction, cut in two",
@@ -362,6 +363,7 @@ OF_ONE_BACKEND = {
 TESTED_IN = {
     "cntk.ranks": "test_mpi.py",
     "mxnet.ranks": "test_horovod.py",
+    "mxnet.weight_copies": "test_traffic.py",
     "tensorflow1.ranks": "test_horovod.py",
     "tensorflow1.weight_copies": "test_traffic.py",
     "tensorflow2.ranks": "test_horovod.py",

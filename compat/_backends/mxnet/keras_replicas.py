@@ -15,9 +15,9 @@ from .keras_phases import Phase
 from .locks import making
 from .optimizer_states import move_updater, update
 from .replicas import Replicas, ReplicatedCall
-from .state import unite
 from .synchronization import wait_for_updates
 from .verification import VerifiedStep
+from .weight_copies import broadcast, copies, reduced, unite
 
 
 def parallelize(model, contexts):
@@ -251,8 +251,9 @@ class KerasReplicas(Replicas):
             self._average_auxiliary_states(phase)
             self._stale = False
         if phase.updates:  # of RNN states, or a layer's own averages
-            for held in self.arrays + [self.model._args]:  # the latter has the states
+            for held in (self.arrays[0], self.model._args):  # the latter has the states
                 _copy(phase.updates, held)
+            self._broadcast(phase.updates)
             self.model._weights_dirty = self._is_newer = True
         arrays = [array.asnumpy() for array in results]
         return arrays if kind == "predict" else [array.mean() for array in arrays]
@@ -281,12 +282,19 @@ class KerasReplicas(Replicas):
         if self.arrays is None:
             states = {variable.name for variable, _ in self.model.state_updates}
             weights = {name: array for name, array in held.items() if name not in states}
-            self.arrays = [{n: a.copyto(c) for n, a in weights.items()} for c in self.contexts]
+            made = {name: copies(array, self.contexts) for name, array in weights.items()}
+            numbers = range(len(self.contexts))
+            self.arrays = [{name: arrays[i] for name, arrays in made.items()} for i in numbers]
         elif self._stale:
             self.sync_weights()
-            for arrays in self.arrays:
-                _copy(held, arrays)
+            _copy(held, self.arrays[0])
+            self._broadcast(held)
         self._stale = False
+
+    def _broadcast(self, names):
+        """Copy the first replica's arrays of some names to the others, where they have them."""
+        for name in names:
+            broadcast([held[name] for held in self.arrays if name in held])
 
     def _prepared(self, name, inputs):
         """Return the phase of that name, with executors for these inputs and current weights."""
@@ -304,16 +312,16 @@ class KerasReplicas(Replicas):
             self._updater = mx.optimizer.get_updater(self.model.optimizer)
         self._take_written_weights(phase)
         gradients, updated = {}, {}  # by the number that a plain module gives a weight; by name
-        executors = [body for body, _ in phase.filled] + [phase.head]
+        executors = [phase.head] + [body for body, _ in phase.filled]
         for number, name in enumerate(phase.parameters):
             parts = [executor.grad_dict.get(name) for executor in executors]
-            parts = [part.as_in_context(self.contexts[0]) for part in parts if part is not None]
+            parts = [part for part in parts if part is not None]
             if parts:
-                gradients[number], updated[name] = mx.nd.add_n(*parts), self.arrays[0][name]
+                gradients[number] = reduced(parts).as_in_context(self.contexts[0])
+                updated[name] = self.arrays[0][name]
         if updated:
             update(self._updater, gradients, list(updated.values()))
-        for others in self.arrays[1:]:
-            _copy(updated, others)
+        self._broadcast(updated)
 
     def _take_written_weights(self, phase):
         """Take to the first replica the weights that a body writes, where the first had no rows.
@@ -334,8 +342,7 @@ class KerasReplicas(Replicas):
         unite([[held[name] for held in self.arrays] for name in names], phase.sizes)
         if phase.head.aux_dict:  # of the whole batch
             wait_for_updates()
-            for held in self.arrays[1:]:
-                _copy(phase.head.aux_dict, held)
+            self._broadcast(phase.head.aux_dict)
 
 
 def _copy(arrays, others):

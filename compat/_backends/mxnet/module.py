@@ -18,8 +18,8 @@ from ..._runtime.patching import InstanceMethod, replaced
 from .graph import Graph
 from .locks import making
 from .propagation import grown
-from .state import unite
 from .trial import propagate_and_try
+from .weight_copies import unite
 
 
 def parallelize(module, contexts):

@@ -9,7 +9,7 @@ from ..._configuration import settings
 from ..._rows import Fallback, Placement, Reason, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import work
-from . import merging, state
+from . import merging, state, weight_copies
 from .arguments import Arguments
 from .arrays import context_of, leaves
 from .locks import making
@@ -17,7 +17,7 @@ from .optimizer_states import move_trainer
 from .replicas import Replicas, ReplicatedCall
 from .side_effects import SideEffects
 from .state import parameters_of, states_of
-from .synchronization import clear_errors
+from .synchronization import clear_errors, wait_for_updates
 from .trial import BlockTrial
 from .verification import BlockCall
 from .watched_calls import WatchedBlock
@@ -250,7 +250,7 @@ class BlockReplicas(Replicas):
         sizes = [all_sizes[i] for i in replicas]
         copies, effects, results, changes = self.copies, self.effects, [], []
         statistics, states = states_of(self.block, self.operations)
-        copies.begin(states)
+        copies.begin(states, replicas)
         effects.begin()
         if kind not in self._done:
             copies.guard([p for p in parameters_of(self.block) if p not in statistics])
@@ -349,7 +349,9 @@ class BlockReplicas(Replicas):
             for parameter in means:
                 arrays = self.copies.arrays_of(parameter)
                 sizes = [self._sizes[index] for index in arrays]
-                state.unite([list(arrays.values())], sizes)
+                weight_copies.unite([list(arrays.values())], sizes)
+            if others:
+                wait_for_updates()
             differing = [p for p in others if self.copies.is_set_since(p, self._sizes)]
         if not mx.autograd.is_recording():
             self._sizes = None

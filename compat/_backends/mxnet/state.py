@@ -1,8 +1,9 @@
 """State of a Gluon block: copies of parameters for the replicas, and running statistics.
 
 A parameter stays on the first context, with one gradient. Within a replica on another context its
-data are a copy there. Autograd records the copying, so the backward pass sums the replicas'
-gradients on the first context: code that reads or changes them gets those of the batch.
+data are a copy there, made from the copy on the context before. Autograd records the copying, so
+the backward pass adds each replica's gradients to those of its neighbour, and in the end to the
+first one's: code that reads or changes them gets those of the batch.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from ..._rows import Fallback, Reason
 from ..._runtime import patching
 from . import rules
 from .arrays import are_equal, context_of, is_numpy
-from .synchronization import wait_for_updates
+from .comparison import differing
 
 _running = threading.local()  # ``replica``: its ``Copies`` and its number
 
@@ -25,8 +26,26 @@ _running = threading.local()  # ``replica``: its ``Copies`` and its number
 pending: "weakref.WeakKeyDictionary[Any, Callable[[], None]]" = weakref.WeakKeyDictionary()
 
 
+class _Sent:
+    """Values of a parameter that copies of it have.
+
+    Arguments:
+        held: the parameter's array, of which a copy is kept beside it.
+
+    Attributes:
+        replicas: the numbers of the replicas whose copy has them.
+    """
+
+    def __init__(self, held):
+        self.values, self.replicas = held.copy(), set()
+
+
 class Copies:
     """The copies of parameters on all contexts, of the replicas of one block.
+
+    Where gradients are recorded, or where the replicas may set a parameter, it is copied in each
+    call. Other calls copy it only if its values are not those that were copied last: all that a
+    script can do to a parameter changes its values.
 
     Arguments:
         contexts: the replicas'; parameters stay on the first one.
@@ -35,56 +54,91 @@ class Copies:
     def __init__(self, contexts):
         self.contexts = contexts
         # By parameter, and by replica: the memory of its copy.
-        self._buffers: "Dict[Any, Dict[int, Any]]" = {}
+        self._buffers: "Any" = weakref.WeakKeyDictionary()
+        self._sent: "Any" = weakref.WeakKeyDictionary()  # by parameter whose copies are kept
         self.begin()
 
-    def begin(self, states=()):
+    def __reduce__(self):  # a copy of the block has other parameters
+        return Copies, (self.contexts,)
+
+    def begin(self, states=(), replicas=()):
         """Begin a call with the current values.
 
         Arguments:
             states: the parameters that the replicas may set.
+            replicas: the numbers of the replicas that run.
         """
-        self.recording = mx.autograd.is_recording()
+        self.recording, self.training = mx.autograd.is_recording(), mx.autograd.is_training()
         self._arrays: "Dict[Tuple[Any, int], Any]" = {}  # by parameter and replica
         self.before: "Dict[Any, Any]" = {}  # by parameter that is set: its value before the call
         self._after: "Dict[Any, Any]" = {}  # likewise after it
         self._guarded: "Dict[Any, Any]" = {}  # values of parameters that should not be set
+        if replicas and not self.recording:
+            self._discard_changed()
         for parameter in states:
             self.keep(parameter)
-        for parameter, buffers in self._buffers.items():
+        for parameter in list(self._buffers) if replicas else ():
             # Before any replica runs, so that none begins with values that another has set.
-            for index in buffers if parameter._data is not None else ():
+            for index in replicas if parameter._data is not None else ():
                 self.array(parameter, index)
+
+    def _discard_changed(self):
+        """Discard what was sent of parameters that have other values now."""
+        sent = [(p, sent) for p, sent in self._sent.items() if p._data is not None]
+        pairs = [(parameter._data[0], sent.values) for parameter, sent in sent]
+        for number in differing(pairs):
+            del self._sent[sent[number][0]]
 
     def array(self, parameter: "Any", index: int) -> "Any":
         """Return a parameter's array for a replica."""
         held = parameter._data[0]
-        context = self.contexts[index]
-        if context_of(held) == context:
+        if context_of(held) == self.contexts[index]:
             return held
         key = parameter, index
         if key not in self._arrays:
-            self._arrays[key] = self._copied(key, held, context)
+            self._arrays[key] = self._copied(parameter, index, held)
         return self._arrays[key]
 
-    def _copied(self, key, held, context):
-        parameter, index = key
-        buffer = self._buffers.setdefault(parameter, {}).get(index)
+    def _copied(self, parameter, index, held):
+        buffers = self._buffers.setdefault(parameter, {})
+        buffer = buffers.get(index)
         if buffer is None or buffer.shape != held.shape or buffer.dtype != held.dtype:
+            context = self.contexts[index]
             buffer = mx.nd.zeros(held.shape, context, held.dtype, stype=held.stype)
-            self._buffers[parameter][index] = buffer
+            buffers[index] = buffer
         array = buffer.detach()  # the same memory, which autograd has not recorded yet
+        if self._is_constant(parameter):
+            if parameter not in self._sent:
+                self._sent[parameter] = _Sent(held)
+            replicas = self._sent[parameter].replicas
+        else:
+            self._sent.pop(parameter, None)
+            replicas = set()
+        if index not in replicas:
+            self._receive(parameter, index, array)
+            replicas.add(index)
+        return array.as_np_ndarray() if is_numpy(held) else array
+
+    def _is_constant(self, parameter):
+        """Return whether replicas only read a parameter in this call, without a gradient."""
+        is_set = parameter in self.before or (parameter.grad_req == "null" and self.training)
+        return not (self.recording or is_set) and parameter._data[0].stype == "default"
+
+    def _receive(self, parameter, index, array):
+        """Copy a parameter to an array of a replica, from the neighbour's."""
+        source = self.array(parameter, index - 1)
         is_trained = parameter.grad_req != "null"
         with mx.autograd._RecordingStateScope(self.recording and is_trained, None):
-            source = held.as_nd_ndarray() if is_numpy(held) else held
+            source = source.as_nd_ndarray() if is_numpy(source) else source
             # The backward pass of a copy to another context would overwrite the gradient.
-            source = mx.nd.identity(source) if parameter.grad_req == "add" else source
+            is_added = parameter.grad_req == "add" and index == 1
+            source = mx.nd.identity(source) if is_added else source
             mx.nd._internal._copyto(source, out=array)
-            return array.as_np_ndarray() if is_numpy(held) else array
 
     def keep(self, parameter):
         """Keep a parameter's value before a replica sets it."""
         if parameter not in self.before and parameter._data is not None:
+            self._sent.pop(parameter, None)
             self.before[parameter] = parameter._data[0].copy()
             for index in range(len(self.contexts)):
                 self.array(parameter, index)
@@ -127,6 +181,7 @@ class Copies:
 
     def restore(self) -> None:
         """Restore the parameters' values from before the call."""
+        self._sent.clear()  # replicas may have changed their copies, too
         with mx.autograd.pause():
             for parameter, value in list(self._guarded.items()) + list(self.before.items()):
                 value.copyto(parameter._data[0])
@@ -233,24 +288,3 @@ def check_equal(block, differing):
             "averaged only the block knows. Set it outside of the block, from results for the "
             "whole batch; or run the block on one device: parallelize(block, gpus=1)."
         )
-
-
-def unite(statistics, sizes):
-    """Set the replicas' statistics to their means, weighted by shard size.
-
-    Values that are the same in all replicas stay bitwise equal.
-
-    Arguments:
-        statistics: for each statistic, a list of the replicas' arrays.
-        sizes: the shard sizes.
-    """
-    if statistics:
-        wait_for_updates()
-    for arrays in statistics:
-        first = arrays[0]
-        first += sum(
-            (array.as_in_context(first.context) - first) * (float(size) / sum(sizes))
-            for array, size in zip(arrays, sizes)
-        )
-        for array in arrays[1:]:
-            first.copyto(array)

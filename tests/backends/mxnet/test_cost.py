@@ -70,14 +70,14 @@ def test_a_step_takes_no_more_operations_than_each_context_has(build):
     assert several[COPY] <= DEVICES * (one[COPY] + 2 * weights + 2)
 
 
-def test_each_prediction_has_the_weights_as_they_are():
-    """Copied for each call: nothing tells of what is written in place."""
+def test_a_prediction_copies_the_rows_alone():
+    """Weights only where they have changed, by whatever means."""
     import mxnet as mx
 
     net, inputs = mx.gluon.nn.Dense(3, in_units=2), mx.nd.ones((ROWS, 2))
     net.initialize()
     compat.parallelize(net)
-    assert counted(lambda: net(inputs))[COPY] >= 2 * (DEVICES - 1)
+    assert counted(lambda: net(inputs))[COPY] <= 2 * (DEVICES - 1)  # and what comes out
     before = net(inputs).asnumpy()
     view = net.bias.data()[1:]  # of the same memory
     view += 1
