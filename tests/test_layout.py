@@ -284,6 +284,7 @@ OF_ONE_BACKEND = {
     "mxnet.arrays": "two kinds of arrays, nested in what Gluon blocks take and return",
     "mxnet.comparison": "no version of an array: values tell whether it was written",
     "mxnet.executors": "graphs are bound to a context before they run",
+    "mxnet.gradient_store": "Module has gradients summed by an object, a KVStore",
     "mxnet.keras_mxnet_fixes": "faults of keras-mxnet",
     "mxnet.keras_phases": "a graph for each of training, testing and prediction, cut in two",
     "mxnet.keras_replicas": "a kind of models: Keras'",

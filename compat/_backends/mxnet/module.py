@@ -15,6 +15,7 @@ from ... import _rows, errors
 from ..._rows import Fallback, Reason, splitting
 from ..._runtime import work
 from ..._runtime.patching import InstanceMethod, replaced
+from .gradient_store import store_for
 from .graph import Graph
 from .locks import making
 from .propagation import grown
@@ -88,7 +89,7 @@ class _InitOptimizerWithKVStore(InstanceMethod):
     method = "init_optimizer"
 
     def invoke(self, module, kvstore="local", *args, **kwargs):
-        self.plain(module)(kvstore or "local", *args, **kwargs)
+        self.plain(module)(store_for(module, kvstore or "local"), *args, **kwargs)
 
 
 class _Group(mx.module.executor_group.DataParallelExecutorGroup):

@@ -126,12 +126,13 @@ class Copies:
 
     def _receive(self, parameter, index, array):
         """Copy a parameter to an array of a replica, from the neighbour's."""
-        source = self.array(parameter, index - 1)
+        held = parameter._data[0]
+        source = self.array(parameter, index - 1) if index else held
         is_trained = parameter.grad_req != "null"
+        # The backward pass of a copy to another context would overwrite the gradient.
+        is_added = parameter.grad_req == "add" and source is held
         with mx.autograd._RecordingStateScope(self.recording and is_trained, None):
             source = source.as_nd_ndarray() if is_numpy(source) else source
-            # The backward pass of a copy to another context would overwrite the gradient.
-            is_added = parameter.grad_req == "add" and index == 1
             source = mx.nd.identity(source) if is_added else source
             mx.nd._internal._copyto(source, out=array)
 

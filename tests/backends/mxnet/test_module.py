@@ -427,3 +427,74 @@ def test_other_modules_are_refused(mx):
         "parallelize() runs an mx.mod.Module on several devices, not a {}. Give "
         "context=[...] to the {} itself.".format("BucketingModule", "BucketingModule")
     )
+
+
+@pytest.fixture
+def chained(monkeypatch):
+    """Have three contexts count as many."""
+    from compat._backends.mxnet import gradient_store
+
+    monkeypatch.setattr(gradient_store, "_FEW", 2)
+
+
+@pytest.mark.parametrize("updates_on", ["1", "0"])
+def test_gradients_are_summed_along_the_chain(mx, chained, updates_on, monkeypatch, tmp_path):
+    """In a store of "device", on which the optimizer runs or not."""
+    monkeypatch.setenv("MXNET_UPDATE_ON_KVSTORE", updates_on)
+    modules = [optimised(bound(mx, 61, on), "adam", "device") for on in (False, True)]
+    assert type(modules[1]._kvstore).__name__ == "ChainedStore"
+    assert modules[1]._update_on_kvstore == (updates_on == "1")
+    for rows in (61, 2, 1, 13):
+        outputs = [step(mx, module, rows) for module in modules]
+        assert difference(outputs[:1], outputs[1:]) < 1e-5
+    assert difference(*[weights(module) for module in modules]) < 1e-5
+    for arrays in modules[1]._exec_group.param_arrays:
+        assert all((array.asnumpy() == arrays[0].asnumpy()).all() for array in arrays)
+    modules[1].save_optimizer_states(str(tmp_path / "states"))
+    modules[1].load_optimizer_states(str(tmp_path / "states"))
+    outputs = [step(mx, module, 61) for module in modules]
+    outputs = [step(mx, module, 61) for module in modules]
+    assert difference(outputs[:1], outputs[1:]) < 1e-5
+
+
+@pytest.mark.parametrize("kvstore", ["local", "device"])
+def test_row_sparse_gradients_of_a_module(mx, chained, kvstore):
+    def run(parallel):
+        x = mx.sym.Embedding(
+            mx.sym.var("data"),
+            mx.sym.var("words_weight"),
+            input_dim=9,
+            output_dim=4,
+            sparse_grad=True,
+        )
+        x = mx.sym.FullyConnected(x, num_hidden=4, name="dense")
+        module = mx.mod.Module(mx.sym.SoftmaxOutput(x, name="softmax"))
+        if parallel:
+            compat.parallelize(module)
+        module.bind([("data", (16, 8))], [("softmax_label", (16,))])
+        module.init_params(mx.init.Constant(0.1))
+        module.init_optimizer(kvstore, optimizer_params={"learning_rate": 0.1})
+        words, labels = np.arange(16 * 8).reshape(16, 8) % 5, np.arange(16) % 4
+        for rows in (16, 13, 2):
+            arrays = [[mx.nd.array(each[:rows])] for each in (words, labels)]
+            module.forward_backward(mx.io.DataBatch(*arrays))
+            module.update()
+        return weights(module)
+
+    check_same(run, 1e-6)
+
+
+def test_other_stores_are_left_as_they_are(mx, monkeypatch):
+    from compat._backends.mxnet import gradient_store
+
+    store_for = gradient_store.store_for
+    module = compat.parallelize(mx.mod.Module(symbol(mx)))
+    assert store_for(module, "device") == "device"  # on three contexts
+    monkeypatch.setattr(gradient_store, "_FEW", 2)
+    assert store_for(module, "device").type == "device"
+    mine = mx.kv.create("device")
+    assert [store_for(module, kvstore) for kvstore in ("local", mine)] == ["local", mine]
+    compressed = mx.mod.Module(symbol(mx), compression_params={"type": "2bit"})
+    assert store_for(compat.parallelize(compressed), "device") == "device"
+    monkeypatch.setenv("MXNET_KVSTORE_USETREE", "1")
+    assert store_for(module, "device") == "device"

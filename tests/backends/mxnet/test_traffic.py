@@ -93,7 +93,9 @@ class Predicting:
     def write_shared_memory(self):
         held = self.net.weight.data()
         held.wait_to_read()
-        self.mx.nd.from_dlpack(held.to_dlpack_for_write())[:] = 5
+        other = self.mx.nd.from_dlpack(held.to_dlpack_for_write())
+        other[:] = 5
+        other.wait_to_read()  # MXNet does not know that both are one
 
     def make_them_nan(self):
         self.net.weight.data()[:] = np.nan
