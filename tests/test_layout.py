@@ -298,6 +298,7 @@ OF_ONE_BACKEND = {
     "tensorflow1.copying": "replicas of a static graph are copies of its operations",
     "tensorflow1.fetches": "callbacks add to what Keras' functions compute",
     "tensorflow1.gradient_marks": "on ranks, gradients of a graph that are not exchanged are found",
+    "tensorflow1.kept_weights": "operations of the graph find that a weight has changed",
     "tensorflow1.loss_gradients": "on ranks, scripts differentiate the loss of a graph",
     "tensorflow1.optimizer_order": "nothing orders how Keras' Adam reads and counts its steps",
     "tensorflow1.replicated_function": "Keras runs a model by three functions, not by a call",

@@ -167,6 +167,15 @@ def session_of(keras: "Any") -> "Any":
     return getattr(session, "session", None) if is_local else session
 
 
+def sessions_in_use() -> "List[Any]":
+    """Return the open sessions of Keras packages, and the default one."""
+    from tensorflow.python.client.session import BaseSession
+
+    sessions = {session_of(keras) for keras in imported_keras_packages()}
+    sessions.add(v1_names().get_default_session())
+    return [each for each in sessions if isinstance(each, BaseSession) and not each._closed]
+
+
 def session_config(tf: "Any", settings: "Settings", late: "Optional[str]") -> "Any":
     """Return the settings as a ``ConfigProto``.
 

@@ -44,6 +44,7 @@ class BatchPart:
         split_inputs: the inputs of which replicas read shards.
         fallback: why costly operations on the way to the outputs run unsplit, a ``Fallback``, or
             None.
+        passed: tensors that have passed a trial.
     """
 
     def __init__(self, model, losses, updates, tried):
@@ -83,6 +84,7 @@ class BatchPart:
         # The tensors that these read.
         self.constants = list(self.propagation.constants) + self._constants_of_loops()
         taken = {tensor for op in self.operations for tensor in op.inputs}
+        self.passed: "Set[Any]" = set()
         self.split_inputs = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
 
     def before(self, tensor: "Any") -> "Set[Any]":

@@ -1,7 +1,7 @@
 """Replicas of a model in a static graph of TensorFlow 1: its batch part, once per device."""
 
 import contextlib
-from typing import Any, Iterator, List, Set
+from typing import Any, Iterator, List
 
 from ... import _keras
 from ..._rows import splitting
@@ -10,34 +10,31 @@ from . import arguments, graph
 from .colocation import ColocateGradients
 from .copying import Copy, copy_operations
 from .merging import Merging
-from .partition import BatchPart
-from .weight_copies import WeightChain
 
 
 class Replicas:
     """Copies of the batch part of a model's graph, one on each device.
 
     Arguments:
-        model, losses, updates, tried: as ``BatchPart`` takes them.
-        devices: the devices, as TensorFlow names them.
+        model: the model.
+        part: its ``BatchPart``.
+        weights: the weights on each device, a ``WeightChain``.
     """
 
-    def __init__(self, model, losses, updates, tried, devices):
+    def __init__(self, model, part, weights):
         self.name, self.inputs = model.name, list(model.inputs)
         self.tf, self.graph = v1_names(), model.outputs[0].graph
-        self.devices = devices
+        self.part, self._weights = part, weights
+        self.devices = devices = weights.devices
         # A row for each row of the batch.
         self.states = [graph.value_of(state.handle) for state in _keras.states(model, "handle")]
         # Operations that are copied to compute with the whole batch, and the merged tensors in
         # place of those that leave the replicas.
         self._whole = Copy({}, {})
-        self.tried: "Set[Any]" = set()
-        self.part = BatchPart(model, losses, updates, tried)
         with self._apart():
             self._checks = arguments.checks_of_rows(self.name, self.part.split_inputs)
             rows = self.tf.shape((self.part.split_inputs or self.inputs)[0])[0]
             self.merging = Merging(devices, splitting.sizes(rows, len(devices)))
-            self._weights = WeightChain(devices)
             self.copies = [self._replica(index) for index in range(len(devices))]
         device_of = {
             copied: device
@@ -123,6 +120,12 @@ class Replicas:
         if isinstance(fetch, self.tf.Operation):
             return self._whole.operations.get(fetch, fetch)
         return self._whole_tensor(fetch)
+
+    def whole_update(self, operation: "Any") -> "Any":
+        """Return an operation, computed once, that has devices keep the weights as well."""
+        operation = self.whole(operation)
+        with self._apart():
+            return self._weights.stored(operation)
 
     def _is_replicated(self, source):
         """Return whether a tensor or an operation is computed by the replicas."""

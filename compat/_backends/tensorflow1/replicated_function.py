@@ -13,11 +13,15 @@ from ..._runtime.process import process
 from .._tensorflow.graph import v1_names
 from .._tensorflow.profiler import as_configured
 from . import arguments
+from .configuration import sessions_in_use
 from .fetches import ReplicatedResults
+from .kept_weights import KeptWeights, Storage, can_keep_any
 from .optimizer_order import counting_in_order
+from .partition import BatchPart
 from .replicas import Replicas
 from .trial import ReplicasTrial
 from .verification import VerifiedStep
+from .weight_copies import WeightChain
 
 # Names of operations that run a shard of the batch, and of those that merge tensors of replicas.
 _OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
@@ -51,8 +55,10 @@ class ReplicatedGraphFunctions:
         self.owner, self.model = model, None
         self.devices, self.verification = list(devices), None
         self._made: "Dict[str, ReplicatedGraphFunction]" = {}
-        self._replicas: "Optional[Replicas]" = None
-        self._replicas_key: "List[Any]" = []
+        self._part: "Optional[BatchPart]" = None
+        self._part_key: "List[Any]" = []
+        self._replicas: "Dict[bool, Replicas]" = {}  # by whether they keep weights
+        self._storage = Storage()
         self._tried: "Dict[Any, Any]" = {}
         self.trying = threading.RLock()
         patching.attach(model, "_compat_functions", self)
@@ -75,6 +81,7 @@ class ReplicatedGraphFunctions:
                 method = kind.of(model)
                 if method is not None:
                     method.remove(model)
+        self._storage.delete(sessions_in_use())
         patching.detach(self.owner, "_compat_functions")
 
     def made(self, name, made):
@@ -95,7 +102,7 @@ class ReplicatedGraphFunctions:
         Returns:
             Whether functions were made anew.
         """
-        taken = [tensor for tensor in replicas.taken() if tensor not in replicas.tried]
+        taken = [tensor for tensor in replicas.taken() if tensor not in replicas.part.passed]
         if not taken:
             return False
         with replicas.graph.as_default():  # this thread need not have it
@@ -109,7 +116,7 @@ class ReplicatedGraphFunctions:
                 placements = trial.placements(failed) or dict.fromkeys(self.model.outputs, unsplit)
                 self._tried.update(placements)
                 self._make_anew()
-        replicas.tried.update(taken)
+        replicas.part.passed.update(taken)
         return bool(failed)
 
     def _backend(self):
@@ -128,7 +135,7 @@ class ReplicatedGraphFunctions:
 
     def _make_anew(self):
         """Make all functions again; the existing ones run from then on what the new ones run."""
-        self._replicas = None
+        self._part = None
         for name, function in list(self._made.items()):
             # Keras makes new variables for the optimizer's state with every train function.
             state = self.model.optimizer.get_weights() if function.training else None
@@ -141,20 +148,28 @@ class ReplicatedGraphFunctions:
             if state is not None:
                 self.model.optimizer.set_weights(state)
 
-    def replicas_now(self) -> "Replicas":
-        """Return the replicas of the model as it is now: layers may have been added or frozen."""
+    def replicas_now(self, training: bool) -> "Replicas":
+        """Return the replicas of the model as it is now: layers may have been added or frozen.
+
+        Arguments:
+            training: whether gradients are computed; if not, devices may keep the weights.
+        """
         model = self.model
         updates = list(model.updates) + list(model.state_updates)
         loss = getattr(model, "total_loss", None)  # once compiled
         losses = [] if loss is None else [loss]
         key = list(map(id, list(model.inputs) + list(model.outputs) + updates + losses))
-        if self._replicas is None or key != self._replicas_key:
-            self._replicas = Replicas(model, losses, updates, self._tried, self.devices)
-            self._replicas_key = key
-            fallback = self._replicas.part.fallback
+        if self._part is None or key != self._part_key:
+            self._part = BatchPart(model, losses, updates, self._tried)
+            self._part_key, self._replicas = key, {}
+            fallback = self._part.fallback
             if fallback is not None:
                 _rows.warn_unsplit(self.owner, model.name, fallback, self.devices[0], owner=self)
-        return self._replicas
+        keeps = not training and can_keep_any(model.weights)
+        if keeps not in self._replicas:
+            chain = KeptWeights(self.devices, self._storage) if keeps else WeightChain(self.devices)
+            self._replicas[keeps] = Replicas(model, self._part, chain)
+        return self._replicas[keeps]
 
     def training(self):
         """Have the optimizer count its steps in order, within a block.
@@ -165,8 +180,8 @@ class ReplicatedGraphFunctions:
             return counting_in_order(self.model.optimizer)
         return counting_in_order(
             self.model.optimizer,
-            lambda loss, params: self.replicas_now().whole(loss),
-            lambda: self.replicas_now().gradients_colocated(),
+            lambda loss, params: self.replicas_now(training=True).whole(loss),
+            lambda: self.replicas_now(training=True).gradients_colocated(),
         )
 
 
@@ -263,7 +278,7 @@ class RewiredFunction:
     def __init__(self, replicas, made):
         self.replicas, self.made, self.is_tried = replicas, made, False
         self.results = ReplicatedResults(replicas, made)
-        made.updates_op = replicas.whole(made.updates_op)
+        made.updates_op = replicas.whole_update(made.updates_op)
 
     def holder_of(self, name: str) -> "Any":
         """Return the object that has an attribute of the function: callbacks add to ``results``."""
@@ -286,7 +301,7 @@ class ReplicatedGraphFunction:
 
     def __init__(self, owner, made, training):
         self.owner, self.training = owner, training
-        self.rewired = RewiredFunction(owner.replicas_now(), made)
+        self.rewired = RewiredFunction(owner.replicas_now(training), made)
 
     @property
     def made(self):

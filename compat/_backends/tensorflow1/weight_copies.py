@@ -30,6 +30,10 @@ class WeightChain:
             self._copies[tensor] = self._chain(tensor)
         return self._copies[tensor][index]
 
+    def stored(self, operation: "Any") -> "Any":
+        """Return an operation that runs another one; no device keeps a copy."""
+        return operation
+
     def _chain(self, value):
         tf, copies = v1_names(), []
         with tf.name_scope("weights"):

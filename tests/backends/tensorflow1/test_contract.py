@@ -292,7 +292,7 @@ class TestTensorFlow1(KerasParts):
             more_than: that part has more operations than these.
         """
         names = {node.name for nodes in ran.values() for node in nodes}
-        unsplit = vars(model)["_compat_functions"]._replicas.part.operations
+        unsplit = vars(model)["_compat_functions"]._part.operations
         assert len(unsplit) > more_than
         assert not names & {op.name for op in unsplit}
 

@@ -175,6 +175,6 @@ if not _keras.wraps_a_model(keras_under_test().models.Sequential()):  # from 2.2
         losses = [[model.train_on_batch(rows_of(n), None) for n in STEPS] for model in models]
         np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
         assert largest_difference(plain.get_weights(), parallel.get_weights()) <= 1e-5
-        part = vars(parallel)["_compat_functions"]._replicas.part.operations
+        part = vars(parallel)["_compat_functions"]._part.operations
         needed = ancestors([parallel.total_loss], ())[0]
         assert not [op for op in needed if op.type == "MatMul" and op not in part]
