@@ -13,6 +13,7 @@ import tensorflow as tf
 from ..._rows import splitting
 from ..._runtime import work
 from ..._runtime.process import process
+from .graph import is_for_xla
 
 _numbers = itertools.count()
 
@@ -38,12 +39,7 @@ def count(
     if tf.executing_eagerly():
         work.count(devices, sizes(devices, int(rows)), training)
         return
-    from tensorflow.python.ops import control_flow_util
-
-    # The graph of ``tf.function(jit_compile=True)`` is all on one device, and XLA has no tables.
-    # This query is not public.
-    is_compiled = control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
-    if not (is_compiled or work.uncounted):
+    if not (is_for_xla() or work.uncounted):
         key = tuple(devices), training, sizes
         tables: "Dict[Any, Any]" = process.graph_counters
         tables.setdefault(key, Table(*key)).count(rows)

@@ -36,6 +36,7 @@ from .merging import is_merged
 from .propagation import Added, Propagation
 from .side_effects import PythonEffects
 from .trial import LANES, OpTrial, SampleValues
+from .weight_copies import weights_of
 
 _PLAIN = (bool, numbers.Number, str, bytes, np.ndarray, type, type(None))
 
@@ -58,6 +59,7 @@ class Trace:
             new value. States of random numbers are not among them. Handles are compared by
             identity, since TensorFlow has nothing else to compare.
         lookups: those of the ``Propagation``.
+        weights: weak references to the variables that it reads as a whole and does not set.
         fallback: what cannot be merged from the shards: a ``Fallback``, or None.
         changes: those of Python objects that the call has made, and that have been undone.
         fails: whether a call on parts of a batch failed right after the trace.
@@ -107,6 +109,7 @@ class Trace:
             h for h in handles if getattr(h._handle_data, "is_set", False)
         ]  # of a known type
         self.variables = [(handle, changed[id(handle)]) for handle in handles]
+        self.weights = weights_of(graph)
         self.fallback = self._not_merged(results)
 
     def _not_merged(self, results):

@@ -83,6 +83,17 @@ def may_be_set(handle: "tf.Tensor") -> bool:
     return False
 
 
+def is_for_xla() -> bool:
+    """Return whether the present graph is that of a function with ``jit_compile=True``.
+
+    All of it runs on one device, and XLA has no resources that are referred to by name.
+    """
+    # This query is not public.
+    from tensorflow.python.ops import control_flow_util
+
+    return control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph())
+
+
 # Graphs that Keras traces for shapes or for saving. Nothing is computed in them here, and saved
 # ones must not name this machine's devices. (``__call__`` is the one that Keras 3 exports;
 # ``tf.function(model)`` has another name.)

@@ -28,6 +28,7 @@ def parallelize(model: "Any", devices: "Sequence[str]", replicated: bool) -> "An
     """
     plain = getattr(type(model), "_compat_plain_class", None)
     if plain is not None:
+        type(model)._compat_call.kept.free()
         patching.change_class(model, plain)
     if replicated:
         patching.change_class(model, _replicated_class(type(model), NativeCall(devices)))

@@ -26,13 +26,17 @@ from .arguments import (
 from .batch_counts import count
 from .call_trace import FailedTrace, Trace
 from .functional_call import as_function
-from .graph import only_traced, recording
+from .gradient_sums import GradientSums
+from .graph import is_for_xla, only_traced, recording
+from .kept_weights import KeptWeights
 from .keras_patches import custom_gradient_without_tape, read_kernels
 from .merging import Merging
 from .output_gradients import InnerGradients
 from .refusals import refuse_strategies, several_devices_in_xla
 from .state import ModelState
 from .table_gradients import TableGradients, dense
+from .variable_reads import redirected
+from .weight_copies import send
 
 
 class Replica:
@@ -46,7 +50,8 @@ class Replica:
         scope: with the losses of one replica.
         tree: with the replica's shards.
         effects: of all replicas.
-        join: returns what the gradient of a variable becomes: see ``TableGradients``.
+        join: returns what the gradient of a variable becomes: see ``GradientSums``.
+        copies: the ``Copies`` of variables that it reads.
 
     Attributes:
         structure: of the results, as the function of ``as_function`` returns it.
@@ -54,7 +59,7 @@ class Replica:
         changes: those of Python objects that its call has made, and that have been undone.
     """
 
-    def __init__(self, device, size, trace, call, scope, tree, effects, join):
+    def __init__(self, device, size, trace, call, scope, tree, effects, join, copies):
         self.size = size
         compute, shard = as_function(call, scope, tree, effects), tensors_of(tree)
 
@@ -69,7 +74,8 @@ class Replica:
         self.inner = None  # its ``InnerGradients``, where a tape records
 
         def results_of(*values):
-            self.structure, self.values = compute(*values)
+            with redirected(copies):
+                self.structure, self.values = compute(*values)
             for name, placements in trace.placements.items() if trace else ():
                 # An error where there are more, or fewer, than in the trace.
                 self.values[name] = tf.nest.map_structure(cropped, self.values[name], placements)
@@ -78,7 +84,8 @@ class Replica:
         @tf.custom_gradient
         def replica(*values):
             with tf.device(device):
-                results, gradients_of = _differentiable(results_of, values)
+                watched = list(values) + list(copies.tensors.values())
+                results, gradients_of = _differentiable(results_of, values, watched)
             inner = InnerGradients(device, results, gradients_of)
             self.inner = weakref.ref(inner)  # as long as the tape needs it
 
@@ -87,11 +94,14 @@ class Replica:
                 # Integers and booleans have no gradient.
                 pairs = [(r, g) for r, g in zip(inner.results, upstream) if r.dtype.is_floating]
                 heads, upstream = [r for r, _ in pairs], [g for _, g in pairs]
+                tensors = [copies.tensors.get(id(variable.handle)) for variable in variables]
+                copied = [tensor for tensor in tensors if tensor is not None]
+                sources = list(values) + variables + copied
                 with tf.device(device):
-                    gradients = gradients_of(heads, list(values) + variables, upstream)
-                    gradients = list(map(dense, gradients))
-                    of_variables = list(map(join, variables, gradients[len(values) :]))
-                of_inputs = gradients[: len(values)]
+                    gradients = iter([dense(g) for g in gradients_of(heads, sources, upstream)])
+                    of_inputs, direct = [[next(gradients) for _ in s] for s in (values, variables)]
+                    of_copies = [None if each is None else next(gradients) for each in tensors]
+                    of_variables = list(map(join, variables, map(_sum, direct, of_copies)))
                 return (of_inputs, of_variables) if variables else of_inputs
 
             return results, gradient
@@ -125,16 +135,24 @@ def _listing_no_variables():
         variables[:0] = before
 
 
-def _differentiable(compute, values):
+def _sum(gradient, other):
+    """Return the sum of two gradients, either of which may be None or slices."""
+    if gradient is None or other is None:
+        return other if gradient is None else gradient
+    return tf.convert_to_tensor(gradient) + tf.convert_to_tensor(other)
+
+
+def _differentiable(compute, values, watched):
     """Return ``compute(*values)``, and a function that differentiates it.
 
     The function's arguments are some of the results, the sources, and the upstream gradients.
+    Sources are among ``watched``, the values and the tensors that are read within, or variables.
     """
     graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     # Loops and branches make their variables inputs of another name; the tape knows them.
     if type(graph).__name__ != "FuncGraph":
         with tf.GradientTape(persistent=True) as tape:
-            tape.watch([value for value in values if value.dtype.is_floating])
+            tape.watch([value for value in watched if value.dtype.is_floating])
             results = compute(*values)
         return results, tape.gradient
 
@@ -146,7 +164,10 @@ def _differentiable(compute, values):
 
     def gradients_of(results, sources, upstream):
         inner = [graph.capture(getattr(source, "handle", source)) for source in sources]
-        return gradients_util._GradientsHelper(results, inner, upstream, src_graph=graph)
+        # Copies of weights are computed from these: the way ends there.
+        return gradients_util._GradientsHelper(
+            results, inner, upstream, stop_gradients=watched, src_graph=graph
+        )
 
     return compute(*values), gradients_of
 
@@ -164,7 +185,8 @@ class ReplicatedCall(patching.InstanceMethod):
     Replica i computes the rows of ``splitting.run_bounds`` on its device. The operations of a
     gradient carry no device, and would all run on the first one; so each replica is a function
     with a custom gradient (``tf.custom_gradient``), which is computed on the replica's device, too.
-    TensorFlow sums the gradients of the replicas.
+    Weights go from device to device, and their gradients back: see ``weight_copies`` and
+    ``gradient_sums``.
 
     Losses added within ``call``, outputs without a batch dimension and state (counters, moving
     averages) leave the replicas as values of their shards, and are merged into those of the whole
@@ -188,6 +210,7 @@ class ReplicatedCall(patching.InstanceMethod):
         self.belongs_to_step = belongs_to_step
         self.traces: "Dict[Any, Union[Trace, FailedTrace]]" = {}  # of eager calls, by their kind
         self.effects = None  # of the model, which they belong to
+        self.kept = KeptWeights(self.devices)
         self.lock = threading.RLock()
 
     def install(self, model):
@@ -202,6 +225,7 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def remove(self, model):
         super().remove(model)
+        self.kept.free()
         if self.supports_jit:
             patching.attach(model, "supports_jit", True)
 
@@ -338,14 +362,24 @@ class ReplicatedCall(patching.InstanceMethod):
         maximum = max if isinstance(rows, int) else tf.maximum
         bounds = [splitting.bounds(rows, number, index) for index in range(number)]
         sizes = [last - first for first, last in bounds]
+        copies = self._copies(trace)
         tables = TableGradients(trace.lookups if trace else {}, sizes)
+        sums = GradientSums(self.devices, copies, tables)
         for index, (device, size) in enumerate(zip(self.devices, sizes)):
             tree = arguments.shard(splitting.run_bounds(rows, number, index, maximum))
             part = device, size, trace, call, state.replica, tree, effects
             if effects is not None:
                 effects.restart()
-            replicas.append(Replica(*part, functools.partial(tables.joined, index)))
+            join = functools.partial(sums.joined, index)
+            replicas.append(Replica(*part, join, copies[index]))
         return replicas
+
+    def _copies(self, trace):
+        """Return the copies of weights that each replica reads."""
+        are_sent = trace is not None and (tf.executing_eagerly() or not is_for_xla())
+        weights = [weight() for weight in trace.weights] if are_sent else []
+        present = [weight for weight in weights if weight is not None]
+        return send(present, self.devices) if recording() else self.kept.send(present)
 
     def _run_unsplit(self, model, call, arguments, fallback):
         """Run the call unsplit, on the first device."""

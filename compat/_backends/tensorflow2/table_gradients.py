@@ -23,12 +23,15 @@ class TableGradients:
     Arguments:
         lookups: those of the ``Trace``.
         sizes: the number of rows of each replica: integers, or scalar tensors.
+
+    Attributes:
+        counted: the replicas that every backward pass reaches.
     """
 
     def __init__(self, lookups: "Dict[int, Set[bool]]", sizes: "Sequence[Any]") -> None:
         self._keys = {key for key, are_same in lookups.items() if are_same == {True}}
         with_rows = {n for n, size in enumerate(sizes) if not isinstance(size, int) or size}
-        self._counted = with_rows or {0}  # as ``merge`` does
+        self.counted = with_rows or {0}  # as ``merge`` does
         # The id of a variable -> the replicas computed so far in this pass -> their gradients.
         self._waiting: "Dict[int, Dict[int, tf.IndexedSlices]]" = {}
 
@@ -36,13 +39,13 @@ class TableGradients:
         """Return what a replica's gradient of a variable becomes: the sum of all, or None."""
         if not isinstance(gradient, tf.IndexedSlices) or id(variable.handle) not in self._keys:
             return gradient
-        if replica not in self._counted:
+        if replica not in self.counted:
             return None
         gradients = self._waiting.setdefault(id(variable), {})
         if replica in gradients:
             gradients.clear()
         gradients[replica] = gradient
-        if len(gradients) < len(self._counted):
+        if len(gradients) < len(self.counted):
             return None
         del self._waiting[id(variable)]
         total = tf.add_n([slices.values for slices in gradients.values()])
