@@ -78,7 +78,7 @@ def test_the_page_has_a_line_for_each_pair():
         cells = versions.row(pair, {"faults": {}, "seconds": 0})
         expected[tuple(cells[:3])] = pair.fault or "holds"
     said = {pair: cells[-1].partition("; ")[0] for pair, cells in rows.items()}
-    assert said == {pair: expected[pair] for pair in rows}
+    assert said == expected
 
 
 SPELLED = {"tensorflow": "TensorFlow", "keras": "Keras", "mxnet": "MXNet", "theano": "Theano"}

@@ -297,8 +297,14 @@ def row(pair, result):
         "{} tests".format(result.get("tests", 0)),
         "{} of {}".format(examples * ("tests" in result), len(EXAMPLES)),
         _word("two ranks", faults, refused) if has_ranks else "",
-        "; ".join([verdict] + ["{}: {}".format(", ".join(by[text]), text) for text in by]),
+        "; ".join([verdict] + ["{}: {}".format(_listed(by[text]), text) for text in by]),
     ]
+
+
+def _listed(tests):
+    """Return the names of tests that are refused for one reason."""
+    examples = ["examples/{}.py".format(name) for name in sorted(EXAMPLES)]
+    return "the examples" if tests == examples else ", ".join(tests)
 
 
 def _word(test, faults, refused):

@@ -11,8 +11,9 @@ from . import pip_extras
 # installs besides.
 #
 # Left out: a torch before 2.13 comes as a build for CUDA of gigabytes; TensorFlow before 1.13 has
-# no wheel for a Python after 3.6; CNTK before 2.6 has none; keras-mxnet before 2.2.4.2 fails in SGD
-# on MXNet 1.5 and newer; MXNet 1.8.0 lacks libopenblas.so.0, which its wheel has from .post0 on.
+# no wheel for a Python after 3.6, and TensorFlow 2.15 requires Keras 2.15; CNTK before 2.6 has no
+# wheel; keras-mxnet before 2.2.4.2 fails in SGD on MXNet 1.5 and newer; MXNet 1.8.0 lacks
+# libopenblas.so.0, which its wheel has from .post0 on.
 _PAIRS = """
 torch 3.11 keras
     torch==2.13.0 keras==3.0.5
@@ -52,7 +53,6 @@ jax 3.11 keras
     jax==0.10.2 keras==3.15.1
 
 keras3 3.11 keras
-    tensorflow-cpu==2.15.1 keras==3.0.5 numpy<2
     tensorflow-cpu==2.16.2 keras==3.0.5
     tensorflow-cpu==2.16.2 keras==3.1.1
     tensorflow-cpu==2.16.2 keras==3.3.3
