@@ -68,13 +68,10 @@ class JaxDistributed(engines.Engine):
             addresses["coordinator_bind_address"] = with_port(bound, port)
         if not _set_option(jax, "jax_cpu_collectives_implementation", "gloo"):
             _set_option(jax, "jax_cpu_enable_gloo_collectives", True)  # JAX before 0.4.28
-        for name, value in (
-            # Else JAX kills a rank when another one fails, and lets none end alone.
-            ("jax_enable_recoverability", True),
-            # It would ignore the signal by which launchers end ranks.
-            ("jax_enable_preemption_service", False),
-        ):
-            _set_option(jax, name, value)
+        # Else JAX kills a rank when another one fails, and lets none end alone.
+        self.end_alone = _set_option(jax, "jax_enable_recoverability", True)  # JAX 0.7 and later
+        # It would ignore the signal by which launchers end ranks.
+        _set_option(jax, "jax_enable_preemption_service", False)
         # JAX aborts a process when its own timeout is over, so compat's comes first. Rank 0 gives
         # up last: it runs the service, and JAX aborts ranks that lose the service.
         limit = self.timeout + (0.0 if place.rank else _LATER)
@@ -209,7 +206,7 @@ class JaxDistributed(engines.Engine):
         while self.place.rank == 0 and time.monotonic() < until:
             ended, gave_up = self.marked("ended") or [], self.marked("gave up") or []
             everyone_leaves = len(ended) == self.place.size - 1 and not gave_up
-            if everyone_leaves and hasattr(self.store, "get_live_nodes"):  # JAX 0.7 and later
+            if everyone_leaves and self.end_alone:
                 # The others leave JAX's service: it answers when all have, and not before.
                 waiting.answer(lambda: self.store.get_live_nodes(everyone), self.timeout, None)
             if len(set(ended) | set(gave_up)) == self.place.size - 1:
