@@ -83,7 +83,8 @@ class Environment:
         (self.folder / "home").mkdir(parents=True)
         self.log.write_text("")
         # An environment starts many processes: what they import is compiled once.
-        left_out = "COMPAT_", "KERAS_", "PYTHONDONTWRITEBYTECODE"
+        # Tests take for granted what a row of tox.ini installs.
+        left_out = "COMPAT_", "KERAS_", "PYTHONDONTWRITEBYTECODE", "TOX_"
         others = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
         self.variables = dict(
             others,

@@ -54,6 +54,13 @@ COPIES = Model.__reduce__ is not object.__reduce__
 XLA = "jit_compile" in inspect.signature(Model.compile).parameters
 
 
+# Hooks without which replicas read variables on the first device. See test_traffic.
+READS = dict.fromkeys(
+    ["BaseResourceVariable._read_variable_op", hooks.name_of(*variable_reads.fast_path())],
+    "results are the same, and more is sent",
+)
+
+
 class TestTensorFlow2(KerasParts):
     backend = "tensorflow2"
     quick = {"run_eagerly": True}  # type: dict
@@ -61,11 +68,7 @@ class TestTensorFlow2(KerasParts):
     # Keras 3 cannot train on with the optimizer of an HDF5 file, on one device neither.
     extension = ".keras" if KERAS3 else ".h5"
     lstm_options = {} if TRAIN_STEP else {"unroll": True}
-    # Without them replicas read variables on the first device. See test_traffic.
-    exempt_hooks = dict.fromkeys(
-        ["BaseResourceVariable._read_variable_op", hooks.name_of(*variable_reads.fast_path())],
-        "results are the same, and more is sent",
-    )
+    exempt_hooks = READS
 
     def seed(self, keras, number):
         super(TestTensorFlow2, self).seed(keras, number)
