@@ -17,6 +17,15 @@ _COMPARABLE = {
 }  # fmt: skip
 
 
+def are_kept() -> bool:
+    """Return whether copies are kept: from TensorFlow 2.4, which brought these workers.
+
+    Now and then TensorFlow 2.3 reads copies in a function before the weight that the function has
+    just changed was sent.
+    """
+    return hasattr(tf.distribute, "MultiWorkerMirroredStrategy")
+
+
 class KeptWeights:
     """Copies of a model's weights, sent again where a weight has changed.
 
@@ -87,7 +96,7 @@ def _worth_keeping(variables):
     Not the smallest ones, which have a fiftieth of all bytes: to compare them takes longer than to
     send them.
     """
-    comparable = list(filter(_is_comparable, variables))
+    comparable = list(filter(_is_comparable, variables)) if are_kept() else []
     sizes = sorted((v.shape.num_elements() * v.dtype.size, id(v)) for v in comparable)
     limit, small = sum(size for size, _ in sizes) / 50, set()
     for size, key in sizes:

@@ -55,7 +55,8 @@ def test_no_device_sends_more_than_the_weights_and_their_gradients(counting):
     assert done.returncode == 0
     (line,) = [line for line in done.stdout.splitlines() if line.startswith(counted.MARK)]
     for devices, steps in json.loads(line[len(counted.MARK) :]).items():
-        for kind, most in zip(counted.STEPS, (2.1, 1.1, 0.05, 1.1, 0.05)):
+        later = 0.05 if kept_weights.are_kept() else 1.1
+        for kind, most in zip(counted.STEPS, (2.1, 1.1, later, 1.1, later)):
             least = 0.9 if most > 1 else 0
             for link in ("sent", "received"):
                 times = steps[kind][link] / steps["weights"]
@@ -465,6 +466,16 @@ def test_a_function_outlives_what_was_freed(keras):
         np.testing.assert_allclose(model(tf.constant(ROWS)), expected, atol=1e-6)
 
 
+def is_copyable(model):
+    """Return whether this version copies models: TensorFlow 2.0 to 2.3 do not."""
+    model.compile("sgd", "mse")
+    model.predict_on_batch(ROWS)
+    try:
+        return bool(copy.deepcopy(model)) and hasattr(model, "train_step")
+    except TypeError:
+        return False
+
+
 @span
 def test_copies_belong_to_no_model(keras, tmp_path):
     """Neither to its weights, nor to its checkpoints, nor to what is saved; nor to its copy."""
@@ -479,7 +490,7 @@ def test_copies_belong_to_no_model(keras, tmp_path):
     tf.saved_model.save(model, folder)
     contents = [open(os.path.join(folder, "saved_model.pb"), "rb").read()]
     assert not [content for content in contents if b"compat_weights" in content]
-    if hasattr(keras.Model, "train_step"):  # TensorFlow 2.0 copies no model
+    if is_copyable(plain):
         twin = copy.deepcopy(model)
         expected = model.predict_on_batch(ROWS)
         kernel_of(twin).assign(kernel_of(twin) + 1.0)
@@ -524,3 +535,9 @@ def test_each_copy_is_made_from_the_one_before(keras):
         copies = [next(iter(each.tensors.values())) for each in send([variable], devices)]
         for copied, source in zip(copies[2:], copies[1:]):
             assert copied.op.inputs[0] is source
+
+
+if not kept_weights.are_kept():  # these look at copies that are kept
+    del test_weights_that_have_not_changed_are_not_sent
+    del test_what_is_kept_is_freed
+    del test_the_smallest_weights_are_not_kept
