@@ -11,9 +11,10 @@ from . import pip_extras
 # installs besides.
 #
 # Left out: a torch before 2.13 comes as a build for CUDA of gigabytes; TensorFlow before 1.13 has
-# no wheel for a Python after 3.6, and TensorFlow 2.15 requires Keras 2.15; the package keras 2.6.0
-# has no keras.optimizers.SGD; CNTK before 2.6 has no wheel; keras-mxnet before 2.2.4.2 fails in SGD
-# on MXNet 1.5 and newer; MXNet 1.8.0 lacks libopenblas.so.0, which its wheel has from .post0 on.
+# no wheel for a Python after 3.6, and TensorFlow 2.15 requires Keras 2.15; the packages keras 2.6.0
+# and 2.8.0 have no keras.optimizers.SGD; CNTK before 2.6 has no wheel; keras-mxnet before 2.2.4.2
+# fails in SGD on MXNet 1.5 and newer; MXNet 1.8.0 lacks libopenblas.so.0, which its wheel has from
+# .post0 on.
 _PAIRS = """
 torch 3.11 keras
     torch==2.13.0 keras==3.0.5
@@ -96,7 +97,6 @@ tensorflow 3.8 tensorflow.keras protobuf<3.21 h5py<4
     tensorflow-cpu==2.11.1
 
 tensorflow 3.8 keras protobuf<3.21 h5py<4
-    tensorflow-cpu==2.8.4 keras==2.8.0
     tensorflow-cpu==2.11.1 keras==2.11.0
 
 tensorflow20 3.7 keras protobuf<3.21 h5py<3 numpy<1.19
