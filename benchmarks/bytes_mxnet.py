@@ -1,66 +1,59 @@
-"""Bytes that cross contexts of MXNet in a training step and in predictions.
+"""Bytes over the busiest device's link on MXNet.
 
     python benchmarks/bytes_mxnet.py
 
 Counted from what MXNet ran: each copy between arrays by its two contexts, the copies that return in
 a backward pass, and what a ``Module`` gives to its ``KVStore`` and takes from it. For Gluon and
 keras-mxnet the number of copies that each context sent is compared with the profiler's, which knows
-only as many contexts as there are cores, and two.
+only as many contexts as there are cores, and two; it also counts the operations.
 """
 
-import argparse
 import collections
 import contextlib
-import json
 import os
-import sys
 
 os.environ.setdefault("KERAS_BACKEND", "mxnet")
 
 import numpy as np
-from interleaved import MARK
+import traffic
+import works
 
 import compat
 from compat._backends.mxnet import executions, profiler
 from compat._backends.mxnet.arrays import context_of
 
-DEVICES = (2, 4, 8, 16)
-WIDTH, INPUTS = 512, 16  # of layers; activations are small beside the weights
+WIDTH, INPUTS = works.size(512), 16  # of layers; activations are small beside the weights
+STORE = "store"  # stands for the KVStore among the devices
 
 
 class Traffic:
     """The copies of a step.
 
     Attributes:
-        sent, received: bytes between contexts, by the name of the context.
+        links: bytes between contexts.
         copies: how many copies each context began, to itself too.
         operations: how many operations MXNet ran, where the profiler counted them.
     """
 
     def __init__(self):
-        self.sent, self.received = collections.Counter(), collections.Counter()
-        self.copies = collections.Counter()
-        self.operations = 0
+        self.links, self.copies = traffic.Links(), collections.Counter()
+        self.operations = None
 
     def note(self, source, target, array):
         """Count a copy of an array from one context to another."""
         self.copies[source] += 1
-        if source != target:
-            size = array.size * np.dtype(array.dtype).itemsize
-            self.sent[source] += size
-            self.received[target] += size
+        self.links.add(source, target, array.size * np.dtype(array.dtype).itemsize)
 
-    def busiest(self, weights):
-        """Return the bytes that the busiest device sends and receives, by those of the weights."""
-        devices = set(self.sent) | set(self.received)
-        return tuple(
-            round(max([counts[name] for name in devices - {"store"}] or [0]) / weights, 3)
-            for counts in (self.sent, self.received)
-        )
+    def measured(self):
+        """Return the result of ``Work.measured()``."""
+        for counts in (self.links.sent, self.links.received):
+            counts.pop(STORE, None)
+        operations = {} if self.operations is None else {"operations": self.operations}
+        return dict(self.links.busiest(), **operations)
 
 
 @contextlib.contextmanager
-def observed(traffic):
+def observed(found):
     """Count copies within a block."""
     import mxnet as mx
 
@@ -73,9 +66,9 @@ def observed(traffic):
         if operation == handle:
             array = result[0] if isinstance(result, list) else result
             source, target = str(context_of(inputs[0])), str(context_of(array))
-            traffic.note(source, target, array)
+            found.note(source, target, array)
             if is_recorded(array):  # the gradient of a copy is a copy
-                traffic.note(target, source, array)
+                found.note(target, source, array)
         return result
 
     def is_recorded(array):
@@ -90,12 +83,12 @@ def observed(traffic):
 
     def pushed(self, key, value, *args, **kwargs):
         for array in listed(value):
-            traffic.note(str(context_of(array)), "store", array)
+            found.note(str(context_of(array)), STORE, array)
         return push(self, key, value, *args, **kwargs)
 
     def pulled(self, key, out=None, *args, **kwargs):
         for array in listed(out):
-            traffic.note("store", str(context_of(array)), array)
+            found.note(STORE, str(context_of(array)), array)
         return pull(self, key, out, *args, **kwargs)
 
     def both(self, key, value, out=None, priority=0):
@@ -104,7 +97,7 @@ def observed(traffic):
 
     def gone_back(self, out_grads=None, *args, **kwargs):
         for array in [] if out_grads is None else listed(out_grads):
-            traffic.note(str(context_of(array)), str(context_of(array)), array)
+            found.note(str(context_of(array)), str(context_of(array)), array)
         return backward(self, out_grads, *args, **kwargs)
 
     replaced = [
@@ -131,35 +124,44 @@ def counted(step, is_checked):
     """
     import mxnet as mx
 
-    traffic = Traffic()
+    found = Traffic()
     mx.nd.waitall()
-    with observed(traffic):
+    with observed(found):
         if not is_checked:
             step()
-            return traffic
+            return found
         with profiler.recorded() as events:
             step()
-    ran = collections.Counter()
+    ran, found.operations = collections.Counter(), 0
     for operation in profiler._executed(events, "cpu"):
-        traffic.operations += operation.name != "DeleteVariable"
+        found.operations += operation.name != "DeleteVariable"
         ran[operation.device] += operation.name.startswith("Copy")
-    assert +ran == traffic.copies, (ran, traffic.copies)
-    return traffic
+    assert +ran == found.copies, (ran, found.copies)
+    return found
 
 
-def calls(step):
-    """Return how many Python functions a step calls."""
-    count = collections.Counter()
-    sys.setprofile(lambda frame, event, argument: count.update([event]))
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-    return count["call"]
+class Work(traffic.Work):
+    """A model on several contexts.
+
+    Arguments:
+        is_checked: whether the profiler can count the copies of its steps.
+    """
+
+    def __init__(self, weights, steps, is_checked=False):
+        super().__init__(weights, steps)
+        self.is_checked = is_checked
+
+    def measured(self, name):
+        return counted(self.steps[name], self.is_checked).measured()
+
+
+def is_profiled(devices):
+    """Return whether the profiler knows so many contexts."""
+    return devices <= os.cpu_count() + 2
 
 
 def gluon(devices):
-    """Return the bytes of a block's weights, and its steps by kind."""
+    """Return the work of a block."""
     import mxnet as mx
 
     net = mx.gluon.nn.HybridSequential()
@@ -181,11 +183,12 @@ def gluon(devices):
         net(inputs).asnumpy()
 
     weights = sum(4 * int(np.prod(p.shape)) for p in net.collect_params().values())
-    return weights, {"train": train, "evaluate": predict, "predict": predict}
+    steps = {"train": train, "predict": predict, "evaluate": predict}
+    return Work(weights, steps, is_profiled(devices))
 
 
 def keras(devices):
-    """Return the bytes of a Keras model's weights, and its steps by kind.
+    """Return the work of a Keras model.
 
     Its predictions follow ``set_weights()``: in training all contexts get the new weights.
     """
@@ -203,14 +206,14 @@ def keras(devices):
 
     steps = {
         "train": train,
-        "evaluate": lambda: model.test_on_batch(inputs, targets),
         "predict": lambda: model.predict_on_batch(inputs),
+        "evaluate": lambda: model.test_on_batch(inputs, targets),
     }
-    return 4 * model.count_params(), steps
+    return Work(4 * model.count_params(), steps, is_profiled(devices))
 
 
 def module(devices, store="local"):
-    """Return the bytes of a Module's weights, and its steps by kind."""
+    """Return the work of a Module."""
     import mxnet as mx
 
     x = mx.sym.var("data")
@@ -234,57 +237,20 @@ def module(devices, store="local"):
         model.get_outputs()[0].asnumpy()
 
     weights = sum(4 * array.size for array in model.get_params()[0].values())
-    return weights, {"train": train, "evaluate": predict, "predict": predict}
+    return Work(weights, {"train": train, "predict": predict, "evaluate": predict})
 
 
 def device_module(devices):
-    """Return the same of a Module whose KVStore is "device"."""
+    """Return the work of a Module whose KVStore is "device"."""
     return module(devices, "device")
 
 
-BUILDS = {"Gluon": gluon, "keras-mxnet": keras, "Module": module, "Module, device": device_module}
-
-
-def measured(name, devices):
-    """Return what the busiest device sends and receives, by the weights; and the calls of a step.
-
-    Arguments:
-        name: a key of ``BUILDS``.
-        devices: their number.
-    """
-    weights, steps = BUILDS[name](devices)
-    for _ in range(2):  # later steps are alike
-        for step in steps.values():
-            step()
-    found, is_checked = {}, devices <= os.cpu_count() + 2 and not name.startswith("Module")
-    for kind in ("train", "evaluate", "predict"):
-        if kind != "train":
-            steps["train"]()
-        for batch in ("first", "later"):
-            traffic = counted(steps[kind], is_checked)
-            found[kind, batch] = traffic.busiest(weights)
-            if kind == "train":
-                break
-    return found, calls(steps["train"])
-
-
-def main():
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, help="for the sake of benchmarks/run.py")
-    parser.add_argument("--steps", type=int, help="for the sake of benchmarks/run.py")
-    parser.add_argument("--devices", type=int, nargs="+", default=DEVICES)
-    counts = parser.parse_args().devices
-    compat.configure_gpu(simulate=max(counts))
-    results = {}
-    for name in BUILDS:
-        for devices in counts:
-            found, called = measured(name, devices)
-            results["{} {}".format(name, devices)] = {" ".join(k): v for k, v in found.items()}
-            cells = ["{} {} {:.2f} W, {:.2f} W".format(*key, *found[key]) for key in found]
-            print(name, devices, *cells, "{} calls".format(called), sep=" | ")
-    print(MARK + json.dumps(results, sort_keys=True))
-
+BUILDS = {
+    "MXNet, Gluon": gluon,
+    "MXNet, keras-mxnet": keras,
+    "MXNet, Module": module,
+    'MXNet, Module, kvstore="device"': device_module,
+}
 
 if __name__ == "__main__":
-    main()
+    traffic.main(__doc__, BUILDS, lambda devices: compat.configure_gpu(simulate=devices))

@@ -1,33 +1,29 @@
-"""Bytes that each device sends and receives on TensorFlow 2, beside those of the weights.
+"""Bytes over the busiest device's link on TensorFlow 2.
 
     python benchmarks/bytes_tensorflow2.py
 
 Counted from what functions executed: the edges between partitions of their graphs, and the shapes
 of the tensors that kernels got from there, which TensorFlow's profiler records. A branch that was
-not taken has no kernels. The batches are small, so that few of the bytes are activations.
+not taken has no kernels; kernels are the operations of a step. The batches are small, so that few
+of the bytes are activations.
 """
 
-import argparse
-import collections
 import importlib
-import json
 import os
 import pathlib
-import sys
 import tempfile
 import time
 
 import numpy as np
 import tensorflow as tf
-from interleaved import MARK
+import traffic
+import works
 
 import compat
 from compat._backends.tensorflow2 import profiler
 from compat._backends.tensorflow2.run_metadata import functions_of, recorded
 
-DEVICES = (2, 4, 8, 16)
-UNITS = 256  # of each of three layers
-STEPS = ("train", "predict, first", "predict, later", "evaluate, first", "evaluate, later")
+UNITS = works.size(256)  # of each of three layers
 
 
 def kernels(step):
@@ -68,13 +64,13 @@ def size_of(shape):
 
 
 def links(partitions, executed):
-    """Return the bytes that each device sent, and those it received.
+    """Return the ``Links`` of a step.
 
     Arguments:
         partitions: those of the graphs of the functions.
         executed: the result of ``kernels``.
     """
-    sent, received = collections.Counter(), collections.Counter()
+    found = traffic.Links()
     for graph in partitions:
         arriving = {node.name: node for node in graph.node if node.op in ("_Recv", "_HostRecv")}
         sizes = {}
@@ -86,10 +82,8 @@ def links(partitions, executed):
                     sizes[name.partition(":")[0]] = size_of(shape)
         for name, size in sizes.items():
             here, there = [arriving[name].attr[k].s for k in ("send_device", "recv_device")]
-            if here != there:
-                sent[here] += size
-                received[there] += size
-    return sent, received
+            found.add(here, there, size)
+    return found
 
 
 class Step:
@@ -102,74 +96,46 @@ class Step:
     def __init__(self, step):
         self.step, self.partitions = step, []
 
+    def __call__(self):
+        with recorded() as records:
+            self.step()
+        self.partitions += [graph for graphs in functions_of(records) for graph in graphs]
+
     def measured(self):
         """Return the bytes of the busiest device in a step, and the number of kernels."""
-        with recorded() as records:
-            executed = kernels(self.step)
-        self.partitions += [graph for graphs in functions_of(records) for graph in graphs]
-        sent, received = links(self.partitions, executed)
-        busiest = [max(count.values() or [0]) for count in (sent, received)]
-        return {"sent": busiest[0], "received": busiest[1], "operations": len(executed)}
-
-    def python_calls(self):
-        """Return the number of Python functions that are called in a step."""
-        calls = []
-        sys.setprofile(lambda frame, event, argument: event == "call" and calls.append(1))
-        try:
-            self.step()
-        finally:
-            sys.setprofile(None)
-        return len(calls)
+        executed = kernels(self)
+        return dict(links(self.partitions, executed).busiest(), operations=len(executed))
 
 
-def build(keras):
-    """Return a model whose activations are small beside its weights."""
+class Work(traffic.Work):
+    def measured(self, name):
+        return self.steps[name].measured()
+
+    def calls(self, name):
+        return traffic.python_calls(self.steps[name].step)
+
+
+def build(devices):
+    """Return the work of a model whose activations are small beside its weights."""
+    keras = importlib.import_module(os.environ.get("COMPAT_TEST_KERAS", "keras"))
+    keras.backend.clear_session()
     layers = keras.layers
     inputs = layers.Input(shape=(UNITS,))
     hidden = layers.Dense(UNITS, activation="relu")(inputs)
     hidden = layers.Dense(UNITS, activation="relu")(hidden)
-    return keras.models.Model(inputs, layers.Dense(UNITS)(hidden))
-
-
-def traffic(keras, devices):
-    """Return the bytes of the weights, and what each kind of step on so many devices sends."""
-    keras.backend.clear_session()
-    model = compat.parallelize(build(keras), gpus=devices)
+    model = keras.models.Model(inputs, layers.Dense(UNITS)(hidden))
+    compat.parallelize(model, gpus=devices)
     model.compile("sgd", "mse")
-    inputs = np.ones((devices, UNITS), "float32")
+    batch = np.ones((devices, UNITS), "float32")
     steps = {
-        "train": Step(lambda: model.train_on_batch(inputs, inputs)),
-        "predict": Step(lambda: model.predict_on_batch(inputs)),
-        "evaluate": Step(lambda: model.test_on_batch(inputs, inputs)),
+        "train": Step(lambda: model.train_on_batch(batch, batch)),
+        "predict": Step(lambda: model.predict_on_batch(batch)),
+        "evaluate": Step(lambda: model.test_on_batch(batch, batch)),
     }
-    for step in steps.values():  # traces
-        step.measured()
-    found = {"weights": 4 * int(model.count_params())}
-    for kind in STEPS:
-        name, _, batch = kind.partition(", ")
-        if batch == "first":
-            steps["train"].step()
-        found[kind] = steps[name].measured()
-        found[kind]["calls"] = steps[name].python_calls()
-    return found
+    return Work(4 * model.count_params(), steps)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--devices", type=int, nargs="+", default=list(DEVICES))
-    arguments = parser.parse_args()
-    compat.configure_gpu(simulate=max(arguments.devices))
-    keras = importlib.import_module(os.environ.get("COMPAT_TEST_KERAS", "keras"))
-    found = {number: traffic(keras, number) for number in arguments.devices}
-    print("devices  step             sent, received (times the weights)  operations  Python calls")
-    for number, steps in found.items():
-        for kind in STEPS:
-            step = steps[kind]
-            sent, received = [step[key] / steps["weights"] for key in ("sent", "received")]
-            row = number, kind, sent, received, step["operations"], step["calls"]
-            print("{:7}  {:15}  {:8.3f} {:8.3f} {:28} {:13}".format(*row))
-    print(MARK + json.dumps(found, sort_keys=True))
-
+BUILDS = {"TensorFlow 2": build}
 
 if __name__ == "__main__":
-    main()
+    traffic.main(__doc__, BUILDS, lambda devices: compat.configure_gpu(simulate=devices))

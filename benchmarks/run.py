@@ -26,7 +26,10 @@ Row = collections.namedtuple("Row", "name title peer goal environment command re
 
 #: Rows that measure no peer: ``tables.py`` has a table for each.
 FIGURES = {  # name -> environment, command
-    "bytes": ("py37-tensorflow1-tfkeras", "python benchmarks/bytes_across_devices.py"),
+    "bytes-tensorflow1": ("py37-tensorflow1-tfkeras", "python benchmarks/bytes_tensorflow1.py"),
+    "bytes-tensorflow2": ("py311-tensorflow", "python benchmarks/bytes_tensorflow2.py"),
+    "bytes-torch": ("py311-torch", "python benchmarks/bytes_torch.py"),
+    "bytes-mxnet": ("py37-mxnet", "python benchmarks/bytes_mxnet.py"),
     "building": ("py37-tensorflow1-tfkeras", "python benchmarks/building.py"),
     "many": ("py37-tensorflow1-tfkeras", "python benchmarks/many_models.py"),
     "scaling": ("py311-tensorflow", "python benchmarks/scaling.py"),

@@ -102,12 +102,23 @@ def many_models(results):
 
 
 def bytes_across_devices(results):
-    found = results["figures"]["bytes"]
-    yield ["devices", "bytes a step, in times the weights (W)", "ring all-reduce"]
-    for devices, counted in sorted(found.items(), key=lambda item: int(item[0])):
-        weights = counted["weights"]
-        shown = ["{:.2f} W".format(counted[name] / weights) for name in ("bytes", "ring")]
-        yield [devices] + shown
+    """Return the rows of a table: of each backend and kind of step, by the number of devices."""
+    found = cluster_model.bytes_of_replicas(results["figures"])
+    devices = sorted({number for by_devices in found.values() for number in by_devices})
+    yield ["sent / received, in W", "step"] + ["N = {}".format(number) for number in devices]
+    for label, by_devices in found.items():
+        for kind in ("train", "predict, first", "predict, later"):
+            yield [label, kind] + [
+                " / ".join("{:.2f}".format(share) for share in shares(by_devices[number], kind))
+                for number in devices
+            ]
+    yield ["a ring", "train"] + ["{0:.2f} / {0:.2f}".format(2 - 2 / n) for n in devices]
+    yield ["a star, as before", "train"] + ["{0:.2f} / {0:.2f}".format(n - 1) for n in devices]
+
+
+def shares(counts, kind):
+    """Return what the busiest device sends and receives in a step, in times the weights."""
+    return [counts[kind][link] / counts["weights"] for link in ("sent", "received")]
 
 
 def starting(results):
@@ -209,7 +220,7 @@ def sections(results):
         "starting": markdown(starting(results)),
         "trials": markdown(trials(results)),
         "first": with_reasons(first_fits(results), first_reasons(results)),
-        "clusters": markdown(cluster_model.table()),
+        "clusters": markdown(cluster_model.table(results["figures"])),
     }
 
 
@@ -259,14 +270,19 @@ def plots(results):
     yield "first", figure
 
     figure, axes = pyplot.subplots(figsize=(5, 3))
-    found = sorted((int(n), counted) for n, counted in results["figures"]["bytes"].items())
-    devices = [n for n, _ in found]
-    for name, label in (("bytes", "compat, counted"), ("ring", "ring all-reduce")):
-        values = [counted[name] / counted["weights"] for _, counted in found]
-        axes.plot(devices, values, marker="o" if name == "bytes" else "", label=label)
+    figures = results["figures"]
+    devices = sorted(
+        {n for each in cluster_model.bytes_of_replicas(figures).values() for n in each}
+    )
+    for kind in ("train", "predict, first", "predict, later"):
+        values = [cluster_model.busiest(figures, number, kind) for number in devices]
+        axes.plot(devices, values, marker="o", label="compat, counted: " + kind)
+    axes.plot(devices, [2 - 2 / n for n in devices], color="#374151", label="ring: train")
+    axes.plot(devices, [n - 1 for n in devices], "--", color="#374151", label="star: train")
+    axes.set_ylim(-0.2, 8)
     axes.set_xlabel("devices")
-    axes.set_ylabel("bytes a step / bytes of weights")
-    axes.legend()
+    axes.set_ylabel("busiest link, each way:\nbytes of a step / of the weights")
+    axes.legend(fontsize=7)
     yield "bytes", figure
 
     figure, axes = pyplot.subplots(figsize=(5, 3))

@@ -80,11 +80,25 @@ def test_ratios_are_of_the_best_rounds(tables):
     assert tables.run.ratios([run([3.0], [2.0], bound=1.0)])["bound"] == [0.5]
 
 
-def test_the_model_of_clusters(tables):
+def test_the_model_of_clusters(tables, results):
     """Without overlap never faster than with it; more devices never better over the same links."""
     model = tables.cluster_model
-    of_ranks = [setup for setup in model.setups() if setup.name.startswith("ranks")]
+    setups = list(model.setups(results["figures"]))
     for each in model.MODELS:
-        found = [model.efficiency(each, setup) for setup in of_ranks]
-        assert all(0 < low <= high <= 1 for low, high in found)
-        assert found == sorted(found, reverse=True)
+        for name in ("replicas", "ranks"):
+            found = [model.efficiency(each, s) for s in setups if s.name.startswith(name)]
+            assert all(0 < low <= high <= 1 for low, high in found)
+            assert found == sorted(found, reverse=True)
+
+
+def test_no_device_moves_more_than_was_promised(tables, results):
+    """In training twice the weights each way, in the first batch of predict() the weights."""
+    labels = tables.cluster_model.bytes_of_replicas(results["figures"])
+    assert {label.partition(",")[0] for label in labels} == {
+        "TensorFlow 1", "TensorFlow 2", "torch", "MXNet",
+    }  # fmt: skip
+    for by_devices in labels.values():
+        assert set(by_devices) == {2, 4, 8, 16}
+        for counts in by_devices.values():
+            for kind, most in (("train", 2.1), ("predict, first", 1.1), ("predict, later", 0.05)):
+                assert max(tables.shares(counts, kind)) <= most
