@@ -3,6 +3,7 @@
 import copy
 import gc
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -17,7 +18,15 @@ import tensorflow as tf
 import compat
 from compat._backends.tensorflow2 import kept_weights, replicas
 from compat._backends.tensorflow2.weight_copies import send
-from compat.testing import DEVICES, initialise, keras_under_test, largest_difference, slow, span
+from compat.testing import (
+    DEVICES,
+    in_span,
+    initialise,
+    keras_under_test,
+    largest_difference,
+    slow,
+    span,
+)
 
 from ..conftest import ROOT
 from ..messages import told
@@ -210,9 +219,13 @@ def optimize(model, rows):
         variable.assign_sub(0.1 * gradient)
 
 
-@span
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("eagerly", [False, True])
+@pytest.mark.parametrize(
+    "way, eagerly",
+    in_span(
+        itertools.product(WAYS, [False, True]),
+        [(assign, False), (in_a_function, True), (training, False), (another_thread, True)],
+    ),
+)
 def test_a_changed_weight_is_sent(keras, way, eagerly):
     model = build(keras)
     other = keras.models.Sequential([keras.layers.Input((8,))] + model.layers)
