@@ -12,14 +12,12 @@ import os
 import numpy as np
 import tensorflow as tf
 import traffic
-import works
 
 import compat
 from compat._backends._tensorflow.graph import v1_names
 from compat._backends.tensorflow1.profiler import recorded
 
 v1 = v1_names(tf)
-UNITS = works.size(256)  # of each of three layers
 
 
 def add_links(links, metadata):
@@ -58,23 +56,10 @@ class Work(traffic.Work):
 
 
 def build(devices):
-    """Return the work of a model whose activations are small beside its weights."""
+    """Return the work of a model of Keras."""
     keras = importlib.import_module(os.environ.get("COMPAT_TEST_KERAS", "tensorflow.keras"))
-    keras.backend.clear_session()
-    layers = keras.layers
-    inputs = layers.Input(shape=(UNITS,))
-    hidden = layers.Dense(UNITS, activation="relu")(inputs)
-    hidden = layers.Dense(UNITS, activation="relu")(hidden)
-    model = keras.models.Model(inputs, layers.Dense(UNITS)(hidden))
-    compat.parallelize(model, gpus=devices)
-    model.compile("sgd", "mse")
-    batch = np.ones((devices, UNITS), "float32")
-    steps = {
-        "train": lambda: model.train_on_batch(batch, batch),
-        "predict": lambda: model.predict_on_batch(batch),
-        "evaluate": lambda: model.test_on_batch(batch, batch),
-    }
-    return Work(4 * model.count_params(), steps)
+    weights, steps = traffic.keras_model(keras, devices)
+    return Work(weights, steps)
 
 
 BUILDS = {"TensorFlow 1": build}

@@ -17,13 +17,10 @@ import time
 import numpy as np
 import tensorflow as tf
 import traffic
-import works
 
 import compat
 from compat._backends.tensorflow2 import profiler
 from compat._backends.tensorflow2.run_metadata import functions_of, recorded
-
-UNITS = works.size(256)  # of each of three layers
 
 
 def kernels(step):
@@ -116,23 +113,10 @@ class Work(traffic.Work):
 
 
 def build(devices):
-    """Return the work of a model whose activations are small beside its weights."""
+    """Return the work of a model of Keras."""
     keras = importlib.import_module(os.environ.get("COMPAT_TEST_KERAS", "keras"))
-    keras.backend.clear_session()
-    layers = keras.layers
-    inputs = layers.Input(shape=(UNITS,))
-    hidden = layers.Dense(UNITS, activation="relu")(inputs)
-    hidden = layers.Dense(UNITS, activation="relu")(hidden)
-    model = keras.models.Model(inputs, layers.Dense(UNITS)(hidden))
-    compat.parallelize(model, gpus=devices)
-    model.compile("sgd", "mse")
-    batch = np.ones((devices, UNITS), "float32")
-    steps = {
-        "train": Step(lambda: model.train_on_batch(batch, batch)),
-        "predict": Step(lambda: model.predict_on_batch(batch)),
-        "evaluate": Step(lambda: model.test_on_batch(batch, batch)),
-    }
-    return Work(4 * model.count_params(), steps)
+    weights, steps = traffic.keras_model(keras, devices)
+    return Work(weights, {name: Step(step) for name, step in steps.items()})
 
 
 BUILDS = {"TensorFlow 2": build}

@@ -10,10 +10,14 @@ import collections
 import json
 import sys
 
+import numpy as np
 import works
 from interleaved import MARK
 
+import compat
+
 DEVICES = sorted({works.size(number) for number in (2, 4, 8, 16)})
+UNITS = works.size(256)  # of each of three layers of ``keras_model``
 #: "first": the first batch after a training step; "later": the one after that.
 STEPS = ("train", "predict, first", "predict, later", "evaluate, first", "evaluate, later")
 
@@ -62,6 +66,28 @@ class Work:
     def calls(self, name):
         """Return the number of Python functions that a step calls."""
         return python_calls(self.steps[name])
+
+
+def keras_model(keras, devices):
+    """Return the bytes of a model's weights on so many devices, and its steps by name.
+
+    Its activations are small beside its weights.
+    """
+    keras.backend.clear_session()
+    layers = keras.layers
+    inputs = layers.Input(shape=(UNITS,))
+    hidden = layers.Dense(UNITS, activation="relu")(inputs)
+    hidden = layers.Dense(UNITS, activation="relu")(hidden)
+    model = keras.models.Model(inputs, layers.Dense(UNITS)(hidden))
+    compat.parallelize(model, gpus=devices)
+    model.compile("sgd", "mse")
+    batch = np.ones((devices, UNITS), "float32")
+    steps = {
+        "train": lambda: model.train_on_batch(batch, batch),
+        "predict": lambda: model.predict_on_batch(batch),
+        "evaluate": lambda: model.test_on_batch(batch, batch),
+    }
+    return 4 * model.count_params(), steps
 
 
 def python_calls(step):

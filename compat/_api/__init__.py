@@ -232,7 +232,7 @@ def _parallelize(model, gpus=None, strategy=None):
         if process.configuration is None:
             from . import configuring  # for start-up time
 
-            configuring.refuse_faulty(backend, devices)
+            configuring.refuse_faulty(backend.name, _keras.versions(backend), devices)
             process.parallelized_before.append((name, list(devices)))
         backend.verify(model, None)
         evaluator = _ranks.evaluator()

@@ -126,7 +126,7 @@ def _configure(chosen, reason, settings, place):
             seen = f"{chosen.framework} sees {names}"
             notes += _shortage((str(settings.devices), seen), names, settings)
         versions = _keras.versions(chosen)
-        refuse_faulty(chosen, devices)
+        refuse_faulty(chosen.name, versions, devices)
         if settings.floatx:
             applied += _keras.set_floatx(settings.floatx, chosen)
     except BaseException:
@@ -138,12 +138,12 @@ def _configure(chosen, reason, settings, place):
     )
 
 
-def refuse_faulty(backend, devices):
+def refuse_faulty(backend, versions, devices):
     """Refuse several devices with a framework that by itself trains wrong on them."""
-    framework, fault, instead = tested_versions.fault(_keras.versions(backend))
+    framework, fault, instead = tested_versions.fault(versions)
     if framework and len(devices) > 1:
         raise errors.unsupported(
-            backend.name,
+            backend,
             f"train on several devices with {framework}: {fault}",
             f"{instead.capitalize()}, or one device: gpus=1.",
         )

@@ -214,7 +214,7 @@ class Pair(NamedTuple):
 
     @property
     def fault(self) -> str:
-        """What fails, and which version to use; "": nothing fails."""
+        """The fault and the version to use in its place; "": the pair has none."""
         return FAULTS.get(self.framework, "")
 
     def __str__(self) -> str:

@@ -1,8 +1,9 @@
 """Changes to others' objects: each one is listed, is made once, and can be undone."""
 
 import contextlib
+import threading
 import types
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 _patches: "List[Patch]" = []
 
@@ -111,6 +112,32 @@ def replaced(owner: "Any", **attributes: "Any") -> "Iterator[None]":
         for name, value in attributes.items():
             afterwards.callback(Patch(owner, name, value).take_back)
         yield
+
+
+class SharedPatches:
+    """Patches that stand while any thread is within a block.
+
+    Arguments:
+        targets: a function that returns, for each attribute to replace, its owner, its name and a
+            function from the attribute to what replaces it. Those that are replaced already stay.
+    """
+
+    def __init__(self, targets: "Callable[[], Iterable[Tuple[Any, str, Callable[[Any], Any]]]]"):
+        self.targets, self.lock, self.scopes = targets, threading.Lock(), 0
+        self.patches: "List[Patch]" = []
+
+    def __enter__(self) -> None:
+        with self.lock:
+            self.scopes += 1
+            for owner, name, replacement in self.targets():
+                if find(owner, name) is None:
+                    self.patches.append(Patch(owner, name, replacement(getattr(owner, name))))
+
+    def __exit__(self, *raised: "Any") -> None:
+        with self.lock:
+            self.scopes -= 1
+            while self.patches and not self.scopes:
+                self.patches.pop().take_back()
 
 
 class Callback:

@@ -103,10 +103,9 @@ def copy_operations(
         if gradient.startswith(b"CustomGradient"):
             node.attr["_gradient_op_type"].s = _gradient_of_copy(op, copies)
         _set_apart(node, prefix, seed)
-    nowhere = within.colocate_with(
-        None, ignore_existing=True
-    )  # where they are, 1.7 fails to import
-    with within.as_default(), nowhere, tf.device(None), tf.device(device):
+    # TensorFlow 1.7 fails to import operations where others are colocated.
+    uncolocated = within.colocate_with(None, ignore_existing=True)
+    with within.as_default(), uncolocated, tf.device(None), tf.device(device):
         results = tf.import_graph_def(
             definition, outside, [op.name for op in operations], name=prefix
         )

@@ -45,30 +45,14 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _NodePatches:
-    """The constructors of Keras' nodes, replaced while any thread is within ``device()``."""
-
-    def __init__(self):
-        self.lock, self.scopes = threading.Lock(), 0
-        self.patches: "List[patching.Patch]" = []
-
-    def __enter__(self):
-        with self.lock:
-            self.scopes += 1
-            for module in map(sys.modules.get, _NODES):
-                node = getattr(module, "Node", None)
-                if node is not None and patching.find(node, "__init__") is None:
-                    patch = patching.Patch(node, "__init__", _placing(node.__init__))
-                    self.patches.append(patch)
-
-    def __exit__(self, *raised):
-        with self.lock:
-            self.scopes -= 1
-            while self.patches and not self.scopes:
-                self.patches.pop().take_back()
+def _constructors():
+    """Return the constructors of nodes, as ``SharedPatches`` takes them."""
+    modules = filter(None, map(sys.modules.get, _NODES))
+    nodes = [module.Node for module in modules if hasattr(module, "Node")]
+    return [(node, "__init__", _placing) for node in nodes]
 
 
-_node_patches = _NodePatches()
+_node_patches = patching.SharedPatches(_constructors)
 
 
 @contextlib.contextmanager

@@ -18,10 +18,10 @@ _COMPARABLE = {
 
 
 def are_kept() -> bool:
-    """Return whether copies are kept: from TensorFlow 2.4, which brought these workers.
+    """Return whether copies are kept: from TensorFlow 2.4, to which this class belongs.
 
-    Now and then TensorFlow 2.3 reads copies in a function before the weight that the function has
-    just changed was sent.
+    In a function that changes weights between two calls of a model, TensorFlow 2.3 sometimes
+    computes with copies of the values from before.
     """
     return hasattr(tf.distribute, "MultiWorkerMirroredStrategy")
 

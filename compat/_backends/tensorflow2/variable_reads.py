@@ -3,7 +3,7 @@
 import contextlib
 import importlib
 import threading
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any, Dict, Iterator, Optional, Set, Tuple
 
 import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
@@ -58,32 +58,12 @@ class _ThreadCopies(threading.local):
 _thread = _ThreadCopies()
 
 
-class _Patches:
-    """TensorFlow's reads of variables, replaced while any thread is within ``redirected``."""
-
-    def __init__(self):
-        self.lock, self.scopes = threading.Lock(), 0
-        self.patches: "List[patching.Patch]" = []
-
-    def __enter__(self):
-        with self.lock:
-            self.scopes += 1
-            if self.scopes == 1:
-                read, (module, name) = _VARIABLE._read_variable_op, fast_path()
-                execute = getattr(module, name)
-                self.patches = [
-                    patching.Patch(_VARIABLE, "_read_variable_op", _reading(read)),
-                    patching.Patch(module, name, _executing(execute)),
-                ]
-
-    def __exit__(self, *raised):
-        with self.lock:
-            self.scopes -= 1
-            while self.patches and not self.scopes:
-                self.patches.pop().take_back()
+def _reads():
+    """Return the functions that read variables, as ``SharedPatches`` takes them."""
+    return [(_VARIABLE, "_read_variable_op", _reading), (*fast_path(), _executing)]
 
 
-_patches = _Patches()
+_patches = patching.SharedPatches(_reads)
 
 
 def fast_path() -> "Tuple[Any, str]":
