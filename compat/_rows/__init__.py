@@ -2,7 +2,8 @@
 
 ``placements`` has the words, ``rules`` the placements of results by kind of operation, ``trial``
 finds placements by computing, ``splitting`` splits a batch, ``merging`` merges the values of its
-shards, and ``fallback`` is for what cannot be split.
+shards, ``redistribution`` reduces what an operation needs whole, and ``fallback`` is for what cannot
+be split.
 """
 
 from . import merging, trial
@@ -24,6 +25,7 @@ from .placements import (
     shared,
     without_rows,
 )
+from .redistribution import redistributed
 from .rules import (
     added,
     along,
