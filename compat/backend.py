@@ -31,7 +31,18 @@ from ._runtime.process import process
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Callable, ContextManager, Dict, List, Mapping, Optional, Sequence, Tuple
+    from typing import (
+        Any,
+        Callable,
+        Collection,
+        ContextManager,
+        Dict,
+        List,
+        Mapping,
+        Optional,
+        Sequence,
+        Tuple,
+    )
 
     from ._configuration.device_choice import Devices
     from ._ranks.checksum import verify as compare_ranks
@@ -95,6 +106,10 @@ class Backend:
     options: "Sequence[str]" = ()
     #: Whether ``verify()`` compares ranks with one process, too: ``verification.ranks``.
     verifies_ranks = False
+    #: Where batch normalization uses the statistics of the whole batch, for models of which
+    #: ``compat._runtime.synchronized.is_asked()``, and layers that ask for it: on several
+    #: "devices" of a process, on "ranks", or on both.
+    synchronizes: "Collection[str]" = ()
     #: The framework's strategies that ``build()`` takes: descriptions by name.
     strategies: "Mapping[str, str]" = {}
     #: The file that ``persist=True`` writes; empty where the framework reads none.
@@ -193,6 +208,14 @@ class Backend:
         behaviour. Each batch that the replicas have computed goes to ``count_batch()``.
         """
         raise self._cannot("run one model on several devices", "Use one device: gpus=1.")
+
+    def batch_norm_layers(self, model: "Any") -> "Dict[str, Any]":
+        """Return the layers of a model that ``is_native`` that are batch normalization, by name.
+
+        One that asks for the statistics of the whole batch by itself has ``synchronized = True``,
+        or a class named ``SyncBatchNormalization`` or ``SyncBatchNorm``.
+        """
+        return {}
 
     def executed(self, model: "Any") -> "ContextManager[Dict[str, int]]":
         """Have the framework record how many operations each device executes within a block.

@@ -15,6 +15,7 @@ from conftest import ROOT, TOY_FRAMEWORK, Toy, refusal
 import compat
 from compat import _keras, _rows
 from compat._configuration import registry, tested_versions
+from compat._runtime import synchronized
 from compat._runtime.process import process
 from compat.backend import Backend
 
@@ -219,7 +220,8 @@ def test_an_option_that_no_backend_knows(other):
     assert refused(compat.UnknownOptionError, toy_sed=1) == (
         "configure_gpu() has no argument 'toy_sed', and no backend has an option of that name. Did "
         "you mean toy_seed=1? Its arguments: gpus, backend, memory, floatx, simulate, verify, "
-        "persist, strict, parallelize. Options of single backends: other_option, toy_seed."
+        "persist, strict, parallelize, sync_batch_norm. Options of single backends: other_option, "
+        "toy_seed."
     )
 
 
@@ -263,7 +265,7 @@ def test_persist_where_there_is_no_file_is_said(toy, monkeypatch):
     assert configure(persist=True).warnings == []
 
 
-@pytest.mark.parametrize("name", ["persist", "strict", "parallelize"])
+@pytest.mark.parametrize("name", ["persist", "strict", "parallelize", "sync_batch_norm"])
 def test_switches_are_read_from_texts_too(toy, name):
     """As argparse and configuration files have them, where Python takes "no" for true."""
     for value in ("no", "False", " off", "0", 0, False, None):
@@ -459,6 +461,7 @@ class Container(object):
     pass
 
 class Model(Container):
+    layers = ()
     def __init__(self):
         self.devices = None
 """
@@ -615,6 +618,102 @@ def test_wrong_arguments_of_parallelize(keras):
     assert " it was given 'keras.engine.training.Model'. Put " in refusal(
         compat.NotAModelError, compat.parallelize, model, strategy="mirrored"
     )
+
+
+# Batch normalization of the whole batch ---------------------------------------------------------
+
+
+class BatchNormalization:
+    def __init__(self, name, synchronized=False):
+        self.name, self.synchronized = name, synchronized
+
+
+class SyncBatchNormalization(BatchNormalization):
+    pass
+
+
+@pytest.fixture
+def normalizing(keras):
+    model = keras.Model()
+    model.layers = [BatchNormalization("first"), BatchNormalization("second")]
+    return model
+
+
+def not_synchronized(layers, why="sync_batch_norm=True"):
+    return (
+        "Model 'Model' is to normalize by the statistics of the whole batch ({}), which toy cannot "
+        "do on several devices: each device uses those of its own samples in {}."
+    ).format(why, layers)
+
+
+def test_batch_norm_that_cannot_be_synchronized_is_said(normalizing):
+    configure(simulate=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.parallelize(normalizing)
+        compat.parallelize(normalizing, gpus=1, sync_batch_norm=True)
+        compat.parallelize(normalizing, sync_batch_norm=False)
+    _, texts = warned(compat.parallelize, normalizing, sync_batch_norm=True)
+    assert texts == [not_synchronized("layers 'first', 'second'")]
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [BatchNormalization("third", synchronized=True), SyncBatchNormalization("third")],
+    ids=["argument", "class"],
+)
+def test_a_layer_that_asks_for_it_by_itself_is_never_silently_without(normalizing, layer):
+    configure(simulate=3)
+    normalizing.layers.append(layer)
+    _, texts = warned(compat.parallelize, normalizing)
+    assert texts == [not_synchronized("layer 'third'", "as some of its layers do by themselves")]
+
+
+@pytest.mark.parametrize("where", ["configured", "variable", "configured by variable"])
+def test_batch_norm_is_synchronized_as_configured(normalizing, monkeypatch, toy, where):
+    if where != "configured":
+        monkeypatch.setenv("COMPAT_SYNC_BATCH_NORM", "yes")
+    if where != "variable":
+        settings = configure(simulate=3, sync_batch_norm=where == "configured" or None).settings
+        assert settings.sync_batch_norm
+    else:
+        toy.import_framework().simulated = 3
+    assert (
+        not_synchronized("layers 'first', 'second'") in warned(compat.parallelize, normalizing)[1]
+    )
+    toy.synchronizes = ("devices",)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.parallelize(normalizing)
+        assert synchronized.is_asked(normalizing)
+        compat.parallelize(normalizing, sync_batch_norm=False)
+    assert not synchronized.is_asked(normalizing)
+
+
+def test_batch_norm_that_cannot_be_synchronized_is_an_error_under_strict(normalizing):
+    configure(simulate=3, strict=True)
+    call = compat.parallelize, normalizing
+    assert refusal(compat.UnsupportedError, *call, sync_batch_norm=True) == not_synchronized(
+        "layers 'first', 'second'"
+    ) + (
+        " strict=True makes that an error: run the model on one device, with parallelize(model, "
+        "gpus=1); leave out what asks for it; or drop strict=True."
+    )
+    assert normalizing.devices is None
+
+
+def test_a_model_that_a_strategy_builds_has_its_own_layers(normalizing, toy, monkeypatch):
+    monkeypatch.setattr(toy, "build", lambda strategy, build, devices: build(), raising=False)
+    configure(simulate=2)
+    normalizing.name = "net"
+    normalizing.layers += [SyncBatchNormalization("third")]
+    call = compat.parallelize, lambda: normalizing
+    _, texts = warned(*call, strategy="mirrored", sync_batch_norm=True)
+    assert texts == [
+        "sync_batch_norm=True does not change a model that is built under a strategy of the "
+        "framework: each device uses the statistics of its own samples in layers 'first', 'second' "
+        "of model 'net'. Build them with synchronized=True, or as SyncBatchNormalization."
+    ]
 
 
 SYMBOLIC = (

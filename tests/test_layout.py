@@ -169,6 +169,7 @@ NAMING = {
     "compat._keras.automatic_parallel": "where each Keras defines compile()",
     "compat._commands": "the help lists the backends",
     "compat._commands.tox": "what a row of a generated tox.ini sets, and an example in the help",
+    "compat._api.batch_norm": "layers that communicate with the other ranks by themselves",
     "compat._api.environment": "packages that come with CUDA",
     "compat._configuration.detection": "which Keras runs on which framework",
     "compat._configuration.pip_extras": "the extras of setup.cfg",

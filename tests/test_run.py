@@ -284,6 +284,16 @@ def test_simulated_devices_are_for_the_scripts_configure_gpu(tmp_path):
     assert "compat run: COMPAT_SIMULATE=3: CPU devices stand in for GPUs\n" in err
 
 
+def test_batch_norm_of_the_whole_batch_is_for_the_scripts_calls(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import os; print(os.environ['COMPAT_SYNC_BATCH_NORM'])\n")
+    options = "--backend=theano", "--python=" + sys.executable, str(script)
+    status, out, err = finished("--sync-batch-norm", *options)
+    assert (status, out) == (0, "1\n")
+    line = "COMPAT_SYNC_BATCH_NORM=1: batch normalization is that of the whole batch"
+    assert f"compat run: {line}\n" in err
+
+
 def test_options_after_the_script_are_pointed_out(script):
     """Not those that scripts have themselves, nor what is no option of ours."""
     arguments = ["--report", "--epochs", "5", "--simulate=3", "--log-dir", "logs", "--log-dir=x"]

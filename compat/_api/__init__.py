@@ -27,6 +27,7 @@ def configure_gpu(
     persist: bool = False,
     strict: bool = False,
     parallelize: bool = False,
+    sync_batch_norm: "Optional[bool]" = None,
     **options: "Unpack[Options]",
 ) -> "Configuration":
     """Choose this process's GPUs, their memory and the float type, on whichever backend it uses.
@@ -61,6 +62,10 @@ def configure_gpu(
             first. A model that the script gives to ``parallelize()`` itself, or that it builds
             under a strategy of TensorFlow's or ``keras.distribution``, is left as it is; so is one
             that cannot be parallelized, with a warning.
+        sync_batch_norm: whether batch normalization uses the mean and variance of the whole batch,
+            as on one device, rather than those of each device's own samples. None: what the
+            variable ``COMPAT_SYNC_BATCH_NORM`` says, else no. Layers that ask for it by
+            themselves, such as ``BatchNormalization(synchronized=True)``, need no argument.
         **options: settings of single backends, such as ``log_device_placement`` for TensorFlow 1;
             a backend that does not know an option of another one says so in the report.
 
@@ -90,6 +95,7 @@ def configure_gpu(
         name: settings.parse_switch(name, value) for name, value in switches.items()
     }
     parsed["verify"] = settings.parse_verify(verify, os.environ, simulate)
+    parsed["sync_batch_norm"] = settings.parse_sync_batch_norm(sync_batch_norm, os.environ)
     parsed.update(memory=settings.parse_memory(memory), floatx=settings.parse_floatx(floatx))
     parsed["options"] = options
     configuring.check_options(options, configure_gpu)
@@ -109,15 +115,29 @@ if TYPE_CHECKING:
 
     @overload
     def parallelize(
-        model: "Model", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+        model: "Model",
+        gpus: "Gpus" = None,
+        *,
+        strategy: "Optional[str]" = None,
+        sync_batch_norm: "Optional[bool]" = None,
     ) -> "Model": ...
     @overload
     def parallelize(
-        model: "Callable[[], Built]", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None
+        model: "Callable[[], Built]",
+        gpus: "Gpus" = None,
+        *,
+        strategy: "Optional[str]" = None,
+        sync_batch_norm: "Optional[bool]" = None,
     ) -> "Built": ...
 
 
-def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" = None) -> "Any":
+def parallelize(
+    model: "Any",
+    gpus: "Gpus" = None,
+    *,
+    strategy: "Optional[str]" = None,
+    sync_batch_norm: "Optional[bool]" = None,
+) -> "Any":
     """Run a model on several devices: the same object, trained to the same numbers.
 
     Each batch is split evenly over the devices, in forward and backward pass; losses, metrics
@@ -138,19 +158,22 @@ def parallelize(model: "Any", gpus: "Gpus" = None, *, strategy: "Optional[str]" 
         strategy: None for replicas that compat makes in this process; "mirrored" for TensorFlow
             2's own ``MirroredStrategy``, where ``model`` is a function that builds a model (in a
             worker of ``TF_CONFIG`` this is the same as None).
+        sync_batch_norm: as for ``configure_gpu()``; None: as configured there.
 
     Returns:
         The model that was given (or built).
 
     Raises:
         NotAModelError: ``model`` is none of these (a ``TypeError``).
-        InvalidArgumentError: ``gpus`` or ``strategy`` is not understood (a ``ValueError``).
+        InvalidArgumentError: ``gpus``, ``strategy`` or ``sync_batch_norm`` is not understood (a
+            ``ValueError``).
         UnsupportedError: the backend cannot run several devices in one process, or has no such
-            strategy (a ``NotImplementedError``).
+            strategy (a ``NotImplementedError``); after ``configure_gpu(strict=True)``, it cannot
+            synchronize batch normalization.
         DevicesNotFoundError: after ``configure_gpu(strict=True)`` (a ``RuntimeError``).
         RankError: the ranks cannot train together (a ``RuntimeError``).
     """
-    return note_by_hand(_parallelize(model, gpus, strategy))
+    return note_by_hand(_parallelize(model, gpus, strategy, sync_batch_norm))
 
 
 def _parallelize_compiled(model, gpus=None):
@@ -175,45 +198,28 @@ def note_by_hand(model: "Any") -> "Any":
     return model
 
 
-def _parallelize(model, gpus=None, strategy=None):
+def _parallelize(model, gpus=None, strategy=None, sync_batch_norm=None):
     from .. import _keras  # for start-up time
     from .._configuration import gpu_selection  # for start-up time
-    from . import use_checks  # for start-up time
+    from .._runtime import synchronized  # for start-up time
+    from . import batch_norm, use_checks  # for start-up time
 
+    active = process.configuration
+    if sync_batch_norm is None and active is not None:
+        sync_batch_norm = active.settings.sync_batch_norm
+    is_synchronized = settings.parse_sync_batch_norm(sync_batch_norm, os.environ)
     selection = gpu_selection.parse_gpus(gpus)
     place = _ranks.own_place()
-    # Functions and bound methods have __code__; a class, or what can be called, does not.
     if strategy is not None:
-        _check_strategy(strategy)
-        if place is not None and not configured_backend().ranks_train_under(strategy, place):
-            raise errors.unsupported(
-                "compat",
-                f"use strategy={strategy!r} in {place}",
-                "Leave strategy out, or start the script without a launcher.",
-            )
-        if not hasattr(model, "__code__"):
-            raise errors.NotAModelError(
-                f"strategy={strategy!r} takes a function that builds the model, since its "
-                "variables must be made under the strategy; it was given "
-                f"{errors.class_of(model)}. Put the lines that build the model into a function, "
-                "and pass that."
-            )
+        _check_strategy(strategy, model, place)
         if place is None:
             backend = configured_backend()
-            return backend.build(strategy, model, _chosen(backend, selection))
-    backend = backend_of(model)
-    if backend is None and hasattr(model, "__code__"):
-        if place is not None:
-            configured_backend().join(place)
-        function, model = model, model()
-        backend = backend_of(model)
-        if backend is None:
-            raise errors.builds_no_model(function.__qualname__, model)
-    if backend is None:
-        raise errors.NotAModelError(
-            "parallelize() takes a Keras model, a model of the backend's own kind, or a function "
-            f"that builds one; it was given {errors.class_of(model)}."
-        )
+            devices = _chosen(backend, selection)
+            model = backend.build(strategy, model, devices)
+            if is_synchronized:
+                batch_norm.check_built(backend, model, devices)
+            return model
+    model, backend = _built(model, place)
     if process.configuration is not None and process.configuration.backend != backend.name:
         raise errors.InvalidArgumentError(
             f"The model runs on {backend.name}, but configure_gpu() set up "
@@ -222,7 +228,9 @@ def _parallelize(model, gpus=None, strategy=None):
         )
     name = getattr(model, "name", None) or type(model).__name__
     process.unsplit.discard(model)
+    synchronized.ask(model, is_synchronized)
     if place is not None:
+        batch_norm.check_ranks(backend, model, name, place)
         model, where = backend.distribute(model, place), str(place)
         use_checks.watch_rank(model, name, place)
         ranks = [f"rank {rank}" for rank in range(place.size)] if backend.verifies_ranks else []
@@ -240,6 +248,7 @@ def _parallelize(model, gpus=None, strategy=None):
             from .._ranks import saving  # for start-up time
 
             saving.never_save(model, evaluator)
+        batch_norm.check_devices(backend, model, name, devices)
         model, where = backend.parallelize(model, devices), settings.listed(devices)
         use_checks.watch(backend, model, name, devices)
         _verify(backend, model, name, devices)
@@ -250,7 +259,7 @@ def _parallelize(model, gpus=None, strategy=None):
     return model
 
 
-def _check_strategy(strategy):
+def _check_strategy(strategy, model, place):
     from .._configuration import registry  # for start-up time
 
     strategies = {name: text for b in registry.backends() for name, text in b.strategies.items()}
@@ -260,6 +269,37 @@ def _check_strategy(strategy):
             f"strategy={strategy!r} is not understood. Use None (the model's replicas run in this "
             f"process, split by compat) or {others}."
         )
+    if place is not None and not configured_backend().ranks_train_under(strategy, place):
+        raise errors.unsupported(
+            "compat",
+            f"use strategy={strategy!r} in {place}",
+            "Leave strategy out, or start the script without a launcher.",
+        )
+    if not hasattr(model, "__code__"):
+        raise errors.NotAModelError(
+            f"strategy={strategy!r} takes a function that builds the model, since its variables "
+            f"must be made under the strategy; it was given {errors.class_of(model)}. Put the "
+            "lines that build the model into a function, and pass that."
+        )
+
+
+def _built(model, place):
+    """Return a model that was given, or that a given function builds, and its backend."""
+    backend = backend_of(model)
+    # Functions and bound methods have __code__; a class, or what can be called, does not.
+    if backend is None and hasattr(model, "__code__"):
+        if place is not None:
+            configured_backend().join(place)
+        function, model = model, model()
+        backend = backend_of(model)
+        if backend is None:
+            raise errors.builds_no_model(function.__qualname__, model)
+    if backend is None:
+        raise errors.NotAModelError(
+            "parallelize() takes a Keras model, a model of the backend's own kind, or a function "
+            f"that builds one; it was given {errors.class_of(model)}."
+        )
+    return model, backend
 
 
 def _verify(backend, model, name, devices, ranks=False):

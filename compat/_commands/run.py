@@ -52,6 +52,8 @@ def add_options(parser):
     parser.add_argument("--simulate", metavar="N", type=devices, help=text)
     text = "run every Keras model that the script compiles on all the devices, or on all ranks"
     parser.add_argument("--parallelize", action="store_true", help=text)
+    text = "batch normalization uses the statistics of the whole batch, of all devices or ranks"
+    parser.add_argument("--sync-batch-norm", action="store_true", help=text)
     text = "at the end, print what each device did, or each rank: was every one used?"
     parser.add_argument("--report", action="store_true", help=text)
     parser.add_argument("--report-json", metavar="FILE", help="the same, also as JSON in a file")
@@ -199,6 +201,8 @@ def execute(options: Any) -> int:
         chosen.profiled()  # an error: it has none
     if options.simulate is not None:
         lines.append(f"COMPAT_SIMULATE={options.simulate}: CPU devices stand in for GPUs")
+    if options.sync_batch_norm:
+        lines.append("COMPAT_SYNC_BATCH_NORM=1: batch normalization is that of the whole batch")
     if of_others:
         lines.append(f"without {', '.join(of_others)}: the place of a process in another job")
     launcher: List[str] = []
@@ -282,6 +286,8 @@ def _requested(options):
         environ["COMPAT_TIMEOUT"] = options.timeout
     if options.simulate is not None:
         environ["COMPAT_SIMULATE"] = str(options.simulate)
+    if options.sync_batch_norm:
+        environ["COMPAT_SYNC_BATCH_NORM"] = "1"
     if options.ranks not in (None, 1):
         environ.pop("COMPAT_ALONE", None)  # several are asked for just now
         environ["COMPAT_RESTART"] = "0"  # launchers hand over variables that are set already

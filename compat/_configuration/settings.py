@@ -180,6 +180,17 @@ def parse_verify(
     return number_of_steps
 
 
+def parse_sync_batch_norm(wanted: "Any", environ: "Mapping[str, str]") -> bool:
+    """Return whether batch normalization uses the whole batch: as given, or as a variable says.
+
+    Raises:
+        InvalidArgumentError: it is neither None, nor True or False.
+    """
+    if wanted is None:
+        wanted = environ.get("COMPAT_SYNC_BATCH_NORM", "").strip() or False
+    return parse_switch("sync_batch_norm", wanted)
+
+
 class Settings:
     """Settings that a backend is to apply: the chosen devices, and the other arguments.
 
@@ -192,6 +203,7 @@ class Settings:
         options: keyword options of ``configure_gpu()``, by name, also those of other backends.
         verify: how many training steps of each model are compared with one device; or ``Every``.
         parallelize: whether every Keras model is parallelized when it is compiled.
+        sync_batch_norm: whether batch normalization uses the statistics of the whole batch.
         gpus: the request for devices, for reports: "gpus=2".
     """
 
@@ -205,6 +217,7 @@ class Settings:
         options: "Optional[Mapping[str, Any]]" = None,
         verify: "Union[int, Every]" = 0,
         parallelize: bool = False,
+        sync_batch_norm: bool = False,
         gpus: str = "",
     ) -> None:
         self.devices = devices
@@ -215,6 +228,7 @@ class Settings:
         self.options = dict(options or {})
         self.verify: "Union[int, Every]" = verify
         self.parallelize = parallelize
+        self.sync_batch_norm = sync_batch_norm
         self.gpus = gpus
 
     def __eq__(self, other: object) -> bool:
@@ -231,7 +245,8 @@ class Settings:
         parts = [devices]
         parts += [f"memory: {self.memory}"] * (self.memory is not None)
         parts += [f"floatx: {self.floatx}"] * (self.floatx is not None)
-        parts += [name for name in ("persist", "strict", "parallelize") if getattr(self, name)]
+        switches = "persist", "strict", "parallelize", "sync_batch_norm"
+        parts += [name for name in switches if getattr(self, name)]
         parts += [f"verify: {self.verify}"] * bool(self.verify)
         parts += ["{}={!r}".format(*option) for option in sorted(self.options.items())]
         return ", ".join(parts)

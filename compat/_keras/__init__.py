@@ -156,6 +156,14 @@ def all_layers_of_keras2(model: "Any") -> "List[Any]":
     return layers
 
 
+def layers_within(model: "Any") -> "List[Any]":
+    """Return the layers of a model of any Keras, at any depth."""
+    if hasattr(model, "_flatten_layers"):
+        return all_layers(model)
+    submodules = getattr(model, "submodules", None)  # of tf.Module
+    return all_layers_of_keras2(model) if submodules is None else list(submodules)
+
+
 def unsplit_reason(model: "Any") -> "Optional[str]":
     """Return why batches of a model of tf.keras or Keras 3 cannot be split, a phrase, or None."""
     recurrent = keras_of(model).layers.RNN

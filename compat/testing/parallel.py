@@ -8,6 +8,7 @@ import gc
 import os
 import signal
 import threading
+import warnings
 import weakref
 
 import numpy as np
@@ -172,6 +173,30 @@ class ParallelContract(VerificationContract, AutomaticContract, SeveralDevicesCo
             means.append(model.get_weights()[2])
             assert np.abs(means[-1]).max() > 0.1
         np.testing.assert_allclose(means[0], means[1], rtol=1e-4, atol=1e-5)
+
+    @span
+    def test_batchnorm_of_the_whole_batch_or_a_warning(self, keras):
+        """Batch normalization has one device's numbers where it is synchronized."""
+        inputs, targets = CASES["dense"].data(61)
+        plain, parallel = self.normalized(keras), self.normalized(keras)
+        parallel.set_weights(plain.get_weights())
+        (layer,) = [each for each in parallel.layers if hasattr(each, "moving_mean")]
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            compat.parallelize(parallel, sync_batch_norm=True)
+        texts = [str(each.message) for each in said if each.category is compat.CompatWarning]
+        is_synchronized = "devices" in self.instance().synchronizes
+        assert is_synchronized or [repr(layer.name) in text for text in texts] == [True]
+        losses = []
+        for model in (plain, parallel):
+            model.compile(optimizer(keras, "sgd"), "mse")
+            batches = [(inputs[:rows] * 2 + 1, targets[:rows]) for rows in (61, 14, 2)]
+            losses.append([float(model.train_on_batch(*batch)) for batch in batches])
+        if is_synchronized:
+            np.testing.assert_allclose(*losses, rtol=1e-4)
+            self.close(plain.get_weights(), parallel.get_weights())
+        else:
+            assert abs(losses[0][2] - losses[1][2]) > 1e-4
 
     # Ways to train ----------------------------------------------------------------------------
 

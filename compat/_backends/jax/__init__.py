@@ -22,6 +22,7 @@ class JAX(Backend):
     framework = "jax"
     distributions = ("jax",)
     extra = "jax"
+    synchronizes = ("devices",)  # it computes on arrays of the whole batch
     variables = (
         "CUDA_VISIBLE_DEVICES",
         "CUDA_DEVICE_ORDER",

@@ -14,7 +14,7 @@ from ..._configuration import packages
 from ...backend import Backend
 from . import configuration
 from .configuration import RESERVE, context_named
-from .model_kinds import is_block, is_module
+from .model_kinds import blocks_within, is_block, is_module, nodes_within
 
 
 class MXNet(Backend):
@@ -108,6 +108,14 @@ class MXNet(Backend):
     def is_native(self, model):
         """Return whether a model is a Gluon block or a ``Module``."""
         return is_block(model) or is_module(model)
+
+    def batch_norm_layers(self, model):
+        """Return blocks, or nodes of a module's symbol, that are batch normalization, by name."""
+        from ..._runtime import synchronized  # not at start-up
+
+        if is_block(model):
+            return synchronized.layers((block.name, block) for block in blocks_within(model))
+        return synchronized.layers(nodes_within(model))
 
     def parallelize(self, model, devices):
         """Run ``model`` on ``devices``; see ``keras_replicas``.

@@ -11,6 +11,7 @@ import functools
 from ... import _keras, errors
 from ..._keras import steps
 from ..._ranks.tf_config import TF_CONFIG
+from ..._runtime import synchronized
 from ...backend import Backend
 from .. import tensorflow1
 from ..tensorflow1 import configuration as v1_configuration
@@ -177,6 +178,12 @@ class TensorFlow2(Backend):
         return ranks.distribute(model, place)
 
     # Replicas ---------------------------------------------------------------------------------
+
+    def batch_norm_layers(self, model):
+        """Return the layers that a model without Keras reaches and are batch normalization."""
+        return synchronized.layers(
+            (getattr(part, "name", ""), part) for part in native_kinds.layers_reached(model)
+        )
 
     def parallelize(self, model, devices):
         """Replace the instance's ``call``, or restore that of its class.

@@ -26,6 +26,21 @@ def held(model: "Any") -> "List[Any]":
     return list(getattr(model, "__dict__", {}).values())
 
 
+def layers_reached(model: "Any") -> "List[Any]":
+    """Return the objects that a model's call can reach, and the layers within those of Keras."""
+    from ..._runtime.containers import reached  # not at start-up
+
+    def is_of_keras(value: "Any") -> bool:
+        return hasattr(value, "_flatten_layers")
+
+    root = getattr(model, "python_function", model)  # of a tf.function
+    return [
+        part
+        for value in reached([root], is_of_keras)
+        for part in (value._flatten_layers() if is_of_keras(value) else [value])
+    ]
+
+
 def is_variable(value: "Any") -> bool:
     """Return whether a value is a variable of TensorFlow's."""
     kinds = type(value).__mro__

@@ -98,6 +98,12 @@ class Torch(Backend):
         torch = sys.modules.get("torch")
         return torch is not None and isinstance(model, torch.nn.Module)
 
+    def batch_norm_layers(self, model):
+        """Return the modules that are batch normalization, by name."""
+        from ..._runtime import synchronized  # not at start-up
+
+        return synchronized.layers(model.named_modules())
+
     def parallelize(self, model, devices):
         """Replace the instance's ``call`` or ``forward`` by one on several devices, or restore it.
 
