@@ -12,6 +12,9 @@ import torch
 import compat
 from compat._backends.torch import side_effects
 from compat._configuration import registry
+from compat._rows import splitting
+from compat._runtime import work
+from compat._verification import verification
 
 from .. import verification_cases
 from ..interruptions import interrupted
@@ -123,6 +126,7 @@ def test_a_step_interrupted_anywhere_leaves_nothing_behind(steps):
         assert all(torch.equal(*pair) for pair in pairs)
         torch.testing.assert_close(net(rows), plain(rows))
         assert torch._C._len_torch_function_stack() == 0
+        assert not any([splitting.unsplit, work.uncounted, verification.suspended])
 
 
 # What calls leave outside -------------------------------------------------------------------------
