@@ -187,7 +187,11 @@ class Keras2Step(ArraysStep):
         if not always:
             training = self.kind == "train" and not inference
             layers = keras_steps.trained_layers(layers, training, frozen=True)
-        return keras_steps.normalised(layers)
+        return keras_steps.normalised([x for x in layers if not self.is_synchronized(x)])
+
+    def is_synchronized(self, layer: "Any") -> bool:
+        """Return whether batch normalization, if it is that, has the whole batch's statistics."""
+        return False
 
     def is_random(self, label: str) -> bool:
         return bool(self.method.is_random(self.variables.get(label)))

@@ -36,6 +36,7 @@ class Theano(Backend):
     framework = "theano"
     distributions = ("theano",)
     extra = "theano"
+    synchronizes = ("devices",)
     options = ("theano_flags",)
     configuration_file = "~/.theanorc"
     variables = (
@@ -194,11 +195,12 @@ class Theano(Backend):
     def parallelize(self, model, devices):
         """Run a model on devices, and return the same object; see ``replicas``.
 
-        BatchNorm normalizes each device's rows by their own statistics; its moving averages are
-        those of the whole batch. Dropout masks of the devices are independent. A stateful RNN keeps
-        one state per row of the batch, as on one device. Cross-batch operations, and all that
-        depend on them, run unsplit on the first device, with a warning; so does a model whose
-        inputs have different numbers of rows, or that fails on a shard.
+        BatchNorm normalizes each device's rows by their own statistics unless it is synchronized;
+        its moving averages are those of the whole batch. Dropout masks of the devices are
+        independent. A stateful RNN keeps one state per row of the batch, as on one device. A sum,
+        mean, maximum or minimum of the batch is reduced over the devices. Other cross-batch
+        operations, and all that depend on them, run unsplit on the first device, with a warning; so
+        does a model whose inputs have different numbers of rows, or that fails on a shard.
 
         User-defined functions (``K.function``) run unsplit on the first device.
 

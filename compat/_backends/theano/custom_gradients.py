@@ -24,16 +24,16 @@ def are_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
     if fallback is None:
         return True
 
-    def compute(chosen):
-        at_cuts, kept = trial.in_inference(plan, values, rows, chosen)
-        upstream = [at_cuts[index] + np.float32(0.5) for index in plan.differentiated]
-        return list(map(np.asarray, plan.run(plan.backward[:1], [kept + upstream])[0]))
+    def compute(parts):
+        step = trial.in_inference(plan, values, rows, parts)
+        merged = plan.merged(step)
+        return plan.gradients(step, [merged[i] + np.float32(0.5) for i in plan.differentiated])
 
     # Whatever an operation of the user's does.
     try:
         with plan.owner.devices[0].randomness_kept():
-            whole, *parts = map(compute, (_rows.trial.WHOLE,) + _rows.trial.PARTS)
-        if all(map(_rows.trial.close, map(sum, zip(*parts)), whole)):
+            whole, of_parts = map(compute, [(_rows.trial.WHOLE,), _rows.trial.PARTS])
+        if all(map(_rows.trial.close, of_parts, whole)):
             return True
     except HasEffectsError:
         fallback = fallback._replace(reason=Reason.SIDE_EFFECTS)

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..._rows import Replicated
 from ..._rows.merging import NUMPY, merge
 
 
@@ -14,6 +15,12 @@ def merged(placement, parts, sizes):
 
 def split_gradient(gradient, placement, parts, sizes):
     """Return each device's shard of the gradient with respect to a merged value."""
+    if isinstance(placement, Replicated):  # each device has the value: one gets the gradient
+        first = next(index for index, size in enumerate(sizes) if size)
+        return [
+            np.asarray(gradient) if index == first else np.zeros_like(part)
+            for index, part in enumerate(parts)
+        ]
     axis = placement.axis
     ends = np.cumsum([part.shape[axis] if size else 0 for part, size in zip(parts, sizes)])
     pieces = np.split(np.asarray(gradient), ends[:-1], axis)

@@ -5,7 +5,7 @@ from typing import Any, List
 import numpy as np
 from theano.gof import graph
 
-from ..._rows import Fallback, Mixed, Partial, Placement, Reason, Sharded, Unknown
+from ..._rows import REPLICATED, Fallback, Mixed, Partial, Placement, Reason, Sharded, Unknown
 from .graph import depending_on, line_of, nearest
 from .propagation import Propagation
 from .sizes import ROWS, Sizes
@@ -16,7 +16,8 @@ class Cut:
 
     Arguments:
         variable: the variable.
-        placement: its placement: ``Sharded``, or ``Unknown`` until it is tried.
+        placement: its placement: ``Sharded``, or ``Unknown`` until it is tried; ``Replicated`` for
+            values that are reduced over the devices, and what is computed from them.
     """
 
     def __init__(self, variable: "Any", placement: "Placement") -> None:
@@ -33,27 +34,33 @@ class ModelGraph(Propagation):
         values: the values of these, and of other variables that the outputs depend on.
         tries: whether operations without a rule may be tried.
         changing: operations that run once for the whole batch, as ``PythonOperations`` has them.
+        is_synchronized: as ``Propagation`` has it.
     """
 
-    def __init__(self, outputs, sharded, values, tries=True, changing=frozenset()):
+    def __init__(
+        self, outputs, sharded, values, tries=True, changing=frozenset(), is_synchronized=None
+    ):
         sizes = {variable: list(np.shape(value)) for variable, value in values.items()}
         for variable in sharded:
             sizes[variable][0] = list(ROWS)
         placements = {variable: Sharded(0) for variable in sharded}
-        super().__init__(placements, Sizes(sizes), outputs, changing)
+        super().__init__(placements, Sizes(sizes), outputs, changing, True, is_synchronized)
         self._outputs = outputs
         self._tries = tries
 
     def cuts(self, wanted: "List[Any]") -> "List[Cut]":
         """Return cuts at the nearest variables that a device can compute from its own shard."""
-        return [Cut(v, self.placement_of(v)) for v in nearest(wanted, self._can_be_cut)]
+        return [
+            Cut(v, REPLICATED if self.is_whole(v) else self.placement_of(v))
+            for v in nearest(wanted, self._can_be_cut)
+        ]
 
     def _can_be_cut(self, variable):
         placement = self.placement_of(variable)
         if isinstance(placement, Unknown):
             return self._tries and bool(self.sizes.grown(variable))
         has_rows = isinstance(placement, Sharded) and placement.copies == 1
-        return has_rows and hasattr(variable, "broadcastable")
+        return (has_rows or self.is_whole(variable)) and hasattr(variable, "broadcastable")
 
     def fallback(self, doubt):
         """Return the ``Fallback`` for the first operation that needs the whole batch, or None.

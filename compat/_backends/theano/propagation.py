@@ -1,13 +1,22 @@
 """Placements of the variables of a graph, inferred from those of its inputs."""
 
-from typing import Any, Dict
+from typing import Any, Dict, List, Optional, Set, Tuple
 
+from theano.compile.ops import Shape, Shape_i
 from theano.gof import graph
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Replicated, Sharded
-from .rules import ARRANGING, OF_SIZES, RULES, AppliedOp, Drawn, drawn, unknown
+from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Value
+from . import batch_norm, softmax
+from .rules import ARRANGING, OF_SIZES, RULES, AppliedOp, Drawn, drawn, pointwise, unknown
 from .sizes import Sizes
+
+#: By the names of operations that need the whole batch: what computes them by reductions.
+_LOWERED: "Dict[str, Any]" = {
+    "AbstractBatchNormTrain": batch_norm,
+    "LogSoftmax": softmax,
+    "Softmax": softmax,
+}
 
 
 class Propagation:
@@ -18,22 +27,75 @@ class Propagation:
         sizes: a ``Sizes`` for its inputs.
         outputs: the variables that the graph computes.
         changing: operations that have side effects, so that they run once, for the whole batch.
+        is_body: whether values may be reduced over the devices on the way.
+        is_synchronized: whether a layer normalizes a batch by the statistics of all devices, of the
+            variables by which it scales and shifts.
 
     Attributes:
         placements: those of all variables of the graph, in the order in which they are computed.
         sizes: the ``Sizes``, with those of all variables.
+        whole: by node, the positions of inputs that it needs of the whole batch.
+        lowered: by node, the function that computes it by reductions, of a ``BodyGraph``.
     """
 
-    def __init__(self, placements, sizes, outputs, changing=frozenset()):
+    def __init__(
+        self, placements, sizes, outputs, changing=frozenset(), is_body=False, is_synchronized=None
+    ):
         self.placements: "Dict[Any, _rows.Placement]" = dict(placements)
         self.sizes = sizes
         self.changing = changing
+        self.is_body = is_body
+        self.is_synchronized = is_synchronized or (lambda variables: False)
+        self.whole: "Dict[Any, List[int]]" = {}
+        self.lowered: "Dict[Any, Any]" = {}
+        self._after_reductions: "Set[Any]" = set()
+        self._reduced: "Set[Any]" = set()
         for node in graph.io_toposort([], outputs):
             self.sizes.infer(node)
             for variable, placement in zip(node.outputs, self._after(node)):
                 if isinstance(placement, Count) and self.sizes.constant(variable) is not None:
                     placement = REPLICATED
                 self.placements[variable] = placement
+            self._note_reductions(node)
+
+    def _note_reductions(self, node):
+        partial = [
+            node.inputs[index]
+            for index in self.whole.get(node, ())
+            if isinstance(self.placement_of(node.inputs[index]), Partial)
+        ]
+        self._reduced.update(partial)
+        if partial or node in self.lowered or not self._after_reductions.isdisjoint(node.inputs):
+            self._after_reductions.update(
+                v for v in node.outputs if isinstance(self.placement_of(v), Replicated)
+            )
+
+    def is_whole(self, variable: "Any") -> bool:
+        """Return whether each device has a variable's value of the whole batch, by reductions."""
+        if self._after_reductions and isinstance(self.placement_of(variable), Count):
+            return self._is_counted(variable)
+        return variable in self._reduced or variable in self._after_reductions
+
+    def _is_counted(self, variable):
+        """Return whether the value of a ``Count`` is known for the whole batch."""
+        placement, node = self.placement_of(variable), variable.owner
+        if not isinstance(placement, Count):
+            return isinstance(placement, Replicated)
+        if isinstance(node.op, (Shape, Shape_i)):
+            return self.elements_of_row(node.inputs[0]) is not None
+        return all(map(self._is_counted, node.inputs))
+
+    def elements_of_row(self, variable: "Any") -> "Optional[Tuple[int, int]]":
+        """Return the dimension of the rows, and the number of elements of each; or None."""
+        placement = self.placement_of(variable)
+        if not isinstance(placement, Sharded) or not placement.even:
+            return None
+        axis = placement.axis
+        if placement.inner is not None:
+            return axis, placement.inner * placement.copies
+        if not self.sizes.in_proportion(variable, axis):
+            return None
+        return axis, int(self.sizes.dimensions(variable)[axis][0])  # of one row
 
     def placement_of(self, variable: "Any") -> "_rows.Placement":
         """Return the placement of a variable; random numbers are ``Drawn``."""
@@ -65,10 +127,58 @@ class Propagation:
         if Drawn in kinds and kinds <= {Replicated, Count, Drawn} and name in ARRANGING:
             return [Drawn()] * len(node.outputs)
         values = [self.value(variable) for variable in node.inputs]
+        if not self.is_body:
+            return self._results(node, rule, values)
+        return self._by_reductions(node, name, rule, values)
+
+    def _results(self, node, rule, values):
+        """Return what the rule gives for inputs with these values."""
         result = _rows.without_rows([value.placement for value in values])
         if result is None or rule in OF_SIZES:
             result = rule(AppliedOp(node, self), values)
         return result if isinstance(result, list) else [result] * len(node.outputs)
+
+    def _by_reductions(self, node, name, rule, values):
+        """Return the placements of a node's results, where values that it needs are reduced."""
+
+        def first_mixed(values):
+            results = self._results(node, rule, values)
+            return next((result for result in results if isinstance(result, Mixed)), results[0])
+
+        partial = [n for n, value in enumerate(values) if isinstance(value.placement, Partial)]
+        if not any(self.sizes.grown(node.inputs[n]) for n in partial):
+            counts = self._counts(node, rule, values)
+            summed = [
+                Value(Partial("sum"), value.shape) if n in counts else value
+                for n, value in enumerate(values)
+            ]
+            _, whole = _rows.redistributed(first_mixed, summed)
+            if whole:
+                self.whole[node] = whole
+                values = [
+                    Value(REPLICATED, value.shape) if n in whole else value
+                    for n, value in enumerate(values)
+                ]
+        results = self._results(node, rule, values)
+        lowering = _LOWERED.get(name)
+        if lowering is not None and isinstance(results[0], Mixed):
+            placements = lowering.placements(AppliedOp(node, self), values)
+            if placements is not None:
+                self.lowered[node], results = lowering.lowered, placements
+        return results
+
+    def _counts(self, node, rule, values):
+        """Return the positions of numbers of rows that a node computes with: those of all rows.
+
+        Elsewhere numbers of rows are sizes of what a device has.
+        """
+        has_rows = any(isinstance(value.placement, (Sharded, Partial)) for value in values)
+        if rule is not pointwise or not has_rows and self._after_reductions.isdisjoint(node.inputs):
+            return []
+        return [
+            n for n, variable in enumerate(node.inputs)
+            if isinstance(self.placement_of(variable), Count) and self._is_counted(variable)
+        ]  # fmt: skip
 
     def inside(self, inputs, outputs):
         """Return the ``Propagation`` over the graph inside of an operation.

@@ -97,7 +97,7 @@ class ReplicatedFunction:
         try:
             step = plan.forward_pass(values, rows)
         except _ERRORS:
-            plan.compute_on_one(values)
+            plan.compute_on_first(values, [range(rows)])
             self._run_unsplit()
             return self._call(inputs)
         results = plan.finish(step, inputs)
@@ -113,6 +113,8 @@ class ReplicatedFunction:
         if len({shape[0] for shape in fed}) > 1 and (self.plan is None or self.plan.cuts):
             self._run_unsplit()
         shapes = tuple(shape[1:] for shape in fed)
+        if self.plan is not None and not self.plan.is_for(values):
+            self._discard_plan()
         plan = self.plan
         while plan is None or plan.cuts and self.tried.get(shapes, 0) < min(rows, _ENOUGH):
             with progress.shown(f"compiling model {self.owner.model.name!r} for Theano"):

@@ -76,7 +76,8 @@ def unknown(op, values):
 # Pointwise operations and identities:
 
 
-def _pointwise(op, values):
+def pointwise(op, values):
+    """Follow a function of the elements at the same place."""
     is_second = type(getattr(op.type, "scalar_op", None)).__name__ == "Second"
     if is_second and isinstance(values[0].placement, Partial):  # whose shape alone it takes
         values = [Value(REPLICATED, values[0].shape), values[1]]
@@ -214,12 +215,14 @@ def _pooled(op, values):
 def _normalized(op, values):
     """Follow batch normalization: in Keras' layer each device normalizes its own rows.
 
-    Elsewhere it needs the whole batch, and so do the statistics that it returns.
+    Elsewhere, and in synchronized layers, it needs the whole batch, and so do the statistics that
+    it returns.
     """
     frames = frames_of(op.outputs[0])
     layer = os.path.join("keras", "layers", "normalization.py")
     placement = _rows.pointwise(values[:3])
     of_layer = not frames or any(path.endswith(layer) for path, _ in frames)
+    of_layer = of_layer and not op.propagation.is_synchronized(op.inputs[1:3])
     has_rows = isinstance(placement, Sharded)
     is_split = has_rows and (of_layer or placement.axis not in op.type.axes)
     return [placement if is_split else Mixed()] + [Mixed()] * (len(op.outputs) - 1)
@@ -260,7 +263,7 @@ def _branched(op, values):
 
 
 _KINDS = [
-    (_pointwise, "Elemwise ScalarOp AbstractBatchNormInference"),
+    (pointwise, "Elemwise ScalarOp AbstractBatchNormInference"),
     (
         _all(lambda values: values[0].placement),
         "CpuContiguous DeepCopyOp DenseFromSparse Print Rebroadcast ScalarFromTensor "

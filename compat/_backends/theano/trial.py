@@ -1,12 +1,11 @@
 """Trials of cuts: the placements there, checked with what one device computes of some rows."""
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
-import numpy as np
 from theano.ifelse import IfElse
 
 from ... import _rows
-from ..._rows import Fallback, Reason, Sharded, Unknown
+from ..._rows import Fallback, Reason, Replicated, Sharded, Unknown
 from .graph import nearest
 from .side_effects import HasEffectsError
 
@@ -28,13 +27,11 @@ def is_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
     device.take_weights()
     with device.randomness_kept():
         try:
-            results: "List[Any]" = _rows.trial.tried(
-                lambda chosen: in_inference(plan, values, rows, chosen)[0]
-            )
+            results: "List[Any]" = _rows.trial.tried(_computing(plan, values, rows))
         except HasEffectsError:
             return False
         except Exception:
-            plan.compute_on_one(values)
+            plan.compute_on_first(values, [range(rows)])
             results = [None] * len(plan.cuts)
     wrong = [result for cut, result in zip(plan.cuts, results) if not _confirms(result, cut)]
     if not wrong:
@@ -48,25 +45,39 @@ def is_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
     return False
 
 
-def in_inference(plan, values, rows, chosen) -> "Tuple[List[Any], List[Any]]":
-    """Return what the first device computes of some rows of the batch.
+def _computing(plan, values, rows):
+    """Return a function that computes some rows, as ``tried`` takes it.
+
+    What is computed in parts is reduced over these.
+    """
+    steps: "Dict[Any, Any]" = {}
+
+    def compute(chosen):
+        together = [
+            parts for parts in (_rows.trial.PARTS, _rows.trial.OTHER_PARTS) if chosen in parts
+        ]
+        parts = together[0] if together else (chosen,)
+        if parts not in steps or not together:  # all rows are computed twice
+            steps[parts] = in_inference(plan, values, rows, parts)
+        return [of_cut[parts.index(chosen)] for of_cut in steps[parts].parts]
+
+    return compute
+
+
+def in_inference(plan: "Any", values: "Dict[Any, Any]", rows: int, parts: "Any") -> "Any":
+    """Return the ``ForwardPass`` in which the first device computes some rows of the batch.
 
     Arguments:
         plan: the ``CompiledPlan``.
         values: those of the function's inputs, and of states that have rows, by variable.
         rows: how many rows these have.
-        chosen: the numbers of the rows, which may be more than there are.
-
-    Returns:
-        The values at the cuts, and what a backward function takes besides upstream gradients.
+        parts: the numbers of the rows of each part, which may be more than there are.
     """
     from keras import backend as K
 
-    phase, count = K.learning_phase(), len(plan.cuts)
+    phase = K.learning_phase()
     values = {v: 0 if v is phase else value for v, value in values.items()}
-    shard = plan.given_to_body(values, [row % rows for row in chosen])
-    (computed,) = plan.run(plan.forward[:1], [shard])
-    return list(map(np.asarray, computed[:count])), shard + computed[count:]
+    return plan.compute_on_first(values, [[row % rows for row in part] for part in parts])
 
 
 def _confirms(result, cut):
@@ -79,6 +90,8 @@ def _confirms(result, cut):
         cut: the ``Cut``.
     """
     has_rows = isinstance(result, Sharded) and result.copies == 1
+    if isinstance(cut.placement, Replicated):
+        return isinstance(result, (Replicated, Unknown))
     if isinstance(cut.placement, Sharded):
         same = has_rows and result.axis == cut.placement.axis
         return same or isinstance(result, Unknown) or _is_normalized(cut.variable)

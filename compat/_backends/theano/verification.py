@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from ..._runtime import synchronized
 from ..._verification import keras2
 from .executions import products
 from .graph import is_random
@@ -15,16 +16,26 @@ def verify(model: "Any", verification: "Any") -> None:
 class _Step(keras2.Keras2Step):
     """A step of a Keras function, computed on several devices and on one."""
 
+    def is_synchronized(self, layer):
+        """Return whether batch normalization, if it is that, has the whole batch's statistics."""
+        owner = getattr(self.function.made, "owner", None)  # Keras' own function has none
+        is_asked = owner is not None and synchronized.is_asked(owner.owner)
+        return is_asked or synchronized.asks(layer)
+
     def operations(self):
         """Return numbers of products in each device's functions that this step calls."""
         made = self.function.made
         if not hasattr(made, "owner"):  # Keras' own function: nothing is split
             return {}
         made(self.data)
+
+        def count(stages):
+            return sum(len(products(stage.function)) for stage in stages)
+
         devices = [device.name for device in made.owner.devices]
         return {
-            name: (len(products(forward)), len(products(backward)))
-            for name, forward, backward in zip(devices, made.plan.forward, made.plan.backward)
+            name: (count(program.forward), count(program.backward))
+            for name, program in zip(devices, made.plan.programs)
         }
 
 

@@ -46,7 +46,8 @@ def test_compiled_functions_do_the_same(theano_process):
     """Of few different operations, and no weights by Theano's generator: each takes a second."""
     program = """
     zeros = {"kernel_initializer": "zeros", "use_bias": False}
-    made = train(layers.Dense(5, input_shape=(4,), **zeros), layers.Dense(2, **zeros)).plan.backward
+    plan = train(layers.Dense(5, input_shape=(4,), **zeros), layers.Dense(2, **zeros)).plan
+    made = [stage.function for program in plan.programs for stage in program.backward]
     thunks = [list(zip(f.fn.nodes, f.fn.thunks)) for f in made]
     in_python = [n.op for each in thunks for n, thunk in each if not hasattr(thunk, "cthunk")]
     show(
@@ -115,8 +116,9 @@ def test_modes_run_on_all_devices(keras, name):
     for one, other in zip(*found):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
     for function in (model.train_function, model.test_function, model.predict_function):
-        assert len(function.plan.forward) == DEVICES
-        kinds = {type(made.maker.mode) for made in function.plan.forward + [function.plan.head]}
+        assert len(function.plan.programs) == DEVICES
+        made = [f for program in function.plan.programs for f in program.functions()]
+        kinds = {type(each.maker.mode) for each in made + [function.plan.head]}
         assert kinds == {type(modes()[name].get("mode", function.plan.head.maker.mode))}
 
 

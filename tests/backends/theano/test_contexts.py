@@ -155,7 +155,7 @@ class TestContexts:
         assert sorted(counts) == sorted(CONTEXTS) and all(counts.values())
         replicas = vars(model)["_compat_replicas"]
         recorder = executions.CallRecorder(replicas)
-        forward = model.train_function.plan.forward[0]
+        forward = model.train_function.plan.programs[0].forward[0].function
         shard = [inputs[:20].astype("float32")]
         for device in replicas.devices:
             device.functions.add(forward)

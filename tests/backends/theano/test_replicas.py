@@ -54,7 +54,7 @@ def test_a_model_parallelized_before_or_after_it_is_compiled(keras, build):
             compat.parallelize(model)
         found.append(steps(model))
         plan = getattr(_keras.inner_model(model).train_function, "plan", None)
-        assert len(plan.forward if plan else ()) == (0 if when == "never" else DEVICES)
+        assert len(plan.programs if plan else ()) == (0 if when == "never" else DEVICES)
     for several in found[1:]:
         for one, other in zip(found[0], several):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
