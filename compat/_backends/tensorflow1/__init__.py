@@ -12,7 +12,8 @@ graph (the operations between the model's inputs and outputs) is replaced:
 - a tensor that leaves the batch part, towards outputs, loss, metrics or updates, is replaced by the
   concatenated rows of the copies, so that all of these see the whole batch, and state is written
   once a step;
-- cross-batch operations are not a part of it, as far as the graph shows, except BatchNorm;
+- values of the whole batch that it needs, such as means, are reduced over the copies; other
+  cross-batch operations are not a part of it, as far as the graph shows, except BatchNorm;
 - gradients are computed on the devices of the operations that they differentiate.
 
 The original batch part stays in the graph, never runs, and is the one that the model's layers,
@@ -24,6 +25,7 @@ import sys
 
 from ... import _keras, errors
 from ..._configuration import device_choice, gpu_selection
+from ..._runtime import synchronized
 from ...backend import Backend
 from .._tensorflow.graph import v1_names
 from . import configuration, resource_variables
@@ -38,6 +40,7 @@ class TensorFlow1(Backend):
     distributions = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu")
     extra = "tensorflow1"
     options = configuration.OPTIONS
+    synchronizes = ("devices",)
     variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
 
     def accepts(self, version):
@@ -107,12 +110,14 @@ class TensorFlow1(Backend):
                 Keras makes the model's functions.
 
         BatchNorm normalizes each replica's rows by their own statistics, and its moving
-        averages take the mean of the replicas' updates, once a step. Dropout masks of replicas
-        are independent. A stateful RNN keeps one state per row of the batch, as on one device:
-        each replica reads and writes the states of its rows.
+        averages take the mean of the replicas' updates, once a step; where it is synchronized, it
+        uses the statistics of the whole batch. Dropout masks of replicas are independent. A
+        stateful RNN keeps one state per row of the batch, as on one device: each replica reads and
+        writes the states of its rows.
 
-        Cross-batch operations, and all that depend on them, run unsplit, with a warning where that
-        costs something; ``propagation`` infers which these are.
+        Sums, means and extremes over the batch are reduced over the replicas. Other cross-batch
+        operations, and all that depend on them, run unsplit, with a warning where that costs
+        something; ``propagation`` infers which these are.
 
         User-defined functions (``K.function``, the loss of a custom training loop) run the original
         graph.
@@ -127,7 +132,8 @@ class TensorFlow1(Backend):
             devices = devices[:1]
         current = vars(model).get("_compat_functions")
         if current is not None:
-            if list(current.devices) == list(devices):
+            is_same = current.is_synchronized == synchronized.is_asked(model)
+            if is_same and list(current.devices) == list(devices):
                 return model
             with _keras.rebuilding_functions(_keras.inner_model(model)):
                 current.uninstall()

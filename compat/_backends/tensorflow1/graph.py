@@ -23,6 +23,12 @@ def loop_of(op: "Any") -> "Any":
     return next(_loops(op), None)
 
 
+def outermost_loop(op: "Any") -> "Any":
+    """Return the context of the outermost loop that an operation is in, or enters, or None."""
+    entered = op.outputs[0].consumers() if op.type in ("Enter", "RefEnter") else ()
+    return next((loop for o in [op, *entered] for loop in list(_loops(o))[-1:]), None)
+
+
 def is_loop(context: "Any") -> bool:
     """Return whether a control flow context, or None, is that of a loop."""
     return hasattr(context, "loop_exits")
@@ -39,17 +45,7 @@ def is_outermost(op: "Any") -> bool:
 def whole_loops(operations: "Iterable[Any]", among: "Iterable[Any]") -> "List[Any]":
     """Return those ``among`` operations that are in the same loops as some, or enter these."""
     loops = {loop for op in operations for loop in list(_loops(op))[-1:]}  # the outermost
-
-    def is_in(op):
-        return not loops.isdisjoint(_loops(op))
-
-    return [
-        op
-        for op in among
-        if is_in(op)
-        or op.type in ("Enter", "RefEnter")
-        and any(map(is_in, op.outputs[0].consumers()))
-    ]
+    return [op for op in among if outermost_loop(op) in loops]
 
 
 _WRITES = ("Assign", "Scatter", "Apply", "SparseApply")  # maybe after "Resource"

@@ -35,6 +35,33 @@ class Merging:
         placement = Partial("mean") if parts[0].dtype.is_floating else REPLICATED
         return self._merged(placement, parts, "mean_by_rows")
 
+    def reduced(self, placement: "Partial", parts: "Sequence[Any]") -> "Any":
+        """Return the sum, mean, maximum or minimum of the whole batch."""
+        tf = v1_names()
+        with tf.device(self.devices[0]):
+            if placement.how == "sum":
+                parts = self.with_rows(parts)
+            # A replica whose shard is empty has computed a row of another one's, which neither
+            # changes an extreme nor counts in a mean.
+            reduced = self._merged(placement, parts, "reduced_over_replicas")
+        reduced.set_shape(parts[0].shape)
+        return reduced
+
+    def with_rows(self, parts: "Sequence[Any]") -> "Sequence[Any]":
+        """Return the replicas' values; zeros in place of those of empty shards."""
+        tf = v1_names()
+        pairs = zip(parts, self.sizes)
+        return [part * tf.cast(tf.minimum(size, 1), part.dtype) for part, size in pairs]
+
+    def shape(self, parts: "Sequence[Any]", dtype: "Any") -> "Any":
+        """Return the shape of the replicas' rows, concatenated."""
+        tf = v1_names()
+        with tf.name_scope("shape_of_rows"):
+            shapes = [tf.shape(part, out_type=dtype) for part in parts]
+            rows = [tf.expand_dims(shape[0], 0) for shape in shapes]
+            total = tf.add_n(self.with_rows(rows))
+            return tf.concat([total, shapes[0][1:]], axis=0)
+
     def _merged(self, placement, parts, name):
         with v1_names().name_scope(name):  # by which errors are recognized as those of replicas
             return merge(placement, parts, self.sizes, self._operations)

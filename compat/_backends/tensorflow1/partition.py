@@ -6,14 +6,16 @@ The rest is computed once, of the whole batch: losses, metrics, updates of layer
 operations. It takes from the batch part only tensors with rows, which are concatenated in order, so
 it may be any function of them: sums are sums, counts count once.
 
-BatchNorm is the exception, as everywhere: each replica normalizes by its own rows, and a moving
-average becomes the mean of the replicas' values.
+Sums, means and extremes over the batch that the batch part needs are reduced over the replicas; see
+``reductions``. BatchNorm is the exception, as everywhere, unless it is synchronized: each replica
+normalizes by its own rows, and a moving average becomes the mean of the replicas' values.
 """
 
 from typing import Any, List, Set
 
 from ... import _keras, _rows
 from ..._rows import Fallback, Reason
+from ..._runtime import synchronized
 from .._tensorflow.custom_gradients import has_custom_gradient
 from .._tensorflow.graph import line_of
 from . import graph
@@ -31,6 +33,7 @@ class BatchPart:
         losses: the losses it trains on, once it is compiled.
         updates: the updates of the model's layers, as Keras has them.
         tried: placements of tensors that trials found.
+        is_synchronized: whether all batch normalization uses the statistics of the whole batch.
 
     Attributes:
         propagation: the ``Propagation`` of the graph.
@@ -47,7 +50,7 @@ class BatchPart:
         passed: tensors that have passed a trial.
     """
 
-    def __init__(self, model, losses, updates, tried):
+    def __init__(self, model, losses, updates, tried, is_synchronized=False):
         # The operations that depend on the batch, and the placements of their results.
         inputs, outputs = list(model.inputs), list(model.outputs)
         values = [update[1] if isinstance(update, tuple) else update for update in updates]
@@ -56,7 +59,7 @@ class BatchPart:
         depending = graph.reached(starts, self._consumers) - starts
         shapes = [tensor.get_shape() for tensor in inputs]
         self.fixed = next((s.as_list()[0] for s in shapes if s.ndims and s.as_list()[0]), None)
-        normalizing = _variables_of_batchnorm(model)
+        normalizing = [] if is_synchronized else _variables_of_batchnorm(model)
         layers = {part for v in normalizing for part in v.op.name.split("/")[-2:-1]}
         self.propagation = Propagation(inputs, depending, self.fixed, layers, tried)
         self._starts, inside = starts, set(graph.ancestors(outputs, starts)[0])
@@ -192,10 +195,11 @@ def _is_costly(op):
 
 
 def _variables_of_batchnorm(model):
-    """Return the variables of a model's BatchNorm layers, at any depth."""
+    """Return the variables of a model's BatchNorm layers, at any depth, that do not synchronize."""
     return [
         weight
         for layer in _keras.all_layers_of_keras2(model)
         if any(parent.__name__.startswith("BatchNormalization") for parent in type(layer).__mro__)
+        and not synchronized.asks(layer)
         for weight in layer.weights
     ]

@@ -13,18 +13,21 @@ from ..._rows import (
     Count,
     Fallback,
     Mixed,
+    Partial,
     Placement,
     Reason,
     Replicated,
     Sharded,
     Unknown,
     Value,
+    redistributed,
 )
 from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient
 from .._tensorflow.graph import sizes_of
 from .._tensorflow.rules import ALIGNED, placements
 from .._tensorflow.rules_common import Positions
 from . import graph
+from .reductions import can_be_reduced, joint_operation
 
 
 class Propagation:
@@ -38,6 +41,10 @@ class Propagation:
         tried: placements of tensors that a trial found.
 
     Attributes:
+        reduced: the tensors that replicas reduce, since what follows needs them of the whole batch,
+            and how: ``Partial``.
+        joint: operations that replicas compute jointly, and functions that do so; see
+            ``reductions``.
         mixing: the first operations whose results need the whole batch.
         assumed: tensors of unknown placement that are assumed to have rows.
         statistics: those that operations of ``normalizing`` take, and what they normalize at once.
@@ -48,6 +55,15 @@ class Propagation:
     def __init__(self, inputs, operations, fixed, normalizing, tried):
         self.fixed, self.tried = fixed, tried
         self._normalizing = _scopes_of(normalizing)
+        self.reduced: "Dict[Any, Partial]" = {}
+        ordered, before = _in_order(operations), None
+        while before != self.reduced:  # what follows one that is reduced has another placement
+            before = dict(self.reduced)
+            self._infer(inputs, ordered)
+
+    def _infer(self, inputs, ordered):
+        """Infer the placements of all results of operations, which are in order."""
+        self.joint: "Dict[Any, Any]" = {}
         self.mixing: "List[Any]" = []
         self.assumed: "Set[Any]" = set()
         self.statistics: "List[Any]" = []
@@ -58,7 +74,7 @@ class Propagation:
         for tensor in inputs:
             parts = graph.dense_parts(tensor)
             self._placements.update(zip(parts, sparse if len(parts) > 1 else [Sharded(0)]))
-        for op in _in_order(operations):
+        for op in ordered:
             self._place(op)
             if self._begins_mixing(op):
                 self.mixing.append(op)
@@ -87,21 +103,31 @@ class Propagation:
         first = sizes_of(tensor)[:1]
         return first == [None] or bool(self.fixed and first and first[0] % self.fixed == 0)
 
-    def _place(self, op):
-        """Infer the placements of an operation's results from those of its inputs."""
+    def _place(self, op, reducing=True):
+        """Infer the placements of an operation's results from those of its inputs.
+
+        Arguments:
+            op: the operation.
+            reducing: whether its inputs can be reduced over the replicas.
+        """
         inputs = [self.placement_of(tensor) for tensor in op.inputs]
+        of_each_device = self._normalizing and any(map(self._normalizing, op.name.split("/")))
         if graph.loop_of(op) is not None:
             mixed = [placement for placement in inputs if isinstance(placement, Mixed)]
             results = [mixed[0] if mixed else Unknown()] * len(op.outputs)
         else:
             inputs = self._with_rows_of_constants(op, inputs)
-            results = _by_rule(op, inputs)
-        if self._normalizing is not None and any(map(self._normalizing, op.name.split("/"))):
+            results = self._by_rule(op, inputs, reducing and not of_each_device)
+        if of_each_device:
             results = self._of_each_device(op, results)
         elif self._mixes_back(op, inputs, results):
             results = [Mixed(Fallback(Reason.CUSTOM_GRADIENT))] * len(results)
         for tensor, result in zip(op.outputs, results):
-            self._placements[tensor] = self.tried.get(tensor, result)
+            self._placements[tensor] = result = self.tried.get(tensor, result)
+            if tensor in self.reduced:
+                del self.reduced[tensor]
+                if isinstance(result, Partial):
+                    self.reduced[tensor], self._placements[tensor] = result, REPLICATED
             if hasattr(tensor, "_keras_history"):
                 self._placements[tensor] = self._assumed(tensor)
 
@@ -120,8 +146,14 @@ class Propagation:
 
     def _mixes_back(self, op, inputs, results):
         """Return whether an operation has a user-defined gradient, and that mixes rows."""
-        has_rows = any(isinstance(result, Sharded) for result in results)
-        if not has_rows or graph.loop_of(op) is not None or not has_custom_gradient(op):
+        # The gradient of a reduced value is a sum over the replicas.
+        followed = any(
+            isinstance(result, Sharded)
+            or isinstance(result, Replicated)
+            and tensor.dtype.is_floating
+            for tensor, result in zip(op.outputs, results)
+        )
+        if not followed or graph.loop_of(op) is not None or not has_custom_gradient(op):
             return False
         try:
             gradient = CustomGradient(op, results)
@@ -129,8 +161,38 @@ class Propagation:
             return True
         self._placements.update(gradient.upstream)
         for of_gradient in gradient.operations:
-            self._place(of_gradient)
+            self._place(of_gradient, reducing=False)
         return gradient.mixes(inputs, self.placement_of)
+
+    def _by_rule(self, op, inputs, reducing):
+        """Return the placements of an operation's results by the rule for its type."""
+        if all(isinstance(placement, Replicated) for placement in inputs):
+            return [REPLICATED] * len(op.outputs)
+        values = [_value(*pair) for pair in zip(op.inputs, inputs)]
+        joint = joint_operation(op, values) if reducing else None
+        if joint is not None:
+            self.joint[op], results = joint
+            return results
+        if reducing and any(isinstance(placement, Partial) for placement in inputs):
+            _, places = redistributed(lambda values: _first_mixed(placements(op, values)), values)
+            sources = self._reducible([op.inputs[place] for place in places])
+            self.reduced.update(sources)
+            for place in places if sources else ():
+                values[place] = Value(REPLICATED, values[place].shape)
+        return placements(op, values)
+
+    def _reducible(self, tensors):
+        """Return the tensors to reduce, and how, that others may be of the whole batch; or none.
+
+        These are the first sums, means and extremes over the rows from which others are computed.
+        """
+        found, pending = {}, list(tensors)
+        for tensor in pending:  # which grows meanwhile
+            before = [t for t in tensor.op.inputs if isinstance(self.placement_of(t), Partial)]
+            pending += [t for t in before if t not in pending]
+            if not before:
+                found[tensor] = self.placement_of(tensor)
+        return found if all(can_be_reduced(*pair) for pair in found.items()) else {}
 
     def _begins_mixing(self, op):
         """Return whether an operation is the first whose results are those of the whole batch."""
@@ -183,11 +245,11 @@ def _scopes_of(layers):
     return re.compile(rf"(?:{names})(_\d+)?$").match if names else None
 
 
-def _by_rule(op, inputs):
-    """Return the placements of an operation's results by the rule for its type."""
-    if all(isinstance(placement, Replicated) for placement in inputs):
-        return [REPLICATED] * len(op.outputs)
-    return placements(op, [_value(*pair) for pair in zip(op.inputs, inputs)])
+def _first_mixed(placements):
+    """Return the placement among several that counts most, where inputs are to be reduced."""
+    kinds = (Mixed, Unknown, Count)
+    # A size of a shard is as good as mixed: devices have others.
+    return next((Mixed() for p in placements if isinstance(p, kinds)), REPLICATED)
 
 
 def _value(tensor, placement):

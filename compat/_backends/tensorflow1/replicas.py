@@ -1,15 +1,16 @@
 """Replicas of a model in a static graph of TensorFlow 1: its batch part, once per device."""
 
 import contextlib
-from typing import Any, Iterator, List
+from typing import Any, Iterator, List, Set
 
 from ... import _keras
-from ..._rows import splitting
+from ..._rows import REPLICATED, splitting
 from .._tensorflow.graph import v1_names
 from . import arguments, graph
 from .colocation import ColocateGradients
 from .copying import Copy, copy_operations
 from .merging import Merging
+from .reductions import BatchReductions, in_stages
 
 
 class Replicas:
@@ -31,11 +32,15 @@ class Replicas:
         # Operations that are copied to compute with the whole batch, and the merged tensors in
         # place of those that leave the replicas.
         self._whole = Copy({}, {})
+        #: Tensors of the whole batch that replicas have, since they have reduced.
+        self._reduced: "Set[Any]" = set()
         with self._apart():
             self._checks = arguments.checks_of_rows(self.name, self.part.split_inputs)
             rows = self.tf.shape((self.part.split_inputs or self.inputs)[0])[0]
             self.merging = Merging(devices, splitting.sizes(rows, len(devices)))
-            self.copies = [self._replica(index) for index in range(len(devices))]
+            self.reductions = BatchReductions(self.merging)
+            self.copies = [Copy({}, self._shards(index)) for index in range(len(devices))]
+            self._copy()
         device_of = {
             copied: device
             for device, replica in zip(devices, self.copies)
@@ -46,8 +51,58 @@ class Replicas:
         device_of.update((graph.loop_of(op).name, device_of[op]) for op in loops)
         self._colocate = ColocateGradients(device_of, devices)
 
-    def _replica(self, index):
-        """Copy the batch part to a device, to compute the shard of that index."""
+    def _copy(self):
+        """Copy the batch part to each device, in stages: after each the replicas reduce."""
+        propagation = self.part.propagation
+        joint, reduced = propagation.joint, propagation.reduced
+        ends = set(reduced).union(tensor for op in joint for tensor in op.outputs)
+        for number, operations in enumerate(in_stages(self.part.needed, ends)):
+            for index, copied in enumerate(self.copies):
+                self._copy_stage(index, copied, operations)
+            for op in operations:
+                follows = (number or op in joint) and graph.is_outermost(op)
+                with self.reductions.of(op):
+                    if op in joint:
+                        self._compute_jointly(op, joint[op])
+                    for tensor in op.outputs:
+                        if tensor in reduced:
+                            whole = self.reductions.reduce(tensor, reduced[tensor], self.copies)
+                            for copied in self.copies:
+                                copied.replaced[tensor] = whole
+                        is_same = propagation.placement_of(tensor) == REPLICATED
+                        if tensor in reduced or follows and is_same:
+                            self._reduced.add(tensor)
+
+    def _compute_jointly(self, op, function):
+        inputs = [[copied.tensor(tensor) for tensor in op.inputs] for copied in self.copies]
+        for copied, outputs in zip(self.copies, function(op, inputs, self.reductions)):
+            copied.replaced.update(zip(op.outputs, outputs))
+
+    def _copy_stage(self, index, copied, operations):
+        """Copy operations to the device of that index; ``copied`` has what they take."""
+
+        def controls(op):
+            if op in copied.operations:
+                return [copied.operations[op]]
+            return [op] if op in self.part.once else []
+
+        made = copy_operations(
+            operations,
+            copied.replaced,
+            f"replica_{index}",
+            lambda op: "" if graph.handles(op) else self.devices[index],
+            seed=index,
+            controls=controls,
+            fixed_batch=self.part.fixed,
+            local=lambda tensor: self._weights.on(index, tensor),
+        )
+        copied.operations.update(made.operations)
+        for op, copy in made.operations.items():
+            for pair in zip(op.outputs, copy.outputs):
+                copied.replaced.setdefault(*pair)
+
+    def _shards(self, index):
+        """Return the tensors that the replica of that index has in place of the batch's."""
         tf = self.tf
         shapes = self.part.propagation.shapes.items()
         replaced = {t: tf.constant(sizes, t.dtype) for t, sizes in shapes if None not in sizes}
@@ -61,16 +116,7 @@ class Replicas:
                 first, end = splitting.run_bounds(count, len(self.devices), index, tf.maximum)
                 shard = arguments.shard(tensor, first, end)
                 replaced.update(zip(graph.dense_parts(tensor), graph.dense_parts(shard)))
-        return copy_operations(
-            self.part.needed,
-            replaced,
-            f"replica_{index}",
-            lambda op: "" if graph.handles(op) else self.devices[index],
-            seed=index,
-            controls=lambda op: [op] if op in self.part.once else [],
-            fixed_batch=self.part.fixed,
-            local=lambda tensor: self._weights.on(index, tensor),
-        )
+        return replaced
 
     def read_in_shards(self) -> "List[Any]":
         """Return the tensors of which each replica reads a shard."""
@@ -78,7 +124,7 @@ class Replicas:
 
     def taken(self) -> "List[Any]":
         """Return the tensors that are concatenated from those of the replicas."""
-        return [tensor for tensor in self._whole.replaced if tensor not in self.part.averaged]
+        return [tensor for tensor in self._whole.replaced if self._has_rows(tensor)]
 
     @contextlib.contextmanager
     def _apart(self):
@@ -106,7 +152,8 @@ class Replicas:
         if self._leaves_replicas(fetch):
             return self._whole_tensor(fetch)
         ops, consumers = graph.ancestors([fetch], self._copied, self._leaves_replicas)
-        between = graph.reached(filter(self._is_replicated, consumers), consumers)
+        sources = [s for s in consumers if self._is_replicated(s) or self._leaves_replicas(s)]
+        between = graph.reached(sources, consumers)
         between.update(graph.whole_loops([op for op in ops if op in between], ops))
         new = [op for op in ops if op in between and op not in self._whole.operations]
         boundary = {
@@ -134,13 +181,28 @@ class Replicas:
     def _leaves_replicas(self, source):
         """Return whether consumers of a tensor or an operation take those of the replicas.
 
-        A tensor without rows is computed again, of the whole batch.
+        Other tensors without rows are computed again, of the whole batch.
         """
+        if self._is_shape(source):
+            return True
         if not self._is_replicated(source):
             return False
         if isinstance(source, self.tf.Operation):
             return graph.loop_of(source) is None
-        return source in self.part.averaged or self.part.propagation.come_first(source)
+        in_one = source in self.part.averaged or source in self._reduced
+        return in_one or self.part.propagation.come_first(source)
+
+    def _is_shape(self, source):
+        """Return whether a tensor is the shape of rows, for which they need not be concatenated."""
+        if isinstance(source, self.tf.Operation) or source.op.type != "Shape":
+            return False
+        return self._has_rows(source.op.inputs[0]) and graph.is_outermost(source.op)
+
+    def _has_rows(self, tensor):
+        """Return whether the rows of a tensor are those of the replicas, concatenated."""
+        if tensor in self.part.averaged or tensor in self._reduced:
+            return False
+        return self._is_replicated(tensor) and self.part.propagation.come_first(tensor)
 
     def _control(self, op):
         """Return the operations to wait for in place of one of Keras' graph."""
@@ -150,9 +212,16 @@ class Replicas:
 
     def _whole_tensor(self, tensor):
         if self._leaves_replicas(tensor) and tensor not in self._whole.replaced:
-            is_averaged = tensor in self.part.averaged
-            merge = self.merging.mean if is_averaged else self.merging.rows_in_order
             with self._apart():
-                merged = merge([copy.tensor(tensor) for copy in self.copies])
-            self._whole.replaced[tensor] = merged
+                self._whole.replaced[tensor] = self._merged(tensor)
         return self._whole.tensor(tensor)
+
+    def _merged(self, tensor):
+        if self._is_shape(tensor):
+            parts = [copy.tensor(tensor.op.inputs[0]) for copy in self.copies]
+            return self.merging.shape(parts, tensor.dtype)
+        parts = [copy.tensor(tensor) for copy in self.copies]
+        if tensor in self._reduced:
+            return parts[0]
+        merge = self.merging.mean if tensor in self.part.averaged else self.merging.rows_in_order
+        return merge(parts)

@@ -8,7 +8,7 @@ from typing import Any, Dict, List, Optional
 
 from ... import _keras, _rows, errors
 from ..._rows import Fallback, Reason, splitting
-from ..._runtime import patching, work
+from ..._runtime import patching, synchronized, work
 from ..._runtime.process import process
 from .._tensorflow.graph import v1_names
 from .._tensorflow.profiler import as_configured
@@ -24,7 +24,7 @@ from .verification import VerifiedStep
 from .weight_copies import WeightChain
 
 # Names of operations that run a shard of the batch, and of those that merge tensors of replicas.
-_OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows")
+_OF_REPLICAS = re.compile(r"\breplica_\d|rows_in_order|mean_by_rows|reduced_over")
 
 _HINT = (
     "\n\nparallelize() runs the operations named replica_... on a shard of the batch. An operation "
@@ -48,12 +48,14 @@ class ReplicatedGraphFunctions:
         devices: the devices, as TensorFlow names them.
 
     Attributes:
+        is_synchronized: whether all batch normalization uses the statistics of the whole batch.
         trying: held while a thread tries the replicas.
     """
 
     def __init__(self, model, devices):
         self.owner, self.model = model, None
         self.devices, self.verification = list(devices), None
+        self.is_synchronized = synchronized.is_asked(model)
         self._made: "Dict[str, ReplicatedGraphFunction]" = {}
         self._part: "Optional[BatchPart]" = None
         self._part_key: "List[Any]" = []
@@ -160,7 +162,7 @@ class ReplicatedGraphFunctions:
         losses = [] if loss is None else [loss]
         key = list(map(id, list(model.inputs) + list(model.outputs) + updates + losses))
         if self._part is None or key != self._part_key:
-            self._part = BatchPart(model, losses, updates, self._tried)
+            self._part = BatchPart(model, losses, updates, self._tried, self.is_synchronized)
             self._part_key, self._replicas = key, {}
             fallback = self._part.fallback
             if fallback is not None:

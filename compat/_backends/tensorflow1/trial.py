@@ -127,6 +127,8 @@ class ReplicasTrial:
             values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}
             with self._python.unchanged():
                 drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
+                reduced = self.replicas.reductions.unconditional
+                drawn.update(zip(reduced, self._run(reduced, values, drawn, trial.WHOLE)))
                 return dict(zip(tensors, trial.tried(compute)))
         finally:
             for variable, value in zip(written, before):
@@ -140,13 +142,19 @@ class ReplicasTrial:
         Arguments:
             tensors: the tensors, of Keras' graph.
             values: by tensors of which the replica reads a shard, their values.
-            drawn: by random tensors, their values for all rows.
+            drawn: by random and by reduced tensors, their values for all rows.
             rows: the numbers of the rows.
         """
         feed = dict(self._fed)
+        # Where replicas reduce, all get the same rows, of which those of the first one count.
+        several = self.replicas.reductions.merged
         for tensor, value in values.items():
-            shards = [self.replica.replaced[part] for part in graph.dense_parts(tensor)]
-            feed.update(zip(shards, _rows_of(value, rows)))
+            for replica in self.replicas.copies if several else [self.replica]:
+                shards = [replica.replaced[part] for part in graph.dense_parts(tensor)]
+                feed.update(zip(shards, _rows_of(value, rows)))
+        if several:
+            counts = [len(rows)] + [0] * len(self.replicas.devices[1:])
+            feed.update(zip(self.replicas.merging.sizes, counts))
         for tensor, value in drawn.items():
             placement = self.propagation.placement_of(tensor)
             if isinstance(placement, Sharded) and rows != trial.WHOLE:

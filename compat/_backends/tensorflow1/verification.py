@@ -4,6 +4,7 @@ from _thread import get_ident
 from typing import Any
 
 from ... import errors
+from ..._runtime import synchronized
 from ..._verification import keras2
 from .._tensorflow.graph import v1_names
 from .._tensorflow.profiler import as_configured
@@ -26,6 +27,11 @@ class _Step(keras2.Keras2Step):
         for made in function.made, function.unsplit:
             computed += [made.updates_op, *made.outputs, *getattr(made, "fetches", ())]
         self._computed = graph.ancestors(computed, ())[0]
+
+    def is_synchronized(self, layer):
+        """Return whether batch normalization, if it is that, has the whole batch's statistics."""
+        owner = getattr(self.function.made, "owner", None)  # Keras' own function has none
+        return owner is not None and owner.is_synchronized or synchronized.asks(layer)
 
     def attributes(self):
         """Return the state that Python functions of the step can change."""
