@@ -162,6 +162,18 @@ class Effects:
             owner.restore(before)
         return changes
 
+    def suspended(self) -> "Callable[[], None]":
+        """Undo the changes; return a function that makes them again."""
+        changed = list(self._changed())
+        for owner, before, _ in changed:
+            owner.restore(before)
+
+        def put_back() -> None:
+            for owner, _, after in changed:
+                owner.restore(after)
+
+        return put_back
+
     def restore(self, randoms: bool = False) -> None:
         """Restore the state at ``note()``.
 

@@ -259,7 +259,12 @@ class KerasStep(FunctionStep):
         training = self.kind == "train" and not inference
         labelled = self.labelled()
         moved = [labelled[label] for label in changed if label in labelled]
-        return normalised(trained_layers(_keras.all_layers(self.model), training, moved))
+        layers = trained_layers(_keras.all_layers(self.model), training, moved)
+        return normalised([each for each in layers if not self.is_synchronized(each)])
+
+    def is_synchronized(self, layer: "Any") -> bool:
+        """Return whether a layer normalizes by the whole batch, if it is batch normalization."""
+        return False
 
     def as_array(self, value: "Any") -> "Any":
         """Return a tensor, or the value of a variable, as a numpy array."""

@@ -19,6 +19,7 @@ class Torch(Backend):
     distributions = ("torch",)
     extra = "torch"
     verifies_ranks = True
+    synchronizes = ("devices",)
     variables = (
         "CUDA_VISIBLE_DEVICES",
         "CUDA_DEVICE_ORDER",

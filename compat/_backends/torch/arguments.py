@@ -5,13 +5,13 @@ time unless they are made with ``batch_first=True``, and hidden states have the 
 """
 
 import contextlib
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as tree
 
-from .containers import flatten, is_object, set_contents
+from .containers import contents_of, flatten, is_object, set_contents
 from .tensors import are_same, changes_of, tensors_in
 
 
@@ -62,6 +62,17 @@ class CallArguments:
     def copied(self, leaf: Any, value: Any) -> Any:
         """Return a leaf's value, copied if the call may change it in place."""
         return value.clone() if id(leaf) in self.state else value
+
+    def suspended(self) -> "Callable[[], None]":
+        """Restore all containers; return a function that puts back what they have had."""
+        changed = [(container, contents_of(container)) for container, _ in self.contents]
+        self.restore()
+
+        def put_back():
+            for container, contents in changed:
+                set_contents(container, contents)
+
+        return put_back
 
     def restore(self) -> None:
         """Restore the contents of all containers."""

@@ -19,7 +19,9 @@ def _is_leaf(value):
     return type(value) in (list, dict, torch.Size) or isinstance(value, PackedSequence)
 
 
-def _contents(value, visited=None):
+def contents_of(
+    value: Any, visited: "Optional[Dict[int, Any]]" = None
+) -> "Optional[Dict[Any, Any]]":
     """Return the contents of a container that keeps its identity, by name; None: it has none.
 
     A container is a list, a mapping, a dataclass, or any object of a class written in Python that
@@ -38,7 +40,7 @@ def _contents(value, visited=None):
     if id(value) not in visited:
         visited[id(value)] = value
         for leaf in tree.tree_leaves(vars(value)):
-            if not isinstance(leaf, PLAIN) and _contents(leaf, visited) is None:
+            if not isinstance(leaf, PLAIN) and contents_of(leaf, visited) is None:
                 return None
     return dict(vars(value))
 
@@ -99,7 +101,7 @@ def flatten(
     makers: "List[Callable[[Any], Any]]" = []
     inside: "List[Any]" = []
     for leaf in leaves:
-        contents = None if isinstance(leaf, PLAIN) else _contents(leaf)
+        contents = None if isinstance(leaf, PLAIN) else contents_of(leaf)
         if isinstance(leaf, torch.Size):
             flat += leaf
             makers.append(functools.partial(_sizes, len(leaf)))

@@ -69,8 +69,8 @@ def check_gradients(trial, rules, before, home, sources, fallback):
 
 def _gradients(trial, rules, before, home, sources):
     """Return the gradients of all rows, and those of merged values for each partition."""
-    whole, *parts = [trial.compute(rows, True) for rows in [trial.all_rows] + trial.parts]
-    others = [trial.compute(rows, True) for rows in trial.others]
+    (whole,), parts = trial.compute([trial.all_rows], True), trial.compute(trial.parts, True)
+    others = trial.compute(trial.others, True)
     values = {k: v for k, v in whole.values.items() if isinstance(v, torch.Tensor) and v.grad_fn}
     values = {k: v for k, v in values.items() if k in rules and v.is_floating_point()}
     upstream = {key: value.detach() + 0.5 for key, value in values.items()}

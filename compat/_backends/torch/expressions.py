@@ -6,10 +6,15 @@ before, ``ComputedTotal`` is a function of these. ``merging`` computes them agai
 of all replicas.
 """
 
+from typing import Optional, Tuple
+
 import torch
 from torch.utils import _pytree as tree
 
+from ... import _rows
 from .graph import name_of, tag_of
+from .row_counts import has_count
+from .rules import canonical
 from .tensors import changes_of
 
 
@@ -21,9 +26,14 @@ class Total:
         weight: of a mean, its weight in the mean of the replicas' means: a number, or a tensor of
             one element.
         is_regular: whether a mean's weight is in proportion to the rows in any batch.
+
+    Attributes:
+        origin: the number of the function that has made it, and its place among the results; None
+            where it cannot be reduced there.
     """
 
     constant = False
+    origin: "Optional[Tuple[int, int]]" = None
 
     def __init__(self, placement, weight=None, is_regular=False):
         self.placement, self.weight, self.is_regular = placement, weight, is_regular
@@ -103,3 +113,36 @@ def expression_of(tensor):
     """Return the tag of a tensor, with its value if that is a total; or None."""
     tag = tag_of(tensor)
     return TotalValue(tag, tensor) if isinstance(tag, Total) else tag
+
+
+def totals_in(tags, growing, arithmetic):
+    """Return each ``Total`` that these tags are computed from; and whether one grows with the rows.
+
+    Arguments:
+        tags: some of the ``EXPRESSIONS``.
+        growing: the names of functions to which numbers of rows may be passed as sizes.
+        arithmetic: the names of those to which they may be passed as any other number.
+
+    Returns:
+        A list, or None where there are other values, too; and a flag.
+    """
+    totals, seen, pending, has_grown = [], {}, list(tags), False
+    while pending:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        if isinstance(node, TotalValue):
+            pending.append(node.tag)
+        elif isinstance(node, Total):
+            totals.append(node)
+        elif isinstance(node, ComputedTotal):
+            leaves = tree.tree_leaves((node.args, node.kwargs))
+            name, counts = name_of(node.function), list(filter(has_count, leaves))
+            if name in growing or canonical(name) in arithmetic:
+                leaves = [leaf for leaf in leaves if not has_count(leaf)]
+                has_grown = has_grown or bool(counts) and name in growing
+            pending += leaves
+        elif not getattr(node, "constant", True) or isinstance(node, _rows.Placement):
+            return None, False  # such as a number of rows
+    return totals, has_grown

@@ -83,9 +83,11 @@ class Call:
         tags: the tag of each of these, or None.
         present_tags: the tags of those that have one.
         results: the tensors that it returned.
+        compute: the function that computes it by reductions, see ``ReducedFunction``; or None.
     """
 
     results: "Sequence[torch.Tensor]" = ()
+    compute: Any = None
 
     def __init__(self, func, args, kwargs, rows, counting=False):
         self.name, self.func, self.args, self.kwargs = name_of(func), func, args, kwargs

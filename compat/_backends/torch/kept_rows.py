@@ -159,15 +159,26 @@ class ReplicaRows:
                     tag(shard, _rows.Sharded(axis))
         return self.shards[id(value)][1]
 
+    def put_back(self):
+        """Restore the values whose shards the call has left in place.
+
+        Returns:
+            An owner, a key and a shard for each of them.
+        """
+        shards = []
+        for owner, key, value, shard in self.replaced:
+            if owner.read().get(key) is shard:
+                owner.write(key, value)
+                shards.append((owner, key, shard))
+        return shards
+
     def end(self):
         """Restore the values whose shards the call has left in place.
 
         Returns:
             Pairs of a value and its shard that was changed in place, by key.
         """
-        for owner, key, value, shard in self.replaced:
-            if owner.read().get(key) is shard:
-                owner.write(key, value)
+        self.put_back()
         return {
             ("effect", "in place", number): (whole, shard)
             for number, (whole, shard, was) in enumerate(self.shards.values())

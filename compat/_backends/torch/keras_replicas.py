@@ -2,16 +2,19 @@
 
 import contextlib
 import functools
-from typing import Any, Dict
+from typing import Any, Dict, Set
 
 import numpy as np
 
 from ... import _keras, _rows, errors
 from ..._rows import Fallback, Reason
-from ..._runtime import patching
+from ..._rows.splitting import unsplit
+from ..._runtime import patching, synchronized
+from . import keras_batch_norm
 from .expressions import State, Total
 from .graph import tag, tag_of
 from .merging import NotMergeable
+from .propagation import Propagation
 from .replicas import Replicas, ReplicatedCall
 from .side_effects import CallEffects, KerasReach, Reach
 from .state import moved_late, version_of
@@ -42,6 +45,13 @@ class ReplicatedKerasCall(ReplicatedCall):
         """Return the device on which Keras computes."""
         return _keras.keras_of(model).ops.convert_to_tensor(0).device
 
+    def one_device(self, model: Any) -> "contextlib.AbstractContextManager[Any]":
+        """Return a context in which layers that ask for the whole batch have it."""
+        layers = filter(synchronized.asks, _keras.all_layers(model))
+        context = keras_batch_norm.over_replicas(layers, lambda: None)
+        context.enter_context(unsplit)
+        return context
+
     def reach(self, model: Any) -> Reach:
         """Return the values that calls of the model reach."""
         return KerasReach.of(model)
@@ -68,28 +78,62 @@ class KerasReplicas(Replicas):
         self.changed: "Dict[Any, Any]" = {}  # variables that were set, by key
         self.before: "Dict[Any, Any]" = {}  # their values, by key
         self.seeds: "Dict[int, Any]" = {}  # the values of random seeds, by id
+        self.averages: "Set[int]" = set()  # ids of means and variances of each replica's own rows
+        self.propagation: Any = None  # those of the replica that runs
+        self.reducing: Any = None
 
-    def run(self, call, device, copies, args, kwargs, propagation):
+    def prepared(self, watched):
+        """Return a context in which layers of batch normalization are known to compat."""
+        layers = self.keras.layers.BatchNormalization
+        normalising = [v for v in _keras.all_layers(self.model) if isinstance(v, layers)]
+        is_asked = synchronized.is_asked(self.model)
+        over_replicas = [v for v in normalising if is_asked or synchronized.asks(v)]
+        self.averages = {
+            id(v)
+            for layer in normalising
+            if layer not in over_replicas
+            for v in layer.non_trainable_variables
+        }
+        prepared = keras_batch_norm.over_replicas(over_replicas, lambda: self.reducing)
+        if watched:
+            prepared.enter_context(_unwatched(normalising, lambda: self.propagation))
+        return prepared
+
+    def suspended(self, scope, device, propagation, reducing):
+        """Take out what the replica that runs has set; return a function that puts it back."""
+        seeds = [variable for variable in self.variables if _is_seed(variable)]
+        self.seeds.update((id(v), scope.state_mapping[id(v)]) for v in seeds)
+
+        def put_back():
+            self.propagation, self.reducing = propagation, reducing
+            for variable in seeds:
+                seed = self.seeds[id(variable)]
+                scope.state_mapping[id(variable)] = seed.to(device, copy=True)
+
+        return put_back
+
+    def run(self, call, device, copies, args, kwargs, propagation, reducing):
         """Run one replica: see ``Replicas``."""
-        watched = _keras.all_layers(self.model) if propagation is not None else []
-        kind = self.keras.layers.BatchNormalization
-        normalising = [layer for layer in watched if isinstance(layer, kind)]
-        averages = {id(v) for layer in normalising for v in layer.non_trainable_variables}
+        self.propagation, self.reducing = propagation, reducing
+        watched = isinstance(propagation, Propagation)
         with self.keras.device(str(device)):
             seeds = {id(v): self.seeds.get(id(v), v._value) for v in self.variables if _is_seed(v)}
             copies.update((key, seed.to(device, copy=True)) for key, seed in seeds.items())
             pairs = [(variable, copies[id(variable)]) for variable in self.variables]
             scope = self.keras.StatelessScope(pairs, collect_losses=True)
             initial = dict(scope.state_mapping)
-            for variable in self.variables if propagation is not None else ():
+            for variable in self.variables if watched else ():
                 if not variable.trainable and not _is_seed(variable):
                     tag(scope.state_mapping[id(variable)], State(variable._value))
             versions = {key: version_of(value) for key, value in initial.items()}
             state = {}
-            watching = propagation or contextlib.ExitStack()
-            with self.side_effects.replica(propagation is not None, state):
-                with scope, watching, _unwatched(normalising, propagation):
-                    result = call(*args, **kwargs)
+            if reducing.turn is not None:
+                reducing.turn.suspensions.append(
+                    functools.partial(self.suspended, scope, device, propagation, reducing)
+                )
+            mode = propagation or contextlib.ExitStack()
+            with self.side_effects.replica(watched, state, reducing.turn), scope, mode:
+                result = call(*args, **kwargs)
         for index, variable in enumerate(self.variables):
             value = scope.state_mapping[id(variable)]
             if _is_seed(variable):
@@ -103,7 +147,7 @@ class KerasReplicas(Replicas):
                 key = ("state", index, variable.path)
                 self.changed[key], self.before[key] = variable, variable._value
                 state[key] = value
-                if id(variable) in averages:
+                if watched and id(variable) in self.averages:
                     tag(value, Total(_rows.Partial("mean"), propagation.rows, is_regular=True))
         state.update((("loss", index), loss) for index, loss in enumerate(scope.losses))
         self.before.update(self.side_effects.before)
@@ -123,14 +167,23 @@ class KerasReplicas(Replicas):
                 self.keras.Layer.add_loss(self.model, value)
 
 
-def _unwatched(layers, propagation):
-    """Return a context in which each layer is one function: each device's own rows."""
+def _unwatched(layers, current):
+    """Return a context in which each layer is one function: each device's own rows.
+
+    Arguments:
+        layers: the layers.
+        current: a function that returns the ``Propagation`` of the replica that runs.
+    """
 
     def call(hidden, inputs, *args, **kwargs):
+        propagation = current()
         if propagation.probing:
             kwargs["training"] = False
-        with patching.replaced(propagation, paused=True):
+        was_paused, propagation.paused = propagation.paused, True
+        try:
             outputs = hidden(inputs, *args, **kwargs)
+        finally:
+            propagation.paused = was_paused
         tag(outputs, tag_of(inputs))
         return outputs
 

@@ -12,6 +12,7 @@ from ..._rows import Fallback, Reason
 from .expressions import ComputedTotal, State, Total, expression_of
 from .graph import tag_of
 from .merging import MergeRule, NotMergeable, Recomputed, UnchangedState, recompute
+from .reductions import CallReductions
 from .row_counts import RowCount
 from .tensors import close, is_number
 from .trial import fits
@@ -27,6 +28,7 @@ class CallPlan:
         self.described = None
         self.linked = set()  # keys of values on which others depend: see ``linked_values``
         self.watch = True
+        self.reductions = CallReductions()
         self.trial = None  # on the first call
         self.comparisons = set()  # of numbers of rows with others, by which Python chose its way
         self.totals = set()  # numbers of rows for which its choices are harmless

@@ -15,6 +15,7 @@ from . import tracing
 from .expressions import State
 from .graph import tag
 from .merging import NotMergeable
+from .propagation import Propagation
 from .replicas import Replicas, ReplicatedCall
 from .side_effects import FEW, CallEffects, ModuleReach, Reach
 from .state import Hooks, copy_of, moved_late, put_back, version_of
@@ -106,14 +107,17 @@ class ModuleReplicas(Replicas):
             None,
         )
 
-    def run(self, forward, device, copies, args, kwargs, propagation):
+    def run(self, forward, device, copies, args, kwargs, propagation, reducing):
         """Run one replica: see ``Replicas``."""
+        watched = isinstance(propagation, Propagation)
         initial_state = {key: copies[id(self.before[key])] for key in self.buffers}
-        for key, buffer in initial_state.items() if propagation is not None else ():
+        for key, buffer in initial_state.items() if watched else ():
             tag(buffer, State(self.before[key]))
         versions = [version_of(copies[key]) for key in self.weights]
         state = {}
-        with self.side_effects.replica(propagation is not None, state):
+        with self.side_effects.replica(watched, state, reducing.turn):
+            if reducing.turn is not None:
+                reducing.turn.suspensions.append(self.suspended)
             try:
                 for values, name, value in self.places:
                     values[name] = copies[id(value)]
@@ -138,6 +142,21 @@ class ModuleReplicas(Replicas):
             self.note_moved(state, copies, versions, now)
         self.before.update(self.side_effects.before)
         return result, state, initial_state
+
+    def suspended(self):
+        """Take out the values and hooks of the replica that runs; return a function to put back.
+
+        Its values may stay where the next replica has others.
+        """
+        now, register = [values[name] for values, name, _ in self.places], self.hooks.taken()
+
+        def put_back():
+            for (values, name, _), value in zip(self.places, now):
+                values[name] = value
+            if register is not None:
+                register.put_back()
+
+        return put_back
 
     def note_moved(self, state, copies, versions, now):
         """Add the weights that a replica has changed in place to its state."""

@@ -10,6 +10,7 @@ import torch
 
 from ... import _verification
 from ..._rows.splitting import unsplit
+from ..._runtime import synchronized
 from ..._verification import keras_steps
 from . import profiler
 from .arguments import CallArguments, first_batch
@@ -86,8 +87,10 @@ class _ModuleCall(RandomStep, _StepOfModule):
 
     def by_design(self, inference, changed):
         """Return why results differ by design, or None."""
+        is_asked = synchronized.is_asked(self.module)
         for name, part in self.module.named_modules():
             is_normalising = isinstance(part, torch.nn.modules.batchnorm._BatchNorm)
+            is_normalising = is_normalising and not (is_asked or synchronized.asks(part))
             if is_normalising and (part.running_mean is None or part.training and not inference):
                 return _verification.NORMALISED.format("module", name or type(part).__name__)
         return None

@@ -21,7 +21,7 @@ def profiled(devices: "List[str]") -> Any:
         raise errors.profiler_runs("torch")
     kinds = torch.profiler.ProfilerActivity
     activities = [kinds.CPU, kinds.CUDA] if devices[0].startswith("cuda") else [kinds.CPU]
-    recording = torch.profiler.profile(activities=activities)
+    recording = _profile(activities)
     return converted(recording, lambda profile: _executed(profile.events(), devices))
 
 
@@ -36,7 +36,7 @@ def _executed(events, devices):
         elif len(devices) == 1:
             device = devices[0] if caller is None else None
         elif name.startswith(_GRADIENT):
-            name, device = "gradient of " + name[len(_GRADIENT) :], owners.get(event.sequence_nr)
+            name, device = "gradient of " + name[len(_GRADIENT) :], owners.get(_forward_of(event))
         elif caller is not None and caller.name.startswith(REPLICA):
             device = replica(event)
         if device is not None:
@@ -44,9 +44,15 @@ def _executed(events, devices):
             yield Operation(device, name, time.start, time.end - time.start)
 
 
+def _profile(activities):
+    """Return torch's profiler of all threads: replicas that reduce values have their own."""
+    settings = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return torch.profiler.profile(activities=activities, experimental_config=settings)
+
+
 def products(step: "Callable[[], Any]") -> "Dict[str, Any]":
     """Count the products of layers in ``step()`` by replica; see ``count_products``."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with _profile([torch.profiler.ProfilerActivity.CPU]) as profile:
         step()
     return count_products(_products(profile.events()))
 
@@ -64,14 +70,19 @@ def _products(events):
             if replica(event) is not None:
                 yield replica(event), False
         gradient = _within(event, _GRADIENT) if event.name in GRADIENTS else None
-        if gradient is not None and gradient.sequence_nr in owners:
-            yield owners[gradient.sequence_nr], True
+        if gradient is not None and _forward_of(gradient) in owners:
+            yield owners[_forward_of(gradient)], True
 
 
 def _owners(events):
-    """Return the device of each operation's replica, by the sequence number."""
-    pairs = ((event.sequence_nr, replica(event)) for event in events)
-    return {number: device for number, device in pairs if number >= 0 and device is not None}
+    """Return the device of each operation's replica, by its thread and its sequence number."""
+    pairs = (((event.thread, event.sequence_nr), replica(event)) for event in events)
+    return {key: device for key, device in pairs if key[1] >= 0 and device is not None}
+
+
+def _forward_of(gradient):
+    """Return the key in ``_owners`` of the operation that a gradient is of."""
+    return gradient.fwd_thread, gradient.sequence_nr
 
 
 def replica(event: Any) -> "Optional[str]":

@@ -5,10 +5,12 @@ import re
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import torch
+from torch.utils import _pytree as tree
 
 from ... import _rows
 from ..._rows import Reason
-from . import graph, rules
+from ..._runtime import synchronized
+from . import batch_functions, batch_norm, graph, rules
 from .expressions import (
     EXPRESSIONS,
     ComputedTotal,
@@ -17,9 +19,12 @@ from .expressions import (
     Total,
     TotalValue,
     expression_of,
+    totals_in,
 )
 from .graph import Call, call_tensors, is_packing, is_sharded, tag, tag_of
 from .host_values import HostValue
+from .merging import NotMergeable
+from .reductions import SMALL, ReplicaMode, ReplicaReductions, is_counted, is_recomputed
 from .row_counts import PLAIN_USE, CountComparison, RowCount, has_count
 from .trial import try_function
 
@@ -37,6 +42,8 @@ METADATA = frozenset(
 #: Functions that may be given a number of rows, as ``len()`` returns it.
 GROWING = rules.MADE + ("expand", "repeat", "tile", "broadcast_to")
 COUNTING = GROWING + ("__getitem__", "arange")
+#: Functions to which a number of rows may be passed as any other number.
+ARITHMETIC = tuple("add sub mul div truediv true_divide divide multiply subtract pow".split())
 #: Their results are means over the rows, weighted by the counted targets.
 CLASS_LOSSES = ("cross_entropy", "nll_loss")
 #: Functions that return sizes.
@@ -53,7 +60,7 @@ def targets_weight(input, target, weight=None, ignore_index=-100, **_):
     return (weight.detach()[target.clamp(min=0)] * counted).sum()
 
 
-class Propagation(torch.overrides.TorchFunctionMode):
+class Propagation(ReplicaMode):
     """Context in which results of torch's functions get tags, where an argument has one.
 
     A tag is a placement: ``Sharded``, or ``Mixed`` with a ``Fallback`` that says where; or one of
@@ -65,17 +72,24 @@ class Propagation(torch.overrides.TorchFunctionMode):
         rows: how many rows of the batch the replica computes.
         total: how many the batch has.
         tried: placements of functions without a rule, by kinds of calls, which this adds to.
+        reductions: those of the replica, which this adds to.
         probing: whether nothing is random, and batch normalization that of inference, so that parts
             of a batch can be compared with all of it.
     """
 
     def __init__(
-        self, model: Any, rows: int, total: int, tried: "Dict[Any, Any]", probing: bool = False
+        self,
+        model: Any,
+        rows: int,
+        total: int,
+        tried: "Dict[Any, Any]",
+        reductions: ReplicaReductions,
+        probing: bool = False,
     ) -> None:
         super().__init__()
+        self.reductions = reductions
         self.model, self.rows, self.total, self.tried = model, rows, total, tried
         self.probing = probing
-        self.paused = False
         # By id: numbers that were taken from tensors, and these.
         self.items: "Dict[int, Tuple[float, torch.Tensor]]" = {}
         self.host_values: "List[HostValue]" = []
@@ -85,30 +99,17 @@ class Propagation(torch.overrides.TorchFunctionMode):
         # Where Python may have chosen its way by the number of rows.
         self.by_count: "Optional[_rows.Fallback]" = None
         self.hooks: "List[_rows.Fallback]" = []  # where hooks on gradients are registered
-        self.depth = 0  # of torch's stack of modes, with this one
-
-    def __enter__(self):
-        depth = torch._C._len_torch_function_stack()
-        while depth and getattr(torch._C._get_function_stack_at(depth - 1), "paused", False):
-            torch._C._pop_torch_function_stack()  # left by a step that was interrupted
-            depth -= 1
-        self.depth = depth + 1
-        return super().__enter__()
-
-    def __exit__(self, *raised):
-        # torch takes a mode off its stack for each function. One that is interrupted may put it
-        # back only when nothing refers to the interruption any more.
-        self.paused = True
-        if torch._C._len_torch_function_stack() >= self.depth:
-            super().__exit__(*raised)
+        self.synchronizes = synchronized.is_asked(model)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        step = self.reductions.count(func)
         if self.paused:
             return func(*args, **kwargs)
         call = Call(func, args, kwargs, self.rows, counting=self.counting)
         try:
-            return self.watched(call)
+            result = self.watched(call)
+            return result if step is None else self.reduced(call, step, result)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:
             if not hasattr(error, "fallback"):
                 error.fallback = self.fallback(call.name, Reason.FAILS_ON_SHARD)
@@ -119,6 +120,13 @@ class Propagation(torch.overrides.TorchFunctionMode):
         name, args = call.name, call.args
         if self.probing and RANDOM.match(name):
             return self.not_random(call)
+        is_computed = bool(call.present_tags) and all(
+            isinstance(present, EXPRESSIONS) for present in call.present_tags
+        )
+        if call.tensors and rules.canonical(name) in ARITHMETIC and not is_computed:
+            if has_count(call.args, call.kwargs):
+                call = self.with_total(call)
+                args = call.args
         if not call.present_tags:
             return self.made(call, call.func(*args, **call.kwargs))
         if name in SIZES:
@@ -127,7 +135,6 @@ class Propagation(torch.overrides.TorchFunctionMode):
             self.hooks.append(self.fallback(name, Reason.CUSTOM_GRADIENT))
         if name == "__iter__":
             return iter(self.watched(Call(torch.Tensor.unbind, args, call.kwargs, self.rows)))
-        is_computed = all(isinstance(present, EXPRESSIONS) for present in call.present_tags)
         kept = self.kept(call) if is_computed else None
         result = self.called(call)
         call.results = [args[0]] if name == "__setitem__" else list(call_tensors([result]))
@@ -136,6 +143,19 @@ class Propagation(torch.overrides.TorchFunctionMode):
         else:
             self.escaped(call, result)
         return result
+
+    def reduced(self, call: Call, step: Any, result: Any) -> Any:
+        """Return the result of a function of which totals are reduced: the same on all replicas."""
+        tensors = list(call_tensors([result]))
+        for place, placement in step.results.items():
+            current = tag_of(tensors[place]) if place < len(tensors) else None
+            if not isinstance(current, Total) or current.placement != placement:
+                self.need_host_values()
+                if self.reductions.needs:
+                    raise NotMergeable()  # first, what has led another way
+                self.reductions.forget()
+            tag(tensors[place], None)
+        return self.reductions.reduced(step, result)
 
     def made(self, call: Call, result: Any) -> Any:
         """Tag a result of arguments without tags, among which may be a number of rows."""
@@ -159,7 +179,26 @@ class Propagation(torch.overrides.TorchFunctionMode):
                 if bound[key] is None:
                     bound[key] = make(bound["input"].shape[1], dtype=bound["input"].dtype)
             return call.func(**bound)
-        return call.func(*call.args, **call.kwargs)
+        call.compute = self.by_reductions(call)
+        if call.compute is None:
+            return call.func(*call.args, **call.kwargs)
+        if self.reductions.number not in self.reductions.steps:
+            self.reductions.need(self.reductions.number, call.compute)
+        return call.compute(self.reductions, call.func, call.args, call.kwargs)
+
+    def by_reductions(self, call: Call) -> Any:
+        """Return a function that computes this call by reductions, or None."""
+        if not is_sharded(call.first) or not call.tags[0].even:
+            return None
+        rows = call.tags[0]
+        if call.name == "batch_norm":
+            fits = rows.axis != 1 and not self.probing and batch_norm.uses_batch(call.bound())
+            is_asked = fits and (self.synchronizes or batch_norm.is_asked_here())
+            return batch_norm.compute if is_asked and not is_recomputed() else None
+        is_known = rows.copies == 1 and batch_functions.can_compute(call)
+        if not is_known or rows.axis not in _rows.listed(rules.dims_of(call), call.first.dim()):
+            return None
+        return None if is_recomputed() else batch_functions.compute
 
     def not_random(self, call: Call) -> Any:
         """Return the result of a random function that is made deterministic."""
@@ -241,18 +280,61 @@ class Propagation(torch.overrides.TorchFunctionMode):
                 ComputedTotal(call.func, *kept, call.in_place, pick, value.dtype)
                 for pick, value in zip(picks, call.results)
             ]
+        if call.compute is not None:
+            return [call.tags[0] if name in batch_functions.SHARDED else None] * count
         if name in ("batch_norm", "instance_norm"):
             self.statistics(call.bound())
-        if name == "batch_norm":  # each device's own rows
+        if name == "batch_norm":
+            bound = call.bound()
+            if (self.synchronizes or batch_norm.is_asked_here()) and batch_norm.uses_batch(bound):
+                if not self.probing:
+                    return [self.mixed(name)]  # which cannot be reduced here
+            # Each device's own rows.
             return [self.placement_of(*first) if is_sharded(*first) else self.mixed(name)]
         # A mixed value may only be an index, or an example of a type.
         is_read = name == "__getitem__" and not isinstance(call.tags[0], _rows.Mixed)
         if mixed and not is_read and name not in rules.MADE:
             return mixed[:1] * count
         changed = [tag_of(*first)] if call.in_place else []
-        if any(isinstance(present, EXPRESSIONS) for present in moving + changed):
+        if any(isinstance(present, EXPRESSIONS) for present in changed):
             return [self.mixed(name)] * count
-        return self.by_rules(call)
+        tags = self.by_rules(call)
+        expressions = [present for present in moving if isinstance(present, EXPRESSIONS)]
+        if not expressions or self.need(expressions, tags):
+            return tags
+        return [self.mixed(name)] * count
+
+    def need(self, expressions: "List[Any]", tags: "List[Any]") -> bool:
+        """Note that the totals in some tags are needed whole; return whether they can be reduced.
+
+        This is ``redistribute`` from ``Partial`` to ``Replicated``, as ``_rows`` has it: rules take
+        such tensors for replicated ones, ``tags`` are of results then.
+        """
+        totals, has_grown = totals_in(expressions, GROWING, ARITHMETIC)
+        if totals is None or any(total.origin is None for total in totals):
+            return False
+        # What has grown has rows, once it is made of what is reduced.
+        if has_grown or not all(isinstance(each, _rows.Mixed) for each in tags):
+            for total in totals:
+                number, place = total.origin
+                self.reductions.need(number, results={place: total.placement})
+        return True
+
+    def need_host_values(self) -> None:
+        """Note that those totals are needed whole that Python has read."""
+        for value in self.host_values:
+            if isinstance(value.tag, (TotalValue, ComputedTotal)):
+                self.need([value.tag], [None])
+
+    def with_total(self, call: Call) -> Call:
+        """Return a call whose numbers of rows are those of the whole batch."""
+        leaves = tree.tree_leaves((call.args, call.kwargs))
+        counts = {n: leaf.per for n, leaf in enumerate(leaves) if isinstance(leaf, RowCount)}
+        step = self.reductions.steps.get(self.reductions.number)
+        if step is None or step.counts != counts:
+            self.reductions.need(self.reductions.number, counts=counts)
+        args, kwargs = self.reductions.with_total(counts, call.args, call.kwargs)
+        return Call(call.func, args, kwargs, self.rows, counting=self.counting)
 
     def by_rules(self, call):
         """Return the tag of each result, by a rule or by a trial."""
@@ -316,13 +398,23 @@ class Propagation(torch.overrides.TorchFunctionMode):
 
     def tag(self, call: Call, tags: "List[Any]") -> None:
         """Tag the results of a call; and the bases of views that it has changed."""
-        for value, new in zip(call.results, tags):
+        for place, (value, new) in enumerate(zip(call.results, tags)):
             tag(value, new)
+            if isinstance(new, Total) and self.is_reducible(call, value, new):
+                new.origin = self.reductions.number, place
             if call.in_place and value._base is not None:
                 kinds = {type(new), type(tag_of(value._base))}
                 if kinds not in ({_rows.Sharded}, {type(None)}):
                     is_mixed = isinstance(new, _rows.Mixed)
                     tag(value._base, new if is_mixed else self.mixed(call.name))
+
+    def is_reducible(self, call: Call, value: torch.Tensor, total: Total) -> bool:
+        """Return whether a total can be reduced, in any batch, at little cost."""
+        elements = sum(t.numel() for t in call.tensors) * self.total / max(1, self.rows)
+        is_regular = total.is_regular or total.placement.how in ("max", "min")
+        is_small = value.numel() <= max(SMALL, elements)
+        is_result = is_counted(call.func) and not call.in_place
+        return is_regular and is_small and is_result and not is_recomputed()
 
     # Functions without a rule -------------------------------------------------------------------
 

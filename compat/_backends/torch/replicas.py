@@ -24,11 +24,14 @@ from .containers import PLAIN, flatten
 from .merge_rules import CallPlan
 from .merging import NotMergeable
 from .outcomes import untagged
+from .reductions import MoreReductions
 from .side_effects import CallEffects, Reach
 from .split_calls import SplitCall
 
 #: How many arguments may turn out to have as many rows as the batch by chance.
 MOST_TRIED = 6
+#: How often a call is repeated that needs more reductions.
+MOST_ROUNDS = 12
 
 
 class Replicas:
@@ -46,7 +49,15 @@ class Replicas:
     values: "Dict[Any, torch.Tensor]"
     copied: "Collection[Any]"
 
-    def run(self, plain, device, copies, args, kwargs, propagation):
+    def prepared(self, watched: bool) -> "contextlib.AbstractContextManager[Any]":
+        """Return a context in which replicas run.
+
+        Arguments:
+            watched: whether placements are inferred.
+        """
+        return contextlib.ExitStack()
+
+    def run(self, plain, device, copies, args, kwargs, propagation, reducing):
         """Run one replica.
 
         Arguments:
@@ -55,7 +66,9 @@ class Replicas:
             copies: its weights and state, by key.
             args: its shards of the arguments.
             kwargs: those by name.
-            propagation: the ``Propagation`` that infers placements, or None.
+            propagation: the ``Propagation`` that infers placements, another ``ReplicaMode``, or
+                None.
+            reducing: its ``ReplicaReductions``.
 
         Returns:
             The result; losses and state that the replica has set, by key; state before it, by key.
@@ -116,6 +129,10 @@ class ReplicatedCall(patching.InstanceMethod):
         """Return why no call of this model can be split, a ``Fallback``; None: calls are tried."""
         return None
 
+    def one_device(self, model: Any) -> "contextlib.AbstractContextManager[Any]":
+        """Return a context in which the model runs unsplit."""
+        return unsplit
+
     # Copies of weights ------------------------------------------------------------------------
 
     def send(self, model, values, count, copied):
@@ -148,7 +165,8 @@ class ReplicatedCall(patching.InstanceMethod):
     def invoke(self, model, *args, **kwargs):
         """Run the model on all devices, where its call can be split."""
         if unsplit.here():
-            return self.plain(model)(*args, **kwargs)
+            with self.one_device(model):
+                return self.plain(model)(*args, **kwargs)
         arguments = CallArguments(args, kwargs, self.converter(model))
         tensor = next((v for v in arguments.leaves if isinstance(v, torch.Tensor)), None)
         if self.is_only_traced(model, tensor):
@@ -209,6 +227,16 @@ class ReplicatedCall(patching.InstanceMethod):
         except kept_rows.CutOtherwise:
             drawn.close()
             return self.run_split(call, layouts)
+        except MoreReductions:
+            drawn.close()
+            call.rounds += 1
+            if plan is not None:
+                plan.watch, plan.rules = True, {}
+            if call.rounds < MOST_ROUNDS:
+                return self.run_split(call, layouts)
+            result = self.run_unsplit(model, arguments, rows, Fallback(Reason.DIVERGES))
+            self.plans.update(dict.fromkeys(untried if plan is None else [kind]))
+            return result
         except NotMergeable as error:
             drawn.close()
             fallback = error.fallback if rows > 1 else None
@@ -227,7 +255,7 @@ class ReplicatedCall(patching.InstanceMethod):
         """
         home = self.home(model, arguments)
         leaves = [shard_on(home, None, None, leaf) for leaf in arguments.leaves]
-        with unsplit, arguments.substituted(leaves) as (args, kwargs):
+        with self.one_device(model), arguments.substituted(leaves) as (args, kwargs):
             result = self.plain(model)(*args, **kwargs)
             changed, unflatten, _ = flatten(arguments.changed())
         # It may change the caller's containers.

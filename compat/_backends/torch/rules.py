@@ -114,12 +114,13 @@ def reduced(call, values):
     if isinstance(call.get(1, "other"), torch.Tensor):  # the larger ones
         return pointwise(call, values)
     how, keepdims = TOTALS.get(name, name), call.results[0].dim() == value.rank
-    placement = _rows.reduced(value, _dims(call), how, keepdims, denominator="elements")
+    placement = _rows.reduced(value, dims_of(call), how, keepdims, denominator="elements")
     others = [Mixed()] * (len(call.results) - 1)
     return [Partial(how)] + others if isinstance(placement, Partial) else placement
 
 
-def _dims(call):
+def dims_of(call):
+    """Return the dimensions that a function goes along, or reduces; None for all."""
     at, default = DIMS.get(canonical(call.name), (1, None))
     dims = call.get(at, "dim", "axis", "dims", default=default)
     is_another = isinstance(dims, (torch.Tensor, torch.dtype, bool, str))
@@ -132,7 +133,7 @@ def _dims(call):
 )
 def along(call, values):
     """Compute along dimensions, from whole lines of elements."""
-    dims = call.sizes(1, "dims") if call.name == "flip" else _dims(call)
+    dims = call.sizes(1, "dims") if call.name == "flip" else dims_of(call)
     return _rows.along(values[0], dims)
 
 

@@ -8,6 +8,7 @@ place.
 
 import collections
 import contextlib
+import functools
 import types
 from typing import Any, Collection, Dict, Iterator, List, Tuple
 
@@ -205,13 +206,18 @@ class CallEffects:
         return afterwards
 
     @contextlib.contextmanager
-    def replica(self, is_watched: bool, state: "Dict[Any, Any]") -> "Iterator[None]":
+    def replica(
+        self, is_watched: bool, state: "Dict[Any, Any]", turn: Any = None
+    ) -> "Iterator[None]":
         """Return the context of a replica, after which its changes are undone.
 
         Arguments:
             is_watched: whether placements are inferred.
             state: a dictionary to which the values that it has changed are added, by key.
+            turn: its ``Turn``, or None where replicas run one after the other.
         """
+        if turn is not None and len(self.reach.changing):
+            raise _unsuspended()
         are_few = sum(tensor.numel() for tensor in self.tensors) <= FEW
         if not self.saved and (is_watched or len(self.reach.changing) or are_few):
             self.saved = [tensor.detach().clone() for tensor in self.tensors]
@@ -219,17 +225,34 @@ class CallEffects:
         for tensor, saved in zip(self.tensors, self.saved if is_watched else ()):
             if tensor in self.reach.changing:
                 tag(tensor, State(saved))
-        if self.replica_rows is not None:
-            self.replica_rows.begin(self.effects)
+        rows = self.replica_rows
+        if rows is not None:
+            rows.begin(self.effects)
+        if turn is not None:
+            turn.suspensions.append(functools.partial(self._suspended, rows, versions))
         try:
             yield
         finally:
-            in_place = {} if self.replica_rows is None else self.replica_rows.end()
+            in_place = {} if rows is None else rows.end()
             values = self._values(is_watched)  # first: all changes are undone
             self.in_place.update((key, whole) for key, (whole, _) in in_place.items())
             state.update((key, shard) for key, (_, shard) in in_place.items())
             state.update(self._tensors(versions))
             state.update(values)
+
+    def _suspended(self, rows, versions):
+        """Undo a replica's changes; return a function that makes them again."""
+        if [version_of(tensor) for tensor in self.tensors] != versions:
+            raise _unsuspended()
+        shards = [] if rows is None else rows.put_back()
+        effects_again = self.effects.suspended()
+
+        def again():
+            effects_again()
+            for owner, key, shard in shards:
+                owner.write(key, shard)
+
+        return again
 
     def _tensors(self, versions):
         """Return the tensors that were changed in place, by key, and restore them."""
@@ -303,6 +326,11 @@ class CallEffects:
             note = self.replica_rows.kept_rows.note
             note(change.owner, change.key, change.after, lambda leaf: axes.get(id(leaf)))
         self.effects.forget()
+
+
+def _unsuspended():
+    """Return the error for tensors that replicas would change by turns."""
+    return NotMergeable(Fallback(Reason.CROSS_BATCH, "that changes a tensor in place"))
 
 
 class _Same:

@@ -2,19 +2,22 @@
 
 Replica i computes the rows ``splitting.run_bounds`` gives it, on its device, one after the other:
 work on GPUs is queued, so that they compute at the same time, and autograd runs the backward pass
-of each device in a thread of its own.
+of each device in a thread of its own. Where replicas reduce values while they run, they take turns:
+see ``replica_threads``.
 """
 
 import contextlib
+import copy
+import functools
 import itertools
-from typing import Any, Tuple
+from typing import Any, Dict, NamedTuple, Optional, Tuple
 
 import torch
 
 from ... import _rows, errors
 from ..._rows import Fallback, Reason, splitting
 from ..._rows.splitting import unsplit
-from ..._runtime import work
+from ..._runtime import synchronized, work
 from . import executions, kept_rows, linked_values, profiler, weight_copies
 from .arguments import Layout, Unchanged, counting_changes, shard_on
 from .custom_gradients import check_gradients, custom_gradient
@@ -24,6 +27,8 @@ from .merge_rules import CallPlan, decide
 from .merging import NotMergeable, UnchangedState, form
 from .outcomes import Outcome, untagged
 from .propagation import Propagation
+from .reductions import CallReductions, ReducingMode, ReplicaReductions
+from .replica_threads import ReplicaThreads
 from .side_effects import is_user_defined
 from .trial import PartsTrial, evaluating, prove
 
@@ -52,6 +57,12 @@ class SplitCall:
     def __init__(self, method, model, arguments):
         self.method, self.model, self.arguments = method, model, arguments
         self.home = method.home(model, arguments)
+        self.reductions = {}  # by what is cut
+        self.rounds = 0  # how often the call was repeated, since it needs more reductions
+
+    def reductions_of(self, plan: CallPlan) -> CallReductions:
+        """Return what this call has shown of the reductions that it needs by a new plan."""
+        return self.reductions.setdefault((plan.cuts, plan.kept), CallReductions())
 
     def tried(self, layout: Layout, plan: CallPlan) -> Any:
         """Return the merged results of the first call by a new plan, which a trial has proved.
@@ -64,7 +75,8 @@ class SplitCall:
             NotMergeable: it does not merge what one device computes.
             CutOtherwise: the call has left rows in the model, which are to be cut, too.
         """
-        plan.trial = self.trial(layout._replace(cuts=plan.cuts, kept=plan.kept))
+        plan.reductions = self.reductions_of(plan)
+        plan.trial = self.trial(layout._replace(cuts=plan.cuts, kept=plan.kept), plan.reductions)
         plan.trial.outcomes()  # first: three rows show more of functions without a rule
         self.check_kept(layout)
         plan.trial.other_outcomes()  # before replicas may change an argument in place
@@ -96,7 +108,7 @@ class SplitCall:
             return ()
         effects = self.method.reach(self.model).effects
         effects.note()
-        sizes = splitting.sizes(rows, self.replica_count(rows))
+        sizes = splitting.sizes(rows, self.replica_count(rows, False))
         return self.method.kept_rows.read(effects, rows, sizes)
 
     def check_kept(self, layout: Layout) -> None:
@@ -115,43 +127,103 @@ class SplitCall:
 
         The first one has the weights themselves, not copies, as far as none are moved.
         """
-        outcomes, count = [], self.replica_count(layout.rows)
+        count = self.replica_count(layout.rows, plan.reductions.any_merged)
         names = self.method.devices[:count]
         are_copied = plan.watch or any(key[0] == "weight" for key in plan.rules)
         copied = replicas.values if are_copied else replicas.copied
         with _failing_on_shard():
             sent = self.method.send(self.model, replicas.values, count, copied)
-        for index, name in enumerate(names):
-            device = weight_copies.device_of(name)
-            rows = range(*splitting.run_bounds(layout.rows, count, index))
-            mark = torch.profiler.record_function(profiler.REPLICA + name)
-            with executions.recorded(names), mark:
-                outcome = self.replica(replicas, layout, device, rows, sent[index], plan.watch)
-            outcomes.append(outcome)
-            if not are_copied and any(key[0] == "weight" for key in outcome.values):
-                break  # which is new
+        shards = [
+            Shard(
+                weight_copies.device_of(name),
+                range(*splitting.run_bounds(layout.rows, count, index)),
+                size,
+                sent[index],
+                profiler.REPLICA + name,
+            )
+            for index, (name, size) in enumerate(zip(names, splitting.sizes(layout.rows, count)))
+        ]
+
+        def is_last(outcome):
+            return not are_copied and any(key[0] == "weight" for key in outcome.values)
+
+        with executions.recorded(names):
+            return self.together(replicas, layout, shards, plan.reductions, plan.watch, is_last)
+
+    def together(self, replicas, layout, shards, reductions, watched, is_last=None, probing=False):
+        """Return the outcomes of replicas.
+
+        Arguments:
+            replicas: the ``Replicas`` that they are.
+            layout: how the arguments are cut.
+            shards: a ``Shard`` for each of them.
+            reductions: the ``CallReductions`` of such calls.
+            watched: whether placements are inferred.
+            is_last: a function that returns whether no more are to run, by the outcome of one of
+                them; or None.
+            probing: see ``Propagation``.
+
+        Raises:
+            MoreReductions: values of the whole batch have to be reduced over them first.
+        """
+        sizes, sequences = [shard.size for shard in shards], []
+
+        def compute(shard, turn=None):
+            sequences.append(
+                ReplicaReductions(reductions, probing, sizes, shard.device, turn, watched)
+            )
+            return self.replica(replicas, layout, shard, sequences[-1], watched, probing)
+
+        # What torch.compile() has made runs the functions that it was made of.
+        is_eager = watched or reductions
+        eager = torch.compiler.set_stance("force_eager") if is_eager else contextlib.ExitStack()
+        try:
+            with eager, replicas.prepared(watched):
+                if reductions.any_merged and len(shards) > 1:
+                    functions = [functools.partial(compute, shard) for shard in shards]
+                    outcomes = ReplicaThreads(functions, self.method.devices).run()
+                else:
+                    outcomes = []
+                    for shard in shards:
+                        outcomes.append(compute(shard))
+                        if is_last is not None and is_last(outcomes[-1]):
+                            break  # which is new
+            if watched:
+                reductions.learn(probing, sequences)
+        except NotMergeable:
+            if watched:
+                reductions.learn_host_values(probing, sequences)
+            raise
         return outcomes
 
-    def replica_count(self, rows: int) -> int:
-        """Return how many replicas compute so many rows."""
+    def replica_count(self, rows: int, is_whole: bool) -> int:
+        """Return how many replicas compute so many rows.
+
+        Arguments:
+            rows: how many the batch has.
+            is_whole: whether replicas reduce values, such as those of batch normalization.
+        """
         kind, count = torch.nn.modules.batchnorm._BatchNorm, len(self.method.devices)
-        if any(isinstance(part, kind) and part.training for part in self.model.modules()):
-            count = min(count, max(1, rows // 2))  # it refuses a single row in training
+        is_reduced = is_whole and synchronized.is_asked(self.model)
+        for part in self.model.modules():
+            if isinstance(part, kind) and part.training:
+                if not (is_reduced or is_whole and synchronized.asks(part)):
+                    count = min(count, max(1, rows // 2))  # it refuses a single row in training
         return count
 
-    def replica(self, replicas, layout, device, rows, copies, watched, probing=False):
+    def replica(self, replicas, layout, shard, reducing, watched, probing=False):
         """Run one replica, and return its outcome.
 
         Arguments:
             replicas: the ``Replicas`` that it is one of.
             layout: how the arguments are cut.
-            device: where it computes.
-            rows: the numbers of the rows that it computes.
-            copies: its weights and state, by key.
+            shard: the ``Shard`` that it computes.
+            reducing: its ``ReplicaReductions``.
             watched: whether placements are inferred.
             probing: see ``Propagation``.
         """
-        arguments, method, leaves, uncounted = self.arguments, self.method, [], []
+        device, rows, copies = shard.device, shard.rows, shard.copies
+        arguments, method, leaves, uncounted = copy.copy(self.arguments), self.method, [], []
         for leaf, where in zip(arguments.leaves, layout.cuts):
             leaf = arguments.copied(leaf, shard_on(device, where, rows, leaf))
             if isinstance(leaf, torch.Tensor) and leaf.is_inference():
@@ -162,28 +234,43 @@ class SplitCall:
             leaves.append(leaf)
         propagation = None
         if watched:
-            propagation = Propagation(self.model, len(rows), layout.rows, method.tried, probing)
+            propagation = Propagation(
+                self.model, len(rows), layout.rows, method.tried, reducing, probing
+            )
+            reducing.propagation = propagation
+        elif reducing.steps:
+            propagation = ReducingMode(reducing)
         replicas.side_effects.replica_rows = kept_rows.ReplicaRows(
             method.kept_rows, layout, device, rows, watched
         )
-        with arguments.substituted(leaves) as (args, kwargs):
-            # What torch.compile() has made runs the functions that it was made of.
-            eager = torch.compiler.set_stance("force_eager") if watched else contextlib.ExitStack()
-            with unsplit, eager, _failing_on_shard():
+        mark = contextlib.ExitStack()
+        if shard.mark is not None:
+            mark = torch.profiler.record_function(shard.mark)
+        with mark, arguments.substituted(leaves) as (args, kwargs):
+            if reducing.turn is not None:
+                reducing.turn.suspensions += [
+                    functools.partial(_suspended, mark),
+                    arguments.suspended,
+                ]
+            with unsplit, _failing_on_shard():
                 try:
                     plain = method.plain(self.model)
                     result, values, buffers = replicas.run(
-                        plain, device, copies, args, kwargs, propagation
+                        plain, device, copies, args, kwargs, propagation, reducing
                     )
                 finally:
-                    if watched:
+                    if propagation is not None:
                         propagation.paused = True  # an interruption may have kept it from saying so
             for leaf, clone in uncounted:
                 if clone._version:
                     with torch.inference_mode():
                         leaf.copy_(clone)
             outcome = Outcome(
-                len(rows), (result, arguments.changed()), values, buffers, propagation
+                len(rows),
+                (result, arguments.changed()),
+                values,
+                buffers,
+                propagation if watched else None,
             )
             # The replica's tensors and device stand for those of the whole batch.
             for key, value in outcome.values.items():
@@ -203,7 +290,14 @@ class SplitCall:
         if any(list(outcome.values) != list(first.values) for outcome in counted):
             raise NotMergeable()
         if plan.watch:
-            self.decide(replicas, layout, plan, counted, sizes)
+            try:
+                self.decide(replicas, layout, plan, counted, sizes)
+            except NotMergeable:
+                tried = plan.trial.outcomes() + plan.trial.other_outcomes() if plan.trial else []
+                for probing, group in ((False, outcomes), (True, tried)):
+                    sequences = [outcome.propagation.reductions for outcome in group]
+                    plan.reductions.learn_host_values(probing, sequences)
+                raise
         merged = self.merged_values(replicas, plan, outcomes, all_sizes)
         merged.update((key, merged[key].item()) for key in first.numbers)
         merged.update((key, merged[key].numpy()) for key in first.arrays)
@@ -255,7 +349,7 @@ class SplitCall:
 
     def decide(self, replicas, layout, plan, outcomes, sizes):
         """Find the rules of a call that was watched, and whether later ones are watched, too."""
-        first, trial = outcomes[0], plan.trial or self.trial(layout)
+        first, trial = outcomes[0], plan.trial or self.trial(layout, plan.reductions)
         previous, plan.rules = plan.rules, {}
         for key in first.values:
             values = [outcome.values[key] for outcome in outcomes]
@@ -313,7 +407,12 @@ class SplitCall:
         """
         parts = [range(*splitting.bounds(layout.rows, count, i)) for i in range(count)]
         try:
-            prove(self.trial(layout, parts, others=()), plan.rules, replicas.before, self.home)
+            prove(
+                self.trial(layout, plan.reductions, parts, others=()),
+                plan.rules,
+                replicas.before,
+                self.home,
+            )
         except NotMergeable:
             raise NotMergeable(choices.inconclusive[0]) from None
         plan.harmless.update(choices.lines)
@@ -321,28 +420,61 @@ class SplitCall:
     def trial(
         self,
         layout: Layout,
+        reductions: CallReductions,
         parts: Any = _rows.trial.PARTS,
         others: Any = _rows.trial.OTHER_PARTS,
     ) -> PartsTrial:
         """Return a trial of rows of this batch, by one partition of them or by two."""
         last = layout.rows - 1
 
-        def compute(rows, gradients=False):
-            """Compute with these rows, without dropout, and without a trace."""
+        def compute(partition, gradients=False):
+            """Return the outcomes of these rows, without dropout, and without a trace."""
+            if reductions and partition:
+                return together(partition, gradients)
+            return [outcome for rows in partition for outcome in together([rows], gradients)]
+
+        def together(partition, gradients):
             replicas = self.method.replicas(self.model)
             torchs = itertools.filterfalse(is_user_defined, self.model.modules())
             numbers = replicas.side_effects.random_numbers()
             with numbers, torch.set_grad_enabled(gradients), evaluating(torchs):
                 with _failing_on_shard():
-                    values = replicas.values.items()
-                    copies = {key: value.to(self.home, copy=True) for key, value in values}
-                outcome = self.replica(
-                    replicas, layout, self.home, rows, copies, True, probing=True
-                )
-            return compute(rows, gradients) if replicas.side_effects.has_new_tensors else outcome
+                    shards = [self.copied_shard(replicas, rows) for rows in partition]
+                outcomes = self.together(replicas, layout, shards, reductions, True, probing=True)
+            has_new_tensors = replicas.side_effects.has_new_tensors
+            return together(partition, gradients) if has_new_tensors else outcomes
 
         partitions = [
             [[min(row, last) for row in part] for part in partition]
             for partition in (parts, others)
         ]
         return PartsTrial(compute, *partitions)
+
+    def copied_shard(self, replicas, rows):
+        """Return a ``Shard`` of these rows, with copies of all values, on the first device."""
+        values = replicas.values.items()
+        copies = {key: value.to(self.home, copy=True) for key, value in values}
+        return Shard(self.home, rows, len(rows), copies, None)
+
+
+class Shard(NamedTuple):
+    """What one replica computes.
+
+    Arguments:
+        device: where.
+        rows: the numbers of its rows.
+        size: how many of these are not computed by another one, too.
+        copies: its weights and state, by key.
+        mark: how its functions are marked for torch's profiler, or None.
+    """
+
+    device: torch.device
+    rows: Any
+    size: int
+    copies: "Dict[Any, torch.Tensor]"
+    mark: "Optional[str]"
+
+
+def _suspended(context):
+    context.__exit__(None, None, None)
+    return context.__enter__

@@ -57,7 +57,7 @@ class PartsTrial:
     """Outcomes of some rows of the batch: in parts, and together.
 
     Arguments:
-        compute: gives the ``Outcome`` of a list of rows.
+        compute: gives an ``Outcome`` for each of several lists of rows.
         parts: lists of rows, in the batch's order.
         others: those of another partition; none where one tells enough.
     """
@@ -71,17 +71,17 @@ class PartsTrial:
     def outcomes(self):
         """Return that of all rows, and those of the parts."""
         if self._outcomes is None:
-            self._outcomes = list(map(self.compute, [self.all_rows] + self.parts))
+            self._outcomes = self.compute([self.all_rows]) + self.compute(self.parts)
         return self._outcomes
 
     def other_outcomes(self):
         """Return those of the other partition, whose order is that of the batch where need be."""
         if self._other_outcomes is None:
             try:
-                self._other_outcomes = list(map(self.compute, self.others))
+                self._other_outcomes = self.compute(self.others)
             except NotMergeable:  # such as sequences that have to be sorted by their lengths
                 self.others = [self.all_rows[:1], self.all_rows[1:]]
-                self._other_outcomes = list(map(self.compute, self.others))
+                self._other_outcomes = self.compute(self.others)
         return self._other_outcomes
 
     def finds_sequences(self):
@@ -97,7 +97,7 @@ class PartsTrial:
 
     def is_random(self):
         """Return whether the same rows have another result each time."""
-        whole, again = self.outcomes()[0].values, self.compute(self.all_rows).values
+        whole, again = self.outcomes()[0].values, self.compute([self.all_rows])[0].values
         same = list(whole) == list(again)
         return not (same and all(close(whole[k], again[k]) for k in whole))
 

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 
 from ... import _keras, _verification
+from ..._runtime import synchronized
 from ..._verification import keras_steps
 from . import profiler
 from .side_effects import KerasReach
@@ -73,6 +74,10 @@ class RandomStep(_verification.Step):
 class TorchStep(RandomStep, keras_steps.KerasStep):
     """A step of Keras."""
 
+    def is_synchronized(self, layer):
+        """Return whether a layer uses the whole batch's statistics."""
+        return synchronized.is_asked(self.model) or synchronized.asks(layer)
+
     def as_array(self, value):
         """Return a value as an array."""
         return _keras.keras_of(self.model).ops.convert_to_numpy(value)
@@ -105,6 +110,10 @@ class RankedStep(TorchStep):
 
     From the same state. The results of one rank's rows, such as its metrics, are not compared.
     """
+
+    def is_synchronized(self, layer):
+        """Return False: each rank normalizes by its own samples."""
+        return False
 
     def __init__(self, method, function, batches):
         super().__init__(method, function, batches)

@@ -37,6 +37,7 @@ COMPILED = (
 
 
 class TestTorch(KerasParts):
+    across_rows = "right"
     product_in_timelines = "matmul"
     backend = "torch"
     extension = ".keras"

@@ -113,7 +113,7 @@ class OtherBranch(Net):
     def step(self, x):
         y = self.cell(x, self.zeros(x))
         if self.h is not None and self.h.size(0) == x.size(0):
-            y = y - y.mean(0)
+            y = y - y.flip(0)
         self.h = y.detach()
         return y
 
@@ -221,7 +221,7 @@ def test_a_script_empties_a_list_and_replaces_it():
 
 def test_a_branch_that_computes_across_rows_is_told():
     text = (
-        "The operation sub (test_kept_rows.py, line {}) of 'OtherBranch' needs the whole batch, "
+        "The operation flip (test_kept_rows.py, line {}) of 'OtherBranch' needs the whole batch, "
         "but each device sees only its shard. The model runs unsplit on cpu:0."
     ).format(OtherBranch.step.__code__.co_firstlineno + 3)
     differ(OtherBranch, [7] * 4, split=False, told=[text])

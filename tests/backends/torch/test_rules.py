@@ -4,6 +4,7 @@
 import functools
 import itertools
 import operator
+from unittest import mock
 
 import missing_rules
 import row_proof
@@ -12,6 +13,7 @@ import torch
 from compat import _rows
 from compat._backends.torch import expressions, graph, merging, rules
 from compat._backends.torch.propagation import Propagation
+from compat._backends.torch.reductions import CallReductions, ReplicaReductions
 
 #: Needs a GPU.
 UNPROVED = {"cuda"}
@@ -352,7 +354,9 @@ class Case:
                 graph.tag(given[place], placement)
             elif isinstance(placement, _rows.Partial):
                 graph.tag(given[place], expressions.Total(placement, count, is_regular=True))
-        with Propagation(torch.nn.Module(), count, row_proof.ROWS, self.tried):
+        none = ReplicaReductions(CallReductions(), False, [count], torch.device("cpu"), None, True)
+        by_rules = mock.patch.object(Propagation, "by_reductions", lambda self, call: None)
+        with by_rules, Propagation(torch.nn.Module(), count, row_proof.ROWS, self.tried, none):
             return self.called(given)
 
     def computed(self, values):

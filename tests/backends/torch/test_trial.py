@@ -98,10 +98,10 @@ def test_rows_that_mix_from_a_later_step_on():
 
     def by_steps(m, y):
         m.steps = getattr(m, "steps", 0) + 1
-        return y - y.mean(0) if m.steps > 2 else y
+        return y - y.flip(0) if m.steps > 2 else y
 
     def by_rows(m, y):
-        return y - y.mean(0) if y.shape[0] == 12 else y
+        return y - y.flip(0) if y.shape[0] == 12 else y
 
     for function in (by_steps, by_rows):
         plain, module = pair(function)

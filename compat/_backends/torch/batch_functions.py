@@ -1,0 +1,133 @@
+"""Functions along the batch dimension, computed from each replica's rows and a few reductions.
+
+``compute`` has the arguments that ``ReducedFunction`` says: a ``ReplicaReductions``, the function,
+its arguments.
+"""
+
+import inspect
+from typing import Any, Callable, Dict
+
+import torch
+
+from .graph import name_of
+
+
+def _maximum(reductions, value, dims):
+    """Return the largest values along dimensions, 0 where that is not finite."""
+    largest = reductions.reduce("max", value.detach().amax(dims, keepdim=True))
+    return torch.where(largest.isfinite(), largest, 0.0)
+
+
+def _exponentials(reductions, value, dims):
+    """Return the largest values along dimensions, exponentials less these, and their sum."""
+    largest = _maximum(reductions, value, dims)
+    exponentials = (value - largest).exp()
+    return largest, exponentials, reductions.reduce("sum", exponentials.sum(dims, keepdim=True))
+
+
+def _softmax(reductions, value, dim, dtype=None):
+    value = value if dtype is None else value.to(dtype)
+    _, exponentials, total = _exponentials(reductions, value, dim)
+    return exponentials / total
+
+
+def _log_softmax(reductions, value, dim, dtype=None):
+    value = value if dtype is None else value.to(dtype)
+    largest, _, total = _exponentials(reductions, value, dim)
+    return value - largest - total.log()
+
+
+def _logsumexp(reductions, value, dim, keepdim=False):
+    largest, _, total = _exponentials(reductions, value, dim)
+    result = largest + total.log()
+    return result if keepdim else result.squeeze(dim)
+
+
+def moments(reductions: Any, value: torch.Tensor, dims: Any) -> Any:
+    """Return mean and variance of the whole batch along dimensions, which are kept; and the number.
+
+    Arguments:
+        reductions: the ``ReplicaReductions``.
+        value: the replica's rows.
+        dims: the dimensions.
+    """
+    variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
+    count = value.numel() // max(1, mean.numel()) * reductions.total // reductions.rows
+    return (*reductions.meet((mean, variance), merged_moments), count)
+
+
+def merged_moments(moments: Any, sizes: Any) -> Any:
+    """Return mean and variance of all rows from those of replicas, as Chan, Golub and LeVeque do.
+
+    Arguments:
+        moments: pairs of a replica's mean, and of the variance about it.
+        sizes: how many rows each of them has.
+    """
+    shares = [size / float(sum(sizes)) for size in sizes]
+    mean = sum(share * mean for share, (mean, _) in zip(shares, moments))
+    return mean, sum(s * (v + (m - mean).square()) for s, (m, v) in zip(shares, moments))
+
+
+def _var_mean(reductions, value, dim, unbiased=True, keepdim=False, correction=None):
+    dim = list(range(value.dim())) if dim is None else dim
+    mean, variance, count = moments(reductions, value, dim)
+    less = int(unbiased) if correction is None else correction
+    variance = variance * (count / max(0.0, float(count - less))) if count > less else variance / 0
+    return (variance, mean) if keepdim else (variance.squeeze(dim), mean.squeeze(dim))
+
+
+def _spread(which, is_root):
+    def compute(reductions, value, dim=None, unbiased=True, keepdim=False, correction=None):
+        if isinstance(dim, bool):
+            dim, unbiased = None, dim
+        variance, mean = _var_mean(reductions, value, dim, unbiased, keepdim, correction)
+        variance = variance.sqrt() if is_root else variance
+        return variance if which is None else (variance, mean)
+
+    return compute
+
+
+_FUNCTIONS: "Dict[str, Callable[..., Any]]" = {
+    "softmax": _softmax,
+    "log_softmax": _log_softmax,
+    "logsumexp": _logsumexp,
+    "var": _spread(None, False),
+    "std": _spread(None, True),
+    "var_mean": _spread(1, False),
+    "std_mean": _spread(1, True),
+}
+
+
+def _bound(name, args, kwargs):
+    """Return the arguments by the names that the function of ``_FUNCTIONS`` has for them."""
+    kwargs = {("dim" if key == "axis" else key): value for key, value in kwargs.items()}
+    kwargs.pop("_stacklevel", None)
+    if "input" in kwargs:
+        args = (kwargs.pop("input"), *args)
+    if (
+        name in ("softmax", "log_softmax")
+        and len(args) > 2
+        and not isinstance(args[2], torch.dtype)
+    ):
+        args = args[:2] + args[3:]  # ``_stacklevel``
+    return inspect.signature(_FUNCTIONS[name]).bind(None, *args, **kwargs).arguments
+
+
+def compute(reductions: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    """Compute one of these functions for the whole batch."""
+    name = name_of(function)
+    bound = dict(_bound(name, args, kwargs), reductions=reductions)
+    return _FUNCTIONS[name](**bound)
+
+
+def can_compute(call: Any) -> bool:
+    """Return whether a call can be computed by reductions, if it goes along the rows."""
+    try:
+        is_known = call.name in _FUNCTIONS and _bound(call.name, call.args, call.kwargs)
+    except TypeError:  # another form of it
+        return False
+    return bool(is_known) and len(call.tensors) == 1 and call.first.is_floating_point()
+
+
+#: Those whose results have rows, as their first argument has.
+SHARDED = ("softmax", "log_softmax", "batch_norm")
