@@ -105,7 +105,7 @@ else:
     collect_ignore.append("tensorflow2/test_rules.py")  # the newest TensorFlow proves it
 if sys.version_info >= (3, 12):  # with the TensorFlow and Keras of a row on an older Python
     OLDER = "arguments compiled custom_gradients executions graph merging output_gradients"
-    OLDER += " side_effects state table_gradients text traffic"
+    OLDER += " side_effects state table_gradients text"
     collect_ignore += ["tensorflow2/test_{}.py".format(name) for name in OLDER.split()]
     collect_ignore.append("tensorflow2/test_rules.py")
 
