@@ -29,33 +29,54 @@ class GradientSums:
         # The id of a variable's handle -> the replicas computed so far -> their gradients.
         self._waiting: "Dict[int, Dict[int, Any]]" = {}
 
-    def joined(self, replica: int, variable: "tf.Variable", gradient: "Any") -> "Any":
-        """Return what a replica's gradient of a variable becomes: the sum of all, or None."""
-        key, slices = id(variable.handle), None
-        if key not in self._were_read[replica]:
-            return self._tables.joined(replica, variable, gradient)
-        if isinstance(gradient, tf.IndexedSlices):
-            slices, gradient = self._tables.joined(replica, variable, gradient), None
-        total = self._sum(replica, key, gradient)
-        if slices is None or total is None:
-            return slices if total is None else total
-        return tf.convert_to_tensor(slices) + total
+    def joined(
+        self, replica: int, variables: "Sequence[tf.Variable]", gradients: "Sequence[Any]"
+    ) -> "List[Any]":
+        """Return what a replica's gradients of variables become: the sums of all, or None."""
+        results = list(gradients)
+        complete = {}
+        for place, (variable, gradient) in enumerate(zip(variables, gradients)):
+            key, was_read = id(variable.handle), id(variable.handle) in self._were_read[replica]
+            if not was_read or isinstance(gradient, tf.IndexedSlices):
+                results[place] = self._tables.joined(replica, variable, gradient)
+                gradient = None
+            else:
+                results[place] = None
+            if was_read:
+                complete[place] = self._collected(replica, key, gradient)
+        for place, total in self._sums(complete).items():
+            results[place] = added(results[place], total)
+        return results
 
-    def _sum(self, replica, key, gradient):
+    def _collected(self, replica, key, gradient):
+        """Return the gradients of all replicas by their numbers; none before the last one."""
         counted = self._tables.counted
         if replica not in counted:
-            return None
+            return {}
         gradients = self._waiting.setdefault(key, {})
         if replica in gradients:  # an earlier pass has failed
             gradients.clear()
         gradients[replica] = gradient
         if len(gradients) < sum(key in self._were_read[index] for index in counted):
-            return None
-        del self._waiting[key]
-        total = None
-        for index in sorted(gradients, reverse=True):
-            if gradients[index] is not None:
-                with tf.device(self._devices[index]):
-                    is_first = total is None
-                    total = gradients[index] if is_first else gradients[index] + total
-        return total
+            return {}
+        return self._waiting.pop(key)
+
+    def _sums(self, complete):
+        totals = {}
+        for index in reversed(range(len(self._devices))):
+            with tf.device(self._devices[index]):  # once: it takes as long as an operation
+                for place, gradients in complete.items():
+                    gradient, total = gradients.get(index), totals.get(place)
+                    if gradient is not None:
+                        is_first = total is None
+                        totals[place] = (
+                            gradient if is_first else tf.raw_ops.AddV2(x=gradient, y=total)
+                        )
+        return totals
+
+
+def added(gradient: "Any", other: "Any") -> "Any":
+    """Return the sum of two gradients, either of which may be None or slices."""
+    if gradient is None or other is None:
+        return other if gradient is None else gradient
+    return tf.convert_to_tensor(gradient) + tf.convert_to_tensor(other)

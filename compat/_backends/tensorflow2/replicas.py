@@ -26,7 +26,7 @@ from .arguments import (
 from .batch_counts import count
 from .call_trace import FailedTrace, Trace
 from .functional_call import as_function
-from .gradient_sums import GradientSums
+from .gradient_sums import GradientSums, added
 from .graph import is_for_xla, only_traced, recording
 from .kept_weights import KeptWeights
 from .keras_patches import custom_gradient_without_tape, read_kernels
@@ -50,7 +50,7 @@ class Replica:
         scope: with the losses of one replica.
         tree: with the replica's shards.
         effects: of all replicas.
-        join: returns what the gradient of a variable becomes: see ``GradientSums``.
+        join: returns what the gradients of variables become: see ``GradientSums``.
         copies: the ``Copies`` of variables that it reads.
 
     Attributes:
@@ -101,7 +101,7 @@ class Replica:
                     gradients = iter([dense(g) for g in gradients_of(heads, sources, upstream)])
                     of_inputs, direct = [[next(gradients) for _ in s] for s in (values, variables)]
                     of_copies = [None if each is None else next(gradients) for each in tensors]
-                    of_variables = list(map(join, variables, map(_sum, direct, of_copies)))
+                    of_variables = join(variables, list(map(added, direct, of_copies)))
                 return (of_inputs, of_variables) if variables else of_inputs
 
             return results, gradient
@@ -133,13 +133,6 @@ def _listing_no_variables():
         yield
     finally:
         variables[:0] = before
-
-
-def _sum(gradient, other):
-    """Return the sum of two gradients, either of which may be None or slices."""
-    if gradient is None or other is None:
-        return other if gradient is None else gradient
-    return tf.convert_to_tensor(gradient) + tf.convert_to_tensor(other)
 
 
 def _differentiable(compute, values, watched):

@@ -1,6 +1,7 @@
 """Reads of variables within a replica, which get the copies on its device."""
 
 import contextlib
+import functools
 import importlib
 import threading
 from typing import Any, Dict, Iterator, Optional, Set, Tuple
@@ -9,6 +10,7 @@ import tensorflow as tf
 from tensorflow.python.ops import resource_variable_ops
 
 from ..._runtime import patching
+from .graph import recording
 
 _VARIABLE = resource_variable_ops.BaseResourceVariable
 
@@ -37,7 +39,8 @@ class Copies:
         if key not in self.tensors or not self._is_of_this_graph():
             return None
         self.were_read.add(key)
-        resource_variable_ops.variable_accessed(variable)  # for tapes, as if it had been read
+        if self._graph is not None or recording():
+            resource_variable_ops.variable_accessed(variable)  # for tapes, as if it had been read
         return self.tensors[key]
 
     def _is_of_this_graph(self):
@@ -102,17 +105,22 @@ def _reading(read):
 
 def _executing(execute):
     def with_copies(*args):
-        if _thread.copies is not None:
-            args = map(_with_copies, args)
+        copies = _thread.copies
+        if copies is not None:
+            args = [a if _has_none(type(a)) else _with_copies(copies, a) for a in args]
         return execute(*args)
 
     return with_copies
 
 
-def _with_copies(argument):
-    if isinstance(argument, _VARIABLE):
-        copy = _thread.copies.of(argument)
-        return argument if copy is None else copy
-    if isinstance(argument, (list, tuple)) and any(isinstance(a, _VARIABLE) for a in argument):
-        return list(map(_with_copies, argument))
-    return argument
+@functools.lru_cache(maxsize=1000)
+def _has_none(kind):
+    """Return whether arguments of a type contain no variables: it costs less than isinstance."""
+    return not issubclass(kind, (_VARIABLE, list, tuple))
+
+
+def _with_copies(copies, argument):
+    if isinstance(argument, (list, tuple)):
+        return [a if _has_none(type(a)) else _with_copies(copies, a) for a in argument]
+    copy = copies.of(argument)
+    return argument if copy is None else copy

@@ -53,12 +53,13 @@ def hops_of(variable: "tf.Variable", devices: "Sequence[str]") -> "List[str]":
 
 def send(variables: "Sequence[tf.Variable]", devices: "Sequence[str]") -> "List[Copies]":
     """Return copies of variables on each device, made for this call; a tape records them."""
-    tensors: "List[Dict[int, tf.Tensor]]" = [{} for _ in devices]
-    for variable in variables:
-        value, hops = variable.value(), hops_of(variable, devices)
-        for device, copies in zip(devices, tensors):
-            if device in hops:
-                with tf.device(device):
-                    value = tf.identity(value)
-            copies[id(variable.handle)] = value
+    present = [(id(v.handle), v.value(), hops_of(v, devices)) for v in variables]
+    values = {key: value for key, value, _ in present}
+    tensors: "List[Dict[int, tf.Tensor]]" = []
+    for device in devices:  # entered once: it takes as long as an operation
+        with tf.device(device):
+            for key, _, hops in present:
+                if device in hops:
+                    values[key] = tf.raw_ops.Identity(input=values[key])
+        tensors.append(dict(values))
     return list(map(Copies, tensors))

@@ -425,7 +425,7 @@ def test_several_threads_predict_while_weights_change(keras):
 def resources(model):
     """Return the handles of all copies of a model's weights."""
     kept = replicas.of(model).kept
-    return [handle for weight in kept._weights.values() for handle in weight.resources]
+    return [handle for group in kept._groups.values() for handle in group.resources]
 
 
 @span
@@ -435,10 +435,11 @@ def test_weights_that_have_not_changed_are_not_sent(keras, eagerly):
     model = compat.parallelize(build(keras))
     model.compile("sgd", "mse", run_eagerly=eagerly)
     expected = np.asarray(model.predict_on_batch(ROWS))
-    for weight in replicas.of(model).kept._weights.values():
-        for copied in weight.resources[1:]:
-            zeros = tf.zeros(weight.shape, weight.dtype)
-            tf.raw_ops.AssignVariableOp(resource=copied, value=zeros)
+    for group in replicas.of(model).kept._groups.values():
+        for device in group.hops:
+            for copied, shape in zip(group.copies(device), group.shapes):
+                zeros = tf.zeros(shape, group.dtype)
+                tf.raw_ops.AssignVariableOp(resource=copied, value=zeros)
     first = len(ROWS) // DEVICES
     for call in (model.predict_on_batch, lambda rows: model(tf.constant(rows))):
         found = np.asarray(call(ROWS))
@@ -529,11 +530,29 @@ def test_a_saved_function_and_its_model_have_their_own_values(keras, tmp_path):
             np.testing.assert_allclose(found, sign * expected, rtol=1e-2, atol=1e-2)
 
 
-def test_the_smallest_weights_are_not_kept(keras):
-    sizes = [(1000, 1), (1, 9), (1, 10), (1, 5)]
+def test_small_weights_of_one_type_are_compared_together(keras):
+    sizes = [(9,), (200, 200), (5, 2), (150, 150)]
     variables = [tf.Variable(tf.zeros(size)) for size in sizes]
-    kept = kept_weights._worth_keeping(variables)
-    assert [tuple(variable.shape) for variable in kept] == [(1000, 1), (1, 10)]
+    variables.append(tf.Variable(tf.zeros((3,), tf.float64)))
+    groups = kept_weights._groups(variables)
+    shapes = [[tuple(variable.shape) for variable in group] for group in groups]
+    assert shapes == [[(9,), (5, 2)], [(200, 200)], [(150, 150)], [(3,)]]
+
+
+@span
+@pytest.mark.parametrize("dtype", sorted(kept_weights._COMPARABLE))
+def test_weights_of_each_type_are_compared_by_their_bits(keras, dtype):
+    variables = [tf.Variable(tf.cast(tf.ones((rows, 3)), dtype)) for rows in (1, 2, 20000)]
+    devices = ["/cpu:{}".format(number) for number in range(DEVICES)]
+    kept = kept_weights.KeptWeights(devices)
+    for changed in [None] + variables + [None]:
+        if changed is not None:
+            changed.assign(tf.cast(tf.zeros(changed.shape), dtype))
+        for copies in kept.send(variables):
+            for variable in variables:
+                copied = copies.tensors[id(variable.handle)]
+                assert copied.dtype == dtype
+                np.testing.assert_array_equal(copied.numpy(), variable.numpy())
 
 
 def test_nothing_is_kept_for_one_device(keras):
@@ -554,4 +573,5 @@ def test_each_copy_is_made_from_the_one_before(keras):
 if not kept_weights.are_kept():  # these look at copies that are kept
     del test_weights_that_have_not_changed_are_not_sent
     del test_what_is_kept_is_freed
-    del test_the_smallest_weights_are_not_kept
+    del test_small_weights_of_one_type_are_compared_together
+    del test_weights_of_each_type_are_compared_by_their_bits
