@@ -125,9 +125,10 @@ class Propagation:
         for tensor, result in zip(op.outputs, results):
             self._placements[tensor] = result = self.tried.get(tensor, result)
             if tensor in self.reduced:
+                how = Partial("sum") if result == Count() else result
                 del self.reduced[tensor]
-                if isinstance(result, Partial):
-                    self.reduced[tensor], self._placements[tensor] = result, REPLICATED
+                if isinstance(how, Partial):
+                    self.reduced[tensor], self._placements[tensor] = how, REPLICATED
             if hasattr(tensor, "_keras_history"):
                 self._placements[tensor] = self._assumed(tensor)
 
@@ -173,25 +174,50 @@ class Propagation:
         if joint is not None:
             self.joint[op], results = joint
             return results
-        if reducing and any(isinstance(placement, Partial) for placement in inputs):
-            _, places = redistributed(lambda values: _first_mixed(placements(op, values)), values)
-            sources = self._reducible([op.inputs[place] for place in places])
-            self.reduced.update(sources)
-            for place in places if sources else ():
-                values[place] = Value(REPLICATED, values[place].shape)
+        if reducing and any(isinstance(placement, (Partial, Count)) for placement in inputs):
+            return self._by_rule_of_whole(op, values)
         return placements(op, values)
+
+    def _by_rule_of_whole(self, op, values):
+        """Return the placements of an operation's results, some inputs reduced if that helps."""
+        results = placements(op, values)
+        if not any(isinstance(result, (Mixed, Unknown)) for result in results):
+            return results
+        # Numbers of rows add up, too. They are left as they are where sums alone are to be reduced.
+        with_counts = [
+            Value(Partial("sum"), v.shape) if isinstance(v.placement, Count) else v for v in values
+        ]
+        for candidates in (values, with_counts):
+            _, places = redistributed(
+                lambda values: _first_mixed(placements(op, values)), candidates
+            )
+            sources = self._reducible([op.inputs[place] for place in places])
+            if sources:
+                self.reduced.update(sources)
+                for place in places:
+                    values[place] = Value(REPLICATED, values[place].shape)
+                return placements(op, values)
+        return results
 
     def _reducible(self, tensors):
         """Return the tensors to reduce, and how, that others may be of the whole batch; or none.
 
-        These are the first sums, means and extremes over the rows from which others are computed.
+        These are the first sums, means and extremes over the rows from which others are computed;
+        and numbers of rows, as soon as they are fractions, which are the size of no tensor.
         """
         found, pending = {}, list(tensors)
         for tensor in pending:  # which grows meanwhile
-            before = [t for t in tensor.op.inputs if isinstance(self.placement_of(t), Partial)]
+            placement = self.placement_of(tensor)
+            if placement == Count() and tensor.dtype.is_floating and tensor.shape.ndims == 0:
+                found[tensor] = Partial("sum")
+                continue
+            kind = Count if isinstance(placement, Count) else Partial
+            before = [t for t in tensor.op.inputs if isinstance(self.placement_of(t), kind)]
             pending += [t for t in before if t not in pending]
+            if not before and kind is Count:
+                return {}
             if not before:
-                found[tensor] = self.placement_of(tensor)
+                found[tensor] = placement
         return found if all(can_be_reduced(*pair) for pair in found.items()) else {}
 
     def _begins_mixing(self, op):

@@ -10,6 +10,7 @@ from . import arguments, graph
 from .colocation import ColocateGradients
 from .copying import Copy, copy_operations
 from .merging import Merging
+from .propagation import is_in_order
 from .reductions import BatchReductions, in_stages
 
 
@@ -34,6 +35,8 @@ class Replicas:
         self._whole = Copy({}, {})
         #: Tensors of the whole batch that replicas have, since they have reduced.
         self._reduced: "Set[Any]" = set()
+        #: Tensors with rows from which they are computed.
+        self._reduced_from: "List[Any]" = []
         with self._apart():
             self._checks = arguments.checks_of_rows(self.name, self.part.split_inputs)
             rows = self.tf.shape((self.part.split_inputs or self.inputs)[0])[0]
@@ -56,6 +59,9 @@ class Replicas:
         propagation = self.part.propagation
         joint, reduced = propagation.joint, propagation.reduced
         ends = set(reduced).union(tensor for op in joint for tensor in op.outputs)
+        assumed = [t for t in propagation.assumed if hasattr(t, "_keras_history")]
+        sources = [t for end in ends for t in end.op.inputs] + assumed if ends else []
+        self._reduced_from = list(filter(self._has_rows, sources))
         for number, operations in enumerate(in_stages(self.part.needed, ends)):
             for index, copied in enumerate(self.copies):
                 self._copy_stage(index, copied, operations)
@@ -123,8 +129,9 @@ class Replicas:
         return self.inputs + self.states + self.part.constants
 
     def taken(self) -> "List[Any]":
-        """Return the tensors that are concatenated from those of the replicas."""
-        return [tensor for tensor in self._whole.replaced if self._has_rows(tensor)]
+        """Return the tensors that are concatenated from those of the replicas, or reduced."""
+        taken = [tensor for tensor in self._whole.replaced if self._has_rows(tensor)]
+        return taken + [tensor for tensor in self._reduced_from if tensor not in taken]
 
     @contextlib.contextmanager
     def _apart(self):
@@ -196,7 +203,9 @@ class Replicas:
         """Return whether a tensor is the shape of rows, for which they need not be concatenated."""
         if isinstance(source, self.tf.Operation) or source.op.type != "Shape":
             return False
-        return self._has_rows(source.op.inputs[0]) and graph.is_outermost(source.op)
+        tensor = source.op.inputs[0]
+        known = is_in_order(self.part.propagation.placement_of(tensor))
+        return known and self._has_rows(tensor) and graph.is_outermost(source.op)
 
     def _has_rows(self, tensor):
         """Return whether the rows of a tensor are those of the replicas, concatenated."""

@@ -80,6 +80,7 @@ class TestTensorFlow1(KerasParts):
     backend = "tensorflow1"
     in_sessions = True  # Keras runs in sessions
     plain_adam_is_random = True
+    across_rows = "right"  # the mean is reduced over the replicas
     product_in_timelines = "MatMul: "
     # One product a step in place of eight, which take long to build: the examples have these, where
     # they are the default.

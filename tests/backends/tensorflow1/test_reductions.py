@@ -50,6 +50,10 @@ def reductions(model):
     return len(functions.replicas_now(training=True).reductions.merged)
 
 
+def number_of_rows(K, x):
+    return K.cast(K.shape(x)[0], K.floatx())
+
+
 #: Layers, and how many values they reduce.
 LAYERS = {
     "mean": (lambda K, x: x - K.mean(x, axis=0, keepdims=True), 1),
@@ -60,6 +64,11 @@ LAYERS = {
     # Of what relu() gives many elements are equal, which share the gradient.
     "extremes": (lambda K, x: x * K.max(K.relu(x), axis=0, keepdims=True) + K.min(0 * x + x), 2),
     "covariance": (lambda K, x: K.dot(x, K.dot(K.transpose(x), x) / 100), 1),
+    "divided by the number of rows": (lambda K, x: x / number_of_rows(K, x), 1),
+    "unbiased": (
+        lambda K, x: x * K.sum(K.square(x), axis=0) / (number_of_rows(K, x) - 1),
+        2,
+    ),
     "in training alone": (lambda K, x: K.in_train_phase(lambda: x - K.mean(x, 0), lambda: x), 1),
     "one after the other": (
         lambda K, x: (x - K.mean(x, axis=0)) * K.mean(K.square(x - K.mean(x, axis=0)), axis=0),
@@ -106,6 +115,23 @@ def test_losses_and_updates_take_the_reduced_value(keras):
     means = [node.name for nodes in ran.values() for node in nodes if node.op == "Mean"]
     means = [name for name in means if "centred" in name]
     assert len(means) == 3 and all("replica_" in name for name in means)
+
+
+def test_what_is_reduced_is_tried(keras):
+    """Rows that depend on each other in a way that no rule finds."""
+    K, layers = keras.backend, keras.layers
+
+    def build():
+        inputs = layers.Input(shape=(4,))
+        hidden = layers.Dense(3, activation="tanh")(inputs)
+        added = layers.Lambda(lambda x: tf.scan(lambda a, b: a + b, x))(hidden)
+        both = layers.Lambda(lambda xy: xy[0] + 0.01 * K.mean(xy[1], axis=0), output_shape=(3,))
+        return keras.models.Model(inputs, layers.Dense(2)(both([hidden, added])))
+
+    found = []
+    texts = warned(lambda: found.append(trained(build, lambda: optimizer(keras, "sgd"))))
+    assert largest_difference(*found[0][0]) <= 1e-5
+    assert any("runs unsplit" in text for text in texts)
 
 
 def test_large_values_are_not_reduced(keras):
