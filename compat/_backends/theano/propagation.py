@@ -2,6 +2,7 @@
 
 from typing import Any, Dict, List, Optional, Set, Tuple
 
+import numpy as np
 from theano.compile.ops import Shape, Shape_i
 from theano.gof import graph
 
@@ -10,6 +11,9 @@ from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Val
 from . import batch_norm, softmax
 from .rules import ARRANGING, OF_SIZES, RULES, AppliedOp, Drawn, drawn, pointwise, unknown
 from .sizes import Sizes
+
+#: Larger values are not reduced: what needs them runs unsplit. Each device sends and receives one.
+MOST_ELEMENTS = 2**20
 
 #: By the names of operations that need the whole batch: what computes them by reductions.
 _LOWERED: "Dict[str, Any]" = {
@@ -146,7 +150,7 @@ class Propagation:
             return next((result for result in results if isinstance(result, Mixed)), results[0])
 
         partial = [n for n, value in enumerate(values) if isinstance(value.placement, Partial)]
-        if not any(self.sizes.grown(node.inputs[n]) for n in partial):
+        if all(self._is_small(node.inputs[n]) for n in partial):
             counts = self._counts(node, rule, values)
             summed = [
                 Value(Partial("sum"), value.shape) if n in counts else value
@@ -166,6 +170,11 @@ class Propagation:
             if placements is not None:
                 self.lowered[node], results = lowering.lowered, placements
         return results
+
+    def _is_small(self, variable):
+        """Return whether a value is of a fixed size that costs little to reduce over devices."""
+        sizes = self.sizes.shape(variable) or ()
+        return None not in sizes and np.prod(sizes, dtype=float) <= MOST_ELEMENTS
 
     def _counts(self, node, rule, values):
         """Return the positions of numbers of rows that a node computes with: those of all rows.

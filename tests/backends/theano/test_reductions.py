@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import compat
+from compat import _keras
 from compat.testing import DEVICES, initialise, largest_difference, optimizer
 
 from . import test_contract, test_replicas
@@ -30,8 +31,8 @@ def float64(keras):
         keras.backend.set_floatx(floatx)
 
 
-def plan_of(model):
-    return model.train_function.plan
+def plan_of(model, function="train_function"):
+    return getattr(_keras.inner_model(model), function).plan
 
 
 def reductions(model, stages="forward"):
@@ -176,6 +177,19 @@ def test_a_value_that_grows_with_the_batch_is_not_reduced(keras):
     """Products of all rows with all rows stay unsplit, with a warning."""
     K = keras.backend
     model = around(keras, lambda x: K.dot(K.softmax(K.dot(x, K.transpose(x))), x))
+    compat.parallelize(model).compile("sgd", "mse")
+    with pytest.warns(compat.CompatWarning, match="needs the whole batch"):
+        model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
+    assert reductions(model) == 0
+
+
+def test_a_large_value_is_not_reduced(keras, monkeypatch):
+    """It would cost more to send than what it is computed from."""
+    from compat._backends.theano import propagation
+
+    monkeypatch.setattr(propagation, "MOST_ELEMENTS", 24)
+    K = keras.backend
+    model = around(keras, lambda x: K.dot(x, K.dot(K.transpose(x), x)))
     compat.parallelize(model).compile("sgd", "mse")
     with pytest.warns(compat.CompatWarning, match="needs the whole batch"):
         model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
