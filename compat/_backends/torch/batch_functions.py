@@ -72,17 +72,17 @@ def _var_mean(reductions, value, dim, unbiased=True, keepdim=False, correction=N
     dim = list(range(value.dim())) if dim is None else dim
     mean, variance, count = moments(reductions, value, dim)
     less = int(unbiased) if correction is None else correction
-    variance = variance * (count / max(0.0, float(count - less))) if count > less else variance / 0
+    variance = variance * (count / float(count - less)) if count > less else variance / 0.0
     return (variance, mean) if keepdim else (variance.squeeze(dim), mean.squeeze(dim))
 
 
-def _spread(which, is_root):
+def _spread(with_mean, is_root):
     def compute(reductions, value, dim=None, unbiased=True, keepdim=False, correction=None):
         if isinstance(dim, bool):
             dim, unbiased = None, dim
         variance, mean = _var_mean(reductions, value, dim, unbiased, keepdim, correction)
         variance = variance.sqrt() if is_root else variance
-        return variance if which is None else (variance, mean)
+        return (variance, mean) if with_mean else variance
 
     return compute
 
@@ -91,10 +91,10 @@ _FUNCTIONS: "Dict[str, Callable[..., Any]]" = {
     "softmax": _softmax,
     "log_softmax": _log_softmax,
     "logsumexp": _logsumexp,
-    "var": _spread(None, False),
-    "std": _spread(None, True),
-    "var_mean": _spread(1, False),
-    "std_mean": _spread(1, True),
+    "var": _spread(False, False),
+    "std": _spread(False, True),
+    "var_mean": _spread(True, False),
+    "std_mean": _spread(True, True),
 }
 
 

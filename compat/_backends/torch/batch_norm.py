@@ -28,7 +28,7 @@ def uses_batch(bound: "dict[str, Any]") -> bool:
 
 def compute(reductions: Any, function: Any, args: Any, kwargs: Any) -> torch.Tensor:
     """Compute ``torch.nn.functional.batch_norm()`` in training, for the whole batch."""
-    arguments = inspect.signature(_batch_norm).bind(reductions, *args, **kwargs).arguments
+    arguments = _SIGNATURE.bind(reductions, *args, **kwargs).arguments
     if not uses_batch(arguments):  # a layer that was frozen since
         return function(*args, **kwargs)
     return _batch_norm(**arguments)
@@ -63,7 +63,10 @@ def _batch_norm(
     scale = (variance + eps).rsqrt()
     if weight is not None:
         scale = scale * weight.view(shape)
-    result = (value - mean) * scale
-    if bias is not None:
-        result = result + bias.view(shape)
-    return result.to(input.dtype)
+    centred = value - mean
+    if bias is None:
+        return (centred * scale).to(input.dtype)
+    return torch.addcmul(bias.view(shape), centred, scale).to(input.dtype)
+
+
+_SIGNATURE = inspect.signature(_batch_norm)

@@ -32,7 +32,7 @@ class Turn:
     def __init__(self, index: int, threads: "ReplicaThreads", function: "Callable[[Turn], Any]"):
         self.index, self.threads, self.function = index, threads, function
         self.suspensions: "List[Callable[[], Callable[[], Any]]]" = []
-        self.semaphore = threading.Semaphore(0)
+        self.lock = _locked()
         self.outcome: Any = None
         self.error: Any = None
         self.is_finished = False
@@ -40,7 +40,7 @@ class Turn:
         self.thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self):
-        self.semaphore.acquire()
+        self.lock.acquire()
         try:
             if not self.threads.is_stopped:
                 with self.threads.caller_state.entered():
@@ -48,7 +48,7 @@ class Turn:
         except BaseException as error:
             self.error = error
         self.is_finished = True
-        self.threads.returned.release()
+        _release(self.threads.returned)
 
     def meet(self, key: Any, value: Any, merge: "Callable[[List[Any]], Any]") -> Any:
         """Return what ``merge`` returns for the values of all replicas.
@@ -61,8 +61,8 @@ class Turn:
         with torch._C.DisableTorchFunction():
             put_back = [suspend() for suspend in self.suspensions]
             self.request = key, value, merge, torch.is_grad_enabled()
-            self.threads.returned.release()
-            self.semaphore.acquire()
+            _release(self.threads.returned)
+            self.lock.acquire()
             self.request = None
             self.check()
             for function in reversed(put_back):
@@ -79,6 +79,19 @@ class Turn:
             raise Stopped
 
 
+def _locked():
+    """Return a lock that one thread acquires, and waits until another one releases it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _release(lock):
+    """Release a lock, which an interruption may have left released."""
+    with contextlib.suppress(RuntimeError):
+        lock.release()
+
+
 class ReplicaThreads:
     """The threads of one call's replicas.
 
@@ -89,7 +102,7 @@ class ReplicaThreads:
 
     def __init__(self, functions: "Sequence[Callable[[Turn], Any]]", names: "Sequence[str]"):
         self.is_stopped, self.merged = False, None
-        self.returned = threading.Semaphore(0)
+        self.returned = _locked()
         self.caller_state = _CallerState(names)
         self.turns = [Turn(index, self, function) for index, function in enumerate(functions)]
 
@@ -100,13 +113,21 @@ class ReplicaThreads:
                 turn.thread.start()
             while not all(turn.is_finished for turn in self.turns):
                 for turn in self.turns:
-                    turn.semaphore.release()
+                    _release(turn.lock)
                     self.returned.acquire()
                     if turn.error is not None:
                         raise turn.error
                 self._merge()
         finally:
-            self._stop()
+            interruption = None
+            while True:
+                try:
+                    self._stop()
+                    break
+                except KeyboardInterrupt as error:  # one more of them
+                    interruption = error
+            if interruption is not None:
+                raise interruption
         return [turn.outcome for turn in self.turns]
 
     def _merge(self):
@@ -124,9 +145,9 @@ class ReplicaThreads:
         self.is_stopped = True
         waiting = [turn for turn in self.turns if turn.request is not None]
         for turn in [turn for turn in self.turns if turn not in waiting] + waiting:
-            turn.semaphore.release()
-            if turn.thread.is_alive():
-                turn.thread.join()
+            while turn.thread.is_alive():
+                _release(turn.lock)
+                turn.thread.join(0.01)
 
 
 class _CallerState:

@@ -1,19 +1,23 @@
 """torch: values of the whole batch, reduced over replicas while they run."""
 
 import _thread
+import contextlib
 import contextvars
 import os
 import threading
 import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 
 import compat
+from compat._backends.torch import replica_threads
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merging import agree, computing, pair, rows
+from .test_merging import agree, computing, pair, rows, same_gradients
+from .test_verification import interrupted as interrupted_at
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
 
@@ -96,6 +100,23 @@ SPLIT = {
 def test_whole_values_are_reduced(name):
     for count in (13, 2):
         agree(computing(SPLIT[name]), rows(count, 4))
+
+
+def test_a_mean_costs_one_reduction():
+    """Also where it is used more than once."""
+    module = compat.parallelize(computing(lambda m, y: (y - y.mean(0)) * y.mean(0)).double())
+    again = compat.parallelize(computing(lambda m, y: centred_twice(y, y.mean(0))).double())
+    for model, expected in ((module, 2), (again, 1)):
+        for _ in range(2):
+            model(rows(13, 4))
+        with mock.patch.object(replica_threads.Turn, "meet", autospec=True) as meet:
+            meet.side_effect = lambda turn, key, value, merge: value
+            model(rows(13, 4))
+        assert meet.call_count == 3 * expected
+
+
+def centred_twice(y, mean):
+    return (y - mean) * mean
 
 
 # Threads ---------------------------------------------------------------------------------------
@@ -262,3 +283,47 @@ def test_another_way_through_the_model_is_learned(monkeypatch):
     for way in ("", "", "doubled", "doubled", "", "largest", "largest", ""):
         monkeypatch.setenv("COMPAT_TEST_WAY", way)
         torch.testing.assert_close(parallel(rows(13, 4)), plain(rows(13, 4)), rtol=0, atol=1e-12)
+
+
+def test_a_call_interrupted_anywhere_leaves_nothing_behind():
+    module, before, count = prepared(lambda module, y: None)
+    calls = interrupted_at(lambda: module(rows(13, 4).float()), lambda calls: False)
+    before = state(module)
+    for place in range(1, calls, calls // 20):
+        with contextlib.suppress(KeyboardInterrupt):
+            interrupted_at(
+                lambda: module(rows(13, 4).float()), lambda calls, n=place: len(calls) == n
+            )
+            before = state(module)
+        assert threading.active_count() == count
+        assert torch.is_grad_enabled() and torch._C._len_torch_function_stack() == 0
+        same_state(before, state(module))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode):
+    plain, parallel = pair(standardized)
+    with mode():
+        for count in (13, 2, 13):
+            x = rows(count, 4)
+            torch.testing.assert_close(parallel(x), plain(x), rtol=0, atol=1e-12)
+
+
+def test_gradients_of_gradients():
+    plain, parallel = pair(lambda m, y: F.batch_norm(y.sigmoid(), None, None, training=True))
+    compat.parallelize(parallel, sync_batch_norm=True)
+    for _ in range(2):
+        for model in (plain, parallel):
+            x = rows(13, 4).requires_grad_()
+            model.zero_grad()
+            result = model(x)
+            (gradient,) = torch.autograd.grad((result**3).sum(), x, create_graph=True)
+            (gradient.square().sum() + result.square().sum()).backward()
+        same_gradients(plain, parallel, 1e-9)
+
+
+def test_modules_within_that_are_parallelized_or_compiled():
+    inner = compat.parallelize(computing(lambda m, y: y - y.mean(0)))
+    compiled = torch.compile(torch.nn.Linear(5, 5), backend="eager")
+    module = torch.nn.Sequential(inner, compiled, torch.nn.SyncBatchNorm(5))
+    agree(module, rows(13, 4))
