@@ -258,7 +258,7 @@ def _is_a_drawing(text):
 def _is_a_warning_of_rows(text):
     """Check the warning of a model that cannot be split from an operation on."""
     fallback = _rows.Fallback(
-        _rows.Reason.CROSS_BATCH, "lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12"
+        _rows.Reason.CROSS_BATCH, "lambda/MatMul (MatMul)", "layer 'lambda'", "train.py, line 12"
     )
     with pytest.warns(compat.CompatWarning) as caught:
         _rows.warn_unsplit(object(), "net", fallback, "cpu:0")
@@ -292,7 +292,7 @@ PRINTED = {
     ),
     "compat run: rank": (_is_a_failure, "compared with what compat run says"),
     "compat.errors.ResultsDifferError": (_is_difference, "compared with the error's text"),
-    "The operation lambda/Mean": (_is_a_warning_of_rows, "compared with the warning's text"),
+    "The operation lambda/MatMul": (_is_a_warning_of_rows, "compared with the warning's text"),
     "In the first training step": (_is_a_warning_of_a_rank, "compared with the warning's text"),
     "compat.parallelize(model, gpus=2) ": (_is_a_drawing, "names modules that exist"),
 }

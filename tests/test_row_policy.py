@@ -12,7 +12,7 @@ from compat._runtime import reporting, unsplit_models
 pytestmark = pytest.mark.usefixtures("process")
 
 MEAN = _rows.Fallback(
-    _rows.Reason.CROSS_BATCH, "lambda/Mean (Mean)", "layer 'lambda'", "train.py, line 12"
+    _rows.Reason.CROSS_BATCH, "lambda/MatMul (MatMul)", "layer 'lambda'", "train.py, line 12"
 )
 QR = _rows.Fallback(_rows.Reason.NO_RULE, "qr")
 TRIED = _rows.Fallback(_rows.Reason.TRIAL_DIFFERS)
@@ -23,8 +23,8 @@ STRICT = (
 )
 #: Sentences of an operation and of whole models; backends' tests compare those of other reasons.
 FOUND = {
-    MEAN: "The operation lambda/Mean (Mean) in layer 'lambda' (train.py, line 12) of 'net' needs "
-    "the whole batch, but each device sees only its shard.",
+    MEAN: "The operation lambda/MatMul (MatMul) in layer 'lambda' (train.py, line 12) of 'net' "
+    "needs the whole batch, but each device sees only its shard.",
     _rows.Fallback(
         _rows.Reason.TRIAL_DIFFERS
     ): "Model 'net' gives different results for three samples at "
@@ -66,13 +66,13 @@ def test_the_report_says_how_much_was_split():
         _rows.warn_unsplit(models[2], "third", TRIED, "cpu:0", "The model")
     report = reporting.of_this_process(["cpu:0"], None, {}, {})
     assert str(report).endswith(
-        "Model 'net' ran split up to the operation lambda/Mean (Mean) in layer 'lambda'\n"
-        "(train.py, line 12), unsplit from there on.\n"
+        "Model 'net' ran split up to the operation lambda/MatMul (MatMul) in layer\n"
+        "'lambda' (train.py, line 12), unsplit from there on.\n"
         "Model 'other' ran unsplit, because of the operation qr.\n"
         "Model 'third' ran unsplit."
     )
     unsplit = {
-        "net": "split up to the operation lambda/Mean (Mean) in layer 'lambda' (train.py, line "
+        "net": "split up to the operation lambda/MatMul (MatMul) in layer 'lambda' (train.py, line "
         "12), unsplit from there on",
         "other": "unsplit, because of the operation qr",
         "third": "unsplit",
