@@ -196,7 +196,7 @@ def test_a_checkpoint_around_a_layer_is_told():
 
 
 def keras_model(kind, asks=False, **options):
-    """Return a model whose layers may ask for it, as those of older Keras 3 can."""
+    """Return a model whose layers may ask for it, by an attribute: Keras refuses the argument."""
     import keras
 
     keras.utils.set_random_seed(0)
