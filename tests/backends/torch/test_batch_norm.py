@@ -234,10 +234,11 @@ def fitted(model, counts, steps=5, verify=False):
 def float64(devices):  # noqa: F811
     import keras
 
-    before = keras.config.floatx()
+    before, policy = keras.config.floatx(), keras.config.dtype_policy()
     keras.config.set_floatx("float64")
     yield
     keras.config.set_floatx(before)
+    keras.config.set_dtype_policy(policy)
 
 
 @pytest.mark.usefixtures("float64")
