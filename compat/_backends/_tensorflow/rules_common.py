@@ -20,7 +20,7 @@ class Positions(Mixed):
         super().__init__()
         self.rows = rows
 
-    def _said(self):
+    def _key(self):
         return type(self), self.rows
 
     def looked_up(self, value):

@@ -46,7 +46,7 @@ class NumberOfRows(Count):
     def __init__(self):
         super().__init__()
 
-    def _said(self):
+    def _key(self):
         return Count, self.places
 
 
