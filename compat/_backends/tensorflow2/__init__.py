@@ -35,6 +35,12 @@ class TensorFlow2(Backend):
     options = tuple(sorted(OPTIONS))
     variables = tensorflow1.backend.variables + ("TF_USE_LEGACY_KERAS",)
 
+    @property
+    def synchronizes(self):
+        """Where batch normalization can use the statistics of the whole batch."""
+        is_v1 = in_v1_mode(self.import_framework())
+        return tensorflow1.backend.synchronizes if is_v1 else ("devices",)
+
     def accepts(self, version):
         """Return whether it is a version of TensorFlow 2."""
         return version.startswith("2.")

@@ -30,7 +30,7 @@ from .._tensorflow.graph import line_of
 from . import state as model_state
 from .arguments import ShardedArguments, tensors_of
 from .functional_call import as_function
-from .graph import captures, eager, may_be_set, tapes
+from .graph import TRACE, bodies_of, captures, eager, may_be_set, tapes
 from .keras_patches import normalizing_rows
 from .merging import is_merged
 from .propagation import Added, Propagation
@@ -44,7 +44,8 @@ _PLAIN = (bool, numbers.Number, str, bytes, np.ndarray, type, type(None))
 class Trace:
     """The placements of a call's results, inferred from a trace with an unknown number of rows.
 
-    Keras' layers of batch normalization are an exception: they may mix rows.
+    Keras' layers of batch normalization are an exception: they may mix rows, or replicas exchange
+    their statistics.
 
     Arguments:
         call: the plain call.
@@ -59,6 +60,8 @@ class Trace:
             new value. States of random numbers are not among them. Handles are compared by
             identity, since TensorFlow has nothing else to compare.
         lookups: those of the ``Propagation``.
+        averages: handles of the moving averages that the call sets of layers that normalize the
+            whole batch.
         weights: weak references to the variables that it reads as a whole and does not set.
         fallback: what cannot be merged from the shards: a ``Fallback``, or None.
         changes: those of Python objects that the call has made, and that have been undone.
@@ -98,9 +101,11 @@ class Trace:
             outputs=outputs, masks=outputs, logits=outputs, losses=losses, noted=noted
         )
         self.lookups, changed = propagation.lookups, propagation.state
-        for handle in model_state.averages(state.layers):
+        for handle in model_state.averages(state.normalizations):
             if id(handle) in changed:
                 changed[id(handle)] = Partial("mean")
+        of_synchronized = model_state.averages(state.synchronized)
+        self.averages = [h for h in of_synchronized if changed.pop(id(h), None) is not None]
         for variable in graph.variables:
             if "seed_generator_state" in variable.name:  # Keras 3's, of random numbers
                 changed.pop(id(variable.handle), None)
@@ -110,7 +115,19 @@ class Trace:
         ]  # of a known type
         self.variables = [(handle, changed[id(handle)]) for handle in handles]
         self.weights = weights_of(graph)
-        self.fallback = self._not_merged(results)
+        self.fallback = self._not_synchronized(graph) or self._not_merged(results)
+
+    def _not_synchronized(self, graph):
+        """Return why a layer cannot normalize the whole batch, or None.
+
+        What a function of the call's own contains is traced once for all replicas.
+        """
+        averages = set(map(id, self.averages))
+        for internal, external in captures(graph):
+            calls = [op for op in internal.consumers() if bodies_of(op)]
+            if id(external) in averages and calls:
+                return self._fallback(calls[0], Mixed())
+        return None
 
     def _not_merged(self, results):
         """Return the value of the attribute ``fallback``."""
@@ -185,9 +202,9 @@ def _traced(call, arguments, placements, state, effects):
     # Nothing here is computed, so no tape records it. The function that makes the graph is not
     # public: in a graph named by tf.compat.v1.wrap_function, say, Keras takes no losses.
     converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-    with normalizing_rows(state.layers), tapes.stop_recording(), converting:
+    with normalizing_rows(state.layers, state.normalizations), tapes.stop_recording(), converting:
         graph = func_graph_from_py_func(
-            "compat_trace", traced, None, None, signature=specs, add_control_dependencies=False
+            TRACE, traced, None, None, signature=specs, add_control_dependencies=False
         )
     return (graph,) + made[-1] + (compute.changes,)
 

@@ -42,6 +42,9 @@ class Recorder:
             listen(self._note)
 
     def _note(self, kind, outputs):
+        if not self.is_running:  # it has ended in the thread of a replica
+            ignore(self._note)
+            return
         self.left -= 1
         if is_function(kind):
             self.left -= self.LIMIT // self.FUNCTIONS

@@ -5,6 +5,7 @@ from typing import Any, Callable, ContextManager, List, Optional
 
 import tensorflow as tf
 
+from ..._rows.replica_threads import current_turn
 from ..._rows.splitting import unsplit
 from . import side_effects
 from .arguments import with_tensors
@@ -37,6 +38,8 @@ def as_function(
                 value._keras_mask = mask
         with unsplit, contextlib.ExitStack() as around:
             compute.changes = around.enter_context(effects.isolated()) if effects else []
+            if effects and current_turn():
+                current_turn().suspensions.append(effects.suspended)
             losses = around.enter_context(scope())
             structure = call(*args, **kwargs)
         outputs = tf.nest.flatten(structure)

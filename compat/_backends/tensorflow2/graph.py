@@ -83,6 +83,21 @@ def may_be_set(handle: "tf.Tensor") -> bool:
     return False
 
 
+#: The name of the graph in which compat traces a call.
+TRACE = "compat_trace"
+
+# Graphs of branches and loops. Those of functions are kept for other calls.
+_INLINE = ("CondBranchFuncGraph", "WhileBodyFuncGraph", "WhileCondFuncGraph")
+
+
+def is_within(name: str) -> bool:
+    """Return whether the present graph is of that name, or a branch or loop in such a graph."""
+    graph = tf.compat.v1.get_default_graph()
+    while type(graph).__name__ in _INLINE:
+        graph = graph.outer_graph
+    return getattr(graph, "name", None) == name
+
+
 def is_for_xla() -> bool:
     """Return whether the present graph is that of a function with ``jit_compile=True``.
 

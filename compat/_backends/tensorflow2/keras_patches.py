@@ -10,17 +10,24 @@ from typing import Any, Iterable, Iterator
 import tensorflow as tf
 
 from ..._runtime import patching
-from .state import normalizations
+from .graph import TRACE, is_within
 
 
 @contextlib.contextmanager
-def normalizing_rows(layers: "Iterable[Any]") -> "Iterator[None]":
+def normalizing_rows(layers: "Iterable[Any]", normalizations: "Iterable[Any]") -> "Iterator[None]":
     """Let layers of batch normalization return the results of inference, row by row.
 
-    Then they are called as usual, so that the trace contains the variables that they set.
+    Then they are called as usual, so that the trace contains the variables that they set. In a
+    function of the model's own, which TensorFlow keeps, they are only called as usual.
+
+    Arguments:
+        layers: those of the model.
+        normalizations: those of them that are meant.
     """
 
     def in_inference(call, *args, **kwargs):
+        if not is_within(TRACE):
+            return call(*args, **kwargs)
         arguments = dict(zip(inspect.signature(call).parameters, args), **kwargs)
         result = call(**dict(arguments, training=False))
         call(*args, **kwargs)
@@ -30,7 +37,7 @@ def normalizing_rows(layers: "Iterable[Any]") -> "Iterator[None]":
         for layer in layers:
             if hasattr(layer, "_trainable_var"):  # a tensor of the first graph, in TensorFlow 2.0
                 stack.callback(setattr, layer, "_trainable_var", layer._trainable_var)
-        for layer in normalizations(layers):
+        for layer in normalizations:
             call = functools.partial(in_inference, layer.call)
             stack.enter_context(patching.replaced(layer, call=call))
         yield

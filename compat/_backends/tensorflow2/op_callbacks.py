@@ -8,7 +8,7 @@ from tensorflow.python.eager import context, execute
 
 from .run_metadata import lock
 
-_listeners = threading.local()
+of_threads = threading.local()  # ``all``: the listeners of each thread
 _listening: "Set[int]" = set()  # the identities of threads that have listeners
 
 
@@ -19,7 +19,7 @@ def listen(listener: "Callable[[str, Any], None]") -> None:
         listener: a function of the type of an operation, or the name of a function, and of its
             results. It may call ``ignore()``.
     """
-    listeners = _listeners.__dict__.setdefault("all", [])
+    listeners = of_threads.__dict__.setdefault("all", [])
     listeners.append(listener)
     with lock, tf.init_scope():  # else functions would not be reported
         _listening.add(threading.get_ident())
@@ -28,7 +28,7 @@ def listen(listener: "Callable[[str, Any], None]") -> None:
 
 def ignore(listener: "Callable[[str, Any], None]") -> None:
     """Stop calling a listener of this thread."""
-    listeners = _listeners.__dict__.setdefault("all", [])
+    listeners = of_threads.__dict__.setdefault("all", [])
     if listener in listeners:
         listeners.remove(listener)
         if not listeners:
@@ -39,7 +39,7 @@ def ignore(listener: "Callable[[str, Any], None]") -> None:
 
 def _call_listeners(kind, inputs, attributes, outputs, op_name=None, graph=None):
     if graph is None:  # else it is only added to that
-        for listener in list(_listeners.__dict__.get("all", ())):
+        for listener in list(of_threads.__dict__.get("all", ())):
             listener(kind.decode() if isinstance(kind, bytes) else kind, outputs)
 
 

@@ -99,6 +99,17 @@ def several_devices_in_xla() -> "errors.UnsupportedError":
     )
 
 
+def not_differentiable() -> "errors.UnsupportedError":
+    """Return the error for a gradient that would need more than values of all replicas."""
+    return errors.UnsupportedError(
+        "A gradient of a gradient, or of one output of a model by another one, is taken of a model "
+        "that uses values of the whole batch on several devices, as synchronized batch "
+        "normalization does. compat computes none. If it is only that a tf.GradientTape still "
+        "records, call tape.gradient() outside of its block. Otherwise run the model on one "
+        "device: compat.parallelize(model, gpus=1)."
+    )
+
+
 def refuse_workers(tf: "Any", place: "Any") -> None:
     """Refuse workers of ``TF_CONFIG`` if TensorFlow has none, or does not run eagerly."""
     if place.launcher == TF_CONFIG and not hasattr(tf.distribute, "MultiWorkerMirroredStrategy"):

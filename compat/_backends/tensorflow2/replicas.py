@@ -8,12 +8,13 @@ import weakref
 from typing import Any, Dict, Optional, Sequence, Union
 
 import tensorflow as tf
+from tensorflow.python.ops import resource_variable_ops
 
 from ... import _keras, _rows
 from ..._rows import Fallback, Reason, Sharded, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
-from . import output_gradients, side_effects
+from . import batch_norm, output_gradients, side_effects
 from .arguments import (
     ShardedArguments,
     are_arrays,
@@ -24,15 +25,18 @@ from .arguments import (
     with_tensors,
 )
 from .batch_counts import count
+from .batch_norm import synchronizing
 from .call_trace import FailedTrace, Trace
+from .differentiation import differentiable
 from .functional_call import as_function
 from .gradient_sums import GradientSums, added
-from .graph import is_for_xla, only_traced, recording
+from .graph import is_for_xla, only_traced, recording, tapes
 from .kept_weights import KeptWeights
 from .keras_patches import custom_gradient_without_tape, read_kernels
 from .merging import Merging
 from .output_gradients import InnerGradients
-from .refusals import refuse_strategies, several_devices_in_xla
+from .reductions import BatchReductions
+from .refusals import not_differentiable, refuse_strategies, several_devices_in_xla
 from .state import ModelState
 from .table_gradients import TableGradients, dense
 from .variable_reads import redirected
@@ -71,26 +75,39 @@ class Replica:
                 return value if size else rows_between(value, 0, 0)
             return rows_between(value, 0, rows_of(value) * tf.minimum(size, 1))
 
-        self.inner = None  # its ``InnerGradients``, where a tape records
+        self.shard, self.inner = shard, None  # its ``InnerGradients``, where a tape records
 
         def results_of(*values):
+            if effects is not None:
+                effects.restart()
             with redirected(copies):
                 self.structure, self.values = compute(*values)
+            self.changes = compute.changes
             for name, placements in trace.placements.items() if trace else ():
                 # An error where there are more, or fewer, than in the trace.
                 self.values[name] = tf.nest.map_structure(cropped, self.values[name], placements)
             return tensors_of(self.values)
 
-        @tf.custom_gradient
-        def replica(*values):
+        def results():
+            """Return the results, without a gradient."""
+            with tf.device(device):
+                values = shard
+                if tf.executing_eagerly():  # the shard moves there, also where nothing is computed
+                    values = list(map(tf.identity, values))
+                return results_of(*values)
+
+        def differentiated(*values):
+            """Return the results, and the function of their gradients.
+
+            It returns the gradients of the values, and of variables.
+            """
             with tf.device(device):
                 watched = list(values) + list(copies.tensors.values())
-                results, gradients_of = _differentiable(results_of, values, watched)
+                results, gradients_of = differentiable(results_of, values, watched)
             inner = InnerGradients(device, results, gradients_of)
             self.inner = weakref.ref(inner)  # as long as the tape needs it
 
-            def gradient(*upstream, **kwargs):  # up to TensorFlow 2.3 no keyword-only argument
-                variables = list(kwargs.get("variables") or ())
+            def gradients(upstream, variables):
                 # Integers and booleans have no gradient.
                 pairs = [(r, g) for r, g in zip(inner.results, upstream) if r.dtype.is_floating]
                 heads, upstream = [r for r, _ in pairs], [g for _, g in pairs]
@@ -102,20 +119,121 @@ class Replica:
                     of_inputs, direct = [[next(gradients) for _ in s] for s in (values, variables)]
                     of_copies = [None if each is None else next(gradients) for each in tensors]
                     of_variables = join(variables, list(map(added, direct, of_copies)))
-                return (of_inputs, of_variables) if variables else of_inputs
+                return of_inputs, of_variables
+
+            return results, gradients
+
+        self.results, self.differentiated = results, differentiated
+
+    def run(self) -> None:
+        """Compute the shard."""
+        if not recording():  # predict, evaluate: no gradient to keep intermediate results for
+            self.finish(self.results())
+            return
+        differentiated = self.differentiated
+
+        @tf.custom_gradient
+        def replica(*values):
+            results, gradients = differentiated(*values)
+
+            def gradient(*upstream, **kwargs):  # up to TensorFlow 2.3 no keyword-only argument
+                of_inputs, of_variables = gradients(upstream, list(kwargs.get("variables") or ()))
+                return (of_inputs, of_variables) if of_variables else of_inputs
 
             return results, gradient
 
-        if recording():
-            with _listing_no_variables(), custom_gradient_without_tape():
-                tensors = replica(*shard)
-        else:  # predict, evaluate: no gradient to keep intermediate results for
-            with tf.device(device):
-                if tf.executing_eagerly():  # the shard moves there, also where nothing is computed
-                    shard = list(map(tf.identity, shard))
-                tensors = results_of(*shard)
+        with _listing_no_variables(), custom_gradient_without_tape():
+            self.finish(replica(*self.shard))
+
+    def finish(self, tensors: "Sequence[tf.Tensor]") -> None:
+        """Set the results to the tensors that the caller's tape has recorded."""
         self.values = with_tensors(self.values, tensors)
-        self.changes = compute.changes
+
+
+def run_together(replicas: "Sequence[Replica]", reductions: BatchReductions, layers: "Any") -> None:
+    """Compute the shards of replicas that need values of one another.
+
+    For the caller's tape they are one function. The backward passes take turns, too.
+
+    Arguments:
+        replicas: the replicas.
+        reductions: those of the call.
+        layers: the layers that normalize the whole batch.
+    """
+    shards = [replica.shard for replica in replicas]
+    if not recording():
+        with synchronizing(layers, reductions):
+            results = reductions.run([replica.results for replica in replicas])
+    else:
+        functions = [replica.differentiated for replica in replicas]
+        with _listing_no_variables(), custom_gradient_without_tape():
+            flat = _together(functions, list(map(len, shards)), reductions, layers)(
+                *sum(shards, [])
+            )
+        results = _divided(flat, [len(tensors_of(replica.values)) for replica in replicas])
+    for replica, tensors in zip(replicas, results):
+        replica.finish(tensors)
+
+
+def _together(functions, lengths, reductions, layers):
+    """Return replicas' functions, of as many values as ``lengths`` has, as one."""
+    present = [weakref.ref(layer) for layer in layers]  # the function of a gradient is kept
+    del layers
+
+    @tf.custom_gradient
+    def together(*values):
+        parts = _divided(values, lengths)
+        with synchronizing([layer() for layer in present], reductions):
+            outcomes = reductions.run(
+                [functools.partial(_noting_reads, *part) for part in zip(functions, parts)]
+            )
+        results, backward, variables = zip(*outcomes)
+        for variable in {id(v): v for read in variables for v in read}.values():
+            resource_variable_ops.variable_accessed(variable)
+        counts = list(map(len, results))
+
+        def gradient(*upstream, **kwargs):
+            if recording() and reductions.are_here():
+                raise not_differentiable()
+            variables = list(kwargs.get("variables") or ())
+            layers = [layer() for layer in present if layer() is not None]
+            with synchronizing(layers, reductions):
+                passes = [
+                    functools.partial(each, part, variables)
+                    for each, part in zip(backward, _divided(upstream, counts))
+                ]
+                outcomes = reductions.run(passes)
+            of_inputs = [g for inputs, _ in outcomes for g in inputs]
+            of_variables = list(map(_total, zip(*[each for _, each in outcomes])))
+            return (of_inputs, of_variables) if variables else of_inputs
+
+        return [tensor for each in results for tensor in each], gradient
+
+    return together
+
+
+def _noting_reads(function, values):
+    """Return a function's two results, and the variables that it has read in this thread."""
+    watcher = tapes.VariableWatcher if hasattr(tapes, "VariableWatcher") else None
+    if watcher is None:  # before TensorFlow 2.3; in graphs see ``custom_gradient_without_tape``
+        watcher = tf.GradientTape if tf.executing_eagerly() else None
+    with watcher() if watcher else contextlib.ExitStack() as noted:
+        results, gradients = function(*values)
+    return results, gradients, noted.watched_variables() if watcher else ()
+
+
+def _divided(values, lengths):
+    remaining = iter(values)
+    return [[next(remaining) for _ in range(length)] for length in lengths]
+
+
+def _total(gradients):
+    """Return the sum of the gradients that replicas have of a variable; slices stay slices."""
+    present = [gradient for gradient in gradients if gradient is not None]
+    if len(present) > 1 and all(isinstance(g, tf.IndexedSlices) for g in present):
+        values, indices = (tf.concat(p, 0) for p in zip(*((g.values, g.indices) for g in present)))
+        return tf.IndexedSlices(values, indices, present[0].dense_shape)
+    return functools.reduce(added, present, None)
 
 
 @contextlib.contextmanager
@@ -181,6 +299,9 @@ class ReplicatedCall(patching.InstanceMethod):
     Weights go from device to device, and their gradients back: see ``weight_copies`` and
     ``gradient_sums``.
 
+    Where a call needs values of the whole batch, replicas run in threads that take turns: see
+    ``run_together``.
+
     Losses added within ``call``, outputs without a batch dimension and state (counters, moving
     averages) leave the replicas as values of their shards, and are merged into those of the whole
     batch by ``Merging``, according to the placements in a ``Trace`` of the plain call. Where this
@@ -242,7 +363,8 @@ class ReplicatedCall(patching.InstanceMethod):
 
     def _split(self, model, call, arguments):
         """Run the call on all devices, or on the first one where that is not possible."""
-        state = ModelState(_keras.all_layers(model) if self.is_of_keras else [])
+        layers = list(_keras.all_layers(model)) if self.is_of_keras else []
+        state = ModelState(layers, batch_norm.requested(model, layers))
         if len(self.devices) == 1:
             replicas = self._computed(call, arguments, state, None, None)
             return self._merged(arguments, state, None, None, replicas)
@@ -250,7 +372,8 @@ class ReplicatedCall(patching.InstanceMethod):
         effects.begin()
         is_eager, last = tf.executing_eagerly(), None
         if is_eager:
-            kind, settings = arguments.kind(), effects.settings()
+            kind = arguments.kind(), tuple(layer.trainable for layer in state.synchronized)
+            settings = effects.settings()
             # Kept again below, if it still holds.
             last = self.traces.pop((kind, effects.lasting(settings)), None)
         is_new = last is None or not last.holds
@@ -294,10 +417,11 @@ class ReplicatedCall(patching.InstanceMethod):
             The replicas and None; or None and a ``Fallback``, if they fail or have side effects
             that cannot be merged. Then the state is restored.
         """
-        # A call that has had no side effects is only checked for them afterwards.
-        isolated = effects if is_new or trace.changes else None
+        # A call that has had no side effects is only checked for them afterwards. Where replicas
+        # take turns, isolation would take time at each of them.
+        isolated = effects if trace.changes or (is_new and not trace.averages) else None
         try:
-            state.watch(trace.variables)  # which may be gone since the trace
+            state.watch(trace.variables, trace.averages)  # which may be gone since the trace
             replicas = self._computed(call, arguments, state, trace, isolated)
             if isolated is None:
                 agree = not effects.undo()
@@ -328,8 +452,7 @@ class ReplicatedCall(patching.InstanceMethod):
         merging = Merging(replicas, trace)
         state.finish(merging)
         results = merging.results()
-        for losses, loss in zip(state.added, results["losses"]):
-            losses.append(loss)
+        state.add(results["losses"])
         for output, mask, logits in zip(*map(results.get, ("outputs", "masks", "logits"))):
             if mask is not None:
                 output._keras_mask = mask
@@ -360,11 +483,15 @@ class ReplicatedCall(patching.InstanceMethod):
         sums = GradientSums(self.devices, copies, tables)
         for index, (device, size) in enumerate(zip(self.devices, sizes)):
             tree = arguments.shard(splitting.run_bounds(rows, number, index, maximum))
-            part = device, size, trace, call, state.replica, tree, effects
-            if effects is not None:
-                effects.restart()
+            scope = functools.partial(state.replica, index)
             join = functools.partial(sums.joined, index)
+            part = device, size, trace, call, scope, tree, effects
             replicas.append(Replica(*part, join, copies[index]))
+        if trace is not None and trace.averages:
+            run_together(replicas, BatchReductions(self.devices, sizes), state.synchronized)
+        else:
+            for replica in replicas:
+                replica.run()
         return replicas
 
     def _copies(self, trace):

@@ -176,6 +176,21 @@ class PythonEffects:
             _undo(changes)
             self._effects.forget()
 
+    def suspended(self) -> "Callable[[], None]":
+        """Undo the changes of a call, as another one is to run; return a function to go on."""
+        changes = self.changes()
+        _undo(changes)
+        states = [(put, get()) for get, put in self._effects.random_numbers()]
+
+        def put_back() -> None:
+            self._effects.note()
+            for change in changes:
+                change.owner.write(change.key, change.after)
+            for put, state in states:
+                put(state)
+
+        return put_back
+
     def make(self, changes: "Iterable[Any]", values: "Iterable[tf.Tensor]") -> None:
         """Make the changes of a replica, once for all, with these values for its ``tensors``."""
         values = iter(values)

@@ -2,17 +2,21 @@
 
 Each replica starts from the same state, and the state is set once, to that of one device with the
 whole batch. Generators of random numbers advance from replica to replica instead, so that dropout
-masks are independent. Moving averages of batch normalization are the mean of those of the replicas.
+masks are independent. Moving averages of batch normalization are the mean of those of the replicas,
+where it is not synchronized.
 Other variables are merged by their placements in a ``Trace`` of the call.
 """
 
 import contextlib
-from typing import Any, Iterable, Iterator, List, Sequence, Tuple
+import functools
+from typing import Any, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import tensorflow as tf
 
 from ..._rows import Placement
+from ..._rows.replica_threads import current_turn
 from ..._runtime import patching
+from . import batch_norm
 from .graph import may_be_set
 
 
@@ -61,9 +65,9 @@ def normalizations(layers: "Iterable[Any]") -> "List[Any]":
 
 
 def averages(layers: "Iterable[Any]") -> "List[tf.Tensor]":
-    """Return the handles of the moving averages of ``normalizations``."""
+    """Return the handles of the moving averages of layers of batch normalization."""
     names = ("moving_mean", "moving_variance")
-    variables = [getattr(layer, name, None) for layer in normalizations(layers) for name in names]
+    variables = [getattr(layer, name, None) for layer in layers for name in names]
     # A Keras 3 variable has one of TensorFlow's.
     return [getattr(v, "_value", v).handle for v in variables if v is not None]
 
@@ -73,51 +77,99 @@ class ModelState:
 
     Arguments:
         layers: the Keras layers of the model; TensorFlow 2.0 lists shared ones twice.
+        requested: those that are to normalize by the statistics of the whole batch.
 
     Attributes:
-        added: for each loss, its layer's list of losses, from which it was removed.
+        normalizations: the layers that normalize: each device's shard, or the whole batch.
+        synchronized: those of them that normalize the whole batch.
+        added: for each loss, the layer to which it was added, and from which it was removed.
         variables, before: those of ``watch``, and their values.
         after: for each replica, the values that it has set.
     """
 
-    def __init__(self, layers: "Iterable[Any]") -> None:
+    def __init__(self, layers: "Iterable[Any]", requested: "Sequence[Any]" = ()) -> None:
         self.layers = list({id(layer): layer for layer in layers}.values())
-        self.added: "List[List[tf.Tensor]]" = []
+        self.synchronized = list(filter(batch_norm.is_synchronizable, requested))
+        # The others mix rows, like any operation of the whole batch.
+        mixing = set(map(id, requested)) - set(map(id, self.synchronized))
+        self.normalizations = [n for n in normalizations(self.layers) if id(n) not in mixing]
+        self.added: "List[Any]" = []
         self.variables: "Sequence[Tuple[tf.Tensor, Placement]]" = []
         self.before: "List[tf.Tensor]" = []
         self.after: "List[List[tf.Tensor]]" = []
+        self._averages: "Sequence[Tuple[tf.Tensor, tf.Tensor]]" = []
 
-    def watch(self, variables: "Sequence[Tuple[tf.Tensor, Placement]]") -> None:
+    def watch(
+        self,
+        variables: "Sequence[Tuple[tf.Tensor, Placement]]",
+        averages: "Sequence[tf.Tensor]" = (),
+    ) -> None:
         """Record the values of variables before the first replica.
 
         Arguments:
             variables: pairs of the handle of a variable that the call sets, and the placement of
                 its new value.
+            averages: handles of those that one replica sets for all.
         """
         self.variables = variables
-        self.before = [read(handle) for handle, _ in variables]
+        self.before = self._values()
+        self._averages = [(handle, read(handle)) for handle in averages]
+
+    def _values(self):
+        return [read(handle) for handle, _ in self.variables]
+
+    def _set(self, values):
+        for (handle, _), value in zip(self.variables, values):
+            tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
     @contextlib.contextmanager
-    def replica(self) -> "Iterator[List[tf.Tensor]]":
+    def replica(self, index: int) -> "Iterator[List[tf.Tensor]]":
         """Surround a replica's call; yield the losses that are added in it.
 
-        Up to TensorFlow 2.3 a layer passes its seed to an operation, whose random numbers start
-        from it on every device. So seeded layers get another seed for each replica, else their
-        masks would repeat. Later a layer has a generator, which advances from replica to replica.
+        Where replicas take turns, what it has set is taken out when another one is to run.
         """
-        further = 104729 * len(self.after)  # a prime: no neighbour's seed
-        with contextlib.ExitStack() as stack:
+        turn = current_turn()
+        suspensions = turn.suspensions if turn else []
+        with self._seeded(index, suspensions), self.collected(suspensions) as losses:
+            suspensions.append(self._suspended)
+            yield losses
+        self.after.append(self._values())
+        self._set(self.before)
+
+    def _suspended(self):
+        values = self._values()
+        self._set(self.before)
+        return functools.partial(self._set, values)
+
+    @contextlib.contextmanager
+    def _seeded(self, index, suspensions):
+        """Give seeded layers another seed for each replica, or their masks would repeat.
+
+        Up to TensorFlow 2.3 a layer passes its seed to an operation, whose random numbers start
+        from it on every device. Later a layer has a generator, which advances from replica to
+        replica.
+        """
+        further, stack = 104729 * index, contextlib.ExitStack()  # a prime: no neighbour's seed
+
+        def seed_layers():
             for layer in self.layers:
                 seed = vars(layer).get("seed")
                 if isinstance(seed, int) and hasattr(layer, "_eager_losses"):  # not in Keras 3
                     stack.enter_context(patching.replaced(layer, seed=seed + further))
-            yield stack.enter_context(self.collected())
-        self.after.append([read(handle) for handle, _ in self.variables])
-        self.restore()
+
+        def suspended():
+            stack.close()
+            return seed_layers
+
+        suspensions.append(suspended)
+        with stack:
+            seed_layers()
+            yield
 
     def restore(self) -> None:
         """Restore all variables."""
-        for (handle, _), before in zip(self.variables, self.before):
+        self._set(self.before)
+        for handle, before in self._averages:
             tf.raw_ops.AssignVariableOp(resource=handle, value=before)
 
     def finish(self, merging: "Any") -> None:
@@ -126,18 +178,43 @@ class ModelState:
             value = merging.value(values, placement, before)
             tf.raw_ops.AssignVariableOp(resource=handle, value=value)
 
+    def add(self, losses: "Iterable[tf.Tensor]") -> None:
+        """Add losses of the whole batch to the layers from which the replicas' were removed."""
+        for layer, loss in zip(self.added, losses):
+            _losses_of(layer).append(loss)
+
     @contextlib.contextmanager
-    def collected(self) -> "Iterator[List[tf.Tensor]]":
-        """Move the losses that are added within from the layers to a list."""
-        # In tf.keras and in Keras 3.
-        lists = [getattr(layer, "_eager_losses", layer._losses) for layer in self.layers]
+    def collected(self, suspensions: "Optional[List[Any]]" = None) -> "Iterator[List[tf.Tensor]]":
+        """Move the losses that are added within from the layers to a list.
+
+        Arguments:
+            suspensions: as those of a ``ReplicaTurn``; one is added.
+        """
+        lists = list(map(_losses_of, self.layers))  # of each thread in tf.keras
         lengths = list(map(len, lists))
+
+        def taken():
+            losses = [of_layer[length:] for of_layer, length in zip(lists, lengths)]
+            for of_layer, length in zip(lists, lengths):
+                del of_layer[length:]
+            return losses
+
+        def suspended():
+            losses = taken()
+            return lambda: [of_layer.extend(own) for of_layer, own in zip(lists, losses)]
+
+        if suspensions is not None:
+            suspensions.append(suspended)
         losses: "List[tf.Tensor]" = []
         self.added = []
         try:
             yield losses
         finally:
-            for of_layer, length in zip(lists, lengths):
-                losses += of_layer[length:]
-                self.added += [of_layer] * (len(of_layer) - length)
-                del of_layer[length:]
+            for layer, own in zip(self.layers, taken()):
+                losses += own
+                self.added += [layer] * len(own)
+
+
+def _losses_of(layer):
+    """Return the list of the losses added to a layer, of tf.keras or of Keras 3."""
+    return getattr(layer, "_eager_losses", layer._losses)

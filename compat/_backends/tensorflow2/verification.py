@@ -21,6 +21,7 @@ from ... import _keras, _verification
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
 from ..._verification import keras_steps
+from . import batch_norm
 from .arguments import tensors_of
 from .graph import recording
 from .native_kinds import held, is_variable
@@ -84,6 +85,10 @@ class _Step(keras_steps.KerasStep):
 
     def attributes(self):
         return Snapshot(super().attributes(), *roots_of(self.model))
+
+    def is_synchronized(self, layer):
+        # One that cannot be synchronized makes the model run unsplit.
+        return bool(batch_norm.requested(self.model, [layer]))
 
     # Batches ------------------------------------------------------------------------------------
 
