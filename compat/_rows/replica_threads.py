@@ -6,7 +6,13 @@ The caller's thread waits meanwhile and computes that value, so that Ctrl-C and 
 
 import contextlib
 import threading
+import time
 from typing import Any, Callable, ContextManager, List, Optional, Sequence
+
+
+# How often, each time for a hundredth of a second, a thread is waited for that may have started: it
+# is not known where an interruption comes while it does.
+_ATTEMPTS = 100
 
 
 class OthersStopped(BaseException):
@@ -46,10 +52,21 @@ class ReplicaTurn:
         self.lock = _locked()
         self.outcome: "Any" = None
         self.error: "Optional[BaseException]" = None
-        self.is_finished = False
+        self.was_started = self.is_finished = False
         self.request: "Any" = None  # that it waits for: a key, a value, and a function of all
         name = f"compat replica {index}"
         self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread, which waits for its turn."""
+        self.was_started = True
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            # An interruption may leave Python's own lock released there.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
+            raise
 
     def _run(self) -> None:
         self.lock.acquire()
@@ -62,6 +79,15 @@ class ReplicaTurn:
             self.error = error
         self.is_finished = True
         _release(self.threads.returned)
+
+    def check(self) -> None:
+        """Check that the replicas go on.
+
+        Raises:
+            OthersStopped: they do not.
+        """
+        if self.threads.is_stopped:
+            raise OthersStopped
 
     def meet(self, key: "Any", value: "Any", merge: "Callable[[List[Any]], Any]") -> "Any":
         """Return what ``merge`` returns for the values of all replicas.
@@ -76,8 +102,7 @@ class ReplicaTurn:
         _release(self.threads.returned)
         self.lock.acquire()
         self.request = None
-        if self.threads.is_stopped:
-            raise OthersStopped
+        self.check()
         for function in reversed(put_back):
             function()
         return self.threads.merged
@@ -119,7 +144,7 @@ class TurnTakingThreads:
         """Return what each function has returned; the first error ends all."""
         try:
             for turn in self.turns:
-                turn.thread.start()
+                turn.start()
             while not all(turn.is_finished for turn in self.turns):
                 for turn in self.turns:
                     _release(turn.lock)
@@ -128,7 +153,16 @@ class TurnTakingThreads:
                         raise turn.error
                 self._merge()
         finally:
-            self._stop_all()
+            # Not in a function: an interruption may end one before its first line.
+            interruption = None
+            while True:
+                try:
+                    self._stop()
+                    break
+                except KeyboardInterrupt as error:  # one more of them
+                    interruption = error
+            if interruption is not None:
+                raise interruption
         return [turn.outcome for turn in self.turns]
 
     def _merge(self) -> None:
@@ -141,22 +175,16 @@ class TurnTakingThreads:
             raise DifferentReductions
         self.merged = merges[0](list(values))
 
-    def _stop_all(self) -> None:
-        interruption = None
-        while True:
-            try:
-                self._stop()
-                break
-            except KeyboardInterrupt as error:  # one more of them
-                interruption = error
-        if interruption is not None:
-            raise interruption
-
     def _stop(self) -> None:
         """End the threads that run: the one whose turn it is when it asks next, then the others."""
         self.is_stopped = True
         for turn in sorted(self.turns, key=lambda turn: turn.request is not None):
-            while turn.thread.is_alive():
+            attempts = _ATTEMPTS if turn.was_started and not turn.is_finished else 0
+            while turn.thread.is_alive() or attempts and not turn.is_finished:
                 _release(turn.lock)
-                turn.thread.join(0.01)
+                if turn.thread.is_alive():
+                    turn.thread.join(0.01)
+                else:
+                    time.sleep(0.01)
+                    attempts -= 1
             turn.error = None  # its traceback would keep the thread's frames

@@ -127,12 +127,12 @@ class KerasReplicas(Replicas):
                     tag(scope.state_mapping[id(variable)], State(variable._value))
             versions = {key: version_of(value) for key, value in initial.items()}
             state = {}
-            if reducing.turn is not None:
-                reducing.turn.suspensions.append(
-                    functools.partial(self.suspended, scope, device, propagation, reducing)
-                )
             mode = propagation or contextlib.ExitStack()
             with self.side_effects.replica(watched, state, reducing.turn), scope, mode:
+                if reducing.turn is not None:
+                    reducing.turn.suspensions.append(
+                        functools.partial(self.suspended, scope, device, propagation, reducing)
+                    )
                 result = call(*args, **kwargs)
         for index, variable in enumerate(self.variables):
             value = scope.state_mapping[id(variable)]

@@ -13,9 +13,9 @@ import torch
 from torch.utils import _pytree as tree
 
 from ... import _rows
+from ..._rows.replica_threads import ReplicaTurn
 from .graph import call_tensors
 from .merging import NotMergeable, merge_tensors
-from .replica_threads import Turn
 
 #: Reduced values may have so many elements, and else no more than what they are reduced from.
 SMALL = 1 << 16
@@ -130,7 +130,7 @@ class ReplicaReductions:
         probing: whether the call is a trial.
         sizes: how many rows each replica has.
         device: the replica's.
-        turn: its ``Turn``, or None where there is no other replica.
+        turn: its ``ReplicaTurn``, or None where there is no other replica.
         is_watched: whether placements are inferred.
 
     Attributes:
@@ -141,7 +141,9 @@ class ReplicaReductions:
 
     propagation: Any = None
 
-    def __init__(self, reductions, probing, sizes, device, turn: "Optional[Turn]", is_watched):
+    def __init__(
+        self, reductions, probing, sizes, device, turn: "Optional[ReplicaTurn]", is_watched
+    ):
         self.is_watched = is_watched
         self.steps, self.expected = reductions.steps[probing], reductions.functions[probing]
         self.reductions, self.sizes, self.device, self.turn = reductions, sizes, device, turn
@@ -207,17 +209,22 @@ class ReplicaReductions:
         if self.turn is None:
             return list(values)
         self.met += 1
+        is_differentiated = torch.is_grad_enabled()
 
         def merged(all_values):
             home = all_values[0][0].device
             pairs = [(v, size) for v, size in zip(all_values, self.sizes) if size]
-            return merge(
-                [[v.to(home) for v in values] for values, _ in pairs], [n for _, n in pairs]
-            )
+            with torch.set_grad_enabled(is_differentiated):
+                return merge(
+                    [[v.to(home) for v in values] for values, _ in pairs], [n for _, n in pairs]
+                )
 
-        key = self.number, self.met, kind, tuple(value.shape for value in values)
+        shapes = tuple(value.shape for value in values)
+        with torch._C.DisableTorchFunction():
+            key = self.number, self.met, kind, shapes, is_differentiated
+            results = self.turn.meet(key, values, merged)
         # Each replica may change its own copy in place.
-        return [v.to(self.device, copy=True) for v in self.turn.meet(key, values, merged)]
+        return [v.to(self.device, copy=True) for v in results]
 
     def reduced(self, step: ReducedFunction, result: Any) -> Any:
         """Return a function's result, with those totals reduced that the step names."""

@@ -214,7 +214,7 @@ class CallEffects:
         Arguments:
             is_watched: whether placements are inferred.
             state: a dictionary to which the values that it has changed are added, by key.
-            turn: its ``Turn``, or None where replicas run one after the other.
+            turn: its ``ReplicaTurn``, or None where replicas run one after the other.
         """
         if turn is not None and len(self.reach.changing):
             raise _unsuspended()

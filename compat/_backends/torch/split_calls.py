@@ -3,7 +3,7 @@
 Replica i computes the rows ``splitting.run_bounds`` gives it, on its device, one after the other:
 work on GPUs is queued, so that they compute at the same time, and autograd runs the backward pass
 of each device in a thread of its own. Where replicas reduce values while they run, they take turns:
-see ``replica_threads``.
+see ``_rows.replica_threads``.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ import torch
 
 from ... import _rows, errors
 from ..._rows import Fallback, Reason, splitting
+from ..._rows.replica_threads import DifferentReductions, TurnTakingThreads, current_turn
 from ..._rows.splitting import unsplit
 from ..._runtime import synchronized, work
 from . import executions, kept_rows, linked_values, profiler, weight_copies
@@ -28,8 +29,8 @@ from .merging import NotMergeable, UnchangedState, form
 from .outcomes import Outcome, untagged
 from .propagation import Propagation
 from .reductions import CallReductions, ReducingMode, ReplicaReductions
-from .replica_threads import ReplicaThreads
 from .side_effects import is_user_defined
+from .thread_state import CallersState
 from .trial import PartsTrial, evaluating, prove
 
 
@@ -168,7 +169,8 @@ class SplitCall:
         """
         sizes, sequences = [shard.size for shard in shards], []
 
-        def compute(shard, turn=None):
+        def compute(shard):
+            turn = current_turn()
             sequences.append(
                 ReplicaReductions(reductions, probing, sizes, shard.device, turn, watched)
             )
@@ -181,7 +183,8 @@ class SplitCall:
             with eager, replicas.prepared(watched):
                 if reductions.any_merged and len(shards) > 1:
                     functions = [functools.partial(compute, shard) for shard in shards]
-                    outcomes = ReplicaThreads(functions, self.method.devices).run()
+                    state = CallersState(self.method.devices)
+                    outcomes = TurnTakingThreads(functions, state.entered).run()
                 else:
                     outcomes = []
                     for shard in shards:
@@ -190,9 +193,11 @@ class SplitCall:
                             break  # which is new
             if watched:
                 reductions.learn(probing, sequences)
-        except NotMergeable:
+        except (NotMergeable, DifferentReductions) as error:
             if watched:
                 reductions.learn_host_values(probing, sequences)
+            if isinstance(error, DifferentReductions):
+                raise NotMergeable() from None
             raise
         return outcomes
 

@@ -11,8 +11,9 @@ import torch.utils.checkpoint
 from torch import nn
 
 import compat
-from compat._backends.torch import profiler, replica_threads
+from compat._backends.torch import profiler, split_calls
 from compat._configuration import registry
+from compat._rows import replica_threads
 
 from ..verification_cases import verified
 from .test_contract import devices  # noqa: F401  (a fixture)
@@ -122,7 +123,7 @@ def test_layers_that_do_not_train_communicate_nothing():
     for part in model:
         if isinstance(part, nn.BatchNorm1d) and part.running_mean is None:
             part.running_mean, part.running_var = torch.zeros(8).double(), torch.ones(8).double()
-    with mock.patch.object(replica_threads, "ReplicaThreads", side_effect=AssertionError):
+    with mock.patch.object(split_calls, "TurnTakingThreads", side_effect=AssertionError):
         for _ in range(3):
             model(rows(13, 36))
 
@@ -130,13 +131,13 @@ def test_layers_that_do_not_train_communicate_nothing():
 def test_one_reduction_for_each_layer():
     model = parallelize(convolutional().double())
     model(rows(61, 36))
-    merge, counts = replica_threads.ReplicaThreads._merge, []
+    merge, counts = replica_threads.TurnTakingThreads._merge, []
 
     def counted(threads):
         counts.append(any(turn.request for turn in threads.turns))
         merge(threads)
 
-    with mock.patch.object(replica_threads.ReplicaThreads, "_merge", counted):
+    with mock.patch.object(replica_threads.TurnTakingThreads, "_merge", counted):
         model(rows(61, 36))
     assert sum(counts) == 2
 

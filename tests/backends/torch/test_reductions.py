@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import compat
-from compat._backends.torch import replica_threads
+from compat._rows import replica_threads
 
 from .test_contract import devices  # noqa: F401  (a fixture)
 from .test_merging import agree, computing, pair, rows, same_gradients
@@ -109,7 +109,7 @@ def test_a_mean_costs_one_reduction():
     for model, expected in ((module, 2), (again, 1)):
         for _ in range(2):
             model(rows(13, 4))
-        with mock.patch.object(replica_threads.Turn, "meet", autospec=True) as meet:
+        with mock.patch.object(replica_threads.ReplicaTurn, "meet", autospec=True) as meet:
             meet.side_effect = lambda turn, key, value, merge: value
             model(rows(13, 4))
         assert meet.call_count == 3 * expected
