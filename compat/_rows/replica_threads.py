@@ -9,7 +9,6 @@ import threading
 import time
 from typing import Any, Callable, ContextManager, List, Optional, Sequence
 
-
 # How often, each time for a hundredth of a second, a thread is waited for that may have started: it
 # is not known where an interruption comes while it does.
 _ATTEMPTS = 100
