@@ -109,7 +109,7 @@ class RankedComputation(keras_model.RankedMethod):
 
         Arguments:
             model: the model of the step.
-            share: as that of ``losses.BatchReductions``.
+            share: as that of ``losses.Reductions``.
         """
         keras, compute = _keras.keras_of(model), getattr(model, "_compile_loss", None)
         before = []  # results of the last exchange: the next one waits for them
@@ -135,7 +135,7 @@ class RankedComputation(keras_model.RankedMethod):
                 values = weigh(values)
             return update(metric, values, sample_weight)
 
-        reductions = losses.BatchReductions(share, total, model, self.engine)
+        reductions = losses.Reductions(share, total, model, self.engine)
         with reductions.within(keras), contextlib.ExitStack() as stack:
             if compute is not None:
                 kind, update = keras.metrics.Mean, keras.metrics.Mean.update_state
