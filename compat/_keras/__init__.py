@@ -158,10 +158,8 @@ def all_layers_of_keras2(model: "Any") -> "List[Any]":
 
 def layers_within(model: "Any") -> "List[Any]":
     """Return the layers of a model of any Keras, at any depth."""
-    if hasattr(model, "_flatten_layers"):
-        return all_layers(model)
-    submodules = getattr(model, "submodules", None)  # of tf.Module
-    return all_layers_of_keras2(model) if submodules is None else list(submodules)
+    is_flat = hasattr(model, "_flatten_layers")
+    return all_layers(model) if is_flat else all_layers_of_keras2(model)
 
 
 def unsplit_reason(model: "Any") -> "Optional[str]":

@@ -20,11 +20,11 @@ def nodes_within(module):
     """Return names of the operations in a module's symbol, each with an object of its class.
 
     Arguments:
-        module: a ``Module``; one that makes its symbol later has none yet.
+        module: a ``Module``; one of another kind, which makes its symbol later, has none.
     """
     import json  # not at start-up
 
-    symbol = getattr(module, "symbol", None)
+    symbol = getattr(module, "_symbol", None)
     nodes = [] if symbol is None else json.loads(symbol.tojson())["nodes"]
     return [(node["name"], type(node["op"].replace("_contrib_", ""), (), {})()) for node in nodes]
 
