@@ -14,6 +14,7 @@ from conftest import ROOT, TOY_FRAMEWORK, Toy, refusal
 
 import compat
 from compat import _keras, _rows
+from compat._api import batch_norm
 from compat._configuration import registry, tested_versions
 from compat._runtime import synchronized
 from compat._runtime.process import process
@@ -700,6 +701,26 @@ def test_batch_norm_that_cannot_be_synchronized_is_an_error_under_strict(normali
         "gpus=1); leave out what asks for it; or drop strict=True."
     )
     assert normalizing.devices is None
+
+
+def test_on_ranks_layers_are_named_but_those_that_communicate_by_themselves(normalizing, toy):
+    class Horovods(SyncBatchNormalization):
+        __module__ = "horovod.tensorflow.sync_batch_norm"
+
+    configure()
+    call = batch_norm.check_ranks, toy, normalizing, "Model", types.SimpleNamespace(size=2)
+    normalizing.layers.append(Horovods("third"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        call[0](*call[1:])
+    normalizing.layers.append(SyncBatchNormalization("fourth"))
+    with pytest.warns(compat.CompatWarning) as caught:
+        call[0](*call[1:])
+    assert [str(each.message) for each in caught] == [
+        "Model 'Model' is to normalize by the statistics of the whole batch (as some of its layers "
+        "do by themselves), which toy cannot do on several ranks: each rank uses those of its own "
+        "samples in layer 'fourth'."
+    ]
 
 
 def test_a_model_that_a_strategy_builds_has_its_own_layers(normalizing, toy, monkeypatch):

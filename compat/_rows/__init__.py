@@ -2,9 +2,8 @@
 
 ``placements`` has the words, ``rules`` the placements of results by kind of operation, ``trial``
 finds placements by computing, ``splitting`` splits a batch, ``merging`` merges the values of its
-shards, ``redistribution`` tells what has to be reduced before an operation, and ``fallback`` is for
-what cannot
-be split.
+shards, ``redistribution`` finds what has to be reduced before an operation, and ``fallback`` is for
+what cannot be split.
 """
 
 from . import merging, trial

@@ -45,5 +45,5 @@ class Within:
         return bool(self.of_thread.lock._is_owned())
 
     def __bool__(self) -> bool:
-        # Only its text tells whether a lock of another thread is taken.
+        # Whether another thread holds its lock can only be read from the lock's text.
         return any(not repr(lock()).startswith(("<unlocked", "None")) for lock in list(self.locks))

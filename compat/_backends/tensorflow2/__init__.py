@@ -37,7 +37,7 @@ class TensorFlow2(Backend):
 
     @property
     def synchronizes(self):
-        """Where batch normalization can use the statistics of the whole batch."""
+        """The places where batch normalization can use the statistics of the whole batch."""
         is_v1 = in_v1_mode(self.import_framework())
         return tensorflow1.backend.synchronizes if is_v1 else ("devices",)
 

@@ -19,7 +19,7 @@ class InnerGradients:
 
     Arguments:
         results: all tensors that it has computed, as its device has them.
-        gradients_of: the function that ``replicas._differentiable`` returns.
+        gradients_of: the function that ``differentiable`` returns.
     """
 
     def __init__(self, device, results, gradients_of):

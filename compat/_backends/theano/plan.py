@@ -20,7 +20,7 @@ from .side_effects import HasEffectsError
 
 
 class Run(NamedTuple):
-    """What a device computes in a step.
+    """The computation of a device in a step.
 
     Attributes:
         device: the ``Device``.

@@ -73,7 +73,7 @@ class CallReductions:
 
     @property
     def any_merged(self) -> bool:
-        """Whether replicas need values of each other."""
+        """True if replicas need values of each other."""
         steps = [step for steps in self.steps.values() for step in steps.values()]
         return self.in_layers or any(step.compute or step.results for step in steps)
 

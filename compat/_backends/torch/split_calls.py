@@ -463,7 +463,7 @@ class SplitCall:
 
 
 class Shard(NamedTuple):
-    """What one replica computes.
+    """The part of a call that one replica computes.
 
     Arguments:
         device: where.

@@ -12,7 +12,7 @@ from ..._rows.splitting import unsplit
 
 
 class CallersState:
-    """What torch, Keras and Python keep for each thread, as the caller's thread has it now.
+    """The state that torch, Keras and Python keep for each thread, as the caller's has it now.
 
     Arguments:
         names: those of the devices.
