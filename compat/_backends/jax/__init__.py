@@ -22,7 +22,7 @@ class JAX(Backend):
     framework = "jax"
     distributions = ("jax",)
     extra = "jax"
-    synchronizes = ("devices",)  # it computes on arrays of the whole batch
+    synchronizes = ("devices", "ranks")  # on devices, arrays are those of the whole batch
     variables = (
         "CUDA_VISIBLE_DEVICES",
         "CUDA_DEVICE_ORDER",

@@ -35,13 +35,19 @@ class EagerStep:
             is_due = self._are_weights(primals)
         if not is_due or not values or self.step.compute.is_asking:
             return values
+        if kind == gradient_marks.SUM:  # which may be of a differentiated function
+            return gradient_marks.mark(kind, [], values, is_weighted, self.exchange)
         if any(isinstance(value, jax.core.Tracer) for value in values):
             if not self.step.has_local:
                 line = errors.users_line().strip(" ()")
                 errors.warn(_UNCHECKED.format(self.step.model.name, line))
             self.step.has_local = True
             return values
-        self.has_exchanged |= kind != gradient_marks.SUM
+        self.has_exchanged = True
+        return self.exchange(values, is_weighted)
+
+    def exchange(self, values, is_weighted):
+        """Return the sums of arrays over all ranks, or the means weighted by their rows."""
         types = [str(value.dtype) for value in values]
         dtype = "float64" if "float64" in types else "float32"
         share = self.share() if is_weighted else 1

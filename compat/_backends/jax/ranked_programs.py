@@ -1,13 +1,13 @@
 """A training step as several programs, with an exchange between ranks after each but the last.
 
 The whole step is traced with this rank's shapes. Values that are marked in it
-(``gradient_marks``) become means over ranks, so that an operation belongs to the program after as
-many exchanges as there are on the way to it; values marked at the same level are exchanged at once.
-Values that a later program needs stay on the device.
+(``gradient_marks``) become means or sums over ranks, so that an operation belongs to the program
+after as many exchanges as there are on the way to it; values marked at the same level are exchanged
+at once. Values that a later program needs stay on the device.
 """
 
 import collections
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Set
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,9 @@ class Program:
     """
 
     def __init__(self, step, is_local, state, data, share, totals):
-        closed, shapes = jax.make_jaxpr(step, return_shape=True)(state, data, share, totals)
+        # By a new function: JAX would keep the trace of one, which a trial traces otherwise.
+        traced = jax.make_jaxpr(lambda *args: step(*args), return_shape=True)
+        closed, shapes = traced(state, data, share, totals)
         closed = inlined(closed)
         self.jaxpr = jaxpr = closed.jaxpr
         self.constants = dict(zip(jaxpr.constvars, closed.consts))
@@ -73,6 +75,7 @@ class Program:
         self.origins: "Dict[Any, Any]" = {v: None for v, flag in zip(jaxpr.invars, local) if flag}
         self.marks: "Dict[int, List[Any]]" = collections.defaultdict(list)
         self.levels: "Dict[Any, int]" = {}  # by variable: how many exchanges come before it
+        self.averaged: "Set[Any]" = set()  # variables that depend on means, and not only on sums
         levels = self._earliest()
         self.last = max(self.marks, default=-1) + 1
         self.groups = self._groups(levels)
@@ -87,12 +90,16 @@ class Program:
             level = max([levels[variable] for variable in inputs], default=0)
             earliest.append(level)
             is_mark = operation.primitive is gradient_marks.mark_p
-            if is_mark and self._is_exchanged(operation, level):
+            if is_mark and self._is_exchanged(operation):
                 self.marks[level].append(operation)
                 level += 1
+                if kind_of(operation) != gradient_marks.SUM:
+                    self.averaged.update(operation.outvars)
             elif any(variable in self.origins for variable in inputs):
                 self.origins.update(dict.fromkeys(operation.outvars, operation))
             levels.update(dict.fromkeys(operation.outvars, level))
+            if not self.averaged.isdisjoint(inputs):
+                self.averaged.update(operation.outvars)
         return earliest
 
     def _groups(self, levels):
@@ -114,11 +121,13 @@ class Program:
                 due[variable] = min(due.get(variable, self.last), level)
         return {level: operations[::-1] for level, operations in groups.items()}
 
-    def _is_exchanged(self, mark, level):
+    def _is_exchanged(self, mark):
         """Return whether marked values are this rank's contribution to a mean over all ranks."""
         kind, (by, values) = kind_of(mark), map(variables_among, _parts(mark))
-        if kind == gradient_marks.INNER or kind == gradient_marks.APPLIED and level:
-            return False  # the latter was computed from means, among others
+        if kind == gradient_marks.INNER:
+            return False
+        if kind == gradient_marks.APPLIED and not self.averaged.isdisjoint(values):
+            return False  # computed from means, among others
         if kind == gradient_marks.GRADIENT and any(variable in self.origins for variable in by):
             return False  # a gradient with respect to a rank's rows, such as an input
         differs = any(variable in self.origins for variable in values)
@@ -143,7 +152,7 @@ class Program:
         for operation in self.jaxpr.eqns:
             inputs = variables_among(operation.invars)
             if id(operation) in origins and any(
-                self.levels[variable] and variable not in self.origins for variable in inputs
+                variable in self.averaged and variable not in self.origins for variable in inputs
             ):
                 return operation
         return last

@@ -14,7 +14,13 @@ from ..._ranks import checksum, keras3_state, keras_model, losses, merging, step
 from ..._ranks import state as rank_state
 from ..._runtime import patching
 from ..._runtime.within import Within
-from . import gradient_exchange, gradient_marks, ranked_programs, ranked_step_trial
+from . import (
+    batch_norm,
+    gradient_exchange,
+    gradient_marks,
+    ranked_programs,
+    ranked_step_trial,
+)
 from .arguments import rows_of
 from .loss_totals import Reduced
 
@@ -49,6 +55,8 @@ class RankedJAXStep:
             ranked_programs.CutStep, exchange=self.sum, is_local=self.is_local, check=self.check
         )
         self.compute = Reduced(model, engine, self.step, compiled)
+        #: Layers that normalize by the statistics of all ranks' rows.
+        self.normalizing = batch_norm.requested(model)
         self.exchanges = 0  # of the step under way
         self.has_local = False  # if it is not compiled: gradients that were not exchanged
         self.count = 0
@@ -118,8 +126,11 @@ class RankedJAXStep:
         replaced = step_functions.replaced(
             self.engine, optimizer, is_due, stateless_apply=stateless_apply, **ours
         )
-        differentiated = gradient_marks.marked(self.engine, is_due, mark, lambda: len(scaled))
-        with under_way, replaced, differentiated:
+        differentiated = gradient_marks.marked(
+            self.engine, is_due, mark, lambda: len(scaled), share if self.normalizing else None
+        )
+        normalized = batch_norm.over_ranks(model, self.normalizing, self.engine.place, mark)
+        with under_way, replaced, differentiated, normalized:
             logs, (trainable, others, variables, metrics) = model.train_step(state, data)
         others = self.merged(before, list(others), share(), mark)
         return logs, (trainable, others, variables, metrics)
@@ -147,6 +158,7 @@ class RankedJAXStep:
     def check(self, program, state, data, share, totals):
         """Check a step that was compiled; see ``gradient_exchange`` and ``ranked_step_trial``."""
         gradient_exchange.check(self.model, program)
+        batch_norm.check(self.model, program)
         if self.count:
             return  # ranks may not compile the others at once
         gradient_exchange.warn_of_inner(self.model, program)

@@ -7,6 +7,7 @@ processes would need the same shapes on all ranks, and batches may differ.
 from ... import errors
 from ..._ranks import keras_model
 from ..._ranks.engines.jax_distributed import JaxDistributed
+from ..._runtime import synchronized
 from .arguments import rows_of
 from .loss_totals import Reduced
 from .ranked_step import RankedJAXStep, under_way
@@ -29,9 +30,12 @@ class RankedJAXTrainFunction(keras_model.RankedMethod):
 
     method = "make_train_function"
     steps = ("train",)
+    is_synchronized = False  # the function's batch normalization
 
     def invoke(self, model, force=False):
-        if model.train_function is None or force:
+        is_synchronized = synchronized.is_asked(model)
+        if model.train_function is None or force or is_synchronized != self.is_synchronized:
+            self.is_synchronized = is_synchronized
             model.train_function = _function_of(model, RankedJAXStep(model, self.engine))
 
 

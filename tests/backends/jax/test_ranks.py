@@ -9,6 +9,7 @@ from compat.testing import slow, span
 
 from .. import rank_decisions, rank_state, ranks
 from ..exchanges import EXPORT, RankedParts
+from . import batch_norm_steps
 
 
 @pytest.mark.skipif(not jax_distributed.is_supported(), reason="JAX before 0.4.26")
@@ -199,11 +200,16 @@ def reports(tmp_path_factory):
     """Return the results of one process and two ranks for programs that are not slow."""
     programs = rank_decisions.programs("numbers")
     both = dict(programs, steps_state=rank_state.STATE)
+    both["batch_norm"] = batch_norm_steps.PROGRAM  # the last one: it changes the type of floats
     return ranks.run_both(both, tmp_path_factory.mktemp("reports"), "jax", programs)
 
 
 def test_state_that_steps_set_is_that_of_all_rows(reports):
     rank_state.check(*reports)
+
+
+def test_batch_normalization_of_the_whole_batch_is_that_of_one_process(reports):
+    batch_norm_steps.check(reports)
 
 
 def test_what_one_rank_decides_or_is_given_by_itself_is_reported(reports):

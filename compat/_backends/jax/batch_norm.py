@@ -1,0 +1,108 @@
+"""Batch normalization by the statistics of the whole batch: layers of Keras in a rank's step.
+
+On several devices of a process JAX computes on arrays of the whole batch.
+"""
+
+import contextlib
+import functools
+
+import jax.numpy as jnp
+
+from ... import _keras, errors
+from ..._runtime import patching, synchronized
+from ..._runtime.process import process
+from . import reductions
+from .gradient_exchange import line_of
+
+# The methods that a user's class may define in place of Keras'.
+_METHODS = ("call", "_moments")
+
+
+def requested(model):
+    """Return a model's layers that normalize by the statistics of all ranks' rows.
+
+    Raises:
+        UnsupportedError: under ``configure_gpu(strict=True)``, some layers are to, and cannot.
+    """
+    is_asked = synchronized.is_asked(model)
+    named = [(str(number), layer) for number, layer in enumerate(_keras.all_layers(model))]
+    layers = synchronized.layers(named).values()
+    layers = [layer for layer in layers if is_asked or synchronized.asks(layer)]
+    others = [repr(layer.name) for layer in layers if not _is_plain(layer)]
+    if others:
+        names = ", ".join(others)
+        _warn(f"Batch normalization of model {model.name!r} has methods of its own in {names}")
+    return list(filter(_is_plain, layers))
+
+
+def _is_plain(layer):
+    """Return whether a layer is batch normalization as Keras has it."""
+    owners = (next((k for k in type(layer).__mro__ if n in vars(k)), None) for n in _METHODS)
+    return all(owner is not None and not _keras.is_users(owner) for owner in owners)
+
+
+def over_ranks(model, layers, place, mark):
+    """Return a context in which layers normalize by the statistics of all ranks' rows.
+
+    Arguments:
+        model: the one that has them.
+        layers: those of ``requested``.
+        place: this rank's ``Place``.
+        mark: as ``gradient_marks.mark``.
+    """
+    patched, keras = contextlib.ExitStack(), _keras.keras_of(model)
+    for layer in layers:
+        if patching.find(layer, "_moments") is None:  # else within another model's step
+            moments = functools.partial(_moments, keras, layer, place, mark)
+            patched.enter_context(patching.replaced(layer, _moments=moments))
+    return patched
+
+
+def _moments(keras, layer, place, mark, inputs, mask):
+    """Return mean and variance, merged as by Chan et al.: as stable as those of one process."""
+    axes = tuple(layer._reduction_axes)
+    is_valid, epsilon = True, 0.0
+    if mask is not None:
+        is_valid = jnp.broadcast_to(mask[..., None], inputs.shape).astype(bool)
+        epsilon = keras.config.epsilon()
+
+    def total(values):
+        return jnp.sum(jnp.where(is_valid, values, 0), axes, keepdims=True)
+
+    summed = total(inputs)
+    count = jnp.full([1] * inputs.ndim, inputs.size // summed.size, inputs.dtype)
+    if mask is not None:
+        count = total(jnp.ones_like(inputs))
+    mean = summed / jnp.maximum(count, 1)
+    squares = total(jnp.square(inputs - mean))
+    counts, means, squares = reductions.gathered([count, mean, squares], place, mark)
+    number = counts.sum(0) + epsilon
+    mean = (counts * means).sum(0) / number
+    variance = (squares + counts * jnp.square(means - mean)).sum(0) / number
+    return jnp.squeeze(mean, axes), jnp.squeeze(variance, axes)
+
+
+def check(model, program):
+    """Warn of layers within loops of a step, where it cannot be cut.
+
+    Raises:
+        UnsupportedError: there are some, under ``configure_gpu(strict=True)``.
+    """
+    operation = reductions.within_functions(program.jaxpr)
+    if operation is not None:
+        where = line_of(operation)
+        _warn(
+            f"Batch normalization of model {model.name!r} is called in jax.lax.scan() or the like "
+            f"in {where}"
+        )
+
+
+def _warn(cause):
+    text = (
+        f"{cause}: each rank uses the statistics of its own samples there, and not those of the "
+        "whole batch."
+    )
+    configuration = process.configuration
+    if configuration is not None and configuration.settings.strict:
+        raise errors.UnsupportedError(f"{text} strict=True makes that an error.")
+    errors.warn(text)
