@@ -217,6 +217,10 @@ class Backend:
         """
         return {}
 
+    def synchronizes_on_ranks(self, layer: "Any") -> bool:
+        """Return whether a layer can use the statistics of the whole batch on several ranks."""
+        return "ranks" in self.synchronizes
+
     def executed(self, model: "Any") -> "ContextManager[Dict[str, int]]":
         """Have the framework record how many operations each device executes within a block.
 

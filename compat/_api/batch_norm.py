@@ -1,11 +1,9 @@
 """Checks that batch normalization can use the statistics of the whole batch where it is to."""
 
-from .. import _keras, errors
+from .. import _keras
+from .._rows import own_statistics
 from .._runtime import synchronized
-from .._runtime.process import process
 
-_BY_ARGUMENT = "sync_batch_norm=True"
-_BY_LAYER = "as some of its layers do by themselves"
 # Horovod's and torch's own layers communicate with the other ranks by themselves.
 _RANKED = ("horovod", "torch")
 
@@ -17,7 +15,7 @@ def check_devices(backend, model, name, devices):
         UnsupportedError: under ``configure_gpu(strict=True)``.
     """
     if len(devices) > 1 and "devices" not in backend.synchronizes:
-        _check(backend, model, name, "device", synchronized.asks)
+        _check(backend, model, name, "device", synchronized.asks, lambda layer: False)
 
 
 def check_ranks(backend, model, name, place):
@@ -31,8 +29,8 @@ def check_ranks(backend, model, name, place):
         by_itself = type(layer).__module__.partition(".")[0] in _RANKED
         return synchronized.asks(layer) and not by_itself
 
-    if place.size > 1 and "ranks" not in backend.synchronizes:
-        _check(backend, model, name, "rank", asks)
+    if place.size > 1:
+        _check(backend, model, name, "rank", asks, backend.synchronizes_on_ranks)
 
 
 def check_built(backend, model, devices):
@@ -44,27 +42,26 @@ def check_built(backend, model, devices):
     layers = _layers(backend, model).items()
     own = [name for name, layer in layers if not synchronized.asks(layer)]
     if own and len(devices) > 1:
-        _warn(
+        where = own_statistics.listed(own)
+        own_statistics.warn(
             "sync_batch_norm=True does not change a model that is built under a strategy of the "
-            f"framework: each device uses the statistics of its own samples in {_listed(own)} of "
-            f"model {model.name!r}. Build them with synchronized=True, or as "
-            "SyncBatchNormalization."
+            f"framework: each device uses the statistics of its own samples in {where} of model "
+            f"{model.name!r}. Build them with synchronized=True, or as SyncBatchNormalization."
         )
 
 
-def _check(backend, model, name, part, asks):
+def _check(backend, model, name, part, asks, is_synchronized):
     is_asked = synchronized.is_asked(model)
     layers = _layers(backend, model)
-    found = [each for each, layer in layers.items() if is_asked or asks(layer)]
-    is_unknown = is_asked and not layers and _keras.keras_of(model) is None
+    found = [
+        each
+        for each, layer in layers.items()
+        if (is_asked or asks(layer)) and not is_synchronized(layer)
+    ]
+    is_native = _keras.keras_of(model) is None
+    is_unknown = is_asked and not layers and is_native and part + "s" not in backend.synchronizes
     if found or is_unknown:
-        why = _BY_ARGUMENT if is_asked else _BY_LAYER
-        where = _listed(found) if found else "any batch normalization in it"
-        _warn(
-            f"Model {name!r} is to normalize by the statistics of the whole batch ({why}), which "
-            f"{backend.name} cannot do on several {part}s: each {part} uses those of its own "
-            f"samples in {where}."
-        )
+        own_statistics.warn_of_layers(backend.name, name, part, found, is_asked)
 
 
 def _layers(backend, model):
@@ -73,17 +70,3 @@ def _layers(backend, model):
         return backend.batch_norm_layers(model)
     layers = _keras.layers_within(model)
     return synchronized.layers((getattr(layer, "name", ""), layer) for layer in layers)
-
-
-def _listed(layers):
-    return "layer{} {}".format("s" * (len(layers) > 1), ", ".join(map(repr, layers)))
-
-
-def _warn(text):
-    configuration = process.configuration
-    if configuration is not None and configuration.settings.strict:
-        raise errors.UnsupportedError(
-            f"{text} strict=True makes that an error: run the model on one device, with "
-            "parallelize(model, gpus=1); leave out what asks for it; or drop strict=True."
-        )
-    errors.warn(text)

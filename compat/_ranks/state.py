@@ -17,6 +17,9 @@ from . import metrics, state_trial
 from .losses import KERAS
 from .merging import Merge
 
+# Horovod's layers are batch normalization.
+_KNOWN = KERAS + ("horovod.",)
+
 
 class StepState:
     """The variables that a model's steps set.
@@ -98,7 +101,7 @@ def tried(model):
     untried = {
         id(variable)
         for layer in layers
-        if type(layer).__module__.startswith(KERAS)
+        if type(layer).__module__.startswith(_KNOWN)
         for variable in _variables_of(layer)
     }
     untried.update(map(id, metrics.variables(model) + _keras.states(model, "dtype")))
@@ -129,7 +132,7 @@ def steady(model):
     """
     changed = []
     for layer in _keras.all_layers(model):
-        if not type(layer).__module__.startswith(KERAS):
+        if not type(layer).__module__.startswith(_KNOWN):
             continue
         held = vars(layer)
         others = {name: 0.0 for name in _RANDOM if isinstance(held.get(name), float)}

@@ -39,7 +39,15 @@ class TensorFlow2(Backend):
     def synchronizes(self):
         """The places where batch normalization can use the statistics of the whole batch."""
         is_v1 = in_v1_mode(self.import_framework())
-        return tensorflow1.backend.synchronizes if is_v1 else ("devices",)
+        return tensorflow1.backend.synchronizes if is_v1 else ("devices", "ranks")
+
+    def synchronizes_on_ranks(self, layer):
+        """Return whether a layer can use the statistics of the whole batch on several ranks."""
+        if in_v1_mode(self.import_framework()):
+            return tensorflow1.backend.synchronizes_on_ranks(layer)
+        from . import batch_norm  # here for start-up time
+
+        return batch_norm.is_synchronizable(layer)
 
     def accepts(self, version):
         """Return whether it is a version of TensorFlow 2."""

@@ -6,9 +6,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Sequence
 import tensorflow as tf
 
 from ... import _keras
-from ..._rows.replica_threads import current_turn
 from ..._runtime import patching, synchronized
-from .reductions import BatchReductions
 
 # The methods that a user's class may define in place of Keras'.
 _METHODS = ("call", "_moments", "_calculate_mean_and_var", "_assign_moving_average")
@@ -32,6 +30,17 @@ def requested(model: "Any", layers: "Iterable[Any]") -> "List[Any]":
     ]
 
 
+def requested_within(model: "Any") -> "List[Any]":
+    """Return the built layers of a rank's model that are to use the whole batch's statistics.
+
+    Models within it may ask for them, too.
+    """
+    layers = _keras.all_layers(model)
+    owners = [layer for layer in layers if layer is model or synchronized.is_asked(layer)]
+    found = [layer for owner in owners for layer in requested(owner, _keras.all_layers(owner))]
+    return list({id(layer): layer for layer in found if layer.built}.values())
+
+
 def is_synchronizable(layer: "Any") -> bool:
     """Return whether a layer is batch normalization as Keras has it, of all rows alike."""
     if not hasattr(layer, "_moments") or getattr(layer, "virtual_batch_size", None) is not None:
@@ -40,15 +49,22 @@ def is_synchronizable(layer: "Any") -> bool:
         next((kind for kind in type(layer).__mro__ if name in vars(kind)), None)
         for name in _METHODS
     )
-    is_plain = not any(owner is not None and _keras.is_users(owner) for owner in owners)
+    is_plain = not any(owner is not None and _is_users(owner) for owner in owners)
     return is_plain and not getattr(layer, "renorm", False)
 
 
-@contextlib.contextmanager
-def synchronizing(layers: "Sequence[Any]", reductions: BatchReductions) -> "Iterator[None]":
-    """Let layers, within replicas, normalize by the statistics of the whole batch.
+def _is_users(kind):
+    # Horovod's own layer asks for the statistics of all ranks, weighted alike.
+    return _keras.is_users(kind) and not kind.__module__.startswith("horovod.")
 
-    The replica of the first device updates the moving averages.
+
+@contextlib.contextmanager
+def synchronizing(layers: "Sequence[Any]", reductions: "Any") -> "Iterator[None]":
+    """Let layers, within replicas or ranks, normalize by the statistics of the whole batch.
+
+    Arguments:
+        layers: the layers.
+        reductions: the ``BatchReductions`` of replicas, or the ``RankedReductions`` of a step.
     """
     totals: "Dict[int, tf.Tensor]" = {}
     with contextlib.ExitStack() as stack:
@@ -80,18 +96,19 @@ class _KerasLayer:
         return [(self.layer, attributes)]
 
     def _moments(self, inputs, reduction_axes, keep_dims=False, mask=None):
-        if current_turn() is None:
+        if not self.reductions.applies_to(self.layer):
             return self.moments(inputs, reduction_axes, keep_dims, *[mask][: mask is not None])
         total, *moments = _moments(self.reductions, inputs, reduction_axes, mask, 0)
-        if current_turn().index == 0:
+        if self.reductions.updates_averages():
             self.totals[id(self.layer)] = total
         return moments if keep_dims else [tf.squeeze(m, reduction_axes) for m in moments]
 
     def _assign(self, variable, value, *args, **kwargs):
-        turn = current_turn()
-        if turn is not None and turn.index:
+        if not self.reductions.applies_to(self.layer):
+            return self.assign(variable, value, *args, **kwargs)
+        if not self.reductions.updates_averages():
             return variable
-        if turn is not None and self.is_unbiased and variable is self.layer.moving_variance:
+        if self.is_unbiased and variable is self.layer.moving_variance:
             total = tf.reshape(self.totals[id(self.layer)], [])
             value *= tf.cast(total / tf.maximum(total - 1, 1), value.dtype)
         return self.assign(variable, value, *args, **kwargs)
@@ -103,11 +120,11 @@ class _Keras3Layer(_KerasLayer):
     def replacements(self):
         replacements = [(self.layer, {"_moments": self._moments_by_mask})]
         for variable in (self.layer.moving_mean, self.layer.moving_variance):
-            replacements.append((variable, {"assign": _by_first(variable.assign)}))
+            replacements.append((variable, {"assign": self._assign_once(variable.assign)}))
         return replacements
 
     def _moments_by_mask(self, inputs, mask):
-        if current_turn() is None:
+        if not self.reductions.applies_to(self.layer):
             return self.moments(inputs, mask)
         from keras import backend
 
@@ -116,15 +133,15 @@ class _Keras3Layer(_KerasLayer):
         _, *moments = _moments(self.reductions, inputs, axes, mask, epsilon)
         return [tf.squeeze(moment, axes) for moment in moments]
 
+    def _assign_once(self, assign):
+        """Return the method of a variable, which replicas that update no averages do not call."""
 
-def _by_first(assign):
-    """Return the method of a variable, which the first replica alone calls."""
+        def assign_once(value, *args, **kwargs):
+            reductions = self.reductions
+            is_due = not reductions.applies_to(self.layer) or reductions.updates_averages()
+            return assign(value, *args, **kwargs) if is_due else value
 
-    def assign_once(value, *args, **kwargs):
-        turn = current_turn()
-        return value if turn is not None and turn.index else assign(value, *args, **kwargs)
-
-    return assign_once
+        return assign_once
 
 
 def _moments(reductions, inputs, axes, mask, epsilon):

@@ -36,6 +36,7 @@ class GradientExchange:
         model: the model of the step.
         rows: the number of this rank's rows in the batch: an integer, or a tensor.
         share: their fraction of the rows of all ranks, a float64 tensor.
+        reductions: the ``RankedReductions`` of the step.
 
     Attributes:
         exchanges: how often gradients were averaged over all ranks.
@@ -44,8 +45,11 @@ class GradientExchange:
             averaged later than a tape computed them.
     """
 
-    def __init__(self, engine: "Any", model: "Any", rows: "Any", share: "tf.Tensor") -> None:
+    def __init__(
+        self, engine: "Any", model: "Any", rows: "Any", share: "tf.Tensor", reductions: "Any"
+    ) -> None:
         self.engine, self.model, self.rows, self.share = engine, model, rows, share
+        self.reductions = reductions
         self.optimizers = keras_steps.optimizers(model)
         self.scales_losses = any(map(_scales_losses, self.optimizers))
         self.exchanges = 0
@@ -85,20 +89,25 @@ class GradientExchange:
             call = functools.partial(plain, tape, unconnected_gradients=unconnected_gradients)
             keys = list(map(_key, tf.nest.flatten(sources)))
             weights = set(map(_key, _weights(self.model))).intersection(filter(None, keys))
-            if get_ident() != self.thread or not weights or self.in_backward_pass:
+            if get_ident() != self.thread or self.in_backward_pass:
                 return call(target, sources, output_gradients)
+            if not weights:
+                with self.reductions.weighted(self.weights_of(target)[0]):
+                    return call(target, sources, output_gradients)
             if tape._recording and not tape._persistent:  # as the plain function begins
                 tape._pop_tape()
             if recording() or _is_in_loop():
                 self.unproven[errors.users_line()] = None
-                return call(target, sources, output_gradients)
+                with self.reductions.weighted(self.weights_of(target)[0]):
+                    return call(target, sources, output_gradients)
             if hasattr(tape, "_allreduce_grads"):  # Horovod's DistributedGradientTape
                 tape._allreduce_grads = lambda gradients, *_: gradients
             self.lines[errors.users_line()] = None
             weight, output_gradients = self.weighted(target, output_gradients)
             self.in_backward_pass = True
             try:
-                gradients = tf.nest.flatten(call(target, sources, output_gradients))
+                with self.reductions.weighted(weight):
+                    gradients = tf.nest.flatten(call(target, sources, output_gradients))
             finally:
                 self.in_backward_pass = False
             places = [place for place, key in enumerate(keys) if key in weights]
@@ -120,11 +129,9 @@ class GradientExchange:
         rank's rows weighs each row more than the mean over all ranks' rows does. So there the
         backward pass itself begins with this rank's weight, and overflows as in one process.
         """
-        targets = tf.nest.flatten(target)
-        ones = tf.ones_like(self.share)
-        weights = [ones if self.has_rows(target) else self.share for target in targets]
+        targets, weights = tf.nest.flatten(target), self.weights_of(target)
         if not self.scales_losses and len(set(map(id, weights))) < 2:
-            return weights[0] if weights else self.share, output_gradients
+            return weights[0], output_gradients
         seeds = [None] * len(targets)
         if output_gradients is not None:
             seeds = tf.nest.flatten(output_gradients)
@@ -135,7 +142,13 @@ class GradientExchange:
             seed = tf.ones_like(target) if seed is None else seed
             return seed * tf.cast(weight, seed.dtype)
 
-        return ones, list(map(weigh, seeds, targets, weights))
+        return tf.ones_like(self.share), list(map(weigh, seeds, targets, weights))
+
+    def weights_of(self, target):
+        """Return the weights of this rank's gradients of targets, at least one."""
+        ones = tf.ones_like(self.share)
+        targets = tf.nest.flatten(target)
+        return [ones if self.has_rows(each) else self.share for each in targets] or [self.share]
 
     def has_rows(self, target):
         """Return whether a tape's target has a loss for each row."""
@@ -176,7 +189,9 @@ class GradientExchange:
     def mean(self, gradients, weight):
         """Return the means of all ranks' gradients, and None for a missing gradient."""
         mine = [gradient for gradient in gradients if gradient is not None]
-        means = iter(self.engine.mean(mine, weight, "gradients_{}".format(self.exchanges)))
+        name = "gradients_{}".format(self.exchanges)
+        with tf.control_dependencies(self.reductions.before_gradients()):
+            means = iter(self.engine.mean(mine, weight, name))
         self.exchanges += 1
         return [None if gradient is None else next(means) for gradient in gradients]
 

@@ -114,6 +114,21 @@ class TracedState:
                 variable.assign(value)
 
 
+def has_averaged(layer: "Any", variables: "List[tf.Variable]", before: "List[tf.Tensor]") -> bool:
+    """Return whether a step has set the moving average of a layer, or may have in a graph.
+
+    Arguments:
+        layer: of batch normalization.
+        variables: those of the model.
+        before: their values before the step.
+    """
+    mean = getattr(layer.moving_mean, "_value", layer.moving_mean)
+    if not tf.executing_eagerly():
+        return is_set(mean)
+    pairs = zip(variables, before)
+    return any(v is mean and bool(tf.reduce_any(read(v.handle) != old)) for v, old in pairs)
+
+
 def _apply_nothing(*args, **kwargs):
     return None
 

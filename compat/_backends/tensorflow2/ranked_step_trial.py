@@ -177,8 +177,7 @@ def _variables(owners):
 @contextlib.contextmanager
 def _in_inference(model):
     """Let batch normalization use its averages: the statistics of each half differ."""
-    kind = _keras.keras_of(model).layers.BatchNormalization
-    layers = [layer for layer in _keras.all_layers(model) if isinstance(layer, kind)]
+    layers = [layer for layer in _keras.all_layers(model) if hasattr(layer, "moving_mean")]
     layers = [layer for layer in layers if layer.trainable]
     for layer in layers:
         layer.trainable = False

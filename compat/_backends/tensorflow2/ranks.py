@@ -17,12 +17,15 @@ from ..._keras.steps import has_own_training
 from ..._ranks import keras3_state, keras_model, losses, metrics, step_functions, tables
 from ..._ranks.engines import tensorflow_collectives, tensorflow_horovod
 from ..._ranks.tf_config import TF_CONFIG
+from ..._rows import own_statistics
+from ..._runtime import synchronized
 from ..._runtime.within import Within
 from ..._verification import keras_steps, steps
-from . import gradient_exchange, ranked_state, ranked_step_trial
+from . import batch_norm, gradient_exchange, ranked_state, ranked_step_trial
 from .arguments import as_tensors, has_rows, rows_of, with_tensors
 from .configuration import unsupported
 from .graph import only_traced, recording
+from .ranked_reductions import RankedReductions, present_graph
 from .replicas import ReplicatedCall
 from .state import read
 
@@ -161,10 +164,13 @@ class RankedStep(RankedComputation):
     kept = False  # whether it was
     lines: "Iterable[str]" = ()  # see ``GradientExchange``
     unproven: "Iterable[str]" = ()  # likewise
+    synchronized: "List[Any]" = []  # layers of batch normalization, in the step traced last
+    warned: "List[Any]" = []  # layers whose own statistics were warned of
     is_trial = False  # by ``ranked_step_trial``
 
     def __init__(self, engine: "Any") -> None:
         super().__init__(engine)
+        self.is_asked = False  # for the statistics of all ranks
         self.set_by_steps = ranked_state.TracedState(engine)
 
     def invoke(self, model, data):
@@ -184,9 +190,19 @@ class RankedStep(RankedComputation):
             share = self.engine.share_in_graph(rows, lambda n: keras_model.count(model, n, True))
             state = self.set_by_steps.variables(self.state(model))
             before = [read(variable.handle) for variable in state]
-            gradients = self.exchange(self.engine, model, rows, share)
+            layers = [] if self.is_trial else self.synchronizable(model)
+            plain = self.plain(model)
+            graph = None if hasattr(plain, "get_concrete_function") else present_graph()
+            reductions = RankedReductions(self.engine, share, graph)
+            gradients = self.exchange(self.engine, model, rows, share, reductions)
             with _stepping, self.computing(model, lambda: share):
-                result = gradients.run(self.plain(model), data)
+                with batch_norm.synchronizing(layers, reductions):
+                    result = gradients.run(plain, data)
+            reductions.finish()
+            for layer in layers:
+                averages = functools.partial(ranked_state.has_averaged, layer, state, before)
+                if reductions.have_missed(layer, averages):
+                    self.warn_of_statistics(model, layer)
             self.exchanges = gradients.exchanges
             self.lines, self.unproven = gradients.lines, gradients.unproven
             self.check(model)
@@ -196,6 +212,24 @@ class RankedStep(RankedComputation):
             if self.unproven or has_own_training(model) or losses.loss_may_mix_rows(model):
                 self.keep_first(data, share)
             return result
+
+    def synchronizable(self, model):
+        """Return the layers that are to use the statistics of all ranks, and can."""
+        self.synchronized = batch_norm.requested_within(model)
+        layers = []
+        for layer in self.synchronized:
+            if batch_norm.is_synchronizable(layer):
+                layers.append(layer)
+            else:
+                self.warn_of_statistics(model, layer)
+        return layers
+
+    def warn_of_statistics(self, model, layer):
+        """Warn that a layer uses the statistics of this rank's samples where it is called."""
+        if not any(layer is warned for warned in self.warned):
+            self.warned.append(layer)
+            names, is_asked = [layer.name], synchronized.is_asked(model)
+            own_statistics.warn_of_layers("tensorflow2", model.name, "rank", names, is_asked)
 
     # Different in Keras 3 ---------------------------------------------------------------------
 
@@ -209,8 +243,12 @@ class RankedStep(RankedComputation):
             function.get_concrete_function(iterator)
             self.check(model)
             keras_model.same_start(model, self.engine)
-            if self.set_by_steps.is_due(model):
+            # The trace has made layers, or built them.
+            has_others = self.synchronized != batch_norm.requested_within(model)
+            is_due = self.set_by_steps.is_due(model)
+            if is_due:
                 iterator = self.set_by_steps.begin(model, self.plain(model), iterator, _stepping)
+            if is_due or has_others:
                 function = RankedMaking.of(model).again(model)
         return function, iterator
 
@@ -361,6 +399,16 @@ def distribute(model: "Any", place: "Any") -> "Any":
         kinds = step, RankedTestStep, RankedCall, RankedMaking, RankedTestMaking
         keras_model.install(model, engine, kinds)
         _keras.forget_compiled_steps(model)
+    step = RankedStep.of(model)
+    if step.is_asked != synchronized.is_asked(model):
+        step.is_asked = not step.is_asked
+        _keras.forget_compiled_steps(model)
+    # The front end has named these.
+    step.warned = [
+        layer
+        for layer in batch_norm.requested(model, _keras.all_layers(model))
+        if not batch_norm.is_synchronizable(layer)
+    ]
     return model
 
 

@@ -39,6 +39,14 @@ class BatchReductions:
         """Return whether the call was made eagerly, or in the present graph, as this code runs."""
         return _graph() is self._graph
 
+    def applies_to(self, layer: "Any") -> bool:
+        """Return whether a layer that is called now is a replica's, in this thread."""
+        return current_turn() is not None
+
+    def updates_averages(self) -> bool:
+        """Return whether this thread's replica sets the moving averages: the first one does."""
+        return _index() == 0
+
     def weight(self, dtype: "tf.DType") -> "tf.Tensor":
         """Return the factor of this thread's replica in sums: 0 if it has no rows, else 1."""
         return tf.cast(self._weights[_index()], dtype)

@@ -56,6 +56,8 @@ class TensorFlowEngine(engines.Engine):
 
     #: A pattern in the messages of TensorFlow's errors that mean the loss of a rank.
     mark = ""
+    #: Whether exchanges within a step have to begin in one order on all ranks.
+    is_ordered = False
     failure = None  # noted last
     order: Sequence[Any] = ()  # see order_of_steps()
 
@@ -103,6 +105,10 @@ class TensorFlowEngine(engines.Engine):
             name: that of the operation, the same on all ranks.
             before: tensors that were exchanged before, for which engines that need an order wait.
         """
+
+    def sum_within_step(self, tensor, name, before):
+        """Return a sum as ``sum_in_graph``, for which this rank waits before its gradients."""
+        return self.sum_in_graph(tensor, name, before)
 
     def concatenate(self, slices, name, before):
         """Return all ranks' ``IndexedSlices``, concatenated: optimizers sum rows of one index."""

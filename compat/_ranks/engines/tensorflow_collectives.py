@@ -100,6 +100,7 @@ class TensorFlowCollectives(tensorflow_engine.TensorFlowEngine):
     """The strategy's cluster. It has to be joined as TensorFlow starts: see ``join_at_start``."""
 
     mark = "ollective|compat/call"
+    is_ordered = True
     means = None  # a variable that counts the means of gradients
 
     def __init__(self, place):

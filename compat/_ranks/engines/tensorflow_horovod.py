@@ -56,6 +56,21 @@ class TensorFlowHorovod(TensorFlowEngine, horovod.HorovodEngine):
             tensor, op=self.horovod.Sum, name="horovod_" + name, ignore_name_scope=True
         )
 
+    def sum_within_step(self, tensor, name, before):
+        """Return the sum over all ranks: see ``TensorFlowEngine.sum_within_step``."""
+
+        def arrive():
+            self.arrive()
+            return 0.0
+
+        if self.tf.executing_eagerly():
+            arrive()
+            return self.sum_in_graph(tensor, name, before)
+        with self.tf.control_dependencies([tensor, *before]):
+            arrived = self.called(arrive, [], self.tf.float64)
+        with self.tf.control_dependencies([arrived]):
+            return self.sum_in_graph(self.tf.identity(tensor), name, before)
+
     def mean(self, tensors, share, name):
         """Return the mean over all ranks: see ``TensorFlowEngine.mean``."""
         tf = self.tf

@@ -4,7 +4,15 @@ import pytest
 
 from compat.testing import contract_of, keras_under_test, slow, span
 
-from .. import rank_decisions, rank_gradients, rank_state, rank_tables, rank_tapes, ranks
+from .. import (
+    rank_batch_norm,
+    rank_decisions,
+    rank_gradients,
+    rank_state,
+    rank_tables,
+    rank_tapes,
+    ranks,
+)
 from ..exchanges import EXPORT, RankedParts
 
 KERAS3 = hasattr(keras_under_test(), "StatelessScope")
@@ -201,14 +209,17 @@ def check_overlap(said, upstream):
 def jobs(tmp_path_factory, request):
     """Return the results of one process and two ranks for programs of the tested contract."""
     programs = {"tables": rank_tables.tables(HALF), "steps": rank_tapes.steps(HALF)}
+    batch_norm = rank_batch_norm.STEPS if KERAS3 else rank_batch_norm.NET
     ranks_alone = ["unproven", "overlap", *DECISIONS]
     if not KERAS3:
         # For Keras 3 Horovod has no optimizer, and its own tape does not know the variables.
         programs["tape"] = rank_tapes.HOROVODS_TAPE
+        batch_norm += rank_batch_norm.HOROVODS
         programs["left_in"] = rank_gradients.left_in(keras_under_test().__name__, native=False)
     programs["unproven"] = rank_tapes.unproven_steps(HALF)
     if contract_of(request.config) == "whole":
         programs.update(DECISIONS, overlap=OVERLAP, steps_state=rank_state.STATE)
+        programs["batch_norm"] = rank_batch_norm.BATCH_NORM + batch_norm
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), ranks_alone=ranks_alone)
 
 
@@ -264,3 +275,23 @@ def test_state_that_steps_set_is_that_of_all_rows(jobs):
 
 def test_what_one_rank_decides_or_is_given_by_itself_is_reported(jobs):
     rank_decisions.check(jobs[1], "words")
+
+
+ROUNDING = 1e-6 if KERAS3 else 1e-8
+
+
+def own_statistics(layer):
+    return f"each rank uses those of its own samples in layer '{layer}'."
+
+
+def test_batch_norm_uses_the_statistics_of_all_ranks(jobs):
+    texts = rank_batch_norm.check(jobs, ROUNDING)
+    assert KERAS3 or [own_statistics("renorm") in text for text in texts] == [True]
+
+
+@slow
+def test_batch_norm_of_late_layers_and_in_functions_of_a_model(tmp_path):
+    """Also where a loss has gradients itself."""
+    program = rank_batch_norm.BATCH_NORM + rank_batch_norm.LATE
+    texts = rank_batch_norm.check(ranks.run_both({"batch_norm": program}, tmp_path), ROUNDING)
+    assert [own_statistics("within") in text for text in texts] == [True, True]

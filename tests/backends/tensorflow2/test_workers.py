@@ -19,8 +19,8 @@ from compat._ranks.place import Place
 from compat._ranks.saving import written_by_rank_0
 from compat.testing import contract_of, keras_under_test, slow, span
 
-from .. import rank_decisions, rank_state, rank_tables, rank_tapes, ranks
-from .test_horovod import DECISIONS, KERAS3, OVERLAP, WAYS, OnTensorFlow2, check_overlap
+from .. import rank_batch_norm, rank_decisions, rank_state, rank_tables, rank_tapes, ranks
+from .test_horovod import DECISIONS, KERAS3, OVERLAP, ROUNDING, WAYS, OnTensorFlow2, check_overlap
 
 HALF = 0 if KERAS3 else 1  # see rank_tapes
 
@@ -126,6 +126,7 @@ def jobs(tmp_path_factory, request):
         programs = {name: ranks.of_keras_3(program) for name, program in programs.items()}
     if contract_of(request.config) == "whole":
         programs.update(DECISIONS, steps_state=rank_state.STATE)
+        programs["batch_norm"] = rank_batch_norm.BATCH_NORM + rank_batch_norm.STEPS
     programs.update(gradients=rank_tapes.steps(HALF), unproven=rank_tapes.unproven_steps(HALF))
     programs["tables"] = rank_tables.tables(HALF)
     programs.update(ways=WAYS + ROWS if KERAS3 else WAYS + ROWS + NADAM, alone=ALONE)
@@ -479,3 +480,13 @@ def test_state_that_steps_set_is_that_of_all_rows(jobs):
 
 def test_what_one_rank_decides_or_is_given_by_itself_is_reported(jobs):
     rank_decisions.check(jobs[1], "words")
+
+
+def test_batch_norm_uses_the_statistics_of_all_ranks(jobs):
+    rank_batch_norm.check(jobs, ROUNDING)
+
+
+@slow
+def test_batch_norm_of_several_and_late_layers(tmp_path):
+    programs = rank_batch_norm.BATCH_NORM, rank_batch_norm.NET, rank_batch_norm.LATE
+    rank_batch_norm.check(ranks.run_both({"batch_norm": "".join(programs)}, tmp_path), ROUNDING)
