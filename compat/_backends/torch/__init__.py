@@ -19,7 +19,7 @@ class Torch(Backend):
     distributions = ("torch",)
     extra = "torch"
     verifies_ranks = True
-    synchronizes = ("devices",)
+    synchronizes = ("devices", "ranks")
     variables = (
         "CUDA_VISIBLE_DEVICES",
         "CUDA_DEVICE_ORDER",

@@ -30,6 +30,8 @@ class BackwardCall:
         joined: a weak reference to the ``Pass`` that it is, once ranks exchange gradients in it.
         model: the class of a model whose gradients are exchanged in it, or None.
         beside: likewise, in a call of another thread that was under way at the same time.
+        shares: by the number of an exchange, the share of this rank among the weights of all, as
+            gradients of values that were reduced in the forward pass had it.
     """
 
     _under_way: "List[BackwardCall]" = []
@@ -38,6 +40,7 @@ class BackwardCall:
         self.loss, self.task, self.joined = loss, None, _nothing
         self.model = self.beside = None
         self.outermost = self
+        self.shares: "Dict[int, float]" = {}
 
     @classmethod
     def current(cls) -> "BackwardCall":
@@ -260,6 +263,11 @@ class ForwardRows:
         """Return the rows of the pass under way; None until autograd has come to all outputs."""
         is_complete = self.step is not None or all(reached for _, reached in self.passes)
         return self.total() if is_complete else None
+
+    def expected(self) -> "Optional[int]":
+        """Return the rows of the pass under way, if it comes to all forward passes; or None."""
+        passes = [rows for rows, _ in self.passes]
+        return self.step if self.step is not None else sum(passes) if passes else None
 
     def total(self) -> "Optional[int]":
         """Return the rows of the pass that has ended, or None."""

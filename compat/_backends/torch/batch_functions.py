@@ -43,34 +43,9 @@ def _logsumexp(reductions, value, dim, keepdim=False):
     return result if keepdim else result.squeeze(dim)
 
 
-def moments(reductions: Any, value: torch.Tensor, dims: Any) -> Any:
-    """Return mean and variance of the whole batch along dimensions, which are kept; and the number.
-
-    Arguments:
-        reductions: the ``ReplicaReductions``.
-        value: the replica's rows.
-        dims: the dimensions.
-    """
-    variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
-    count = value.numel() // max(1, mean.numel()) * reductions.total // reductions.rows
-    return (*reductions.meet((mean, variance), merged_moments), count)
-
-
-def merged_moments(moments: Any, sizes: Any) -> Any:
-    """Return mean and variance of all rows from those of replicas, as Chan, Golub and LeVeque do.
-
-    Arguments:
-        moments: pairs of a replica's mean, and of the variance about it.
-        sizes: how many rows each of them has.
-    """
-    shares = [size / float(sum(sizes)) for size in sizes]
-    mean = sum(share * mean for share, (mean, _) in zip(shares, moments))
-    return mean, sum(s * (v + (m - mean).square()) for s, (m, v) in zip(shares, moments))
-
-
 def _var_mean(reductions, value, dim, unbiased=True, keepdim=False, correction=None):
     dim = list(range(value.dim())) if dim is None else dim
-    mean, variance, count = moments(reductions, value, dim)
+    mean, variance, count = reductions.moments(value, dim)
     less = int(unbiased) if correction is None else correction
     variance = variance * (count / float(count - less)) if count > less else variance / 0.0
     return (variance, mean) if keepdim else (variance.squeeze(dim), mean.squeeze(dim))

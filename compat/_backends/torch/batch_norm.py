@@ -1,12 +1,10 @@
-"""Batch normalization by the mean and the variance of the whole batch, over all replicas."""
+"""Batch normalization by the mean and the variance of the whole batch, of replicas or of ranks."""
 
 import inspect
 import sys
 from typing import Any
 
 import torch
-
-from .batch_functions import moments
 
 _LAYER = torch.nn.SyncBatchNorm
 
@@ -49,9 +47,9 @@ def _batch_norm(
     dims = [dim for dim in range(input.dim()) if dim != 1]
     low = input.dtype in (torch.half, torch.bfloat16)
     value = input.float() if low else input
-    mean, variance, count = moments(reductions, value, dims)
+    mean, variance, count = reductions.moments(value, dims)
     if count < 2:
-        size = [reductions.total, *input.shape[1:]]
+        size = [count, *input.shape[1:]]
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {size}"
         )

@@ -81,6 +81,7 @@ class Exchange:
         self.versions: "Optional[List[int]]" = None  # of the parameters, at the last forward pass
         self.has_exchanged = True  # since then
         self.missed = 0  # updates with no exchange in between
+        self.calls_batch_norm = False  # by itself: see ``ranked_batch_norm``
         self.agreed = False  # whether ranks have exchanged their rows in front of the step
         self.warned: "Set[Any]" = set()  # variables, and topics, of which there was a warning
 
@@ -181,12 +182,17 @@ class Exchange:
         weight = rows if self.divisor is None else self.divisor
         unknown, weight = weight is None, 1 if weight is None else weight
         with torch.no_grad():
-            self.sum(weight, unknown, weight if rows is None else rows)
+            share = under_way.call.shares.get(self.number)
+            # A rank whose targets do not count has gradients all the same, by the statistics of its
+            # samples.
+            scale = weight or float(share is not None and bool(rows))
+            self.sum(weight, scale, unknown, weight if rows is None else rows)
             self.engine.count("gradients")
             self.engine.last = None if self.agreed else self
             if not self.agreed:
                 self.engine.stepped(self.sums.ended)
             self.check(name)
+            self.check_share(name, share, weight)
             self.note_hooks(model, under_way)
             for parameter, used in zip(self.hooked, self.sums.used):
                 if used and parameter.grad is None:  # another rank's batch has used it
@@ -217,15 +223,23 @@ class Exchange:
         for name in missed:
             self.source.note_unreached(model, name)
 
-    def sum(self, weight, unknown, rows):
+    def expected_weight(self) -> float:
+        """Return the weight of this rank in the backward pass under way, as far as it is known."""
+        if not backward_passes.is_under_way():
+            return 1.0  # such as in ``torch.autograd.grad()``
+        weight = loss_under_way().targets() if self.rows.step is None else None
+        weight = self.rows.expected() if weight is None else weight
+        return 1.0 if weight is None else float(weight)
+
+    def sum(self, weight, scale, unknown, rows):
         """Sum up over all ranks."""
         gradients = [parameter.grad for parameter in self.hooked]
         used = [gradient is not None for gradient in gradients]
         reached = [id(parameter) in self.reached for parameter in self.hooked]
         sparse = any(gradient.is_sparse for gradient in gradients if gradient is not None)
         values = {}
-        if weight and not sparse:
-            values = {id(p): (gradient, weight) for p, gradient in zip(self.hooked, gradients)}
+        if scale and not sparse:
+            values = {id(p): (gradient, scale) for p, gradient in zip(self.hooked, gradients)}
         if self.state:
             changes = torch._foreach_sub(self.state, self.before)
             values.update(
@@ -307,6 +321,25 @@ class Exchange:
                 "which rows of a batch are seen. So all ranks count alike, which is one process's "
                 "gradient where all have the same number of rows. Call the model itself with a "
                 "batch of tensors."
+            )
+
+    def check_share(self, name: str, share: "Optional[float]", weight: float) -> None:
+        """Warn if gradients of values that are reduced over ranks had other weights in this pass.
+
+        Arguments:
+            name: the model's class.
+            share: that of this rank among the weights they had, or None.
+            weight: that of this rank in the pass.
+        """
+        is_same = share is None or abs(share * self.sums.total - weight) <= 1e-4 * self.sums.total
+        if not is_same and ("share",) not in self.warned:
+            self.warned.add(("share",))
+            errors.warn(
+                f"Batch normalization of {name} uses the samples of all ranks. Its gradients were "
+                "weighted by the rows of all calls of the model since the last backward pass, and "
+                "this pass does not come to all of them, of which ranks have different shares. So "
+                "the ranks train to other numbers than one process. Call backward() after each "
+                "call of the model, or give every rank the same number of rows."
             )
 
     # The same weights -------------------------------------------------------------------------

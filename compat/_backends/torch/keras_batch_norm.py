@@ -10,7 +10,6 @@ from typing import Any, Callable, Iterable
 import torch
 
 from ..._runtime import patching
-from .batch_functions import merged_moments
 from .reductions import MoreReductions
 
 
@@ -38,10 +37,22 @@ def _moments(layer, plain, current, inputs, mask):
     if reducing.turn is None:
         reducing.reductions.in_layers = True
         raise MoreReductions
+    return whole_moments(reducing, layer, inputs, mask)
+
+
+def whole_moments(reductions: Any, layer: Any, inputs: torch.Tensor, mask: Any) -> Any:
+    """Return mean and variance of the whole batch, as a layer of Keras would.
+
+    Arguments:
+        reductions: the ``ReplicaReductions``, or those of ranks.
+        layer: the layer.
+        inputs: this replica's rows.
+        mask: which of them count, or None.
+    """
     if mask is not None:
-        return _masked_moments(reducing, layer, inputs, mask)
-    mean, variance = plain(inputs, None)
-    return reducing.meet((mean, variance), merged_moments)
+        return _masked_moments(reductions, layer, inputs, mask)
+    mean, variance, _ = reductions.moments(inputs, list(layer._reduction_axes))
+    return mean.flatten(), variance.flatten()
 
 
 def _masked_moments(reducing, layer, inputs, mask):

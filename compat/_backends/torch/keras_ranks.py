@@ -39,6 +39,10 @@ class RankedKerasCall(RankedCall):
         """List the trainable variables' tensors."""
         return [variable._value for variable in model.trainable_variables]
 
+    def modules(self, model):
+        """Return the layers of a model, and the modules of torch within these."""
+        return {each: None for layer in _keras.all_layers(model) for each in layer.modules()}
+
     def averaged(self, model):
         """List the tensors of variables whose mean is exchanged with the gradients."""
         others = self.merged_later(model)

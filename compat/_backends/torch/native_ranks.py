@@ -42,7 +42,7 @@ class RankedForward(ForwardMethod, RankedCall):
             for part in parts:
                 hook = part.register_forward_pre_hook(note, with_kwargs=True)
                 stack.callback(hook.remove)
-            result = self.plain(model)(*args, **kwargs)
+            result = self.computed(model, args, kwargs)
         counts = [size for size in sizes_within if size is not None]
         sizes = [int(size) for size in batch.shape[:2]]
         equal = [size for size in sizes if size in counts]
@@ -102,6 +102,10 @@ class RankedForward(ForwardMethod, RankedCall):
     def parameters(self, model):
         """List the parameters whose gradients are exchanged."""
         return [p for p in model.parameters() if p.requires_grad and not is_lazy(p)]
+
+    def modules(self, model):
+        """Return the modules within a module."""
+        return model.modules()
 
     def averaged(self, model):
         """List running statistics. Their update does not change their version."""

@@ -2,7 +2,7 @@
 
 import functools
 import weakref
-from typing import Any, List, Optional
+from typing import Any, Iterable, List, Optional
 
 import torch
 from torch._C import _functorch
@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from ... import errors
 from ..._ranks import checksum, keras_model
 from ..._runtime import patching, work
-from . import gradient_exchange
+from . import gradient_exchange, ranked_batch_norm
 from .arguments import declared, first_batch, rows_declared
 from .tensors import are_same, to_numpy
 
@@ -41,6 +41,14 @@ class RankedCall(keras_model.RankedMethod):
     def averaged(self, model: Any) -> "List[torch.Tensor]":
         """List the running statistics whose mean is exchanged with the gradients."""
         raise NotImplementedError
+
+    def modules(self, model: Any) -> "Iterable[torch.nn.Module]":
+        """Return the layers and modules within a model."""
+        raise NotImplementedError
+
+    def follow_batch_norm(self, model: Any) -> None:
+        """Have layers that ask for it normalize by all ranks' samples."""
+        ranked_batch_norm.follow(self.exchange(model), model, self.modules(model))
 
     def verified(self, model: Any) -> "List[Any]":
         """List the variables that are the same on all ranks, by kind, and causes of differences."""
@@ -77,7 +85,7 @@ class RankedCall(keras_model.RankedMethod):
             return self.plain(model)(*args, **kwargs)
         if not torch.is_grad_enabled():
             self.count(model, self.rows_of_batch(model, batch))
-            return self.plain(model)(*args, **kwargs)
+            return self.computed(model, args, kwargs)
         in_function = _functorch.maybe_current_level() is not None  # in one of torch.func
         if in_function and any(map(_functorch.is_gradtrackingtensor, model.parameters())):
             self.warn_of_function(model)
@@ -121,7 +129,11 @@ class RankedCall(keras_model.RankedMethod):
 
     def run(self, model, batch, args, kwargs):
         """Return the result of the plain model, and the number of rows."""
-        return self.plain(model)(*args, **kwargs), self.rows_of_batch(model, batch)
+        return self.computed(model, args, kwargs), self.rows_of_batch(model, batch)
+
+    def computed(self, model, args, kwargs):
+        """Return the result of the plain model."""
+        return ranked_batch_norm.call(self.exchange(model), model, self.plain(model), args, kwargs)
 
     def start(self, model):
         """Take rank 0's weights, if the model has new ones.
@@ -138,6 +150,7 @@ class RankedCall(keras_model.RankedMethod):
                 self.same_start(model)
         if not exchange.settled:
             exchange.hook(parameters)
+            self.follow_batch_norm(model)
             exchange.note(self.averaged(model), lambda tensor: tensor.detach().clone())
         return exchange
 

@@ -28,5 +28,6 @@ def distribute(model: Any, place: Any) -> Any:
         kind(engine).install(model)
         if kind is RankedKerasCall:
             keras_model.install(model, engine, (RankedTrainStep, RankedTorchTestStep))
+    kind.of(model).follow_batch_norm(model)
     kind.of(model).start(model)
     return model

@@ -226,6 +226,17 @@ class ReplicaReductions:
         # Each replica may change its own copy in place.
         return [v.to(self.device, copy=True) for v in results]
 
+    def moments(self, value: torch.Tensor, dims: Any) -> Any:
+        """Return mean and variance of the whole batch, and the number of values.
+
+        Arguments:
+            value: the replica's rows.
+            dims: the dimensions of which they are, which are kept.
+        """
+        variance, mean = torch.var_mean(value, dims, correction=0, keepdim=True)
+        count = value.numel() // max(1, mean.numel()) * self.total // self.rows
+        return (*self.meet((mean, variance), merged_moments), count)
+
     def reduced(self, step: ReducedFunction, result: Any) -> Any:
         """Return a function's result, with those totals reduced that the step names."""
         whole = {}
@@ -243,6 +254,18 @@ class ReplicaReductions:
     def rows(self) -> int:
         """The number of rows that the replica computes, of which none may be its own."""
         return max(1, self.sizes[self.turn.index if self.turn is not None else 0])
+
+
+def merged_moments(moments: Any, sizes: Any) -> Any:
+    """Return mean and variance of all rows from those of parts, as Chan, Golub and LeVeque do.
+
+    Arguments:
+        moments: pairs of a part's mean, and of the variance about it.
+        sizes: how many rows each of them has.
+    """
+    shares = [size / float(sum(sizes)) for size in sizes]
+    mean = sum(share * mean for share, (mean, _) in zip(shares, moments))
+    return mean, sum(s * (v + (m - mean).square()) for s, (m, v) in zip(shares, moments))
 
 
 class ReplicaMode(torch.overrides.TorchFunctionMode):

@@ -111,10 +111,6 @@ class RankedStep(TorchStep):
     From the same state. The results of one rank's rows, such as its metrics, are not compared.
     """
 
-    def is_synchronized(self, layer):
-        """Return False: each rank normalizes by its own samples."""
-        return False
-
     def __init__(self, method, function, batches):
         super().__init__(method, function, batches)
         from .keras_ranks import RankedKerasCall  # not without ranks: imports their engines

@@ -35,6 +35,7 @@ class TorchDistributed(engines.Engine):
             # Sums that ranks begin during a backward pass keep their order in a separate group,
             # whatever layers or the script exchange meanwhile, as SyncBatchNorm does.
             self.group = distributed.new_group(timeout=self.limit)
+        self.statistics = None  # likewise: of what ranks gather while a model runs
         if not cuda:
             # One of gloo's threads that still lets go of a tensor while Python finalizes ends the
             # process: "terminate called without an active exception".
@@ -75,10 +76,14 @@ class TorchDistributed(engines.Engine):
 
     def _leave(self):
         """Destroy the groups made here as this process ends, unless the script has done so."""
-        group, self.group = self.group, None
-        if self.distributed.is_initialized():
-            with contextlib.suppress(ValueError):  # the script has destroyed it, and made others
-                self.distributed.destroy_process_group(None if self.made else group)
+        groups = [None] if self.made else [self.statistics, self.group]
+        self.group = self.statistics = None
+        for group in groups:
+            if self.distributed.is_initialized() and (group is not None or self.made):
+                with contextlib.suppress(
+                    ValueError
+                ):  # the script has destroyed it, and made others
+                    self.distributed.destroy_process_group(group)
 
     def sum(self, values):
         """Return the sum over all ranks: see ``Engine.sum``."""
@@ -97,6 +102,19 @@ class TorchDistributed(engines.Engine):
         """Wait for a sum that ``begin_sum`` has begun."""
         with self.waiting("for the others' gradients"):
             work.wait()
+
+    def prepare_statistics(self):
+        """Make the group in which ranks gather statistics. All ranks do so at once."""
+        if self.statistics is None:
+            with self.waiting("to start"):
+                self.statistics = self.distributed.new_group(timeout=self.limit)
+
+    def gather_rows(self, tensor, group):
+        """Return the tensors of a group's ranks, which have one shape, as rows of one."""
+        rows = tensor.new_empty((self.distributed.get_world_size(group), *tensor.shape))
+        with self.waiting("for the others' batch statistics"):
+            self.distributed.all_gather(list(rows), tensor, group=group)
+        return rows
 
     def concatenate(self, tensor):
         """Return all ranks' tensors, of any numbers of rows, concatenated."""

@@ -146,6 +146,19 @@ class RanksContract(Jobs):
             assert np.abs(arrays[name]).max() > 1e-3
             self.check_same_bits(arrays, ranks[0])
 
+    def test_batchnorm_of_all_ranks_or_a_warning(self, results):
+        """Batch normalization has one process's numbers where it is synchronized."""
+        one, _ = results(1, "normalise")[0]
+        keys = [key for key in one if key.startswith("synchronized")]
+        for arrays, facts in results(2, "normalise"):
+            if "ranks" in self.instance().synchronizes:
+                assert facts["told"] == []
+                self.close(arrays, one, keys)
+            else:
+                (text,) = facts["told"]
+                assert "cannot do on several ranks" in text and "layer" in text
+                assert not all(np.allclose(arrays[key], one[key], atol=1e-4) for key in keys)
+
     def test_mixed_precision_trains_to_the_numbers_of_one_process(self, results):
         """With the same loss scale; a step that overflows on one rank is skipped on all."""
         if not self.policies:

@@ -8,6 +8,7 @@ import importlib.util
 import os
 import shutil
 import time
+import warnings
 from typing import Any, Dict, List
 
 import numpy as np
@@ -243,16 +244,25 @@ def go_on(keras, folder, optimizer_name, extension, first, last, others=()):
 
 
 def normalise(keras, folder):
-    """Train a model with batch normalization, whose moving averages are weights, too."""
+    """Train models with batch normalization, whose moving averages are weights, too.
+
+    The first one's has each rank's own samples, and the second one's those of all ranks.
+    """
 
     def build():
         layers = [keras.layers.BatchNormalization(input_shape=(8,)), keras.layers.Dense(4)]
         return initialise(keras.models.Sequential(layers))
 
-    model = compat.parallelize(build)
-    model.compile(optimizer(keras, "sgd"), "mse")
-    _fit(model, "dense", 2)
-    return _weights(model), {}
+    arrays, told = {}, []
+    for name, is_asked in [("weight", False), ("synchronized", True)]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = compat.parallelize(build, sync_batch_norm=is_asked)
+        told += [str(each.message) for each in caught if each.category is compat.CompatWarning]
+        model.compile(optimizer(keras, "sgd"), "mse")
+        _fit(model, "dense", 2)
+        arrays.update(_weights(model, name))
+    return arrays, {"told": [text for text in told if "statistics of the whole batch" in text]}
 
 
 def batches(keras, folder, processes):

@@ -1369,6 +1369,186 @@ def test_running_statistics_are_the_mean_over_ranks_and_no_false_alarm_is_given(
     ranks.check_same(jobs, "state")
 
 
+# Batch normalization of all ranks' samples.
+NORMALIZED = """
+from torch.nn.functional import batch_norm
+
+SIZES = 61, 14, 2, 13, 5
+of_steps = [np.random.RandomState(step).normal(size=(size, 6)) for step, size in enumerate(SIZES)]
+
+
+def uneven(batches=of_steps):
+    "A rank has twice as many rows as the other, which has none of a batch of two."
+    for rows in batches:
+        cut = -(-len(rows) // 3) * 2 if len(rows) > 2 else 2
+        part = [slice(cut), slice(cut, None)][compat.rank()] if compat.size() > 1 else slice(None)
+        rows = torch.tensor(rows[part])
+        yield rows, rows.sum(1, keepdim=True)
+
+
+def convolutional(kind=nn.BatchNorm2d):
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)), nn.Conv2d(1, 4, 2), kind(4), nn.ReLU(),
+        nn.Conv2d(4, 4, 1), kind(4, momentum=None), nn.Flatten(), nn.Linear(8, 1))
+
+
+def layers(kind=nn.BatchNorm1d):
+    return nn.Sequential(
+        nn.Linear(6, 5), kind(5), nn.Tanh(), nn.Linear(5, 5), kind(5, affine=False), nn.Tanh(),
+        nn.Linear(5, 5), kind(5, track_running_stats=False), nn.Linear(5, 1))
+
+
+class Wraps(nn.Module):
+    def __init__(self, inner=layers):
+        super().__init__()
+        self.inner = inner()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Calls(Wraps):
+    "A function that it calls by itself."
+
+    def forward(self, x):
+        return super().forward(batch_norm(x, None, None, training=True))
+
+
+class Recomputes(Wraps):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x.requires_grad_(), use_reentrant=self.reentrant)
+
+
+def normalizing(build=layers, asked=True):
+    torch.manual_seed(compat.rank())
+    return compat.parallelize(build().double(), sync_batch_norm=asked)
+
+
+def trains(name, build=layers, asked=True, loss=mse, batches=uneven):
+    model = normalizing(build, asked)
+    train(name, model, loss(model), batches=lambda: list(batches()))
+    return model
+
+
+def all_cases():
+    trains("dense")
+    trains("convolutional", convolutional)
+    trains("by layer", lambda: layers(nn.SyncBatchNorm), None)
+    trains("function", Calls)
+    trains("recomputed", lambda: Recomputes(False))
+    trains("recomputed in a pass", lambda: Recomputes(True))
+    model = copy.deepcopy(normalizing())
+    torch.save(model, io.BytesIO())
+    train("copied", model, mse(model), batches=uneven)
+    model = normalizing()
+    compiled = torch.compile(model, backend="aot_eager")
+    train("compiled", model, mse(compiled), batches=lambda: list(uneven())[:2])
+
+
+said["warned"] = told(all_cases)
+trains("off", asked=None, batches=lambda: uneven([of_steps[0]] * 3))
+said["off"] = weights.pop("off")[0].tolist()
+
+
+def penalty(model):
+    def loss(rows, targets):
+        rows.requires_grad_()
+        output = model(rows)
+        slope, = torch.autograd.grad(output.sum(), rows, create_graph=True)
+        return ((output - targets) ** 2).mean() + (slope ** 2).sum(1).mean()
+
+    return loss
+
+
+def two_calls(model):
+    "Of which the first one also moves averages, without gradients."
+
+    def loss(rows, targets):
+        with torch.no_grad():
+            model(rows * 2)
+        return mse(model)(rows, targets) + model(rows + 1).square().mean()
+
+    return loss
+
+
+def labelled():
+    "All targets of rank 1 are ignored in the second batch."
+    labels = np.arange(21) * 7 % 4
+    labels[[1, 2, 4, 12, 13, 14, 15]] = -100
+    return [(rows.double(), targets) for rows, targets in batches(x, labels)]
+
+
+def classified(model):
+    return lambda rows, targets: nn.functional.cross_entropy(
+        model(rows).expand(-1, 4) * torch.arange(4.0), targets)
+
+
+without_none = lambda: list(uneven([each for each in of_steps if len(each) > 2]))
+trains("penalty", loss=penalty, batches=without_none)
+model = trains("two calls", loss=two_calls)
+trains("targets", loss=classified, batches=labelled)
+model.eval()
+if compat.is_chief():  # in inference a rank may call it alone
+    model(torch.ones(3, 6).double())
+model.train()
+
+if compat.size() > 1:
+    model, (rows, targets) = normalizing(), next(uneven())
+
+    def alone():
+        if compat.is_chief():
+            with torch.no_grad():
+                model(rows)
+        mse(model)(rows, targets).backward()
+
+    said["alone"] = told(alone)
+    model.zero_grad()
+
+    def other_shares():
+        "Of two calls this pass comes to one."
+        unused = model(rows[: 5 + 20 * compat.rank()])
+        mse(model)(rows, targets).backward()
+
+    said["shares"] = told(other_shares)
+
+    class Own(nn.BatchNorm1d):
+        def forward(self, rows):
+            return (rows - rows.mean(0)) / rows.std(0)
+
+    said["own"] = told(lambda: normalizing(lambda: layers(Own))(rows))
+"""
+
+
+def test_batch_normalization_has_the_samples_of_all_ranks(jobs):
+    """Losses, weights and averages, in float64; with the option off they differ."""
+    ((one,), (alone,)), (both, said) = (job["normalized"] for job in jobs)
+    ranks.check_arrays(one, *both, tolerance=1e-12)
+    assert alone["warned"] == said[0]["warned"] == said[1]["warned"] == []
+    assert np.abs(np.subtract(alone["off"], said[0]["off"])).max() > 1e-4
+    assert [each["alone"] for each in said] == [
+        "RankError: Batch normalization of all ranks' samples needs all ranks in the same pass, "
+        "and they are in different ones: rank 0 in a forward pass without gradients, rank 1 in a "
+        "forward pass. Have each call the model in training for the same batches, in the same "
+        "order. In inference (model.eval()) a rank may call it alone."
+    ] * 2
+    for each in said:
+        assert each["shares"] == [
+            "Batch normalization of Sequential uses the samples of all ranks. Its gradients were "
+            "weighted by the rows of all calls of the model since the last backward pass, and this "
+            "pass does not come to all of them, of which ranks have different shares. So the ranks "
+            "train to other numbers than one process. Call backward() after each call of the "
+            "model, or give every rank the same number of rows."
+        ]
+        assert set(each["own"]) == {
+            "A layer Own does not normalize by torch.nn.functional.batch_norm(), so that it has "
+            "the statistics of each rank's own samples unless it exchanges them by itself."
+        }
+
+
 # Keras ----------------------------------------------------------------------------------------
 
 KERAS = OWN_STEPS
@@ -1462,6 +1642,77 @@ def test_keras_trains_in_every_precision_and_by_any_step(jobs):
             assert each["reporting"][name] == pytest.approx(alone["reporting"][name], abs=1e-5)
 
 
+KERAS_NORMALIZED = """
+from compat._runtime.process import process
+
+layers, floatx, policy = keras.layers, keras.config.floatx(), keras.config.dtype_policy()
+keras.config.set_floatx("float64")
+keras.config.set_dtype_policy("float64")
+
+
+def normalizing(first=(), last=(), by_layer=False, **options):
+    "A layer asks by an attribute: Keras refuses the argument on torch."
+    parts = [*first, layers.BatchNormalization(**options), *last]
+    for part in parts:
+        if isinstance(part, layers.BatchNormalization):
+            part.synchronized = by_layer and compat.size() > 1
+    return keras.Sequential([layers.Input((6,)), *parts, dense(1)], name="net")
+
+
+kinds = {
+    "dense": lambda: normalizing([dense(5)], [layers.ReLU()]),
+    "by layer": lambda: normalizing([dense(5)], by_layer=True),
+    "renormalized": lambda: normalizing([dense(5)], renorm=True),
+    "convolutional": lambda: normalizing(
+        [layers.Reshape((2, 3, 1)), layers.Conv2D(4, 2)], [layers.Flatten()]),
+    "masked": lambda: normalizing(
+        [layers.Reshape((3, 2)), layers.Masking()], [layers.SimpleRNN(4)]),
+}
+masked = x.astype("float64")
+masked[::3, 4:] = 0
+parts = compat.shard((masked, y), BATCH)
+
+
+def trained(name, asked=True):
+    keras.utils.set_random_seed(compat.rank())
+    model = compat.parallelize(kinds[name](), sync_batch_norm=asked)
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    model.fit(*parts, rows, 2, shuffle=False, verbose=0)
+    weights[name if asked or name == "by layer" else "off"] = model.get_weights()
+    return model
+
+
+def all_kinds():
+    for name in kinds:
+        trained(name, None if name == "by layer" else True)
+    process.configuration.settings.verify = 2
+    trained("dense")
+    process.configuration.settings.verify = 0
+
+
+said["warned"] = told(all_kinds)
+verified = [each for each in process.verified if each.steps["train"] == 2][-1:]
+said["verified"] = [sorted(each.incomparable.values()) for each in verified]
+trained("dense", None)
+said["off"] = weights.pop("off")[0].tolist()
+model = trained("by layer", None)
+if compat.is_chief():
+    model.predict(masked, verbose=0)  # which exchanges nothing
+keras.config.set_floatx(floatx)
+keras.config.set_dtype_policy(policy)
+"""
+
+
+def test_layers_of_keras_normalize_by_the_samples_of_all_ranks(jobs):
+    """Weights and averages, in float64; with the option off they differ."""
+    ((one,), (alone,)), (both, said) = (job["keras_normalized"] for job in jobs)
+    ranks.check_arrays(one, *both)
+    assert alone["warned"] == said[0]["warned"] == said[1]["warned"] == []
+    assert np.abs(np.subtract(alone["off"], said[0]["off"])).max() > 1e-4
+    for each in said:  # the gradient of a bias before batch normalization is 0 but for rounding
+        assert set(each["verified"][0]) <= {"one device does not repeat it"}
+
+
 KERAS_REFUSED = """
 def compiled(loss="mse", **options):
     model = compat.parallelize(keras.models.Sequential([dense(1, input_shape=(6,))], name="net"))
@@ -1545,14 +1796,15 @@ def jobs(tmp_path_factory):
     """Return the results of one process and two ranks for the programs above."""
     own = {"loaders": LOADERS, "buckets": BUCKETS, "calls": CALLS, "passes": PASSES}
     own.update(targets=TARGETS, reduced=REDUCED, state=STATE, drifting=DRIFTING, refused=REFUSED)
-    own.update(hooks=HOOKS, threads=THREADS)
+    own.update(hooks=HOOKS, threads=THREADS, normalized=NORMALIZED)
     programs = {name: BEGIN + program for name, program in own.items()}
     for_all = {"metrics": ranks.METRICS, "losses": "REDUCTIONS = True\n" + ranks.LOSSES}
     for_all.update(own_losses=ranks.OWN_LOSSES, late_drift=ranks.LATE_DRIFT)
     programs.update((name, ranks.of_keras_3(program)) for name, program in for_all.items())
     # The last one ends the exchange on a rank.
     programs.update(THREE_RANKS)
-    programs.update(keras=KERAS, verified=VERIFIED, refused_of_keras=KERAS_REFUSED)
+    programs.update(keras=KERAS, verified=VERIFIED, keras_normalized=KERAS_NORMALIZED)
+    programs.update(refused_of_keras=KERAS_REFUSED)
     ranks_alone = ["own_losses", "late_drift", "verified", "refused_of_keras", *RANKS_ALONE]
     ranks_alone += ["drifting", "refused", "hooks"]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "torch", ranks_alone)

@@ -1,0 +1,148 @@
+"""Batch normalization by the mean and the variance of all ranks' samples.
+
+In training, a layer that asks for it gathers the moments of all ranks once in the forward pass, and
+the gradients by them once in the backward pass.
+"""
+
+import weakref
+from typing import Any, Iterable, Optional
+
+import torch
+
+from ... import errors
+from ..._runtime import patching, synchronized
+from . import batch_norm, keras_batch_norm
+from .arguments import first_batch
+from .native import ForwardMethod
+from .ranked_reductions import RankReductions
+
+_LAYERS = torch.nn.modules.batchnorm._BatchNorm
+
+
+class _FunctionMode(torch.overrides.TorchFunctionMode):
+    """A context in which ``torch.nn.functional.batch_norm()`` has the samples of all ranks."""
+
+    def __init__(self, reductions: RankReductions) -> None:
+        super().__init__()
+        self.reductions, self.is_used = reductions, False
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.batch_norm:
+            return func(*args, **kwargs)
+        self.is_used = True
+        return batch_norm.compute(self.reductions, func, args, kwargs)
+
+
+class _OfRank(patching.InstanceMethod):
+    """A method of a layer that normalizes, in a model that is one of several ranks'.
+
+    Deep copies of a layer share it.
+    """
+
+    def __init__(self):
+        super().__init__([])
+        self.exchanges = weakref.WeakKeyDictionary()  # layer -> that of its model
+
+    def reductions(self, layer: Any, inputs: torch.Tensor) -> "Optional[RankReductions]":
+        """Return the reductions of a call in training; None: it has this rank's samples alone."""
+        exchange = self.exchanges.get(layer)
+        model = None if exchange is None else exchange.model()
+        if model is None or exchange.source.is_alone:
+            return None
+        is_asked = synchronized.is_asked(model) or synchronized.asks(layer)
+        if not is_asked or exchange.source.is_only_traced(model, inputs):
+            return None
+        return RankReductions(exchange, getattr(layer, "process_group", None))
+
+
+class RankedNormForward(_OfRank, ForwardMethod):
+    """The ``forward`` of a module of torch."""
+
+    is_unused = False  # all ranks' samples, as a warning has said
+
+    @torch.compiler.disable
+    def invoke(self, layer, *args, **kwargs):
+        """Normalize by all ranks' samples in training."""
+        forward = self.plain(layer)
+        if type(layer) is torch.nn.SyncBatchNorm:  # its own refuses tensors of CPUs
+            forward = _LAYERS.forward.__get__(layer)
+        inputs = first_batch((args, kwargs))
+        reductions = self.reductions(layer, inputs) if layer.training else None
+        if reductions is None:
+            return forward(*args, **kwargs)
+        with _FunctionMode(reductions) as mode:
+            result = forward(*args, **kwargs)
+        if not mode.is_used and not self.is_unused:
+            self.is_unused = True
+            errors.warn(
+                f"A layer {type(layer).__name__} does not normalize by "
+                "torch.nn.functional.batch_norm(), so that it has the statistics of each rank's "
+                "own samples unless it exchanges them by itself."
+            )
+        return result
+
+
+class RankedKerasMoments(_OfRank):
+    """The function by which a layer of Keras computes moments, in training."""
+
+    method = "_moments"
+
+    def invoke(self, layer, inputs, mask):
+        """Compute those of all ranks' samples."""
+        reductions = self.reductions(layer, inputs)
+        if reductions is not None:
+            return keras_batch_norm.whole_moments(reductions, layer, inputs, mask)
+        with patching.replaced(layer, synchronized=False):  # which Keras refuses on torch
+            return self.plain(layer)(inputs, mask)
+
+
+def follow(exchange: Any, model: Any, parts: "Iterable[Any]") -> None:
+    """Have layers of a rank's model that ask for it normalize by all ranks' samples.
+
+    Arguments:
+        exchange: the ``Exchange`` of the model's gradients.
+        model: the model.
+        parts: the modules within it.
+    """
+    is_asked = synchronized.is_asked(model)
+    named = ((str(place), part) for place, part in enumerate(parts))
+    found = synchronized.layers(named).values()
+    layers = [layer for layer in found if is_asked or synchronized.asks(layer)]
+    for layer in layers:
+        kind = RankedNormForward if isinstance(layer, _LAYERS) else RankedKerasMoments
+        if kind.of(layer) is None and hasattr(layer, kind.method):
+            kind().install(layer)
+        method = kind.of(layer)
+        if method is not None:
+            method.exchanges[layer] = exchange
+    if layers or is_asked:
+        exchange.engine.prepare_statistics()
+    exchange.calls_batch_norm = is_asked  # until a pass shows that it does not
+
+
+def call(exchange: Any, model: torch.nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+    """Return the result of a model, whose own calls of functions normalize by all ranks' samples.
+
+    A model that has not called such a function in its first pass is taken to call none later.
+
+    Arguments:
+        exchange: the ``Exchange`` of its gradients.
+        model: the model.
+        forward: its plain method.
+        args: arguments of the call.
+        kwargs: likewise, by name.
+    """
+    is_asked = model.training and synchronized.is_asked(model) and not exchange.source.is_alone
+    if not is_asked or not exchange.calls_batch_norm:
+        return forward(*args, **kwargs)
+    with _FunctionMode(RankReductions(exchange)) as mode:
+        result = _eager(forward, args, kwargs)
+    exchange.calls_batch_norm = mode.is_used
+    return result
+
+
+@torch.compiler.disable
+def _eager(forward, args, kwargs):
+    """Call a function, also where torch.compile() has compiled it."""
+    return forward(*args, **kwargs)
