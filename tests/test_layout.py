@@ -290,6 +290,7 @@ OF_ONE_BACKEND = {
     "mxnet.comparison": "no version of an array: values tell whether it was written",
     "mxnet.executors": "graphs are bound to a context before they run",
     "mxnet.gradient_store": "Module has gradients summed by an object, a KVStore",
+    "mxnet.joined_executors": "executors cannot wait for each other within a graph",
     "mxnet.keras_mxnet_fixes": "faults of keras-mxnet",
     "mxnet.keras_phases": "a graph for each of training, testing and prediction, cut in two",
     "mxnet.keras_replicas": "a kind of models: Keras'",
@@ -298,6 +299,7 @@ OF_ONE_BACKEND = {
     "mxnet.module": "a kind of models: Module",
     "mxnet.optimizer_states": "step counts and states are those of a device",
     "mxnet.synchronization": "what is computed in the background fails, and writes, later",
+    "mxnet.worker_threads": "threads have memory and random numbers of MXNet's",
     "mxnet.watched_calls": "calls of models without Keras, observed by the usage check",
     "tensorflow1.colocation": "Keras does not ask that gradients run beside what they belong to",
     "tensorflow1.copying": "replicas of a static graph are copies of its operations",
@@ -379,8 +381,12 @@ OF_ONE_BACKEND = {
 # proves it.
 TESTED_IN = {
     "cntk.ranks": "test_mpi.py",
+    "mxnet.joined_executors": "test_batch_norm.py",
     "mxnet.ranks": "test_horovod.py",
+    "mxnet.reductions": "test_batch_norm.py",
+    "mxnet.thread_state": "test_batch_norm.py",
     "mxnet.weight_copies": "test_traffic.py",
+    "mxnet.worker_threads": "test_batch_norm.py",
     "tensorflow1.ranks": "test_horovod.py",
     "tensorflow1.weight_copies": "test_traffic.py",
     "tensorflow2.ranked_reductions": "test_horovod.py",
@@ -507,6 +513,8 @@ CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "rem
 CHANGING |= {"update"}
 # Other variables of modules that functions change, and why they are not in ``process``.
 KEPT_BY_MODULES = {
+    "compat._backends.mxnet.worker_threads._idle": "threads that MXNet has memory for are kept",
+    "compat._backends.mxnet.worker_threads._seed": "as MXNet keeps it",
     "compat._backends.tensorflow1.configuration._defaults": "the sessions' patch stays as well",
     "compat._backends.tensorflow1.executions._recordings": "empty but while something records",
     "compat._backends.tensorflow1.profiler._around_calls": "empty but while something records",

@@ -54,7 +54,7 @@ class ReplicaTurn:
         self.was_started = self.is_finished = False
         self.request: "Any" = None  # that it waits for: a key, a value, and a function of all
         name = f"compat replica {index}"
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread: "Any" = threading.Thread(target=self.run, name=name, daemon=True)
 
     def start(self) -> None:
         """Start the thread, which waits for its turn."""
@@ -67,7 +67,8 @@ class ReplicaTurn:
                 raise error.__context__ from None
             raise
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Run the function, when it is this replica's turn."""
         self.lock.acquire()
         try:
             if not self.threads.is_stopped:
@@ -76,6 +77,7 @@ class ReplicaTurn:
                     self.outcome = self.function()
         except BaseException as error:
             self.error = error
+        _thread.turn = None  # of a thread that may be kept
         self.is_finished = True
         _release(self.threads.returned)
 

@@ -7,19 +7,19 @@ replaces on a model.
 import contextlib
 import ctypes
 import threading
-from _thread import get_ident
 from typing import Any, Dict
 
 import mxnet as mx
 
 from ..._runtime import patching
 from .arrays import context_of
+from .thread_state import caller
 
 _lock = threading.Lock()
 
 
 class ContextCounter:
-    """Counts the operations that each context executes in one thread.
+    """Counts the operations that each context executes in one thread, and in those of replicas.
 
     Arguments:
         devices: the names of the contexts.
@@ -29,19 +29,19 @@ class ContextCounter:
     def __init__(self, devices, listener):
         self.counts = dict.fromkeys(devices, 0)
         self._listener = listener
-        self._thread = get_ident()
+        self._thread = caller()
         self._executors: "Dict[int, Any]" = {}  # by id: those that have run
 
     def note(self, arrays):
         """Count an operation that has these results."""
-        if get_ident() == self._thread:
+        if caller() == self._thread:
             for name in {str(context_of(array)) for array in arrays}:
                 if name in self.counts:
                     self.counts[name] += 1
 
     def note_graph(self, executor):
         """Count a run of an executor. Where one runs again, the first step is over."""
-        if get_ident() == self._thread:
+        if caller() == self._thread:
             if id(executor) in self._executors and all(self.counts.values()):
                 self._listener.remove(self)
             else:

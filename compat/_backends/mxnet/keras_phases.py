@@ -1,16 +1,17 @@
 """The graphs of a Keras model on several contexts: cut in two, and their executors."""
 
-from typing import Any, List
+from typing import Any, Dict, List
 
 import mxnet as mx
 from keras.backend import mxnet_backend as K
 
 from ... import _rows
 from ..._rows import Fallback, Reason, splitting
-from ..._runtime import work
-from . import partition
-from .executors import bound
+from ..._runtime import synchronized, work
+from . import joined_executors, partition
+from .executors import arrays_for, bound
 from .graph import Graph
+from .joined_executors import JoinedExecutor, Replica
 from .propagation import Propagation
 from .trial import propagate_and_try
 
@@ -57,11 +58,23 @@ class Phase:
             fallback = Fallback(Reason.CROSS_BATCH)
         elif len(self.contexts) > 1:  # else one runs the whole batch
             propagation, fallback = self._propagate(graph, inputs)
+        is_asked = synchronized.is_asked(model)
+        if self.is_train and fallback is None:
+            types = {name: array.dtype for name, array in self.arrays[0].items()}
+            refused = joined_executors.refused(graph, is_asked, types)
+            if refused and len(self.contexts) > 1:
+                name = graph.nodes[refused[0]]["name"]
+                propagation, fallback = Propagation(graph), Fallback(Reason.CROSS_BATCH, name)
         if fallback is not None:
             reach = _rows.DOWNSTREAM if fallback.operation else "The model"
             context = self.contexts[0]
             _rows.warn_unsplit(model, model.name, fallback, context, reach, replicas)
         self.body, self.head_symbol, self.cuts, self.places = partition.cut(propagation)
+        # Whether replicas normalize by the statistics of all of them: see ``joined_executors``.
+        self.is_asked, self.is_joined = is_asked, False
+        if self.is_train and self.cuts:
+            nodes = joined_executors.synchronized(Graph([], self.body), is_asked)
+            self.is_joined = bool(nodes)
 
     def _propagate(self, graph, inputs):
         """Infer placements, and try them.
@@ -107,13 +120,26 @@ class Phase:
         self.shapes = None  # until all are made, in case that is interrupted
         rows, count = inputs[0].shape[0], len(self.contexts)
         self.sizes = splitting.sizes(rows, count)
-        for replica, (context, held) in enumerate(zip(self.contexts, self.arrays)):
-            # An executor with a row, whose results are not used, where the shard is empty.
-            shard = {name: (self.sizes[replica] or 1,) + shapes[name][1:] for name in self.sharded}
-            body = bound(self.body, context, shard, {}, held, self.trained, self.sparse)
-            self.bodies.append(body)
-            if self.sizes[replica]:
-                self.filled.append((body, slice(*splitting.bounds(rows, count, replica))))
+        is_joined = self.is_joined and min(rows, count) > 1
+        made: "List[Any]" = []
+        for size, context, held in zip(self.sizes, self.contexts, self.arrays):
+            # With a row, whose results are not used, where the shard is empty.
+            shard = {name: (size or 1,) + shapes[name][1:] for name in self.sharded}
+            types: "Dict[str, Any]" = {}
+            arguments = self.body, context, shard, types, held, self.trained, self.sparse
+            if is_joined:
+                made.append(Replica(context, shard, *arrays_for(*arguments)))
+            else:
+                made.append(bound(*arguments))
+        filled = [replica for replica, size in enumerate(self.sizes) if size]
+        if is_joined:
+            running = [made[replica] for replica in filled]
+            made = running = JoinedExecutor(self.body, self.is_asked, running, {}).replicas
+        else:
+            running = [made[replica] for replica in filled]
+        self.bodies = made
+        for replica, body in zip(filled, running):
+            self.filled.append((body, slice(*splitting.bounds(rows, count, replica))))
         if self.head_symbol is not None:
             cut = dict(zip(self.cuts, self.bodies[0].outputs))
             whole = {name: (rows,) + tuple(output.shape[1:]) for name, output in cut.items()}

@@ -147,9 +147,9 @@ class KerasReplicas(Replicas):
 
     Differs from one device:
 
-    - BatchNormalization normalises each shard by its own statistics. The moving averages take
-      one step to the mean of the replicas' new values, weighted by shard size, as
-      tf.distribute.MirroredStrategy does.
+    - BatchNormalization normalises each shard by its own statistics, unless it is asked for those
+      of the whole batch: see ``joined_executors``. The moving averages take one step to the mean
+      of the replicas' new values, weighted by shard size, as tf.distribute.MirroredStrategy does.
     - Dropout draws an independent mask in each replica.
 
     Cross-batch operations, and all that depend on them, belong to the head, with a warning, since

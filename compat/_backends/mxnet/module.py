@@ -13,10 +13,12 @@ import numpy as np
 
 from ... import _rows, errors
 from ..._rows import Fallback, Reason, splitting
-from ..._runtime import work
+from ..._runtime import synchronized, work
 from ..._runtime.patching import InstanceMethod, replaced
+from . import joined_executors
 from .gradient_store import store_for
 from .graph import Graph
+from .joined_executors import JoinedExecutor, Replica
 from .locks import making
 from .propagation import grown
 from .trial import propagate_and_try
@@ -28,8 +30,9 @@ def parallelize(module, contexts):
 
     This must come before ``bind()``.
 
-    Differs from one context: BatchNorm normalises each shard by its own statistics; the running
-    ones take one step to the mean of the shards' new values, weighted by size.
+    Differs from one context: BatchNorm normalises each shard by its own statistics, unless it is
+    asked for those of the whole batch; the running ones take one step to the mean of the shards'
+    new values, weighted by size.
 
     Raises:
         UnsupportedError: the module is bound, or is not a plain ``Module``.
@@ -100,6 +103,36 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
     """
 
     is_monitored = False
+    _joined = None  # replicas of a ``JoinedExecutor``, for the present executors
+    _is_joined = False  # whether these have run the last batch
+
+    def bind_exec(self, *args, **kwargs):
+        """Bind executors of the shards."""
+        self._joined = None
+        super().bind_exec(*args, **kwargs)
+
+    def _replicas(self, filled):
+        """Return executors that normalize by the statistics of all of these, or None."""
+        if self._joined is None:
+            is_asked, graph = synchronized.is_asked(self.module), Graph([], self.symbol)
+            nodes = joined_executors.synchronized(graph, is_asked)
+            # Alone, an operation of MXNet's that does so would wait for others.
+            has_own = joined_executors.synchronized(graph, False)
+            is_needed = nodes and (len(filled) > 1 or has_own)
+            self._joined = self._join(filled, is_asked) if is_needed else []
+        return self._joined or None
+
+    def _join(self, filled, is_asked):
+        replicas = []
+        for number in filled:
+            executor = self.execs[number]
+            inputs = self.data_shapes + (self.label_shapes or [])
+            shapes = {desc.name: executor.arg_dict[desc.name].shape for desc in inputs}
+            gradients = {n: array for n, array in executor.grad_dict.items() if array is not None}
+            arrays = executor.arg_dict, gradients, executor.aux_dict
+            groups = self.group2ctxs[number] or {}
+            replicas.append(Replica(self.contexts[number], shapes, *arrays, groups))
+        return JoinedExecutor(self.symbol, is_asked, replicas, self.grad_req).replicas
 
     @property
     def sizes(self):
@@ -136,13 +169,16 @@ class _Group(mx.module.executor_group.DataParallelExecutorGroup):
         filled = [i for i, size in enumerate(self.sizes) if size]
         whole = {name: getattr(self, name) for name in ("execs", "slices", "contexts")}
         parts = {name: [items[i] for i in filled] for name, items in whole.items()}
+        if self._is_joined:
+            parts["execs"] = self._replicas(filled) or parts["execs"]
         with replaced(self, **parts):
             return method(*args, **kwargs)
 
     def forward(self, data_batch, is_train=None):
         """Run the executors on their shards, and count the batch."""
-        self._where_rows_are(super().forward, data_batch, is_train)
         training = self.for_training if is_train is None else is_train
+        self._is_joined = training
+        self._where_rows_are(super().forward, data_batch, is_train)
         idle = len(self.names) - len(self.contexts)
         work.count(self.names, self.sizes + [0] * idle, training)
 
@@ -200,6 +236,9 @@ def _fallback(module, inputs, context):
     shapes = {d.name: grown(d.shape, placements.get(d.name), count) for d in inputs}
     fed = {name: random.uniform(0.5, 2.5, shape) for name, shape in shapes.items()}
     graph, types = Graph([], module.symbol), {d.name: d.dtype for d in inputs}
+    refused = joined_executors.refused(graph, synchronized.is_asked(module), types)
+    if refused:
+        return Fallback(Reason.CROSS_BATCH, graph.nodes[refused[0]]["name"])
     propagation, fallback = propagate_and_try(graph, placements, fed, context, types, {})
     if fallback is not None:
         return fallback

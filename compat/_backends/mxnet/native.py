@@ -1,5 +1,7 @@
 """Gluon blocks on several contexts."""
 
+import contextlib
+import functools
 from typing import Any, Dict, List, Optional, Set, Tuple
 
 import mxnet as mx
@@ -7,16 +9,19 @@ import mxnet as mx
 from ... import _rows, errors
 from ..._configuration import settings
 from ..._rows import Fallback, Placement, Reason, splitting
+from ..._rows.replica_threads import current_turn
 from ..._rows.splitting import unsplit
-from ..._runtime import work
-from . import merging, state, weight_copies
+from ..._runtime import synchronized, work
+from ..._runtime.patching import replaced
+from . import batch_norm, merging, reductions, state, weight_copies
 from .arguments import Arguments
 from .arrays import context_of, leaves
+from .graph import Graph
 from .locks import making
 from .optimizer_states import move_trainer
 from .replicas import Replicas, ReplicatedCall
 from .side_effects import SideEffects
-from .state import parameters_of, states_of
+from .state import blocks, parameters_of, states_of
 from .synchronization import clear_errors, wait_for_updates
 from .trial import BlockTrial
 from .verification import BlockCall
@@ -101,7 +106,8 @@ class BlockReplicas(Replicas):
 
     Differs from one context:
 
-    - BatchNorm normalises each shard by its own statistics. The running ones take one step to
+    - BatchNorm normalises each shard by its own statistics, unless it is asked for those of the
+      whole batch: then replicas take turns, see ``reductions``. The running ones take one step to
       the mean of the replicas' new values, weighted by shard size, before they are next used,
       read or saved. (MXNet's own practice lets them drift apart.)
     - Dropout draws an independent mask in each replica.
@@ -129,6 +135,7 @@ class BlockReplicas(Replicas):
         # of the trial, of which a single one is inconclusive.
         self._kinds: "Dict[Any, Tuple[Optional[List[Placement]], int]]" = {}
         self._done: "Set[Any]" = set()  # the kinds of which there was a call
+        self._is_normalizing = False
         self.effects = SideEffects(block)
         self.verification = None  # of the first calls
         state.follow_replicas()
@@ -178,6 +185,7 @@ class BlockReplicas(Replicas):
             return self._run_where_arrays_lie(args, settings.listed(list(map(str, contexts))))
         self.prepare(contexts)
         self._check_contexts(arrays)
+        self._is_normalizing = mx.autograd.is_training() and self._normalizes()
         verification = self.verification
         if verification is not None and self._kinds[self._kind(args)][0] is not None:
             # On which batch normalization and dropout depend, not on whether autograd records.
@@ -224,7 +232,8 @@ class BlockReplicas(Replicas):
         self.copies.begin()
         if self._sizes is not None:
             self._sizes = work.unsplit_sizes(self.names, 1)
-        return self.written(self.contexts[0], args, lambda array: array)
+        with self.uncompiled() if self.reduces() else contextlib.ExitStack():
+            return self.written(self.contexts[0], args, lambda array: array)
 
     def written(self, context, args, rows):
         """Run the block's own ``forward`` on a context, where blocks within do not split again.
@@ -234,13 +243,20 @@ class BlockReplicas(Replicas):
             args: those of the whole batch.
             rows: a function that returns a replica's shard of an array.
         """
-        with unsplit, context:
+        with unsplit, context, contextlib.ExitStack() as stack:
+            if self.reduces():
+                is_asked = synchronized.is_asked(self.block)
+                stack.enter_context(batch_norm.synchronizing(is_asked))
             return self.plain(self.arguments.shard(args, rows, context))
 
     def run(self, args: "Tuple[Any, ...]") -> "Any":
         """Run the block on all contexts, or unsplit on the first one."""
         kind = self._kind(args)
         placements, _ = self._kinds[kind]
+        reduces = self.reduces()
+        if reduces and placements is not None and self._compiled_batch_norm():
+            self._leave_unsplit(kind, Fallback(Reason.CROSS_BATCH, self._compiled_batch_norm()))
+            placements = None
         if placements is None:
             return self._run_counted(args)
         self._unite_statistics()
@@ -248,19 +264,29 @@ class BlockReplicas(Replicas):
         all_sizes = splitting.sizes(rows, count)
         replicas = [i for i, size in enumerate(all_sizes) if size]
         sizes = [all_sizes[i] for i in replicas]
-        copies, effects, results, changes = self.copies, self.effects, [], []
+        copies, effects, changes = self.copies, self.effects, []
         statistics, states = states_of(self.block, self.operations)
         copies.begin(states, replicas)
         effects.begin()
         if kind not in self._done:
             copies.guard([p for p in parameters_of(self.block) if p not in statistics])
         fallback = Fallback(Reason.NO_RULE)  # unless all replicas succeed
+
+        def replica(i):
+            if current_turn() is not None:
+                current_turn().suspensions.append(effects.suspended)
+            part = slice(*splitting.run_bounds(rows, count, i))
+            with copies.replica(i):
+                result = self.written(self.contexts[i], args, lambda array: array[part])
+            return result, effects.taken()
+
         try:
-            for i in replicas:
-                part = slice(*splitting.run_bounds(rows, count, i))
-                with copies.replica(i):
-                    results.append(self.written(self.contexts[i], args, lambda a: a[part]))  # noqa: B023
-                changes.append(effects.taken())
+            if reduces:
+                with self.uncompiled():
+                    outcomes = reductions.run([functools.partial(replica, i) for i in replicas])
+            else:
+                outcomes = [replica(i) for i in replicas]
+            results, changes = map(list, zip(*outcomes))
             unmerged = copies.united(replicas)
             if unmerged is None and not merging.are_of(placements, results, sizes):
                 unmerged = Fallback(Reason.TRIAL_DIFFERS)
@@ -326,6 +352,54 @@ class BlockReplicas(Replicas):
         name, context = self.block.name, self.contexts[0]
         _rows.warn_unsplit(self.block, name, fallback, context, "The block", self)
         self._kinds[kind] = None, 2
+
+    # Batch normalization ------------------------------------------------------------------------
+
+    def _normalizes(self):
+        """Return whether blocks within may normalize by the statistics of the whole batch."""
+        if not set(batch_norm.SYNCHRONIZED).isdisjoint(self.operations.values()):
+            return True
+        if not synchronized.is_asked(self.block):
+            return any(map(synchronized.asks, blocks(self.block)))
+        parts = list(blocks(self.block))
+        return bool(synchronized.layers((part.name, part) for part in parts)) or any(
+            isinstance(part, mx.gluon.SymbolBlock) or not type(part).__module__.startswith("mxnet.")
+            for part in parts
+        )
+
+    def reduces(self) -> bool:
+        """Return whether replicas normalize by the statistics of the whole batch, as it is now."""
+        return self._is_normalizing and mx.autograd.is_training()
+
+    def normalized_apart(self) -> "List[Any]":
+        """Return the running statistics of which replicas have those of their own rows."""
+        is_asked, synchronizing = synchronized.is_asked(self.block), batch_norm.SYNCHRONIZED
+        kinds = synchronizing + (batch_norm.NORMALIZING if is_asked else ())
+        layers = [part for part in blocks(self.block) if is_asked or synchronized.asks(part)]
+        united = {parameter for part in layers for parameter in part.params.values()}
+        means, _ = states_of(self.block, self.operations)
+        return [p for p in means if p not in united and self.operations.get(p.name) not in kinds]
+
+    def _compiled_batch_norm(self):
+        """Return the name of a block that MXNet has as a graph, which cannot wait; or None."""
+        for part in blocks(self.block):
+            if isinstance(part, mx.gluon.SymbolBlock):
+                kinds = batch_norm.NORMALIZING if synchronized.is_asked(self.block) else ()
+                graph = Graph([], mx.sym.Group(list(part._cached_graph[1])))
+                if {node["op"] for node in graph.nodes}.intersection(
+                    kinds + batch_norm.SYNCHRONIZED
+                ):
+                    return part.name
+        return None
+
+    @contextlib.contextmanager
+    def uncompiled(self):
+        """Have blocks run operation by operation within: compiled ones cannot wait."""
+        with contextlib.ExitStack() as stack:
+            for part in dict.fromkeys(blocks(self.block)):  # one may be there twice
+                if getattr(part, "_active", False):
+                    stack.enter_context(replaced(part, _active=False))
+            yield
 
     def arrays_of(self, parameter: "Any") -> "List[Any]":
         """Return the arrays of a parameter in all replicas."""

@@ -139,6 +139,10 @@ class SideEffects:
         """Restore the state before the calls."""
         self._effects.restore()
 
+    def suspended(self):
+        """Undo the changes of a call since ``begin()``; return a function that redoes them."""
+        return self._effects.suspended()
+
     def taken(self):
         """Revert the changes of a call since ``begin()``, and return them by place."""
         return {self._place(change): change for change in self._effects.take()}

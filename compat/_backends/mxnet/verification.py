@@ -17,13 +17,13 @@ import mxnet as mx
 import numpy as np
 
 from ... import _keras, _verification
-from ..._runtime import work
+from ..._runtime import synchronized, work
 from ..._verification import keras2, keras_steps
 from .arrays import leaves, like, mapped
 from .custom_gradients import gradients_kept
 from .profiler import products
 from .side_effects import BlockState
-from .state import parameters_of, states_of
+from .state import parameters_of
 from .synchronization import wait_for_updates
 
 # The replicas' name for each kind of step.
@@ -32,7 +32,8 @@ _PHASES = {"train": "train", "evaluate": "test", "predict": "predict"}
 
 class _MXNetStep(keras2.ArraysStep):
     def by_design(self, inference, changed):
-        training = self.kind == "train" and not inference
+        is_synchronized = synchronized.is_asked(self.model)
+        training = self.kind == "train" and not inference and not is_synchronized
         layers = _keras.all_layers_of_keras2(self.model)
         return keras_steps.normalised(layers) if training else None
 
@@ -105,8 +106,9 @@ class BlockCall(_verification.Step):
         if inference or not self.is_training:
             return None
         # Operations of a traced block are known once it has run on all contexts.
-        means, _ = states_of(self.block, self.replicas.operations)
-        return _verification.NORMALISED.format("block", self.block.name) if means else None
+        if not self.replicas.normalized_apart():
+            return None
+        return _verification.NORMALISED.format("block", self.block.name)
 
     def attributes(self):
         return BlockState(self.block)

@@ -1,0 +1,285 @@
+"""One executor of the graphs of all replicas, in which they exchange batch statistics.
+
+Executors of MXNet cannot wait for each other. So a graph is repeated for each replica, on its
+context, and batch normalization between them is replaced by moments that are merged once.
+"""
+
+import ast
+import itertools
+from typing import Any, Dict, List, NamedTuple, Sequence, Set
+
+import mxnet as mx
+import numpy as np
+
+from . import batch_norm
+from .graph import Entry, Graph, inferred
+
+_INPUTS = ("data", "gamma", "beta", "moving_mean", "moving_var")
+
+
+def synchronized(graph: "Graph", is_asked: bool) -> "Set[int]":
+    """Return the numbers of a graph's nodes that use the whole batch's statistics in training.
+
+    Arguments:
+        graph: a ``Graph``.
+        is_asked: whether all batch normalization; else operations that do so by themselves.
+    """
+    kinds = batch_norm.SYNCHRONIZED + (batch_norm.NORMALIZING if is_asked else ())
+    return {
+        number
+        for number, node in enumerate(graph.nodes)
+        if node["op"] in kinds and not _attribute(node, "use_global_stats", False)
+    }
+
+
+def refused(graph: "Graph", is_asked: bool, types: "Dict[str, Any]") -> "List[int]":
+    """Return those of them that several executors cannot run together.
+
+    Arguments:
+        graph: as for ``synchronized``.
+        is_asked: likewise.
+        types: of variables, by name, as far as they are known.
+    """
+    numbers = sorted(synchronized(graph, is_asked))
+    kinds = _types(graph, numbers, types)
+    return [
+        number
+        for number in numbers
+        if graph.nodes[number]["op"] == "BatchNorm_v1"
+        or _attribute(graph.nodes[number], "output_mean_var", False)
+        or not _is_copied(kinds[number])
+    ]
+
+
+def _types(graph, numbers, known):
+    """Return the type of the data of nodes that normalize, by the nodes' numbers."""
+    if not numbers:
+        return {}
+    data = graph.symbol([graph.inputs[number][0] for number in numbers])
+    return dict(zip(numbers, inferred(data.infer_type, data, known)[1] or itertools.repeat(None)))
+
+
+def _is_copied(dtype):
+    """Return whether executors can copy arrays between contexts: before MXNet 1.7, of float32."""
+    dtype = "float32" if dtype is None or np.dtype(dtype) == "float16" else dtype
+    try:
+        copy = mx.sym._internal._CrossDeviceCopy(data=mx.sym.var("data"))
+        if hasattr(copy, "_infer_type_impl"):  # the other one prints its arguments
+            return copy._infer_type_impl(False, data=np.dtype(dtype))[0] is not None
+        return copy.infer_type(data=np.dtype(dtype))[0] is not None
+    except mx.base.MXNetError:
+        return False
+
+
+def _attribute(node, name, default):
+    value = node["attrs"].get(name)
+    return default if value is None else ast.literal_eval(value.capitalize())
+
+
+class Replica(NamedTuple):
+    """What an executor of all replicas has of one.
+
+    Attributes:
+        context: the replica's.
+        shapes: of its inputs, by name.
+        arguments, gradients, states: arrays by name.
+        groups: the contexts of parts of the graph, by ``ctx_group``.
+    """
+
+    context: Any
+    shapes: "Dict[str, Any]"
+    arguments: "Dict[str, Any]"
+    gradients: "Dict[str, Any]"
+    states: "Dict[str, Any]"
+    groups: "Dict[str, Any]" = {}
+
+
+class JoinedExecutor:
+    """An executor of a graph for all replicas, which share the arrays of their own executors.
+
+    Arguments:
+        symbol: the graph of one replica.
+        is_asked: as for ``synchronized``.
+        replicas: those that have rows.
+        requests: what becomes of gradients, by name; all others are written.
+    """
+
+    def __init__(
+        self,
+        symbol: "Any",
+        is_asked: bool,
+        replicas: "Sequence[Replica]",
+        requests: "Dict[str, str]",
+    ) -> None:
+        graph = _JoinedGraph(Graph([], symbol), is_asked, replicas)
+
+        def named(kind):
+            return {
+                _named(number, name): value
+                for number, replica in enumerate(replicas)
+                for name, value in getattr(replica, kind).items()
+            }
+
+        gradients, groups = named("gradients"), named("groups")
+        groups.update((_named(n, ""), replica.context) for n, replica in enumerate(replicas))
+        wanted = {
+            _named(number, name): requests.get(name, "write")
+            for number, replica in enumerate(replicas)
+            for name in replica.gradients
+        }
+        self.executor = graph.symbol.bind(
+            replicas[0].context,
+            named("arguments"),
+            args_grad=gradients,
+            grad_req={name: wanted.get(name, "null") for name in named("arguments")},
+            aux_states=named("states"),
+            group2ctx=groups,
+        )
+        self.count = len(symbol.list_outputs())
+        self.replicas = [
+            ReplicaExecutor(self, number, number + 1 == len(replicas), replica)
+            for number, replica in enumerate(replicas)
+        ]
+
+
+class ReplicaExecutor:
+    """One replica's part of a ``JoinedExecutor``, as an executor of its own has it.
+
+    All of them compute when the last one is to.
+    """
+
+    def __init__(self, joined, number, is_last, replica):
+        self._joined, self._is_last = joined, is_last
+        self._outputs = slice(number * joined.count, (number + 1) * joined.count)
+        self._upstream: "List[Any]" = []
+        self.arg_dict, self.grad_dict = replica.arguments, replica.gradients
+        self.aux_dict = replica.states
+
+    @property
+    def outputs(self) -> "List[Any]":
+        """The replica's outputs."""
+        return self._joined.executor.outputs[self._outputs]
+
+    def forward(self, is_train: bool = False, **arrays: "Any") -> "List[Any]":
+        """Take inputs, and compute if this is the last replica."""
+        for name, array in arrays.items():
+            self.arg_dict[name][:] = array
+        if self._is_last:
+            self._joined.executor.forward(is_train=is_train)
+        return self.outputs
+
+    def backward(self, out_grads: "Any" = ()) -> None:
+        """Take gradients of the outputs, and compute if this is the last replica."""
+        self._upstream = list(out_grads or ())
+        if self._is_last:
+            replicas = self._joined.replicas
+            self._joined.executor.backward([g for replica in replicas for g in replica._upstream])
+
+
+def _named(number, name):
+    """Return the name of a replica's variable, node or group."""
+    return f"compat{number}_{name}"
+
+
+class _JoinedGraph:
+    """A graph, repeated for each replica."""
+
+    def __init__(self, graph, is_asked, replicas):
+        self.graph, self.replicas = graph, replicas
+        self.nodes: "List[Any]" = []
+        self.places: "List[Dict[Entry, Entry]]" = [{} for _ in replicas]
+        chosen = synchronized(graph, is_asked)
+        self._data = self._described(sorted(chosen))
+        for number, node in enumerate(graph.nodes):
+            if number in chosen:
+                self._synchronize(number, node)
+            else:
+                self._repeat(number, node)
+        heads = [places[head] for places in self.places for head in graph.heads]
+        self.symbol = graph.symbol(heads, self.nodes)
+
+    def _described(self, numbers):
+        """Return, by node: the type of its data, and the shapes that replicas have of them."""
+        arguments = self.replicas[0].arguments.items()
+        types = _types(self.graph, numbers, {name: array.dtype for name, array in arguments})
+        data = self.graph.symbol([self.graph.inputs[number][0] for number in numbers])
+        shapes = [inferred(data.infer_shape, data, replica.shapes)[1] for replica in self.replicas]
+        return {number: (types[number], shape) for number, shape in zip(numbers, zip(*shapes))}
+
+    def _repeat(self, number, node):
+        for replica, places in enumerate(self.places):
+            attributes = dict(node["attrs"])
+            group = attributes.get("__ctx_group__")
+            group = "" if group not in self.replicas[replica].groups else group
+            attributes["__ctx_group__"] = _named(replica, group)
+            inputs = [places[entry] + (0,) for entry in self.graph.inputs[number]]
+            name = _named(replica, node["name"])
+            copied = dict(node, name=name, attrs=attributes, inputs=inputs)
+            for output in self._outputs(number):
+                places[number, output] = len(self.nodes), output
+            self.nodes.append(copied)
+
+    def _outputs(self, number):
+        """Return the outputs of a node that are used."""
+        entries = [entry for entries in self.graph.inputs for entry in entries] + self.graph.heads
+        return sorted({output for source, output in entries if source == number})
+
+    def _synchronize(self, number, node):
+        """Replace a node by one that normalizes by the statistics of all replicas."""
+        symbol = _normalized(node, *self._data[number], self.replicas)
+        part = Graph([], symbol)
+        entries: "Dict[Entry, Entry]" = {}
+        for place, other in enumerate(part.nodes):
+            if other["op"] == "null":
+                name, _, replica = other["name"].rpartition("_")
+                source = self.graph.inputs[number][_INPUTS.index(name)]
+                entries[place, 0] = self.places[int(replica)][source]
+                continue
+            inputs = [entries[entry] + (0,) for entry in part.inputs[place]]
+            for output in range(3):
+                entries[place, output] = len(self.nodes), output
+            name = f"compat_{node['name']}_{place}"
+            self.nodes.append(dict(other, name=name, inputs=inputs))
+        for places, head in zip(self.places, part.heads):
+            places[number, 0] = entries[head]
+
+
+def _normalized(node, dtype, shapes, replicas):
+    """Return the symbol of a node for all replicas, of variables that are named for its inputs.
+
+    Arguments:
+        node: the node.
+        dtype: of its data.
+        shapes: of each replica's.
+        replicas: the replicas.
+    """
+    F, axis = mx.sym, _attribute(node, "axis", 1)
+    attributes = {
+        name: _attribute(node, name, default) for name, default in batch_norm.DEFAULTS.items()
+    }
+    counts = [int(np.prod(shape, dtype="int64")) // shape[axis] for shape in shapes]
+    is_off = _attribute(node, "cudnn_off", False)
+    inputs, moments, results = [], [], []
+    is_low = np.dtype(dtype) == "float16"
+    for replica in range(len(shapes)):
+        with mx.AttrScope(ctx_group=_named(replica, "")):
+            variables = [mx.sym.var(f"{name}_{replica}") for name in _INPUTS]
+            if is_low:
+                variables[0] = F.Cast(variables[0], dtype="float32")
+            inputs.append(variables)
+            moments.append(batch_norm.moments(F, variables[0], axis))
+    pairs = [(F.reshape(mean, shape=(-1,)), variance) for mean, variance in moments]
+    with mx.AttrScope(ctx_group=_named(0, "")):
+        statistics = batch_norm.merged_moments(pairs, counts)
+    for replica, (like, _) in enumerate(moments):
+        with mx.AttrScope(ctx_group=_named(replica, "")):
+            # Copied from the neighbour's.
+            statistics = [F.identity(value) for value in statistics]
+            correction = batch_norm.correction(replicas[replica].context, is_off, sum(counts))
+            result = batch_norm.normalized(
+                F, inputs[replica], statistics, like, attributes, correction
+            )
+            if node["op"] == "_contrib_BatchNormWithReLU":
+                result = F.relu(result)
+            results.append(F.Cast(result, dtype="float16") if is_low else result)
+    return F.Group(results)
