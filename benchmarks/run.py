@@ -35,6 +35,14 @@ FIGURES = {  # name -> environment, command
     "scaling": ("py311-tensorflow", "python benchmarks/scaling.py"),
     "import": ("py311-tensorflow", "python benchmarks/import_time.py"),
 }
+#: Batch normalization of the whole batch, by the backends' names in ``batch_norm.py``.
+NORMS = {
+    "norm-tensorflow1": "py37-tensorflow1-tfkeras",
+    "norm-tensorflow2": "py311-tensorflow",
+    "norm-jax": "py311-jax",
+    "norm-torch": "py311-torch",
+    "norm-theano": "py37-theano",
+}
 #: What trials take of the first step, by the backends' names in ``first_step.py``.
 TRIALS = {
     "trial-tensorflow1": "py37-tensorflow1-keras224",
@@ -74,7 +82,11 @@ FIRST_REASONS = {
     "first-torch": "The first call is traced. " + _TRIED + "Nothing is compiled, so that is a "
     "large share.",
 }
-for _names, _script in ((TRIALS, "first_step"), (FIRST_FITS, "first_fit")):
+for _names, _script in (
+    (TRIALS, "first_step"),
+    (FIRST_FITS, "first_fit"),
+    (NORMS, "batch_norm"),
+):
     for _name, _environment in _names.items():
         _command = "python benchmarks/{}.py --backend {}".format(_script, _name.partition("-")[2])
         FIGURES[_name] = _environment, _command

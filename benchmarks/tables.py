@@ -146,6 +146,36 @@ def trials(results):
             ]
 
 
+def batch_norm(results):
+    """Return the rows of a table: steps in times those with the option off, and what it takes."""
+    yield [
+        "backend",
+        "on / off",
+        "CPU seconds",
+        "peer / off",
+        "one device / off",
+        "reductions of a layer",
+        "numbers sent / received, in times the channels",
+    ]
+    for name in run.NORMS:
+        found = results["figures"][name]
+        steps = found["steps"]
+        wall, cpu = (
+            {each: taken[kind] / steps["off"][kind] for each, taken in steps.items()}
+            for kind in ("wall", "cpu")
+        )
+        counted, size = found["counted"], 4 * found["channels"]
+        yield [
+            name.partition("-")[2],
+            "{:.2f}".format(wall["on"]),
+            "{:.2f}".format(cpu["on"]),
+            "{:.2f}".format(wall["peer"]) if "peer" in wall else "",
+            "{:.2f}".format(wall["one device"]),
+            "{:g} forward, {:g} backward".format(counted["forward"], counted["backward"]),
+            "{:.1f} / {:.1f}".format(counted["sent"] / size, counted["received"] / size),
+        ]
+
+
 def first_fits(results):
     yield ["backend", "model", "plain", "peer", "compat", "/ peer", "verified", "/ peer"]
     for name, work, found in of_first_fits(results):

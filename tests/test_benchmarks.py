@@ -58,6 +58,13 @@ def test_every_first_fit_says_why_it_misses_its_goal(tables, results):
     assert [name for name in missed if name not in tables.run.FIRST_REASONS] == []
 
 
+def test_batch_normalization_is_measured_on_each_backend_and_costs_few_numbers(tables, results):
+    _, *rows = tables.batch_norm(results)
+    assert [row[0] for row in rows] == ["tensorflow1", "tensorflow2", "jax", "torch", "theano"]
+    for row in rows:
+        assert max(map(float, row[-1].split(" / "))) <= 6.25
+
+
 def test_every_row_has_an_environment_and_a_script(tables):
     tox = configparser.ConfigParser()
     tox.read(os.path.join(ROOT, "tox.ini"), encoding="utf-8")
