@@ -298,6 +298,7 @@ OF_ONE_BACKEND = {
     "mxnet.model_kinds": "models are told apart before mxnet is imported",
     "mxnet.module": "a kind of models: Module",
     "mxnet.optimizer_states": "step counts and states are those of a device",
+    "mxnet.ranked_batch_norm": "operations in Python exchange statistics within a graph",
     "mxnet.synchronization": "what is computed in the background fails, and writes, later",
     "mxnet.worker_threads": "threads have memory and random numbers of MXNet's",
     "mxnet.watched_calls": "calls of models without Keras, observed by the usage check",
@@ -382,6 +383,7 @@ OF_ONE_BACKEND = {
 TESTED_IN = {
     "cntk.ranks": "test_mpi.py",
     "mxnet.joined_executors": "test_batch_norm.py",
+    "mxnet.ranked_batch_norm": "test_horovod.py",
     "mxnet.ranks": "test_horovod.py",
     "mxnet.reductions": "test_batch_norm.py",
     "mxnet.thread_state": "test_batch_norm.py",
@@ -513,6 +515,7 @@ CHANGING = {"add", "append", "clear", "discard", "extend", "insert", "pop", "rem
 CHANGING |= {"update"}
 # Other variables of modules that functions change, and why they are not in ``process``.
 KEPT_BY_MODULES = {
+    "compat._backends.mxnet.ranked_batch_norm._step": "empty but while a step of ranks runs",
     "compat._backends.mxnet.worker_threads._idle": "threads that MXNet has memory for are kept",
     "compat._backends.mxnet.worker_threads._seed": "as MXNet keeps it",
     "compat._backends.tensorflow1.configuration._defaults": "the sessions' patch stays as well",

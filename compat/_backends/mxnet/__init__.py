@@ -37,7 +37,7 @@ class MXNet(Backend):
         "90mkl 80mkl 75mkl 92 91 90 80 75".split()
     )
     extra = "mxnet"
-    synchronizes = ("devices",)
+    synchronizes = ("devices", "ranks")
     variables = (
         "MXNET_CPU_WORKER_NTHREADS", "MXNET_GPU_WORKER_NTHREADS", RESERVE,
         "MXNET_GPU_MEM_POOL_TYPE", "MXNET_ENGINE_TYPE", "DMLC_ROLE", "CUDA_VISIBLE_DEVICES",

@@ -77,7 +77,8 @@ def normalized(
     # A term of 0 has the backward pass run the update, if there is any gradient to compute.
     shift = beta + 0 * mean
     update = F.BatchNorm(rows, gamma, shift, *averages, axis=1, cudnn_off=True, **attributes)
-    shift = shift + 0 * F.sum(update, axis=0)
+    # In this order: a module numbers arguments, and its optimizer's states, by it.
+    shift = 0 * F.sum(update, axis=0) + shift
     scale = 1 / F.sqrt(variance + attributes["eps"])
     scale = scale if attributes["fix_gamma"] else scale * gamma
     mean, scale, shift = [F.reshape_like(value, like) for value in (mean, scale, shift)]

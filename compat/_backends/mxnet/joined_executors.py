@@ -6,7 +6,7 @@ context, and batch normalization between them is replaced by moments that are me
 
 import ast
 import itertools
-from typing import Any, Dict, List, NamedTuple, Sequence, Set
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Set
 
 import mxnet as mx
 import numpy as np
@@ -28,7 +28,7 @@ def synchronized(graph: "Graph", is_asked: bool) -> "Set[int]":
     return {
         number
         for number, node in enumerate(graph.nodes)
-        if node["op"] in kinds and not _attribute(node, "use_global_stats", False)
+        if node["op"] in kinds and not attribute(node, "use_global_stats", False)
     }
 
 
@@ -46,7 +46,7 @@ def refused(graph: "Graph", is_asked: bool, types: "Dict[str, Any]") -> "List[in
         number
         for number in numbers
         if graph.nodes[number]["op"] == "BatchNorm_v1"
-        or _attribute(graph.nodes[number], "output_mean_var", False)
+        or attribute(graph.nodes[number], "output_mean_var", False)
         or not _is_copied(kinds[number])
     ]
 
@@ -71,7 +71,8 @@ def _is_copied(dtype):
         return False
 
 
-def _attribute(node, name, default):
+def attribute(node: "Any", name: str, default: "Any") -> "Any":
+    """Return the value of an attribute that a node has as a text, or the default."""
     value = node["attrs"].get(name)
     return default if value is None else ast.literal_eval(value.capitalize())
 
@@ -227,21 +228,53 @@ class _JoinedGraph:
     def _synchronize(self, number, node):
         """Replace a node by one that normalizes by the statistics of all replicas."""
         symbol = _normalized(node, *self._data[number], self.replicas)
-        part = Graph([], symbol)
-        entries: "Dict[Entry, Entry]" = {}
-        for place, other in enumerate(part.nodes):
-            if other["op"] == "null":
-                name, _, replica = other["name"].rpartition("_")
-                source = self.graph.inputs[number][_INPUTS.index(name)]
-                entries[place, 0] = self.places[int(replica)][source]
-                continue
-            inputs = [entries[entry] + (0,) for entry in part.inputs[place]]
-            for output in range(3):
-                entries[place, output] = len(self.nodes), output
-            name = f"compat_{node['name']}_{place}"
-            self.nodes.append(dict(other, name=name, inputs=inputs))
-        for places, head in zip(self.places, part.heads):
-            places[number, 0] = entries[head]
+
+        def source(name, replica):
+            return self.places[replica][inputs_of(self.graph, number)[name]]
+
+        heads = append(self.nodes, symbol, source, node["name"])
+        for places, head in zip(self.places, heads):
+            places[number, 0] = head
+
+
+def append(
+    nodes: "List[Any]", symbol: "Any", source: "Callable[[str, int], Entry]", name: str
+) -> "List[Entry]":
+    """Append the nodes of a symbol to a graph's, and return the entries of its outputs.
+
+    Arguments:
+        nodes: the graph's.
+        symbol: its variables are those of ``variables()``.
+        source: returns the entry that is one of these, by the input's name and the replica.
+        name: a part of the nodes' names.
+    """
+    part = Graph([], symbol)
+    entries: "Dict[Entry, Entry]" = {}
+    for place, node in enumerate(part.nodes):
+        if node["op"] == "null":
+            variable, _, replica = node["name"].rpartition("_")
+            entries[place, 0] = source(variable, int(replica))
+            continue
+        inputs = [entries[entry] + (0,) for entry in part.inputs[place]]
+        for output in range(3):  # as many as an operation has here
+            entries[place, output] = len(nodes), output
+        nodes.append(dict(node, name=f"compat_{name}_{place}", inputs=inputs))
+    return [entries[head] for head in part.heads]
+
+
+def variables(replica: int) -> "List[Any]":
+    """Return the variables that stand for the inputs of batch normalization."""
+    return [mx.sym.var(f"{name}_{replica}") for name in _INPUTS]
+
+
+def inputs_of(graph: "Graph", number: int) -> "Dict[str, Entry]":
+    """Return the entries that a node that normalizes has as inputs, by name."""
+    return dict(zip(_INPUTS, graph.inputs[number]))
+
+
+def attributes_of(node: "Any") -> "Dict[str, Any]":
+    """Return those of batch normalization: see ``batch_norm.normalized``."""
+    return {name: attribute(node, name, value) for name, value in batch_norm.DEFAULTS.items()}
 
 
 def _normalized(node, dtype, shapes, replicas):
@@ -253,21 +286,18 @@ def _normalized(node, dtype, shapes, replicas):
         shapes: of each replica's.
         replicas: the replicas.
     """
-    F, axis = mx.sym, _attribute(node, "axis", 1)
-    attributes = {
-        name: _attribute(node, name, default) for name, default in batch_norm.DEFAULTS.items()
-    }
+    F, axis = mx.sym, attribute(node, "axis", 1)
+    attributes = attributes_of(node)
     counts = [int(np.prod(shape, dtype="int64")) // shape[axis] for shape in shapes]
-    is_off = _attribute(node, "cudnn_off", False)
+    is_off = attribute(node, "cudnn_off", False)
     inputs, moments, results = [], [], []
     is_low = np.dtype(dtype) == "float16"
     for replica in range(len(shapes)):
         with mx.AttrScope(ctx_group=_named(replica, "")):
-            variables = [mx.sym.var(f"{name}_{replica}") for name in _INPUTS]
-            if is_low:
-                variables[0] = F.Cast(variables[0], dtype="float32")
-            inputs.append(variables)
-            moments.append(batch_norm.moments(F, variables[0], axis))
+            data, *others = variables(replica)
+            data = F.Cast(data, dtype="float32") if is_low else data
+            inputs.append([data] + others)
+            moments.append(batch_norm.moments(F, data, axis))
     pairs = [(F.reshape(mean, shape=(-1,)), variance) for mean, variance in moments]
     with mx.AttrScope(ctx_group=_named(0, "")):
         statistics = batch_norm.merged_moments(pairs, counts)

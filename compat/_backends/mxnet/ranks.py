@@ -5,6 +5,7 @@ weights. In between, the gradients in the module's executor become the means ove
 the user's optimizer, unchanged, processes these means: it clips them, for example.
 """
 
+import contextlib
 from typing import Any, Dict, List, Optional, Tuple
 
 import mxnet as mx
@@ -13,8 +14,11 @@ import numpy as np
 from ..._ranks import keras2, step_functions
 from ..._ranks import state as rank_state
 from ..._ranks.engines import horovod
-from ..._runtime import patching
+from ..._runtime import patching, synchronized
+from . import ranked_batch_norm
 from .synchronization import wait_for_updates
+
+_RANKED = "_compat_ranked_graph"  # an attribute: the model's, whether asked, and that of ranks
 
 
 class MXNetHorovod(horovod.HorovodEngine):
@@ -93,10 +97,24 @@ class MakeMXNetTrainFunction(keras2.MakeFunction):
             function.made(inputs)
         wait_for_updates()
 
+    def synchronize(self, model):
+        """Have layers use the statistics of all ranks if they are to; return whether they do."""
+        is_asked, graph = synchronized.is_asked(model), model._train_mxnet_symbol
+        plain, asked, ranked = vars(model).get(_RANKED) or (None, None, None)
+        if graph is not ranked or is_asked != asked:
+            plain = plain if graph is ranked else graph
+            ranked = ranked_batch_norm.synchronized(plain, is_asked)
+            patching.attach(model, _RANKED, (plain, is_asked, ranked))
+            if graph is not ranked:
+                model._train_mxnet_symbol = ranked
+                model._module._buckets.pop("train", None)  # its executor, if there is one
+        return ranked is not plain
+
     def run(self, function, inputs):
         """Run a training step with the means of gradients and moving averages over all ranks."""
         share, inputs = self.share(function, inputs)
         model, module = function.model, function.model._module
+        is_synchronized = self.synchronize(model)
         # Moving averages, MXNet's and those of Keras' layers; no states of rows.
         rows = {variable.name for variable, _ in model.state_updates}
         rows.update(variable.name for variable in rank_state.tried(model))  # see keras2_state
@@ -108,7 +126,13 @@ class MakeMXNetTrainFunction(keras2.MakeFunction):
             (executor,) = module._curr_module._exec_group.execs
             held = dict(executor.arg_dict, **executor.aux_dict)
             state.extend((held[name], held[name].copy()) for name in names)
-            type(module).forward_backward(module, batch)
+            with contextlib.ExitStack() as stack:
+                if is_synchronized:
+                    stack.enter_context(self.engine.waiting("for the others' statistics"))
+                    stack.enter_context(ranked_batch_norm.exchanging(self.engine, share))
+                type(module).forward_backward(module, batch)
+                if is_synchronized:
+                    wait_for_updates()
             gradients = [array for array in executor.grad_arrays if array is not None]
             self.engine.mean(gradients, share, "gradients")
             self.engine.count("gradients")

@@ -146,6 +146,38 @@ except NotImplementedError as error:
     said["taken"] = str(error)
 """
 
+# The last batch has five rows, three of them rank 1's.
+BATCH_NORM = """
+layers = keras.layers
+
+
+def normalizing(name, is_asked):
+    model = keras.models.Sequential([
+        layers.Reshape((6, 1, 1), input_shape=(6,)), layers.Conv2D(4, (3, 1)),
+        layers.BatchNormalization(axis=3), layers.Activation("relu"), layers.Flatten(),
+        layers.Dense(5), layers.BatchNormalization(axis=1, momentum=0.7, center=False),
+        layers.Dense(1),
+    ], name=name)
+    values = np.random.RandomState(0)
+    model.set_weights([values.uniform(0.1, 0.9, size=w.shape) for w in model.get_weights()])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    compat.parallelize(model)
+    model.train_on_batch(x[:8], y[:8])  # the same on each rank
+    said[name] = told(lambda: compat.parallelize(model, sync_batch_norm=is_asked))
+    model.predict(inputs[:2 + compat.rank()])  # of which no rank waits for another
+    history = model.fit(inputs, targets, rows, epochs=2, shuffle=False, verbose=0)
+    said[name] += history.history["loss"]
+    weights[name] = model.get_weights()
+
+
+keras.backend.set_floatx("float64")
+x, y = x.astype("float64") * 2 + 1, y.astype("float64")
+inputs, targets = compat.shard((x, y), BATCH)
+for is_asked in (False, True):
+    normalizing("normalizing%d" % is_asked, is_asked)
+keras.backend.set_floatx("float32")
+"""
+
 ITERATORS = """
 import warnings
 import mxnet as mx
@@ -255,6 +287,7 @@ def jobs(tmp_path_factory):
     programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
     programs.update(own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT, others=NATIVE + ENGINE)
     programs.update(rank_decisions.programs(), state=rank_state.KERAS_2, optimizers=LOOKING)
+    programs.update(batch_norm=BATCH_NORM)
     ranks_alone = ["own_losses", "drift", "others", *rank_decisions.programs()]
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), "mxnet", ranks_alone)
 
@@ -291,6 +324,18 @@ def check_optimizers(jobs):
     refused = "MXNet Backend: Gradients operator is not supported yet."
     said = rank_gradients.check_optimizers(jobs)
     assert said == [{"taken": refused}] * len(jobs[1]["optimizers"][0])
+
+
+@pytest.mark.row("ranks: Horovod")
+def test_batch_norm_uses_the_statistics_of_all_ranks(jobs):
+    ((one,), (alone,)), ((chief, other), said) = (job["batch_norm"] for job in jobs)
+    assert all(np.array_equal(chief[key], other[key]) for key in one)
+    keys = [key for key in one if key.startswith("normalizing1")]
+    for key in keys:
+        np.testing.assert_allclose(chief[key], one[key], rtol=1e-9, atol=1e-9)
+    assert any(np.abs(chief[k] - one[k]).max() > 1e-3 for k in one if k not in keys)
+    for facts in said:
+        np.testing.assert_allclose(facts["normalizing1"], alone["normalizing1"], rtol=1e-9)
 
 
 @pytest.mark.row("ranks: Horovod")
