@@ -4,11 +4,13 @@
 its arguments.
 """
 
+import functools
 import inspect
 from typing import Any, Callable, Dict
 
 import torch
 
+from ... import _rows
 from .graph import name_of
 
 
@@ -102,6 +104,36 @@ def can_compute(call: Any) -> bool:
     except TypeError:  # another form of it
         return False
     return bool(is_known) and len(call.tensors) == 1 and call.first.is_floating_point()
+
+
+def gathering(call: Any) -> Any:
+    """Return a function that joins rows to a state by gathering those of all replicas, or None.
+
+    So a queue of samples takes in a batch.
+    """
+    if call.name not in ("cat", "concat", "concatenate") or "out" in call.kwargs:
+        return None
+    dim = call.get(1, "dim", "axis", default=0)
+    sharded, others = [], []
+    for place, (tensor, tag) in enumerate(zip(call.tensors, call.tags)):
+        if not isinstance(tag, _rows.Sharded):
+            others.append(tag if tensor.numel() else None)
+        elif tag.copies == 1 and tag.even and tag.axis == dim % tensor.dim():
+            sharded.append(place)
+        else:
+            return None
+    is_known = all(tag is None or getattr(tag, "constant", False) for tag in others)
+    is_gathered = sharded and is_known and any(others)
+    return functools.partial(_gathered, sharded, dim) if is_gathered else None
+
+
+def _gathered(sharded, dim, reductions, function, args, kwargs):
+    tensors = list(args[0] if args else kwargs["tensors"])
+    for place in sharded:
+        tensors[place] = reductions.gather(tensors[place], dim % tensors[place].dim())
+    if args:
+        return function(tensors, *args[1:], **kwargs)
+    return function(**dict(kwargs, tensors=tensors))
 
 
 #: Those whose results have rows, as their first argument has.

@@ -188,6 +188,8 @@ class Propagation(ReplicaMode):
 
     def by_reductions(self, call: Call) -> Any:
         """Return a function that computes this call by reductions, or None."""
+        if isinstance(call.first, (list, tuple)) and not is_recomputed():
+            return batch_functions.gathering(call)
         if not is_sharded(call.first) or not call.tags[0].even:
             return None
         rows = call.tags[0]

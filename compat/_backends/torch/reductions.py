@@ -132,6 +132,7 @@ class ReplicaReductions:
         device: the replica's.
         turn: its ``ReplicaTurn``, or None where there is no other replica.
         is_watched: whether placements are inferred.
+        shards: the numbers of the rows of each replica, which a trial takes in other orders.
 
     Attributes:
         needs: reductions that the call needs besides, by number.
@@ -142,8 +143,16 @@ class ReplicaReductions:
     propagation: Any = None
 
     def __init__(
-        self, reductions, probing, sizes, device, turn: "Optional[ReplicaTurn]", is_watched
+        self,
+        reductions,
+        probing,
+        sizes,
+        device,
+        turn: "Optional[ReplicaTurn]",
+        is_watched,
+        shards=(),
     ):
+        self.shards = shards
         self.is_watched = is_watched
         self.steps, self.expected = reductions.steps[probing], reductions.functions[probing]
         self.reductions, self.sizes, self.device, self.turn = reductions, sizes, device, turn
@@ -197,6 +206,14 @@ class ReplicaReductions:
 
         return self.meet((value,), merge, placement)[0]
 
+    def gather(self, value: torch.Tensor, axis: int) -> torch.Tensor:
+        """Return the rows of all replicas, in order, from those along an axis."""
+        rows = self.merge(_rows.Sharded(axis), value)
+        numbers = [number for shard in self.shards for number in shard]
+        places = sorted(range(len(numbers)), key=numbers.__getitem__)
+        in_order = self.turn is None or places == list(range(len(places)))
+        return rows if in_order else rows.index_select(axis, torch.tensor(places).to(rows.device))
+
     def meet(self, values: "Sequence[torch.Tensor]", merge: Any, kind: Any = None) -> "List[Any]":
         """Return what ``merge`` returns for values of all replicas, on this one's device.
 
@@ -219,7 +236,10 @@ class ReplicaReductions:
                     [[v.to(home) for v in values] for values, _ in pairs], [n for _, n in pairs]
                 )
 
-        shapes = tuple(value.shape for value in values)
+        axis = kind.axis if isinstance(kind, _rows.Sharded) else None
+        shapes = [
+            v.shape if axis is None else (*v.shape[:axis], *v.shape[axis + 1 :]) for v in values
+        ]
         with torch._C.DisableTorchFunction():
             key = self.number, self.met, kind, shapes, is_differentiated
             results = self.turn.meet(key, values, merged)

@@ -168,11 +168,12 @@ class SplitCall:
             MoreReductions: values of the whole batch have to be reduced over them first.
         """
         sizes, sequences = [shard.size for shard in shards], []
+        numbers = [shard.rows for shard in shards if shard.size]
 
         def compute(shard):
             turn = current_turn()
             sequences.append(
-                ReplicaReductions(reductions, probing, sizes, shard.device, turn, watched)
+                ReplicaReductions(reductions, probing, sizes, shard.device, turn, watched, numbers)
             )
             return self.replica(replicas, layout, shard, sequences[-1], watched, probing)
 

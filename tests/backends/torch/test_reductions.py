@@ -3,6 +3,7 @@
 import _thread
 import contextlib
 import contextvars
+import copy
 import os
 import threading
 import time
@@ -16,7 +17,7 @@ import compat
 from compat._rows import replica_threads
 
 from .test_contract import devices  # noqa: F401  (a fixture)
-from .test_merging import agree, computing, pair, rows, same_gradients
+from .test_merging import agree, computing, pair, replicas, rows, same_gradients
 from .test_verification import interrupted as interrupted_at
 
 pytestmark = [pytest.mark.row("torch nn.Module"), pytest.mark.usefixtures("devices")]
@@ -100,6 +101,40 @@ SPLIT = {
 def test_whole_values_are_reduced(name):
     for count in (13, 2):
         agree(computing(SPLIT[name]), rows(count, 4))
+
+
+class Queue(torch.nn.Module):
+    """Compares each row with the batch and with those of earlier batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 3)
+        self.register_buffer("held", torch.ones(16, 3) * 0.1)
+
+    def forward(self, x):
+        y = self.layer(x)
+        scores = y @ torch.cat([y, self.held], dim=0).T
+        self.held = torch.cat(tensors=[y.detach(), self.held])[:16]
+        return scores.logsumexp(1)
+
+
+def test_a_queue_takes_in_the_rows_of_all_devices_in_order():
+    """Rows that are joined to a buffer are gathered, and go on with it on each device."""
+    torch.manual_seed(0)
+    model = Queue().double()
+    plain = copy.deepcopy(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", compat.CompatWarning)
+        compat.parallelize(model)
+        for count in (13, 2, 20, 1, 13):
+            x, found = rows(count, 4), []
+            for each in (model, plain):
+                each.zero_grad()
+                results = each(x)
+                results.square().mean().backward()
+                found.append([results, each.held, each.layer.weight.grad])
+            torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
+    assert replicas(lambda: model(rows(13, 4))) == 3
 
 
 def test_a_mean_costs_one_reduction():
