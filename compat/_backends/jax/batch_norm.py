@@ -41,8 +41,9 @@ def _is_plain(layer):
     return all(owner is not None and not _keras.is_users(owner) for owner in owners)
 
 
+@contextlib.contextmanager
 def over_ranks(model, layers, place, mark):
-    """Return a context in which layers normalize by the statistics of all ranks' rows.
+    """Let layers, within a block, normalize by the statistics of all ranks' rows.
 
     Arguments:
         model: the one that has them.
@@ -50,12 +51,13 @@ def over_ranks(model, layers, place, mark):
         place: this rank's ``Place``.
         mark: as ``gradient_marks.mark``.
     """
-    patched, keras = contextlib.ExitStack(), _keras.keras_of(model)
-    for layer in layers:
-        if patching.find(layer, "_moments") is None:  # else within another model's step
-            moments = functools.partial(_moments, keras, layer, place, mark)
-            patched.enter_context(patching.replaced(layer, _moments=moments))
-    return patched
+    keras = _keras.keras_of(model)
+    with contextlib.ExitStack() as patched:
+        for layer in layers:
+            if patching.find(layer, "_moments") is None:  # else within another model's step
+                moments = functools.partial(_moments, keras, layer, place, mark)
+                patched.enter_context(patching.replaced(layer, _moments=moments))
+        yield
 
 
 def _moments(keras, layer, place, mark, inputs, mask):
