@@ -54,6 +54,7 @@ def normalized(
     inputs: "Sequence[Any]",
     statistics: "Sequence[Any]",
     like: "Any",
+    axis: int,
     attributes: "Dict[str, Any]",
     correction: float = 1.0,
 ) -> "Any":
@@ -67,6 +68,7 @@ def normalized(
         inputs: those of the operation: data, gamma, beta and the moving averages.
         statistics: mean and variance of the whole batch, a number for each channel.
         like: an array with all dimensions of the data, of which that of channels alone is not 1.
+        axis: that of channels.
         attributes: the operation's: ``eps``, ``momentum`` and ``fix_gamma``.
         correction: what the moving average's variance is multiplied by.
     """
@@ -79,10 +81,18 @@ def normalized(
     update = F.BatchNorm(rows, gamma, shift, *averages, axis=1, cudnn_off=True, **attributes)
     # In this order: a module numbers arguments, and its optimizer's states, by it.
     shift = 0 * F.sum(update, axis=0) + shift
-    scale = 1 / F.sqrt(variance + attributes["eps"])
-    scale = scale if attributes["fix_gamma"] else scale * gamma
-    mean, scale, shift = [F.reshape_like(value, like) for value in (mean, scale, shift)]
-    return F.broadcast_add(F.broadcast_mul(F.broadcast_sub(data, mean), scale), shift)
+    root = F.sqrt(variance + attributes["eps"])
+    scale = 1 / root if attributes["fix_gamma"] else gamma / root
+    if F is mx.sym:  # whose operations take statistics from variables alone
+        mean, scale, shift = [F.reshape_like(value, like) for value in (mean, scale, shift)]
+        return F.broadcast_add(F.broadcast_mul(F.broadcast_sub(data, mean), scale), shift)
+    # MXNet's kernel has no gradients of statistics: they pass through gamma and beta, whose values
+    # these terms do not change.
+    fixed_mean, fixed = F.BlockGrad(mean), F.BlockGrad(variance)
+    beta = (fixed_mean - mean) * scale + shift
+    gamma = scale * F.BlockGrad(root)
+    options = {"eps": attributes["eps"], "fix_gamma": False, "use_global_stats": True}
+    return F.BatchNorm(data, gamma, beta, fixed_mean, fixed, axis=axis, **options)
 
 
 def correction(context: "Any", is_cudnn_off: "Any", count: int) -> float:
@@ -182,7 +192,7 @@ def _of_all_replicas(name, given):
     attributes = {key: given.get(key, default) for key, default in DEFAULTS.items()}
     factor = correction(data.context, given.get("cudnn_off"), total)
     with synchronizing(None):
-        result = normalized(mx.nd, inputs, statistics, like, attributes, factor)
+        result = normalized(mx.nd, inputs, statistics, like, axis, attributes, factor)
     result = mx.nd.relu(result) if name == "BatchNormWithReLU" else result
     result = result.astype(dtype) if result.dtype != dtype else result
     return result.as_np_ndarray() if is_np else result

@@ -307,7 +307,7 @@ def _normalized(node, dtype, shapes, replicas):
             statistics = [F.identity(value) for value in statistics]
             correction = batch_norm.correction(replicas[replica].context, is_off, sum(counts))
             result = batch_norm.normalized(
-                F, inputs[replica], statistics, like, attributes, correction
+                F, inputs[replica], statistics, like, axis, attributes, correction
             )
             if node["op"] == "_contrib_BatchNormWithReLU":
                 result = F.relu(result)

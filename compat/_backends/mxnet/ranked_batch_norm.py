@@ -75,7 +75,7 @@ def _normalized(node):
         F.reshape(like, shape=(-1,)), variance, size, op_type=_OPERATION, layer=node["name"]
     )
     attributes = joined_executors.attributes_of(node)
-    return batch_norm.normalized(F, inputs, [merged[0], merged[1]], like, attributes)
+    return batch_norm.normalized(F, inputs, [merged[0], merged[1]], like, axis, attributes)
 
 
 class _Moments(mx.operator.CustomOp):
