@@ -140,6 +140,57 @@ if compat.size() > 1:
         said["own"] = said.get("own", []) + said.pop("decorated")
 """
 
+#: Of Keras 2 in graphs.
+KERAS_2 = """
+layers, K = keras.layers, keras.backend
+chance = np.random.RandomState(5)
+batches = [
+    (chance.normal(3, 2, size=(n, 6, 6, 2)), chance.normal(size=(n, 2)))
+    for n in (61, 14, 2, 61, 14)
+]
+
+
+def norm(**others):
+    return layers.BatchNormalization(momentum=0.8, **others)
+
+
+def net():
+    source = layers.Input((6, 6, 2))
+    x = norm()(layers.Conv2D(4, 3, activation="relu")(source))  # fused
+    x = layers.Dense(5, activation="tanh")(layers.Flatten()(x))
+    return keras.models.Model(source, layers.Dense(2)(norm(scale=False)(x)))
+
+
+def small():
+    source = layers.Input((6, 6, 2))
+    return keras.models.Model(source, layers.Dense(2)(layers.Flatten()(norm()(source))))
+
+
+def trained(name, build, sync):
+    model, values = build(), np.random.RandomState(1)
+    model.set_weights([values.uniform(0.1, 0.4, size=w.shape) for w in model.get_weights()])
+    model.predict(batches[2][0])
+    said[name] = told(lambda: compat.parallelize(model, sync_batch_norm=sync))
+    model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", metrics=["mae"])
+
+    def train():
+        for batch in batches:
+            results = model.train_on_batch(*compat.shard(batch, len(batch[0])))
+            weights.setdefault(name + " loss", []).append(np.array(results[:1]))
+
+    said[name] += told(train)
+    weights[name] = model.get_weights()
+    return model
+
+
+model = trained("net", net, True)
+alone = batches[1][0][: 5 + compat.rank()]
+weights["predicted"] = [model.predict(alone)[:5]]
+if compat.is_chief():  # no rank waits for another
+    model.predict(alone)
+trained("off", small, None)
+"""
+
 
 def check(jobs, rounding=1e-8):
     """Check that two ranks have the results of one process, but without the option.

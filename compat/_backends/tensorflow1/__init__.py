@@ -40,7 +40,7 @@ class TensorFlow1(Backend):
     distributions = ("tensorflow", "tensorflow-cpu", "tensorflow-gpu")
     extra = "tensorflow1"
     options = configuration.OPTIONS
-    synchronizes = ("devices",)
+    synchronizes = ("devices", "ranks")
     variables = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "TF_FORCE_GPU_ALLOW_GROWTH")
 
     def accepts(self, version):
@@ -101,6 +101,12 @@ class TensorFlow1(Backend):
         return [f"/device:GPU:{i}" for i in range(gpus)] or ["/device:CPU:0"]
 
     # Parallelizing ----------------------------------------------------------------------------
+
+    def synchronizes_on_ranks(self, layer):
+        """Return whether a layer can use the statistics of the whole batch on several ranks."""
+        from . import ranked_batch_norm  # here for start-up time
+
+        return ranked_batch_norm.is_synchronizable(layer)
 
     def parallelize(self, model, devices):
         """Run a model on devices, and return the same object; see the docstring of the module.

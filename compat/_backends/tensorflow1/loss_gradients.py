@@ -27,11 +27,13 @@ class TensorFlow1Loss:
         loss: a tensor.
         share: this rank's fraction of the rows, a float64 tensor.
         number: that of the model: exchanges of models with the same number belong together.
+        batch_norm: the ``RankedBatchNorm`` of the model.
     """
 
-    def __init__(self, engine, model, loss, share, number):
+    def __init__(self, engine, model, loss, share, number, batch_norm):
         self.engine, self.tf = engine, engine.tf
         self.name, self.loss, self.share = model.name, loss, share
+        self.batch_norm, self.computed = batch_norm, batch_norm.whole(loss)
         self.names = (f"gradients_{number}_{count}" for count in itertools.count())
         self.means: "Dict[Any, Any]" = {}  # by variable
 
@@ -55,7 +57,7 @@ class TensorFlow1Loss:
         pairs = [(p, g) for p, g in zip(parameters, gradients) if g is not None]
         zeros = [_zero(tf, parameter, gradient) for parameter, gradient in pairs]
         # Exchanged only in steps that use the value of the loss, such as for a learning rate.
-        (mean,) = self.engine.mean([self.loss], self.share, "loss")
+        (mean,) = self.engine.mean([self.computed], self.share, "loss")
         mean = tf.add_n([tf.stop_gradient(mean)] + [tf.cast(zero, mean.dtype) for zero in zeros])
         mark_exchanged(mean, self.engine)
         return mean
@@ -118,12 +120,14 @@ def watch(loss_of):
 def _of_all_ranks(plain, loss_of):
     @functools.wraps(plain)
     def gradients_of(ys, xs, grad_ys=None, *args, **options):
-        gradients = list(plain(ys, xs, grad_ys, *args, **options))
         ys, xs = [t if isinstance(t, (list, tuple)) else [t] for t in (ys, xs)]
+        is_loss = len(ys) == 1 and grad_ys is None and any(map(_is_variable, xs))
+        loss = loss_of(ys[0]) if is_loss else None
+        of = ys if loss is None else [loss.computed]
+        gradients = list(plain(of, xs, grad_ys, *args, **options))
         indices = [i for i, x in enumerate(xs) if gradients[i] is not None and _is_variable(x)]
         if not indices:
             return gradients
-        loss = loss_of(ys[0]) if len(ys) == 1 and grad_ys is None else None
         variables, mine = [xs[i] for i in indices], [gradients[i] for i in indices]
         if loss is not None:
             mine = loss.means_of(variables, mine)

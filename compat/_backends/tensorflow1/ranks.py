@@ -9,13 +9,14 @@ of TensorFlow) it does with that mean, and it remains the user's object.
 import contextlib
 import functools
 import itertools
-from typing import List
+from typing import List, Optional
 
 from ... import _keras, errors
 from ..._ranks import keras2, keras2_divisors, keras_model, own_functions, script_gradients
 from ..._ranks import state as rank_state
 from ..._ranks.engines import tensorflow_horovod
-from . import gradient_marks, loss_gradients
+from ..._runtime import synchronized
+from . import gradient_marks, loss_gradients, ranked_batch_norm
 from .graph import variables_written
 from .optimizer_order import counting_in_order
 from .resource_variables import warn_of_reference_variables
@@ -35,6 +36,11 @@ def distribute(model, place):
     warn_of_reference_variables(model)
     watch_gradients()
     keras2.install(model, engine, _KINDS)
+    inner = _keras.inner_model(model)
+    maker = inner and MakeTensorFlow1TrainFunction.of(inner)
+    if maker and maker.is_asked not in (None, synchronized.is_asked(model)):
+        with _keras.rebuilding_functions(inner):
+            maker.losses = []
     own_functions.watch_optimizers(
         [engine.tf.train.Optimizer, _keras.keras_of(model).optimizers.Optimizer]
     )
@@ -141,6 +147,7 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
         super().__init__(engine)
         self.number = next(_numbers)
         self.losses: "List[loss_gradients.TensorFlow1Loss]" = []  # those in use
+        self.is_asked: "Optional[bool]" = None  # whether these are of the whole batch's statistics
 
     def begin(self, function, inputs):
         """Agree on a step, or check its loss; return this rank's shard."""
@@ -182,8 +189,15 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
         for of_ranks in self.losses:
             if of_ranks.loss is loss:
                 return of_ranks
-        share = self.share_of_step(model)
-        made = loss_gradients.TensorFlow1Loss(self.engine, model, loss, share, self.number)
+        tf, share = self.engine.tf, self.share_of_step(model)
+        self.is_asked = ranked_batch_norm.is_asked(model)
+        with tf.name_scope(None), tf.control_dependencies(None):
+            batch_norm = ranked_batch_norm.RankedBatchNorm(
+                self.engine, model, self.rows(model), self.number
+            )
+        made = loss_gradients.TensorFlow1Loss(
+            self.engine, model, loss, share, self.number, batch_norm
+        )
         self.losses = [used for used in self.losses if used.loss is model.total_loss] + [made]
         return made
 
@@ -210,6 +224,10 @@ class MakeTensorFlow1TrainFunction(MakeTensorFlow1Function):
     def extend(self, model, made):
         """Give state that a step sets (moving averages) its mean over all ranks."""
         tf = self.engine.tf
+        if self.losses:
+            whole = self.losses[-1].batch_norm.whole
+            made.outputs = list(map(whole, made.outputs))
+            made.updates_op = whole(made.updates_op)
         state = model.non_trainable_weights + self.engine.state_besides(model)
         written = variables_written([made.updates_op], state)
         tried = set(map(id, rank_state.tried(model)))  # see keras2_state

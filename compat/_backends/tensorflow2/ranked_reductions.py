@@ -78,6 +78,8 @@ class RankedReductions:
         """
         place = self.engine.place
         flat = tf.concat([tf.reshape(value, [-1]) for value in values], 0)
+        # A rank without rows has no mean.
+        flat = tf.math.multiply_no_nan(flat, tf.cast(self._share > 0, flat.dtype))
         length = tf.size(flat)
         others = [[place.rank * length, (place.size - 1 - place.rank) * length]]
         gathered = self._reduced(tf.pad(flat, others), None)

@@ -8,7 +8,7 @@ import pytest
 from compat.testing import keras_under_test, slow, span
 from compat.testing.ranks.jobs import failing, name_of
 
-from .. import rank_decisions, rank_gradients, rank_state, ranks
+from .. import rank_batch_norm, rank_decisions, rank_gradients, rank_state, ranks
 from ..exchanges import KEPT_OF_METRICS, RankedParts
 
 # The plain Adam of these, in one process, does not repeat: see test_contract.py.
@@ -118,7 +118,8 @@ FUNCTIONS = rank_gradients.OWN_FUNCTIONS + rank_gradients.NATIVE_LOOP
 # Its optimizers train in the contract, and its metrics and losses on TensorFlow 2.
 long = (lambda test: test) if KERAS else slow
 # Of keras, 2.2.4 or what is before it is enough.
-of_each_keras = slow if KERAS and not STATELESS else (lambda test: test)
+IN_JOBS = STATELESS or not KERAS
+of_each_keras = (lambda test: test) if IN_JOBS else slow
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,8 @@ def jobs(tmp_path_factory):
     programs["losses"] = "REDUCTIONS = False\n" + ranks.LOSSES
     programs.update(started=STARTED, ways=WAYS + ranks.GENERATOR)
     programs.update(state=rank_state.KERAS_2, optimizers=OPTIMIZERS, own=FUNCTIONS)
+    if IN_JOBS:
+        programs["batch_norm"] = rank_batch_norm.KERAS_2
     ranks_alone = ["stateful", "own_losses", "drift", *rank_decisions.programs()]
     programs.update(rank_decisions.programs(), own_losses=ranks.OWN_LOSSES, drift=ranks.DRIFT)
     return ranks.run_both(programs, tmp_path_factory.mktemp("jobs"), ranks_alone=ranks_alone)
@@ -243,3 +246,12 @@ def test_state_that_updates_set_is_that_of_all_rows(jobs):
 
 def test_what_one_rank_decides_or_is_given_by_itself_is_reported(jobs):
     rank_decisions.check(jobs[1])
+
+
+@of_each_keras
+def test_batch_norm_uses_the_statistics_of_all_ranks(tmp_path, request):
+    if IN_JOBS:
+        found = request.getfixturevalue("jobs")
+    else:
+        found = ranks.run_both({"batch_norm": rank_batch_norm.KERAS_2}, tmp_path)
+    rank_batch_norm.check(found, 1e-5)
