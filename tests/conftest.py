@@ -7,6 +7,7 @@ tool documents, and folders on ``sys.path`` such as pip leaves behind.
 import importlib.util
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -41,6 +42,10 @@ elif sys.version_info >= (3, 13):
     collect_ignore += ["test_plugin_ranks.py", "test_report.py", "test_timeline.py"]
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+# Tests press Ctrl-C, here and in processes that they start. One that is started in the background
+# by a shell ignores it, and so would those.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # "nvidia-smi --help-query-gpu" documents the fields; a field that it does not know is an error,
 # and one that this GPU does not have reads "[N/A]". Without arguments it prints a table.

@@ -24,24 +24,24 @@ v1 = v1_names(tf)
 STEPS = (61, 14, 2, 61, 14)
 
 
-def trained(build, optimize, **options):
-    """Return weights, losses and predictions of a model on one device and on three.
+def results_of(model, optimizer):
+    """Return weights, losses and predictions of a model that is trained."""
+    model.compile(optimizer, "mse")
+    shape = tuple(size for size in model.inputs[0].shape.as_list()[1:])
+    width = model.outputs[0].shape.as_list()[1]
+    losses = []
+    for count in STEPS:
+        random = np.random.RandomState(count)
+        batch = random.normal(size=(count,) + shape), random.normal(size=(count, width))
+        losses.append(np.array(model.train_on_batch(*batch)))
+    return model.get_weights() + losses + [model.predict_on_batch(batch[0])]
 
-    And the second model.
-    """
-    results, models = [], [initialise(build()) for _ in range(2)]
+
+def trained(build, optimize, **options):
+    """Return the results of a model on one device and on three, and the second model."""
+    models = [initialise(build()) for _ in range(2)]
     compat.parallelize(models[1], **options)
-    for model in models:
-        model.compile(optimize(), "mse")
-        shape = tuple(size for size in model.inputs[0].shape.as_list()[1:])
-        width = model.outputs[0].shape.as_list()[1]
-        found = []
-        for count in STEPS:
-            random = np.random.RandomState(count)
-            batch = random.normal(size=(count,) + shape), random.normal(size=(count, width))
-            found.append(np.array(model.train_on_batch(*batch)))
-        results.append(model.get_weights() + found + [model.predict_on_batch(batch[0])])
-    return results, models[1]
+    return [results_of(model, optimize()) for model in models], models[1]
 
 
 def reductions(model):

@@ -122,7 +122,7 @@ def batches(shape, rows):
         yield x, random.normal(size=(number, 2))
 
 
-def trained(keras, build, sync=None, eager=False, rows=ROWS, before=None):
+def trained(keras, build, sync=None, eager=False, rows=ROWS):
     """Return losses of steps of momentum SGD and the weights after them; None: on one device."""
     keras.utils.set_random_seed(1) if KERAS3 else tf.random.set_seed(1)
     model = build(keras)
@@ -131,11 +131,20 @@ def trained(keras, build, sync=None, eager=False, rows=ROWS, before=None):
     if sync is not None:
         compat.parallelize(model, sync_batch_norm=sync)
     model.compile(keras.optimizers.SGD(0.02, momentum=0.9), "mse", run_eagerly=eager)
-    losses = []
-    for x, y in batches(SHAPES.get(build, (6, 6, 2)), rows):
-        if TRAIN_STEP or eager:
-            losses.append(float(model.train_on_batch(x, y)))
-        else:  # there TensorFlow 2.0 computes eagerly
+    shape, losses = SHAPES.get(build, (6, 6, 2)), []
+    if eager:
+        losses += [float(model.train_on_batch(*batch)) for batch in batches(shape, rows)]
+    elif TRAIN_STEP:
+        # Of any number of rows, so that one function is traced. A loss is the mean of those so far.
+        data = tf.data.Dataset.from_generator(
+            lambda: batches(shape, rows), ("float64", "float64"), ((None,) + shape, (None, 2))
+        )
+        keep = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: losses.append(logs["loss"])
+        )
+        model.fit(data, verbose=0, callbacks=[keep])
+    else:  # there TensorFlow 2.0 computes eagerly
+        for x, y in batches(shape, rows):
             losses += model.fit(x, y, batch_size=len(x), verbose=0).history["loss"]
     return [np.array(losses)] + model.get_weights()
 
