@@ -252,6 +252,7 @@ ROLES = {
     "arguments": "data arguments, their batch dimension, and their shards",
     "replicas": "replicas on the devices, and what replaces the model's call",
     "merging": "values of replicas combined by their placement",
+    "redistribution": "values of the whole batch, gathered from replicas, and split again",
     "reductions": "values of the whole batch, reduced over replicas that go on with them",
     "ranked_reductions": "values of the whole batch, reduced over ranks while a step runs",
     "thread_state": "what a thread has to have for the framework, where replicas take turns",

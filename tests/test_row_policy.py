@@ -80,6 +80,20 @@ def test_the_report_says_how_much_was_split():
     assert report.unsplit == reporting.joined([report.as_dict()]).unsplit == unsplit
 
 
+def test_what_is_unsplit_in_between_is_said_so(toy):
+    model = Model()
+    with pytest.warns(compat.CompatWarning) as caught:
+        _rows.warn_unsplit(model, "net", MEAN, "cpu:0", _rows.IN_BETWEEN)
+    assert str(caught[0].message) == FOUND[MEAN] + (
+        " It, and what is computed from it before the batch is split again, runs unsplit on cpu:0."
+    )
+    report = reporting.of_this_process(["cpu:0"], None, {}, {})
+    assert report.unsplit["net"] == (
+        "split, but unsplit from the operation lambda/MatMul (MatMul) in layer 'lambda' (train.py, "
+        "line 12) on to where the batch is split again"
+    )
+
+
 def test_two_models_of_one_name_have_two_records_and_those_that_are_gone_do_not_add_up():
     unsplit, models = unsplit_models.UnsplitModels(), [Model(), Model()]
     for number, model in enumerate(models):

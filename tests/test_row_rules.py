@@ -188,6 +188,65 @@ def test_a_rule_claims_nothing_but_the_truth(place):
     assert not proved(place).wrong
 
 
+@pytest.mark.parametrize("place", range(len(CASES)), ids=[case[0] for case in CASES])
+def test_rules_are_true_of_inputs_that_are_gathered(place):
+    """Devices have all rows of one input, of an unknown number, and their own of the others."""
+    name, inputs, operation, rule = CASES[place]
+    for gathered, axis in itertools.product(range(len(inputs)), range(2)):
+        if len(inputs) == 1 or inputs[gathered].shape[axis : axis + 1] != (row_proof.ROWS,):
+            continue
+        choices = [
+            [Replicated()]
+            if each is inputs[gathered]
+            else [p for p in row_proof.placements_of(each) if not isinstance(p, Partial)]
+            for each in inputs
+        ]
+
+        def claim(placements, gathered=gathered, axis=axis):
+            given = values(placements, inputs)
+            shape = list(given[gathered].shape)
+            shape[axis] = None
+            given[gathered] = Value(Replicated(), shape)
+            return rule(given)
+
+        found = row_proof.prove(
+            name, inputs, lambda given: [np.asarray(operation(*given))], claim, choices
+        )
+        assert not found.wrong
+
+
+def test_an_input_is_gathered_where_rows_then_stay_apart():
+    rows, columns = Value(Sharded(0), (None, 4)), Value(Sharded(1), (4, None))
+    assert _rows.gathering(_rows.product, [rows, columns]) == (Sharded(0), 1)
+    assert _rows.gathering(_rows.product, [rows, rows]) == (Sharded(0), 1)
+    weights = Value(Replicated(), (4, 5))
+    assert _rows.gathering(_rows.product, [rows, weights]) == (Sharded(0), None)
+    side_by_side = [Value(Sharded(1), (1, None, 4)), Value(Sharded(0), (None, 1, 4))]
+    assert _rows.gathering(_rows.pointwise, side_by_side) == (Sharded(0), 0)
+    for rule, given in [
+        (_rows.pointwise, [rows, Value(Sharded(1), (None, None))]),
+        (partial(_rows.concatenated, axis=0), [rows, columns]),
+        (_rows.product, [rows, Value(Count([0]), (2,)), columns]),
+    ]:
+        assert _rows.gathering(rule, given) == (Mixed(), None)
+
+
+def test_what_is_of_the_whole_batch_is_split_again_by_its_sizes():
+    few, some, many = _rows.SAMPLES
+    assert _rows.resharding({n: [n, 4] for n in _rows.SAMPLES}) == Sharded(0)
+    assert _rows.resharding({n: [1, 4] for n in _rows.SAMPLES}) == Replicated()
+    assert _rows.resharding({few: None, some: [some], many: [many]}) == Sharded(0)
+    for shapes in [
+        {few: [few], some: [some], many: [100]},
+        {few: [few], some: [some + 1], many: [many + 1]},
+        {few: [few], some: [some], many: None},
+        {few: [few], some: [some]},
+        {few: [1], some: [2], many: [2]},
+        {n: [None] for n in _rows.SAMPLES},
+    ]:
+        assert _rows.resharding(shapes) is None
+
+
 def test_rules_say_as_much_as_is_true_of_rows():
     """What is true and not claimed of rows is little, so that no rule gives up in silence.
 

@@ -2,12 +2,12 @@
 
 ``placements`` has the words, ``rules`` the placements of results by kind of operation, ``trial``
 finds placements by computing, ``splitting`` splits a batch, ``merging`` merges the values of its
-shards, ``redistribution`` finds what has to be reduced before an operation, and ``fallback`` is for
-what cannot be split.
+shards, ``redistribution`` finds what has to be reduced or gathered before an operation, and where
+what one device has computed is split again, and ``fallback`` is for what cannot be split.
 """
 
 from . import merging, trial
-from .fallback import DOWNSTREAM, Fallback, Reason, warn_unsplit
+from .fallback import DOWNSTREAM, IN_BETWEEN, Fallback, Reason, warn_unsplit
 from .graph_search import nearest
 from .placements import (
     REPLICATED,
@@ -25,7 +25,7 @@ from .placements import (
     shared,
     without_rows,
 )
-from .redistribution import redistributed
+from .redistribution import SAMPLES, gathering, redistributed, resharding
 from .rules import (
     added,
     along,

@@ -8,6 +8,8 @@ from .._runtime.process import process
 
 #: Scope of a fallback where a graph can be cut, as the subject of a sentence.
 DOWNSTREAM = "It, and everything computed from it,"
+#: Scope of one where a graph is split again after it, likewise.
+IN_BETWEEN = "It, and what is computed from it before the batch is split again,"
 
 
 class Reason(enum.Enum):
@@ -134,6 +136,8 @@ def warn_unsplit(
     extent = "unsplit, because of the operation {}"
     if scope == DOWNSTREAM:
         extent = "split up to the operation {}, unsplit from there on"
+    elif scope == IN_BETWEEN:
+        extent = "split, but unsplit from the operation {} on to where the batch is split again"
     elif fallback.operation is None:
         extent = "unsplit"
     process.unsplit.record(model, name, extent.format(fallback))

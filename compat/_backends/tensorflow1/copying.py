@@ -50,6 +50,7 @@ def copy_operations(
     controls=lambda op: [],
     fixed_batch=None,
     local=lambda tensor: tensor,
+    gathered=None,
 ):
     """Copy operations into their own graph, and return the ``Copy``.
 
@@ -64,6 +65,7 @@ def copy_operations(
         fixed_batch: the number of rows the originals were made for, where it is fixed; the
             copies compute other numbers.
         local: a function from another tensor of other operations to the one to use in its place.
+        gathered: by operations, a position among their inputs and the tensor to use there.
     """
     copies = Copy({}, replaced)
     # Before 1.8 TensorFlow infers shapes as it imports, so inputs have to come first.
@@ -89,8 +91,12 @@ def copy_operations(
             del node.attr["dtype"]
         if device is not None:
             node.device = ""
-        for tensor in op.inputs:
-            if tensor.op not in copied or tensor in replaced:
+        place, whole = (gathered or {}).get(op, (None, None))
+        for index, tensor in enumerate(op.inputs):
+            if index == place:
+                node.input[index] = f"gathered_{len(outside)}"
+                outside[node.input[index] + ":0"] = whole
+            elif tensor.op not in copied or tensor in replaced:
                 is_read = tensor.op.type == "ReadVariableOp" and graph.is_shared(tensor.op)
                 inside = graph.value_of(tensor.op.inputs[0]) if is_read else tensor
                 known = inside in replaced

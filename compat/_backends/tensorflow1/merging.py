@@ -1,6 +1,6 @@
 """Merging of replicas' tensors into those of the whole batch."""
 
-from typing import Any, Sequence
+from typing import Any, List, Sequence
 
 from ..._rows.merging import merge
 from ..._rows.placements import REPLICATED, Partial, Sharded
@@ -52,6 +52,26 @@ class Merging:
         tf = v1_names()
         pairs = zip(parts, self.sizes)
         return [part * tf.cast(tf.minimum(size, 1), part.dtype) for part, size in pairs]
+
+    def shards(self, whole: "Any") -> "List[Any]":
+        """Return the rows of each replica of a tensor that has as many as the batch."""
+        tf, end, shards = v1_names(), 0, []
+        text = (
+            f"{whole.op.name} does not have one row for each sample of this batch, as it has for "
+            "others. Use one device: parallelize(model, gpus=1). Rows and samples:"
+        )
+        with tf.name_scope("split_again"), tf.device("/cpu:0"):
+            rows, total = tf.shape(whole)[0], tf.add_n(self.sizes)
+            check = tf.Assert(tf.equal(rows, total), [text, rows, total])
+        with tf.name_scope("split_again"), tf.device(self.devices[0]):
+            with tf.control_dependencies([check]):
+                whole = tf.identity(whole)
+            for size in self.sizes:
+                # As with inputs, a replica whose shard is empty computes one row.
+                first = tf.minimum(end, rows - 1)
+                end += size
+                shards.append(whole[first : tf.maximum(end, first + 1)])
+        return shards
 
     def shape(self, parts: "Sequence[Any]", dtype: "Any") -> "Any":
         """Return the shape of the replicas' rows, concatenated."""

@@ -18,11 +18,10 @@ from ..._rows import Fallback, Reason
 from ..._runtime import synchronized
 from .._tensorflow.custom_gradients import has_custom_gradient
 from .._tensorflow.graph import line_of
-from . import graph
+from . import arguments, graph
 from .propagation import Propagation
+from .redistribution import is_costly
 from .side_effects import is_call
-
-_COSTLY = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "SparseTensorDenseMatMul")
 
 
 class BatchPart:
@@ -34,6 +33,7 @@ class BatchPart:
         updates: the updates of the model's layers, as Keras has them.
         tried: placements of tensors that trials found.
         is_synchronized: whether all batch normalization uses the statistics of the whole batch.
+        redistributes: whether values may be gathered from replicas and split again.
 
     Attributes:
         propagation: the ``Propagation`` of the graph.
@@ -44,13 +44,16 @@ class BatchPart:
             called with rows.
         averaged: the tensors that BatchNorm writes, of each replica's rows.
         constants: constant tensors that have a row for each row of the batch.
+        redistributes: whether values are gathered from replicas or split again; then all inputs
+            have to have the same number of rows.
         split_inputs: the inputs of which replicas read shards.
         fallback: why costly operations on the way to the outputs run unsplit, a ``Fallback``, or
             None.
+        scope: the scope of that.
         passed: tensors that have passed a trial.
     """
 
-    def __init__(self, model, losses, updates, tried, is_synchronized=False):
+    def __init__(self, model, losses, updates, tried, is_synchronized=False, redistributes=True):
         # The operations that depend on the batch, and the placements of their results.
         inputs, outputs = list(model.inputs), list(model.outputs)
         values = [update[1] if isinstance(update, tuple) else update for update in updates]
@@ -61,34 +64,47 @@ class BatchPart:
         self.fixed = next((s.as_list()[0] for s in shapes if s.ndims and s.as_list()[0]), None)
         normalizing = [] if is_synchronized else _variables_of_batchnorm(model)
         layers = {part for v in normalizing for part in v.op.name.split("/")[-2:-1]}
-        self.propagation = Propagation(inputs, depending, self.fixed, layers, tried)
         self._starts, inside = starts, set(graph.ancestors(outputs, starts)[0])
+        are_fed = all(arguments.is_fed(part) for part in graph.dense_parts(*inputs))
+        among = inside & depending if redistributes and are_fed and not self.fixed else ()
+        self.propagation = Propagation(inputs, depending, self.fixed, layers, tried, among)
+        again = self.propagation.split_again
+        self.redistributes = bool(again or self.propagation.gathered)
         # Operations that need the whole batch; of those that write, each device would write another
         # value.
         mixing = self.propagation.mixing + [op for op in inside & depending if graph.writes(op)]
         #: Operations of the whole batch: cross-batch operations, and all that need them.
-        self._mixed = graph.reached(mixing, self._consumers)
+        self._unsplit_consumers = {
+            op: [user for user in users if _goes_on(op, user, again)] if again else users
+            for op, users in self._consumers.items()
+        }
+        self._mixed = graph.reached(mixing, self._unsplit_consumers)
         # The tensors at which the batch part ends, and the operations that compute them.
         written = _values_written(updates, starts, normalizing)
         averaged = [t for t in written if t.op in depending and t.op not in self._mixed]
         self.averaged = set(averaged)
-        targets = self._rows_nearest_to(outputs, losses + values, depending) + averaged
-        needed, _ = graph.ancestors(targets, starts)
+        others = losses + values + [tensor.op for tensor in again]
+        targets = self._rows_nearest_to(outputs, others, depending) + averaged
+        needed, _ = graph.ancestors(targets, starts, again.__contains__)
+        self.scope = _rows.DOWNSTREAM
         self.fallback = self._costly_after(mixing, inside & depending.difference(needed))
         self.once = {op for op in needed if graph.writes(op) or _calls_once(op, depending)}
-        needed, consumers = graph.ancestors(targets, starts | self.once)
+        needed, consumers = graph.ancestors(targets, starts | self.once, again.__contains__)
         # A custom gradient of a weight is computed once, of the sum of the upstream gradients.
         self.needed = [
             op
             for op in needed
             if not (graph.is_shared(op) or op not in depending and has_custom_gradient(op))
         ]
+        starts = starts.union(again)
         self.operations = graph.reached(starts, consumers) - starts
         # The tensors that these read.
         self.constants = list(self.propagation.constants) + self._constants_of_loops()
         taken = {tensor for op in self.operations for tensor in op.inputs}
         self.passed: "Set[Any]" = set()
-        self.split_inputs = [t for t in inputs if not taken.isdisjoint(graph.dense_parts(t))]
+        self.split_inputs = [
+            t for t in inputs if self.redistributes or not taken.isdisjoint(graph.dense_parts(t))
+        ]
 
     def before(self, tensor: "Any") -> "Set[Any]":
         """Return the tensors from which a tensor is computed, and the tensor itself."""
@@ -115,7 +131,7 @@ class BatchPart:
             ends += getattr(other, "inputs", [other])
 
         def is_found(tensor):
-            is_end = tensor in outputs or hasattr(tensor, "_keras_history") or _is_costly(tensor.op)
+            is_end = tensor in outputs or hasattr(tensor, "_keras_history") or is_costly(tensor.op)
             return (
                 is_end
                 and tensor.op in depending
@@ -137,15 +153,28 @@ class BatchPart:
 
     def _costly_after(self, mixing, operations):
         """Return why costly ones among operations run unsplit, a ``Fallback``, or None."""
-        after = filter(_is_costly, operations.intersection(self._mixed).difference(mixing))
-        needed = set(graph.ancestors(after, self._starts)[0]).intersection(mixing)
+        # A last one that is costly is not worth a warning.
+        after = [
+            op
+            for op in operations.intersection(self._mixed)
+            if is_costly(op) and (op not in mixing or self._is_split_after(op))
+        ]
+        again = self.propagation.split_again
+        needed = set(graph.ancestors(after, self._starts, again.__contains__)[0])
+        needed = needed.intersection(mixing)
         if not needed:
             return None
         op = min(needed, key=lambda op: op._id)
-        placements = map(self.propagation.placement_of, op.outputs)
-        fallbacks = (getattr(placement, "fallback", None) for placement in placements)
+        if self._is_split_after(op):
+            self.scope = _rows.IN_BETWEEN
+        fallbacks = map(self.propagation.fallback_of, op.outputs)
         reason = next((known.reason for known in fallbacks if known), Reason.CROSS_BATCH)
         return Fallback(reason, f"{op.name} ({op.type})", self._layer_of(op), line_of(op))
+
+    def _is_split_after(self, op):
+        """Return whether replicas go on from what is computed from an operation's results."""
+        reached = graph.reached([op], self._unsplit_consumers)
+        return any(tensor.op in reached for tensor in self.propagation.split_again)
 
     def _layer_of(self, op):
         """Return the name of the layer whose output is the next one after an operation, or None."""
@@ -189,9 +218,10 @@ def _calls_once(op, depending):
     return is_call(op) and op not in depending and graph.is_outermost(op)
 
 
-def _is_costly(op):
-    """Return whether an operation is worth running on all devices, for a loss alone, too."""
-    return op.type.startswith(_COSTLY)
+def _goes_on(op, user, again):
+    """Return whether an operation takes what another one computes of the whole batch as it is."""
+    taken = [tensor for tensor in user.inputs if tensor.op is op]
+    return op in user.control_inputs or any(tensor not in again for tensor in taken)
 
 
 def _variables_of_batchnorm(model):

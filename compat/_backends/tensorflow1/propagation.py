@@ -20,6 +20,7 @@ from ..._rows import (
     Sharded,
     Unknown,
     Value,
+    gathering,
     redistributed,
 )
 from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient
@@ -27,6 +28,7 @@ from .._tensorflow.graph import sizes_of
 from .._tensorflow.rules import ALIGNED, placements
 from .._tensorflow.rules_common import Positions
 from . import graph
+from .redistribution import WholeShapes, can_be_gathered, is_costly
 from .reductions import can_be_reduced, joint_operation
 
 
@@ -39,12 +41,16 @@ class Propagation:
         fixed: the number of rows, where it is fixed.
         normalizing: the names of layers that take statistics of each device's rows.
         tried: placements of tensors that a trial found.
+        inside: the operations among which values are gathered from replicas and split again.
 
     Attributes:
         reduced: the tensors that replicas reduce, since what follows needs them of the whole batch,
             and how: ``Partial``.
         joint: operations that replicas compute jointly, and functions that do so; see
             ``reductions``.
+        gathered: the position of the input that each replica has of the whole batch, by operation.
+        split_again: tensors that are computed once, of the whole batch, and from which replicas go
+            on, and how: ``Sharded``, or ``Replicated`` where each reads all of it.
         mixing: the first operations whose results need the whole batch.
         assumed: tensors of unknown placement that are assumed to have rows.
         statistics: those that operations of ``normalizing`` take, and what they normalize at once.
@@ -52,18 +58,27 @@ class Propagation:
         shapes: by tensors that give Reshape a fixed number of rows, sizes for any number.
     """
 
-    def __init__(self, inputs, operations, fixed, normalizing, tried):
+    def __init__(self, inputs, operations, fixed, normalizing, tried, inside=()):
         self.fixed, self.tried = fixed, tried
         self._normalizing = _scopes_of(normalizing)
+        self._inside = set(inside)
+        self._useless: "Set[Any]" = set()
+        self._shapes: "Any" = None
         self.reduced: "Dict[Any, Partial]" = {}
-        ordered, before = _in_order(operations), None
-        while before != self.reduced:  # what follows one that is reduced has another placement
+        self.split_again: "Dict[Any, Placement]" = {}
+        self._ordered = ordered = _in_order(operations)
+        self._worthwhile = self._before_costly()
+        pending = True
+        while pending:  # what follows one that is reduced, for example, has another placement
             before = dict(self.reduced)
             self._infer(inputs, ordered)
+            pending = before != self.reduced or self._splits_again() or self._finds_useless()
 
     def _infer(self, inputs, ordered):
         """Infer the placements of all results of operations, which are in order."""
         self.joint: "Dict[Any, Any]" = {}
+        self.gathered: "Dict[Any, int]" = {}
+        self._mixed: "Dict[Any, Mixed]" = {}
         self.mixing: "List[Any]" = []
         self.assumed: "Set[Any]" = set()
         self.statistics: "List[Any]" = []
@@ -124,6 +139,9 @@ class Propagation:
             results = [Mixed(Fallback(Reason.CUSTOM_GRADIENT))] * len(results)
         for tensor, result in zip(op.outputs, results):
             self._placements[tensor] = result = self.tried.get(tensor, result)
+            if tensor in self.split_again and isinstance(result, Mixed):
+                self._mixed[tensor] = result
+                self._placements[tensor] = self.split_again[tensor]
             if tensor in self.reduced:
                 how = Partial("sum") if result == Count() else result
                 del self.reduced[tensor]
@@ -169,14 +187,32 @@ class Propagation:
         """Return the placements of an operation's results by the rule for its type."""
         if all(isinstance(placement, Replicated) for placement in inputs):
             return [REPLICATED] * len(op.outputs)
-        values = [_value(*pair) for pair in zip(op.inputs, inputs)]
+        values = [self._value(*pair) for pair in zip(op.inputs, inputs)]
         joint = joint_operation(op, values) if reducing else None
         if joint is not None:
             self.joint[op], results = joint
             return results
         if reducing and any(isinstance(placement, (Partial, Count)) for placement in inputs):
             return self._by_rule_of_whole(op, values)
-        return placements(op, values)
+        return self._by_rule_of_gathered(op, values) if reducing else placements(op, values)
+
+    def _value(self, tensor, placement):
+        if self.split_again.get(tensor) == REPLICATED:
+            return Value(placement, self._whole_shapes().sizes(tensor))
+        return _value(tensor, placement)
+
+    def _by_rule_of_gathered(self, op, values):
+        """Return the placements of an operation's results, one input gathered if that helps."""
+        results = placements(op, values)
+        if op not in self._worthwhile or op in self._useless or len(op.outputs) > 1:
+            return results
+        result, place = gathering(lambda values: placements(op, values)[0], values)
+        if place is None or not graph.is_outermost(op) or has_custom_gradient(op):
+            return results
+        if not can_be_gathered(op.inputs[place], self.placement_of):
+            return results
+        self.gathered[op] = place
+        return [result]
 
     def _by_rule_of_whole(self, op, values):
         """Return the placements of an operation's results, some inputs reduced if that helps."""
@@ -222,7 +258,102 @@ class Propagation:
 
     def _begins_mixing(self, op):
         """Return whether an operation is the first whose results are those of the whole batch."""
-        return any(map(self._is_mixed, op.outputs)) and not any(map(self._is_mixed, op.inputs))
+        mixes = any(self._is_mixed(t) or t in self._mixed for t in op.outputs)
+        return mixes and not any(map(self._is_mixed, op.inputs))
+
+    def _before_costly(self):
+        """Return operations inside whose results costly ones need, and these."""
+        found: "Set[Any]" = set()
+        for op in reversed(list(self._ordered)):
+            users = (user for tensor in op.outputs for user in tensor.consumers())
+            if op in self._inside and (is_costly(op) or any(user in found for user in users)):
+                found.add(op)
+        return found
+
+    def _splits_again(self):
+        """Find tensors from which replicas can go on; return whether there are others than before.
+
+        Each is the first one with rows after an operation that mixes them, or something of a fixed
+        size that an operation needs beside rows.
+        """
+        found, after = {}, set()
+        for op in self._ordered:
+            mixed = [t for t in op.outputs if type(self.placement_of(t)) is Mixed]
+            if not mixed or op not in self._worthwhile:
+                continue
+            if any(t in found or t in after for t in op.inputs):
+                after.update(op.outputs)
+                continue
+            found.update(self._read_by_all(op) or self._with_rows(mixed))
+        self.split_again.update(found)
+        return bool(found)
+
+    def _whole_shapes(self):
+        """Return the shapes of what depends on several rows, inferred when they are first needed.
+
+        The placements of some may change later, but not their shapes.
+        """
+        if self._shapes is None:
+            mixed = [op for op in self._worthwhile if any(map(self._is_mixed, op.outputs))]
+            self._shapes = WholeShapes(mixed, self.placement_of)
+        return self._shapes
+
+    def _with_rows(self, tensors):
+        """Return those of an operation's results that have a row for each row of the batch."""
+        able = filter(self._can_be_split_again, tensors)
+        rows = {tensor: self._whole_shapes().placement(tensor) for tensor in able}
+        return {t: placement for t, placement in rows.items() if isinstance(placement, Sharded)}
+
+    def _can_be_split_again(self, tensor):
+        is_value = tensor.dtype.name not in ("bool", "resource", "variant")
+        return is_value and graph.is_outermost(tensor.op) and tensor not in self._useless
+
+    def _read_by_all(self, op):
+        """Return inputs of the whole batch that replicas would read for an operation on rows."""
+        mixed = [t for t in op.inputs if type(self.placement_of(t)) is Mixed]
+        if not mixed or not all(map(self._can_be_split_again, [*mixed, *op.outputs])):
+            return {}
+        shapes = self._whole_shapes()
+        whole = {tensor: shapes.placement(tensor) for tensor in mixed}
+        if set(whole.values()) != {REPLICATED}:
+            return {}
+        values = [
+            Value(REPLICATED, shapes.sizes(t)) if t in whole else _value(t, self.placement_of(t))
+            for t in op.inputs
+        ]
+        results = placements(op, values)
+        return whole if any(isinstance(result, (Sharded, Partial)) for result in results) else {}
+
+    def _finds_useless(self):
+        """Undo what no costly operation of the replicas follows; return whether there was any."""
+        for tensor in set(self.split_again).difference(self._mixed):
+            del self.split_again[tensor]  # by now replicas compute it themselves
+        useless = {t for t in self.split_again if not self._leads_to_costly(t)}
+        useless |= {
+            op
+            for op in self.gathered
+            if not (is_costly(op) or self._leads_to_costly(op.outputs[0]))
+        }
+        self._useless |= useless
+        for tensor in useless.intersection(self.split_again):
+            del self.split_again[tensor]
+        return bool(useless)
+
+    def _leads_to_costly(self, tensor):
+        """Return whether a tensor is needed by a costly operation that replicas run."""
+        pending = [tensor]
+        for source in pending:  # which grows meanwhile
+            for op in source.consumers():
+                mixed = any(self._is_mixed(t) or t in self._mixed for t in op.outputs)
+                if op in self._inside and not mixed:
+                    if is_costly(op):
+                        return True
+                    pending += [t for t in op.outputs if t not in pending]
+        return False
+
+    def fallback_of(self, tensor: "Any") -> "Any":
+        """Return why a tensor is computed of the whole batch, a ``Fallback``, or None."""
+        return getattr(self._mixed.get(tensor, self.placement_of(tensor)), "fallback", None)
 
     def _is_mixed(self, tensor):
         placement = self.placement_of(tensor)

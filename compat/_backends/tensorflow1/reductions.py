@@ -9,7 +9,7 @@ computed jointly: each replica has its rows of the result, and in between the re
 """
 
 import contextlib
-from typing import Any, Dict, Iterator, List
+from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from ..._rows import REPLICATED, Partial, Placement, Sharded
 from .._tensorflow.custom_gradients import has_custom_gradient
@@ -54,17 +54,24 @@ def joint_operation(op, values):
     return None
 
 
-def in_stages(operations: "List[Any]", reduced: "Any") -> "List[List[Any]]":
+def in_stages(
+    operations: "List[Any]",
+    reduced: "Any",
+    gathered: "Optional[Callable[[Any], List[Any]]]" = None,
+) -> "List[List[Any]]":
     """Return operations in stages, such that none needs a reduced tensor of its own stage.
 
     Arguments:
         operations: the operations; of a loop all or none, which stay together.
         reduced: the tensors that are reduced.
+        gathered: a function that returns the operations whose results an operation needs of the
+            whole batch; None: there are none.
     """
     stages: "Dict[Any, int]" = dict.fromkeys(operations, 0)
     before = []  # for each operation, and for its loop, what it takes
-    for op in sorted(operations, key=lambda op: op._id) if reduced else ():
+    for op in sorted(operations, key=lambda op: op._id) if reduced or gathered else ():
         sources = [(t.op, int(t in reduced)) for t in op.inputs if t.op in stages]
+        sources += [(source, 1) for source in gathered(op)] if gathered else []
         sources += [(other, 0) for other in op.control_inputs if other in stages]
         before.append((op, sources))
         loop = graph.outermost_loop(op)

@@ -1,7 +1,7 @@
 """Replicas of a model in a static graph of TensorFlow 1: its batch part, once per device."""
 
 import contextlib
-from typing import Any, Iterator, List, Set
+from typing import Any, Dict, Iterator, List, Set
 
 from ... import _keras
 from ..._rows import REPLICATED, splitting
@@ -37,6 +37,9 @@ class Replicas:
         self._reduced: "Set[Any]" = set()
         #: Tensors with rows from which they are computed.
         self._reduced_from: "List[Any]" = []
+        #: Tensors of the whole batch that replicas read, and those of which they read shards.
+        self.gathered: "List[Any]" = []
+        self._copied: "Set[Any]" = set()
         with self._apart():
             self._checks = arguments.checks_of_rows(self.name, self.part.split_inputs)
             rows = self.tf.shape((self.part.split_inputs or self.inputs)[0])[0]
@@ -62,9 +65,11 @@ class Replicas:
         assumed = [t for t in propagation.assumed if hasattr(t, "_keras_history")]
         sources = [t for end in ends for t in end.op.inputs] + assumed if ends else []
         self._reduced_from = list(filter(self._has_rows, sources))
-        for number, operations in enumerate(in_stages(self.part.needed, ends)):
+        stages = in_stages(self.part.needed, ends, self._sources_of_gathered())
+        for number, operations in enumerate(stages):
+            gathered = self._gather(operations)
             for index, copied in enumerate(self.copies):
-                self._copy_stage(index, copied, operations)
+                self._copy_stage(index, copied, operations, gathered)
             for op in operations:
                 follows = (number or op in joint) and graph.is_outermost(op)
                 with self.reductions.of(op):
@@ -84,8 +89,61 @@ class Replicas:
         for copied, outputs in zip(self.copies, function(op, inputs, self.reductions)):
             copied.replaced.update(zip(op.outputs, outputs))
 
-    def _copy_stage(self, index, copied, operations):
-        """Copy operations to the device of that index; ``copied`` has what they take."""
+    def _sources_of_gathered(self):
+        """Return a function from an operation to those whose results it needs of the whole batch.
+
+        These are the last ones that replicas run. Return None if there are no such operations.
+        """
+        propagation, run = self.part.propagation, set(self.part.needed)
+        if not (propagation.gathered or propagation.split_again):
+            return None
+        sources: "Dict[Any, List[Any]]" = {}
+
+        def before(op):
+            taken = [tensor for tensor in op.inputs if tensor in propagation.split_again]
+            if op in propagation.gathered:
+                taken.append(op.inputs[propagation.gathered[op]])
+            for tensor in taken:
+                if tensor not in sources:
+                    _, consumers = graph.ancestors([tensor], run)
+                    found = {getattr(source, "op", source) for source in [*consumers, tensor]}
+                    sources[tensor] = list(found & run)
+            return [source for tensor in taken for source in sources[tensor]]
+
+        return before
+
+    def _gather(self, operations):
+        """Compute what operations take of the whole batch; return what each takes as it is.
+
+        Of what is split again each replica gets its shard.
+        """
+        propagation, gathered = self.part.propagation, {}
+        for op in operations:
+            for tensor in op.inputs:
+                placement = propagation.split_again.get(tensor)
+                if placement is not None and tensor not in self.copies[0].replaced:
+                    whole = self.whole(tensor)
+                    is_same = placement == REPLICATED
+                    parts = [whole] * len(self.copies) if is_same else self.merging.shards(whole)
+                    for copied, part in zip(self.copies, parts):
+                        copied.replaced[tensor] = part
+                    self.gathered.append(tensor)
+            if op in propagation.gathered:
+                place = propagation.gathered[op]
+                with self.tf.device(self.devices[0]):
+                    gathered[op] = place, self.tf.identity(self.whole(op.inputs[place]))
+                self.gathered.append(gathered[op][1])
+        return gathered
+
+    def _copy_stage(self, index, copied, operations, gathered):
+        """Copy operations to the device of that index.
+
+        Arguments:
+            index: that of the replica.
+            copied: what the operations take, and their copies.
+            operations: the operations.
+            gathered: what some take of the whole batch; see ``copy_operations``.
+        """
 
         def controls(op):
             if op in copied.operations:
@@ -101,6 +159,7 @@ class Replicas:
             controls=controls,
             fixed_batch=self.part.fixed,
             local=lambda tensor: self._weights.on(index, tensor),
+            gathered=gathered,
         )
         copied.operations.update(made.operations)
         for op, copy in made.operations.items():

@@ -62,6 +62,7 @@ class ReplicatedGraphFunctions:
         self._replicas: "Dict[bool, Replicas]" = {}  # by whether they keep weights
         self._storage = Storage()
         self._tried: "Dict[Any, Any]" = {}
+        self._redistributes = True
         self.trying = threading.RLock()
         patching.attach(model, "_compat_functions", self)
         _keras.InnerModel.have_prepared(model, self._prepare)
@@ -121,6 +122,22 @@ class ReplicatedGraphFunctions:
         replicas.part.passed.update(taken)
         return bool(failed)
 
+    def refuse_redistribution(self, replicas: "Replicas") -> bool:
+        """Make all functions anew, without values that are gathered or split again.
+
+        Inputs may have different numbers of rows where replicas read only some of them.
+
+        Returns:
+            Whether there were such values, and the functions are others now.
+        """
+        if not replicas.part.redistributes or replicas.graph.finalized:
+            return False
+        with self.trying, replicas.graph.as_default():
+            if self._redistributes:
+                self._redistributes = False
+                self._make_anew()
+        return True
+
     def _backend(self):
         K = _keras.keras_of(self.model).backend
         return K if hasattr(K, "get_session") else v1_names().keras.backend  # TensorFlow 2
@@ -162,11 +179,14 @@ class ReplicatedGraphFunctions:
         losses = [] if loss is None else [loss]
         key = list(map(id, list(model.inputs) + list(model.outputs) + updates + losses))
         if self._part is None or key != self._part_key:
-            self._part = BatchPart(model, losses, updates, self._tried, self.is_synchronized)
+            self._part = BatchPart(
+                model, losses, updates, self._tried, self.is_synchronized, self._redistributes
+            )
             self._part_key, self._replicas = key, {}
             fallback = self._part.fallback
             if fallback is not None:
-                _rows.warn_unsplit(self.owner, model.name, fallback, self.devices[0], owner=self)
+                scope, device = self._part.scope, self.devices[0]
+                _rows.warn_unsplit(self.owner, model.name, fallback, device, scope, owner=self)
         keeps = not training and can_keep_any(model.weights)
         if keeps not in self._replicas:
             chain = KeptWeights(self.devices, self._storage) if keeps else WeightChain(self.devices)
@@ -368,12 +388,15 @@ class ReplicatedGraphFunction:
 
     def _checked_rows(self, inputs):
         """Return the number of rows of each tensor that is split and fed, by name."""
-        split = set(map(id, self.rewired.replicas.part.split_inputs))
+        replicas = self.rewired.replicas
+        split = set(map(id, replicas.part.split_inputs))
         rows = {
             getattr(tensor, "name", ""): arguments.rows_of(value)
             for tensor, value in zip(self.made.inputs, inputs)
             if id(tensor) in split and arguments.rows_of(value) is not None
         }
+        if len(set(rows.values())) > 1 and self.owner.refuse_redistribution(replicas):
+            return self._checked_rows(inputs)
         arguments.check_fed_rows(self.owner.model.name, rows)
         return rows
 

@@ -127,7 +127,7 @@ class ReplicasTrial:
             values = {t: self._value_of(t) for t in self.replicas.read_in_shards()}
             with self._python.unchanged():
                 drawn = dict(zip(random, self._run(random, values, {}, trial.WHOLE)))
-                reduced = self.replicas.reductions.unconditional
+                reduced = self.replicas.reductions.unconditional + self.replicas.gathered
                 drawn.update(zip(reduced, self._run(reduced, values, drawn, trial.WHOLE)))
                 return dict(zip(tensors, trial.tried(compute)))
         finally:
@@ -147,8 +147,10 @@ class ReplicasTrial:
         """
         feed = dict(self._fed)
         # Where replicas reduce, all get the same rows, of which those of the first one count.
-        several = self.replicas.reductions.merged
+        several = self.replicas.reductions.merged + self.replicas.gathered
         for tensor, value in values.items():
+            if self.replicas.gathered:  # maybe computed from the input itself
+                feed.update(zip(graph.dense_parts(tensor), _rows_of(value, rows)))
             for replica in self.replicas.copies if several else [self.replica]:
                 shards = [replica.replaced[part] for part in graph.dense_parts(tensor)]
                 feed.update(zip(shards, _rows_of(value, rows)))

@@ -15,7 +15,7 @@ from . import batch_norm, compilation, function_copies, merging
 from .compilation import Body
 from .graph import computed_by, gradients_of, value_like
 from .partition import Cut, ModelGraph
-from .reductions import BodyGraph, reduced
+from .reductions import AllGather, BodyGraph, reduced
 from .side_effects import HasEffectsError
 
 
@@ -81,7 +81,7 @@ class CompiledPlan:
         leaves = set(graph.inputs(outputs)).difference(self.sharded)
         self.body_inputs = self.sharded + [v for v in self.inputs if v in leaves]
         owner.python.follow(outputs)
-        self.phase, self.rows = None, None
+        self.phase, self.rows, self.numbers = None, None, None
         self.cuts, of_model = self._nearest_cuts(function, values)
         at_cuts = [cut.variable for cut in self.cuts]
         computed = self._with_reductions(at_cuts, of_model, values)
@@ -123,7 +123,7 @@ class CompiledPlan:
 
     def _with_reductions(self, at_cuts, of_model, values):
         """Return the variables at cuts as devices compute them, by reductions where these are."""
-        if not at_cuts or not (of_model.whole or of_model.lowered):
+        if not at_cuts or not (of_model.whole or of_model.lowered or of_model.split_again):
             return at_cuts
         from keras import backend as K
 
@@ -132,9 +132,13 @@ class CompiledPlan:
         self.phase = phase if phase in values and not values[phase] else None
         body = BodyGraph(of_model, self.sharded[0], self.phase)
         computed = body.variables(at_cuts)
-        if body.rows in graph.inputs(computed):
+        leaves = graph.inputs(computed)
+        if body.rows in leaves:
             self.rows = body.rows
             self.body_inputs.append(body.rows)
+        if body.numbers in leaves:
+            self.numbers = body.numbers
+            self.body_inputs.append(body.numbers)
         return computed
 
     def is_for(self, values: "Dict[Any, Any]") -> bool:
@@ -218,7 +222,7 @@ class CompiledPlan:
 
     # Running ----------------------------------------------------------------------------------
 
-    def _begun(self, device, program, values, chosen):
+    def _begun(self, device, program, values, chosen, numbers):
         """Return the ``Run`` of a device with some rows.
 
         Arguments:
@@ -226,7 +230,10 @@ class CompiledPlan:
             program: its ``Program``.
             values: those of the function's inputs, and of states that have rows, by variable.
             chosen: a slice, or the numbers of rows to take of those that are sharded.
+            numbers: the numbers of these rows in the whole batch.
         """
+        values = dict(values)
+        values[self.numbers] = np.array(numbers, "int64")
         given = [values[v][chosen] if v in self.sharded else values[v] for v in self.body_inputs]
         return Run(device, program, dict(zip(program.shard, given)))
 
@@ -256,7 +263,13 @@ class CompiledPlan:
             [np.asarray(run.values[v]) for v in node.inputs[: len(node.outputs)]]
             for run, node in zip(runs, nodes)
         ]
-        for run, node, results in zip(runs, nodes, reduced(nodes[0].op.how, parts, sizes)):
+        op = nodes[0].op
+        if isinstance(op, AllGather):
+            numbers = [np.asarray(run.values[node.inputs[1]]) for run, node in zip(runs, nodes)]
+            of_all = [[op.gathered([value for (value,) in parts], numbers, sizes)]] * len(runs)
+        else:
+            of_all = reduced(op.how, parts, sizes)
+        for run, node, results in zip(runs, nodes, of_all):
             run.values.update(zip(node.outputs, results))
 
     def take_weights(self) -> None:
@@ -268,25 +281,32 @@ class CompiledPlan:
         """Have each device compute its shard of a batch."""
         devices = self.owner.devices[: len(self.programs)]
         count = len(self.owner.devices)
-        shards = [slice(*splitting.run_bounds(rows, count, n)) for n in range(len(devices))]
+        bounds = [splitting.run_bounds(rows, count, n) for n in range(len(devices))]
+        shards, numbers = [slice(*pair) for pair in bounds], [range(*pair) for pair in bounds]
         runs = zip(devices, self.programs)
-        return self._computed(values, shards, splitting.sizes(rows, count), runs)
+        return self._computed(values, shards, splitting.sizes(rows, count), runs, numbers)
 
-    def compute_on_first(self, values: "Dict[Any, Any]", parts: "List[Any]") -> "ForwardPass":
+    def compute_on_first(
+        self, values: "Dict[Any, Any]", parts: "List[Any]", numbers: "Any" = None
+    ) -> "ForwardPass":
         """Have the first device compute some rows in parts, as if each were another device's.
 
         Arguments:
             values: those of the function's inputs, and of states that have rows, by variable.
             parts: for each part the numbers of its rows.
+            numbers: likewise, as if all were different rows, in order; by default ``parts``.
         """
         runs = [(self.owner.devices[0], self.programs[0])] * len(parts)
-        return self._computed(values, parts, list(map(len, parts)), runs)
+        return self._computed(values, parts, list(map(len, parts)), runs, numbers or parts)
 
-    def _computed(self, values, shards, sizes, places):
+    def _computed(self, values, shards, sizes, places, numbers):
         if self.rows is not None:
             values = dict(values)
             values[self.rows] = sum(sizes)
-        runs = [self._begun(*place, values, chosen) for place, chosen in zip(places, shards)]
+        runs = [
+            self._begun(*place, values, chosen, of_all)
+            for place, chosen, of_all in zip(places, shards, numbers)
+        ]
         self._run(runs, [run.program.forward for run in runs], sizes)
         at_cuts = [[np.asarray(run.values[v]) for v in run.program.at_cuts] for run in runs]
         return ForwardPass(sizes, list(zip(*at_cuts)), runs)

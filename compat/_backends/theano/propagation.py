@@ -8,9 +8,10 @@ from theano.gof import graph
 
 from ... import _rows
 from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Value
-from . import batch_norm, softmax
+from . import batch_norm, redistribution, softmax
+from .graph import is_custom
 from .rules import ARRANGING, OF_SIZES, RULES, AppliedOp, Drawn, drawn, pointwise, unknown
-from .sizes import Sizes
+from .sizes import ROWS, Sizes
 
 #: Larger values are not reduced: what needs them runs unsplit. Each device sends and receives one.
 MOST_ELEMENTS = 2**20
@@ -40,6 +41,8 @@ class Propagation:
         sizes: the ``Sizes``, with those of all variables.
         whole: by node, the positions of inputs that it needs of the whole batch.
         lowered: by node, the function that computes it by reductions, of a ``BodyGraph``.
+        split_again: variables that each device computes of the whole batch, and of which it goes on
+            with its own rows.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class Propagation:
         self.is_synchronized = is_synchronized or (lambda variables: False)
         self.whole: "Dict[Any, List[int]]" = {}
         self.lowered: "Dict[Any, Any]" = {}
+        self.split_again: "Set[Any]" = set()
+        self._worthwhile = redistribution.before_costly(outputs) if is_body else set()
         self._after_reductions: "Set[Any]" = set()
         self._reduced: "Set[Any]" = set()
         for node in graph.io_toposort([], outputs):
@@ -61,18 +66,32 @@ class Propagation:
                     placement = REPLICATED
                 self.placements[variable] = placement
             self._note_reductions(node)
+            self._split_again(node)
 
     def _note_reductions(self, node):
-        partial = [
-            node.inputs[index]
-            for index in self.whole.get(node, ())
-            if isinstance(self.placement_of(node.inputs[index]), Partial)
-        ]
+        needed = [node.inputs[index] for index in self.whole.get(node, ())]
+        partial = [v for v in needed if isinstance(self.placement_of(v), Partial)]
+        gathered = [v for v in needed if isinstance(self.placement_of(v), Sharded)]
         self._reduced.update(partial)
-        if partial or node in self.lowered or not self._after_reductions.isdisjoint(node.inputs):
+        is_first = partial or gathered or node in self.lowered
+        if is_first or not self._after_reductions.isdisjoint(node.inputs):
             self._after_reductions.update(
                 v for v in node.outputs if isinstance(self.placement_of(v), Replicated)
             )
+
+    def _split_again(self, node):
+        """Have devices go on with their rows of results of the whole batch that have its rows."""
+        for variable in node.outputs:
+            is_whole = variable in self._after_reductions and node in self._worthwhile
+            if is_whole and self._has_a_row_for_each(variable):
+                self._after_reductions.remove(variable)
+                self.split_again.add(variable)
+                self.placements[variable] = Sharded(0)
+
+    def _has_a_row_for_each(self, variable):
+        return redistribution.is_dense(variable) and self.sizes.dimensions(variable)[:1] == [
+            list(ROWS)
+        ]
 
     def is_whole(self, variable: "Any") -> bool:
         """Return whether each device has a variable's value of the whole batch, by reductions."""
@@ -127,13 +146,21 @@ class Propagation:
         name, rule = _entry(node.op)
         kinds = {type(self.placement_of(variable)) for variable in node.inputs}
         if kinds <= {Replicated} and rule is not drawn:
-            return [REPLICATED] * len(node.outputs)
+            return [self._of_whole(node)] * len(node.outputs)
         if Drawn in kinds and kinds <= {Replicated, Count, Drawn} and name in ARRANGING:
             return [Drawn()] * len(node.outputs)
         values = [self.value(variable) for variable in node.inputs]
         if not self.is_body:
             return self._results(node, rule, values)
         return self._by_reductions(node, name, rule, values)
+
+    def _of_whole(self, node):
+        """Return the placement of the results of a node whose inputs are the same on all devices.
+
+        Each device would do what is costly, of the rows of all.
+        """
+        grows = any(v in self._after_reductions and self.sizes.grown(v) for v in node.inputs)
+        return Mixed() if redistribution.is_costly(node.op) and grows else REPLICATED
 
     def _results(self, node, rule, values):
         """Return what the rule gives for inputs with these values."""
@@ -169,7 +196,40 @@ class Propagation:
             placements = lowering.placements(AppliedOp(node, self), values)
             if placements is not None:
                 self.lowered[node], results = lowering.lowered, placements
+        if all(isinstance(result, Mixed) for result in results):
+            results = self._by_gathering(node, rule, values) or results
         return results
+
+    def _by_gathering(self, node, rule, values):
+        """Return the placements of a node's results, with inputs gathered from devices; or None.
+
+        One of several inputs is gathered where the rows of others stay apart. Else all are, and
+        each device computes the results of the whole batch, if that costs little.
+        """
+        dense = all(map(redistribution.is_dense, node.outputs))
+        if node not in self._worthwhile or not dense or is_custom(node.op):
+            return None
+        reduced = self.whole.get(node, [])
+        result, place = _rows.gathering(lambda values: self._results(node, rule, values)[0], values)
+        if place is not None and len(node.outputs) == 1:
+            places, results = [place], [result]
+        elif redistribution.is_costly(node.op):
+            return None
+        else:
+            places = [n for n, v in enumerate(values) if isinstance(v.placement, Sharded)]
+            whole = [Value(REPLICATED, v.shape) if n in places else v for n, v in enumerate(values)]
+            results = self._results(node, rule, whole)
+            if not all(isinstance(result, Replicated) for result in results):
+                return None
+        if not all(self._can_be_gathered(node.inputs[n]) for n in places):
+            return None
+        self.whole[node] = reduced + places
+        return results
+
+    def _can_be_gathered(self, variable):
+        rows = self.elements_of_row(variable)
+        is_one = rows is not None and rows[1] == 1 and redistribution.is_dense(variable)
+        return variable in self.split_again or is_one
 
     def _is_small(self, variable):
         """Return whether a value is of a fixed size that costs little to reduce over devices."""

@@ -6,7 +6,7 @@ Where an operation needs a sum, mean, maximum or minimum of the whole batch, its
 """
 
 import itertools
-from typing import Any, Dict, List, Sequence
+from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 from theano import tensor
@@ -14,8 +14,9 @@ from theano.compile.ops import Shape, Shape_i
 from theano.gof import Apply, Op, graph
 from theano.gradient import DisconnectedType
 from theano.ifelse import IfElse
+from theano.tensor.opt import Assert
 
-from ..._rows import Count, Partial
+from ..._rows import Count, Partial, Sharded
 from ..._rows.merging import NUMPY, merge
 
 
@@ -25,11 +26,11 @@ class AllReduce(Op):
     Arguments:
         how: "sum", "max" or "min" of one value; "mean", of a value and the device's fraction of the
             rows; "moments", of means and variances, and that fraction; "gradient", the sum of
-            upstream gradients.
+            upstream gradients; "gather", as ``AllGather``.
         number: its number in the graph, which has each reduction once.
     """
 
-    __props__ = ("how", "number")
+    __props__: "Tuple[str, ...]" = ("how", "number")
 
     def __init__(self, how, number):
         self.how, self.number = how, number
@@ -39,7 +40,7 @@ class AllReduce(Op):
         return Apply(self, list(inputs), [v.type() for v in inputs[: self._count(inputs)]])
 
     def _count(self, inputs):
-        return len(inputs) - (self.how in ("mean", "moments"))
+        return len(inputs) - (self.how in ("mean", "moments", "gather"))
 
     def perform(self, node, inputs, output_storage):
         """Refuse to compute: that is done between stages."""
@@ -73,6 +74,8 @@ class AllReduce(Op):
             return [tensor.eq(inputs[0], outputs[0]) * totals[0]]
         if self.how == "sum":
             return totals
+        if self.how == "gather":
+            return totals + rest
         share = inputs[-1].astype(outputs[0].dtype)
         gradients = [share * total for total in totals]
         if self.how == "moments":  # the means of the devices differ, which is part of the variance
@@ -84,6 +87,54 @@ def _floatx():
     import theano
 
     return theano.config.floatX
+
+
+class AllGather(AllReduce):
+    """The rows of all devices, of a value that has rows; and the numbers of the device's rows.
+
+    Arguments:
+        axis: the dimension that the rows are along.
+        number: its number in the graph, which has each gathered value once.
+    """
+
+    __props__ = ("how", "number", "axis")
+
+    def __init__(self, axis, number):
+        super(AllGather, self).__init__("gather", number)
+        self.axis = axis
+
+    def L_op(self, inputs, outputs, upstream):
+        """Return gradients: a device's rows of the sum of those that all devices have."""
+        totals, rest = super(AllGather, self).L_op(inputs, outputs, upstream)
+        return [own_rows(totals, inputs[1], self.axis), rest]
+
+    def gathered(
+        self, parts: "Sequence[Any]", numbers: "Sequence[Any]", sizes: "Sequence[int]"
+    ) -> "Any":
+        """Return all rows.
+
+        Arguments:
+            parts: the devices' values.
+            numbers: the numbers of their rows.
+            sizes: how many rows each has; one without rows has computed one that does not count.
+        """
+        counted = [n for n, size in enumerate(sizes) if size]
+        order = np.argsort(np.concatenate([numbers[n] for n in counted]), kind="mergesort")
+        rows = np.concatenate([parts[n] for n in counted], self.axis)
+        return np.ascontiguousarray(rows.take(order, self.axis))
+
+
+def own_rows(value: "Any", numbers: "Any", axis: int = 0) -> "Any":
+    """Return a device's rows of a value of the whole batch.
+
+    Arguments:
+        value: the value.
+        numbers: a variable, the numbers of these rows.
+        axis: the dimension that the rows are along.
+    """
+    order = [axis] + [n for n in range(value.ndim) if n != axis]
+    back = [order.index(n) for n in range(value.ndim)]
+    return value[numbers] if axis == 0 else value.dimshuffle(order)[numbers].dimshuffle(back)
 
 
 def reduced(how: str, parts: "Sequence[Sequence[Any]]", sizes: "Sequence[int]") -> "List[Any]":
@@ -125,11 +176,13 @@ class BodyGraph:
 
     Attributes:
         rows: a variable, the number of rows of the whole batch.
+        numbers: a variable, the numbers of the device's rows.
     """
 
     def __init__(self, propagation: "Any", sharded: "Any", phase: "Any" = None) -> None:
         self._propagation, self._phase = propagation, phase
         self.rows = tensor.lscalar("rows of the batch")
+        self.numbers = tensor.lvector("numbers of the device's rows")
         self.share = sharded.shape[0].astype("float64") / self.rows
         self._numbers = itertools.count()
         self._made: "Dict[Any, Any]" = {}
@@ -140,6 +193,9 @@ class BodyGraph:
         for node in graph.io_toposort([], wanted):
             if node.outputs[0] not in self._made:
                 self._made.update(zip(node.outputs, self._outputs(node)))
+                for variable in self._propagation.split_again.intersection(node.outputs):
+                    self._whole[variable] = whole = self._made[variable]
+                    self._made[variable] = _like(variable, self.checked(whole)[self.numbers])
         return [
             self._of_batch(v) if self._propagation.is_whole(v) else self._of_device(v)
             for v in wanted
@@ -148,6 +204,14 @@ class BodyGraph:
     def all_reduced(self, how: str, *values: "Any") -> "Any":
         """Return a reduction over the devices, of values in this graph."""
         return AllReduce(how, next(self._numbers))(*values)
+
+    def checked(self, whole: "Any") -> "Any":
+        """Return a value of the whole batch, without whose rows a run is an error."""
+        text = (
+            "A layer has a result without one row for each sample of this batch, as it has for "
+            "others. Use one device: parallelize(model, gpus=1)."
+        )
+        return Assert(text)(whole, tensor.eq(whole.shape[0], self.rows))
 
     def _of_device(self, variable):
         return self._made.get(variable, variable)
@@ -180,6 +244,8 @@ class BodyGraph:
         if isinstance(placement, Partial):
             shares = [self.share] if placement.how == "mean" else []
             return self.all_reduced(placement.how, value, *shares)
+        if isinstance(placement, Sharded):
+            return AllGather(placement.axis, next(self._numbers))(value, self.numbers)
         if not isinstance(placement, Count):
             return value
         node = variable.owner

@@ -33,6 +33,12 @@ def is_right(plan: "Any", values: "Dict[Any, Any]", rows: int) -> bool:
         except Exception:
             plan.compute_on_first(values, [range(rows)])
             results = [None] * len(plan.cuts)
+    # Where rows meet rows, sizes may have to be those of a batch.
+    is_known = plan.numbers is not None and not any(
+        isinstance(cut.placement, Unknown) for cut in plan.cuts
+    )
+    if is_known and None in results:
+        return True
     wrong = [result for cut, result in zip(plan.cuts, results) if not _confirms(result, cut)]
     if not wrong:
         return True
@@ -77,7 +83,8 @@ def in_inference(plan: "Any", values: "Dict[Any, Any]", rows: int, parts: "Any")
 
     phase = K.learning_phase()
     values = {v: 0 if v is phase else value for v, value in values.items()}
-    return plan.compute_on_first(values, [[row % rows for row in part] for part in parts])
+    chosen = [[row % rows for row in part] for part in parts]
+    return plan.compute_on_first(values, chosen, parts)
 
 
 def _confirms(result, cut):

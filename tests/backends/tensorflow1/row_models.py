@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import compat
+from compat._rows import DOWNSTREAM
 from compat.testing import DEVICES, initialise, keras_under_test, largest_difference
 
 #: Rows of steps: even, uneven, fewer than devices.
@@ -60,14 +61,12 @@ def trained(models, **options):
 MIXED = "needs the whole batch, but each device sees only its shard."
 
 
-def assert_runs_unsplit(texts, model, operation, layer, why=MIXED):
+def assert_runs_unsplit(texts, model, operation, layer, why=MIXED, scope=DOWNSTREAM):
     """There is one warning, which names the operation, the layer and the line of the test."""
     (text,) = texts
     assert re.fullmatch(
-        r"The operation {} \(\w+\) in {} \(test_\w+\.py, line \d+\) of '{}' {} It, and everything "
-        r"computed from it, runs unsplit on /device:CPU:0\.".format(
-            operation, layer, model.name, re.escape(why)
-        ),
+        r"The operation {} \(\w+\) in {} \(test_\w+\.py, line \d+\) of '{}' {} {} runs unsplit on "
+        r"/device:CPU:0\.".format(operation, layer, model.name, re.escape(why), scope),
         text,
     )
 

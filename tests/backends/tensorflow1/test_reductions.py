@@ -118,7 +118,7 @@ def test_losses_and_updates_take_the_reduced_value(keras):
 
 
 def test_what_is_reduced_is_tried(keras):
-    """Rows that depend on each other in a way that no rule finds."""
+    """Rows that depend on each other in a way that no rule finds: the mean is computed once."""
     K, layers = keras.backend, keras.layers
 
     def build():
@@ -131,7 +131,7 @@ def test_what_is_reduced_is_tried(keras):
     found = []
     texts = warned(lambda: found.append(trained(build, lambda: optimizer(keras, "sgd"))))
     assert largest_difference(*found[0][0]) <= 1e-5
-    assert any("runs unsplit" in text for text in texts)
+    assert not texts  # all products are split
 
 
 def test_large_values_are_not_reduced(keras):
@@ -150,7 +150,7 @@ def test_large_values_are_not_reduced(keras):
 
 
 def test_gradient_of_a_reduced_value_that_is_no_sum(keras):
-    """It is that of all replicas together, so that the layer runs unsplit."""
+    """It is that of all replicas together, so that the mean is computed once."""
     if not hasattr(tf, "custom_gradient"):
         return  # before 1.7
     K = keras.backend
@@ -168,7 +168,7 @@ def test_gradient_of_a_reduced_value_that_is_no_sum(keras):
     found = []
     texts = warned(lambda: found.append(trained(build, lambda: optimizer(keras, "sgd"))))
     assert largest_difference(*found[0][0]) <= 1e-5
-    assert ["has a custom gradient" in text for text in texts] == [True]
+    assert not texts
 
 
 @span

@@ -23,6 +23,7 @@ def of_numpy(x):
 
 @pytest.mark.parametrize("function", [of_numpy, paired])
 def test_what_no_rule_knows_is_tried(keras, function):
+    """What costs little is computed once, and the layer after it split."""
     name = function.__name__
 
     def across(x):
@@ -33,6 +34,9 @@ def test_what_no_rule_knows_is_tried(keras, function):
     models = one_and_three(lambda: model_with(keras, keras.layers.Lambda(across, name=name)))
     difference, texts = trained(models)
     assert difference <= 1e-5
+    if function is paired:
+        assert not texts
+        return
     (text,) = texts
     assert " in {} (test_trial.py, line ".format(name) in text
     assert "runs unsplit on /device:CPU:0" in text

@@ -8,6 +8,7 @@ from compat.testing import initialise
 
 from .. import graph_cases
 from . import test_contract, test_replicas
+from .test_reductions import padded
 from .test_replicated_function import assert_runs_unsplit
 from .test_trial import whole
 
@@ -15,7 +16,8 @@ keras, profiles_not_printed = test_replicas.keras, test_contract.profiles_not_pr
 
 
 def test_layers_before_stay_on_their_devices(keras):
-    model = initialise(graph_cases.model_of(keras, lambda x: x + x[::-1]))
+    T = __import__("theano").tensor
+    model = initialise(graph_cases.model_of(keras, lambda x: padded(T, T.dot(x[1:], T.eye(5)))))
     compat.parallelize(model).compile("sgd", "mse")
     with pytest.warns(compat.CompatWarning):
         model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
@@ -24,7 +26,7 @@ def test_layers_before_stay_on_their_devices(keras):
     assert len(plan.programs) == 3
     assert first in plan.body_weights and last not in plan.used
     # Forward, and the gradients of its weights and of what the devices have computed.
-    assert test_contract.number_of_products(plan.head) == 3
+    assert test_contract.number_of_products(plan.head) == 5
 
 
 def test_outputs_that_are_sums(keras):

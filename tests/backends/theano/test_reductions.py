@@ -31,6 +31,11 @@ def float64(keras):
         keras.backend.set_floatx(floatx)
 
 
+def padded(T, x):
+    """Return rows with one of zeros before them."""
+    return T.concatenate([T.zeros_like(x[:1]), x])
+
+
 def plan_of(model, function="train_function"):
     return getattr(_keras.inner_model(model), function).plan
 
@@ -173,16 +178,6 @@ def test_state_and_losses_of_reduced_values(float64):
     ]  # fmt: skip
 
 
-def test_a_value_that_grows_with_the_batch_is_not_reduced(keras):
-    """Products of all rows with all rows stay unsplit, with a warning."""
-    K = keras.backend
-    model = around(keras, lambda x: K.dot(K.softmax(K.dot(x, K.transpose(x))), x))
-    compat.parallelize(model).compile("sgd", "mse")
-    with pytest.warns(compat.CompatWarning, match="needs the whole batch"):
-        model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
-    assert reductions(model) == 0
-
-
 def test_a_large_value_is_not_reduced(keras, monkeypatch):
     """It would cost more to send than what it is computed from."""
     from compat._backends.theano import propagation
@@ -277,7 +272,8 @@ def test_what_is_reduced_counts_each_row_once(sizes):
 
 def test_what_follows_a_reduction_and_is_not_split_is_named(keras):
     K = keras.backend
-    model, _ = named(keras, lambda x: K.cumsum(x - K.mean(x, axis=0), axis=0))
+    T = __import__("theano").tensor
+    model, _ = named(keras, lambda x: padded(T, K.dot((x - K.mean(x, axis=0))[1:], T.eye(5))))
     compat.parallelize(model).compile("sgd", "mse")
-    with pytest.warns(compat.CompatWarning, match="CumOp"):
+    with pytest.warns(compat.CompatWarning, match="dot"):
         model.train_on_batch(np.ones((13, 8)), np.ones((13, 4)))
