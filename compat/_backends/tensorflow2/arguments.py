@@ -8,7 +8,17 @@ from typing import Any, Dict, Hashable, Iterable, List, Optional, Tuple
 import numpy as np
 import tensorflow as tf
 
-from ..._rows import REPLICATED, Count, Fallback, Placement, Reason, Sharded, Unknown, trial
+from ..._rows import (
+    REPLICATED,
+    Count,
+    Fallback,
+    Placement,
+    Reason,
+    Replicated,
+    Sharded,
+    Unknown,
+    trial,
+)
 from .trial import SampleValues
 
 
@@ -150,6 +160,21 @@ class ShardedArguments:
                 placements.append(Sharded(0))
         return placements
 
+    def specs(self) -> "List[tf.TensorSpec]":
+        """Return the shapes and types of each tensor of the tree, for any number of rows."""
+        return [
+            tf.TensorSpec(_any_rows(tensor, placement), tensor.dtype)
+            for tensor, placement in zip(tensors_of(self.tree), self.placements())
+        ]
+
+    def without_number(self, tree: "Any") -> "Any":
+        """Return the tree of a replica in a graph, which does not know how many rows it has."""
+        tensors = [
+            tf.compat.v1.placeholder_with_default(tensor, _any_rows(tensor, placement))
+            for tensor, placement in zip(tensors_of(tree), self.placements())
+        ]
+        return with_tensors(tree, tensors)
+
     def kind(self) -> "Hashable":
         """Return the key of all calls for which the trace of this one holds."""
         # The structure, for the names of arguments.
@@ -178,6 +203,12 @@ class ShardedArguments:
                 lanes = zip(*map(tensors_of, [three] + parts))
                 samples += [SampleValues(whole, parts) for whole, *parts in lanes]
         return samples
+
+
+def _any_rows(tensor, placement):
+    """Return the shape of a tensor, without the number of rows."""
+    is_same = isinstance(placement, (Replicated, Count))
+    return tensor.shape if is_same else tf.TensorShape([None] + tensor.shape.as_list()[1:])
 
 
 class _PlainValue:

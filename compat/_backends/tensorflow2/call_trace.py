@@ -10,7 +10,8 @@ from the batch to the results.
 import contextlib
 import itertools
 import numbers
-from typing import Any, Callable, Sequence
+import re
+from typing import Any, Callable, Dict, Optional, Sequence
 
 import numpy as np
 import tensorflow as tf
@@ -28,8 +29,9 @@ from ..._rows import (
 )
 from .._tensorflow.graph import line_of
 from . import state as model_state
-from .arguments import ShardedArguments, tensors_of
-from .functional_call import as_function
+from .arguments import ShardedArguments
+from .call_reductions import CallReductions, can_count, watching
+from .functional_call import as_function, converting
 from .graph import TRACE, bodies_of, captures, eager, may_be_set, tapes
 from .keras_patches import normalizing_rows
 from .merging import is_merged
@@ -37,6 +39,12 @@ from .propagation import Added, Propagation
 from .side_effects import PythonEffects
 from .trial import LANES, OpTrial, SampleValues
 from .weight_copies import weights_of
+
+#: How often placements are inferred at most, until no more values are reduced.
+_ROUNDS = 20
+
+#: Why a call cannot be split, where reductions may help.
+_REDUCIBLE = (Reason.CROSS_BATCH, Reason.TRIAL_DIFFERS, Reason.NO_RULE)
 
 _PLAIN = (bool, numbers.Number, str, bytes, np.ndarray, type, type(None))
 
@@ -65,6 +73,9 @@ class Trace:
         weights: weak references to the variables that it reads as a whole and does not set.
         fallback: what cannot be merged from the shards: a ``Fallback``, or None.
         changes: those of Python objects that the call has made, and that have been undone.
+        reductions: the ``CallReductions`` by which it can be split; None if it needs none.
+        unreduced: as ``fallback``, where nothing is reduced.
+        functions: for eager calls that reduce: whether a tape records -> the ``CallFunction``.
         fails: whether a call on parts of a batch failed right after the trace.
     """
 
@@ -80,17 +91,26 @@ class Trace:
         device: str,
     ) -> None:
         self._layers = {getattr(layer, "name", None) for layer in state.layers}
+        self.device = device
+        self.reductions: "Optional[CallReductions]" = None
+        self.functions: "Dict[bool, Any]" = {}
+        self._infer(_traced(call, arguments, state, effects), arguments, state)
+        self.unreduced = self.fallback
+        if self.fallback is not None and self.fallback.reason in _REDUCIBLE and can_count():
+            self._infer_with_reductions(call, arguments, state, effects)
+
+    def _infer(self, traced, arguments, state, reductions=None):
+        """Infer the placements in a graph that was traced."""
+        graph, placeholders, results, self.changes = traced
         placements = arguments.placements()
-        graph, placeholders, results, self.changes = _traced(
-            call, arguments, placements, state, effects
-        )
         by_name = {t.name: placement for t, placement in zip(placeholders, placements)}
         keys = {t.name: id(e) for t, e in captures(graph) if t.dtype.name == "resource"}
-        with tf.init_scope(), tf.device(device), contextlib.ExitStack() as stack:
+        with tf.init_scope(), tf.device(self.device), contextlib.ExitStack() as stack:
             values, copies = _values(graph, stack)
             rows = zip(placeholders, arguments.three_rows())
             values.update((tensor.name, each) for tensor, each in rows if each is not None)
-            propagation = Propagation(graph, by_name, keys, self._fallback, OpTrial(values, copies))
+            trial = OpTrial(values, copies)
+            propagation = Propagation(graph, by_name, keys, self._fallback, trial, reductions)
         outputs = [_placement(propagation, value) for value in results["outputs"]]
         losses = [_placement(propagation, value) for value in results["losses"]]
         noted = [
@@ -116,6 +136,52 @@ class Trace:
         self.variables = [(handle, changed[id(handle)]) for handle in handles]
         self.weights = weights_of(graph)
         self.fallback = self._not_synchronized(graph) or self._not_merged(results)
+
+    def _infer_with_reductions(self, call, arguments, state, effects):
+        """Infer the placements where replicas reduce values of the whole batch, if that serves."""
+        inferred, operations = dict(vars(self)), []
+        note = watching(call, lambda *operation: operations.append(operation))
+        traced = _traced(note, arguments, state, effects)
+        reductions = CallReductions(operations)
+        for _ in range(_ROUNDS):  # what follows a value that is reduced has another placement
+            before = dict(reductions.reduced), list(reductions.joint)
+            reductions.joint.clear()
+            self._infer(traced, arguments, state, reductions)
+            if before == (reductions.reduced, reductions.joint):
+                break
+        else:
+            self.fallback = self.unreduced
+        if self.fallback is not None or not reductions:
+            vars(self).update(inferred)
+            return
+        self._signature = _signature(traced[0])
+        reductions.settle()
+        self.reductions = reductions
+
+    @property
+    def takes_turns(self) -> bool:
+        """True if replicas need values of one another."""
+        return bool(self.averages or self.reductions)
+
+    def matches(
+        self,
+        call: "Callable[..., Any]",
+        arguments: "ShardedArguments",
+        state: "model_state.ModelState",
+        effects: "PythonEffects",
+    ) -> bool:
+        """Return whether a call makes the graph that was traced, as far as that matters.
+
+        With reductions, eager calls run as a function that was made from it. The arguments are
+        those of the class.
+        """
+        if not self.reductions:
+            return True
+        try:
+            graph = _traced(call, arguments, state, effects)[0]
+        except Exception:  # it is traced once more, and that is treated
+            return False
+        return _signature(graph) == self._signature
 
     def _not_synchronized(self, graph):
         """Return why a layer cannot normalize the whole batch, or None.
@@ -170,19 +236,52 @@ class FailedTrace:
 
     changes: "Sequence[Any]" = ()
     fails = True
+    reductions = None
 
     def __init__(self, fallback: Fallback, holds: bool) -> None:
         self.fallback, self.holds = fallback, holds
 
+    def matches(self, *_: "Any") -> bool:
+        """Return True: there is no graph to compare."""
+        return True
 
-def _traced(call, arguments, placements, state, effects):
+
+#: Names of branches and bodies of loops, which have other numbers in each graph.
+_BRANCH = re.compile(r"_(true|false|body|cond)_\d+")
+
+
+def _signature(graph):
+    """Return what two graphs have in common that compute the same."""
+    definition = graph.as_graph_def()
+    functions = definition.library.function
+    for node in itertools.chain(definition.node, *[each.node_def for each in functions]):
+        for attribute in node.attr.values():
+            if attribute.HasField("func"):
+                attribute.func.name = _BRANCH.sub(r"_\1", attribute.func.name)
+    for function in functions:
+        function.signature.name = _BRANCH.sub(r"_\1", function.signature.name)
+    parts = [each.SerializeToString(deterministic=True) for each in functions]
+    parts = [each.SerializeToString(deterministic=True) for each in definition.node] + sorted(parts)
+    return parts, [_Captured(external) for _, external in captures(graph)]
+
+
+class _Captured:
+    """A tensor that a graph captures, equal to itself alone; it is held, so that its id stays."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __eq__(self, other):
+        return self.tensor is other.tensor
+
+
+def _traced(call, arguments, state, effects):
     """Return the graph of a call with an unknown number of rows, and what belongs to it.
 
     Returns:
         The graph; its placeholders; the results of the call, by name; and its changes of Python
         objects.
     """
-    from tensorflow.python.autograph.core import ag_ctx
     from tensorflow.python.framework.func_graph import func_graph_from_py_func
 
     compute, made = as_function(call, state.collected, arguments.tree, effects), []
@@ -192,19 +291,12 @@ def _traced(call, arguments, placements, state, effects):
         made.append((placeholders, results))
         return list(placeholders) or tf.constant(0)
 
-    specs = []
-    for tensor, placement in zip(tensors_of(arguments.tree), placements):
-        shape = tensor.shape
-        if not isinstance(placement, (Replicated, Count)):
-            shape = tf.TensorShape([None] + shape.as_list()[1:])
-        specs.append(tf.TensorSpec(shape, tensor.dtype))
-    # Code that ran eagerly so far has its branches converted, as within a tf.function.
     # Nothing here is computed, so no tape records it. The function that makes the graph is not
     # public: in a graph named by tf.compat.v1.wrap_function, say, Keras takes no losses.
-    converting = ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
-    with normalizing_rows(state.layers, state.normalizations), tapes.stop_recording(), converting:
+    normalizing = normalizing_rows(state.layers, state.normalizations)
+    with normalizing, tapes.stop_recording(), converting():
         graph = func_graph_from_py_func(
-            TRACE, traced, None, None, signature=specs, add_control_dependencies=False
+            TRACE, traced, None, None, signature=arguments.specs(), add_control_dependencies=False
         )
     return (graph,) + made[-1] + (compute.changes,)
 

@@ -51,6 +51,16 @@ def as_function(
     return compute
 
 
+def converting() -> "ContextManager[Any]":
+    """Return a context in which Keras has autograph convert branches and loops.
+
+    So it is within a tf.function, also for code that ran eagerly so far.
+    """
+    from tensorflow.python.autograph.core import ag_ctx
+
+    return ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED)
+
+
 def _logits(output):
     """Return the input of a final softmax or sigmoid, which Keras' cross-entropy prefers, or None.
 

@@ -10,6 +10,7 @@ from typing import Any, Iterable, Iterator
 import tensorflow as tf
 
 from ..._runtime import patching
+from .call_reductions import uncounted
 from .graph import TRACE, is_within
 
 
@@ -29,8 +30,8 @@ def normalizing_rows(layers: "Iterable[Any]", normalizations: "Iterable[Any]") -
         if not is_within(TRACE):
             return call(*args, **kwargs)
         arguments = dict(zip(inspect.signature(call).parameters, args), **kwargs)
-        result = call(**dict(arguments, training=False))
-        call(*args, **kwargs)
+        result = uncounted(call, **dict(arguments, training=False))
+        uncounted(call, *args, **kwargs)
         return result
 
     with contextlib.ExitStack() as stack:

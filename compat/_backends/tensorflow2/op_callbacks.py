@@ -41,6 +41,8 @@ def _call_listeners(kind, inputs, attributes, outputs, op_name=None, graph=None)
     if graph is None:  # else it is only added to that
         for listener in list(of_threads.__dict__.get("all", ())):
             listener(kind.decode() if isinstance(kind, bytes) else kind, outputs)
+        return None
+    return None if outputs is None else list(outputs)  # for other callbacks
 
 
 def _add_callback(running):

@@ -49,6 +49,10 @@ class Added(Placement):
         self.key = key
 
 
+#: Placements of values of which all devices have a part.
+_TOTALS = (Partial, Added)
+
+
 class Propagation:
     """Placements inferred over one graph, operation by operation.
 
@@ -60,6 +64,8 @@ class Propagation:
         handles: keys of variables, by the names of the tensors that are their handles.
         describe: returns the ``Fallback`` of an operation, by its placement.
         trial: an ``OpTrial``.
+        reductions: the ``CallReductions`` that are possible, to which those are added that serve;
+            or None.
         state: as the attribute, so far; changed.
         sources: the keys of the variables that each of its inputs is computed from, by name.
         lookups: as the attribute, so far; changed.
@@ -77,12 +83,14 @@ class Propagation:
         handles: "Dict[str, int]",
         describe: "Callable[[tf.Operation, Placement], Any]",
         trial: "OpTrial",
+        reductions: "Any" = None,
         state: "Optional[Dict[int, Placement]]" = None,
         sources: "Optional[Dict[str, Set[Optional[int]]]]" = None,
         lookups: "Optional[Dict[int, Set[bool]]]" = None,
     ) -> None:
         self.placements, self.handles = placements, handles
-        self.describe, self.trial = describe, trial
+        self.describe, self.trial, self.reductions = describe, trial, reductions
+        self._assigned: "Dict[int, tf.Tensor]" = {}  # to variables, by their keys
         self.state: "Dict[int, Placement]" = {} if state is None else state
         self.lookups: "Dict[int, Set[bool]]" = {} if lookups is None else lookups
         # Name of a tensor -> the keys of the variables it is computed from.
@@ -101,16 +109,26 @@ class Propagation:
             return
         placements = [self.placement_of(tensor) for tensor in op.inputs]
         self._note_lookup(op, placements)
-        results = self._results(op, placements)
-        if not isinstance(results, list):
-            results = [results] * len(op.outputs)
-        if op.type not in CALLS | CONDITIONS:
-            results = self.trial.follow(op, placements, results)
+        if self._is_joint(op, placements):
+            results = placements
+            self.trial.take_rows(op, *results)
+        else:
+            results = self._results(op, placements)
+            if not isinstance(results, list):
+                results = [results] * len(op.outputs)
+            if op.type not in CALLS | CONDITIONS:
+                results = self.trial.follow(op, placements, results)
         has_own = op.type not in CALLS and has_custom_gradient(op)
         if has_own and self._mixes_back(op, placements, results):
             results = [Mixed(Fallback(Reason.CUSTOM_GRADIENT))] * len(results)
         for output, result in zip(op.outputs, results):
-            self.placements[output.name] = self._explained(op, result)
+            self._place(output, self._explained(op, result))
+
+    def _place(self, tensor, placement):
+        is_reduced = self.reductions is not None and self.reductions.are_taken(tensor, placement)
+        self.placements[tensor.name] = REPLICATED if is_reduced else placement
+        if is_reduced:
+            self.trial.take_whole(tensor)
 
     def _mixes_back(self, op, placements, results):
         """Return whether an operation's user-defined gradient mixes rows."""
@@ -123,8 +141,10 @@ class Propagation:
         for (tensor, placement), output, result in zip(gradient.upstream, op.outputs, results):
             self.placements[tensor.name] = placement
             self.trial.draw(tensor, output, result)
+        reductions, self.reductions = self.reductions, None  # in the forward pass alone
         for operation in gradient.operations:
             self._follow(operation)
+        self.reductions = reductions
         return gradient.mixes(placements, self.placement_of)
 
     def _explained(self, op, placement):
@@ -153,6 +173,14 @@ class Propagation:
 
     def _results(self, op, placements):
         """Return the placements of the results: a list, or one for all of them."""
+        results = self._found(op, placements)
+        if self.reductions is not None and op.type in CALLS | CONDITIONS | LOOPS:
+            if any(isinstance(placement, (Mixed, Unknown)) for placement in _listed(results)):
+                pairs = zip(op.inputs, placements)
+                self._reduce([t for t, placement in pairs if isinstance(placement, _TOTALS)])
+        return results
+
+    def _found(self, op, placements):
         graphs = bodies_of(op)  # of the functions that it calls
         if None in graphs or op.type in CALLS and len(graphs[0].inputs) != len(placements):
             return _rows.without_rows(placements) or Unknown()
@@ -180,9 +208,77 @@ class Propagation:
         return self._by_table(op, placements) if result is None else result
 
     def _by_table(self, op, placements):
-        placements = [Mixed() if isinstance(p, Added) else p for p in placements]
-        values = list(map(self._value, op.inputs, placements))
-        return rules.placements(op, values)
+        values = self._values(op, placements)
+        results = rules.placements(op, values)
+        if self.reductions is None or not any(isinstance(p, (Mixed, Unknown)) for p in results):
+            return results
+        # Numbers of rows add up, too. They are left as they are where sums alone are to be reduced.
+        for kinds in (_TOTALS, _TOTALS + (Count,)):
+            candidates = [
+                _rows.Value(Partial("sum"), value.shape)
+                if isinstance(placement, kinds) and not isinstance(placement, Partial)
+                else value
+                for value, placement in zip(values, placements)
+            ]
+            _, places = _rows.redistributed(
+                lambda values: _first_mixed(rules.placements(op, values)), candidates
+            )
+            if places and self._reduce([op.inputs[place] for place in places]):
+                # As far as they are not reduced until this is inferred once more.
+                return rules.placements(op, self._values(op, map(self.placement_of, op.inputs)))
+        return results
+
+    def _values(self, op, placements):
+        plain = [Mixed() if isinstance(p, Added) else p for p in placements]
+        return list(map(self._value, op.inputs, plain))
+
+    # Reductions -----------------------------------------------------------------------------------
+
+    def _is_joint(self, op, placements):
+        """Return whether replicas compute an operation jointly, and note it."""
+        if self.reductions is None or len(placements) != 1:
+            return False
+        is_one = self.reductions.can_compute(op, self._value(op.inputs[0], placements[0]))
+        if is_one and op.name not in self.reductions.joint:
+            self.reductions.joint.append(op.name)
+        return is_one
+
+    def _reduce(self, tensors):
+        """Have replicas reduce what tensors are computed from, if they can; return whether.
+
+        These are the first sums, means and extremes over the rows from which others are computed;
+        and numbers of rows, as soon as they are fractions, which are the size of no tensor.
+        """
+        found, pending = {}, list(tensors)
+        for tensor in pending:  # which grows meanwhile
+            placement = self.placement_of(tensor)
+            is_number = placement == Count() and tensor.shape.rank == 0
+            before = [] if is_number and tensor.dtype.is_floating else self._before(tensor)
+            names = {other.name for other in pending}
+            pending += [other for other in before if other.name not in names]
+            if before:
+                continue
+            is_fraction = not isinstance(placement, Count) or is_number and tensor.dtype.is_floating
+            if not is_fraction or not self.reductions.can_reduce(tensor, placement):
+                return False
+            found[tensor.name] = tensor
+        for tensor in found.values():
+            self.reductions.reduced[tensor.name] = Partial("sum")
+            self._place(tensor, self.placement_of(tensor))
+        for tensor in reversed(pending):
+            if tensor.name not in found and tensor.op.type != "ReadVariableOp":
+                self._follow(tensor.op)
+        return bool(found)
+
+    def _before(self, tensor):
+        """Return the totals from which a tensor is computed that is one."""
+        kinds = Count if isinstance(self.placement_of(tensor), Count) else _TOTALS
+        if isinstance(self.placement_of(tensor), Added):
+            kinds = _TOTALS + (Count,)
+        tensors = list(tensor.op.inputs)
+        if tensor.op.type == "ReadVariableOp":
+            tensors = [self._assigned.get(self.handles.get(tensors[0].name), tensors[0])]
+        return [t for t in tensors if isinstance(self.placement_of(t), kinds)]
 
     def _value(self, tensor, placement):
         sizes = sizes_of(tensor)
@@ -215,6 +311,7 @@ class Propagation:
             return REPLICATED
         if op.type.startswith("Stateful"):  # random numbers, made by one
             return _rows.made(placements[-1], op.outputs[0].shape.rank)
+        self._assigned[key] = op.inputs[-1]
         value = Partial("sum") if _adds_up(op.inputs[-1], placements[-1]) else placements[-1]
         placements = placements[:-1] + [value]
         if op.type == "AssignVariableOp":
@@ -336,6 +433,17 @@ class Propagation:
             axis = elements.axis + _DIMENSIONS[kind]
             return elements.replace(axis=axis) if axis >= 0 else Unknown()
         return _rows.without_rows(placements[:1]) or Unknown()
+
+
+def _listed(placements):
+    return placements if isinstance(placements, list) else [placements]
+
+
+def _first_mixed(placements):
+    """Return the placement among several that counts most, where inputs are to be reduced."""
+    kinds = (Mixed, Unknown, Count)
+    # A size of a shard is as good as mixed: devices have others.
+    return next((Mixed() for p in placements if isinstance(p, kinds)), REPLICATED)
 
 
 def _of_rows(op, placements):

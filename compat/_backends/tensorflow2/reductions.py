@@ -10,7 +10,10 @@ from typing import Any, Callable, List, Sequence
 
 import tensorflow as tf
 
+from ..._rows import Partial
+from ..._rows.merging import merge
 from ..._rows.replica_threads import DifferentReductions, TurnTakingThreads, current_turn
+from .._tensorflow.merging import TensorOperations
 from .differentiation import differentiable
 from .refusals import not_differentiable
 from .thread_state import callers_state
@@ -31,6 +34,7 @@ class BatchReductions:
 
     def __init__(self, devices: "Sequence[str]", sizes: "Sequence[Any]") -> None:
         self.devices, self.count = list(devices), 0
+        self._sizes = list(sizes)
         # 0 for a replica without rows, which computes one that is not its own.
         self._weights = [min(n, 1) if isinstance(n, int) else tf.minimum(n, 1) for n in sizes]
         self._graph = _graph()
@@ -54,6 +58,20 @@ class BatchReductions:
     def run(self, functions: "Sequence[Callable[[], Any]]") -> "List[Any]":
         """Return the results of a function for each replica, which take turns."""
         return TurnTakingThreads(functions, callers_state()).run()
+
+    def reduce(self, placement: Partial, value: "tf.Tensor") -> "tf.Tensor":
+        """Return the whole batch's value of a sum, mean, maximum or minimum over the rows."""
+
+        def reduced(replicas):
+            parts = [part for (part,) in replicas]
+            if placement.how == "sum":
+                pairs = zip(parts, self._weights)
+                parts = [part * tf.cast(weight, part.dtype) for part, weight in pairs]
+            return [merge(placement, parts, self._sizes, TensorOperations(tf))]
+
+        (result,) = self.merge(reduced, [value])
+        result.set_shape(value.shape)
+        return result
 
     def merge(
         self,
@@ -80,6 +98,8 @@ class BatchReductions:
 
             def gradient(*upstream, **_):
                 in_pass = current_turn()
+                if in_pass is None and not (self.are_here() or tf.executing_eagerly()):
+                    return _zeros_for_zeros(values, upstream)
                 if in_pass is None or in_pass.index != index:
                     raise not_differentiable()
                 gradients = in_pass.meet(id(reduction), upstream, reduction.backward)[index]
@@ -125,6 +145,19 @@ class _Reduction:
                     heads.append(result)
                     sums.append(tf.add_n(list(map(tf.convert_to_tensor, gradients))))
             return self._by_replica(self.gradients_of(heads, self.values, sums))
+
+
+def _zeros_for_zeros(values, upstream):
+    """Return gradients of zero, which fail where the upstream gradients are not zero.
+
+    For a persistent tape TensorFlow makes gradients of all that a function computes within, though
+    none of these is taken: see ``_HigherOrderTapeGradientFunctions``.
+    """
+    present = [tf.abs(g) > 0 for g in upstream if g is not None and g.dtype.is_floating]
+    message = str(not_differentiable())
+    checks = [tf.debugging.assert_equal(each, False, message=message) for each in present]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return [tf.zeros_like(v) if v.dtype.is_floating else None for v in values]
 
 
 @tf.custom_gradient

@@ -14,7 +14,7 @@ from ... import _keras, _rows
 from ..._rows import Fallback, Reason, Sharded, splitting
 from ..._rows.splitting import unsplit
 from ..._runtime import patching, work
-from . import batch_norm, output_gradients, side_effects
+from . import batch_norm, output_gradients, side_effects, tape_depth
 from .arguments import (
     ShardedArguments,
     are_arrays,
@@ -26,6 +26,8 @@ from .arguments import (
 )
 from .batch_counts import count
 from .batch_norm import synchronizing
+from .call_function import CallFunction, NotSplit
+from .call_reductions import not_counting
 from .call_trace import FailedTrace, Trace
 from .differentiation import differentiable
 from .functional_call import as_function
@@ -161,7 +163,7 @@ def run_together(replicas: "Sequence[Replica]", reductions: BatchReductions, lay
         layers: the layers that normalize the whole batch.
     """
     shards = [replica.shard for replica in replicas]
-    if not recording():
+    if not recording() and tf.executing_eagerly():
         with synchronizing(layers, reductions):
             results = reductions.run([replica.results for replica in replicas])
     else:
@@ -296,6 +298,7 @@ class ReplicatedCall(patching.InstanceMethod):
         self.effects = None  # of the model, which they belong to
         self.kept = KeptWeights(self.devices)
         self.lock = threading.RLock()
+        tape_depth.watch_tapes()
 
     def install(self, model):
         super().install(model)
@@ -346,20 +349,28 @@ class ReplicatedCall(patching.InstanceMethod):
             settings = effects.settings()
             # Kept again below, if it still holds.
             last = self.traces.pop((kind, effects.lasting(settings)), None)
-        is_new = last is None or not last.holds
+        matches = last is not None and last.holds
+        is_new = not (matches and last.matches(call, arguments, state, effects))
         trace = last
         if is_new:
             trace = self._traced(call, arguments, state, effects, is_second=last is not None)
         fallback = trace.fallback or _fallback_in_keras3(model, trace)
-        if fallback is None:
+        if fallback is None and trace.reductions:
+            # Changes of Python objects would be made by the function, and only once.
+            if tape_depth.number() > 1 or is_eager and trace.changes:
+                fallback = trace.unreduced
+        in_function = is_eager and trace.reductions
+        if fallback is None and in_function:
+            results, fallback = self._run_function(model, call, arguments, state, effects, trace)
+        elif fallback is None:
             replicas, fallback = self._attempt(call, arguments, state, effects, trace, is_new)
             fails_again = trace.fails and fallback == Fallback(Reason.FAILS_ON_SHARD)
             if fallback is not None and not is_new and not fails_again:
                 # It was traced when the call had other side effects, or none.
                 return self._split(model, call, arguments)
-        if fallback is None:
+        if fallback is None and not in_function:
             results = self._merged(arguments, state, effects, trace, replicas)
-        else:
+        elif fallback is not None:
             effects.restart()
             results = self._run_unsplit(model, call, arguments, fallback)
         if is_eager:
@@ -389,7 +400,7 @@ class ReplicatedCall(patching.InstanceMethod):
         """
         # A call that has had no side effects is only checked for them afterwards. Where replicas
         # take turns, isolation would take time at each of them.
-        isolated = effects if trace.changes or (is_new and not trace.averages) else None
+        isolated = effects if trace.changes or (is_new and not trace.takes_turns) else None
         try:
             state.watch(trace.variables, trace.averages)  # which may be gone since the trace
             replicas = self._computed(call, arguments, state, trace, isolated)
@@ -407,7 +418,8 @@ class ReplicatedCall(patching.InstanceMethod):
             if not _may_be_of_split(error):
                 raise
             trace.fails = is_new or trace.fails
-            return None, Fallback(Reason.FAILS_ON_SHARD)
+            # Replicas that reduce may have computed something else than the trace.
+            return None, trace.unreduced or Fallback(Reason.FAILS_ON_SHARD)
         if agree:
             return replicas, None
         state.restore()
@@ -422,17 +434,45 @@ class ReplicatedCall(patching.InstanceMethod):
         merging = Merging(replicas, trace)
         state.finish(merging)
         results = merging.results()
+        if trace is not None:
+            if effects is not None:
+                effects.make(replicas[0].changes, results["noted"])
+            output_gradients.relate(replicas, results, trace.placements)
+        return self._kept(replicas[0].structure, results, state)
+
+    def _kept(self, structure, results, state):
+        """Return the results of the whole batch as the call does, which has added its losses."""
         state.add(results["losses"])
         for output, mask, logits in zip(*map(results.get, ("outputs", "masks", "logits"))):
             if mask is not None:
                 output._keras_mask = mask
             if logits is not None:
                 output._keras_logits = logits
-        if trace is not None:
-            if effects is not None:
-                effects.make(replicas[0].changes, results["noted"])
-            output_gradients.relate(replicas, results, trace.placements)
-        return tf.nest.pack_sequence_as(replicas[0].structure, results["outputs"])
+        return tf.nest.pack_sequence_as(structure, results["outputs"])
+
+    def _run_function(self, model, call, arguments, state, effects, trace):
+        """Run an eager call as a function, whose graph the replicas need to reduce.
+
+        Returns:
+            The results and None; or None and a ``Fallback``.
+        """
+
+        def split(*args, **kwargs):
+            part = ShardedArguments(args, kwargs, len(self.devices))
+            within = ModelState(state.layers, batch_norm.requested(model, state.layers))
+            replicas, fallback = self._attempt(call, part, within, effects, trace, False)
+            if fallback is not None:
+                raise NotSplit(fallback)
+            return self._merged(part, within, effects, trace, replicas)
+
+        kind = recording()
+        try:
+            if kind not in trace.functions:
+                trace.functions[kind] = CallFunction(split, arguments, state)
+        except NotSplit as error:
+            trace.fallback = error.fallback  # of all calls of this kind
+            return None, error.fallback
+        return self._kept(*trace.functions[kind](arguments, state), state), None
 
     def _effects(self, model):
         """Return the ``PythonEffects`` of a model: deep copies of it share this call."""
@@ -451,14 +491,21 @@ class ReplicatedCall(patching.InstanceMethod):
         copies = self._copies(trace)
         tables = TableGradients(trace.lookups if trace else {}, sizes)
         sums = GradientSums(self.devices, copies, tables)
+        takes_turns = trace is not None and trace.takes_turns
+        reductions = BatchReductions(self.devices, sizes) if takes_turns else None
+        are_counted = takes_turns and trace.reductions
+        if are_counted:
+            call = trace.reductions.reducing(call, reductions)
         for index, (device, size) in enumerate(zip(self.devices, sizes)):
             tree = arguments.shard(splitting.run_bounds(rows, number, index, maximum))
+            tree = arguments.without_number(tree) if are_counted else tree
             scope = functools.partial(state.replica, index)
             join = functools.partial(sums.joined, index)
             part = device, size, trace, call, scope, tree, effects
             replicas.append(Replica(*part, join, copies[index]))
-        if trace is not None and trace.averages:
-            run_together(replicas, BatchReductions(self.devices, sizes), state.synchronized)
+        if takes_turns:
+            with not_counting(state.normalizations if are_counted else ()):
+                run_together(replicas, reductions, state.synchronized)
         else:
             for replica in replicas:
                 replica.run()

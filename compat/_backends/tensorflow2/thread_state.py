@@ -42,14 +42,13 @@ def callers_state() -> "Callable[[], ContextManager[None]]":
     running = context.context()
     eager = running._thread_local_data
     of_eager = {name: getattr(eager, name) for name in _EAGER if hasattr(eager, name)}
-    if "op_callbacks" in of_eager:
-        of_eager["op_callbacks"] = list(of_eager["op_callbacks"])
+    of_eager = _copies(of_eager)
     policy = running.device_policy
     values = [(local, _copies(vars(local))) for local in _locals()]
 
     @contextlib.contextmanager
     def entered():
-        for name, value in of_eager.items():
+        for name, value in _copies(of_eager).items():
             setattr(eager, name, value)
         running.device_policy = policy
         for local, attributes in values:

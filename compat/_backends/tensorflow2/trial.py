@@ -14,6 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context, execute
 
 from ..._rows import Fallback, Mixed, Partial, Reason, Replicated, Sharded, Unknown, trial
+from ..._rows.merging import NUMPY, merge
 from .._tensorflow.graph import constant
 from .graph import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random, is_resource
 
@@ -89,7 +90,8 @@ class OpTrial:
         places, results_shown = self._places(op, placements, claimed), []
         for output, samples, placement in zip(op.outputs, results, claimed):
             if not is_resource(output) and isinstance(placement, _SHOWN):
-                placement, samples = self._shown(samples, placements, placement, places)
+                inputs = [self.values[tensor.name] for tensor in op.inputs]
+                placement, samples = self._shown(samples, placements, placement, places, inputs)
             self.values[output.name] = samples
             results_shown.append(placement)
         return results_shown
@@ -104,6 +106,19 @@ class OpTrial:
                 samples = SampleValues(samples.whole, [quarter * n for n in (1, 3, 3, 1)])
             self.values[tensor.name] = samples
 
+    def take_whole(self, tensor):
+        """Take the value of the whole for those of all parts, which are reduced to it."""
+        samples = self.values.get(tensor.name)
+        if samples is not None:
+            self.values[tensor.name] = SampleValues(samples.whole)
+
+    def take_rows(self, op, placement):
+        """Compute an operation of which all parts together compute the whole, each its rows."""
+        inputs = [self.values.get(tensor.name) for tensor in op.inputs]
+        if None not in inputs and placement.even:
+            (whole,) = self._execute(op, [samples.whole for samples in inputs])
+            self.values[op.outputs[0].name] = self._cut(whole, placement)
+
     def _places(self, op, placements, claimed):
         """Return where the elements of a reshaped value go: rows of these are never the same."""
         if op.type != "Reshape" or not isinstance(claimed[0], Unknown):
@@ -117,7 +132,7 @@ class OpTrial:
         places = self._cut(tf.constant(places, dtype), before)
         return self._in_lanes(op, [places, sizes])[0]
 
-    def _shown(self, samples, placements, placement, places):
+    def _shown(self, samples, placements, placement, places, inputs):
         """Return the placement of a result by its values; and these, which devices have by it."""
         if samples.is_same and not isinstance(placement, (Sharded, Unknown)):
             return placement, samples
@@ -132,10 +147,40 @@ class OpTrial:
                 return placement if uneven else Mixed(Fallback(Reason.TRIAL_DIFFERS)), samples
             placement = shown
         elif not _fits(*self._arrays(samples), placement):
-            return Mixed(Fallback(Reason.TRIAL_DIFFERS)), samples
+            rounded = self._rounded(samples, placement, inputs)
+            other = Mixed(Fallback(Reason.TRIAL_DIFFERS)), samples
+            return other if rounded is None else (placement, rounded)
         if isinstance(placement, Sharded) and placement.even:
             return placement, self._cut(samples.whole, placement)
         return placement, samples
+
+    def _rounded(self, samples, placement, inputs):
+        """Return a total whose parts make up the whole, where only rounding tells them apart.
+
+        The mean of what is centred already is next to zero. None where it is more.
+        """
+        whole, parts, others = self._arrays(samples)
+        lanes = [lane for each in inputs + [samples] for lane in each.lanes]
+        lanes = [lane for lane in lanes if lane.dtype.is_floating]
+        arrays = list(map(self._array, lanes))
+        is_total = isinstance(placement, Partial) and placement.how in ("sum", "mean")
+        if not (is_total and whole.dtype.kind == "f" and whole.size and arrays):
+            return None
+        bound = trial.TOLERANCES[8 * whole.dtype.itemsize] / 10
+        bound *= max(np.abs(each).max() for each in arrays if each.size)
+        if placement.how == "sum":
+            bound *= max(each.size for each in arrays) / whole.size
+        lanes = []
+        for values in (parts, others):
+            if any(value.shape != whole.shape for value in values):
+                return None
+            missing = whole - merge(placement, values, trial.SIZES, NUMPY) if values else 0
+            if not np.all(np.abs(missing) <= bound):
+                return None
+            places = range(len(values) if placement.how == "mean" else 1)
+            lanes += [v + missing if place in places else v for place, v in enumerate(values)]
+        dtype = samples.whole.dtype
+        return SampleValues(samples.whole, [tf.constant(lane, dtype) for lane in lanes])
 
     def _arrays(self, samples):
         """Return the array of the whole; those of ``PARTS``; and those of ``OTHER_PARTS``."""

@@ -9,9 +9,17 @@ import tensorflow as tf
 import compat
 from compat._backends.tensorflow2 import replicas
 from compat._backends.tensorflow2.arguments import _PlainValue
+from compat._backends.tensorflow2.call_reductions import can_count
 from compat.testing import slow, span
 
-from .reductions import keras_, runs_unsplit, same, three_devices, trained  # noqa: F401  # the fixture
+from .reductions import (
+    is_divided,
+    keras_,
+    runs_unsplit,
+    same,
+    three_devices,  # noqa: F401  # the fixture
+    trained,
+)
 from .test_contract import KERAS3, ROWS, TARGETS, TRAIN_STEP, pair
 
 
@@ -92,13 +100,13 @@ class Remembering(Attending):
         return super().call(queries, memory=memory)
 
 
-def test_an_output_that_follows_another_argument_runs_unsplit(keras):
+def test_an_output_that_follows_another_argument_is_reduced(keras):
     memory, queries = tf.constant(ROWS[10:21]), tf.constant(ROWS[:6])
     model = Remembering()
     expected = model(memory, queries=queries).numpy()
     compat.parallelize(model)
     call = tf.function(lambda memory, queries: model(memory, queries=queries))
-    with runs_unsplit():
+    with is_divided() if can_count() else runs_unsplit():
         np.testing.assert_allclose(call(memory, queries), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -8,6 +8,8 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat._backends.tensorflow2 import call_reductions
+from compat._backends.tensorflow2.call_reductions import can_count
 from compat.testing import DEVICES, contract_of, initialise, slow, span
 
 from .reductions import (  # noqa: F401  # the fixture
@@ -68,10 +70,10 @@ WHOLE = {
 
 
 @pytest.mark.parametrize(
-    "name", ["variance"] + [pytest.param(name, marks=slow) for name in WHOLE if name != "variance"]
+    "name", ["variance", "chosen"] + [pytest.param(n, marks=slow) for n in ("two kinds", "masked")]
 )
-def test_losses_of_the_whole_batch_run_unsplit(keras, name):
-    with runs_unsplit():
+def test_losses_of_the_whole_batch_are_reduced_or_run_unsplit(keras, name):
+    with runs_unsplit() if name == "chosen" or not can_count() else is_divided():
         same(trained(lambda: adding(WHOLE[name])))
 
 
@@ -141,8 +143,9 @@ def test_float8_has_the_largest_values_of_the_whole_batch(keras):
     same(results)
 
 
-def test_what_divides_by_the_number_of_rows_is_named(keras):
-    """Not the layer after it, in which that first makes a difference."""
+def test_what_divides_by_the_number_of_rows_is_named(keras, monkeypatch):
+    """Where that is not reduced. Not the layer after it, in which that first makes a difference."""
+    monkeypatch.setattr(call_reductions, "LARGEST", 0)
     inputs = keras.layers.Input((8,))
     shares = keras.layers.Lambda(lambda x: x / rows_of(x), output_shape=(8,), name="shares")
     model = keras.models.Model(inputs, keras.layers.Dense(4)(shares(inputs)))
