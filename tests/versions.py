@@ -44,7 +44,6 @@ EXAMPLES = ("mlp", "vae", "lstm_text")
 RANKS = ("jax", "tensorflow2", "torch")
 EDGES = (
     "torch==2.13.0 keras==3.0.5",
-    "torch==2.13.0 keras==3.15.1",  # 2.14.1 brings gigabytes for CUDA
     "jax==0.4.20 keras==3.0.5",
     "tensorflow-cpu==2.1.4",
     "tensorflow==1.13.2",
