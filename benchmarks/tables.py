@@ -246,6 +246,7 @@ def sections(results):
         "scaling": markdown(scaling(results)),
         "building": markdown(building(results)),
         "many": markdown(many_models(results)),
+        "norm": markdown(batch_norm(results)),
         "bytes": markdown(bytes_across_devices(results)),
         "starting": markdown(starting(results)),
         "trials": markdown(trials(results)),
