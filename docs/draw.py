@@ -131,6 +131,26 @@ def replicas():
     return picture
 
 
+def normalization():
+    """Draw batch normalization by the statistics of the whole batch."""
+    width, height = 200, 48
+    lefts, whole = columns(DEVICES)
+    picture = Picture(whole + 60, 290, "Batch normalization of the whole batch on three devices")
+    for number, size in enumerate(splitting.sizes(ROWS, DEVICES)):
+        left, middle = lefts[number], lefts[number] + width / 2
+        text = "device {}: {} rows\ntheir mean and variance"
+        picture.box(left, 20, width, height, text.format(number, size), "device")
+        picture.arrow(middle, 68, middle, 102)
+        picture.arrow(middle, 150, middle, 184)
+        text = "device {}\nnormalizes its rows"
+        picture.box(left, 184, width, height, text.format(number), "device")
+    text = "mean and variance of all {} rows: merged, weighted by rows"
+    picture.box(lefts[0], 102, whole, height, text.format(ROWS), "whole")
+    text = "green: on each device; yellow: once; gradients take the same way back"
+    picture.text(whole / 2 + 30, 262, text)
+    return picture
+
+
 def ranks():
     """Draw a training step of several processes."""
     width, height = 200, 48
@@ -211,6 +231,7 @@ def timeline():
 PICTURES = {
     "overview.svg": overview,
     "replicas.svg": replicas,
+    "normalization.svg": normalization,
     "ranks.svg": ranks,
     "backend.svg": backend,
     "timeline.svg": timeline,

@@ -217,6 +217,7 @@ def test_pictures_are_those_that_are_drawn():
         ElementTree.fromstring(str(picture()))  # is XML
         readme = read(os.pardir, "README.md").replace("(docs/", "(")
         shown = readme + read("how-it-works.md") + read("report.md")
+        shown += read("parallelize.md")
         assert "(pictures/{})".format(name) in shown
 
 
