@@ -23,8 +23,9 @@ SMALL = 2**16
 def are_kept() -> bool:
     """Return whether copies are kept: from TensorFlow 2.4, to which this class belongs.
 
-    In a function that changes weights between two calls of a model, TensorFlow 2.3 sometimes
-    computes with copies of the values from before.
+    In TensorFlow 2.3 the caller of a function that only reads variables does not wait for that before
+    it assigns to them; 2.4 has repaired it (``auto_control_deps.py``). Kept copies are compared by
+    such functions.
     """
     return hasattr(tf.distribute, "MultiWorkerMirroredStrategy")
 

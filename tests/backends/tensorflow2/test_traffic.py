@@ -270,7 +270,10 @@ def test_weights_change_between_two_calls_of_one_function(keras):
     model = build(keras)
     plain = keras.models.Sequential([keras.layers.Input((8,))] + model.layers)
     compat.parallelize(model)
-    inner = tf.function(lambda rows: model(rows))
+    # In TensorFlow 2.3 the caller of a function that only reads variables may assign to them first,
+    # without compat as well. 2.4 has repaired it (auto_control_deps.py).
+    is_ordered = not tf.__version__.startswith("2.3.")
+    inner = tf.function(lambda rows: model(rows)) if is_ordered else model
 
     def step(call, nested):
         results, total = [], tf.zeros((len(ROWS), 4))
