@@ -13,22 +13,38 @@ from .graph import attribute, v1_names
 
 def has_custom_gradient(op: "Any") -> bool:
     """Return whether an operation's gradient is not TensorFlow's."""
+    function = _gradient_function(op)
+    if function is None:
+        return False
+    package = (getattr(function, "__module__", None) or "").partition(".")[0]
+    return package not in ("tensorflow", "tensorflow_core", "keras", "tf_keras")
+
+
+def recomputes(op: "Any") -> bool:
+    """Return whether an operation is the end of a function of ``tf.recompute_grad``.
+
+    In the backward pass it is called again, where nothing is reduced.
+    """
+    return "recompute_grad" in getattr(_gradient_function(op), "__qualname__", "")
+
+
+def _gradient_function(op):
+    """Return the gradient of an operation, if the graph gives it another one, or None."""
     from tensorflow.python.framework import ops
 
     if not op.inputs or not attribute(op, "_gradient_op_type"):
-        return False
+        return None
     try:
         function = ops.get_gradient_function(op)
     except LookupError:  # none is registered by this name
-        return False
+        return None
     # tf.custom_gradient registers a function that calls its argument. Those of TensorFlow and Keras
     # compute the true gradient, as that of tf.recompute_grad.
     for name in ("tape_grad_fn", "grad_fn"):
         names = getattr(getattr(function, "__code__", None), "co_freevars", ())
         if name in names:
             function = function.__closure__[names.index(name)].cell_contents
-    package = (getattr(function, "__module__", None) or "").partition(".")[0]
-    return package not in ("tensorflow", "tensorflow_core", "keras", "tf_keras")
+    return function
 
 
 class CustomGradient:

@@ -80,9 +80,11 @@ def calculated(op, values):
     kept = len(counted) == 1 and op.type in ("Mul", "Neg")
     if op.type in ("Maximum", "Minimum"):
         # The larger of two numbers that are proportional to the number of rows is so, too. So is
-        # the larger one of a number of rows, which is at least 1, and 1.
+        # the larger one of a number of rows, which is at least 1, and 1; not that of a tenth of it.
         others = [constant(t) for t, v in zip(op.inputs, values) if v not in counted]
         is_one = op.type == "Maximum" and all(o is not None and o.max() <= 1 for o in others)
+        pairs = zip(op.inputs, values)
+        is_one = is_one and all(_is_integer(t) for t, v in pairs if v in counted)
         kept = all(value.placement == Count() for value in counted) and (not others or is_one)
     if after == []:
         return first.placement if kept else NOT_IN_PROPORTION
@@ -91,6 +93,13 @@ def calculated(op, values):
     if first.rank == 0 and first.placement == Count() and after[0]:
         return Count(range(after[0]))  # multiples of one number
     return first.placement
+
+
+def _is_integer(tensor):
+    """Return whether a number is an integer, maybe cast to another type."""
+    while tensor.op.type in ("Cast", "Identity"):
+        tensor = tensor.op.inputs[0]
+    return tensor.dtype.is_integer
 
 
 def joined_sizes(op, values):

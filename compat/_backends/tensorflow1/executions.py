@@ -141,7 +141,9 @@ def _placed(session, fetches):
     for op in graph.ancestors(fetches, ())[0]:
         numbers[op.device] += 1
         if op.type == "Const" and graph.is_outermost(op) and not op.control_inputs:
-            constants[op.device] = op.outputs[0]
+            # A colocated one may be elsewhere.
+            if "_class" not in op.node_def.attr or op.device not in constants:
+                constants[op.device] = op.outputs[0]
     listed = getattr(session, "list_devices", list)()  # a MonitoredSession lists none
     has_gpu = any(device.device_type == "GPU" for device in listed)
     preferred = "/device:{}:0".format("GPU" if has_gpu else "CPU")

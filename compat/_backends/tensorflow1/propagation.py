@@ -23,7 +23,7 @@ from ..._rows import (
     gathering,
     redistributed,
 )
-from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient
+from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient, recomputes
 from .._tensorflow.graph import sizes_of
 from .._tensorflow.rules import ALIGNED, placements
 from .._tensorflow.rules_common import Positions
@@ -61,7 +61,9 @@ class Propagation:
     def __init__(self, inputs, operations, fixed, normalizing, tried, inside=()):
         self.fixed, self.tried = fixed, tried
         self._normalizing = _scopes_of(normalizing)
-        self._inside = set(inside)
+        #: Whether values may be reduced: not where a backward pass computes them once more.
+        self._reduces = not any(map(recomputes, operations))
+        self._inside = set(inside if self._reduces else ())
         self._useless: "Set[Any]" = set()
         self._shapes: "Any" = None
         self.reduced: "Dict[Any, Partial]" = {}
@@ -132,7 +134,8 @@ class Propagation:
             results = [mixed[0] if mixed else Unknown()] * len(op.outputs)
         else:
             inputs = self._with_rows_of_constants(op, inputs)
-            results = self._by_rule(op, inputs, reducing and not of_each_device)
+            reducing = reducing and self._reduces and not of_each_device
+            results = self._by_rule(op, inputs, reducing)
         if of_each_device:
             results = self._of_each_device(op, results)
         elif self._mixes_back(op, inputs, results):
@@ -380,8 +383,9 @@ class Propagation:
                 if isinstance(placement, Sharded) and placement.axis == 0
             }
             for index, tensor in enumerate(op.inputs):
-                replicated = inputs[index] == REPLICATED and tensor.shape.ndims in ranks
-                if replicated and self.has_fixed(tensor):
+                # Not what is reduced, or computed from it.
+                is_apart = inputs[index] == REPLICATED and tensor not in self._placements
+                if is_apart and tensor.shape.ndims in ranks and self.has_fixed(tensor):
                     inputs[index] = Sharded(0)
                     self.constants.add(tensor)
         return inputs

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tensorflow.python.eager import context
 
 from ..._rows import Count, Partial, Placement, Value
-from ..._rows.replica_threads import DifferentReductions
+from ..._rows.replica_threads import DifferentReductions, current_turn
 from ..._runtime import patching
 from .._tensorflow.custom_gradients import has_custom_gradient
 from .._tensorflow.graph import sizes_of
@@ -178,11 +178,14 @@ class CallReductions:
                     raise DifferentReductions
                 return None if step is None else step(reductions, op)
 
+            turn: "Any" = current_turn()
             last, _thread.is_reducing = len(self._kinds), True
+            reductions.calling.add(turn.index)
             try:
                 results = watching(call, note)(*args, **kwargs)
             finally:
                 _thread.is_reducing = False
+                reductions.calling.discard(turn.index)
             if len(seen) < last:
                 raise DifferentReductions
             return results

@@ -27,6 +27,7 @@ from ..._rows import (
     Sharded,
     Unknown,
 )
+from .._tensorflow.custom_gradients import recomputes
 from .._tensorflow.graph import line_of
 from . import state as model_state
 from .arguments import ShardedArguments
@@ -142,6 +143,8 @@ class Trace:
         inferred, operations = dict(vars(self)), []
         note = watching(call, lambda *operation: operations.append(operation))
         traced = _traced(note, arguments, state, effects)
+        if any(map(recomputes, traced[0].get_operations())):
+            return
         reductions = CallReductions(operations)
         for _ in range(_ROUNDS):  # what follows a value that is reduced has another placement
             before = dict(reductions.reduced), list(reductions.joint)

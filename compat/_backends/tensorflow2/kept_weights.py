@@ -23,8 +23,8 @@ SMALL = 2**16
 def are_kept() -> bool:
     """Return whether copies are kept: from TensorFlow 2.4, to which this class belongs.
 
-    In TensorFlow 2.3 the caller of a function that only reads variables does not wait for that before
-    it assigns to them; 2.4 has repaired it (``auto_control_deps.py``). Kept copies are compared by
+    In TensorFlow 2.3 the caller of a function that only reads variables does not wait for it before
+    assigning to them; 2.4 has repaired that (``auto_control_deps.py``). Kept copies are compared by
     such functions.
     """
     return hasattr(tf.distribute, "MultiWorkerMirroredStrategy")

@@ -6,7 +6,7 @@ replica's gradient is computed on its device, and ends at these operations.
 """
 
 import functools
-from typing import Any, Callable, List, Sequence
+from typing import Any, Callable, List, Sequence, Set
 
 import tensorflow as tf
 
@@ -38,6 +38,8 @@ class BatchReductions:
         # 0 for a replica without rows, which computes one that is not its own.
         self._weights = [min(n, 1) if isinstance(n, int) else tf.minimum(n, 1) for n in sizes]
         self._graph = _graph()
+        #: The numbers of replicas that are within the model's call.
+        self.calling: "Set[int]" = set()
 
     def are_here(self) -> bool:
         """Return whether the call was made eagerly, or in the present graph, as this code runs."""
@@ -98,6 +100,9 @@ class BatchReductions:
 
             def gradient(*upstream, **_):
                 in_pass = current_turn()
+                if in_pass is not None and index in self.calling:
+                    # Of tf.gradients() within the call: the others may take the same one.
+                    raise DifferentReductions
                 if in_pass is None and not (self.are_here() or tf.executing_eagerly()):
                     return _zeros_for_zeros(values, upstream)
                 if in_pass is None or in_pass.index != index:

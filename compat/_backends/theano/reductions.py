@@ -218,13 +218,13 @@ class BodyGraph:
 
     def _outputs(self, node):
         """Return the results of a node in this graph; the node itself where nothing changes."""
-        if isinstance(node.op, IfElse) and node.inputs[0] is self._phase:
-            return list(map(self._of_device, node.inputs[1 + node.op.n_outs :]))
         whole = self._propagation.whole.get(node, ())
         inputs = [
             self._of_batch(v) if index in whole else self._of_device(v)
             for index, v in enumerate(node.inputs)
         ]
+        if isinstance(node.op, IfElse) and node.inputs[0] is self._phase:
+            return inputs[1 + node.op.n_outs :]
         lowered = self._propagation.lowered.get(node)
         if lowered is not None:
             results = lowered(self, node, inputs)
