@@ -15,6 +15,7 @@ from .functions import (
     FUNCTIONS,
     OF_EPOCHS,
     function_of_epochs,
+    has_keras_methods,
     is_layer,
     is_users,
     is_users_function,

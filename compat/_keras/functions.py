@@ -2,7 +2,7 @@
 
 import contextlib
 import types
-from typing import Any, Iterator
+from typing import Any, Iterable, Iterator
 
 # Functions of a graph, each made by a method of the model: ``maker_of(name)``.
 FUNCTIONS = ("train_function", "test_function", "predict_function")
@@ -37,6 +37,12 @@ def is_users(thing: "Any") -> bool:
     """Return whether a class or a function is user-defined, not Keras' own."""
     package = (getattr(thing, "__module__", None) or "keras").split(".")[0]
     return package not in ("keras", "tf_keras", "tensorflow", "tensorflow_core")
+
+
+def has_keras_methods(layer: "Any", names: "Iterable[str]") -> bool:
+    """Return whether a layer has methods of these names, all of them Keras' own."""
+    owners = (next((k for k in type(layer).__mro__ if n in vars(k)), None) for n in names)
+    return all(owner is not None and not is_users(owner) for owner in owners)
 
 
 def is_users_function(function: "Any") -> bool:

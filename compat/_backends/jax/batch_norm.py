@@ -24,10 +24,12 @@ def requested(model):
     Raises:
         UnsupportedError: under ``configure_gpu(strict=True)``, some layers are to, and cannot.
     """
-    is_asked = synchronized.is_asked(model)
-    named = [(str(number), layer) for number, layer in enumerate(_keras.all_layers(model))]
+    parts = _keras.all_layers(model)
+    asking = [part for part in parts if synchronized.is_asked(part)]  # this model, or others within
+    within = {id(layer) for part in asking for layer in _keras.all_layers(part)}
+    named = [(str(number), layer) for number, layer in enumerate(parts)]
     layers = synchronized.layers(named).values()
-    layers = [layer for layer in layers if is_asked or synchronized.asks(layer)]
+    layers = [layer for layer in layers if id(layer) in within or synchronized.asks(layer)]
     others = [repr(layer.name) for layer in layers if not _is_plain(layer)]
     if others:
         names = ", ".join(others)
@@ -37,8 +39,7 @@ def requested(model):
 
 def _is_plain(layer):
     """Return whether a layer is batch normalization as Keras has it."""
-    owners = (next((k for k in type(layer).__mro__ if n in vars(k)), None) for n in _METHODS)
-    return all(owner is not None and not _keras.is_users(owner) for owner in owners)
+    return _keras.has_keras_methods(layer, _METHODS)
 
 
 @contextlib.contextmanager

@@ -118,6 +118,10 @@ class MXNet(Backend):
             return synchronized.layers((block.name, block) for block in blocks_within(model))
         return synchronized.layers(nodes_within(model))
 
+    def synchronizes_on_ranks(self, layer):
+        """Return whether a layer can use the statistics of the whole batch on several ranks."""
+        return _keras.has_keras_methods(layer, ["call"])
+
     def parallelize(self, model, devices):
         """Run ``model`` on ``devices``; see ``keras_replicas``.
 

@@ -46,6 +46,8 @@ def synchronized(symbol: "Any", is_asked: bool) -> "Any":
         return symbol
     nodes: "List[Any]" = []
     places: "Dict[Entry, Entry]" = {}
+    # Names of operations count all that a process has made, which may be more on some ranks.
+    orders = {number: order for order, number in enumerate(sorted(chosen))}
     for number, node in enumerate(graph.nodes):
         if number in chosen:
             inputs = joined_executors.inputs_of(graph, number)
@@ -54,7 +56,7 @@ def synchronized(symbol: "Any", is_asked: bool) -> "Any":
                 return places[inputs[name]]  # noqa: B023
 
             (places[number, 0],) = joined_executors.append(
-                nodes, _normalized(node), source, node["name"]
+                nodes, _normalized(node, orders[number]), source, node["name"]
             )
             continue
         for other in graph.inputs + [graph.heads]:
@@ -66,14 +68,12 @@ def synchronized(symbol: "Any", is_asked: bool) -> "Any":
     return graph.symbol([places[head] for head in graph.heads], nodes)
 
 
-def _normalized(node):
+def _normalized(node, order):
     F, inputs = mx.sym, joined_executors.variables(0)
     axis = joined_executors.attribute(node, "axis", 1)
     like, variance = batch_norm.moments(F, inputs[0], axis)
     size = F.BlockGrad(F.Cast(F.size_array(inputs[0]), dtype="float64"))
-    merged = F.Custom(
-        F.reshape(like, shape=(-1,)), variance, size, op_type=_OPERATION, layer=node["name"]
-    )
+    merged = F.Custom(F.reshape(like, shape=(-1,)), variance, size, op_type=_OPERATION, layer=order)
     attributes = joined_executors.attributes_of(node)
     return batch_norm.normalized(F, inputs, [merged[0], merged[1]], like, axis, attributes)
 

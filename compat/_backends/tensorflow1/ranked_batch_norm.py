@@ -145,14 +145,13 @@ def requested(model: "Any") -> "List[Any]":
     """
     by_argument = is_asked(model)
     layers = _keras.all_layers_of_keras2(model)
-    for part in layers:
-        if synchronized.is_asked(part):
-            layers = layers + _keras.all_layers_of_keras2(part)
+    asking = [part for part in layers if is_asked(part)]  # models within
+    within = {id(layer) for part in asking for layer in _keras.all_layers_of_keras2(part)}
     named: "Dict[str, Any]" = synchronized.layers((str(id(layer)), layer) for layer in layers)
     return [
         layer
         for layer in named.values()
-        if (by_argument or synchronized.asks(layer))
+        if (by_argument or id(layer) in within or synchronized.asks(layer))
         and not type(layer).__module__.startswith("horovod.")
     ]
 

@@ -105,6 +105,12 @@ class Torch(Backend):
 
         return synchronized.layers(model.named_modules())
 
+    def synchronizes_on_ranks(self, layer):
+        """Return whether a layer can use the statistics of the whole batch on several ranks."""
+        from .ranked_batch_norm import is_synchronizable  # not at start-up
+
+        return is_synchronizable(layer)
+
     def parallelize(self, model, devices):
         """Replace the instance's ``call`` or ``forward`` by one on several devices, or restore it.
 

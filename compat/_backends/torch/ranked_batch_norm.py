@@ -4,12 +4,13 @@ In training, a layer that asks for it gathers the moments of all ranks once in t
 the gradients by them once in the backward pass.
 """
 
+import threading
 import weakref
-from typing import Any, Iterable, Optional
+from typing import Any, Iterable, Optional, Tuple
 
 import torch
 
-from ... import errors
+from ... import _keras, errors
 from ..._runtime import patching, synchronized
 from . import batch_norm, keras_batch_norm
 from .arguments import first_batch
@@ -17,6 +18,15 @@ from .native import ForwardMethod
 from .ranked_reductions import RankReductions
 
 _LAYERS = torch.nn.modules.batchnorm._BatchNorm
+
+
+class _Calls(threading.local):
+    """The exchanges of models whose calls are under way in a thread, the outermost first."""
+
+    exchanges: "Tuple[Any, ...]" = ()
+
+
+_calls = _Calls()
 
 
 class _FunctionMode(torch.overrides.TorchFunctionMode):
@@ -42,11 +52,12 @@ class _OfRank(patching.InstanceMethod):
 
     def __init__(self):
         super().__init__([])
-        self.exchanges = weakref.WeakKeyDictionary()  # layer -> that of its model
+        # By layer: those of the models that have it, the one that was parallelized last at the end.
+        self.exchanges: "Any" = weakref.WeakKeyDictionary()
 
     def reductions(self, layer: Any, inputs: torch.Tensor) -> "Optional[RankReductions]":
         """Return the reductions of a call in training; None: it has this rank's samples alone."""
-        exchange = self.exchanges.get(layer)
+        exchange = self.exchange(layer)
         model = None if exchange is None else exchange.model()
         if model is None or exchange.source.is_alone:
             return None
@@ -54,6 +65,15 @@ class _OfRank(patching.InstanceMethod):
         if not is_asked or exchange.source.is_only_traced(model, inputs):
             return None
         return RankReductions(exchange, getattr(layer, "process_group", None))
+
+    def exchange(self, layer: Any) -> Any:
+        """Return the exchange of the outermost model under way that has the layer.
+
+        Of several, such as the discriminator of a GAN and the whole GAN, each has rows of its own.
+        """
+        exchanges = self.exchanges.get(layer, [])
+        under_way = [each for each in _calls.exchanges if each in exchanges]
+        return (under_way[:1] or exchanges[-1:] or [None])[0]
 
 
 class RankedNormForward(_OfRank, ForwardMethod):
@@ -97,6 +117,11 @@ class RankedKerasMoments(_OfRank):
             return self.plain(layer)(inputs, mask)
 
 
+def is_synchronizable(layer: Any) -> bool:
+    """Return whether a layer computes its statistics by functions that compat replaces."""
+    return isinstance(layer, _LAYERS) or _keras.has_keras_methods(layer, ("call", "_moments"))
+
+
 def follow(exchange: Any, model: Any, parts: "Iterable[Any]") -> None:
     """Have layers of a rank's model that ask for it normalize by all ranks' samples.
 
@@ -115,7 +140,8 @@ def follow(exchange: Any, model: Any, parts: "Iterable[Any]") -> None:
             kind().install(layer)
         method = kind.of(layer)
         if method is not None:
-            method.exchanges[layer] = exchange
+            others = [e for e in method.exchanges.get(layer, ()) if e.model() not in (None, model)]
+            method.exchanges[layer] = [*others, exchange]
     if layers or is_asked:
         exchange.engine.prepare_statistics()
     exchange.calls_batch_norm = is_asked  # until a pass shows that it does not
@@ -134,12 +160,17 @@ def call(exchange: Any, model: torch.nn.Module, forward: Any, args: Any, kwargs:
         kwargs: likewise, by name.
     """
     is_asked = model.training and synchronized.is_asked(model) and not exchange.source.is_alone
-    if not is_asked or not exchange.calls_batch_norm:
-        return forward(*args, **kwargs)
-    with _FunctionMode(RankReductions(exchange)) as mode:
-        result = _eager(forward, args, kwargs)
-    exchange.calls_batch_norm = mode.is_used
-    return result
+    outer = _calls.exchanges
+    _calls.exchanges = (*outer, exchange)
+    try:
+        if not is_asked or not exchange.calls_batch_norm:
+            return forward(*args, **kwargs)
+        with _FunctionMode(RankReductions(exchange)) as mode:
+            result = _eager(forward, args, kwargs)
+        exchange.calls_batch_norm = mode.is_used
+        return result
+    finally:
+        _calls.exchanges = outer
 
 
 @torch.compiler.disable

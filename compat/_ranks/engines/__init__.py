@@ -293,12 +293,16 @@ class Engine:
             RankLostError: there are such ranks.
         """
         if ended:
-            raise errors.RankLostError(
-                f"Rank {self.place.rank} of {self.place.size} has more batches, but "
-                f"{errors.numbered_ranks(ended)} ran out of them after {_batches(self.steps)}. "
-                "Give every rank the same number: compat.shard() does."
-            )
+            raise self.has_more_batches(ended)
         self.steps += 1
+
+    def has_more_batches(self, ended: Sequence[int]) -> errors.RankLostError:
+        """Return the error of this rank where others have run out of batches."""
+        return errors.RankLostError(
+            f"Rank {self.place.rank} of {self.place.size} has more batches, but "
+            f"{errors.numbered_ranks(ended)} ran out of them after {_batches(self.steps)}. "
+            "Give every rank the same number: compat.shard() does."
+        )
 
     def close(self) -> None:
         """Report that this rank has no more batches in this epoch. All ranks do so at once.

@@ -6,9 +6,12 @@ import datetime
 import os
 import re
 import sys
+from typing import Any
 
 from .. import engines, rendezvous, waiting
 from . import calls
+
+_STATISTICS = "for the others' batch statistics"
 
 
 class TorchDistributed(engines.Engine):
@@ -20,7 +23,7 @@ class TorchDistributed(engines.Engine):
         super().__init__(place)
         self.distributed = distributed
         self.last = None  # the exchange that all ranks did last
-        self.store = None
+        self.store: "Any" = None
         self.made = False  # this class, and not the script, has made the default group
         self.limit = datetime.timedelta(seconds=self.timeout)
         cuda = sys.modules["torch"].cuda.is_available()
@@ -36,6 +39,7 @@ class TorchDistributed(engines.Engine):
             # whatever layers or the script exchange meanwhile, as SyncBatchNorm does.
             self.group = distributed.new_group(timeout=self.limit)
         self.statistics = None  # likewise: of what ranks gather while a model runs
+        self.closed = 0  # how often this rank has run out of batches
         if not cuda:
             # One of gloo's threads that still lets go of a tensor while Python finalizes ends the
             # process: "terminate called without an active exception".
@@ -59,6 +63,7 @@ class TorchDistributed(engines.Engine):
 
         self.calls = calls.Calls(self, store.set, read, store.delete_key)
         atexit.register(self.calls.end)
+        self.look_while_waiting(self._look_for_ended, 1.0)
 
     def _store_of_all(self):
         """Return the store that is the rendezvous."""
@@ -112,7 +117,7 @@ class TorchDistributed(engines.Engine):
     def gather_rows(self, tensor, group):
         """Return the tensors of a group's ranks, which have one shape, as rows of one."""
         rows = tensor.new_empty((self.distributed.get_world_size(group), *tensor.shape))
-        with self.waiting("for the others' batch statistics"):
+        with self.waiting(_STATISTICS):
             self.distributed.all_gather(list(rows), tensor, group=group)
         return rows
 
@@ -127,7 +132,27 @@ class TorchDistributed(engines.Engine):
             self.distributed.all_gather(gathered, padded)
         return torch.cat([part[:size] for part, size in zip(gathered, sizes)])
 
+    def _look_for_ended(self, inside):
+        """End this process if it waits for statistics of a rank that has no more batches.
+
+        Such a rank is in the exchange that ends a step, and in no other.
+        """
+        if inside[0] != _STATISTICS:
+            return
+        with contextlib.suppress(RuntimeError):  # the store has gone
+            closed = {rank: self._closed(rank) for rank in self.others}
+            ended = [rank for rank, count in closed.items() if count > self.closed]
+            if ended and self.inside is inside:
+                waiting.end_process(self.has_more_batches(ended))
+
+    def _closed(self, rank):
+        name = "compat/closed/{}".format(rank)
+        return int(self.store.get(name)) if self.store.check([name]) else 0
+
     def _close(self, flag=True):
+        self.closed += 1
+        if self.statistics is not None and self.calls is not None:
+            self.store.set("compat/closed/{}".format(self.place.rank), str(self.closed))
         # Others that have more batches are in an exchange like the last one.
         return super()._close(flag) if self.last is None else self.last.close()
 

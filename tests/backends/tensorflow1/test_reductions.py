@@ -134,6 +134,29 @@ def test_what_is_reduced_is_tried(keras):
     assert not texts  # all products are split
 
 
+def recomputed(K, x):
+    recompute = getattr(tf, "recompute_grad", None) or tf.contrib.layers.recompute_grad
+    with v1.variable_scope("recomputed", reuse=v1.AUTO_REUSE, use_resource=True):
+        return recompute(lambda x: x - K.mean(x, axis=0))(x)
+
+
+def fraction(K, x):
+    return x / K.maximum(0.1 * number_of_rows(K, x), 1.0)
+
+
+@pytest.mark.parametrize("function", [recomputed, fraction])
+def test_what_cannot_be_reduced_has_the_numbers_of_one_device(keras, function):
+    """A function that the backward pass calls again, and what is not in proportion to the rows."""
+
+    def build():
+        layer = keras.layers.Lambda(lambda x: function(keras.backend, x), output_shape=(3,))
+        return model_with(keras, layer)
+
+    found = []
+    warned(lambda: found.append(trained(build, lambda: optimizer(keras, "sgd"))))
+    assert largest_difference(*found[0][0]) <= 1e-5
+
+
 def test_large_values_are_not_reduced(keras):
     """The layer runs unsplit, as one that compares all rows with all others."""
     K = keras.backend
