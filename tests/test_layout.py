@@ -541,6 +541,7 @@ KEPT_BY_MODULES = {
     "compat._backends.theano.executions._patches": "empty but while something records",
     "compat._backends.theano.executions._recorders": "empty but while something records",
     "compat._backends.torch.optimizer_steps._handles": "a hook for all optimizers, as a patch",
+    "compat._backends.torch.ranked_batch_norm._calls": "of a thread, empty but in a call",
     "compat._backends.torch.rules.RULES": "filled while the module is imported",
     "compat._configuration.registry._registered": "as a module that is imported stays",
     "compat._rows.replica_threads._thread": "of a thread, empty but in a replica",
