@@ -9,7 +9,7 @@ from compat import _keras
 from compat._backends._tensorflow.graph import v1_names
 from compat._backends.tensorflow1 import profiler
 from compat._configuration import registry
-from compat.testing import initialise, span
+from compat.testing import in_span, initialise, span
 
 from ..verification_cases import verified
 from .row_models import rows_of, three_devices  # noqa: F401  # the fixture
@@ -40,10 +40,12 @@ def kept_by(keras, tensor):
     return kept, tf.identity(v1.assign(kept, tf.reshape(tensor, (ROWS, 2))))
 
 
-@span
 @pytest.mark.parametrize(
     "way, verify",
-    [("compile", 1), ("appended", 0), ("assigned", 1), ("metrics", 0), ("outputs", 1)],
+    in_span(
+        [("compile", 1), ("appended", 0), ("assigned", 1), ("metrics", 0), ("outputs", 1)],
+        [("assigned", 1), ("metrics", 0), ("outputs", 1)],
+    ),
 )
 def test_predictions_fetched_in_a_step_are_those_of_its_loss(keras, way, verify):
     """And no device runs the whole batch besides."""
