@@ -65,6 +65,7 @@ class Exchange:
         self.hooks = torch.utils.weak.WeakIdKeyDictionary()  # parameter -> its hook's handle
         self.hooked: "List[torch.Tensor]" = []  # the parameters of the last pass
         self.settled = False  # whether the last forward pass began with these
+        self.parts: "Set[int]" = set()  # the ids of modules, if batch normalization is synchronized
         self.sums: Any = None
         self.sends_early = True
         self.task: "Optional[int]" = None  # the graph task that was joined last

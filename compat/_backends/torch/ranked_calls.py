@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ... import errors
 from ..._ranks import checksum, keras_model
-from ..._runtime import patching, work
+from ..._runtime import patching, synchronized, work
 from . import gradient_exchange, ranked_batch_norm
 from .arguments import declared, first_batch, rows_declared
 from .tensors import are_same, to_numpy
@@ -142,7 +142,10 @@ class RankedCall(keras_model.RankedMethod):
             The exchange, which notes its parameters and running statistics.
         """
         parameters, exchange = self.parameters(model), self.exchange(model)
-        exchange.settled = are_same(parameters, exchange.hooked)
+        # A layer of batch normalization may come later, and have no parameters.
+        parts = set(map(id, self.modules(model))) if synchronized.is_asked(model) else set()
+        exchange.settled = are_same(parameters, exchange.hooked) and parts == exchange.parts
+        exchange.parts = parts
         if exchange.weights is None or not exchange.settled:
             weights = self.weights_made(model)
             if weights != exchange.weights:

@@ -1447,9 +1447,16 @@ def all_cases():
     model = normalizing()
     compiled = torch.compile(model, backend="aot_eager")
     train("compiled", model, mse(compiled), batches=lambda: list(uneven())[:2])
+    model = trains("before", lambda: nn.Sequential(nn.Linear(6, 1)))
+    model.append(nn.BatchNorm1d(1, affine=False).double())
+    train("after", model, mse(model), batches=uneven)
 
 
 said["warned"] = told(all_cases)
+inner = normalizing()  # and another model that has its layers
+outer = compat.parallelize(nn.Sequential(inner), sync_batch_norm=True)
+train("outer", outer, mse(outer), batches=lambda: list(uneven())[:2])
+train("inner", inner, mse(inner), batches=lambda: list(uneven())[2:])
 trains("off", asked=None, batches=lambda: uneven([of_steps[0]] * 3))
 said["off"] = weights.pop("off")[0].tolist()
 
