@@ -25,7 +25,7 @@ from .placements import (
     shared,
     without_rows,
 )
-from .redistribution import SAMPLES, gathering, redistributed, resharding
+from .redistribution import LARGEST, SAMPLES, gathering, redistributed, resharding
 from .rules import (
     added,
     along,

@@ -14,6 +14,10 @@ from typing import Callable, List, Mapping, Optional, Sequence, Tuple
 
 from .placements import REPLICATED, Mixed, Partial, Placement, Replicated, Sharded, Unknown, Value
 
+#: Elements of the largest value that is reduced or gathered. Each device sends and receives it, so
+#: that a larger one costs more than it saves.
+LARGEST = 2**20
+
 #: Numbers of rows for which the sizes of a value show how they depend on the rows. Most sizes of
 #: groups of rows divide the large ones.
 SAMPLES = (3, 40320, 80640)

@@ -78,7 +78,7 @@ def attribute(node: "Any", name: str, default: "Any") -> "Any":
 
 
 class Replica(NamedTuple):
-    """What an executor of all replicas has of one.
+    """One replica's part of the executor of all.
 
     Attributes:
         context: the replica's.

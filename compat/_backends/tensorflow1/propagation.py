@@ -25,11 +25,12 @@ from ..._rows import (
 )
 from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient, recomputes
 from .._tensorflow.graph import sizes_of
+from .._tensorflow.reductions import can_be_reduced, first_mixed
 from .._tensorflow.rules import ALIGNED, placements
 from .._tensorflow.rules_common import Positions
 from . import graph
 from .redistribution import WholeShapes, can_be_gathered, is_costly
-from .reductions import can_be_reduced, joint_operation
+from .reductions import joint_operation
 
 
 class Propagation:
@@ -228,7 +229,7 @@ class Propagation:
         ]
         for candidates in (values, with_counts):
             _, places = redistributed(
-                lambda values: _first_mixed(placements(op, values)), candidates
+                lambda values: first_mixed(placements(op, values)), candidates
             )
             sources = self._reducible([op.inputs[place] for place in places])
             if sources:
@@ -404,13 +405,6 @@ def _scopes_of(layers):
     """Return a function that recognizes the scopes of layers of these names, used once or more."""
     names = "|".join(map(re.escape, layers))
     return re.compile(rf"(?:{names})(_\d+)?$").match if names else None
-
-
-def _first_mixed(placements):
-    """Return the placement among several that counts most, where inputs are to be reduced."""
-    kinds = (Mixed, Unknown, Count)
-    # A size of a shard is as good as mixed: devices have others.
-    return next((Mixed() for p in placements if isinstance(p, kinds)), REPLICATED)
 
 
 def _value(tensor, placement):

@@ -9,12 +9,9 @@ each run.
 import contextlib
 from typing import Any, Callable, Dict, Iterable, List
 
-from ..._rows import SAMPLES, Placement, Sharded, resharding
+from ..._rows import LARGEST, SAMPLES, Placement, Sharded, resharding
 from .._tensorflow.graph import sizes_of, v1_names
 from . import graph
-
-#: Elements of the largest tensor that all replicas read whole.
-_LARGEST = 2**20
 
 _COSTLY = ("MatMul", "BatchMatMul", "Conv", "DepthwiseConv", "SparseTensorDenseMatMul")
 
@@ -71,7 +68,7 @@ class WholeShapes:
         placement = resharding(shapes)
         if placement is None or isinstance(placement, Sharded):
             return placement
-        return placement if _product(self.sizes(tensor)) <= _LARGEST else None
+        return placement if _product(self.sizes(tensor)) <= LARGEST else None
 
     def sizes(self, tensor: "Any") -> "List[int]":
         """Return the sizes of a tensor that do not depend on the number of rows."""

@@ -13,22 +13,8 @@ from typing import Any, Callable, Dict, Iterator, List, Optional
 
 from ..._rows import REPLICATED, Partial, Placement, Sharded
 from .._tensorflow.custom_gradients import has_custom_gradient
-from .._tensorflow.graph import sizes_of, v1_names
+from .._tensorflow.graph import v1_names
 from . import batch_norm, graph
-
-#: Elements of the largest tensor that is reduced; a larger one costs more than it saves.
-_LARGEST = 2**20
-
-
-def can_be_reduced(tensor: "Any", placement: "Partial") -> bool:
-    """Return whether a tensor that each replica computes of its shard can be reduced over them."""
-    elements = 1
-    for size in sizes_of(tensor) or ():
-        elements *= size or 1
-    # Equal extremes share the gradient, so that those of each shard have to be counted.
-    is_plain = placement.how in ("sum", "mean") or not tensor.dtype.is_floating
-    is_differentiable = is_plain or tensor.op.type in ("Max", "Min")
-    return elements <= _LARGEST and is_differentiable and not has_custom_gradient(tensor.op)
 
 
 def joint_operation(op, values):

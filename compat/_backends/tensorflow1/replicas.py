@@ -92,7 +92,10 @@ class Replicas:
     def _sources_of_gathered(self):
         """Return a function from an operation to those whose results it needs of the whole batch.
 
-        These are the last ones that replicas run. Return None if there are no such operations.
+        These are the last ones that replicas run.
+
+        Returns:
+            The function; None if nothing is gathered or split again.
         """
         propagation, run = self.part.propagation, set(self.part.needed)
         if not (propagation.gathered or propagation.split_again):

@@ -17,12 +17,9 @@ from ..._rows import Count, Partial, Placement, Value
 from ..._rows.replica_threads import DifferentReductions, current_turn
 from ..._runtime import patching
 from .._tensorflow.custom_gradients import has_custom_gradient
-from .._tensorflow.graph import sizes_of
+from .._tensorflow.reductions import can_be_reduced
 from . import batch_functions, output_gradients
 from .reductions import BatchReductions
-
-#: Elements of the largest tensor that is reduced; a larger one costs more than it saves.
-LARGEST = 2**20
 
 #: Operations that are not counted. Replicas have copies of variables, and a graph has what it
 #: captures once.
@@ -117,14 +114,7 @@ class CallReductions:
 
     def can_reduce(self, tensor: "tf.Tensor", placement: "Placement") -> bool:
         """Return whether replicas can reduce what each of them computes of its rows."""
-        elements = 1
-        for size in sizes_of(tensor) or ():
-            elements *= size or 1
-        # Equal extremes share the gradient, so that those of each shard have to be counted.
-        is_sum = getattr(placement, "how", "sum") in ("sum", "mean")
-        is_plain = is_sum or not tensor.dtype.is_floating or tensor.op.type in ("Max", "Min")
-        is_found = tensor.op.name in self._numbers and not has_custom_gradient(tensor.op)
-        return is_plain and is_found and elements <= LARGEST
+        return tensor.op.name in self._numbers and can_be_reduced(tensor, placement)
 
     def can_compute(self, op: "tf.Operation", value: "Value") -> bool:
         """Return whether replicas can compute an operation jointly; see ``batch_functions``."""

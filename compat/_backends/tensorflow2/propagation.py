@@ -25,6 +25,7 @@ from ..._rows import (
 from .._tensorflow import rules
 from .._tensorflow.custom_gradients import CustomGradient, has_custom_gradient
 from .._tensorflow.graph import constant, sizes_of
+from .._tensorflow.reductions import first_mixed
 from .graph import CALLS, CONDITIONS, LOOPS, READS, bodies_of, carried, is_random
 from .trial import OpTrial
 
@@ -221,7 +222,7 @@ class Propagation:
                 for value, placement in zip(values, placements)
             ]
             _, places = _rows.redistributed(
-                lambda values: _first_mixed(rules.placements(op, values)), candidates
+                lambda values: first_mixed(rules.placements(op, values)), candidates
             )
             if places and self._reduce([op.inputs[place] for place in places]):
                 # As far as they are not reduced until this is inferred once more.
@@ -437,13 +438,6 @@ class Propagation:
 
 def _listed(placements):
     return placements if isinstance(placements, list) else [placements]
-
-
-def _first_mixed(placements):
-    """Return the placement among several that counts most, where inputs are to be reduced."""
-    kinds = (Mixed, Unknown, Count)
-    # A size of a shard is as good as mixed: devices have others.
-    return next((Mixed() for p in placements if isinstance(p, kinds)), REPLICATED)
 
 
 def _of_rows(op, placements):

@@ -155,9 +155,9 @@ class OpTrial:
         return placement, samples
 
     def _rounded(self, samples, placement, inputs):
-        """Return a total whose parts make up the whole, where only rounding tells them apart.
+        """Return a total that differs from its parts' by rounding alone; None where it is more.
 
-        The mean of what is centred already is next to zero. None where it is more.
+        The mean of what is centred already is next to zero.
         """
         whole, parts, others = self._arrays(samples)
         lanes = [lane for each in inputs + [samples] for lane in each.lanes]

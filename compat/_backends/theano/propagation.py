@@ -7,14 +7,11 @@ from theano.compile.ops import Shape, Shape_i
 from theano.gof import graph
 
 from ... import _rows
-from ..._rows import REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Value
+from ..._rows import LARGEST, REPLICATED, Count, Mixed, Partial, Replicated, Sharded, Value
 from . import batch_norm, redistribution, softmax
 from .graph import is_custom
 from .rules import ARRANGING, OF_SIZES, RULES, AppliedOp, Drawn, drawn, pointwise, unknown
 from .sizes import ROWS, Sizes
-
-#: Larger values are not reduced: what needs them runs unsplit. Each device sends and receives one.
-MOST_ELEMENTS = 2**20
 
 #: By the names of operations that need the whole batch: what computes them by reductions.
 _LOWERED: "Dict[str, Any]" = {
@@ -234,7 +231,7 @@ class Propagation:
     def _is_small(self, variable):
         """Return whether a value is of a fixed size that costs little to reduce over devices."""
         sizes = self.sizes.shape(variable) or ()
-        return None not in sizes and np.prod(sizes, dtype=float) <= MOST_ELEMENTS
+        return None not in sizes and np.prod(sizes, dtype=float) <= LARGEST
 
     def _counts(self, node, rule, values):
         """Return the positions of numbers of rows that a node computes with: those of all rows.

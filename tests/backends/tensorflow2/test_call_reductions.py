@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import compat
+from compat._backends._tensorflow import reductions
 from compat._backends.tensorflow2 import call_reductions, call_trace
 from compat._backends.tensorflow2.call_reductions import CallReductions
 from compat._backends.tensorflow2.call_trace import _signature
@@ -309,7 +310,7 @@ def test_batch_normalization_beside_it(keras, made):
 
 
 def test_large_values_are_not_reduced(keras, monkeypatch):
-    monkeypatch.setattr(call_reductions, "LARGEST", 5)
+    monkeypatch.setattr(reductions, "LARGEST", 5)
     model = compat.parallelize(model_with(keras, *lambdas(keras, [standardized])))
     with told() as texts:
         model(tf.constant(batch(14)[0]))

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import compat
-from compat._backends.tensorflow2 import call_reductions
+from compat._backends._tensorflow import reductions
 from compat._backends.tensorflow2.call_reductions import can_count
 from compat.testing import DEVICES, contract_of, initialise, slow, span
 
@@ -145,7 +145,7 @@ def test_float8_has_the_largest_values_of_the_whole_batch(keras):
 
 def test_what_divides_by_the_number_of_rows_is_named(keras, monkeypatch):
     """Where that is not reduced. Not the layer after it, in which that first makes a difference."""
-    monkeypatch.setattr(call_reductions, "LARGEST", 0)
+    monkeypatch.setattr(reductions, "LARGEST", 0)
     inputs = keras.layers.Input((8,))
     shares = keras.layers.Lambda(lambda x: x / rows_of(x), output_shape=(8,), name="shares")
     model = keras.models.Model(inputs, keras.layers.Dense(4)(shares(inputs)))

@@ -182,7 +182,7 @@ def test_a_large_value_is_not_reduced(keras, monkeypatch):
     """It would cost more to send than what it is computed from."""
     from compat._backends.theano import propagation
 
-    monkeypatch.setattr(propagation, "MOST_ELEMENTS", 24)
+    monkeypatch.setattr(propagation, "LARGEST", 24)
     K = keras.backend
     model = around(keras, lambda x: K.dot(x, K.dot(K.transpose(x), x)))
     compat.parallelize(model).compile("sgd", "mse")
