@@ -2,7 +2,7 @@
 
     python benchmarks/first_step.py --backend tensorflow1|tensorflow2|torch|mxnet|theano
 
-The trial (see docs/rows.md) takes no time afterwards: there is none.
+The trial (see docs/how-it-works.md) takes no time afterwards: there is none.
 """
 
 import argparse

@@ -5,6 +5,7 @@
 - A list item of api.md that is a name of compat's is followed by its documentation.
 - A line that is nothing but a link to a file in jobs/ is followed by the file.
 - A section of troubleshooting.md gets the texts of the modules that it names: see texts.py.
+- The address of a page that was merged into another one leads there.
 """
 
 import importlib
@@ -25,6 +26,18 @@ SECTIONS = {
 }
 NAME = re.compile(r"^- `(compat(?:\.\w+)+)`(?:: (.+))?$", re.MULTILINE)
 FILE = re.compile(r"^\[(jobs/([\w.-]+))\]\(\1\)$", re.MULTILINE)
+#: Where the pages are that are no longer here.
+MOVED = {
+    "clusters": "launchers.html#jobs",
+    "rows": "how-it-works.html#operations-that-need-the-whole-batch",
+}
+REDIRECT = """\
+<!doctype html>
+<meta charset="utf-8">
+<title>{0}</title>
+<meta http-equiv="refresh" content="0; url={0}">
+<a href="{0}">{0}</a>
+"""
 LEXERS = {".sh": "bash", ".yaml": "yaml", ".py": "python", ".toml": "toml"}
 
 
@@ -141,7 +154,17 @@ def outdated(app, env, added, changed, removed):
     return ["api", "troubleshooting"]
 
 
+def redirect(app, error):
+    """Write a page for each address of MOVED, as a hook of Sphinx."""
+    if error is None and app.builder.format == "html":
+        for name, target in MOVED.items():
+            path = os.path.join(app.outdir, name + ".html")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(REDIRECT.format(target))
+
+
 def setup(app):
+    app.connect("build-finished", redirect)
     app.connect("env-get-outdated", outdated)
     app.connect("source-read", read)
     app.connect("autodoc-process-docstring", sections)

@@ -1,4 +1,4 @@
-"""What no rule about rows says though it is true, as docs/missing_rules.md lists it.
+"""What no rule about rows says though it is true, as tests/missing_rules.md lists it.
 
 The proofs of the tables compare the page with what they find, or write it:
 
@@ -7,7 +7,7 @@ The proofs of the tables compare the page with what they find, or write it:
 
 import os
 
-PAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "docs", "missing_rules.md")
+PAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "missing_rules.md")
 
 
 def check(title, found):
@@ -28,4 +28,4 @@ def check(title, found):
             file.write(before + begin + now + "```\n" + after)
     else:
         assert heading, "{} has no section {!r}".format(PAGE, title)
-        assert listed == now, "docs/missing_rules.md lists others; COMPAT_WRITE_PAGES=1 writes it"
+        assert listed == now, "tests/missing_rules.md lists others; COMPAT_WRITE_PAGES=1 writes it"

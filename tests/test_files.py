@@ -1,4 +1,4 @@
-"""How compat writes files: what is there stays what it is. docs/reliability.md has the table."""
+"""How compat writes files: what is there stays what it is. docs/command-line.md has the table."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""The job files of docs/clusters.md: they parse, and compat joins the processes that they start.
+"""The job files of docs/launchers.md: they parse, and compat joins the processes that they start.
 
 Each process's environment is the one that its launcher documents, of test_launchers.py, with the
 numbers that follow from the file. Runs in tox's environment ``docs``, which has a parser of YAML.
@@ -163,7 +163,7 @@ FILES = {
 
 def test_every_job_is_here_and_on_the_page():
     assert sorted(os.listdir(JOBS)) == sorted(FILES)
-    page = read(os.path.join("..", "clusters.md"))
+    page = read(os.path.join("..", "launchers.md"))
     assert sorted(re.findall(r"^\[(jobs/(\S+))\]\(\1\)$", page, re.M)) == sorted(
         ("jobs/" + name, name) for name in FILES
     )

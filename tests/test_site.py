@@ -8,11 +8,13 @@ import json
 import os
 import re
 import sys
+import types
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 import sources
 from sources import MODULES, ROOT, is_sentence
+from test_distribution import headings
 
 import compat
 import compat.backend
@@ -43,6 +45,17 @@ def pages():
 def test_index_leads_to_each_page():
     contents = re.findall(r"^([\w/.-]+)$", extension.with_contents(read("index.md")), re.M)
     assert sorted(contents) == sorted(set(pages()) - {"index"})
+
+
+def test_addresses_of_merged_pages_lead_to_their_sections(tmp_path):
+    """docs/check_links.py follows them in the built site."""
+    app = types.SimpleNamespace(builder=types.SimpleNamespace(format="html"), outdir=str(tmp_path))
+    extension.redirect(app, None)
+    assert not set(extension.MOVED) & set(pages())
+    for name, target in extension.MOVED.items():
+        page, _, anchor = target.partition(".html#")
+        assert anchor in headings(os.path.join(DOCS, page + ".md"))
+        assert 'url={}"'.format(target) in (tmp_path / (name + ".html")).read_text()
 
 
 def test_reference_has_each_public_name():

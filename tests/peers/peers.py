@@ -3,7 +3,7 @@
     .tox/py38-tensorflow/bin/python tests/peers/peers.py ~/keras/tests metrics_test.py
 
 in the environment of a backend, with a checkout of the project. What passes plain and fails
-parallel is a fault of compat's, or one of the differences that docs/checks.md tells. Options that
+parallel is a fault of compat's, or one of the differences that docs/peers.md tells. Options that
 are not known here are pytest's, such as ``-k metric`` and ``--timeout 600``.
 
 exit status: 0 nothing fails that passes plain, 1 something does, or nothing passes plain.
