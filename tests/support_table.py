@@ -13,8 +13,10 @@ environment that is run begins by removing its own, and a run of selected tests
 (``tox run -e py311-torch -- tests/backends -k masked``) leaves none; see toxfile.py.
 
 --write updates the pages' tables from the results. Environments without a result keep their rows,
-and are named; in docs/idioms.md, where environments are columns, their columns, and what was not
-run in an environment stays as it is.
+and are named; in docs/idioms.md, where environments are in the cells, their verdicts, and what was
+not run in an environment stays as it is.
+
+On the pages, what has the same cells is one row, and most environments are all but some.
 """
 
 import configparser
@@ -34,6 +36,13 @@ FEATURES = ("feature", "tests passed in")
 TIMES = ("setup", "tests", "cpu")
 SLOWEST = 30
 ENDINGS = (".xml", ".again.xml", ".models.xml")  # of each environment's results
+#: What the second table calls the environments in which one process drives all devices, and how
+#: the names of the others end.
+ONE_PROCESS = "all of one process"
+OTHERS = ("core", "horovod", "workers", "mpi", "launchers", "pocl")
+#: How the page of idioms begins, before the environments' names.
+COLUMNS = "In {}:\n\n"
+SPLIT = "split"
 ANY_PYTHON = "core"  # the core's tests, where the Pythons of the matrix's rows for it are missing
 PROMISED_MINUTES = 35  # what the README says of a machine of two cores
 
@@ -189,28 +198,76 @@ def feature_rows(results, kept=()):
     ]
 
 
+def of_one_process():
+    """Return the environments in which one process drives all devices."""
+    return [name for name, _ in environments() if not name.endswith(OTHERS)]
+
+
+def shortened(names):
+    """Return a list of environments in fewer words, where most of those of one process are there.
+
+    Such as "all of one process but py36-theano; py313-core".
+    """
+    listed, every = names.split(", "), of_one_process()
+    missing = [name for name in every if name not in listed]
+    if 2 * len(missing) >= len(every):
+        return names
+    text = ONE_PROCESS + (" but " + ", ".join(missing) if missing else "")
+    return "; ".join([text] + [", ".join(n for n in listed if n not in every)]).rstrip("; ")
+
+
+def expanded(text):
+    """Return the list of environments that was shortened."""
+    if not text.startswith(ONE_PROCESS):
+        return text
+    text, _, others = text.partition("; ")
+    missing = text.partition(" but ")[2].split(", ")
+    listed = [name for name in of_one_process() if name not in missing] + others.split(", ")
+    return ", ".join(name for name, _ in environments() if name in listed)
+
+
+def merged(table):
+    """Return the rows of a table, those that differ in their first cells alone as one."""
+    first = {}
+    for row in table:
+        first.setdefault(tuple(row[1:]), []).append(row[0])
+    return [["; ".join(names)] + list(rest) for rest, names in first.items()]
+
+
+def unmerged(table):
+    """Return the rows that were merged, sorted."""
+    return sorted([name] + row[1:] for row in table for name in row[0].split("; "))
+
+
 def verdicts():
     """Return the verdicts of docs/idioms.md, by environment and idiom."""
-    heading, _, *lines = [cells(line) for line in page_tables(IDIOMS).splitlines()] or [[], []]
-    return {
-        environment: {line[0]: line[column] for line in lines}
-        for column, environment in enumerate(heading)
-        if column
-    }
+    columns, _, table = page_tables(IDIOMS).partition("\n\n")
+    names = columns.partition(" ")[2].rstrip(":").split(", ") if table else []
+    heading, _, *lines = [cells(line) for line in table.splitlines()] or [[], []]
+    found = {name: {} for name in names}
+    for line in unmerged(lines):
+        for name in names:
+            kinds = [kind for kind, cell in zip(heading, line) if name in cell.split(", ")]
+            found[name][line[0]] = kinds[0] if kinds else SPLIT
+    return found
 
 
 def idiom_table(results):
-    """Return the table of docs/idioms.md: a row for each idiom, a column for each environment."""
+    """Return the table of docs/idioms.md: the environments whose verdict is not "split"."""
     found = verdicts()
     for name, result in results.items():
         if result.verdicts:
             found[name] = dict(found.get(name, {}), **result.verdicts)
-    columns = [name for name, _ in environments() if name in found]
-    idioms = sorted(set().union(*found.values()))
-    return markdown(
-        ["idiom"] + columns,
-        [[idiom] + [found[name].get(idiom, "") for name in columns] for idiom in idioms],
-    )
+    names = [name for name, _ in environments() if name in found]
+    if not names:
+        return ""
+    kinds = sorted({kind for verdicts in found.values() for kind in verdicts.values()} - {SPLIT})
+    kinds.sort(key="-".__eq__)
+    table = [
+        [idiom] + [", ".join(n for n in names if found[n].get(idiom, "-") == k) for k in kinds]
+        for idiom in sorted(set().union(*found.values()))
+    ]
+    return COLUMNS.format(", ".join(names)) + markdown(["idiom"] + kinds, merged(table))
 
 
 def cells(line):
@@ -219,11 +276,10 @@ def cells(line):
 
 
 def markdown(heading, table):
-    """Return a table, its columns aligned but for a long last one."""
+    """Return a table, its columns aligned but for long ones."""
     lines = [heading] + list(table)
     widths = [max(len(line[i]) for line in lines) for i in range(len(heading))]
-    if widths[-1] > 40:
-        widths[-1] = len(heading[-1])
+    widths = [len(name) if width > 40 else width for name, width in zip(heading, widths)]
     lines.insert(1, ["-" * width for width in widths])
     return "".join(
         "| {} |\n".format(" | ".join(cell.ljust(width) for cell, width in zip(line, widths)))
@@ -234,6 +290,7 @@ def markdown(heading, table):
 def tables(results, kept=((), ())):
     """Both tables, as the page has them, with the rows of environments that have no result."""
     first, second = rows(results, kept[0]), feature_rows(results, kept[1])
+    second = merged([[feature, shortened(names)] for feature, names in second])
     return markdown(HEADING, first) + "\n" + markdown(FEATURES, second)
 
 
@@ -244,11 +301,12 @@ def page_tables(page=None):
 
 
 def page_rows():
-    """Return the rows of both tables, as lists of cells."""
-    return [
+    """Return the rows of both tables, as lists of cells, as they were before they were merged."""
+    first, second = [
         [cells(line) for line in table.strip().splitlines()[2:]]
         for table in page_tables().partition("\n\n")[::2]
     ]
+    return first, [[feature, expanded(names)] for feature, names in unmerged(second)]
 
 
 def write_page(table, page=None):

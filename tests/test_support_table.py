@@ -207,6 +207,7 @@ def test_only_rows_that_have_results_are_written(run, page):
         ["py37-theano", "3.7", "theano", "theano 1.0.5", "keras 2.2.4", "span", "failed"]
     ]
     assert second == [["native", ", ".join(names)]]
+    assert "| native  | all of one process but py37-theano; py36-core, " in page.read_text()
 
 
 def test_nothing_is_written_where_there_are_no_results(run, page):
@@ -229,7 +230,7 @@ VERDICTS = """<testsuites><testsuite tests="2" skipped="0" failures="1" errors="
 
 def test_verdicts_of_idioms_are_written_by_environment(run, page):
     found = {"py37-theano": "split", "py311-jax": "unsplit"}
-    support_table.write_page("| idiom |\n| ----- |\n", support_table.IDIOMS)
+    support_table.write_page("", support_table.IDIOMS)
     for name, verdict in found.items():
         (run.results / (name + ".models.xml")).write_text(VERDICTS.format(verdict))
     run({}, options=["--write"])
@@ -256,7 +257,34 @@ def test_verdicts_that_differ_have_a_reason():
         for idiom in next(iter(found.values()))
     }
     differing = {idiom for idiom, verdicts in kinds.items() if len(verdicts) > 1}
-    assert set(re.findall(r"^\| (\w.+?) +\|", reasons, re.M)) == differing | {"idiom"}
+    explained = "; ".join(re.findall(r"^\| (\w.+?) +\|", reasons, re.M)).split("; ")
+    assert sorted(explained) == sorted(differing | {"idiom"})
+
+
+def test_lists_of_environments_are_those_that_were_shortened():
+    alone = support_table.of_one_process()
+    matrix = [name for name, _ in support_table.environments()]
+    few, most = ", ".join(alone[:9]), [name for name in matrix if name not in alone[1:3]]
+    assert support_table.shortened(few) == support_table.expanded(few) == few
+    assert support_table.shortened(", ".join(alone)) == support_table.ONE_PROCESS
+    for names in (alone, alone[3:], alone[3:] + ["py37-theano-mpi"], most, matrix):
+        listed = ", ".join(sorted(names, key=matrix.index))
+        assert len(support_table.shortened(listed)) < len(listed)
+        assert support_table.expanded(support_table.shortened(listed)) == listed
+
+
+def test_rows_with_the_same_cells_are_one():
+    rows = [["a", "x", "y"], ["b", "x", ""], ["c", "x", "y"]]
+    assert support_table.merged(rows) == [["a; c", "x", "y"], ["b", "x", ""]]
+    assert support_table.unmerged(support_table.merged(rows)) == rows
+
+
+def test_the_pages_have_no_row_twice():
+    """So that a table of a hundred rows is one of thirty."""
+    for page in (support_table.PAGE, support_table.IDIOMS):
+        table = support_table.page_tables(page).rpartition("\n\n")[2]
+        cells = [tuple(support_table.cells(line)[1:]) for line in table.splitlines()]
+        assert len(set(cells)) == len(cells) > 20
 
 
 def rows_of_times(lines):

@@ -103,17 +103,31 @@ def test_a_line_of_the_page(monkeypatch):
     monkeypatch.setattr(tested_versions, "_PAIRS", JAX)
     pair = tested_versions.pairs()[0]
     result = {"tests": 90, "seconds": 70, "faults": {}}
-    line = ["3.11", "jax 0.4.20", "keras 3.0.5", "90 tests", "3 of 3", "same", "holds"]
+    line = ["3.11", "jax 0.4.20", "keras 3.0.5", "passed", "3 of 3", "same", "holds"]
     assert versions.row(pair, result) == line
     result["faults"] = {"test_a": "AssertionError", "examples/vae.py": "x", "two ranks": "y"}
     assert versions.row(pair, result)[3:] == [
-        "90 tests",
+        "fails",
         "2 of 3",
         "fails",
         "does not hold: test_a",
     ]
     monkeypatch.setitem(tested_versions.FAULTS, pair.framework, "No ranks; JAX 0.4.30 has them.")
     assert versions.row(pair, result)[-1] == "No ranks; JAX 0.4.30 has them."
+    refused = {"two ranks": "JAX cannot train as rank 1 of 2. Install 0.4.26; or later."}
+    result.update(faults={"two ranks": "y"}, refused=refused)
+    assert versions.row(pair, result)[3:6] == ["passed", "3 of 3", "fails"]
+    assert versions.row(pair, result)[-1].endswith("two ranks: Install 0.4.26; or later.")
+    assert versions.row(pair, {"faults": {"installation": "x"}})[3:5] == ["fails", "0 of 3"]
+
+
+def test_pairs_that_differ_in_versions_alone_are_one_line():
+    rows = list(versions.rows_of_page().values())
+    lines = list(versions.lines_of(rows))
+    assert len(lines) < len(rows) / 4
+    assert list(versions.rows_of(lines)) == rows
+    table = versions.support_table.markdown(versions.COLUMNS, lines)
+    assert table == versions.support_table.page_tables(str(versions.PAGE))
 
 
 def test_what_is_printed_of_a_pair():

@@ -280,30 +280,68 @@ def told(pair, result):
 
 # The page -------------------------------------------------------------------------------------
 
-COLUMNS = ("Python", "framework", "Keras", "span contract", "examples", "two ranks", "result")
+COLUMNS = (
+    "Python",
+    "framework, Keras",
+    "versions",
+    "span contract",
+    "examples",
+    "two ranks",
+    "result",
+)
+FIRST_SENTENCE = re.compile(r"^[^;]*?\. (?=[A-Z])")  # of what is refused; what follows is advice
 
 
 def row(pair, result):
-    """Return the cells of a pair's line."""
+    """Return what is known of a pair: what names it, in three cells, and its cells of the table."""
     of = tested_versions.name_and_version
     faults = collections.OrderedDict(result["faults"])
     verdict = "holds" if not faults else pair.fault or "does not hold: {}".format(*faults)
     has_ranks = pip_extras.BACKENDS[pair.extra] in RANKS
-    refused = result.get("refused", {})
+    refused = {
+        test: FIRST_SENTENCE.sub("", text, count=1)
+        for test, text in result.get("refused", {}).items()
+    }
     by = collections.OrderedDict((text, []) for _, text in sorted(refused.items()))
     for test, text in sorted(refused.items()):
         by[text].append(test)
     failed = set(faults) | set(refused)
+    failing = failed - {"two ranks"} - {"examples/{}.py".format(name) for name in EXAMPLES}
     examples = sum("examples/{}.py".format(name) not in failed for name in EXAMPLES)
     return [
         pip_extras.spelled(pair.python),
         of(pair.framework),
         of(pair.keras) if pair.keras else "tf.keras",
-        "{} tests".format(result.get("tests", 0)),
+        "passed" if result.get("tests") and not failing else "fails",
         "{} of {}".format(examples * ("tests" in result), len(EXAMPLES)),
         _word("two ranks", faults, refused) if has_ranks else "",
         "; ".join([verdict] + ["{}: {}".format(_listed(by[text]), text) for text in by]),
     ]
+
+
+def lines_of(rows):
+    """Return the lines of the table: one for pairs that differ in their versions alone."""
+    groups = collections.OrderedDict()
+    for python, framework, keras, *rest in rows:
+        framework, version = framework.split(" ")
+        keras, _, of_keras = keras.partition(" ")
+        names = ", ".join([framework, keras])
+        group = groups.setdefault((python, names, tuple(rest)), collections.OrderedDict())
+        group.setdefault(version, []).append(of_keras)
+    for (python, names, rest), versions in groups.items():
+        texts = [": ".join(filter(None, [v, ", ".join(k)])) for v, k in versions.items()]
+        yield [python, names, "; ".join(texts)] + list(rest)
+
+
+def rows_of(lines):
+    """Return the rows that are in the lines of the table."""
+    for python, names, versions, *rest in lines:
+        framework, keras = names.split(", ")
+        for text in versions.split("; "):
+            version, _, of_keras = text.partition(": ")
+            for each in of_keras.split(", "):
+                pair = ["{} {}".format(framework, version), "{} {}".format(keras, each).strip()]
+                yield [python] + pair + rest
 
 
 def _listed(tests):
@@ -318,9 +356,9 @@ def _word(test, faults, refused):
 
 
 def rows_of_page():
-    """Return the table's lines by their first three cells, which name a pair."""
+    """Return what the page has, by the three cells that name a pair."""
     lines = support_table.page_tables(str(PAGE)).splitlines()[2:]
-    return {tuple(cells[:3]): cells for cells in map(support_table.cells, lines)}
+    return {tuple(cells[:3]): cells for cells in rows_of(map(support_table.cells, lines))}
 
 
 def write_page():
@@ -333,7 +371,7 @@ def write_page():
             rows.append(row(pair, json.loads(path.read_text(encoding="utf-8"))))
         elif name in known:
             rows.append(known[name])
-    support_table.write_page(support_table.markdown(COLUMNS, rows), str(PAGE))
+    support_table.write_page(support_table.markdown(COLUMNS, lines_of(rows)), str(PAGE))
 
 
 def is_chosen(pair, texts):
